@@ -1,0 +1,374 @@
+"""Chooses what each step computes: iteration-level (continuous) batching under a token budget (Orca, OSDI'22).
+
+Decode steps and chunks of prefill share one step; a request joins at any step. The order is first come, first
+served, with two exceptions: a request whose adapter is still on its way waits aside and never delays those behind
+it, and when pages run short the newest running requests give way (preemption by recompute: their pages are freed
+and their tokens are computed again later).
+
+Pages are found in this order: free ones, those of idle adapters, those of the newest running request.
+
+Plain Python, deterministic given its inputs. Knows no tensor, no clock, no socket.
+"""
+
+import heapq
+from collections import defaultdict
+from dataclasses import dataclass
+
+from slora.errors import AdapterFetchFailed, ContextTooLong, RequestFailed
+from slora.page_pool import PagePool
+from slora.request import FinishReason, StepOutput, TokenDelta
+from slora.residency import Residency, Resident
+from slora.sequence import Sequence
+from slora.step_plan import AdapterLoad, Chunk, Sampled, StepPlan
+from slora_adapters.packing import PackedAdapter
+from slora_adapters.source import AdapterSource, FetchFailed
+from slora_adapters.version import AdapterVersion
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """full_page_bytes: of one page over all layers. max_num_seqs <= max_num_batched_tokens, so every decode fits."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    full_page_bytes: int
+
+
+class Scheduler:
+    """Owns the sequences and, through them, every held page of `pool`."""
+
+    def __init__(
+        self, limits: SchedulerLimits, pool: PagePool, residency: Residency, source: AdapterSource
+    ) -> None:
+        self.num_preemptions = 0
+        self.num_loads = 0
+        self._limits = limits
+        self._pool = pool
+        self._residency = residency
+        self._source = source
+        self._sequences: dict[str, Sequence] = {}
+        self._running: list[Sequence] = []  # in order of arrival
+        self._ready: list[Sequence] = []  # a heap by arrival: nothing to wait for but pages
+        self._awaiting: dict[AdapterVersion, list[Sequence]] = {}  # aside, until the adapter is on the host
+        self._on_host: dict[AdapterVersion, PackedAdapter] = {}  # pinned there for those in `_ready`
+        self._ready_users: dict[AdapterVersion, int] = defaultdict(int)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._sequences) - len(self._running)
+
+    @property
+    def num_awaiting_adapter(self) -> int:
+        return sum(len(group) for group in self._awaiting.values())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could do something now; requests that only await an adapter do not count."""
+        return bool(self._running or self._ready)
+
+    def find(self, request_id: str) -> Sequence | None:
+        return self._sequences.get(request_id)
+
+    def add(self, sequence: Sequence) -> None:
+        """Raises ContextTooLong if it could not run even alone."""
+        self._enqueue(sequence)
+        self._sequences[sequence.request.request_id] = sequence
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request wherever it is; unknown or finished ones are no error."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._retire(sequence)
+
+    def forget(self, version: AdapterVersion) -> None:
+        """The adapter was deleted. Requests that already run or wait finish on it."""
+        self._residency.forget(version)
+        self._source.forget(version)
+
+    def schedule(self) -> StepPlan:
+        plan = StepPlan()
+        self._collect_fetches(plan)
+        budget = self._continue_running(plan, self._limits.max_num_batched_tokens)
+        self._admit(plan, budget)
+        plan.chunks.sort(key=_by_slot)
+        return plan
+
+    def postprocess(self, plan: StepPlan, sampled: list[Sampled]) -> list[StepOutput]:
+        """Takes in the tokens of `plan`, one for each chunk that samples, in order; finished sequences leave."""
+        self._release_copied(plan)
+        outputs = list(plan.ended)
+        tokens = iter(sampled)
+        for chunk in plan.chunks:
+            chunk.sequence.num_computed += chunk.num_tokens
+            if chunk.samples:
+                outputs.append(self._append(chunk.sequence, next(tokens)))
+        return outputs
+
+    def fail(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
+        """The step broke: its requests end with `error`, everybody else goes on."""
+        # What was loaded in this step can't be trusted: it leaves with its last user.
+        for load in plan.loads:
+            load.resident.forgotten = True
+        self._release_copied(plan)
+        outputs = list(plan.ended)
+        for chunk in plan.chunks:
+            outputs.append(StepOutput(chunk.sequence.request.request_id, error=error))
+            self._retire(chunk.sequence)
+        return outputs
+
+    def check(self) -> None:
+        """Proves that no page is lost and every reference has its owner."""
+        held = [page for seq in self._running for page in seq.blocks.pages.tolist()]
+        self._pool.check([*held, *self._residency.held_pages()], self._residency.cached_pages())
+        users: dict[AdapterVersion, int] = defaultdict(int)
+        for seq in self._running:
+            if seq.resident is not None:
+                users[seq.resident.version] += 1
+        for resident in self._residency:
+            assert resident.num_users == users[resident.version], f"{resident.version}: users do not add up"
+        waiting = [s for s in self._sequences.values() if s not in self._running]
+        assert all(s.blocks.num_pages == 0 and s.resident is None for s in waiting), "a waiting request holds pages"
+        assert set(self._on_host) <= {v for v, n in self._ready_users.items() if n}, "a host copy is pinned in vain"
+
+    # -- waiting ------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        """To the ready ones if its adapter is at hand, else aside. Raises ContextTooLong if it can never run."""
+        version = sequence.request.adapter
+        adapter_pages = 0 if version is None else self._adapter_pages(version)
+        if adapter_pages is not None:
+            self._make_ready(sequence, adapter_pages)
+        elif version is not None:
+            self._awaiting.setdefault(version, []).append(sequence)
+            self._source.request(version)
+
+    def _adapter_pages(self, version: AdapterVersion) -> int | None:
+        """Pages that an adapter takes which is in the pool or on the host; None if it is in neither."""
+        resident = self._residency.find(version)
+        if resident is not None:
+            return len(resident.pages)
+        packed = self._on_host.get(version)
+        return self._pages_of(packed) if packed is not None else None
+
+    def _make_ready(self, sequence: Sequence, adapter_pages: int) -> None:
+        self._fit(sequence, adapter_pages)
+        heapq.heappush(self._ready, sequence)
+        if sequence.request.adapter is not None:
+            self._ready_users[sequence.request.adapter] += 1
+
+    def _leave_ready(self, sequence: Sequence) -> None:
+        """Bookkeeping when a ready sequence starts, moves aside or ends; the last one lets the host copy go."""
+        version = sequence.request.adapter
+        if version is None:
+            return
+        self._ready_users[version] -= 1
+        if self._ready_users[version] == 0:
+            del self._ready_users[version]
+            if self._on_host.pop(version, None) is not None:
+                self._source.release(version)
+
+    def _collect_fetches(self, plan: StepPlan) -> None:
+        for fetch in self._source.poll():
+            sequences = self._awaiting.pop(fetch.version, [])
+            if isinstance(fetch, FetchFailed):
+                error = AdapterFetchFailed(fetch.message, fetch.code)
+                plan.ended.extend(self._end(sequence, error) for sequence in sequences)
+                continue
+            self._on_host[fetch.version] = fetch.packed
+            for sequence in sequences:
+                try:
+                    self._make_ready(sequence, self._pages_of(fetch.packed))
+                except ContextTooLong as error:
+                    plan.ended.append(self._end(sequence, error))
+            if fetch.version not in self._ready_users:
+                # Everybody who asked for it has gone.
+                del self._on_host[fetch.version]
+                self._source.release(fetch.version)
+
+    def _fit(self, sequence: Sequence, adapter_pages: int) -> None:
+        """Raises ContextTooLong unless both fit an otherwise empty pool; an open-ended request is cut to what does."""
+        room_tokens = (self._pool.num_pages - adapter_pages) * sequence.blocks.block_tokens
+        if sequence.request.sampling.max_tokens is None:
+            sequence.max_tokens = min(sequence.max_tokens, max(1, room_tokens - sequence.num_prompt + 1))
+        if sequence.num_tokens_at_most > room_tokens:
+            raise _never_fits(sequence, adapter_pages, self._pool.num_pages)
+
+    # -- running ------------------------------------------------------------------------------------------------
+
+    def _continue_running(self, plan: StepPlan, budget: int) -> int:
+        """Plans the next tokens of running sequences, oldest first; returns the budget left."""
+        # A prefill chunk leaves one token for every sequence that decodes, so a long prompt never stalls others.
+        reserved = sum(1 for seq in self._running if seq.num_uncomputed == 1)
+        position = 0
+        while position < len(self._running):
+            sequence = self._running[position]
+            if sequence.num_uncomputed == 1:
+                reserved -= 1
+            num_tokens = min(sequence.num_uncomputed, budget - reserved)
+            position += 1
+            if num_tokens <= 0:
+                continue
+            if not self._grow(sequence, sequence.num_computed + num_tokens):
+                break  # it was the newest left and gave way itself
+            plan.chunks.append(_chunk(sequence, num_tokens))
+            budget -= num_tokens
+        return budget
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Gets the pages for `num_tokens` tokens, from newer sequences if need be. False: it was preempted itself."""
+        missing = sequence.blocks.pages_missing(num_tokens)
+        while not self._residency.make_room(missing):
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.blocks.extend(self._pool.allocate(missing))
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue with its tokens but without pages; its arrival keeps its place."""
+        self.num_preemptions += 1
+        self._give_back(sequence)
+        sequence.num_computed = 0
+        self._enqueue(sequence)
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        """Starts ready sequences in order of arrival, until one does not fit: nobody overtakes it to its pages."""
+        while self._ready and len(self._running) < self._limits.max_num_seqs and budget > 0:
+            sequence = self._ready[0]
+            if sequence.done:
+                heapq.heappop(self._ready)
+                continue
+            version = sequence.request.adapter
+            if version is not None and self._adapter_pages(version) is None:
+                # Evicted since it was found here: fetch it again, and let the next one try.
+                heapq.heappop(self._ready)
+                self._leave_ready(sequence)
+                self._enqueue(sequence)
+                continue
+            num_tokens = min(sequence.num_uncomputed, budget)
+            if not self._start(sequence, num_tokens, plan):
+                break
+            budget -= num_tokens
+
+    def _start(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
+        """Takes the pages of its first chunk and of its adapter together, or nothing at all."""
+        version = sequence.request.adapter
+        resident = self._residency.find(version) if version is not None else None
+        packed = self._on_host[version] if version is not None and resident is None else None
+        kv_pages = sequence.blocks.pages_missing(num_tokens)
+        adapter_pages = self._pages_of(packed) if packed is not None else 0
+        # Running sequences will soon want a page each: starting on the very last ones would preempt at once.
+        spare_pages = len(self._running) // sequence.blocks.block_tokens + 1 if self._running else 0
+        wanted = kv_pages + adapter_pages + spare_pages
+        if not self._residency.make_room(wanted, slots=int(packed is not None), spare=version):
+            return False
+        if resident is not None:
+            self._residency.acquire(resident)
+        elif packed is not None and version is not None:
+            resident = self._load(version, packed, adapter_pages, plan)
+        sequence.resident = resident
+        sequence.blocks.extend(self._pool.allocate(kv_pages))
+        heapq.heappop(self._ready)
+        self._run(sequence)
+        self._leave_ready(sequence)
+        plan.chunks.append(_chunk(sequence, num_tokens))
+        return True
+
+    def _load(self, version: AdapterVersion, packed: PackedAdapter, pages: int, plan: StepPlan) -> Resident:
+        # From here on the plan owns the host copy: it is released when its bytes have been copied.
+        del self._on_host[version]
+        resident = self._residency.admit(version, pages, int(packed.layout.groups[:, :, 0].max()))
+        plan.loads.append(AdapterLoad(resident, packed))
+        self.num_loads += 1
+        return resident
+
+    def _run(self, sequence: Sequence) -> None:
+        """Into the running list, kept in order of arrival; nearly always that is the end."""
+        place = len(self._running)
+        while place > 0 and sequence < self._running[place - 1]:
+            place -= 1
+        self._running.insert(place, sequence)
+
+    # -- ending -------------------------------------------------------------------------------------------------
+
+    def _append(self, sequence: Sequence, sampled: Sampled) -> StepOutput:
+        request_id = sequence.request.request_id
+        if sampled.token_id is None:
+            adapter = sequence.request.adapter
+            name = f"adapter {adapter.digest}" if adapter else "the base model"
+            return self._end(sequence, RequestFailed(f"the logits of {name} were not finite on this prompt"))
+        sequence.token_ids.append(sampled.token_id)
+        reason = None
+        if sampled.token_id in sequence.stop_ids:
+            reason = FinishReason.STOP
+        elif sequence.num_generated >= sequence.max_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._retire(sequence)
+        logprobs = (sampled.logprobs,) if sampled.logprobs is not None else None
+        return StepOutput(request_id, TokenDelta((sampled.token_id,), reason, logprobs))
+
+    def _end(self, sequence: Sequence, error: Exception) -> StepOutput:
+        self._retire(sequence)
+        return StepOutput(sequence.request.request_id, error=error)
+
+    def _retire(self, sequence: Sequence) -> None:
+        """A terminal state: whatever it holds goes back."""
+        if sequence.done:
+            return
+        sequence.done = True
+        del self._sequences[sequence.request.request_id]
+        if sequence in self._running:
+            self._give_back(sequence)
+            return
+        version = sequence.request.adapter
+        aside = self._awaiting.get(version, []) if version is not None else []
+        if sequence in aside:
+            aside.remove(sequence)  # the fetch goes on: its bytes may serve the next request
+        elif sequence in self._ready:
+            self._leave_ready(sequence)  # its place in the heap is skipped when it comes up
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        sequence.blocks.release(self._pool)
+        if sequence.resident is not None:
+            self._residency.release(sequence.resident)
+            sequence.resident = None
+
+    def _release_copied(self, plan: StepPlan) -> None:
+        for load in plan.loads:
+            self._source.release(load.resident.version)
+
+    def _pages_of(self, packed: PackedAdapter) -> int:
+        return -(-packed.layout.num_bytes // self._limits.full_page_bytes)
+
+
+def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
+    resident = sequence.resident
+    return Chunk(
+        sequence,
+        start=sequence.num_computed,
+        num_tokens=num_tokens,
+        samples=num_tokens == sequence.num_uncomputed,
+        slot=resident.slot if resident is not None else None,
+        generation=resident.generation if resident is not None else None,
+    )
+
+
+def _by_slot(chunk: Chunk) -> tuple[int, int]:
+    """Base rows last: LoRA tiles then cover a prefix of the tokens."""
+    return (chunk.slot if chunk.slot is not None else 1 << 31, chunk.sequence.arrival)
+
+
+def _never_fits(sequence: Sequence, adapter_pages: int, pool_pages: int) -> ContextTooLong:
+    kv_pages = -(-sequence.num_tokens_at_most // sequence.blocks.block_tokens)
+    return ContextTooLong(
+        f"this request needs {kv_pages} pages for {sequence.num_tokens_at_most} tokens and {adapter_pages} for its "
+        f"adapter, but the pool has {pool_pages} (pool_bytes); ask for fewer tokens",
+        "max_tokens",
+    )
