@@ -1,17 +1,18 @@
-"""Where bytes lie inside the page pool: the contract between whoever fills pages and the kernels that read them.
+"""Where bytes lie inside the page pool: the contract between whoever fills pages and whoever reads them.
 
 The pool is one allocation `[num_pages, num_layers, page_bytes]`. A page has two kinds of user:
 
 - a KV block: in each layer, K and V of `block_tokens` tokens, `[2, num_kv_heads, block_tokens, head_dim]`;
 - a slice of a packed adapter: one long byte string, cut into whole pages wherever layers happen to fall.
 
-Both are found through tables of page ids. A packed adapter is layer-major: for each layer and linear group, the
-rows of A of all modules of the group (so one shrink serves them), then for each module the rows of B transposed.
-A row is padded to whole segments of `SEGMENT_BYTES`; a page holds a whole number of segments, so a segment never
-crosses a page and a kernel looks up one page per segment, whatever the rank. Nothing is padded to a maximum rank.
+Both are found through tables of page ids. A packed adapter is layer-major: for each layer and linear group,
+the rows of A of all modules of the group (so one shrink serves them), then for each module the rows of B
+transposed. A row is padded to whole segments of `SEGMENT_BYTES`; a page holds a whole number of segments, so
+a segment never crosses a page and a kernel looks up one page per segment, whatever the rank. Nothing is
+padded to a maximum rank.
 
-Worked example: Llama-3.1-8B in bf16, 16-token blocks: 2 * 8 * 16 * 128 * 2 = 64 KiB a layer, 2 MiB a page; a rank
-16 adapter on all seven linears is 80 MiB = 40 pages, the KV of 640 tokens.
+Worked example: Llama-3.1-8B in bf16, 16-token blocks: 2 * 8 * 16 * 128 * 2 = 64 KiB a layer, 2 MiB a page; a
+rank 16 adapter on all seven linears is 80 MiB = 40 pages, the KV of 640 tokens.
 
 Knows no torch: loader and API processes import it.
 """
@@ -49,7 +50,7 @@ GROUPS = (QKV, O, GATE_UP, DOWN)
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder that decide page and adapter layout (of this rank's shard, under tensor parallelism)."""
+    """The sizes of a decoder that decide page and adapter layout (those of this rank's shard)."""
 
     num_layers: int
     hidden_size: int
@@ -73,7 +74,7 @@ class ModelShape:
         return (query, key, key, h, i, i, h)
 
     def page_bytes(self, block_tokens: int) -> int:
-        """Bytes of one page in one layer: K and V of `block_tokens` tokens. Raises ValueError if not segmentable."""
+        """Bytes of one page in one layer (K and V of a block). Raises ValueError if not whole segments."""
         size = 2 * self.num_kv_heads * block_tokens * self.head_dim * self.element_bytes
         if size % SEGMENT_BYTES:
             raise ValueError(
@@ -92,7 +93,8 @@ class AdapterLayout:
     """Where each row of one packed adapter lies, in segments from its first byte.
 
     groups: int32 [num_layers, 4, 2], (total rank, first segment of A) of each linear group.
-    modules: int32 [num_layers, 7, 3], (rank, first row within the group's A, first segment of B) of each module.
+    modules: int32 [num_layers, 7, 3], (rank, first row within the group's A, first segment of B) of each
+    module.
     """
 
     groups: Int32Array

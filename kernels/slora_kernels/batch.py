@@ -1,0 +1,100 @@
+"""What a step hands to the kernels: geometry, device tables and the shape of the batch.
+
+Everything is tensors and a few host numbers. The module knows no request and no adapter: a slot is a row of
+the tables, a tile is a run of tokens that share a slot, a sequence is a run of tokens with a row of page ids.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """How K and V of one layer lie in a page: `[2, num_kv_heads, block_tokens, head_dim]` of `dtype`."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_tokens: int
+    dtype: torch.dtype
+
+    @property
+    def block_elements(self) -> int:
+        """Elements of one page in one layer."""
+        return 2 * self.num_kv_heads * self.block_tokens * self.head_dim
+
+    @property
+    def group_heads(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTables:
+    """Where each slot's adapter lies, one row per slot, written when it is loaded; kernels only read them.
+
+    page_table: int32 [num_slots, max_pages], the pages of the adapter's byte string in order.
+    groups: int32 [num_slots, num_layers, 4, 2], (total rank, first segment of A).
+    modules: int32 [num_slots, num_layers, 7, 3], (rank, first row in the group's A, first segment of B
+    transposed).
+    scales: float32 [num_slots, num_layers, 7].
+    """
+
+    page_table: Tensor
+    groups: Tensor
+    modules: Tensor
+    scales: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTiles:
+    """The LoRA work of one step, shared by all layers. Tokens of the base model are in no tile.
+
+    tiles: int32 [num_tiles, 3], (slot, first token, tokens); a token is in at most one tile.
+    weights: float32 [num_tiles], a factor on top of the adapter's scale.
+    max_group_rank: greatest total rank of a linear group among the slots used; a host number, sizes the
+    bridge.
+    """
+
+    tiles: Tensor
+    weights: Tensor
+    max_group_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Flat tokens of all sequences of a step: sequence b owns tokens [query_starts[b], query_starts[b+1]).
+
+    query_starts: int32 [B+1].
+    context_lens: int32 [B], KV tokens visible to the last token of the sequence's chunk, this step's
+    included.
+    block_tables: int32 [B, max_blocks] page ids; entries past a sequence's context are valid ids, never read.
+    positions: int64 [T], position of each token in its sequence.
+    kv_slots: int64 [T], page_id * block_tokens + offset: where the token's K and V go.
+    max_query: greatest number of query tokens of a sequence; max_context: greatest context length.
+
+    Example: a sequence of 20 known tokens that computes its last 4 has context 20 and positions 16..19.
+    """
+
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    positions: Tensor
+    kv_slots: Tensor
+    max_query: int
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelStep:
+    """A batch, with whatever an implementation worked out about it once for all layers (`Kernels.prepare`).
+
+    plan: private to the implementation that made it.
+    """
+
+    batch: AttentionBatch
+    tiles: LoraTiles | None
+    plan: object

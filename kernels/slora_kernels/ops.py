@@ -1,0 +1,117 @@
+"""The seam between a model and its kernels: one protocol, several implementations, chosen once at start.
+
+Knows no implementation by import: each is loaded by name when it is chosen, so that a machine without triton
+or numba never imports them.
+"""
+
+import importlib
+import importlib.util
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from slora_kernels.batch import AdapterTables, AttentionBatch, KernelStep, KVGeometry, LoraTiles
+from slora_kernels.layout import LinearGroup
+
+
+class Kernels(Protocol):
+    """Tensors in, tensors out. T tokens, H hidden, I intermediate, Hq query heads, Hk KV heads, D head dim.
+
+    `pages` is uint8 [num_pages, full_page_bytes]; implementations view it in the model dtype. A step goes:
+
+        step = kernels.prepare(batch, tiles, tables)                    # once a step, for all layers
+        q = kernels.rotate_and_write_kv(qkv, cos_sin, pages, geometry, layer, step)
+        y = kernels.attend(q, pages, geometry, layer, step, scale)
+        bridge = kernels.shrink(x, pages, tables, layer, group, step)   # only if step.tiles is not None
+        kernels.expand(out, bridge, pages, tables, layer, group, step, widths)
+
+    The bridge between shrink and expand belongs to the implementation: pass it on, never look into it.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tile_tokens(self) -> int:
+        """Most tokens that the batch builder may put into one LoRA tile."""
+
+    def prepare(
+        self, batch: AttentionBatch, tiles: LoraTiles | None, tables: AdapterTables | None
+    ) -> KernelStep:
+        """Works out, once a step, what all layers share. `tables` is needed only when there are tiles."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [T, H], weight [H] -> [T, H]: x / sqrt(mean(x^2) + eps) * weight, rounded once."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x in place (rounded to its dtype), then the norm of the new residual. All [T, H]."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2I] (gate | up) -> [T, I]: silu(gate) * up."""
+
+    def rotate_and_write_kv(
+        self, qkv: Tensor, cos_sin: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: KernelStep
+    ) -> Tensor:
+        """Rotates q and k, writes k and v at `kv_slots`, returns q [T, Hq, D], which may alias qkv.
+
+        qkv [T, (Hq + 2 Hk) * D]; cos_sin float32 [max_positions, D], cos (D/2) then sin (D/2) of each
+        position; halves are rotated as Llama does: (a, b) -> (a cos - b sin, b cos + a sin).
+        """
+
+    def attend(
+        self, q: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: KernelStep, scale: float
+    ) -> Tensor:
+        """Causal attention of q [T, Hq, D] over the pages of each sequence -> [T, Hq * D]."""
+
+    def shrink(
+        self,
+        x: Tensor,
+        pages: Tensor,
+        tables: AdapterTables,
+        layer: int,
+        group: LinearGroup,
+        step: KernelStep,
+    ) -> Tensor:
+        """x [T, in] times A of each tile's adapter, all modules of the group at once -> the bridge."""
+
+    def expand(
+        self,
+        out: Tensor,
+        bridge: Tensor,
+        pages: Tensor,
+        tables: AdapterTables,
+        layer: int,
+        group: LinearGroup,
+        step: KernelStep,
+        widths: tuple[int, ...],
+    ) -> None:
+        """out [T, sum(widths)] += weight * scale * bridge times B, module by module, in place."""
+
+
+_MODULES = {
+    "triton": ("slora_kernels.triton_kernels", "TritonKernels"),
+    "torch": ("slora_kernels.torch_kernels", "TorchKernels"),
+    "numba": ("slora_kernels.numba_kernels", "NumbaKernels"),
+}
+
+
+def _choose(device: torch.device) -> str:
+    if device.type != "cpu":
+        return "triton"
+    return "numba" if importlib.util.find_spec("numba") is not None else "torch"
+
+
+def select_kernels(name: str, device: torch.device) -> Kernels:
+    """Loads the implementation `name`; "auto" is triton on a GPU, else numba where it is installed, else
+    torch.
+
+    Raises ValueError for a name that does not exist, or that cannot run on `device`.
+    """
+    chosen = _choose(device) if name == "auto" else name
+    if chosen not in _MODULES:
+        raise ValueError(f"no kernels named {name!r}; choose auto, {', '.join(_MODULES)}")
+    if chosen == "numba" and device.type != "cpu":
+        raise ValueError(f"kernels 'numba' run on a CPU only, not on {device}; choose auto or triton")
+    module, class_name = _MODULES[chosen]
+    return cast(Kernels, getattr(importlib.import_module(module), class_name)())

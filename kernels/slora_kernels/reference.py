@@ -1,0 +1,138 @@
+"""The oracle: every kernel once more in plain torch, written to be obviously right and in no hurry.
+
+Arithmetic is float64 and results are rounded once to the dtype of the input, so a difference from here is an
+implementation's own. Only the bytes that a kernel may read are read.
+"""
+
+import torch
+from torch import Tensor
+
+from slora_kernels.batch import AdapterTables, AttentionBatch, KVGeometry, LoraTiles
+from slora_kernels.layout import GROUPS, SEGMENT_BYTES, LinearGroup
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, H] -> [T, H]; arXiv 1910.07467."""
+    exact = x.double()
+    norm = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
+    return (norm * weight.double()).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Mutates residual: residual += x; returns its norm."""
+    residual.copy_(residual.double() + x.double())
+    return rms_norm(residual, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """[T, 2I] -> [T, I]."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """heads [T, num, D] with cos and sin [T, D/2] of its positions; arXiv 2104.09864, halves as in Llama."""
+    a, b = heads.double().chunk(2, dim=-1)
+    c, s = cos.double()[:, None], sin.double()[:, None]
+    return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(heads.dtype)
+
+
+def view_layer(pages: Tensor, geometry: KVGeometry, layer: int) -> Tensor:
+    """pages uint8 [num_pages, full_page_bytes] -> [num_pages, 2, Hk, block_tokens, D] of a layer, a view."""
+    size = geometry.block_elements
+    blocks = pages.view(geometry.dtype)[:, layer * size : (layer + 1) * size]
+    return blocks.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens, geometry.head_dim)
+
+
+def rotate_and_write_kv(
+    qkv: Tensor, cos_sin: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, batch: AttentionBatch
+) -> Tensor:
+    """Returns rotated q [T, Hq, D] as a new tensor; mutates pages."""
+    heads = qkv.view(qkv.shape[0], -1, geometry.head_dim)
+    sizes = [geometry.num_heads, geometry.num_kv_heads, geometry.num_kv_heads]
+    q, k, v = torch.split(heads, sizes, dim=1)
+    cos, sin = cos_sin[batch.positions].chunk(2, dim=-1)
+    k = rotate(k, cos, sin)
+    blocks = view_layer(pages, geometry, layer)
+    for token, slot in enumerate(batch.kv_slots.tolist()):
+        page, offset = divmod(slot, geometry.block_tokens)
+        blocks[page, 0, :, offset] = k[token]
+        blocks[page, 1, :, offset] = v[token]
+    return rotate(q, cos, sin)
+
+
+def read_context(
+    pages: Tensor, geometry: KVGeometry, layer: int, block_table: list[int], length: int
+) -> tuple[Tensor, Tensor]:
+    """K and V [length, Hk, D] of the first `length` tokens of a sequence."""
+    blocks = view_layer(pages, geometry, layer)
+    places = [divmod(t, geometry.block_tokens) for t in range(length)]
+    rows = torch.stack([blocks[block_table[block], :, :, offset] for block, offset in places])
+    return rows[:, 0], rows[:, 1]
+
+
+def attend(
+    q: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, batch: AttentionBatch, scale: float
+) -> Tensor:
+    """q [T, Hq, D] -> [T, Hq * D]; query head h reads KV head h // group_heads."""
+    out = torch.empty_like(q)
+    starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
+    for b, context in enumerate(contexts):
+        k, v = read_context(pages, geometry, layer, batch.block_tables[b].tolist(), context)
+        k, v = (x.double().repeat_interleave(geometry.group_heads, dim=1) for x in (k, v))
+        for token in range(starts[b], starts[b + 1]):
+            visible = context - (starts[b + 1] - 1 - token)
+            scores = torch.einsum("hd,thd->ht", q[token].double(), k[:visible]) * scale
+            out[token] = torch.einsum("ht,thd->hd", scores.softmax(-1), v[:visible]).to(q.dtype)
+    return out.flatten(1)
+
+
+def read_rows(
+    pages: Tensor, page_ids: list[int], first_segment: int, rows: int, width: int, dtype: torch.dtype
+) -> Tensor:
+    """Rows [rows, width] of a packed adapter, segment by segment through its pages."""
+    row_segments = -(-width * dtype.itemsize // SEGMENT_BYTES)
+    result = torch.empty(rows, width, dtype=dtype, device=pages.device)
+    for r in range(rows):
+        start = (first_segment + r * row_segments) * SEGMENT_BYTES
+        segments = []
+        for offset in range(start, start + row_segments * SEGMENT_BYTES, SEGMENT_BYTES):
+            page, at = divmod(offset, pages.shape[1])
+            segments.append(pages[page_ids[page], at : at + SEGMENT_BYTES])
+        result[r] = torch.cat(segments).view(dtype)[:width]
+    return result
+
+
+def shrink(
+    x: Tensor, pages: Tensor, tables: AdapterTables, layer: int, group: LinearGroup, tiles: LoraTiles
+) -> Tensor:
+    """x [T, in] -> float64 [T, max_group_rank]; columns past a tile's rank, and rows in no tile, are 0."""
+    bridge = torch.zeros(x.shape[0], tiles.max_group_rank, dtype=torch.float64, device=x.device)
+    for slot, first, tokens in tiles.tiles.tolist():
+        rank, segment = tables.groups[slot, layer, GROUPS.index(group)].tolist()
+        a = read_rows(pages, tables.page_table[slot].tolist(), segment, rank, x.shape[1], x.dtype)
+        bridge[first : first + tokens, :rank] = x[first : first + tokens].double() @ a.double().T
+    return bridge
+
+
+def expand(
+    out: Tensor,
+    bridge: Tensor,
+    pages: Tensor,
+    tables: AdapterTables,
+    layer: int,
+    group: LinearGroup,
+    tiles: LoraTiles,
+    widths: tuple[int, ...],
+) -> None:
+    """out [T, sum(widths)] += weight * scale * bridge @ B, in place, rounded once."""
+    for (slot, first, tokens), weight in zip(tiles.tiles.tolist(), tiles.weights.tolist(), strict=True):
+        start = 0
+        for module, width in zip(group.modules, widths, strict=True):
+            rank, row, segment = tables.modules[slot, layer, module].tolist()
+            b = read_rows(pages, tables.page_table[slot].tolist(), segment, rank, width, out.dtype)
+            scale = weight * tables.scales[slot, layer, module].item()
+            target = out[first : first + tokens, start : start + width]
+            delta = bridge[first : first + tokens, row : row + rank].double() @ b.double() * scale
+            target.copy_(target.double() + delta)
+            start += width

@@ -1,0 +1,136 @@
+"""A page pool for kernel tests: adapters and contexts scattered over its pages, every other byte NaN."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from slora_kernels.batch import AdapterTables, AttentionBatch, KVGeometry, LoraTiles
+from slora_kernels.layout import GROUPS, MODULES, SEGMENT_BYTES, ModelShape, lay_out_adapter
+from slora_kernels.reference import view_layer
+from torch import Tensor
+
+# Rounding one result to a dtype costs at most half of this; sums of a few hundred fp32 products add less than
+# 1e-5 of their magnitude. A kernel that also rounds in between (a matmul in the model dtype) gets a few of
+# them.
+UNIT = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+
+
+def check_close(actual: Tensor, expected: Tensor, *, units: float = 2.0, size: float = 1.0) -> None:
+    """Within `units` roundings of the dtype, relative to the value or to `size`, that of its terms."""
+    unit = UNIT[actual.dtype] * units
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=unit, atol=unit * size)
+
+
+@dataclass(frozen=True)
+class AdapterScene:
+    shape: ModelShape
+    dtype: torch.dtype
+    pages: Tensor
+    tables: AdapterTables
+
+
+def build_adapters(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    ranks: Sequence[Sequence[Sequence[int]]],
+    *,
+    block_tokens: int = 16,
+    device: str = "cpu",
+    seed: int = 0,
+) -> AdapterScene:
+    """Adapters with `ranks[slot][layer][module]` in scattered pages; all other bytes are NaN."""
+    random = torch.Generator().manual_seed(seed)
+    page_bytes = shape.page_bytes(block_tokens) * shape.num_layers
+    layouts = [lay_out_adapter(shape, adapter) for adapter in ranks]
+    needed = [-(-layout.num_bytes // page_bytes) for layout in layouts]
+    pages = torch.full((sum(needed) + 3, page_bytes), 0xFF, dtype=torch.uint8)
+    order = torch.randperm(len(pages), generator=random).tolist()
+    page_table = torch.zeros(len(ranks), max(*needed, 1), dtype=torch.int32)
+    for slot, layout in enumerate(layouts):
+        ids = [order.pop() for _ in range(needed[slot])]
+        page_table[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        string = torch.full((len(ids) * page_bytes,), 0xFF, dtype=torch.uint8)
+        for layer in range(shape.num_layers):
+            for group_idx, group in enumerate(GROUPS):
+                rank, segment = layout.groups[layer, group_idx].tolist()
+                _fill_rows(string, segment, rank, shape.in_widths[group.modules[0]], dtype, random)
+            for module in range(len(MODULES)):
+                rank, _, segment = layout.modules[layer, module].tolist()
+                _fill_rows(string, segment, rank, shape.out_widths[module], dtype, random)
+        pages[ids] = string.view(len(ids), page_bytes)
+    tables = AdapterTables(
+        page_table.to(device),
+        torch.from_numpy(np.stack([layout.groups for layout in layouts])).to(device),
+        torch.from_numpy(np.stack([layout.modules for layout in layouts])).to(device),
+        (torch.rand(len(ranks), shape.num_layers, len(MODULES), generator=random) + 0.5).to(device),
+    )
+    return AdapterScene(shape, dtype, pages.to(device), tables)
+
+
+def _fill_rows(
+    string: Tensor, segment: int, rows: int, width: int, dtype: torch.dtype, random: torch.Generator
+) -> None:
+    row_bytes = -(-width * dtype.itemsize // SEGMENT_BYTES) * SEGMENT_BYTES
+    start = segment * SEGMENT_BYTES
+    area = string[start : start + rows * row_bytes].view(rows, row_bytes)
+    values = torch.randn(rows, width, generator=random) / width**0.5
+    area[:, : width * dtype.itemsize] = values.to(dtype).view(torch.uint8)
+
+
+def build_tiles(runs: Sequence[tuple[int, int, int]], tables: AdapterTables) -> LoraTiles:
+    """Tiles (slot, first token, tokens), each with its own weight."""
+    device = tables.groups.device
+    slots = [slot for slot, _, _ in runs]
+    return LoraTiles(
+        torch.tensor(runs, dtype=torch.int32, device=device).view(-1, 3),
+        torch.linspace(0.5, 1.5, len(runs), device=device),
+        int(tables.groups[slots, :, :, 0].max()) if runs else 0,
+    )
+
+
+@dataclass(frozen=True)
+class AttentionScene:
+    geometry: KVGeometry
+    pages: Tensor
+    batch: AttentionBatch
+    q: Tensor
+    layer: int = 1
+
+
+def build_attention(
+    geometry: KVGeometry, chunks: Sequence[tuple[int, int]], *, device: str = "cpu", seed: int = 0
+) -> AttentionScene:
+    """Sequences (query tokens, context) over scattered pages; what no context covers is NaN."""
+    random = torch.Generator().manual_seed(seed)
+    needed = [-(-context // geometry.block_tokens) for _, context in chunks]
+    num_pages = sum(needed) + 3
+    size = geometry.num_layers * geometry.block_elements * geometry.dtype.itemsize
+    pages = torch.full((num_pages, size), 0xFF, dtype=torch.uint8)
+    order = torch.randperm(num_pages, generator=random).tolist()
+    block_tables = torch.full((len(chunks), max(needed) + 2), order[0], dtype=torch.int32)
+    slots: list[int] = []
+    for b, (tokens, context) in enumerate(chunks):
+        ids = [order.pop() for _ in range(needed[b])]
+        block_tables[b, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        places = [ids[t // geometry.block_tokens] * geometry.block_tokens for t in range(context)]
+        slots += [places[t] + t % geometry.block_tokens for t in range(context - tokens, context)]
+        for layer in range(geometry.num_layers):
+            blocks = view_layer(pages, geometry, layer)
+            for t in range(context):
+                values = torch.randn(2, geometry.num_kv_heads, geometry.head_dim, generator=random)
+                blocks[places[t] // geometry.block_tokens, :, :, t % geometry.block_tokens] = values.to(
+                    geometry.dtype
+                )
+    starts = np.cumsum([0, *(tokens for tokens, _ in chunks)])
+    batch = AttentionBatch(
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        torch.tensor([context for _, context in chunks], dtype=torch.int32, device=device),
+        block_tables.to(device),
+        torch.cat([torch.arange(context - tokens, context) for tokens, context in chunks]).to(device),
+        torch.tensor(slots, dtype=torch.int64, device=device),
+        max(tokens for tokens, _ in chunks),
+        max(context for _, context in chunks),
+    )
+    q = torch.randn(int(starts[-1]), geometry.num_heads, geometry.head_dim, generator=random)
+    return AttentionScene(geometry, pages.to(device), batch, q.to(geometry.dtype).to(device))
