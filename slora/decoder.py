@@ -1,0 +1,165 @@
+"""The Llama family's decoder over flat tokens: fused qkv and gate_up, paged attention, LoRA beside each linear.
+
+One forward pass serves prefill chunks and decode steps of many sequences at once; there is no batch axis, only the
+tokens of the step. Knows no sequence, no adapter and no page: those are in the batch's tables.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slora.checkpoint import Checkpoint
+from slora.model_config import ModelConfig
+from slora.page_memory import PageMemory
+from slora.rotary import cos_sin_table
+from slora.step_batch import StepBatch
+from slora_kernels.batch import KVGeometry
+from slora_kernels.layout import DOWN, GATE_UP, GROUPS, MODULES, QKV, LinearGroup, O
+from slora_kernels.ops import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """weight [out, in], out being all modules of the group side by side; widths: the columns of each module."""
+
+    weight: Tensor
+    bias: Tensor | None
+    group: LinearGroup
+    widths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    input_norm: Tensor
+    post_attention_norm: Tensor
+    linears: dict[str, Linear]
+
+
+class Decoder:
+    """Weights on `device` in `dtype`. Loading takes each tensor straight from its file, one layer at a time."""
+
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_model_len: int
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        loader = _WeightLoader(config, checkpoint, dtype, device)
+        self._embedding = loader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self._layers = [loader.layer(index) for index in range(config.num_layers)]
+        self._norm = loader.tensor("model.norm.weight", config.hidden_size)
+        self._lm_head = (
+            self._embedding
+            if config.tie_word_embeddings
+            else loader.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+        )
+        self._cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, device)
+
+    def geometry(self, block_tokens: int) -> KVGeometry:
+        config = self.config
+        return KVGeometry(
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_tokens=block_tokens,
+            dtype=self.dtype,
+        )
+
+    def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:
+        """Writes the step's KV into its pages; returns logits [B', vocab_size] of the rows that sample."""
+        step = _Forward(self, batch, memory, kernels)
+        hidden = step.run(self._layers, F.embedding(batch.token_ids, self._embedding))
+        return F.linear(hidden, self._lm_head)
+
+    @property
+    def norm(self) -> Tensor:
+        return self._norm
+
+    @property
+    def cos_sin(self) -> Tensor:
+        return self._cos_sin
+
+
+class _Forward:
+    """One forward pass: what every layer of it shares."""
+
+    def __init__(self, decoder: Decoder, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> None:
+        self._decoder = decoder
+        self._batch = batch
+        self._memory = memory
+        self._kernels = kernels
+        self._eps = decoder.config.rms_norm_eps
+        self._scale = decoder.config.head_dim**-0.5
+        self._step = kernels.prepare(batch.attention, batch.lora, memory.tables if batch.lora else None)
+
+    def run(self, layers: list[DecoderLayer], residual: Tensor) -> Tensor:
+        """residual [T, H] is written to; returns the normalised hidden states of the rows that sample [B', H]."""
+        kernels, eps = self._kernels, self._eps
+        hidden = kernels.rms_norm(residual, layers[0].input_norm, eps)
+        for index, layer in enumerate(layers):
+            attended = self._attend(hidden, layer, index)
+            hidden = kernels.add_rms_norm(attended, residual, layer.post_attention_norm, eps)
+            gated = kernels.silu_mul(self._apply(hidden, layer.linears[GATE_UP.name], index))
+            output = self._apply(gated, layer.linears[DOWN.name], index)
+            if index + 1 < len(layers):
+                hidden = kernels.add_rms_norm(output, residual, layers[index + 1].input_norm, eps)
+        rows = self._batch.sample_rows
+        return kernels.add_rms_norm(output[rows], residual[rows], self._decoder.norm, eps)
+
+    def _attend(self, hidden: Tensor, layer: DecoderLayer, index: int) -> Tensor:
+        kernels, memory = self._kernels, self._memory
+        qkv = self._apply(hidden, layer.linears[QKV.name], index)
+        query = kernels.rotate_and_write_kv(
+            qkv, self._decoder.cos_sin, memory.pages, memory.geometry, index, self._step
+        )
+        attended = kernels.attend(query, memory.pages, memory.geometry, index, self._step, self._scale)
+        return self._apply(attended, layer.linears[O.name], index)
+
+    def _apply(self, x: Tensor, linear: Linear, index: int) -> Tensor:
+        """x W^T + b, plus scale * (x A^T) B^T for the tokens that have an adapter."""
+        out = F.linear(x, linear.weight, linear.bias)
+        if self._batch.lora is not None:
+            pages, tables, step = self._memory.pages, self._memory.tables, self._step
+            bridge = self._kernels.shrink(x, pages, tables, index, linear.group, step)
+            self._kernels.expand(out, bridge, pages, tables, index, linear.group, step, linear.widths)
+        return out
+
+
+class _WeightLoader:
+    """Finds a layer's tensors under their Hugging Face names and fuses those that read the same input."""
+
+    _PARENTS = ("self_attn", "self_attn", "self_attn", "self_attn", "mlp", "mlp", "mlp")
+
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._config = config
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._device = device
+        self._shape = config.shape(config.resolve_dtype("float32"))
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self._checkpoint.tensor(name, shape).to(device=self._device, dtype=self._dtype)
+
+    def layer(self, index: int) -> DecoderLayer:
+        prefix, hidden = f"model.layers.{index}", self._config.hidden_size
+        return DecoderLayer(
+            input_norm=self.tensor(f"{prefix}.input_layernorm.weight", hidden),
+            post_attention_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
+            linears={group.name: self._linear(prefix, group) for group in GROUPS},
+        )
+
+    def _linear(self, prefix: str, group: LinearGroup) -> Linear:
+        config = self._config
+        biased = {"qkv": config.qkv_bias, "o": config.output_bias}.get(group.name, config.mlp_bias)
+        widths = tuple(self._shape.out_widths[m] for m in group.modules)
+        width_in = self._shape.in_widths[group.modules[0]]
+        names = [f"{prefix}.{self._PARENTS[m]}.{MODULES[m]}" for m in group.modules]
+        pairs = list(zip(names, widths, strict=True))
+        weight = torch.cat([self.tensor(f"{name}.weight", width, width_in) for name, width in pairs])
+        bias = torch.cat([self.tensor(f"{name}.bias", width) for name, width in pairs]) if biased else None
+        return Linear(weight, bias, group, widths)

@@ -1,0 +1,143 @@
+"""The engine: requests in, tokens out, one step at a time. Schedule, run, postprocess.
+
+Single-threaded: whoever owns it calls `add`, `abort`, `forget` and `step` from one thread. Knows no socket, no key.
+"""
+
+import logging
+import secrets
+
+from slora.engine_config import EngineConfig
+from slora.engine_info import EngineInfo, EngineStats
+from slora.errors import ContextTooLong, RequestFailed, RequestRefused
+from slora.model_config import ModelConfig
+from slora.page_pool import PagePool
+from slora.request import EngineRequest, StepOutput
+from slora.residency import Residency
+from slora.runner import Runner
+from slora.scheduler import Scheduler, SchedulerLimits
+from slora.sequence import Sequence
+from slora_adapters.source import AdapterSource
+from slora_adapters.version import AdapterVersion
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Raises ConfigError from the constructor when the model or a setting can't be served."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, source: AdapterSource) -> None:
+        self._config = config
+        self._runner = Runner(config, model)
+        num_pages = len(self._runner.memory.pages)
+        self._pool = PagePool(num_pages)
+        self._residency = Residency(self._pool, self._runner.num_slots)
+        budget = config.token_budget(self._runner.device.type)
+        limits = SchedulerLimits(config.max_num_seqs, budget, self._runner.full_page_bytes)
+        self._scheduler = Scheduler(limits, self._pool, self._residency, source)
+        self._num_steps = self._prompt_tokens = self._generated_tokens = 0
+        self.info = EngineInfo(
+            model_name=config.served_name,
+            max_model_len=self._runner.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            dtype=self._runner.dtype_name,
+            device=str(self._runner.device),
+            kernels=self._runner.kernels.name,
+            num_pages=num_pages,
+            block_tokens=config.block_tokens,
+            full_page_bytes=self._runner.full_page_bytes,
+            max_lora_rank=config.max_lora_rank,
+            max_num_seqs=config.max_num_seqs,
+            shape=model.shape(self._runner.dtype_name),
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    @property
+    def num_unfinished(self) -> int:
+        return self._scheduler.num_running + self._scheduler.num_waiting
+
+    def add(self, request: EngineRequest) -> None:
+        """Takes a request in. Raises RequestRefused, naming the field, if it can never be served."""
+        if self._scheduler.find(request.request_id) is not None:
+            raise RequestRefused(f"request id {request.request_id!r} is already running", "request_id")
+        max_tokens = self._check_length(request)
+        outside = [t for t in request.prompt_token_ids if not 0 <= t < self.info.vocab_size]
+        if outside:
+            raise RequestRefused(
+                f"prompt has token id {outside[0]}; this model's ids are 0 to {self.info.vocab_size - 1}", "prompt"
+            )
+        sampling = request.sampling
+        stop_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_ids |= frozenset(self.info.eos_token_ids)
+        seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
+        self._scheduler.add(Sequence(request, max_tokens, stop_ids, seed, self._config.block_tokens))
+        self._prompt_tokens += len(request.prompt_token_ids)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request and frees what it holds. Unknown or finished ones are no error."""
+        self._scheduler.abort(request_id)
+
+    def forget(self, version: AdapterVersion) -> None:
+        """An adapter was deleted: it leaves the pool now, or with the last request that uses it."""
+        self._scheduler.forget(version)
+
+    def step(self) -> list[StepOutput]:
+        """Computes one step. What breaks in it ends the requests of that step, never the engine."""
+        plan = self._scheduler.schedule()
+        try:
+            sampled = self._runner.run(plan)
+        except Exception:
+            _log.exception("a step of %d requests failed", len(plan.chunks))
+            return self._scheduler.fail(plan, RequestFailed("the engine failed on the step that held this request"))
+        self._num_steps += bool(plan.chunks)
+        self._generated_tokens += len(sampled)
+        return self._scheduler.postprocess(plan, sampled)
+
+    def check(self) -> None:
+        """Proves that no page is lost. Raises AssertionError with what does not add up."""
+        self._scheduler.check()
+
+    def stats(self) -> EngineStats:
+        residents = list(self._residency)
+        running = tuple(sorted(f"{r.version.tenant}/{r.version.digest[:12]}" for r in residents if r.num_users))
+        return EngineStats(
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            awaiting_adapter=self._scheduler.num_awaiting_adapter,
+            pages_total=self._pool.num_pages,
+            pages_free=self._pool.num_free,
+            pages_held=self._pool.num_held,
+            pages_cached=self._pool.num_cached,
+            adapter_pages=sum(len(r.pages) for r in residents),
+            resident_adapters=len(residents),
+            running_adapters=running,
+            adapter_loads=self._scheduler.num_loads,
+            adapter_evictions=self._residency.num_evictions,
+            preemptions=self._scheduler.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            steps=self._num_steps,
+        )
+
+    def _check_length(self, request: EngineRequest) -> int:
+        """The most tokens that it may generate."""
+        limit, count = self.info.max_model_len, len(request.prompt_token_ids)
+        if count == 0:
+            raise RequestRefused("the prompt is empty; it needs at least one token", "prompt")
+        if count >= limit:
+            raise ContextTooLong(
+                f"the prompt has {count} tokens; this model takes at most {limit} with the answer (max_model_len)",
+                "prompt",
+            )
+        wanted = request.sampling.max_tokens
+        if wanted is not None and count + wanted > limit:
+            raise ContextTooLong(
+                f"the prompt has {count} tokens and max_tokens is {wanted}: {count + wanted} in all, but this model "
+                f"takes at most {limit} (max_model_len); ask for at most {limit - count}",
+                "max_tokens",
+            )
+        return wanted if wanted is not None else limit - count

@@ -1,0 +1,72 @@
+"""Every setting of the engine, and the sizes that follow from them and from the machine."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from slora.errors import ConfigError
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Sizes left at None follow from the model and the machine.
+
+    dtype: auto (the checkpoint's), float32, bfloat16 or float16. device: auto, cpu or cuda.
+    kernels: auto, triton, numba or torch.
+    pool_bytes: the one pool for KV and adapters; None is 90% of the GPU memory left after weights and a trial step,
+    on a CPU 25% of the free RAM.
+    max_model_len: prompt and answer together; None is the model's own, or what the pool holds if that is less.
+    max_num_batched_tokens: the token budget of one step.
+    """
+
+    model: Path
+    model_name: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    kernels: str = "auto"
+    pool_bytes: int | None = None
+    block_tokens: int = 16
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    max_lora_rank: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("pool_bytes", "block_tokens", "max_model_len", "max_num_seqs", "max_lora_rank"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if self.block_tokens & (self.block_tokens - 1):
+            raise ConfigError(f"block_tokens is {self.block_tokens}; it must be a power of two")
+        budget = self.max_num_batched_tokens
+        if budget is not None and budget < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {budget}, below max_num_seqs {self.max_num_seqs}: "
+                f"one step could not decode them all; raise it or lower max_num_seqs"
+            )
+
+    @property
+    def served_name(self) -> str:
+        return self.model_name or self.model.resolve().name
+
+    def token_budget(self, device_type: str) -> int:
+        """A CPU step of 512 tokens already keeps every core busy; more would only delay those who decode."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(self.max_num_seqs, 512 if device_type == "cpu" else 4096)
+
+
+def free_ram_bytes() -> int:
+    """What this process may still take: the machine's available memory, less if a control group allows less."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists():
+        text = limit.read_text().strip()
+        if text != "max":
+            available = min(available, int(text) - int(used.read_text()))
+    return max(available, _GIB // 4)

@@ -1,0 +1,114 @@
+"""Carries out a plan on the device: loads adapters, builds the batch, runs the decoder, draws the tokens."""
+
+import torch
+
+from slora.checkpoint import Checkpoint
+from slora.decoder import Decoder
+from slora.engine_config import EngineConfig, free_ram_bytes
+from slora.errors import ConfigError
+from slora.model_config import ModelConfig
+from slora.page_memory import PageMemory
+from slora.request import EngineRequest
+from slora.sampler import sample
+from slora.sampling_params import SamplingParams
+from slora.sequence import Sequence
+from slora.step_batch import StepBatch
+from slora.step_plan import Chunk, Sampled, StepPlan
+from slora_kernels.layout import MODULES, lay_out_adapter
+from slora_kernels.ops import select_kernels
+
+_CPU_POOL_SHARE = 0.25
+_GPU_POOL_SHARE = 0.9
+_MAX_SLOTS = 1024
+
+
+class Runner:
+    """The model and the pool's bytes on one device."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
+        self.device = _resolve_device(config.device)
+        self.model = model
+        self.dtype_name = model.resolve_dtype(config.dtype)
+        dtype: torch.dtype = getattr(torch, self.dtype_name)
+        self.kernels = select_kernels(config.kernels, self.device)
+        wanted_len = config.max_model_len or model.max_positions
+        self._decoder = Decoder(model, Checkpoint(config.model), dtype, self.device, wanted_len)
+        self._geometry = self._decoder.geometry(config.block_tokens)
+        shape = model.shape(self.dtype_name)
+        self.full_page_bytes = shape.num_layers * shape.page_bytes(config.block_tokens)
+        self.num_slots = _MAX_SLOTS
+        largest = lay_out_adapter(shape, [[config.max_lora_rank] * len(MODULES)] * shape.num_layers)
+        self._max_adapter_pages = -(-largest.num_bytes // self.full_page_bytes)
+        self.memory = self._memory(2)
+        self._try_step(config.token_budget(self.device.type))
+        self.memory = self._memory(self._num_pages(config))
+        self.max_model_len = self._max_model_len(config)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> list[Sampled]:
+        """One token for each chunk of `plan` that samples, in order."""
+        for load in plan.loads:
+            self.memory.load(load.resident, load.packed)
+        if not plan.chunks:
+            return []
+        batch = StepBatch.build(plan, self.memory, self.kernels.tile_tokens)
+        logits = self._decoder.forward(batch, self.memory, self.kernels)
+        return sample(logits, batch.sampling) if batch.sampling else []
+
+    def _memory(self, num_pages: int) -> PageMemory:
+        return PageMemory(
+            self._geometry, self.full_page_bytes, num_pages, self.num_slots, self._max_adapter_pages, self.device
+        )
+
+    def _num_pages(self, config: EngineConfig) -> int:
+        pool_bytes = config.pool_bytes
+        if pool_bytes is None and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info(self.device)
+            peak = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+            pool_bytes = int((free - peak) * _GPU_POOL_SHARE)
+        elif pool_bytes is None:
+            pool_bytes = int(free_ram_bytes() * _CPU_POOL_SHARE)
+        num_pages = pool_bytes // self.full_page_bytes
+        if num_pages < 2:
+            raise ConfigError(
+                f"pool_bytes is {pool_bytes}, but one page of this model takes {self.full_page_bytes}; "
+                f"give the pool at least {2 * self.full_page_bytes} bytes"
+            )
+        return num_pages
+
+    def _max_model_len(self, config: EngineConfig) -> int:
+        """Raises ConfigError if the length asked for does not fit the pool; an implied one is cut to it."""
+        room = len(self.memory.pages) * config.block_tokens
+        wanted = config.max_model_len
+        if wanted is not None and wanted > room:
+            raise ConfigError(
+                f"max_model_len is {wanted}, but the pool holds {room} tokens; raise pool_bytes to "
+                f"{-(-wanted // config.block_tokens) * self.full_page_bytes} or lower max_model_len"
+            )
+        return wanted or min(self.model.max_positions, room)
+
+    def _try_step(self, num_tokens: int) -> None:
+        """Runs the largest step once on scratch pages: compiles kernels and shows what activations take.
+
+        Every token is its own one-token sequence on page 0; what they write there means nothing.
+        """
+        request = EngineRequest("trial", "", [0], None, SamplingParams(temperature=0.0))
+        count = min(num_tokens, 16) if self.device.type == "cpu" else num_tokens
+        chunks = []
+        for _ in range(count):
+            sequence = Sequence(request, 1, frozenset(), 0, self._geometry.block_tokens)
+            sequence.blocks.extend([0])
+            chunks.append(Chunk(sequence, 0, 1, samples=True, slot=None, generation=None))
+        self.memory.pages.zero_()
+        self.run(StepPlan(chunks=chunks))
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}; it must be auto, cpu or cuda")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch sees no GPU; choose cpu or auto")
+    return torch.device(name)

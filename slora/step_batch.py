@@ -1,0 +1,148 @@
+"""A plan as tensors: flat tokens without padding, block tables, and the LoRA work as tiles.
+
+Built once a step and read by every layer. Everything travels to the device in one copy.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slora.page_memory import PageMemory
+from slora.sequence import Sequence
+from slora.step_plan import Chunk, StepPlan
+from slora_kernels.batch import AttentionBatch, LoraTiles
+
+IntArray = npt.NDArray[np.integer]
+
+
+class _Tile(NamedTuple):
+    slot: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """token_ids: int64 [T]. sample_rows: int64 [B'], the tokens whose hidden states become logits, in chunk order.
+
+    lora is None when nobody in the batch has an adapter; rows of the bare base are in no tile.
+    """
+
+    token_ids: Tensor
+    attention: AttentionBatch
+    lora: LoraTiles | None
+    sample_rows: Tensor
+    sampling: list[Sequence]
+
+    @staticmethod
+    def build(plan: StepPlan, memory: PageMemory, tile_tokens: int) -> "StepBatch":
+        """Raises RuntimeError if a chunk was planned for an adapter that has since left its slot."""
+        chunks = plan.chunks
+        for chunk in chunks:
+            if chunk.slot is not None and not memory.holds(chunk.slot, chunk.generation or 0):
+                raise RuntimeError(f"slot {chunk.slot} no longer holds the adapter that this step was planned for")
+        counts = np.array([chunk.num_tokens for chunk in chunks], np.int32)
+        starts = np.zeros(len(chunks) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        first_positions = np.array([chunk.start for chunk in chunks], np.int64)
+        positions = np.arange(starts[-1], dtype=np.int64) + np.repeat(first_positions - starts[:-1], counts)
+        block_tables = _block_tables(chunks)
+        contexts = (first_positions + counts).astype(np.int32)
+        tiles = list(_cut_tiles(chunks, starts, tile_tokens))
+        rows = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) if chunk.samples]
+        arrays: list[IntArray | npt.NDArray[np.float32]] = [
+            _token_ids(chunks, int(starts[-1])),
+            positions,
+            _kv_slots(positions, counts, block_tables, memory.geometry.block_tokens),
+            np.array(rows, np.int64),
+            starts,
+            contexts,
+            block_tables,
+            np.array(tiles, np.int32).reshape(-1, 3),
+            np.ones(len(tiles), np.float32),
+        ]
+        ids, pos, kv_slots, sample_rows, query_starts, context_lens, tables, tile_rows, weights = _upload(
+            arrays, memory.device
+        )
+        attention = AttentionBatch(
+            query_starts=query_starts,
+            context_lens=context_lens,
+            block_tables=tables,
+            positions=pos,
+            kv_slots=kv_slots,
+            max_query=int(counts.max()),
+            max_context=int(contexts.max()),
+        )
+        return StepBatch(
+            token_ids=ids,
+            attention=attention,
+            lora=LoraTiles(tile_rows, weights, _max_group_rank(chunks)) if tiles else None,
+            sample_rows=sample_rows,
+            sampling=[chunk.sequence for chunk in chunks if chunk.samples],
+        )
+
+
+def _token_ids(chunks: list[Chunk], num_tokens: int) -> IntArray:
+    ids = np.empty(num_tokens, np.int64)
+    end = 0
+    for chunk in chunks:
+        first, end = end, end + chunk.num_tokens
+        if chunk.num_tokens == 1:
+            ids[first] = chunk.sequence.token_ids[chunk.start]
+        else:
+            ids[first:end] = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+    return ids
+
+
+def _block_tables(chunks: list[Chunk]) -> IntArray:
+    tables = np.zeros((len(chunks), max(chunk.sequence.blocks.num_pages for chunk in chunks)), np.int32)
+    for row, chunk in enumerate(chunks):
+        pages = chunk.sequence.blocks.pages
+        tables[row, : len(pages)] = pages
+    return tables
+
+
+def _kv_slots(positions: IntArray, counts: IntArray, block_tables: IntArray, block_tokens: int) -> IntArray:
+    rows = np.repeat(np.arange(len(counts)), counts)
+    pages = block_tables[rows, positions // block_tokens].astype(np.int64)
+    slots: IntArray = pages * block_tokens + positions % block_tokens
+    return slots
+
+
+def _cut_tiles(chunks: list[Chunk], starts: IntArray, tile_tokens: int) -> Iterator[_Tile]:
+    """Runs of tokens of one slot, cut into pieces of at most `tile_tokens`. Chunks come ordered by slot."""
+    first = 0
+    while first < len(chunks) and chunks[first].slot is not None:
+        slot, last = chunks[first].slot, first
+        while last < len(chunks) and chunks[last].slot == slot:
+            last += 1
+        begin, end = int(starts[first]), int(starts[last])
+        for token in range(begin, end, tile_tokens):
+            yield _Tile(slot or 0, token, min(tile_tokens, end - token))
+        first = last
+
+
+def _max_group_rank(chunks: list[Chunk]) -> int:
+    residents = (chunk.sequence.resident for chunk in chunks)
+    return max((resident.max_group_rank for resident in residents if resident is not None), default=0)
+
+
+def _upload(arrays: list[IntArray | npt.NDArray[np.float32]], device: torch.device) -> list[Tensor]:
+    """To the device in one copy: the arrays lie one after the other at 8-byte steps in one pinned buffer."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    offsets = np.cumsum([0] + [-(-array.nbytes // 8) * 8 for array in arrays])
+    staging = torch.empty(int(offsets[-1]), dtype=torch.uint8, pin_memory=True)
+    host = staging.numpy()
+    for array, offset in zip(arrays, offsets[:-1], strict=True):
+        host[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+    buffer = staging.to(device, non_blocking=True)
+    return [
+        buffer[offset : offset + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for array, offset in zip(arrays, offsets[:-1], strict=True)
+    ]

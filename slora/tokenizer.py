@@ -1,0 +1,136 @@
+"""Text to token ids and back, and chat templates, without torch: the API process must stay light.
+
+Built on `tokenizers`, which reads the checkpoint's tokenizer.json. Chat templates are Jinja, rendered in a sandbox
+with the same names that transformers offers them (they come from checkpoints and from uploads: untrusted).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as FastTokenizer
+
+from slora.errors import ConfigError, RequestRefused
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """`chat_template` is None when the checkpoint brings none: then it can complete but not chat."""
+
+    def __init__(
+        self, fast: FastTokenizer, special_tokens: Mapping[str, str], chat_template: str | None
+    ) -> None:
+        self._fast = fast
+        self._special_tokens = dict(special_tokens)
+        self.chat_template = chat_template
+        self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
+
+    @staticmethod
+    def from_directory(directory: Path) -> "Tokenizer":
+        """Raises ConfigError if there is no readable tokenizer.json."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(
+                f"{directory} has no tokenizer.json; save the model's tokenizer there with "
+                "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            )
+        try:
+            fast = FastTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for every damage
+            raise ConfigError(f"{path} is no tokenizer: {error}") from error
+        fast.no_truncation()
+        fast.no_padding()
+        config_path = directory / "tokenizer_config.json"
+        config = json.loads(config_path.read_text()) if config_path.is_file() else {}
+        return Tokenizer(fast, _special_tokens(config), _chat_template(directory, config))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """add_special_tokens: what tokenizer.json puts around a text (a BOS, mostly); off for a rendered chat."""
+        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens. Bytes that are no whole character yet show as U+FFFD."""
+        text: str = self._fast.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, special ones included: what logprobs show."""
+        text: str = self._fast.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template: str | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Renders a conversation; `template` (an adapter's own) replaces the checkpoint's.
+
+        Raises RequestRefused when there is no template, or when it refuses these messages.
+        """
+        source = template or self.chat_template
+        if source is None:
+            raise RequestRefused("this model has no chat template; use /v1/completions", "messages")
+        try:
+            rendered = compile_chat_template(source).render(
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
+            raise RequestRefused(f"the chat template refuses these messages: {error}", "messages") from error
+        return rendered
+
+
+def compile_chat_template(source: str) -> jinja2.Template:
+    """Raises jinja2.TemplateSyntaxError for a template that does not parse."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(source)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: object) -> str:
+    """Jinja's own filter escapes HTML, which a prompt must not have."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name in _SPECIAL_NAMES:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja wins; tokenizer_config.json holds a text or a list of named ones."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text()
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
