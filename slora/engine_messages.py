@@ -1,0 +1,135 @@
+"""The frames between API and engine as plain maps, and back. `op` names the kind; both ends use only this module.
+
+API to engine:  add, abort, forget, stats
+engine to API:  hello (its EngineInfo, once), status, outputs (one frame a step), stats
+"""
+
+from dataclasses import asdict, fields
+from typing import Any
+
+from slora.engine_info import EngineInfo, EngineStats
+from slora.errors import (
+    AdapterFetchFailed,
+    ContextTooLong,
+    EngineUnavailable,
+    RequestFailed,
+    RequestRefused,
+)
+from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta, TokenLogprobs
+from slora.sampling_params import SamplingParams
+from slora_adapters.version import AdapterVersion
+from slora_kernels.layout import ModelShape
+
+PROTOCOL_VERSION = 1
+
+Message = dict[str, Any]
+
+
+def encode_add(request: EngineRequest) -> Message:
+    sampling = request.sampling
+    return {
+        "op": "add",
+        "id": request.request_id,
+        "tenant": request.tenant,
+        "prompt": request.prompt_token_ids,
+        "adapter": encode_version(request.adapter) if request.adapter is not None else None,
+        "sampling": {field.name: getattr(sampling, field.name) for field in fields(sampling)},
+    }
+
+
+def decode_add(message: Message) -> EngineRequest:
+    sampling = dict(message["sampling"])
+    sampling["stop"] = tuple(sampling["stop"])
+    sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+    adapter = message["adapter"]
+    return EngineRequest(
+        request_id=message["id"],
+        tenant=message["tenant"],
+        prompt_token_ids=message["prompt"],
+        adapter=decode_version(adapter) if adapter is not None else None,
+        sampling=SamplingParams(**sampling),
+    )
+
+
+def encode_version(version: AdapterVersion) -> list[str]:
+    return [version.tenant, version.digest]
+
+
+def decode_version(pair: list[str]) -> AdapterVersion:
+    return AdapterVersion(*pair)
+
+
+def encode_info(info: EngineInfo) -> Message:
+    return {"op": "hello", "protocol": PROTOCOL_VERSION, "info": asdict(info)}
+
+
+def decode_info(message: Message) -> EngineInfo:
+    """Raises EngineUnavailable when the engine speaks another version of the protocol."""
+    if message.get("protocol") != PROTOCOL_VERSION:
+        raise EngineUnavailable(
+            f"the engine speaks protocol {message.get('protocol')}, this process {PROTOCOL_VERSION}; "
+            "restart both from one installation"
+        )
+    info = dict(message["info"])
+    info["shape"] = ModelShape(**info["shape"])
+    info["eos_token_ids"] = tuple(info["eos_token_ids"])
+    return EngineInfo(**info)
+
+
+def encode_stats(stats: EngineStats, number: int) -> Message:
+    return {"op": "stats", "number": number, "stats": asdict(stats)}
+
+
+def decode_stats(message: Message) -> EngineStats:
+    stats = dict(message["stats"])
+    stats["running_adapters"] = tuple(stats["running_adapters"])
+    return EngineStats(**stats)
+
+
+def encode_output(output: StepOutput) -> list[Any]:
+    """[id, token ids, finish reason, logprobs, error]: short, because there is one for each sequence of each step."""
+    delta, error = output.delta, output.error
+    return [
+        output.request_id,
+        delta.token_ids if delta else (),
+        delta.finish_reason if delta else None,
+        [(entry.logprob, entry.top) for entry in delta.logprobs] if delta and delta.logprobs else None,
+        _encode_error(error) if error is not None else None,
+    ]
+
+
+def decode_output(row: list[Any]) -> StepOutput:
+    request_id, token_ids, reason, logprobs, error = row
+    if error is not None:
+        return StepOutput(request_id, error=_decode_error(error))
+    entries = None
+    if logprobs is not None:
+        entries = tuple(
+            TokenLogprobs(chosen, tuple((token, logprob) for token, logprob in top)) for chosen, top in logprobs
+        )
+    finish = FinishReason(reason) if reason is not None else None
+    return StepOutput(request_id, TokenDelta(tuple(token_ids), finish, entries))
+
+
+def _encode_error(error: Exception) -> Message:
+    if isinstance(error, RequestRefused):
+        return {
+            "kind": "too_long" if isinstance(error, ContextTooLong) else "refused",
+            "message": error.message,
+            "param": error.param,
+            "code": error.code,
+        }
+    if isinstance(error, AdapterFetchFailed):
+        return {"kind": "fetch", "message": error.message, "code": error.code}
+    return {"kind": "failed", "message": str(error)}
+
+
+def _decode_error(fields: Message) -> Exception:
+    kind, message = fields["kind"], fields["message"]
+    if kind == "too_long":
+        return ContextTooLong(message, fields["param"])
+    if kind == "refused":
+        return RequestRefused(message, fields["param"], fields["code"])
+    if kind == "fetch":
+        return AdapterFetchFailed(message, fields["code"])
+    return RequestFailed(message)
