@@ -1,0 +1,59 @@
+"""The exception tree of the whole project, and the adapters' branch of it.
+
+    SloraError                 anything that slora raises on purpose
+    └── AdapterError           something about one adapter
+        ├── AdapterInvalid     its files break a rule; carries every reason found, not just the first
+        ├── AdapterNotFound    no such name, version or blob
+        ├── AdapterCorrupt     stored bytes are not the ones that were put there
+        └── StoreUnavailable   the place that holds adapters does not answer, or is not fit to hold them
+
+Further branches (requests, engine, keys) hang below `SloraError` in their own packages.
+"""
+
+from dataclasses import dataclass
+
+__all__ = [
+    "AdapterCorrupt",
+    "AdapterError",
+    "AdapterInvalid",
+    "AdapterNotFound",
+    "Reason",
+    "SloraError",
+    "StoreUnavailable",
+]
+
+
+class SloraError(Exception):
+    """Root of all errors that slora raises on purpose."""
+
+
+class AdapterError(SloraError):
+    """Something is wrong with one adapter; other adapters are not affected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One rule that an adapter breaks: `code` is stable for programs, `message` is for people."""
+
+    code: str
+    message: str
+
+
+class AdapterInvalid(AdapterError):
+    """The adapter's files break at least one rule; `reasons` holds all that were found."""
+
+    def __init__(self, reasons: tuple[Reason, ...]) -> None:
+        super().__init__("; ".join(reason.message for reason in reasons))
+        self.reasons = reasons
+
+
+class AdapterNotFound(AdapterError):
+    """No adapter has this name, or no store holds this version."""
+
+
+class AdapterCorrupt(AdapterError):
+    """What the store returned does not hash to the digest that it was asked for."""
+
+
+class StoreUnavailable(AdapterError):
+    """The store cannot be reached, or is set up so that it could lose what is put there."""

@@ -1,0 +1,190 @@
+"""Matches module names against regular expressions from untrusted files, in bounded time.
+
+A PEFT config may carry regular expressions, and Python's matcher can be made to run for years by a short one
+(`(a+)+$`). This one tracks the set of all positions that a prefix of the pattern can reach, as bits of one
+integer: no backtracking, cost about (length of pattern) x (length of name). It answers only "does it match",
+for which greedy and lazy repeats are the same. Python's own parser reads the pattern, so the syntax is
+Python's; back-references, look-behind, inline flags and possessive repeats are refused.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+# Python's own regex parser: private by name, but unchanged in 3.11 to 3.14; its public alias warns since
+# 3.11.
+from re import _constants as ops  # type: ignore[attr-defined]
+from re import _parser as parser  # type: ignore[attr-defined]
+from typing import Any
+
+MAX_PATTERN_CHARS = 8192
+# Set operations that one match may take. The longest patterns in the wild take a few thousand.
+MAX_STEPS = 200_000
+MAX_DEPTH = 50
+
+_Node = tuple[Any, Any]
+_Mask = int
+
+_CATEGORIES: dict[Any, Callable[[str], bool]] = {
+    ops.CATEGORY_DIGIT: str.isdecimal,
+    ops.CATEGORY_NOT_DIGIT: lambda c: not c.isdecimal(),
+    ops.CATEGORY_SPACE: str.isspace,
+    ops.CATEGORY_NOT_SPACE: lambda c: not c.isspace(),
+    ops.CATEGORY_WORD: lambda c: c.isalnum() or c == "_",
+    ops.CATEGORY_NOT_WORD: lambda c: not (c.isalnum() or c == "_"),
+}
+
+
+class NamePattern:
+    """A regular expression over module names. Raises ValueError if malformed or using a refused feature."""
+
+    __slots__ = ("_nodes", "pattern")
+
+    def __init__(self, pattern: str) -> None:
+        if len(pattern) > MAX_PATTERN_CHARS:
+            raise ValueError(
+                f"the pattern is {len(pattern)} characters long; accepted are {MAX_PATTERN_CHARS}"
+            )
+        try:
+            parsed = parser.parse(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"{pattern[:80]!r} is not a regular expression: {error}") from None
+        if parsed.state.flags & ~re.UNICODE.value:
+            raise ValueError(f"{pattern[:80]!r} sets inline flags, which are not accepted")
+        self.pattern = pattern
+        self._nodes: Sequence[_Node] = list(parsed)
+        _refuse_exotic(self._nodes)
+
+    def matches_whole(self, name: str) -> bool:
+        """What `re.fullmatch` answers. Raises ValueError if the pattern takes too many steps."""
+        return bool(_Match(name).advance(self._nodes, 1) >> len(name) & 1)
+
+    def matches_start(self, name: str) -> bool:
+        """What `re.match` answers. Raises ValueError if the pattern takes too many steps."""
+        return _Match(name).advance(self._nodes, 1) != 0
+
+
+class _Match:
+    """One run over one name. A mask has bit p set when position p, before character p, can be reached."""
+
+    __slots__ = ("name", "steps", "where")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.steps = 0
+        self.where: dict[tuple[Any, str], _Mask] = {}
+
+    def advance(self, nodes: Sequence[_Node], mask: _Mask) -> _Mask:
+        for op, argument in nodes:
+            if not mask:
+                return 0
+            mask = self._advance_one(op, argument, mask)
+        return mask
+
+    def _advance_one(self, op: Any, argument: Any, mask: _Mask) -> _Mask:
+        self.steps += 1
+        if self.steps > MAX_STEPS:
+            raise ValueError("the pattern takes too long to match; simplify its repeats")
+        if op in _CHARACTER_OPS:
+            return (mask & self._positions(op, argument)) << 1
+        if op in _REPEAT_OPS:
+            return self._repeat(*argument, mask=mask)
+        if op is ops.BRANCH:
+            reached = 0
+            for branch in argument[1]:
+                reached |= self.advance(branch, mask)
+            return reached
+        if op is ops.SUBPATTERN:
+            return self.advance(argument[3], mask)
+        if op is ops.AT:
+            return mask & self._anchors(argument)
+        return self._look_ahead(argument[1], mask, wanted=op is ops.ASSERT)
+
+    def _repeat(self, least: int, most: int, nodes: Sequence[_Node], *, mask: _Mask) -> _Mask:
+        for _ in range(least):
+            after = self.advance(nodes, mask)
+            if after == mask:  # more rounds change nothing: the repeated part is empty, or saturated
+                break
+            mask = after
+            if not mask:
+                return 0
+        reached, frontier, rounds = mask, mask, least
+        while frontier and rounds < most:
+            frontier = self.advance(nodes, frontier) & ~reached
+            reached |= frontier
+            rounds += 1
+        return reached
+
+    def _look_ahead(self, nodes: Sequence[_Node], mask: _Mask, *, wanted: bool) -> _Mask:
+        kept = 0
+        for position in range(len(self.name) + 1):
+            here = 1 << position
+            if mask & here and (self.advance(nodes, here) != 0) == wanted:
+                kept |= here
+        return kept
+
+    def _positions(self, op: Any, argument: Any) -> _Mask:
+        key = (op, repr(argument))
+        if key not in self.where:
+            accept = _accepts(op, argument)
+            self.where[key] = sum(1 << p for p, character in enumerate(self.name) if accept(character))
+        return self.where[key]
+
+    def _anchors(self, anchor: Any) -> _Mask:
+        end = 1 << len(self.name)
+        if anchor in (ops.AT_BEGINNING, ops.AT_BEGINNING_STRING):
+            return 1
+        if anchor in (ops.AT_END, ops.AT_END_STRING):
+            return end
+        word = [False, *(c.isalnum() or c == "_" for c in self.name), False]
+        boundaries = sum(1 << p for p in range(len(self.name) + 1) if word[p] != word[p + 1])
+        return boundaries if anchor is ops.AT_BOUNDARY else (2 * end - 1) & ~boundaries
+
+
+_CHARACTER_OPS = (ops.LITERAL, ops.NOT_LITERAL, ops.ANY, ops.IN)
+_REPEAT_OPS = (ops.MAX_REPEAT, ops.MIN_REPEAT)
+
+
+def _accepts(op: Any, argument: Any) -> Callable[[str], bool]:
+    if op is ops.ANY:
+        return lambda c: c != "\n"
+    if op is ops.LITERAL:
+        return lambda c: ord(c) == argument
+    if op is ops.NOT_LITERAL:
+        return lambda c: ord(c) != argument
+    return lambda c: _in_class(argument, c)
+
+
+def _in_class(items: Sequence[_Node], character: str) -> bool:
+    negated = items[0][0] is ops.NEGATE
+    return any(_in_item(*item, character=character) for item in items[negated:]) != negated
+
+
+def _in_item(op: Any, argument: Any, *, character: str) -> bool:
+    if op is ops.LITERAL:
+        return bool(ord(character) == argument)
+    if op is ops.RANGE:
+        return bool(argument[0] <= ord(character) <= argument[1])
+    return _CATEGORIES[argument](character)
+
+
+def _refuse_exotic(nodes: Sequence[_Node], depth: int = 0) -> None:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"the regular expression nests groups deeper than {MAX_DEPTH}")
+    for op, argument in nodes:
+        for inner in _inner_sequences(op, argument):
+            _refuse_exotic(inner, depth + 1)
+
+
+def _inner_sequences(op: Any, argument: Any) -> Iterator[Sequence[_Node]]:
+    if op in _REPEAT_OPS:
+        yield argument[2]
+    elif op is ops.BRANCH:
+        yield from argument[1]
+    elif op is ops.SUBPATTERN and not argument[1] and not argument[2]:
+        yield argument[3]
+    elif op in (ops.ASSERT, ops.ASSERT_NOT) and argument[0] > 0:
+        yield argument[1]
+    elif op not in _CHARACTER_OPS and op is not ops.AT:
+        raise ValueError(
+            f"the regular expression uses {str(op).lower()} or group flags, which is not accepted"
+        )

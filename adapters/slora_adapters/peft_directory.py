@@ -1,0 +1,114 @@
+"""Reads an adapter as PEFT saves it, from a directory or from a bundle of named byte strings.
+
+Only four kinds of file are ever opened: the config, the safetensors file, and the texts that may lie beside
+them. Pickles (`adapter_model.bin` and the like) are refused by name and never opened.
+"""
+
+import mmap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from slora_adapters.adapter import Adapter
+from slora_adapters.digest import adapter_digest
+from slora_adapters.errors import AdapterInvalid, AdapterNotFound, Reason
+from slora_adapters.extras import EXTRA_NAMES, read_extras
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft_config import CONFIG_NAME, PeftConfig, parse_peft_config
+from slora_adapters.tensor_file import StoredTensor, read_tensors
+from slora_adapters.validation import validate
+from slora_kernels.layout import ModelShape
+
+TENSORS_NAME = "adapter_model.safetensors"
+# Everything that may be uploaded as part of an adapter.
+MEMBER_NAMES = (CONFIG_NAME, TENSORS_NAME, *EXTRA_NAMES)
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+# An adapter that breaks one rule often breaks it in every layer.
+MAX_REASONS_PER_CODE = 3
+
+
+def read_adapter(directory: Path | str, shape: ModelShape, limits: AdapterLimits) -> Adapter:
+    """The adapter in a PEFT directory; its tensors are views over the mapped file.
+
+    Raises AdapterNotFound if there is no such directory, AdapterInvalid with every reason to refuse the
+    adapter.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise AdapterNotFound(f"there is no adapter directory {str(directory)!r}")
+    members = {name: map_file(directory / name) for name in MEMBER_NAMES if (directory / name).is_file()}
+    if TENSORS_NAME not in members:
+        pickles = refuse_pickles(path.name for path in sorted(directory.iterdir()))
+        if pickles:
+            raise _invalid(pickles)
+    return parse_adapter(members, shape, limits)
+
+
+def parse_adapter(members: Mapping[str, memoryview], shape: ModelShape, limits: AdapterLimits) -> Adapter:
+    """The adapter in a bundle of files, by name. Raises AdapterInvalid with every reason to refuse it."""
+    reasons: list[Reason] = []
+    config = _parse_config(members.get(CONFIG_NAME), reasons)
+    tensors = _parse_tensors(members.get(TENSORS_NAME), limits, reasons)
+    extras, extra_reasons = read_extras(members, limits)
+    reasons += extra_reasons
+    if config is None or tensors is None:
+        raise _invalid(reasons)
+    pairs, pair_reasons = validate(config, tensors, shape, limits)
+    reasons += pair_reasons
+    if reasons:
+        raise _invalid(reasons)
+    return Adapter(config, pairs, adapter_digest(config, tensors), extras)
+
+
+def refuse_pickles(names: Iterable[str]) -> list[Reason]:
+    """A reason for each file name that is a pickle: unpickling runs whatever code the file's author chose."""
+    return [
+        Reason("pickle", f"{name[:120]!r} is a pickle, which is never loaded; convert it to {TENSORS_NAME}")
+        for name in names
+        if name.lower().endswith(_PICKLE_SUFFIXES)
+    ]
+
+
+def _invalid(reasons: list[Reason]) -> AdapterInvalid:
+    by_code: dict[str, list[Reason]] = {}
+    for reason in reasons:
+        by_code.setdefault(reason.code, []).append(reason)
+    kept: list[Reason] = []
+    for code, found in by_code.items():
+        kept += found[:MAX_REASONS_PER_CODE]
+        if len(found) > MAX_REASONS_PER_CODE:
+            kept.append(Reason(code, f"and {len(found) - MAX_REASONS_PER_CODE} more of this kind"))
+    return AdapterInvalid(tuple(kept))
+
+
+def _parse_config(raw: memoryview | None, reasons: list[Reason]) -> PeftConfig | None:
+    if raw is None:
+        reasons.append(Reason("missing_file", f"{CONFIG_NAME} is missing"))
+        return None
+    config, found = parse_peft_config(raw)
+    reasons += found
+    return config
+
+
+def _parse_tensors(
+    raw: memoryview | None, limits: AdapterLimits, reasons: list[Reason]
+) -> dict[str, StoredTensor] | None:
+    if raw is None:
+        reasons.append(Reason("missing_file", f"{TENSORS_NAME} is missing"))
+        return None
+    if len(raw) > limits.max_tensor_bytes:
+        message = f"{TENSORS_NAME} is {len(raw)} bytes long; this server accepts {limits.max_tensor_bytes}"
+        reasons.append(Reason("too_large", message))
+        return None
+    try:
+        return read_tensors(raw)
+    except ValueError as error:
+        reasons.append(Reason("tensors_malformed", f"{TENSORS_NAME}: {error}"))
+        return None
+
+
+def map_file(path: Path) -> memoryview:
+    """A read-only view of a file's bytes; it stays valid when the file is unlinked or replaced."""
+    with path.open("rb") as file:
+        if file.seek(0, 2) == 0:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

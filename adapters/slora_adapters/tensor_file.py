@@ -1,0 +1,125 @@
+"""Reads one safetensors file from bytes, strictly, without copying.
+
+The format: 8 bytes little-endian length of the header; the header, a JSON object name -> {dtype, shape,
+data_offsets}; then the tensors' bytes, which the offsets must cover exactly, with no hole, overlap or
+remainder. Beyond what the reference reader checks, keys must be unique (it lets the last one win), the header
+must stay below 1 MiB (it allows 100 MB), and only the three dtypes of LoRA weights are known.
+
+Does not know what the tensors mean. bfloat16 has no numpy type, so its values come as uint16 bit patterns.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slora_adapters.strict_json import parse_object
+
+MAX_HEADER_BYTES = 1 << 20
+
+# Safetensors name -> the numpy type that the values are viewed as.
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as it lies in the file: `values` is a read-only view, uint16 bit patterns when `dtype` is
+    BF16.
+    """
+
+    name: str
+    dtype: str
+    values: npt.NDArray[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+def read_tensors(raw: bytes | memoryview) -> dict[str, StoredTensor]:
+    """All tensors of a safetensors file, by name. Raises ValueError, which says what is wrong."""
+    view = memoryview(raw).cast("B").toreadonly()
+    if len(view) < 8:
+        raise ValueError(f"the file is {len(view)} bytes long, too short for a safetensors header")
+    header_bytes = int.from_bytes(view[:8], "little")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise ValueError(f"the header claims {header_bytes} bytes; at most {MAX_HEADER_BYTES} are accepted")
+    if 8 + header_bytes > len(view):
+        raise ValueError(f"the header claims {header_bytes} bytes, but the file ends after {len(view) - 8}")
+    header = parse_object(view[8 : 8 + header_bytes], source="the header", max_bytes=MAX_HEADER_BYTES)
+    _check_metadata(header.pop("__metadata__", None))
+    body = view[8 + header_bytes :]
+    spans = {name: _parse_entry(name, entry) for name, entry in header.items()}
+    _check_cover(spans, len(body))
+    return {name: _view(name, span, body) for name, span in spans.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def _check_metadata(metadata: object) -> None:
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("the header's __metadata__ is not a table of strings")
+
+
+def _parse_entry(name: str, entry: object) -> _Span:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(
+            f"tensor {name!r}: the header entry must hold dtype, shape and data_offsets, nothing else"
+        )
+    dtype = entry["dtype"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"tensor {name!r} has dtype {dtype!r}; accepted are {', '.join(DTYPES)}")
+    shape = _sizes(entry["shape"])
+    offsets = _sizes(entry["data_offsets"])
+    if shape is None or offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"tensor {name!r}: shape or data_offsets are not proper sizes")
+    expected = DTYPES[dtype].itemsize
+    for size in shape:
+        expected *= size
+    if expected != offsets[1] - offsets[0]:
+        raise ValueError(
+            f"tensor {name!r}: shape {list(shape)} of {dtype} takes {expected} bytes, its data_offsets span "
+            f"{offsets[1] - offsets[0]}"
+        )
+    return _Span(dtype, shape, offsets[0], offsets[1])
+
+
+def _sizes(value: object) -> tuple[int, ...] | None:
+    if not isinstance(value, list) or len(value) > 8:
+        return None
+    if not all(type(size) is int and 0 <= size < (1 << 48) for size in value):
+        return None
+    return tuple(value)
+
+
+def _check_cover(spans: Mapping[str, _Span], body_bytes: int) -> None:
+    position = 0
+    for name, span in sorted(spans.items(), key=lambda item: (item[1].start, item[1].end)):
+        if span.start != position:
+            fault = "overlaps the tensor before it" if span.start < position else "leaves a hole before it"
+            raise ValueError(f"tensor {name!r} {fault}: it starts at byte {span.start}, expected {position}")
+        position = span.end
+    if position != body_bytes:
+        fault = "is cut short" if position > body_bytes else "goes on after the last tensor"
+        raise ValueError(
+            f"the file {fault}: the header describes {position} bytes of tensors, it has {body_bytes}"
+        )
+
+
+def _view(name: str, span: _Span, body: memoryview) -> StoredTensor:
+    values = np.frombuffer(body[span.start : span.end], DTYPES[span.dtype]).reshape(span.shape)
+    return StoredTensor(name, span.dtype, values)
