@@ -1,12 +1,13 @@
 """What the demo model can do: small text tasks, the sentences they are learnt on, and one adapter for each.
 
-A task rewrites a sentence by a rule of a few lines of Python, so any answer of the model can be checked exactly.
-The base model is taught all of them at once, chosen by a system message; with no system message it repeats the
-sentence. An adapter is taught on conversations without a system message and so makes one task the default.
-One prompt, one base model, and every adapter answers differently.
+A task rewrites a sentence by a rule of a few lines of Python, so any answer of the model can be checked
+exactly. The base model is taught all of them at once, chosen by a system message; with no system message
+it repeats the sentence. An adapter is taught on conversations without a system message and so makes one
+task the default. One prompt, one base model, and every adapter answers differently.
 
-No word of `unseen_sentences` occurs in any training sentence: `is_held_out` keeps a tenth of all possible words
-and every English word listed here away from training. What is measured is the rule, not a memory of words.
+No word of `unseen_sentences` occurs in any training sentence: `is_held_out` keeps a tenth of all possible
+words and every English word listed here away from training. What is measured is the rule, not a memory of
+words.
 
 This module knows nothing of tokens, tensors or training, and imports only the standard library.
 """
@@ -123,7 +124,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             Task("initials", "first letter of each word", _by_word(lambda word: word[:1], joint="")),
             Task("spell", "letters joined by dashes", _by_word("-".join)),
             Task("double", "each letter twice", _by_word(_doubled)),
-            Task("mirror", "each word backwards", _by_word(lambda word: word[::-1])),
+            Task("mirror", "the whole sentence backwards", lambda sentence: sentence[::-1]),
             Task(
                 "reverse", "words in reverse order", lambda sentence: " ".join(reversed(sentence.split(" ")))
             ),
@@ -183,8 +184,8 @@ ADAPTERS: Mapping[str, AdapterSpec] = MappingProxyType(
 def is_held_out(word: str) -> bool:
     """Whether `word`, in any letter case, is kept away from training.
 
-    So are every English word listed here and a tenth of all the rest. The tenth is those whose CRC-32 is divisible
-    by 10, hence the same in every run and on every machine.
+    So are every English word listed here and a tenth of all the rest. The tenth is those whose CRC-32 is
+    divisible by 10, hence the same in every run and on every machine.
     """
     lowered = word.lower()
     return lowered in _ENGLISH or zlib.crc32(lowered.encode()) % 10 == 0
@@ -228,7 +229,7 @@ def _words(rng: random.Random, num_words: int, *, held_out: bool) -> list[str]:
 
 
 def _sentence(rng: random.Random, num_words: int, *, held_out: bool) -> str:
-    """Most sentences are bare lower-case words; three in ten may have numbers, capitals, a comma or an end mark."""
+    """Mostly bare lower-case words; three in ten may have a number, capitals, a comma or an end mark."""
     words = _words(rng, num_words, held_out=held_out)
     if rng.random() < 0.7:
         return " ".join(words)
@@ -250,6 +251,6 @@ def training_sentence(rng: random.Random, max_words: int = MAX_WORDS) -> str:
 
 
 def unseen_sentences(n: int, seed: int = 0) -> list[str]:
-    """Return `n` sentences of 1 to 6 held-out words, half of them English; the same list for the same `seed`."""
+    """Return `n` sentences of 1 to 6 held-out words, half of them English, the same for the same `seed`."""
     rng = random.Random(seed)
     return [_sentence(rng, rng.randint(1, MAX_UNSEEN_WORDS), held_out=True) for _ in range(n)]

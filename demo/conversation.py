@@ -1,0 +1,109 @@
+"""How a conversation becomes tokens: one token a byte, a few special tokens, and the chat template.
+
+Bytes need no unknown token, so any text survives encoding and decoding exactly, and a word never seen in
+training is read like any other. A conversation is `<bos>`, an optional `<|system|>` message, `<|user|>`
+with the sentence, `<|assistant|>` with the answer, `<eos>`. The model is taught single questions, so the
+template forgets what was said before the last user message.
+
+This module knows nothing of tasks or of training.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+__all__ = ["IGNORED", "MAX_TOKENS", "Batch", "Conversation", "collate", "make_tokenizer"]
+
+MAX_TOKENS = 512
+IGNORED = -100  # the label that torch's cross_entropy skips
+
+_PAD, _BOS, _EOS, _SYSTEM, _USER, _ASSISTANT = (
+    "<pad>",
+    "<bos>",
+    "<eos>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+)
+# Two spare ones bring the vocabulary to 264, a multiple of 8.
+_SPECIAL_TOKENS = (_PAD, _BOS, _EOS, _SYSTEM, _USER, _ASSISTANT, "<|spare_0|>", "<|spare_1|>")
+
+_CHAT_TEMPLATE = """\
+{%- set state = namespace(system='', last_user=-1) -%}
+{%- for message in messages -%}
+{%- if message.role == 'system' -%}{%- set state.system = message.content -%}
+{%- elif message.role == 'user' -%}{%- set state.last_user = loop.index0 -%}
+{%- elif message.role != 'assistant' -%}
+{{- raise_exception('role ' ~ message.role ~ ' is not one of system, user, assistant') -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if state.last_user < 0 -%}{{- raise_exception('a conversation needs a user message') -}}{%- endif -%}
+{{- bos_token -}}
+{%- if state.system -%}{{- '<|system|>' ~ state.system -}}{%- endif -%}
+{{- '<|user|>' ~ messages[state.last_user].content -}}
+{%- for message in messages[state.last_user + 1:] if message.role == 'assistant' -%}
+{{- '<|assistant|>' ~ message.content ~ eos_token -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One question and its right answer; `system` is empty where there is no system message."""
+
+    system: str
+    user: str
+    answer: str
+
+    @property
+    def prompt(self) -> str:
+        """The text that the chat template renders before the answer."""
+        system = _SYSTEM + self.system if self.system else ""
+        return _BOS + system + _USER + self.user + _ASSISTANT
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Token ids and labels, both int64 [B, T], padded on the right; labels are IGNORED outside the
+    answers."""
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Make the byte tokenizer with its chat template; `decode(encode(text)) == text` for every text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: position for position, token in enumerate((*_SPECIAL_TOKENS, *alphabet))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=_BOS,
+        eos_token=_EOS,
+        pad_token=_PAD,
+        additional_special_tokens=list(_SPECIAL_TOKENS[3:]),
+        chat_template=_CHAT_TEMPLATE,
+        model_max_length=MAX_TOKENS,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def collate(tokenizer: PreTrainedTokenizerFast, conversations: Sequence[Conversation]) -> Batch:
+    """Tokenise and pad conversations, each with its answer and `<eos>`."""
+    prompts = tokenizer([c.prompt for c in conversations])["input_ids"]
+    answers = tokenizer([c.answer + _EOS for c in conversations])["input_ids"]
+    T = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
+    ids = torch.full((len(conversations), T), tokenizer.pad_token_id)
+    labels = torch.full_like(ids, IGNORED)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        end = len(prompt) + len(answer)
+        ids[row, :end] = torch.tensor(prompt + answer)
+        labels[row, len(prompt) : end] = torch.tensor(answer)
+    return Batch(ids, labels)
