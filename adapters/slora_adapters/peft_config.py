@@ -123,9 +123,7 @@ class PeftConfig:
             "alpha_pattern": dict(self.alpha_patterns),
             "target_modules": _jsonable(self.target_modules),
             "exclude_modules": _jsonable(self.exclude_modules) or None,
-            "layers_to_transform": None
-            if self.layers_to_transform is None
-            else list(self.layers_to_transform),
+            "layers_to_transform": self.layers_to_transform and list(self.layers_to_transform),
             "layers_pattern": list(self.layers_pattern) or None,
         }
 
@@ -146,13 +144,8 @@ def parse_peft_config(raw: bytes | memoryview) -> tuple[PeftConfig | None, list[
         rank=reader.rank(),
         alpha=reader.alpha(),
         use_rslora=reader.flag("use_rslora"),
-        rank_patterns=tuple(
-            (key, reader.rank_value(f"rank_pattern[{key!r}]", v)) for key, v in reader.table("rank_pattern")
-        ),
-        alpha_patterns=tuple(
-            (key, reader.alpha_value(f"alpha_pattern[{key!r}]", v))
-            for key, v in reader.table("alpha_pattern")
-        ),
+        rank_patterns=reader.table("rank_pattern", reader.rank_value),
+        alpha_patterns=reader.table("alpha_pattern", reader.alpha_value),
         target_modules=reader.targets(),
         exclude_modules=reader.names("exclude_modules"),
         layers_to_transform=reader.layers(),
@@ -192,8 +185,8 @@ def _refuse_unknown(fields: Mapping[str, object]) -> Iterable[Reason]:
         if fields[key]:
             yield Reason(
                 "config_unknown_key",
-                f"{CONFIG_NAME} sets {key[:80]!r}, which this server does not know: it may change the result; "
-                "remove it if it has no effect",
+                f"{CONFIG_NAME} sets {key[:80]!r}, which this server does not know; remove it if it has no "
+                "effect on the result",
             )
 
 
@@ -245,14 +238,14 @@ class _FieldReader:
         self.refuse("alpha", f"{what} is {_short(value)}, expected a finite number other than 0")
         return 1.0
 
-    def table(self, key: str) -> list[tuple[str, object]]:
+    def table(self, key: str, read: Callable[[str, object], Value]) -> tuple[tuple[str, Value], ...]:
         value = self.fields.get(key) or {}
         if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
             self.refuse(key, f"{key} must be a table of at most {MAX_PATTERNS} patterns")
-            return []
+            return ()
         for pattern in value:
             self._check_pattern(key, pattern_regex(pattern))
-        return list(value.items())
+        return tuple((pattern, read(f"{key}[{pattern[:80]!r}]", entry)) for pattern, entry in value.items())
 
     def targets(self) -> tuple[str, ...] | str:
         targets = self.names("target_modules")

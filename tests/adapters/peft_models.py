@@ -1,0 +1,86 @@
+"""Tiny random base models, and adapters on them made by PEFT itself: the oracle of these tests."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from slora_adapters.module_names import ModuleId, all_modules, module_name
+from slora_kernels.layout import ModelShape
+
+# Widths that share no factor with a segment, grouped queries, and a head size that is not hidden / heads.
+SHAPE = ModelShape(
+    num_layers=3,
+    hidden_size=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=20,
+    intermediate_size=72,
+    element_bytes=4,
+)
+VOCAB_SIZE = 64
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": SHAPE.hidden_size,
+    "intermediate_size": SHAPE.intermediate_size,
+    "num_hidden_layers": SHAPE.num_layers,
+    "num_attention_heads": SHAPE.num_heads,
+    "num_key_value_heads": SHAPE.num_kv_heads,
+    "head_dim": SHAPE.head_dim,
+}
+
+
+@cache
+def base_config(family: str) -> LlamaConfig | Qwen2Config:
+    return {"llama": LlamaConfig, "qwen2": Qwen2Config}[family](**_SIZES)
+
+
+def base_model(family: str = "llama") -> PreTrainedModel:
+    """A new model each time, as PEFT changes the one that it is given."""
+    return {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM}[family](base_config(family))
+
+
+def deltas_by_peft(directory: Path, family: str = "llama") -> dict[ModuleId, torch.Tensor]:
+    """What PEFT adds to each linear when it loads this directory."""
+    with _quiet():
+        model = PeftModel.from_pretrained(base_model(family), directory)
+    found = {}
+    for module_id in all_modules(SHAPE.num_layers):
+        layer = model.get_submodule("base_model.model." + module_name(module_id))
+        if hasattr(layer, "lora_A"):
+            found[module_id] = layer.get_delta_weight("default")
+    return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():  # PEFT 0.21 reads an attribute that transformers 5.2x renamed
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
+
+
+def make_adapter(
+    directory: Path,
+    *,
+    family: str = "llama",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **lora: object,
+) -> PeftModel:
+    """Makes and saves an adapter with random A and B. `lora`: fields of LoraConfig."""
+    torch.manual_seed(seed)
+    fields = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **lora}
+    with _quiet():
+        model = get_peft_model(base_model(family), LoraConfig(**fields))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter))
+                parameter.data = parameter.data.to(dtype)
+    model.save_pretrained(directory)
+    return model
