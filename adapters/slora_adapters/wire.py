@@ -1,0 +1,94 @@
+"""Frames between our processes: four bytes of length, then one msgpack value, over Unix stream sockets.
+
+A stream socket notices a dead peer at once, keeps order, loses nothing and pushes back on a sender whose reader is
+slow; ZeroMQ would need a router flag, high-water marks and heartbeats for the same. Both ends are processes of one
+installation: the format has a cap against runaway frames, not a defence against enemies.
+"""
+
+import asyncio
+import socket
+import struct
+from typing import Any
+
+import msgpack
+
+from slora_adapters.errors import SloraError
+
+__all__ = ["MAX_FRAME_BYTES", "BrokenFrame", "encode", "read_message", "receive", "send", "write_message"]
+
+# The largest honest frame is a prompt of a million token ids: 5 MiB.
+MAX_FRAME_BYTES = 64 << 20
+_LENGTH = struct.Struct(">I")
+
+
+class BrokenFrame(SloraError):
+    """The peer sent something that is no frame, or the stream ended inside one: the connection is of no more use."""
+
+
+def encode(message: Any) -> bytes:
+    """Raises BrokenFrame if the message is over the cap."""
+    body: bytes = msgpack.packb(message)
+    _check_length(len(body))
+    return _LENGTH.pack(len(body)) + body
+
+
+def write_message(writer: asyncio.StreamWriter, message: Any) -> None:
+    """Queues a frame; `await writer.drain()` is the caller's, who decides when to be slowed down."""
+    writer.write(encode(message))
+
+
+async def read_message(reader: asyncio.StreamReader) -> Any:
+    """The next message; None when the peer closed between frames. Raises BrokenFrame."""
+    try:
+        header = await reader.readexactly(_LENGTH.size)
+    except asyncio.IncompleteReadError as error:
+        if error.partial:
+            raise BrokenFrame("the connection ended inside a frame's length") from error
+        return None
+    length = _check_length(_LENGTH.unpack(header)[0])
+    try:
+        return _decode(await reader.readexactly(length))
+    except asyncio.IncompleteReadError as error:
+        raise BrokenFrame(f"the connection ended {length - len(error.partial)} bytes before a frame's end") from error
+
+
+def send(connection: socket.socket, message: Any) -> None:
+    """Blocks until the frame is handed to the kernel."""
+    connection.sendall(encode(message))
+
+
+def receive(connection: socket.socket) -> Any:
+    """Blocks for the next message; None when the peer closed between frames. Raises BrokenFrame."""
+    header = _receive_exactly(connection, _LENGTH.size, "a frame's length", at_start=True)
+    if header is None:
+        return None
+    length = _check_length(_LENGTH.unpack(header)[0])
+    body = _receive_exactly(connection, length, "a frame")
+    return _decode(body or b"")
+
+
+def _receive_exactly(
+    connection: socket.socket, count: int, what: str, *, at_start: bool = False
+) -> bytearray | None:
+    received = bytearray()
+    while len(received) < count:
+        part = connection.recv(count - len(received))
+        if not part:
+            if at_start and not received:
+                return None
+            raise BrokenFrame(f"the connection ended inside {what}")
+        received += part
+    return received
+
+
+def _check_length(length: int) -> int:
+    if length > MAX_FRAME_BYTES:
+        raise BrokenFrame(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+    return length
+
+
+def _decode(body: bytes | bytearray) -> Any:
+    try:
+        return msgpack.unpackb(body)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise BrokenFrame(f"a frame is not msgpack: {error}") from error
