@@ -1,0 +1,169 @@
+"""The engine as an API process sees it: requests out, streams of tokens back, over the engine's Unix socket.
+
+`EngineClient` is the seam that routes depend on. `RemoteEngine` notices the engine's death at once (the stream
+ends), fails what was in flight with EngineUnavailable, and connects again when there is a new one. Knows no torch.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Protocol
+
+from slora.engine_info import EngineInfo, EngineStats
+from slora.engine_messages import (
+    Message,
+    decode_info,
+    decode_output,
+    decode_stats,
+    encode_add,
+    encode_version,
+)
+from slora.errors import EngineUnavailable
+from slora.request import EngineRequest, StepOutput, TokenDelta
+from slora_adapters.version import AdapterVersion
+from slora_adapters.wire import BrokenFrame, read_message, write_message
+
+_log = logging.getLogger(__name__)
+
+_RECONNECT_S = 0.05
+_MAX_FRAME_BUFFER = 1 << 20
+_DIED = "the engine died while it held this request; it is being restarted, send the request again"
+
+
+class EngineClient(Protocol):
+    """What the API needs of an engine."""
+
+    @property
+    def ready(self) -> bool:
+        """The engine is connected, and so is its loader."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Raises EngineUnavailable before the first connection."""
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[TokenDelta]:
+        """The answer as it comes. Closing the iterator early aborts the request.
+
+        Raises RequestRefused, AdapterFetchFailed, RequestFailed or EngineUnavailable, at any step.
+        """
+
+    async def stats(self) -> EngineStats:
+        """Raises EngineUnavailable."""
+
+    async def forget(self, version: AdapterVersion) -> None:
+        """An adapter was deleted. An engine that is not there has nothing to forget."""
+
+
+class RemoteEngine:
+    """An EngineClient over a Unix socket. `run` must be running for as long as it is used."""
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+        self._info: EngineInfo | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._loader_connected = False
+        self._streams: dict[str, asyncio.Queue[StepOutput]] = {}
+        self._asked: dict[int, asyncio.Future[EngineStats]] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def ready(self) -> bool:
+        return self._writer is not None and self._info is not None and self._loader_connected
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineUnavailable("the engine is starting")
+        return self._info
+
+    async def run(self) -> None:
+        """Connects, and again after each loss, until cancelled."""
+        while True:
+            try:
+                reader, writer = await asyncio.open_unix_connection(self._socket, limit=_MAX_FRAME_BUFFER)
+            except OSError:
+                await asyncio.sleep(_RECONNECT_S)
+                continue
+            self._writer = writer
+            try:
+                while (message := await read_message(reader)) is not None:
+                    self._receive(message)
+            except (BrokenFrame, ConnectionError) as error:
+                _log.error("connection to the engine broke: %s", error)
+            finally:
+                self._lose()
+                writer.close()
+            await asyncio.sleep(_RECONNECT_S)
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenDelta]:
+        stream: asyncio.Queue[StepOutput] = asyncio.Queue()
+        await self._send(encode_add(request))
+        self._streams[request.request_id] = stream
+        finished = False
+        try:
+            while not finished:
+                output = await stream.get()
+                if output.error is not None:
+                    finished = True
+                    raise output.error
+                assert output.delta is not None, "an output has a delta or an error"
+                finished = output.delta.finish_reason is not None
+                yield output.delta
+        finally:
+            self._streams.pop(request.request_id, None)
+            if not finished and self._writer is not None:
+                # No await here: this may run while the task is being cancelled.
+                write_message(self._writer, {"op": "abort", "id": request.request_id})
+
+    async def stats(self) -> EngineStats:
+        number = next(self._numbers)
+        answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        try:
+            await self._send({"op": "stats", "number": number})
+            return await answer
+        finally:
+            self._asked.pop(number, None)
+
+    async def forget(self, version: AdapterVersion) -> None:
+        if self._writer is not None:
+            await self._send({"op": "forget", "version": encode_version(version)})
+
+    async def _send(self, message: Message) -> None:
+        writer = self._writer
+        if writer is None or self._info is None:
+            raise EngineUnavailable("the engine is not running; it is being started, send the request again")
+        write_message(writer, message)
+        try:
+            await writer.drain()
+        except ConnectionError as error:
+            raise EngineUnavailable(_DIED) from error
+
+    def _receive(self, message: Message) -> None:
+        match message["op"]:
+            case "outputs":
+                for row in message["outputs"]:
+                    output = decode_output(row)
+                    stream = self._streams.get(output.request_id)
+                    if stream is not None:  # gone when it was aborted while tokens were on their way
+                        stream.put_nowait(output)
+            case "stats":
+                answer = self._asked.get(message["number"])
+                if answer is not None and not answer.done():
+                    answer.set_result(decode_stats(message))
+            case "hello":
+                self._info = decode_info(message)
+            case "status":
+                self._loader_connected = message["loader"]
+
+    def _lose(self) -> None:
+        """The engine is gone: everybody who waits for it hears so now."""
+        self._writer = None
+        self._loader_connected = False
+        for request_id, stream in self._streams.items():
+            stream.put_nowait(StepOutput(request_id, error=EngineUnavailable(_DIED)))
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(EngineUnavailable("the engine died"))
