@@ -50,6 +50,11 @@ class Tokenizer:
         config = json.loads(config_path.read_text()) if config_path.is_file() else {}
         return Tokenizer(fast, _special_tokens(config), _chat_template(directory, config))
 
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """What chat templates may use by name, such as bos_token."""
+        return self._special_tokens
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """add_special_tokens: what tokenizer.json puts around a text (a BOS, mostly); off for a rendered chat."""
         ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
@@ -94,7 +99,9 @@ class Tokenizer:
 
 def compile_chat_template(source: str) -> jinja2.Template:
     """Raises jinja2.TemplateSyntaxError for a template that does not parse."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
