@@ -31,7 +31,9 @@ class Checkpoint:
         with safe_open(path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         if tuple(tensor.shape) != shape:
-            raise ConfigError(f"{path}: {name} has shape {list(tensor.shape)}; config.json calls for {list(shape)}")
+            raise ConfigError(
+                f"{path}: {name} has shape {list(tensor.shape)}; config.json calls for {list(shape)}"
+            )
         return tensor
 
 

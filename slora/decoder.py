@@ -41,7 +41,12 @@ class Decoder:
     """Weights on `device` in `dtype`. Loading takes each tensor straight from its file, one layer at a time."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_model_len: int
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
     ) -> None:
         self.config = config
         self.dtype = dtype

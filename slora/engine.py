@@ -67,7 +67,8 @@ class Engine:
         outside = [t for t in request.prompt_token_ids if not 0 <= t < self.info.vocab_size]
         if outside:
             raise RequestRefused(
-                f"prompt has token id {outside[0]}; this model's ids are 0 to {self.info.vocab_size - 1}", "prompt"
+                f"prompt has token id {outside[0]}; this model's ids are 0 to {self.info.vocab_size - 1}",
+                "prompt",
             )
         sampling = request.sampling
         stop_ids = frozenset(sampling.stop_token_ids)
@@ -92,7 +93,9 @@ class Engine:
             sampled = self._runner.run(plan)
         except Exception:
             _log.exception("a step of %d requests failed", len(plan.chunks))
-            return self._scheduler.fail(plan, RequestFailed("the engine failed on the step that held this request"))
+            return self._scheduler.fail(
+                plan, RequestFailed("the engine failed on the step that held this request")
+            )
         self._num_steps += bool(plan.chunks)
         self._generated_tokens += len(sampled)
         return self._scheduler.postprocess(plan, sampled)
@@ -103,7 +106,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         residents = list(self._residency)
-        running = tuple(sorted(f"{r.version.tenant}/{r.version.digest[:12]}" for r in residents if r.num_users))
+        running = tuple(
+            sorted(f"{r.version.tenant}/{r.version.digest[:12]}" for r in residents if r.num_users)
+        )
         return EngineStats(
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,

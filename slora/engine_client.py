@@ -99,10 +99,10 @@ class RemoteEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenDelta]:
         stream: asyncio.Queue[StepOutput] = asyncio.Queue()
-        await self._send(encode_add(request))
         self._streams[request.request_id] = stream
         finished = False
         try:
+            await self._send(encode_add(request))
             while not finished:
                 output = await stream.get()
                 if output.error is not None:

@@ -105,7 +105,8 @@ def decode_output(row: list[Any]) -> StepOutput:
     entries = None
     if logprobs is not None:
         entries = tuple(
-            TokenLogprobs(chosen, tuple((token, logprob) for token, logprob in top)) for chosen, top in logprobs
+            TokenLogprobs(chosen, tuple((token, logprob) for token, logprob in top))
+            for chosen, top in logprobs
         )
     finish = FinishReason(reason) if reason is not None else None
     return StepOutput(request_id, TokenDelta(tuple(token_ids), finish, entries))

@@ -17,6 +17,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from slora_adapters.loader_client import LoaderClient
+
 from slora.engine import Engine
 from slora.engine_config import EngineConfig
 from slora.engine_messages import (
@@ -31,7 +33,6 @@ from slora.engine_worker import Abort, Add, AskStats, EngineWorker, Forget, Stop
 from slora.errors import ConfigError, RequestRefused
 from slora.model_config import ModelConfig
 from slora.request import StepOutput
-from slora_adapters.loader_client import LoaderClient
 from slora_adapters.wire import BrokenFrame, encode, read_message
 
 _log = logging.getLogger("slora.engine")
@@ -114,8 +115,8 @@ class EngineServer:
         """The outputs of one step, one frame for each API process that has any."""
         rows: dict[int, list[Any]] = {}
         for output in outputs:
-            number, request_id = output.request_id.split(":", 1)
-            peer = self._peers.get(int(number))
+            prefix, request_id = output.request_id.split(":", 1)
+            peer = self._peers.get(int(prefix))
             if peer is None:
                 continue
             if output.error is not None or (output.delta and output.delta.finish_reason is not None):

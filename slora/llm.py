@@ -68,8 +68,8 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        adapters: AdapterPath | None | Sequence[AdapterPath | None] = None,
+        params: SamplingParams | list[SamplingParams] | None = None,
+        adapters: AdapterPath | list[AdapterPath | None] | None = None,
     ) -> list[Completion]:
         """Continues every prompt, text or token ids, and returns the answers in the same order.
 
@@ -87,7 +87,9 @@ class LLM:
         try:
             for request in requests:
                 self._engine.add(request)
-            outputs = self._run({request.request_id: _Answer(request, self._tokenizer) for request in requests})
+            outputs = self._run(
+                {request.request_id: _Answer(request, self._tokenizer) for request in requests}
+            )
         finally:
             for request in requests:
                 self._engine.abort(request.request_id)
@@ -112,7 +114,9 @@ class LLM:
             self._versions[directory] = self._source.add(directory)
         return self._versions[directory]
 
-    def _request(self, prompt: Prompt, params: SamplingParams, version: AdapterVersion | None) -> EngineRequest:
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, version: AdapterVersion | None
+    ) -> EngineRequest:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestRefused("this model directory has no tokenizer.json; pass token ids", "prompt")
@@ -178,10 +182,12 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _spread(value: T | Sequence[T], count: int, name: str) -> list[T]:
+def _spread(value: T | list[T] | tuple[T, ...], count: int, name: str) -> list[T]:
     """One for all, or one for each."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list | tuple):
         if len(value) != count:
-            raise ConfigError(f"{name} has {len(value)} entries for {count} prompts; give one for all or one for each")
+            raise ConfigError(
+                f"{name} has {len(value)} entries for {count} prompts; give one for all or one for each"
+            )
         return list(value)
-    return [value] * count  # type: ignore[list-item]
+    return [value] * count

@@ -116,7 +116,9 @@ def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> M
     num_kv_heads = fields.whole("num_key_value_heads", num_heads)
     hidden_size = fields.whole("hidden_size")
     if num_heads % num_kv_heads:
-        raise ConfigError(f"{path}: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
+        raise ConfigError(
+            f"{path}: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
+        )
     head_dim = fields.whole("head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise ConfigError(f"{path}: head_dim is {head_dim}; rotary embedding needs an even one")
@@ -149,7 +151,9 @@ def _refuse_what_we_do_not_honour(raw: dict[str, Any], path: Path) -> None:
     if raw.get("use_sliding_window"):
         raise ConfigError(f"{path}: use_sliding_window is true; this version serves full attention only")
     if raw.get("quantization_config"):
-        raise ConfigError(f"{path}: quantization_config is set; this version serves float32, bfloat16 and float16")
+        raise ConfigError(
+            f"{path}: quantization_config is set; this version serves float32, bfloat16 and float16"
+        )
 
 
 def _parse_rope(raw: dict[str, Any], path: Path) -> Rope:
@@ -159,7 +163,9 @@ def _parse_rope(raw: dict[str, Any], path: Path) -> Rope:
     theta = fields.number("rope_theta", _Fields(raw, path).number("rope_theta", 10000.0))
     kind = values.get("rope_type", values.get("type", "default"))
     if values.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"{path}: partial_rotary_factor is {values['partial_rotary_factor']}; only 1.0 is served")
+        raise ConfigError(
+            f"{path}: partial_rotary_factor is {values['partial_rotary_factor']}; only 1.0 is served"
+        )
     if kind == "default":
         return Rope(theta)
     if kind == "linear":

@@ -119,4 +119,6 @@ class PagePool:
         assert all(states[p] == PageState.FREE for p in self._free), "a page in the free list is not free"
         in_use = sum(1 for count in expected if count)
         total = len(self._free) + in_use + len(kept)
-        assert total == self.num_pages, f"{len(self._free)} free + {in_use} held + {len(kept)} cached != {self.num_pages}"
+        assert total == self.num_pages, (
+            f"{len(self._free)} free + {in_use} held + {len(kept)} cached != {self.num_pages}"
+        )

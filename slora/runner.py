@@ -57,7 +57,12 @@ class Runner:
 
     def _memory(self, num_pages: int) -> PageMemory:
         return PageMemory(
-            self._geometry, self.full_page_bytes, num_pages, self.num_slots, self._max_adapter_pages, self.device
+            self._geometry,
+            self.full_page_bytes,
+            num_pages,
+            self.num_slots,
+            self._max_adapter_pages,
+            self.device,
         )
 
     def _num_pages(self, config: EngineConfig) -> int:

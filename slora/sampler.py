@@ -6,8 +6,10 @@ preemption; no generator state has to follow a request around.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -41,7 +43,7 @@ class SamplingBatch:
         uniform = np.array([_uniform(s.seed, len(s.token_ids)) for s in sequences], np.float32)
         wanted = [p.logprobs for p in params if p.logprobs is not None]
 
-        def column(values: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+        def column(values: npt.NDArray[Any]) -> Tensor:
             return torch.from_numpy(values).to(device).unsqueeze(1)
 
         return SamplingBatch(

@@ -36,7 +36,9 @@ class SamplingParams:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise RequestRefused(f"max_tokens is {self.max_tokens}; it must be at least 1", "max_tokens")
         if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 2.0):
-            raise RequestRefused(f"temperature is {self.temperature}; it must be between 0 and 2", "temperature")
+            raise RequestRefused(
+                f"temperature is {self.temperature}; it must be between 0 and 2", "temperature"
+            )
         if not 0.0 < self.top_p <= 1.0:
             raise RequestRefused(f"top_p is {self.top_p}; it must be above 0 and at most 1", "top_p")
         if self.top_k < 0:

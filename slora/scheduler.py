@@ -131,8 +131,12 @@ class Scheduler:
         for resident in self._residency:
             assert resident.num_users == users[resident.version], f"{resident.version}: users do not add up"
         waiting = [s for s in self._sequences.values() if s not in self._running]
-        assert all(s.blocks.num_pages == 0 and s.resident is None for s in waiting), "a waiting request holds pages"
-        assert set(self._on_host) <= {v for v, n in self._ready_users.items() if n}, "a host copy is pinned in vain"
+        assert all(s.blocks.num_pages == 0 and s.resident is None for s in waiting), (
+            "a waiting request holds pages"
+        )
+        assert set(self._on_host) <= {v for v, n in self._ready_users.items() if n}, (
+            "a host copy is pinned in vain"
+        )
 
     # -- waiting ------------------------------------------------------------------------------------------------
 

@@ -22,8 +22,8 @@ IntArray = npt.NDArray[np.integer]
 
 class _Tile(NamedTuple):
     slot: int
-    first: int
-    count: int
+    first_token: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,9 @@ class StepBatch:
         chunks = plan.chunks
         for chunk in chunks:
             if chunk.slot is not None and not memory.holds(chunk.slot, chunk.generation or 0):
-                raise RuntimeError(f"slot {chunk.slot} no longer holds the adapter that this step was planned for")
+                raise RuntimeError(
+                    f"slot {chunk.slot} no longer holds the adapter that this step was planned for"
+                )
         counts = np.array([chunk.num_tokens for chunk in chunks], np.int32)
         starts = np.zeros(len(chunks) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
