@@ -7,7 +7,7 @@ ends), fails what was in flight with EngineUnavailable, and connects again when 
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Protocol
 
@@ -43,7 +43,7 @@ class EngineClient(Protocol):
     def info(self) -> EngineInfo:
         """Raises EngineUnavailable before the first connection."""
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[TokenDelta]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """The answer as it comes. Closing the iterator early aborts the request.
 
         Raises RequestRefused, AdapterFetchFailed, RequestFailed or EngineUnavailable, at any step.
@@ -97,7 +97,7 @@ class RemoteEngine:
                 writer.close()
             await asyncio.sleep(_RECONNECT_S)
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenDelta]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         stream: asyncio.Queue[StepOutput] = asyncio.Queue()
         self._streams[request.request_id] = stream
         finished = False
