@@ -1,0 +1,61 @@
+# Everything a newcomer types. Set-up happens by itself, into .venv; nothing else on the machine is touched.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+# Without an NVIDIA device plain pip would bring gigabytes of CUDA, so PyTorch's CPU index is offered where it can be
+# reached. Give TORCH_INDEX= (empty) for plain pip, or another index for ROCm and the like.
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?= $(shell test -e /dev/nvidiactl || $(PYTHON) -c "import urllib.request as u; \
+	u.urlopen('$(CPU_INDEX)/', timeout=4); print('$(CPU_INDEX)')" 2>/dev/null)
+
+BIN := $(VENV)/bin
+SERVE := $(VENV)/.installed-serve
+TEST := $(VENV)/.installed-test
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help serve test check format soak bench demo clean
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+
+serve: $(SERVE) ## the demo: one base model, several tenants, one key each; SLORA_* variables are settings
+	$(BIN)/slora serve --demo demo
+
+test: $(TEST) ## the tests, in less than ten minutes on two cores
+	$(BIN)/python -P -m pytest
+
+check: $(TEST) ## format, lint, types, tests; changes nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -P -m pytest
+
+format: $(TEST) ## puts the code in order
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+soak: $(TEST) ## the same tests with large counts; up to an hour
+	$(BIN)/python -P -m pytest --soak
+
+bench: $(TEST) ## tokens per second without and with adapters, transformers + peft beside it
+	$(BIN)/python -P bench/offline.py
+
+demo: $(TEST) ## trains the demo model and its adapters again (up to 40 minutes)
+	$(BIN)/python -P demo/train.py
+
+clean: ## removes what set-up made
+	rm -rf $(VENV) *.egg-info
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "slora needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(SERVE): pyproject.toml | $(VENV)/bin/python
+	@echo "Installing into $(VENV): $(TORCH)$(if $(TORCH_INDEX), from $(TORCH_INDEX)) and what pyproject.toml lists"
+	$(PIP) "$(TORCH)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(PIP) -e ".[serve,redis,cpu]"
+	@touch $@
+
+$(TEST): $(SERVE)
+	$(PIP) -e ".[serve,redis,cpu,test,lint]"
+	@touch $@
