@@ -49,7 +49,9 @@ async def read_message(reader: asyncio.StreamReader) -> Any:
     try:
         return _decode(await reader.readexactly(length))
     except asyncio.IncompleteReadError as error:
-        raise BrokenFrame(f"the connection ended {length - len(error.partial)} bytes before a frame's end") from error
+        raise BrokenFrame(
+            f"the connection ended {length - len(error.partial)} bytes before a frame's end"
+        ) from error
 
 
 def send(connection: socket.socket, message: Any) -> None:

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.adapters.peft_models import SHAPE, deltas_by_peft, make_adapter
-from tests.adapters.unpacking import unpack
 
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.packing import pack
 from slora_adapters.peft_directory import read_adapter
+from tests.adapters.peft_models import SHAPE, deltas_by_peft, make_adapter
+from tests.adapters.unpacking import unpack
 
 CASES = {
     "defaults": {},
