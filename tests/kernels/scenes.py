@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from slora_kernels.batch import AdapterTables, AttentionBatch, KVGeometry, LoraTiles
 from slora_kernels.layout import GROUPS, MODULES, SEGMENT_BYTES, ModelShape, lay_out_adapter
 from slora_kernels.reference import view_layer
-from torch import Tensor
 
 # Rounding one result to a dtype costs at most half of this; sums of a few hundred fp32 products add less than
 # 1e-5 of their magnitude. A kernel that also rounds in between (a matmul in the model dtype) gets a few of

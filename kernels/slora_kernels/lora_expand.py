@@ -1,0 +1,140 @@
+"""Expand: adds scale * bridge * B to the base GEMM's output, all modules of a linear group in one launch.
+
+A program takes one tile of tokens and one segment of output columns. It sums the planes that shrink left, in
+order, and reads the segment of each of its module's rows of B transposed from the adapter's pages.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slora_kernels.batch import AdapterTables, LoraTiles
+from slora_kernels.launch import Launch, dot_dtype
+from slora_kernels.layout import SEGMENT_BYTES, LinearGroup
+from slora_kernels.lora_shrink import TILE_TOKENS
+
+# Rows of B per product: the smallest depth of a tensor core's product in 16 bits, so rank 8 wastes half and
+# no more.
+BLOCK_RANK = 16
+
+
+@triton.jit(do_not_specialize=["layer", "num_tokens"])
+def _lora_expand_kernel(
+    out,
+    bridge,
+    pages,
+    tiles,
+    weights,
+    page_table,
+    modules,
+    scales,
+    num_tokens,
+    layer,
+    out_stride,
+    page_stride,
+    table_stride,
+    bridge_stride,
+    WIDTH_0: tl.constexpr,
+    WIDTH_1: tl.constexpr,
+    WIDTH_2: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    NUM_LAYERS: tl.constexpr,
+    FIRST_MODULE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PAGE_SEGMENTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    tile, block = tl.program_id(0), tl.program_id(1)
+    BLOCKS_0: tl.constexpr = (WIDTH_0 + SEGMENT - 1) // SEGMENT
+    BLOCKS_1: tl.constexpr = BLOCKS_0 + (WIDTH_1 + SEGMENT - 1) // SEGMENT
+    member = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32)
+    width = tl.where(member == 0, WIDTH_0, tl.where(member == 1, WIDTH_1, WIDTH_2))
+    column_start = tl.where(member == 0, 0, tl.where(member == 1, WIDTH_0, WIDTH_0 + WIDTH_1))
+    segment = block - tl.where(member == 0, 0, tl.where(member == 1, BLOCKS_0, BLOCKS_1))
+    slot = tl.load(tiles + tile * 3)
+    place = (slot * NUM_LAYERS + layer) * 7 + FIRST_MODULE + member
+    rank = tl.load(modules + place * 3)
+    if rank == 0:
+        return
+    first = tl.load(tiles + tile * 3 + 1)
+    size = tl.load(tiles + tile * 3 + 2)
+    first_row = tl.load(modules + place * 3 + 1)
+    first_segment = tl.load(modules + place * 3 + 2) + segment
+    row_segments = (width + SEGMENT - 1) // SEGMENT
+    tokens = tl.arange(0, BLOCK_M)
+    lanes = tl.arange(0, SEGMENT)
+    inside = segment * SEGMENT + lanes[None, :] < width
+    acc = tl.zeros((BLOCK_M, SEGMENT), tl.float32)
+    for start in range(0, rank, BLOCK_R):
+        rows = start + tl.arange(0, BLOCK_R)
+        taken = (tokens[:, None] < size) & (rows[None, :] < rank)
+        source = bridge + (first + tokens)[:, None] * bridge_stride + (first_row + rows)[None, :]
+        y = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+        for split in tl.static_range(SPLITS):
+            y += tl.load(source + split * num_tokens * bridge_stride, mask=taken, other=0.0)
+        at = first_segment + rows * row_segments
+        page = tl.load(page_table + slot * table_stride + at // PAGE_SEGMENTS, mask=rows < rank, other=0)
+        base = page.to(tl.int64) * page_stride + (at % PAGE_SEGMENTS) * SEGMENT
+        b = tl.load(pages + base[:, None] + lanes[None, :], mask=(rows[:, None] < rank) & inside, other=0.0)
+        acc = tl.dot(y.to(DOT_DTYPE), b.to(tl.float32).to(DOT_DTYPE), acc, input_precision="ieee")
+    scale = tl.load(weights + tile) * tl.load(scales + place)
+    columns = tl.multiple_of(column_start + segment * SEGMENT, ALIGNMENT) + lanes
+    target = out + (first + tokens)[:, None] * out_stride + columns[None, :]
+    mask = (tokens[:, None] < size) & inside
+    old = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target, (old + acc * scale).to(out.dtype.element_ty), mask=mask)
+
+
+def bind_lora_expand(
+    out: Tensor,
+    bridge: Tensor,
+    pages: Tensor,
+    tables: AdapterTables,
+    layer: int,
+    group: LinearGroup,
+    tiles: LoraTiles,
+    widths: tuple[int, ...],
+) -> Launch:
+    """out [T, sum(widths)] of the model dtype is mutated; bridge float32 [splits, T, columns] is shrink's."""
+    padded = widths + (0,) * (3 - len(widths))
+    segment = SEGMENT_BYTES // out.element_size()
+    elements = pages.view(out.dtype)
+    return Launch(
+        _lora_expand_kernel,
+        (tiles.tiles.shape[0], sum(triton.cdiv(width, segment) for width in widths)),
+        {
+            "out": out,
+            "bridge": bridge,
+            "pages": elements,
+            "tiles": tiles.tiles,
+            "weights": tiles.weights,
+            "page_table": tables.page_table,
+            "modules": tables.modules,
+            "scales": tables.scales,
+            "num_tokens": bridge.shape[1],
+            "layer": layer,
+            "out_stride": out.stride(0),
+            "page_stride": elements.stride(0),
+            "table_stride": tables.page_table.stride(0),
+            "bridge_stride": bridge.stride(1),
+        },
+        {
+            "WIDTH_0": padded[0],
+            "WIDTH_1": padded[1],
+            "WIDTH_2": padded[2],
+            "ALIGNMENT": math.gcd(16, *widths),
+            "NUM_LAYERS": tables.modules.shape[1],
+            "FIRST_MODULE": group.modules[0],
+            "SEGMENT": segment,
+            "PAGE_SEGMENTS": pages.shape[1] // SEGMENT_BYTES,
+            "SPLITS": bridge.shape[0],
+            "BLOCK_M": TILE_TOKENS,
+            "BLOCK_R": BLOCK_RANK,
+            "DOT_DTYPE": dot_dtype(out.dtype),
+        },
+    )

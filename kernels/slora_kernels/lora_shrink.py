@@ -1,0 +1,126 @@
+"""Shrink: x times A of each tile's adapter, straight from its pages, for all modules of a linear group at
+once.
+
+A program takes one tile of tokens, one block of A's rows and one share of the input width. Shares are written
+as separate planes, which expand sums in order: no atomics and nothing to clear, so a result does not depend
+on who else is in the batch. The rank is read from the tables, so rank 8 beside rank 128 costs its own bytes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slora_kernels.batch import AdapterTables, LoraTiles
+from slora_kernels.launch import Launch, dot_dtype
+from slora_kernels.layout import GROUPS, SEGMENT_BYTES, LinearGroup
+
+# The smallest M of a tensor core's product: most tiles of a decode batch hold one or two tokens.
+TILE_TOKENS = 16
+# Rows of A per program: q, k and v of a rank 8 adapter are 24.
+BLOCK_RANK = 32
+# Shares of the input width. Four tiles of a 4096-wide model then make 32 programs per block of rows, while
+# the planes stay small. It depends on nothing but the width, so that a batch does not change anybody's sums.
+MAX_SPLITS = 8
+
+
+@triton.jit(do_not_specialize=["layer", "num_tokens"])
+def _lora_shrink_kernel(
+    x,
+    pages,
+    bridge,
+    tiles,
+    page_table,
+    groups,
+    num_tokens,
+    layer,
+    x_stride,
+    page_stride,
+    table_stride,
+    bridge_stride,
+    WIDTH: tl.constexpr,
+    NUM_LAYERS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PAGE_SEGMENTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = tl.load(tiles + tile * 3)
+    first = tl.load(tiles + tile * 3 + 1)
+    size = tl.load(tiles + tile * 3 + 2)
+    entry = groups + ((slot * NUM_LAYERS + layer) * 4 + GROUP) * 2
+    rank = tl.load(entry)
+    if block * BLOCK_R >= rank:
+        return
+    ROW_SEGMENTS: tl.constexpr = (WIDTH + SEGMENT - 1) // SEGMENT
+    SHARE: tl.constexpr = (ROW_SEGMENTS + SPLITS - 1) // SPLITS
+    tokens = tl.arange(0, BLOCK_M)
+    lanes = tl.arange(0, SEGMENT)
+    rows = block * BLOCK_R + tl.arange(0, BLOCK_R)
+    row_starts = tl.load(entry + 1) + rows * ROW_SEGMENTS
+    x_rows = x + (first + tokens)[:, None] * x_stride
+    acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    for segment in range(split * SHARE, tl.minimum(split * SHARE + SHARE, ROW_SEGMENTS)):
+        columns = segment * SEGMENT + lanes
+        inside = columns[None, :] < WIDTH
+        values = tl.load(x_rows + columns[None, :], mask=(tokens[:, None] < size) & inside, other=0.0)
+        at = row_starts + segment
+        page = tl.load(page_table + slot * table_stride + at // PAGE_SEGMENTS, mask=rows < rank, other=0)
+        start = page.to(tl.int64) * page_stride + (at % PAGE_SEGMENTS) * SEGMENT
+        a = tl.load(pages + start[:, None] + lanes[None, :], mask=(rows[:, None] < rank) & inside, other=0.0)
+        left, right = values.to(tl.float32).to(DOT_DTYPE), a.to(tl.float32).to(DOT_DTYPE)
+        acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+    target = bridge + (split * num_tokens + first + tokens)[:, None] * bridge_stride + rows[None, :]
+    tl.store(target, acc, mask=(tokens[:, None] < size) & (rows[None, :] < rank))
+
+
+def count_splits(width: int, element_bytes: int) -> int:
+    """Shares of an input of `width` elements, at least a segment each."""
+    return min(MAX_SPLITS, -(-width * element_bytes // SEGMENT_BYTES))
+
+
+def bind_lora_shrink(
+    x: Tensor, pages: Tensor, tables: AdapterTables, layer: int, group: LinearGroup, tiles: LoraTiles
+) -> tuple[Launch, Tensor]:
+    """x [T, in] of the model dtype, pages uint8 [num_pages, full_page_bytes].
+
+    Returns the launch and the bridge that it fills, float32 [splits, T, max_group_rank rounded up to 16];
+    rows in no tile and columns past a tile's rank stay unwritten.
+    """
+    splits = count_splits(x.shape[1], x.element_size())
+    columns = triton.cdiv(tiles.max_group_rank, 16) * 16
+    bridge = torch.empty(splits, x.shape[0], columns, dtype=torch.float32, device=x.device)
+    elements = pages.view(x.dtype)
+    return Launch(
+        _lora_shrink_kernel,
+        (tiles.tiles.shape[0], triton.cdiv(tiles.max_group_rank, BLOCK_RANK), splits),
+        {
+            "x": x,
+            "pages": elements,
+            "bridge": bridge,
+            "tiles": tiles.tiles,
+            "page_table": tables.page_table,
+            "groups": tables.groups,
+            "num_tokens": x.shape[0],
+            "layer": layer,
+            "x_stride": x.stride(0),
+            "page_stride": elements.stride(0),
+            "table_stride": tables.page_table.stride(0),
+            "bridge_stride": columns,
+        },
+        {
+            "WIDTH": x.shape[1],
+            "NUM_LAYERS": tables.groups.shape[1],
+            "GROUP": GROUPS.index(group),
+            "SEGMENT": SEGMENT_BYTES // x.element_size(),
+            "PAGE_SEGMENTS": pages.shape[1] // SEGMENT_BYTES,
+            "SPLITS": splits,
+            "BLOCK_M": TILE_TOKENS,
+            "BLOCK_R": BLOCK_RANK,
+            "DOT_DTYPE": dot_dtype(x.dtype),
+        },
+    ), bridge

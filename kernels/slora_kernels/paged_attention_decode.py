@@ -1,0 +1,203 @@
+"""Attention of sequences that compute one token: split over the context, so that one long sequence fills a
+GPU.
+
+A program takes a sequence, a KV head (its query heads are the rows of the product) and a stretch of the
+context. How a context is cut depends on its own length alone, so a result does not depend on the batch. A
+sequence of one stretch is written at once; the others leave partial sums, which a second kernel merges.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slora_kernels.batch import AttentionBatch, KVGeometry
+from slora_kernels.launch import Launch, dot_dtype
+from slora_kernels.paged_walk import walk_pages
+
+# Context tokens per round of the walk.
+BLOCK_TOKENS_WALKED = 64
+# A stretch is long enough to pay for the merge, and there are enough of them that one sequence with 8 KV
+# heads makes 128 programs, about as many as an H100 or H200 has multiprocessors.
+MIN_STRETCH_TOKENS = 128
+MAX_STRETCHES = 16
+
+
+@triton.jit
+def _measure_stretch(context, BLOCK_N: tl.constexpr, MIN_STRETCH: tl.constexpr, MAX_STRETCHES: tl.constexpr):
+    """Tokens per stretch of a context: whole rounds of the walk."""
+    share = tl.cdiv(tl.cdiv(context, MAX_STRETCHES), BLOCK_N) * BLOCK_N
+    return tl.maximum(share, MIN_STRETCH)
+
+
+@triton.jit(do_not_specialize=["layer", "num_stretches"])
+def _paged_attention_decode_kernel(
+    q,
+    pages,
+    out,
+    partial_values,
+    partial_sums,
+    query_starts,
+    context_lens,
+    block_tables,
+    scale,
+    layer,
+    num_stretches,
+    page_stride,
+    table_stride,
+    q_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    MIN_STRETCH: tl.constexpr,
+    MAX_STRETCHES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    b, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token = tl.load(query_starts + b)
+    context = tl.load(context_lens + b)
+    stretch = _measure_stretch(context, BLOCK_N, MIN_STRETCH, MAX_STRETCHES)
+    begin = part * stretch
+    if (tl.load(query_starts + b + 1) - token != 1) | (begin >= context):
+        return
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    SIDE: tl.constexpr = KV_HEADS * BLOCK_TOKENS * HEAD_DIM
+    rows = tl.arange(0, BLOCK_M)
+    lanes = tl.arange(0, BLOCK_D)
+    heads = kv_head * GROUP + rows
+    mask = (rows[:, None] < GROUP) & (lanes[None, :] < HEAD_DIM)
+    source = q + token * q_stride + heads[:, None] * HEAD_DIM + lanes[None, :]
+    rows_q = tl.load(source, mask=mask, other=0.0).to(tl.float32).to(DOT_DTYPE)
+    head_start = layer * (2 * SIDE) + kv_head * BLOCK_TOKENS * HEAD_DIM
+    acc, peak, total = walk_pages(
+        rows_q,
+        tl.full((BLOCK_M,), context, tl.int32),
+        pages,
+        block_tables + b * table_stride,
+        head_start,
+        page_stride,
+        begin,
+        tl.minimum(begin + stretch, context),
+        scale,
+        SIDE,
+        BLOCK_TOKENS,
+        HEAD_DIM,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_D,
+        DOT_DTYPE,
+    )
+    if context <= stretch:
+        target = out + (token * HEADS + heads)[:, None] * HEAD_DIM + lanes[None, :]
+        tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    else:
+        place = (b * HEADS + heads) * num_stretches + part
+        tl.store(partial_values + place[:, None] * HEAD_DIM + lanes[None, :], acc, mask=mask)
+        tl.store(partial_sums + place * 2, peak, mask=rows < GROUP)
+        tl.store(partial_sums + place * 2 + 1, total, mask=rows < GROUP)
+
+
+@triton.jit(do_not_specialize=["num_stretches"])
+def _merge_stretches_kernel(
+    out,
+    partial_values,
+    partial_sums,
+    query_starts,
+    context_lens,
+    num_stretches,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MIN_STRETCH: tl.constexpr,
+    MAX_STRETCHES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    b, head = tl.program_id(0), tl.program_id(1)
+    token = tl.load(query_starts + b)
+    context = tl.load(context_lens + b)
+    stretch = _measure_stretch(context, BLOCK_N, MIN_STRETCH, MAX_STRETCHES)
+    if (tl.load(query_starts + b + 1) - token != 1) | (context <= stretch):
+        return
+    parts = tl.arange(0, MAX_STRETCHES)
+    lanes = tl.arange(0, BLOCK_D)
+    used = parts * stretch < context
+    place = (b * HEADS + head) * num_stretches + parts
+    peaks = tl.load(partial_sums + place * 2, mask=used, other=-float("inf"))
+    totals = tl.load(partial_sums + place * 2 + 1, mask=used, other=0.0)
+    decay = tl.exp2(peaks - tl.max(peaks, 0))
+    values = tl.load(
+        partial_values + place[:, None] * HEAD_DIM + lanes[None, :],
+        mask=used[:, None] & (lanes[None, :] < HEAD_DIM),
+        other=0.0,
+    )
+    merged = tl.sum(values * decay[:, None], 0) / tl.sum(totals * decay, 0)
+    target = out + (token * HEADS + head) * HEAD_DIM + lanes
+    tl.store(target, merged.to(out.dtype.element_ty), mask=lanes < HEAD_DIM)
+
+
+def count_stretches(max_context: int) -> int:
+    """Most stretches of any context up to `max_context`: min(16, one per 128 tokens)."""
+    return min(MAX_STRETCHES, -(-max_context // MIN_STRETCH_TOKENS))
+
+
+def bind_paged_attention_decode(
+    q: Tensor,
+    pages: Tensor,
+    out: Tensor,
+    geometry: KVGeometry,
+    layer: int,
+    batch: AttentionBatch,
+    scale: float,
+) -> list[Launch]:
+    """q [T, Hq, D] -> out [T, Hq * D] for sequences of exactly one query; other rows stay as they are."""
+    sequences, stretches = batch.context_lens.shape[0], count_stretches(batch.max_context)
+    rows = (sequences, geometry.num_heads, stretches)
+    values = torch.empty(*rows, geometry.head_dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(*rows, 2, dtype=torch.float32, device=q.device)
+    elements = pages.view(geometry.dtype)
+    shared = {
+        "out": out,
+        "partial_values": values,
+        "partial_sums": sums,
+        "query_starts": batch.query_starts,
+        "context_lens": batch.context_lens,
+        "num_stretches": stretches,
+    }
+    sizes = {
+        "HEADS": geometry.num_heads,
+        "HEAD_DIM": geometry.head_dim,
+        "MIN_STRETCH": MIN_STRETCH_TOKENS,
+        "MAX_STRETCHES": MAX_STRETCHES,
+        "BLOCK_N": BLOCK_TOKENS_WALKED,
+        "BLOCK_D": triton.next_power_of_2(geometry.head_dim),
+    }
+    walk = Launch(
+        _paged_attention_decode_kernel,
+        (sequences, geometry.num_kv_heads, stretches),
+        shared
+        | {
+            "q": q,
+            "pages": elements,
+            "block_tables": batch.block_tables,
+            "scale": scale * math.log2(math.e),
+            "layer": layer,
+            "page_stride": elements.stride(0),
+            "table_stride": batch.block_tables.stride(0),
+            "q_stride": q.stride(0),
+        },
+        sizes
+        | {
+            "KV_HEADS": geometry.num_kv_heads,
+            "BLOCK_TOKENS": geometry.block_tokens,
+            "BLOCK_M": max(16, triton.next_power_of_2(geometry.group_heads)),
+            "DOT_DTYPE": dot_dtype(geometry.dtype),
+        },
+    )
+    merge = Launch(_merge_stretches_kernel, (sequences, geometry.num_heads), shared, sizes)
+    return [walk, merge] if stretches > 1 else [walk]

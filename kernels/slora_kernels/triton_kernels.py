@@ -1,0 +1,91 @@
+"""The GPU's kernels behind the seam: eight LoRA launches a layer, no host synchronisation, nothing to
+prepare."""
+
+import torch
+from torch import Tensor
+
+from slora_kernels.batch import AdapterTables, AttentionBatch, KernelStep, KVGeometry, LoraTiles
+from slora_kernels.layout import LinearGroup
+from slora_kernels.lora_expand import bind_lora_expand
+from slora_kernels.lora_shrink import TILE_TOKENS, bind_lora_shrink
+from slora_kernels.paged_attention_decode import bind_paged_attention_decode
+from slora_kernels.paged_attention_prefill import bind_paged_attention_prefill
+from slora_kernels.rms_norm import bind_rms_norm
+from slora_kernels.rotate_and_write_kv import bind_rotate_and_write_kv
+from slora_kernels.silu_mul import bind_silu_mul
+
+
+class TritonKernels:
+    """See `Kernels`. The bridge is float32 planes [splits, T, rank], summed by expand."""
+
+    name = "triton"
+    tile_tokens = TILE_TOKENS
+
+    def prepare(
+        self, batch: AttentionBatch, tiles: LoraTiles | None, tables: AdapterTables | None
+    ) -> KernelStep:
+        return KernelStep(batch, tiles, None)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        launch, out = bind_rms_norm(x, None, weight, eps)
+        launch.run()
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        launch, out = bind_rms_norm(x, residual, weight, eps)
+        launch.run()
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        launch, out = bind_silu_mul(gate_up)
+        launch.run()
+        return out
+
+    def rotate_and_write_kv(
+        self, qkv: Tensor, cos_sin: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: KernelStep
+    ) -> Tensor:
+        bind_rotate_and_write_kv(qkv, cos_sin, pages, geometry, layer, step.batch).run()
+        return qkv.view(qkv.shape[0], -1, geometry.head_dim)[:, : geometry.num_heads]
+
+    def attend(
+        self, q: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: KernelStep, scale: float
+    ) -> Tensor:
+        batch = step.batch
+        out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype, device=q.device)
+        # Which sequence is whose is decided on the device: each kernel passes over the other's sequences.
+        if batch.max_query == 1 or batch.context_lens.shape[0] > 1:
+            for launch in bind_paged_attention_decode(q, pages, out, geometry, layer, batch, scale):
+                launch.run()
+        if batch.max_query > 1:
+            bind_paged_attention_prefill(q, pages, out, geometry, layer, batch, scale).run()
+        return out
+
+    def shrink(
+        self,
+        x: Tensor,
+        pages: Tensor,
+        tables: AdapterTables,
+        layer: int,
+        group: LinearGroup,
+        step: KernelStep,
+    ) -> Tensor:
+        assert step.tiles is not None
+        launch, bridge = bind_lora_shrink(x, pages, tables, layer, group, step.tiles)
+        if step.tiles.max_group_rank:
+            launch.run()
+        return bridge
+
+    def expand(
+        self,
+        out: Tensor,
+        bridge: Tensor,
+        pages: Tensor,
+        tables: AdapterTables,
+        layer: int,
+        group: LinearGroup,
+        step: KernelStep,
+        widths: tuple[int, ...],
+    ) -> None:
+        assert step.tiles is not None
+        if step.tiles.max_group_rank:
+            bind_lora_expand(out, bridge, pages, tables, layer, group, step.tiles, widths).run()

@@ -1,0 +1,51 @@
+import pytest
+import torch
+
+from slora_kernels import reference
+from slora_kernels.ops import Kernels
+from tests.kernels.scenes import check_close
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = ((1, 64), (7, 100), (3, 769))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm_matches_its_twin(
+    kernels: Kernels, device: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    x = torch.randn(shape, dtype=dtype, device=device) * 3
+    weight = torch.randn(shape[1], dtype=dtype, device=device)
+    check_close(kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), units=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_add_rms_norm_matches_its_twin_and_updates_the_residual(
+    kernels: Kernels, device: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    x, residual = torch.randn(2, *shape, dtype=dtype, device=device)
+    weight = torch.randn(shape[1], dtype=dtype, device=device)
+    expected_residual = residual.clone()
+    expected = reference.add_rms_norm(x, expected_residual, weight, 1e-5)
+    check_close(kernels.add_rms_norm(x, residual, weight, 1e-5), expected, units=2)
+    check_close(residual, expected_residual, units=1)
+
+
+def test_rms_norm_of_a_row_of_zeros_is_zero(kernels: Kernels, device: str) -> None:
+    x = torch.zeros(2, 64, device=device)
+    assert torch.equal(kernels.rms_norm(x, torch.ones(64, device=device), 1e-6), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ((1, 64), (5, 1025), (3, 130)))
+def test_silu_mul_matches_its_twin(
+    kernels: Kernels, device: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    gate_up = torch.randn(shape[0], 2 * shape[1], dtype=dtype, device=device) * 4
+    check_close(kernels.silu_mul(gate_up), reference.silu_mul(gate_up), units=1)
+
+
+def test_silu_mul_survives_extreme_gates(kernels: Kernels, device: str) -> None:
+    gate_up = torch.tensor([[-1e4, -100.0, 0.0, 100.0, 1e4] + [1.0] * 5], device=device)
+    check_close(kernels.silu_mul(gate_up), reference.silu_mul(gate_up))
