@@ -1,0 +1,79 @@
+"""How much may be in progress at once: for the whole server, for one tenant, and for uploads.
+
+Everything admitted is bounded, so memory and queues are; whoever does not fit is told at once, with a time to try
+again, instead of waiting in a queue that nobody sees. Runs on one event loop and needs no lock.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from slora_api.errors import BadRequest, ServerBusy, Stopping, TenantBusy
+
+__all__ = ["Admission"]
+
+
+class Admission:
+    """Counts generations and uploads in progress. After `stop()` nothing new is admitted."""
+
+    def __init__(self, *, max_requests: int, max_per_tenant: int, max_uploads: int) -> None:
+        self.max_requests = max_requests
+        self.max_per_tenant = max_per_tenant
+        self.max_uploads = max_uploads
+        self.stopping = False
+        self.generations = 0
+        self.uploads = 0
+        self._by_tenant: Counter[str] = Counter()
+
+    def stop(self) -> None:
+        """From now on only what is in progress goes on."""
+        self.stopping = True
+
+    @contextmanager
+    def generation(self, tenant: str, num_prompts: int) -> Iterator[None]:
+        """Holds `num_prompts` places. Raises BadRequest, ServerBusy, TenantBusy or Stopping."""
+        self._check_generation(tenant, num_prompts)
+        self.generations += num_prompts
+        self._by_tenant[tenant] += num_prompts
+        try:
+            yield
+        finally:
+            self.generations -= num_prompts
+            self._by_tenant[tenant] -= num_prompts
+            if not self._by_tenant[tenant]:
+                del self._by_tenant[tenant]
+
+    def _check_generation(self, tenant: str, num_prompts: int) -> None:
+        if self.stopping:
+            raise Stopping
+        limit = min(self.max_requests, self.max_per_tenant)
+        if num_prompts > limit:
+            raise BadRequest(
+                f"The request has {num_prompts} prompts; this server takes at most {limit}.", "prompt"
+            )
+        if self._by_tenant[tenant] + num_prompts > self.max_per_tenant:
+            raise TenantBusy(
+                f"You have {self._by_tenant[tenant]} prompts in progress and may have {self.max_per_tenant} "
+                "(max_concurrent_per_tenant); wait for some of them."
+            )
+        if self.generations + num_prompts > self.max_requests:
+            raise ServerBusy(
+                f"The server works on {self.generations} prompts and takes at most {self.max_requests} "
+                "(max_concurrent_requests); try again shortly."
+            )
+
+    @contextmanager
+    def upload(self) -> Iterator[None]:
+        """Holds one of the places for uploads. Raises ServerBusy or Stopping."""
+        if self.stopping:
+            raise Stopping
+        if self.uploads >= self.max_uploads:
+            raise ServerBusy(
+                f"The server receives {self.uploads} adapters and takes at most {self.max_uploads} at once "
+                "(max_concurrent_uploads); try again shortly."
+            )
+        self.uploads += 1
+        try:
+            yield
+        finally:
+            self.uploads -= 1

@@ -1,0 +1,74 @@
+"""Sends a stream of text back to the client: whole, or as events while it comes.
+
+The first delta is awaited before anything is sent, because until then a failure can still be a status of its own.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from slora_api.answer_format import Answer, AnswerFormat, Usage
+from slora_api.schemas import GenerationFields
+from slora_api.sse import EventStream, unless_disconnected
+from slora_api.text_stream import TextDelta
+
+__all__ = ["answer_request"]
+
+_Deltas = AsyncGenerator[TextDelta, None]
+_Chunks = AsyncGenerator[dict[str, Any], None]
+
+
+async def answer_request(
+    request: Request,
+    fields: GenerationFields,
+    deltas: _Deltas,
+    shape: AnswerFormat,
+    *,
+    prompt_tokens: list[int],
+    headers: dict[str, str],
+) -> Response:
+    """Answers with everything in `deltas`, and closes it whatever happens. prompt_tokens: of each prompt."""
+    usage = Usage(sum(prompt_tokens))
+    if not fields.stream:
+        work = _gather(deltas, len(prompt_tokens), usage)
+        answers = await unless_disconnected(request.receive, work)
+        return JSONResponse(shape.whole(answers, usage), headers=headers)
+    chunks = _chunks(deltas, shape, usage, include_usage=fields.include_usage)
+    first = await unless_disconnected(request.receive, _first(chunks))
+    return EventStream([first], chunks, headers)
+
+
+async def _gather(deltas: _Deltas, num_answers: int, usage: Usage) -> list[Answer]:
+    answers = [Answer() for _ in range(num_answers)]
+    async with aclosing(deltas):
+        async for delta in deltas:
+            usage.completion_tokens += delta.num_tokens
+            answers[delta.index].add(delta)
+    return answers
+
+
+async def _first(chunks: _Chunks) -> dict[str, Any]:
+    """The first chunk; closes the stream if there is to be none."""
+    try:
+        return await anext(chunks)
+    except BaseException:
+        await chunks.aclose()
+        raise
+
+
+async def _chunks(deltas: _Deltas, shape: AnswerFormat, usage: Usage, *, include_usage: bool) -> _Chunks:
+    opened = False
+    async with aclosing(deltas):
+        async for delta in deltas:
+            usage.completion_tokens += delta.num_tokens
+            if not opened:
+                opened = True
+                for chunk in shape.opening():
+                    yield chunk
+            for chunk in shape.chunk(delta):
+                yield chunk
+    if include_usage:
+        yield shape.usage(usage)

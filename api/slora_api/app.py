@@ -1,0 +1,46 @@
+"""The ASGI application: routes inside, and around them authentication, body limits and what holds for every request."""
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp
+
+from slora_adapters.errors import SloraError
+from slora_api.admin_key import AdminKey
+from slora_api.authentication import Authentication
+from slora_api.body_limit import BodyLimit, BodyLimits
+from slora_api.errors import error_response
+from slora_api.request_scope import RequestScope
+from slora_api.routes import adapters, admin, completions, health, models
+from slora_api.services import Services
+
+__all__ = ["make_app", "make_router"]
+
+# What starlette looks up by the error's class. Anything else is a bug: RequestScope logs it and answers 500.
+_EXPECTED = (SloraError, HTTPException, RequestValidationError, ClientDisconnect)
+
+
+async def _answer_error(_request: Request, error: Exception) -> JSONResponse:
+    return error_response(error)
+
+
+def make_router(services: Services) -> FastAPI:
+    """The routes alone, without the layers that guard them. Documentation pages would load scripts from elsewhere."""
+    app = FastAPI(title="slora", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.services = services
+    for module in (completions, models, adapters, admin, health):
+        app.include_router(module.router)
+    for kind in _EXPECTED:
+        app.add_exception_handler(kind, _answer_error)
+    return app
+
+
+def make_app(services: Services, admin_key: AdminKey) -> ASGIApp:
+    """Everything, outermost last: what comes first in the code sees a request last."""
+    settings = services.settings
+    app: ASGIApp = make_router(services)
+    app = Authentication(app, services.tenancy, admin_key)
+    app = BodyLimit(app, BodyLimits(settings.max_body_bytes, settings.max_upload_bytes))
+    return RequestScope(app, services.generator.metrics.answered)

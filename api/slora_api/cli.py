@@ -1,0 +1,133 @@
+"""The `slora` command. This module holds names and help texts only, so that `slora --help` is instant.
+
+What a subcommand does is in a module of its own, named in `_HANDLERS` and imported when it is called.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+from slora_api.settings import setting_specs
+
+__all__ = ["main"]
+
+# The one place where command line and code meet: subcommand -> module and function taking the parsed arguments.
+_HANDLERS = {
+    "serve": ("slora_api.serve", "main"),
+    "tenant create": ("slora_api.commands.tenant", "create"),
+    "tenant list": ("slora_api.commands.tenant", "show"),
+    "key create": ("slora_api.commands.key", "create"),
+    "key list": ("slora_api.commands.key", "show"),
+    "key revoke": ("slora_api.commands.key", "revoke"),
+    "adapter push": ("slora_api.commands.adapter", "push"),
+    "adapter list": ("slora_api.commands.adapter", "show"),
+    "adapter rm": ("slora_api.commands.adapter", "remove"),
+    "complete": ("slora_api.commands.complete", "complete"),
+}
+
+_EPILOG = """\
+environment:
+  SLORA_URL        the server to talk to (default http://127.0.0.1:8000)
+  SLORA_ADMIN_KEY  the operator's key; tenant and key need it
+  SLORA_API_KEY    a tenant's key; adapter and complete need it
+
+from nothing to an answer:
+  slora serve --model DIR
+  slora tenant create acme
+  slora key create acme --adapter shout
+  slora adapter push ./my-adapter --name shout
+  slora complete "hello there"
+"""
+
+
+class _Commands:
+    """Adds subcommands to one parser, each with the name of its handler."""
+
+    def __init__(self, parser: argparse.ArgumentParser, prefix: str = "") -> None:
+        self._actions = parser.add_subparsers(metavar="COMMAND", required=True)
+        self._prefix = prefix
+
+    def add(self, name: str, help_text: str) -> argparse.ArgumentParser:
+        parser = self._actions.add_parser(name, help=help_text, description=help_text)
+        parser.set_defaults(handler=self._prefix + name)
+        return parser
+
+    def group(self, name: str, help_text: str) -> "_Commands":
+        return _Commands(self._actions.add_parser(name, help=help_text, description=help_text), name + " ")
+
+
+def _add_serve(commands: _Commands) -> None:
+    parser = commands.add("serve", "run the server")
+    parser.epilog = "Each flag is also an environment variable: --max-model-len is SLORA_MAX_MODEL_LEN."
+    for spec in setting_specs():
+        shown = f" (default {spec.default_text})" if spec.default_text else ""
+        argument = parser.add_argument(spec.flag, dest=spec.name, metavar=spec.metavar, help=spec.help_text + shown)
+        if spec.name == "demo":
+            # With no value it means the demo of this repository.
+            argument.nargs, argument.const = "?", "demo"
+
+
+def _add_tenants_and_keys(commands: _Commands) -> None:
+    tenants = commands.group("tenant", "create and list tenants (operator)")
+    tenants.add("create", "create a tenant").add_argument("name")
+    tenants.add("list", "list the tenants")
+
+    keys = commands.group("key", "create, list and revoke API keys (operator)")
+    create = keys.add("create", "create an API key for a tenant and print it; it is shown this once")
+    create.add_argument("tenant")
+    create.add_argument("--adapter", metavar="NAME", help="what model=default means for this key")
+    keys.add("list", "list a tenant's keys, without the secrets").add_argument("tenant")
+    keys.add("revoke", "revoke a key, at once").add_argument("key_id", help="as in slora_KEYID_..._...")
+
+
+def _add_adapters(commands: _Commands) -> None:
+    adapters = commands.group("adapter", "upload, list and remove LoRA adapters (tenant)")
+    push = adapters.add("push", "upload a PEFT directory; it can be called as soon as this returns")
+    push.add_argument("directory", help="holds adapter_config.json and adapter_model.safetensors")
+    push.add_argument("--name", help="name to call it by (default: the directory's name)")
+    push.add_argument("--replace", action="store_true", help="take the place of an adapter of the same name")
+    adapters.add("list", "list your adapters")
+    adapters.add("rm", "remove an adapter").add_argument("name")
+
+
+def _add_complete(commands: _Commands) -> None:
+    parser = commands.add("complete", "send a prompt and print the answer as it comes")
+    parser.add_argument("prompt")
+    parser.add_argument("--model", default="default", help="an adapter, the base model, or default")
+    parser.add_argument("--chat", action="store_true", help="as a chat message, through the chat template")
+    parser.add_argument("--system", metavar="TEXT", help="a system message, with --chat")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="most tokens to answer with (default 256)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, metavar="X", help="0 takes the likeliest token each time"
+    )
+    parser.add_argument("--seed", type=int, metavar="N")
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slora",
+        description="One base model, thousands of LoRA adapters, an API key for each tenant.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = _Commands(parser)
+    _add_serve(commands)
+    _add_tenants_and_keys(commands)
+    _add_adapters(commands)
+    _add_complete(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; the exit code is 0, 1 for a failure that was explained, 2 for wrong usage."""
+    parsed = _make_parser().parse_args(arguments)
+    module, function = _HANDLERS[parsed.handler]
+    handler: Callable[[argparse.Namespace], int] = getattr(importlib.import_module(module), function)
+    try:
+        return handler(parsed)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

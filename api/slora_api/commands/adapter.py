@@ -1,0 +1,62 @@
+"""`slora adapter`: a tenant's adapters. A push streams the files; they are never read into memory whole."""
+
+import argparse
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from slora_api.commands.remote import CommandFailed, check, explained, tenant_client
+
+__all__ = ["push", "remove", "show"]
+
+# Multipart field -> the file that peft and transformers write.
+_REQUIRED = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
+_OPTIONAL = {
+    "tokenizer_config": "tokenizer_config.json",
+    "chat_template": "chat_template.jinja",
+    "generation_config": "generation_config.json",
+}
+
+
+def _find_files(directory: Path) -> dict[str, Path]:
+    missing = [name for name in _REQUIRED.values() if not (directory / name).is_file()]
+    if missing:
+        raise CommandFailed(f"{directory} has no {' and no '.join(missing)}; give a PEFT adapter's directory")
+    found = {field: directory / name for field, name in (_REQUIRED | _OPTIONAL).items()}
+    return {field: path for field, path in found.items() if path.is_file()}
+
+
+def _summary(adapter: dict[str, Any]) -> str:
+    modules = ",".join(adapter["target_modules"])
+    return (
+        f"{adapter['name']}  rank {adapter['rank']}  {adapter['bytes']} bytes  {modules}  {adapter['digest']}"
+    )
+
+
+@explained
+def push(arguments: argparse.Namespace) -> None:
+    directory = Path(arguments.directory)
+    fields = {"name": arguments.name or directory.resolve().name}
+    if arguments.replace:
+        fields["replace"] = "true"
+    with tenant_client() as client, ExitStack() as stack:
+        files = {
+            field: (path.name, stack.enter_context(path.open("rb")))
+            for field, path in _find_files(directory).items()
+        }
+        print(_summary(check(client.post("/v1/adapters", data=fields, files=files))))
+
+
+@explained
+def show(_arguments: argparse.Namespace) -> None:
+    with tenant_client() as client:
+        for adapter in check(client.get("/v1/adapters"))["data"]:
+            print(_summary(adapter))
+
+
+@explained
+def remove(arguments: argparse.Namespace) -> None:
+    with tenant_client() as client:
+        check(client.delete(f"/v1/adapters/{quote(arguments.name, safe='')}"))
+    print(f"{arguments.name} removed")

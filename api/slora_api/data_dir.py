@@ -1,0 +1,66 @@
+"""The directory that holds everything a server must not lose, and the lock that keeps a second server out of it."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from slora.errors import SloraError
+
+__all__ = ["DataDir", "DataDirInUse", "open_data_dir"]
+
+
+class DataDirInUse(SloraError):
+    """Another server runs on this data directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataDir:
+    """Where things lie below the data directory."""
+
+    path: Path
+
+    @property
+    def database(self) -> Path:
+        return self.path / "slora.db"
+
+    @property
+    def adapters(self) -> Path:
+        return self.path / "adapters"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.path / "quarantine"
+
+    @property
+    def pepper(self) -> Path:
+        return self.path / "pepper"
+
+    @property
+    def demo_keys(self) -> Path:
+        return self.path / "demo-keys.json"
+
+
+@contextmanager
+def open_data_dir(path: Path) -> Iterator[DataDir]:
+    """Makes the directory (mode 0700) and holds its lock. Raises DataDirInUse."""
+    path = path.resolve()
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.chmod(0o700)
+    # The kernel drops the lock with the process, however that ends; a file alone would survive a kill.
+    descriptor = os.open(path / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(descriptor, 32, 0).decode().strip() or "unknown"
+            raise DataDirInUse(
+                f"{path} is in use by another slora server (process {owner}); stop it, or choose another --data-dir"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield DataDir(path)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,270 @@
+"""Every way in which a request can fail, and what HTTP says about it: one tree, one table.
+
+SloraError (the project's root)
+├── ApiError
+│   ├── Unauthorized       no key, or not one of ours; the same words for all, so that nothing can be learnt
+│   ├── Forbidden          a good key, but not for this
+│   ├── ModelNotFound      unknown, or somebody else's; the same words for both
+│   ├── NotFound           a tenant, key or adapter that is not there
+│   ├── Conflict           the name is taken
+│   ├── BadRequest         a field or body that cannot be used
+│   ├── BodyTooLarge       more bytes than the limit
+│   ├── ServerBusy         too much at once on this server
+│   ├── TenantBusy         too much at once for this tenant
+│   ├── Starting           the engine has not answered yet
+│   ├── Stopping           the server is shutting down
+│   └── ClientGone         the client hung up; nobody reads the answer
+└── the branches of slora_adapters.errors and slora.errors
+
+The body is OpenAI's: {"error": {"message", "type", "param", "code"}}, framework errors included. The openai client
+retries 408, 409, 429 and every 5xx unless `x-should-retry: false` says that it is pointless.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from slora.errors import AdapterFetchFailed, EngineUnavailable, RequestFailed, RequestRefused
+from slora_adapters.errors import (
+    AdapterCorrupt,
+    AdapterInvalid,
+    AdapterNotFound,
+    SloraError,
+    StoreUnavailable,
+)
+
+__all__ = [
+    "ApiError",
+    "BadRequest",
+    "BodyTooLarge",
+    "ClientGone",
+    "Conflict",
+    "ErrorAnswer",
+    "Forbidden",
+    "ModelNotFound",
+    "NotFound",
+    "ServerBusy",
+    "Starting",
+    "Stopping",
+    "TenantBusy",
+    "Unauthorized",
+    "describe_error",
+    "error_response",
+]
+
+
+class ApiError(SloraError):
+    """Raised by this package for somebody to read."""
+
+
+class Unauthorized(ApiError):
+    def __init__(self) -> None:
+        super().__init__("The API key is missing or not valid; send it as 'Authorization: Bearer <key>'.")
+
+
+class Forbidden(ApiError):
+    """The key is valid, but this route needs another kind of key."""
+
+
+class ModelNotFound(ApiError):
+    """Carries nothing that tells an unknown model from one of another tenant."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"The model `{model}` does not exist.")
+
+
+class NotFound(ApiError):
+    """A named thing of the API (tenant, key, adapter) that is not there."""
+
+
+class Conflict(ApiError):
+    """The name is taken by something else; sending the same again cannot help."""
+
+
+class BadRequest(ApiError):
+    """The request cannot be understood; `param` names the field."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class BodyTooLarge(ApiError):
+    def __init__(self, limit_bytes: int, setting: str) -> None:
+        super().__init__(f"The body is larger than {limit_bytes} bytes, this server's limit ({setting}).")
+        self.limit_bytes = limit_bytes
+
+
+class ServerBusy(ApiError):
+    """More at once than the server takes."""
+
+
+class TenantBusy(ApiError):
+    """More at once than one tenant may have."""
+
+
+class Starting(ApiError):
+    """The engine is not there yet, or not there again yet."""
+
+
+class Stopping(ApiError):
+    def __init__(self) -> None:
+        super().__init__("The server is shutting down; send the request again.")
+
+
+class ClientGone(ApiError):
+    """The client hung up before its answer was ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How one class of error is answered. retry_after_s: seconds after which trying again makes sense."""
+
+    status: int
+    kind: str
+    code: str | None = None
+    retry_after_s: int | None = None
+    should_retry: bool | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+# A restarted engine is back within seconds, and a slot is free within one answer's time.
+_SOON_S = 2
+_REQUEST, _GONE, _UNAVAILABLE = "invalid_request_error", "not_found_error", "service_unavailable"
+_INTERNAL = _Rule(500, "server_error", "internal_error")
+
+# The table. The first class that the error is an instance of decides, so subclasses stand before their parents.
+_RULES: tuple[tuple[type[Exception], _Rule], ...] = (
+    (
+        Unauthorized,
+        _Rule(401, "authentication_error", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"}),
+    ),
+    (Forbidden, _Rule(403, "permission_error", "insufficient_permissions")),
+    (ModelNotFound, _Rule(404, _GONE, "model_not_found")),
+    (NotFound, _Rule(404, _GONE, "not_found")),
+    (AdapterNotFound, _Rule(404, _GONE, "model_not_found")),
+    (Conflict, _Rule(409, "conflict_error", "name_taken", should_retry=False)),
+    (BadRequest, _Rule(400, _REQUEST)),
+    (RequestRefused, _Rule(400, _REQUEST)),
+    (RequestValidationError, _Rule(400, _REQUEST)),
+    (BodyTooLarge, _Rule(413, _REQUEST, "body_too_large")),
+    (AdapterInvalid, _Rule(422, "adapter_invalid", "adapter_invalid")),
+    (TenantBusy, _Rule(429, "rate_limit_error", "rate_limit_exceeded", retry_after_s=_SOON_S)),
+    (ServerBusy, _Rule(503, _UNAVAILABLE, "server_busy", retry_after_s=_SOON_S)),
+    (Starting, _Rule(503, _UNAVAILABLE, "engine_unavailable", retry_after_s=_SOON_S)),
+    (Stopping, _Rule(503, _UNAVAILABLE, "server_stopping", retry_after_s=_SOON_S)),
+    (EngineUnavailable, _Rule(503, _UNAVAILABLE, "engine_unavailable", retry_after_s=_SOON_S)),
+    (StoreUnavailable, _Rule(503, _UNAVAILABLE, "store_unavailable", retry_after_s=_SOON_S)),
+    # The same bytes would be read again, and the same request would break the engine's arithmetic again.
+    (AdapterCorrupt, _Rule(500, "server_error", "adapter_corrupt", should_retry=False)),
+    (RequestFailed, _Rule(500, "server_error", "generation_failed", should_retry=False)),
+    # nginx's number for it; only logs and counters ever see this one.
+    (ClientGone, _Rule(499, _REQUEST, "client_closed_request")),
+)
+
+# The engine reports an adapter that did not come with a word of its own.
+_FETCH_RULES = {
+    "not_found": _Rule(404, _GONE, "model_not_found"),
+    "unavailable": _Rule(503, _UNAVAILABLE, "store_unavailable", retry_after_s=_SOON_S),
+    "corrupt": _Rule(500, "server_error", "adapter_corrupt", should_retry=False),
+}
+
+# What routing and parsing raise by number alone.
+_STATUS_RULES = {
+    404: _Rule(404, _GONE, "unknown_url"),
+    405: _Rule(405, _REQUEST, "method_not_allowed"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """An error as HTTP carries it; `body` serves as an SSE event too."""
+
+    status: int
+    body: dict[str, Any]
+    headers: dict[str, str]
+
+    @property
+    def message(self) -> str:
+        return str(self.body["error"]["message"])
+
+
+def _find_rule(error: BaseException) -> _Rule:
+    if isinstance(error, AdapterFetchFailed):
+        return _FETCH_RULES.get(error.code, _INTERNAL)
+    if isinstance(error, HTTPException):
+        return _STATUS_RULES.get(error.status_code, _Rule(error.status_code, _REQUEST))
+    return next((rule for kind, rule in _RULES if isinstance(error, kind)), _INTERNAL)
+
+
+def _headers(rule: _Rule, error: BaseException) -> dict[str, str]:
+    headers = dict(rule.headers)
+    if isinstance(error, HTTPException) and error.headers:
+        headers |= error.headers
+    if rule.retry_after_s is not None:
+        headers["Retry-After"] = str(rule.retry_after_s)
+    if rule.should_retry is not None:
+        headers["x-should-retry"] = str(rule.should_retry).lower()
+    return headers
+
+
+def describe_error(error: BaseException) -> ErrorAnswer:
+    """Status, body and headers for any error at all; one that nobody foresaw says nothing of itself."""
+    rule = _find_rule(error)
+    param: str | None = getattr(error, "param", None)
+    code: str | None = (
+        getattr(error, "code", None) if isinstance(error, BadRequest | RequestRefused) else None
+    )
+    message = str(error)
+    if rule is _INTERNAL:
+        message = "The server failed to handle this request; its log has the details under this request's id."
+    elif isinstance(error, HTTPException):
+        message = (
+            f"{error.detail}: this server has no such route or method." if rule.code else str(error.detail)
+        )
+    elif isinstance(error, RequestValidationError):
+        message, param, code = _explain_validation(error.errors())
+    body: dict[str, Any] = {
+        "message": message,
+        "type": rule.kind,
+        "param": param,
+        "code": code or rule.code,
+    }
+    if isinstance(error, AdapterInvalid):
+        body["reasons"] = [{"code": reason.code, "message": reason.message} for reason in error.reasons]
+    return ErrorAnswer(rule.status, {"error": body}, _headers(rule, error))
+
+
+def error_response(error: BaseException) -> JSONResponse:
+    """The error as an answer."""
+    answer = describe_error(error)
+    return JSONResponse(answer.body, answer.status, answer.headers)
+
+
+def _explain_validation(details: Sequence[Any]) -> tuple[str, str | None, str | None]:
+    """Message, param and code for the first thing that pydantic found wrong."""
+    first = details[0]
+    if first["type"] == "json_invalid":
+        return (
+            f"The body is not valid JSON: {first.get('ctx', {}).get('error', 'cannot be read')}.",
+            None,
+            None,
+        )
+    location = [str(part) for part in first["loc"] if part != "body"]
+    param = first.get("ctx", {}).get("param") or ".".join(location) or None
+    if first["type"] == "extra_forbidden":
+        return f"`{param}` is not a parameter that this server knows.", param, "unknown_parameter"
+    if first["type"] in ("unsupported_parameter", "invalid_value"):
+        return first["msg"], param, first["type"]
+    if first["type"] == "missing":
+        return (
+            f"`{param}` is missing." if param else "The request needs a JSON body.",
+            param,
+            "missing_parameter",
+        )
+    return f"`{param}`: {first['msg']}." if param else f"{first['msg']}.", param, None

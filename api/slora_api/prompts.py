@@ -1,0 +1,133 @@
+"""From the body of a request to what the engine takes: token ids within the context, and sampling parameters.
+
+Everything that can be refused is refused here, before the engine sees the request, with the field's name. Long texts
+are tokenised on a thread (the tokenizer releases the interpreter while it works), so that one long prompt does not
+hold up everybody's tokens.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slora.engine_info import EngineInfo
+from slora.errors import ContextTooLong, RequestRefused
+from slora.sampling_params import SamplingParams
+from slora.tokenizer import Tokenizer
+from slora_api.chat_templates import ChatTemplates
+from slora_api.errors import BadRequest
+from slora_api.generation_defaults import GenerationDefaults
+from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
+from slora_api.served_model import ServedModel
+
+__all__ = ["Prompt", "chat_prompt", "completion_prompts"]
+
+# A text of 8,000 characters takes about a millisecond to tokenise: as long as a thread's round trip is worth.
+_INLINE_CHARS = 8_000
+# What OpenAI's completions API answers with when max_tokens is left out.
+_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, ready for the engine."""
+
+    token_ids: list[int]
+    sampling: SamplingParams
+
+
+async def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    if len(text) <= _INLINE_CHARS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def _check_token_ids(token_ids: Sequence[int], info: EngineInfo) -> None:
+    if not token_ids:
+        raise BadRequest("`prompt` has no tokens; it needs at least one.", "prompt")
+    wrong = next((token for token in token_ids if not 0 <= token < info.vocab_size), None)
+    if wrong is not None:
+        raise BadRequest(
+            f"`prompt` holds token id {wrong}; this model's ids are 0 to {info.vocab_size - 1}.", "prompt"
+        )
+
+
+def _room(num_tokens: int, info: EngineInfo, param: str) -> int:
+    """Tokens left for the answer. Raises ContextTooLong when there are none."""
+    room = info.max_model_len - num_tokens
+    if room < 1:
+        raise ContextTooLong(
+            f"This model's context is {info.max_model_len} tokens (max_model_len), prompt and answer together; the "
+            f"prompt alone has {num_tokens}. Shorten it.",
+            param,
+        )
+    return room
+
+
+def _max_tokens(wanted: int | None, default: int | None, room: int, prompt_tokens: int, param: str) -> int:
+    """What was asked for must fit; what was not asked for is cut to what fits."""
+    if wanted is None:
+        return room if default is None else min(default, room)
+    if wanted > room:
+        raise ContextTooLong(
+            f"This model's context is {room + prompt_tokens} tokens (max_model_len), prompt and answer together; the "
+            f"prompt has {prompt_tokens} and `{param}` asks for {wanted}. Ask for at most {room}.",
+            param,
+        )
+    return wanted
+
+
+def _sampling(
+    fields: GenerationFields, defaults: GenerationDefaults, max_tokens: int, logprobs: int | None
+) -> SamplingParams:
+    def choose(sent: float | None, default: float | None, fallback: float) -> float:
+        return sent if sent is not None else default if default is not None else fallback
+
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=choose(fields.temperature, defaults.temperature, 1.0),
+        top_p=choose(fields.top_p, defaults.top_p, 1.0),
+        top_k=int(choose(fields.top_k, defaults.top_k, 0)),
+        seed=fields.seed,
+        stop=defaults.stop if fields.stop is None else tuple(fields.stop),
+        stop_token_ids=(
+            *(fields.stop_token_ids or ()),
+            *(() if fields.ignore_eos else defaults.stop_token_ids),
+        ),
+        ignore_eos=bool(fields.ignore_eos),
+        logprobs=logprobs,
+    )
+
+
+async def completion_prompts(
+    body: CompletionRequest, model: ServedModel, tokenizer: Tokenizer, info: EngineInfo
+) -> list[Prompt]:
+    """The prompts of a completion request. Raises BadRequest or RequestRefused."""
+    prompts = []
+    for given in body.prompts:
+        token_ids = (
+            await _encode(tokenizer, given, add_special_tokens=True) if isinstance(given, str) else given
+        )
+        _check_token_ids(token_ids, info)
+        room = _room(len(token_ids), info, "prompt")
+        default = model.defaults.max_tokens or _COMPLETION_TOKENS
+        max_tokens = _max_tokens(body.max_tokens, default, room, len(token_ids), "max_tokens")
+        prompts.append(Prompt(token_ids, _sampling(body, model.defaults, max_tokens, body.logprobs)))
+    return prompts
+
+
+async def chat_prompt(
+    body: ChatRequest, model: ServedModel, tokenizer: Tokenizer, templates: ChatTemplates, info: EngineInfo
+) -> Prompt:
+    """The one prompt of a chat request. Raises BadRequest or RequestRefused."""
+    text = await templates.render([message.for_template() for message in body.messages], model.chat_template)
+    # The template writes the special tokens itself.
+    token_ids = await _encode(tokenizer, text, add_special_tokens=False)
+    if not token_ids:
+        raise RequestRefused("The chat template made an empty prompt of these messages.", "messages")
+    room = _room(len(token_ids), info, "messages")
+    wanted, param = body.max_tokens, "max_tokens"
+    if body.max_completion_tokens is not None:
+        wanted, param = body.max_completion_tokens, "max_completion_tokens"
+    max_tokens = _max_tokens(wanted, model.defaults.max_tokens, room, len(token_ids), param)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return Prompt(token_ids, _sampling(body, model.defaults, max_tokens, logprobs))

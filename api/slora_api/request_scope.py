@@ -1,0 +1,87 @@
+"""What holds for every request, whatever handles it: an id, the time taken, and an answer even for a bug.
+
+The outermost layer of the application: an error that nobody foresaw ends here, is logged with the request's id, and
+is answered in the API's own form.
+"""
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from slora_api.errors import Stopping, error_response
+
+__all__ = ["RequestScope"]
+
+logger = logging.getLogger(__name__)
+
+# What a client may choose as the id of its request: safe in a header and in a log line.
+_SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
+
+Observe = Callable[[str, int, float], None]
+
+
+def _request_id(scope: Scope) -> str:
+    sent = Headers(scope=scope).get("x-request-id", "")
+    return sent if _SANE_ID.fullmatch(sent) else f"req_{uuid.uuid4().hex}"
+
+
+class _Answer:
+    """Sends an answer with the headers that every answer has."""
+
+    __slots__ = ("_request_id", "_send", "_started_at", "status")
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._request_id = request_id
+        self._started_at = time.perf_counter()
+        self.status: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._started_at
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(raw=list(message.get("headers", [])))
+            headers["x-request-id"] = self._request_id
+            headers["openai-processing-ms"] = str(round(self.seconds * 1000))
+            message = {**message, "headers": headers.raw}
+        await self._send(message)
+
+
+class RequestScope:
+    """ASGI middleware. `observe` is told route, status and seconds of every answer."""
+
+    def __init__(self, app: ASGIApp, observe: Observe) -> None:
+        self._app = app
+        self._observe = observe
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            # The server is run without lifespan and websockets, so this is a mistake of ours.
+            raise RuntimeError(f"this application answers HTTP, not {scope['type']!r}")
+        request_id = _request_id(scope)
+        scope["state"] = {**scope.get("state", {}), "request_id": request_id}
+        answer = _Answer(send, request_id)
+        try:
+            await self._app(scope, receive, answer.send)
+        except asyncio.CancelledError:
+            # uvicorn cancels what is left when the time to drain is over, and waits for nothing any more.
+            if answer.status is None:
+                await error_response(Stopping())(scope, receive, answer.send)
+        except Exception as error:  # the top of a request: a bug fails this one and is logged
+            logger.error(
+                "request %s: %s %s failed", request_id, scope["method"], scope["path"], exc_info=error
+            )
+            if answer.status is None:
+                await error_response(error)(scope, receive, answer.send)
+        finally:
+            route = getattr(scope.get("route"), "path", "unknown")
+            self._observe(route, answer.status or 0, answer.seconds)

@@ -1,0 +1,59 @@
+"""/admin: tenants and keys, for the operator."""
+
+from typing import Any
+
+from fastapi import APIRouter, status
+
+from slora_api.authentication import Operator
+from slora_api.schemas import NewKeyRequest, NewTenantRequest
+from slora_api.services import Wired
+from slora_api.tenancy import KeyRecord, Tenant
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/admin")
+
+
+def _tenant_json(tenant: Tenant) -> dict[str, Any]:
+    return {"object": "tenant", "name": tenant.name, "created": tenant.created_at}
+
+
+def _key_json(key: KeyRecord) -> dict[str, Any]:
+    return {
+        "object": "api_key",
+        "key_id": key.key_id,
+        "tenant": key.tenant,
+        "adapter": key.adapter,
+        "created": key.created_at,
+        "revoked": key.revoked_at is not None,
+    }
+
+
+# Plain functions: FastAPI runs them on a thread, since the database may wait for a disk.
+@router.post("/tenants", status_code=status.HTTP_201_CREATED)
+def create_tenant(body: NewTenantRequest, _operator: Operator, services: Wired) -> dict[str, Any]:
+    return _tenant_json(services.tenancy.create_tenant(body.name))
+
+
+@router.get("/tenants")
+def list_tenants(_operator: Operator, services: Wired) -> dict[str, Any]:
+    return {"object": "list", "data": [_tenant_json(tenant) for tenant in services.tenancy.list_tenants()]}
+
+
+@router.post("/tenants/{tenant}/keys", status_code=status.HTTP_201_CREATED)
+def create_key(
+    tenant: str, _operator: Operator, services: Wired, body: NewKeyRequest | None = None
+) -> dict[str, Any]:
+    record, key = services.tenancy.create_key(tenant, body.adapter if body else None)
+    return {**_key_json(record), "key": key.secret}
+
+
+@router.get("/tenants/{tenant}/keys")
+def list_keys(tenant: str, _operator: Operator, services: Wired) -> dict[str, Any]:
+    return {"object": "list", "data": [_key_json(key) for key in services.tenancy.list_keys(tenant)]}
+
+
+@router.delete("/keys/{key_id}")
+def revoke_key(key_id: str, _operator: Operator, services: Wired) -> dict[str, Any]:
+    services.tenancy.revoke_key(key_id)
+    return {"object": "api_key", "key_id": key_id, "revoked": True}

@@ -1,0 +1,242 @@
+"""The JSON bodies that this API accepts, and how each becomes what the engine understands.
+
+Nothing is accepted silently: an unknown field is refused by name, and a field of OpenAI's API that is not honoured
+is refused unless it asks for what happens anyway (`n: 1`, `tools: []`, ...). Ranges of sampling values are checked
+once, by SamplingParams. An explicit null means the same as leaving the field out, as in OpenAI's API.
+
+Knows no adapter, no tokens and no engine.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+__all__ = [
+    "ChatMessage",
+    "ChatRequest",
+    "CompletionRequest",
+    "GenerationFields",
+    "NewKeyRequest",
+    "NewTenantRequest",
+    "StreamOptions",
+]
+
+_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+# Fields of the openai package that this server does not honour -> the values that ask for nothing. null always does.
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "service_tier": ("auto", "default"),
+    "metadata": ({},),
+    "store": (False,),
+    "safety_identifier": (),
+    "prompt_cache_key": (),
+    "prompt_cache_options": ({},),
+    "prompt_cache_retention": (),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "cache_salt": (),
+}
+_UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+_UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "moderation": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+
+def _equal(value: Any, allowed: Any) -> bool:
+    """1 == True in Python, so equality alone would accept `n: true`."""
+    return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
+
+
+def _drop_unsupported(body: Any, unsupported: Mapping[str, tuple[Any, ...]]) -> Any:
+    """The body without the fields that ask for nothing; raises for those that ask for something."""
+    if not isinstance(body, dict):
+        return body
+    for name, neutral in unsupported.items():
+        value = body.get(name)
+        # 1 == True in Python, so equality alone would accept `n: true`.
+        if value is not None and not any(
+            value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral
+        ):
+            accepted = " or ".join([*(repr(value) for value in neutral), "null"])
+            raise PydanticCustomError(
+                "unsupported_parameter",
+                "`{param}` is not supported by this server; leave it out (accepted: {accepted}).",
+                {"param": name, "accepted": accepted},
+            )
+    return {name: value for name, value in body.items() if name not in unsupported}
+
+
+def _check_prompt(value: Any) -> Any:
+    """One message for all four shapes of a prompt, where a union would report each of its branches."""
+    items = value if isinstance(value, list) else [value]
+    nested = [item if isinstance(item, list) else [item] for item in items]
+    kinds = {type(item) for item in items}
+    leaves = {type(leaf) for item in nested for leaf in item}
+    if len(kinds) == 1 and (leaves == {str} or leaves == {int}) and not (kinds == {list} and leaves == {str}):
+        return value
+    raise PydanticCustomError(
+        "invalid_value",
+        "`prompt` must be a string, a list of token ids, or a list of either, and not empty.",
+        {"param": "prompt"},
+    )
+
+
+def _join_text_parts(value: Any) -> Any:
+    """A list of text parts is one text; any other kind of part is refused by name."""
+    if not isinstance(value, list):
+        return value
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str) or set(part) != {"type", "text"}:
+            raise PydanticCustomError(
+                "invalid_value",
+                "`messages`: a content part of type {kind} is not supported; this model reads text only.",
+                {"param": "messages", "kind": repr(kind)},
+            )
+    return "".join(part["text"] for part in value)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class StreamOptions(BaseModel):
+    """`include_obfuscation` pads chunks against traffic analysis; this server does not."""
+
+    model_config = _STRICT
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class GenerationFields(BaseModel):
+    """What both kinds of completion share. None: not given."""
+
+    model_config = _STRICT
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_as_list)] = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> "GenerationFields":
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError(
+                "invalid_value",
+                "`stream_options` is only allowed with `stream: true`.",
+                {"param": "stream_options"},
+            )
+        return self
+
+
+class CompletionRequest(GenerationFields):
+    """POST /v1/completions."""
+
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_check_prompt)]
+    logprobs: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_what_is_honoured(cls, body: Any) -> Any:
+        return _drop_unsupported(body, {**_UNSUPPORTED, **_UNSUPPORTED_COMPLETION})
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """One entry for each answer wanted."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        texts = [item for item in self.prompt if isinstance(item, str)]
+        lists = [item for item in self.prompt if isinstance(item, list)]
+        token_ids = [item for item in self.prompt if isinstance(item, int)]
+        return texts or lists or [token_ids]
+
+
+class ChatMessage(BaseModel):
+    """One turn of a conversation. `developer` is OpenAI's newer word for `system`."""
+
+    model_config = _STRICT
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_join_text_parts)]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates know it."""
+        role = "system" if self.role == "developer" else self.role
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": role, "content": self.content, **named}
+
+
+class ChatRequest(GenerationFields):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_what_is_honoured(cls, body: Any) -> Any:
+        return _drop_unsupported(body, {**_UNSUPPORTED, **_UNSUPPORTED_CHAT})
+
+    @model_validator(mode="after")
+    def _fields_that_depend_on_each_other(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError(
+                "invalid_value",
+                "`top_logprobs` is only allowed with `logprobs: true`.",
+                {"param": "top_logprobs"},
+            )
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
+            raise PydanticCustomError(
+                "invalid_value",
+                "`max_tokens` and `max_completion_tokens` contradict each other; send one.",
+                {"param": "max_tokens"},
+            )
+        return self
+
+
+class NewTenantRequest(BaseModel):
+    """POST /admin/tenants."""
+
+    model_config = _STRICT
+    name: str
+
+
+class NewKeyRequest(BaseModel):
+    """POST /admin/tenants/{tenant}/keys. `adapter` need not exist yet: uploading it takes a key."""
+
+    model_config = _STRICT
+    adapter: str | None = None

@@ -1,0 +1,26 @@
+"""What a `model` name stands for once it is known who asks: base model or one version of one adapter."""
+
+from dataclasses import dataclass
+
+from slora_adapters.version import AdapterVersion
+from slora_api.generation_defaults import GenerationDefaults
+
+__all__ = ["ServedModel"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """asked_for: the name in the request, echoed in the answer. adapter None: the bare base model.
+
+    chat_template: the adapter's own; None takes the base model's.
+    """
+
+    asked_for: str
+    adapter: AdapterVersion | None
+    chat_template: str | None
+    defaults: GenerationDefaults
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Says which weights answered, so that a client can prove it."""
+        return {} if self.adapter is None else {"x-slora-adapter": f"sha256:{self.adapter.digest}"}

@@ -1,0 +1,35 @@
+"""What routes work with, made once by the composition root, and how a route asks for it."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from slora_api.adapter_catalog import AdapterCatalog
+from slora_api.chat_templates import ChatTemplates
+from slora_api.generation import Generator
+from slora_api.settings import Settings
+from slora_api.tenancy import Tenancy
+from slora_api.uploads import Uploads
+
+__all__ = ["Services", "Wired"]
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """One server's parts."""
+
+    settings: Settings
+    tenancy: Tenancy
+    catalog: AdapterCatalog
+    uploads: Uploads
+    templates: ChatTemplates
+    generator: Generator
+
+
+def _services(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
+
+
+Wired = Annotated[Services, Depends(_services)]

@@ -1,0 +1,92 @@
+"""Server-sent events as OpenAI's clients read them, and the watch for clients that hang up.
+
+One `data: {json}` for each chunk, `data: [DONE]` at the end; an error after the first byte is an event too, because
+the status line is gone. uvicorn does not cancel a handler whose client has left, so whoever waits for tokens waits
+for the disconnect beside them.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from slora_api.errors import ClientGone, Stopping, describe_error
+
+__all__ = ["EventStream", "encode_event", "unless_disconnected"]
+
+_DONE = b"data: [DONE]\n\n"
+_T = TypeVar("_T")
+
+
+def encode_event(chunk: dict[str, Any]) -> bytes:
+    """One event; JSON has no raw line break, so one `data:` line always holds it."""
+    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """Awaits `work`, and cancels it with ClientGone when the client hangs up first. The body must have been read."""
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone("the client closed the connection")
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Sends `chunks` as events. Subclasses Response because FastAPI takes nothing else; shares no behaviour with it.
+
+    first: the chunks that are ready; waiting for them decided that the status is 200.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        first: list[dict[str, Any]],
+        chunks: AsyncGenerator[dict[str, Any], None],
+        headers: dict[str, str],
+    ) -> None:
+        # no-buffering keeps nginx from collecting the answer before it passes it on.
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+        del self.headers["content-length"]
+        self._first = first
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        async with aclosing(self._chunks):
+            await send(start)
+            try:
+                await unless_disconnected(receive, self._send_events(send))
+                end = _DONE
+            except ClientGone:
+                return
+            except asyncio.CancelledError:
+                # uvicorn cancels what is left when the time to drain is over; the reader is told before the end.
+                end = encode_event(describe_error(Stopping()).body)
+            except Exception as error:  # the top of this answer: nobody above could still tell the client
+                end = encode_event(describe_error(error).body)
+            await send({"type": "http.response.body", "body": end, "more_body": False})
+
+    async def _send_events(self, send: Send) -> None:
+        await send(_body(b"".join(encode_event(chunk) for chunk in self._first)))
+        async for chunk in self._chunks:
+            await send(_body(encode_event(chunk)))
+
+
+def _body(content: bytes) -> Message:
+    return {"type": "http.response.body", "body": content, "more_body": True}

@@ -1,0 +1,133 @@
+"""Tokens from the engine become text: one stream for each prompt, several streams merged into one.
+
+Stop strings end a stream here, outside the engine: closing the engine's iterator aborts the request there. Whoever
+closes a stream early, or is cancelled while waiting on it, aborts what it stands for; nothing is left running.
+
+Knows no HTTP and no JSON.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from slora.detokenizer import Detokenizer
+from slora.engine_client import EngineClient
+from slora.request import EngineRequest, FinishReason, TokenDelta
+from slora.tokenizer import Tokenizer
+
+__all__ = ["TextDelta", "TokenText", "merge_streams", "stream_text"]
+
+# Deltas that may wait for a slow reader, for each stream; then the engine's iterator is not asked for more.
+_QUEUE_DELTAS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """One token as logprobs show it. top: (text, logprob) of the likeliest tokens, most likely first."""
+
+    text: str
+    logprob: float
+    top: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What is new in answer `index`. num_tokens counts every token computed, whether or not its text is shown.
+
+    tokens: empty unless log-probabilities were asked for.
+    """
+
+    index: int
+    text: str
+    num_tokens: int
+    tokens: tuple[TokenText, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class _HeldTokens:
+    """Tokens wait until the text that they start in is certain, so that none is shown that a stop string cuts off."""
+
+    tokenizer: Tokenizer
+    held: list[tuple[int, TokenText]] = field(default_factory=list)
+    decoded_chars: int = 0
+    certain_chars: int = 0
+
+    def push(self, delta: TokenDelta, num_shown: int) -> None:
+        for token_id, logprobs in zip(delta.token_ids[:num_shown], delta.logprobs or (), strict=False):
+            text = self.tokenizer.token_text(token_id)
+            top = tuple((self.tokenizer.token_text(other), logprob) for other, logprob in logprobs.top)
+            self.held.append((self.decoded_chars, TokenText(text, logprobs.logprob, top)))
+            self.decoded_chars += len(text)
+
+    def release(self, text: str, *, everything: bool) -> tuple[TokenText, ...]:
+        self.certain_chars += len(text)
+        count = sum(1 for start, _ in self.held if everything or start < self.certain_chars)
+        released, self.held = self.held[:count], self.held[count:]
+        return tuple(token for _, token in released)
+
+
+async def stream_text(
+    client: EngineClient, tokenizer: Tokenizer, request: EngineRequest, index: int = 0
+) -> AsyncGenerator[TextDelta, None]:
+    """The answer to one request. Raises what `EngineClient.generate` raises; the last delta has a finish_reason."""
+    detokenizer = Detokenizer(tokenizer, request.sampling.stop)
+    held = _HeldTokens(tokenizer)
+    async with aclosing(client.generate(request)) as deltas:
+        async for delta in deltas:
+            # A token that ends the answer is computed and counted, but is no part of its text.
+            num_shown = len(delta.token_ids) - (delta.finish_reason is FinishReason.STOP)
+            text = detokenizer.push(delta.token_ids[:num_shown])
+            if delta.finish_reason is not None:
+                text += detokenizer.flush()
+            held.push(delta, num_shown)
+            finish_reason = FinishReason.STOP if detokenizer.stopped else delta.finish_reason
+            everything = finish_reason is not None and not detokenizer.stopped
+            tokens = held.release(text, everything=everything)
+            yield TextDelta(index, text, len(delta.token_ids), tokens, finish_reason)
+            if finish_reason is not None:
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A stream has nothing more to say; `error` is why, if it failed."""
+
+    error: Exception | None = None
+
+
+_Queue = asyncio.Queue[TextDelta | _Ended]
+
+
+async def _pump(stream: AsyncGenerator[TextDelta, None], queue: _Queue) -> None:
+    try:
+        async with aclosing(stream):
+            async for delta in stream:
+                await queue.put(delta)
+    except Exception as error:  # the top of a task: whoever reads the queue raises it
+        await queue.put(_Ended(error))
+    else:
+        await queue.put(_Ended())
+
+
+async def merge_streams(
+    streams: Sequence[AsyncGenerator[TextDelta, None]],
+) -> AsyncGenerator[TextDelta, None]:
+    """Deltas of several streams, side by side, as they come. One stream that fails ends them all with its error."""
+    queue: _Queue = asyncio.Queue(maxsize=_QUEUE_DELTAS * len(streams))
+    pumps = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
+    running = len(pumps)
+    try:
+        while running:
+            item = await queue.get()
+            if isinstance(item, TextDelta):
+                yield item
+            elif item.error is not None:
+                raise item.error
+            else:
+                running -= 1
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

@@ -1,0 +1,220 @@
+"""Receives an adapter as multipart/form-data and leaves its files in a quarantine directory for validation.
+
+The parts are written to disk as they arrive, so an upload takes no memory, however large; the whole body is bounded
+by the body limit, each small part by a cap of its own. Files get our names, never the client's, whose only use is to
+refuse pickles by name. The directory is gone when the upload has been dealt with, whatever happened.
+
+Knows nothing of what is in the files.
+"""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from slora_adapters.errors import AdapterInvalid
+from slora_adapters.extras import GENERATION_NAME, TEMPLATE_NAME, TOKENIZER_NAME
+from slora_adapters.peft_config import CONFIG_NAME
+from slora_adapters.peft_directory import TENSORS_NAME, refuse_pickles
+from slora_api.errors import BadRequest
+
+__all__ = ["Upload", "Uploads"]
+
+# Multipart field -> the file that it becomes.
+_FILES: Mapping[str, str] = {
+    "config": CONFIG_NAME,
+    "weights": TENSORS_NAME,
+    "tokenizer_config": TOKENIZER_NAME,
+    "chat_template": TEMPLATE_NAME,
+    "generation_config": GENERATION_NAME,
+}
+_REQUIRED_FILES = ("config", "weights")
+_TEXTS = ("name", "replace")
+_MAX_TEXT_BYTES = 256
+# Everything but the weights; tokenizer configs that list every added token reach a few hundred kilobytes.
+_MAX_SMALL_FILE_BYTES = 4 << 20
+_MAX_HEADER_BYTES = 1024
+# What is handed to the parsing thread at once: a thread's round trip costs 50 us, which this much data hides.
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """What was sent: the name, and a directory that looks like the one PEFT saved. replace: take the name over."""
+
+    name: str
+    directory: Path
+    replace: bool
+
+
+class _Part:
+    """The part being received: where its bytes go and how many there may be."""
+
+    __slots__ = ("field", "file", "max_bytes", "num_bytes", "text")
+
+    def __init__(self, field: str, file: BinaryIO | None, max_bytes: int | None) -> None:
+        self.field = field
+        self.file = file
+        self.text = bytearray()
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def write(self, data: memoryview) -> None:
+        self.num_bytes += len(data)
+        if self.max_bytes is not None and self.num_bytes > self.max_bytes:
+            raise BadRequest(f"`{self.field}` is larger than {self.max_bytes} bytes.", self.field)
+        if self.file is None:
+            self.text += data
+        else:
+            self.file.write(data)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+class _Receiver:
+    """Parses one body into a directory. Its methods run on a thread, one at a time. Raises BadRequest."""
+
+    def __init__(self, boundary: bytes, directory: Path) -> None:
+        self.texts: dict[str, str] = {}
+        self._directory = directory
+        self._seen: set[str] = set()
+        self._part: _Part | None = None
+        self._disposition = bytearray()
+        self._header = bytearray()
+        self._ended = False
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_header_field": self._on_header_field,
+                "on_header_value": self._on_header_value,
+                "on_header_end": self._header.clear,
+                "on_headers_finished": self._on_headers_finished,
+                "on_part_data": self._on_part_data,
+                "on_part_end": self._on_part_end,
+                "on_end": self._on_end,
+            },
+            max_header_size=_MAX_HEADER_BYTES,
+        )
+
+    def write(self, data: bytes) -> None:
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise BadRequest(f"The body is not valid multipart/form-data: {error}.") from None
+
+    def finish(self) -> None:
+        if not self._ended:
+            raise BadRequest("The body ends in the middle; it is not complete multipart/form-data.")
+        missing = [name for name in ("name", *_REQUIRED_FILES) if name not in self._seen]
+        if missing:
+            raise BadRequest(
+                f"The multipart field `{missing[0]}` is missing.", missing[0], "missing_parameter"
+            )
+
+    def close(self) -> None:
+        if self._part is not None:
+            self._part.close()
+
+    def _on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition += data[start:end]
+
+    def _on_headers_finished(self) -> None:
+        _, options = parse_options_header(bytes(self._disposition))
+        self._disposition.clear()
+        field = options.get(b"name", b"").decode("utf-8", "replace")
+        if field in self._seen:
+            raise BadRequest(f"The multipart field `{field}` is there twice.", field)
+        self._seen.add(field)
+        self._part = self._open(field, options.get(b"filename", b"").decode("utf-8", "replace"))
+
+    def _open(self, field: str, file_name: str) -> _Part:
+        if field in _TEXTS:
+            return _Part(field, None, _MAX_TEXT_BYTES)
+        if field not in _FILES:
+            raise BadRequest(
+                f"`{field[:80]}` is not a multipart field of an adapter; known are {', '.join((*_TEXTS, *_FILES))}.",
+                field[:80],
+                "unknown_parameter",
+            )
+        if pickles := refuse_pickles([file_name]):
+            raise AdapterInvalid(tuple(pickles))
+        file = (self._directory / _FILES[field]).open("xb")
+        return _Part(field, file, None if field == "weights" else _MAX_SMALL_FILE_BYTES)
+
+    def _on_part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._part is not None:
+            self._part.write(memoryview(data)[start:end])
+
+    def _on_part_end(self) -> None:
+        if self._part is not None:
+            self._part.close()
+            if self._part.file is None:
+                self.texts[self._part.field] = self._part.text.decode("utf-8", "replace")
+            self._part = None
+
+    def _on_end(self) -> None:
+        self._ended = True
+
+
+class Uploads:
+    """Receives uploads below one directory, which it owns and empties when it starts."""
+
+    def __init__(self, quarantine: Path) -> None:
+        self._quarantine = quarantine
+        # What a killed server left behind.
+        shutil.rmtree(quarantine, ignore_errors=True)
+        quarantine.mkdir(mode=0o700, parents=True)
+
+    @asynccontextmanager
+    async def receive(self, content_type: str, stream: AsyncIterator[bytes]) -> AsyncIterator[Upload]:
+        """The upload in `stream`; its directory lives as long as the context. Raises BadRequest, AdapterInvalid."""
+        kind, options = parse_options_header(content_type)
+        if kind != b"multipart/form-data" or not options.get(b"boundary"):
+            raise BadRequest(
+                "Send the adapter as multipart/form-data with the fields name, config and weights."
+            )
+        directory = Path(tempfile.mkdtemp(dir=self._quarantine))
+        try:
+            receiver = _Receiver(options[b"boundary"], directory)
+            try:
+                await _receive(receiver, stream)
+            finally:
+                receiver.close()
+            yield Upload(
+                receiver.texts["name"], directory, _read_flag(receiver.texts.get("replace", "false"))
+            )
+        finally:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+
+async def _receive(receiver: _Receiver, stream: AsyncIterator[bytes]) -> None:
+    """Feeds the parser in large pieces, on a thread: a disk that stalls must not stall everybody's tokens."""
+    pending: list[bytes] = []
+    num_bytes = 0
+    async for chunk in stream:
+        pending.append(chunk)
+        num_bytes += len(chunk)
+        if num_bytes >= _CHUNK_BYTES:
+            await asyncio.to_thread(receiver.write, b"".join(pending))
+            pending, num_bytes = [], 0
+    await asyncio.to_thread(receiver.write, b"".join(pending))
+    receiver.finish()
+
+
+def _read_flag(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise BadRequest(f"`replace` is {text!r}; it must be true or false.", "replace")
+    return text == "true"

@@ -1,0 +1,95 @@
+import argparse
+
+import pytest
+
+from slora_api.cli import _make_parser
+from slora_api.settings import SettingRefused, Settings, byte_size, read_settings, setting_specs
+
+MODEL = {"model": "somewhere"}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("1048576", 1048576),
+        ("512MiB", 512 * 2**20),
+        ("2GB", 2 * 10**9),
+        ("1.5gib", 3 * 2**29),
+        (" 7 kb ", 7000),
+        ("3b", 3),
+    ],
+)
+def test_byte_sizes_are_read_in_decimal_and_binary_units(text: str, size: int) -> None:
+    assert byte_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "many", "-1", "1 gigabyte", "1e9", "0x10", "MiB"])
+def test_a_text_that_is_no_byte_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="512MiB"):
+        byte_size(text)
+
+
+def test_defaults_are_the_ones_of_the_dataclass() -> None:
+    assert read_settings(MODEL, {}) == Settings(model="somewhere")
+
+
+def test_a_flag_wins_over_the_environment_and_the_environment_over_the_default() -> None:
+    environment = {"SLORA_PORT": "9000", "SLORA_MAX_NUM_SEQS": "7"}
+    settings = read_settings({**MODEL, "port": "9001"}, environment)
+    assert (settings.port, settings.max_num_seqs, settings.host) == (9001, 7, "127.0.0.1")
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    assert read_settings(MODEL, {"SLORA_PORT": "", "SLORA_POOL_BYTES": ""}) == read_settings(MODEL, {})
+
+
+def test_auto_means_found_out_at_start() -> None:
+    settings = read_settings({**MODEL, "pool_bytes": "auto", "max_model_len": "2048"}, {})
+    assert (settings.pool_bytes, settings.max_model_len) == (None, 2048)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("port", "http", "a whole number from 0 to 65535"),
+        ("port", "65536", "a whole number from 0 to 65535"),
+        ("pool_bytes", "lots", "auto, or a size in bytes such as 512MiB"),
+        ("max_model_len", "1", "auto, or a whole number from 2 up"),
+        ("device", "tpu", "one of auto, cpu, cuda"),
+        ("dtype", "int8", "one of auto, float32, bfloat16, float16"),
+        ("drain_seconds", "-1", "a number of seconds, 0 or more"),
+        ("drain_seconds", "inf", "a number of seconds, 0 or more"),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_source_the_value_and_what_is_accepted(
+    name: str, value: str, accepted: str
+) -> None:
+    flag, variable = "--" + name.replace("_", "-"), "SLORA_" + name.upper()
+    with pytest.raises(SettingRefused) as by_flag:
+        read_settings({**MODEL, name: value}, {})
+    with pytest.raises(SettingRefused) as by_environment:
+        read_settings(MODEL, {variable: value})
+    for error, source in ((by_flag, flag), (by_environment, variable)):
+        assert source in str(error.value) and repr(value) in str(error.value) and accepted in str(error.value)
+
+
+def test_a_server_without_a_model_is_refused_by_flag_and_variable_name() -> None:
+    with pytest.raises(SettingRefused, match=r"--model \(SLORA_MODEL\)"):
+        read_settings({}, {})
+
+
+def test_the_demo_brings_its_model_unless_another_is_named() -> None:
+    assert read_settings({"demo": "demo"}, {}).model == "demo/model"
+    assert read_settings({"demo": "demo"}, {"SLORA_MODEL": "other"}).model == "other"
+
+
+def test_every_setting_is_a_flag_of_serve_with_a_help_text() -> None:
+    parser = _make_parser()
+    serve = next(
+        action.choices["serve"] for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    helps = {action.dest: action.help for action in serve._actions}
+    assert all(helps[spec.name] for spec in setting_specs())
+    values = vars(parser.parse_args(["serve", "--pool-bytes", "1GiB", "--demo"]))
+    assert values["pool_bytes"] == "1GiB" and values["demo"] == "demo" and values["port"] is None
