@@ -26,9 +26,10 @@ _INFINITY_BITS = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
 # float16's largest number, 65504, and the next power of two; for bfloat16 likewise.
 _ROUNDS_TO_INFINITY = {"float32": 0x7F80_0000, "float16": 0x477F_F000, "bfloat16": 0x7F7F_8000}
 
-# Elements looked at at a time: a block and its temporary stay in the second-level cache (7.8 against 0.55
-# GB/s).
-_SCAN_BLOCK = 1 << 16
+# Elements worked on at a time: a block and its temporaries stay in the second-level cache, and are small enough that
+# the C library reuses their memory instead of mapping fresh pages. The scan for non-finite numbers runs at 7.8 GB/s
+# instead of 0.55, conversions several times as fast.
+_BLOCK = 1 << 14
 
 
 def largest_magnitude_bits(values: Values) -> int:
@@ -37,7 +38,7 @@ def largest_magnitude_bits(values: Values) -> int:
     """
     bits = np.ascontiguousarray(values).reshape(-1).view(f"u{values.dtype.itemsize}")
     magnitude = bits.dtype.type((1 << (8 * values.dtype.itemsize - 1)) - 1)
-    blocks = (bits[start : start + _SCAN_BLOCK] for start in range(0, bits.size, _SCAN_BLOCK))
+    blocks = (bits[start : start + _BLOCK] for start in range(0, bits.size, _BLOCK))
     return max((int((block & magnitude).max()) for block in blocks), default=0)
 
 
@@ -62,30 +63,56 @@ def fits(dtype: str, magnitude_bits: int, served: str) -> bool:
 
 
 def convert(values: Values, dtype: str, served: str) -> Values:
-    """`values` of file format `dtype` in the dtype `served`; what is too large becomes infinity (`fits`
-    tells).
+    """Finite `values` of file format `dtype` in the dtype `served`; what is too large becomes infinity.
 
     The result has the type of `STORAGE[served]`, and is `values` itself when nothing needs to change.
     """
-    if (dtype, served) in (("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")):
+    if (dtype, served) in _UNCHANGED:
         return values
-    single = _widen(values, dtype)
+    flat = np.ascontiguousarray(values).reshape(-1)
+    converted = np.empty(flat.size, STORAGE[served])
+    for start in range(0, flat.size, _BLOCK):
+        single = _widen(flat[start : start + _BLOCK], dtype)
+        converted[start : start + _BLOCK] = _narrow(single, served)
+    return converted.reshape(values.shape)
+
+
+_UNCHANGED = (("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"))
+
+
+def _widen(block: Values, dtype: str) -> npt.NDArray[np.float32]:
+    if dtype == "BF16":
+        return (block.astype("<u4") << np.uint32(16)).view("<f4")
+    return _widen_half(block.view("<u2")) if dtype == "F16" else block
+
+
+def _widen_half(bits: Values) -> npt.NDArray[np.float32]:
+    """Exact for all finite numbers, subnormal ones too, and seven times as fast as numpy's own conversion.
+
+    Shifted into the places of a float32, the bits are the right number times 2**-112: the difference of the two
+    exponents' biases.
+    """
+    wide = bits.astype("<u4")
+    magnitude = ((wide & np.uint32(0x7FFF)) << np.uint32(13)).view("<f4") * np.float32(2.0**112)
+    sign = (wide & np.uint32(0x8000)) << np.uint32(16)
+    single: npt.NDArray[np.float32] = (magnitude.view("<u4") | sign).view("<f4")
+    return single
+
+
+def _narrow(single: npt.NDArray[np.float32], served: str) -> Values:
     if served == "bfloat16":
         return _round_to_bfloat16(single)
     with np.errstate(over="ignore"):
-        return single.astype(STORAGE[served])
-
-
-def _widen(values: Values, dtype: str) -> npt.NDArray[np.float32]:
-    if dtype == "BF16":
-        return (values.astype("<u4") << np.uint32(16)).view("<f4")
-    return values.astype("<f4", copy=False)
+        return single.astype(STORAGE[served], copy=False)
 
 
 def _round_to_bfloat16(single: npt.NDArray[np.float32]) -> Values:
-    bits = np.ascontiguousarray(single).view("<u4")
-    # Adding just under half of the last kept place, plus one if that place is odd, carries exactly when RNE
-    # rounds up.
-    rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
-    bfloat16: Values = (rounded >> np.uint32(16)).astype("<u2")
-    return bfloat16
+    bits = single.view("<u4")
+    # Adding just under half of the last kept place, plus one if that place is odd, carries exactly when the nearest
+    # number, or of two equally near the even one, is the upper. In place: 31 us for a block, 135 us otherwise.
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    upper_halves: Values = rounded.view("<u2")[1::2]
+    return upper_halves
