@@ -4,6 +4,7 @@
     └── AdapterError           something about one adapter
         ├── AdapterInvalid     its files break a rule; carries every reason found, not just the first
         ├── AdapterNotFound    no such name, version or blob
+        ├── BadAdapterName     a name that no adapter can have
         ├── AdapterCorrupt     stored bytes are not the ones that were put there
         └── StoreUnavailable   the place that holds adapters does not answer, or is not fit to hold them
 
@@ -17,6 +18,7 @@ __all__ = [
     "AdapterError",
     "AdapterInvalid",
     "AdapterNotFound",
+    "BadAdapterName",
     "Reason",
     "SloraError",
     "StoreUnavailable",
@@ -49,6 +51,10 @@ class AdapterInvalid(AdapterError):
 
 class AdapterNotFound(AdapterError):
     """No adapter has this name, or no store holds this version."""
+
+
+class BadAdapterName(AdapterError):
+    """The text cannot be the name of an adapter."""
 
 
 class AdapterCorrupt(AdapterError):

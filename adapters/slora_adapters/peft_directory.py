@@ -4,7 +4,6 @@ Only four kinds of file are ever opened: the config, the safetensors file, and t
 them. Pickles (`adapter_model.bin` and the like) are refused by name and never opened.
 """
 
-import mmap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from slora_adapters.adapter import Adapter
 from slora_adapters.digest import adapter_digest
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound, Reason
 from slora_adapters.extras import EXTRA_NAMES, read_extras
+from slora_adapters.file_mapping import map_file
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft_config import CONFIG_NAME, PeftConfig, parse_peft_config
 from slora_adapters.tensor_file import StoredTensor, read_tensors
@@ -104,11 +104,3 @@ def _parse_tensors(
     except ValueError as error:
         reasons.append(Reason("tensors_malformed", f"{TENSORS_NAME}: {error}"))
         return None
-
-
-def map_file(path: Path) -> memoryview:
-    """A read-only view of a file's bytes; it stays valid when the file is unlinked or replaced."""
-    with path.open("rb") as file:
-        if file.seek(0, 2) == 0:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -1,0 +1,26 @@
+"""Names that become file names and Redis keys: checked where they enter, so that none can point elsewhere."""
+
+import re
+
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_MEMBER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
+
+
+def check_digest(digest: str) -> str:
+    """The digest itself. Raises ValueError unless it is 64 lower-case hexadecimal digits."""
+    if not is_digest(digest):
+        raise ValueError(f"{digest[:80]!r} is not a digest: 64 lower-case hexadecimal digits")
+    return digest
+
+
+def is_digest(text: str) -> bool:
+    return _DIGEST.fullmatch(text) is not None
+
+
+def check_member_name(name: str) -> str:
+    """The name itself. Raises ValueError unless it is a plain file name."""
+    if not _MEMBER.fullmatch(name):
+        raise ValueError(
+            f"{name[:140]!r} cannot be a member of a blob: letters, digits, '.', '_', '-', at most 128"
+        )
+    return name

@@ -1,0 +1,62 @@
+"""Registry and store together: the order of steps in which an adapter becomes visible, or goes, without a gap.
+
+To publish: reserve the digest, store the blob durably, then move the name. A crash before the last step leaves a blob
+that nobody refers to, which `sweep` finds; a crash after it leaves nothing to do. To withdraw: take the name away
+first, then drop the blob if nobody else refers to it.
+"""
+
+import logging
+from pathlib import Path
+
+from slora_adapters.adapter import Adapter
+from slora_adapters.bundle import bundle
+from slora_adapters.errors import StoreUnavailable
+from slora_adapters.registry import AdapterDetails, Change, Registry, check_adapter_name
+from slora_adapters.store import Store
+from slora_adapters.version import AdapterVersion
+
+logger = logging.getLogger(__name__)
+
+
+class Catalog:
+    """What an API process does with adapters. All calls block; publishing takes as long as storing the blob."""
+
+    def __init__(self, registry: Registry, store: Store) -> None:
+        self.registry = registry
+        self.store = store
+
+    def publish(self, tenant: str, name: str, adapter: Adapter, directory: Path | str) -> Change:
+        """Stores a validated adapter, read from `directory`, and points the tenant's name at it.
+
+        When it returns, both are durable. Takes as long, and answers the same, whether or not somebody else has
+        stored these weights before. Raises BadAdapterName, StoreUnavailable.
+        """
+        check_adapter_name(name)
+        version = AdapterVersion(tenant, adapter.digest)
+        details = AdapterDetails(
+            adapter.max_rank, adapter.target_modules, adapter.tensor_bytes, adapter.extras
+        )
+        with self.registry.reservation(version.digest) as reservation:
+            self.store.put(version.digest, bundle(adapter, directory))
+            change = self.registry.put(name, version, details, reservation)
+        self._drop_orphan(change)
+        return change
+
+    def withdraw(self, tenant: str, name: str) -> Change:
+        """Takes a name away, and its weights if nobody else needs them. Raises AdapterNotFound, StoreUnavailable."""
+        change = self.registry.delete(tenant, name)
+        self._drop_orphan(change)
+        return change
+
+    def sweep(self) -> int:
+        """Drops blobs that nobody refers to, left by crashes; returns how many. Safe beside running uploads."""
+        return sum(self.registry.collect(digest, self.store.delete) for digest in list(self.store.digests()))
+
+    def _drop_orphan(self, change: Change) -> None:
+        """A store that is down must not undo what is already true: the name has moved. `sweep` comes later."""
+        if change.orphaned is None or not change.blob_unreferenced:
+            return
+        try:
+            self.registry.collect(change.orphaned.digest, self.store.delete)
+        except StoreUnavailable:
+            logger.exception("blob %s is orphaned and stays until the next sweep", change.orphaned.digest)

@@ -1,0 +1,156 @@
+"""One SQLite file for several processes: connections, transactions, and migrations by component.
+
+Write-ahead log, so that readers never wait; `BEGIN IMMEDIATE`, so that writers queue instead of failing half-way;
+`synchronous=FULL`, so that what was committed survives a power cut. Each component (registry, tenancy, ...) owns its
+tables and an append-only tuple of migrations, one string of SQL each; how many were applied is kept by component.
+
+Knows no table but its own. Every call blocks, for some ten microseconds to read and a fraction of a millisecond to
+write: off the event loop, please.
+"""
+
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from slora_adapters.errors import StoreUnavailable
+
+# Layout of the table of migrations itself, in the file's user_version.
+PLUMBING_VERSION = 1
+# How long a writer waits for another one. Transactions here take milliseconds.
+BUSY_TIMEOUT_S = 10.0
+
+_PRAGMAS = (
+    "PRAGMA journal_mode = WAL",
+    "PRAGMA synchronous = FULL",
+    "PRAGMA foreign_keys = ON",
+)
+
+
+class Database:
+    """A database file, made if it is not there. All methods may be called from several threads.
+
+    Methods raise StoreUnavailable when the file cannot be opened, read or written, or stays locked.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._idle: list[sqlite3.Connection] = []
+        self._lock = Lock()
+        with self.transaction() as connection:
+            self._prepare(connection)
+
+    def migrate(self, component: str, migrations: Sequence[str]) -> None:
+        """Brings a component's tables up to date, all or nothing. Migrations already applied must never change.
+
+        Raises StoreUnavailable if a newer release has applied more migrations than are known here.
+        """
+        with self.transaction() as connection:
+            query = "SELECT version FROM schema_versions WHERE component = ?"
+            row = connection.execute(query, (component,)).fetchone()
+            applied: int = row[0] if row else 0
+            if applied > len(migrations):
+                raise StoreUnavailable(
+                    f"{str(self.path)!r} has version {applied} of {component!r}; this release knows "
+                    f"{len(migrations)}: run the newer release, or restore an older copy of the file"
+                )
+            for migration in migrations[applied:]:
+                for statement in _split_statements(migration):
+                    connection.execute(statement)
+            connection.execute(
+                "INSERT INTO schema_versions VALUES (?1, ?2) ON CONFLICT DO UPDATE SET version = ?2",
+                (component, len(migrations)),
+            )
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """A connection that holds the write lock; committed at the end of the block, undone if it raises."""
+        with self._connection() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+
+    def read(self, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """All rows of one query."""
+        with self._connection() as connection:
+            return connection.execute(query, parameters).fetchall()
+
+    def close(self) -> None:
+        """Closes all idle connections. A database that is used again opens new ones."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    @contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        """Connections are kept for reuse, not bound to threads: a thread pool must not leave one per thread."""
+        try:
+            with self._lock:
+                connection = self._idle.pop() if self._idle else None
+            connection = connection or self._connect()
+            try:
+                yield connection
+            finally:
+                with self._lock:
+                    self._idle.append(connection)
+        except sqlite3.OperationalError as error:
+            raise StoreUnavailable(f"database {str(self.path)!r}: {error}") from error
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        )
+        try:
+            _configure(connection)
+        except sqlite3.Error:
+            connection.close()
+            raise
+        return connection
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        found = connection.execute("PRAGMA user_version").fetchone()[0]
+        if found > PLUMBING_VERSION:
+            raise StoreUnavailable(
+                f"{str(self.path)!r} was written by a newer release (layout {found}, known {PLUMBING_VERSION})"
+            )
+        connection.execute(
+            "CREATE TABLE IF NOT EXISTS schema_versions "
+            "(component TEXT PRIMARY KEY, version INTEGER NOT NULL) STRICT"
+        )
+        connection.execute(f"PRAGMA user_version = {PLUMBING_VERSION}")
+
+
+def _configure(connection: sqlite3.Connection) -> None:
+    # Switching a new file to WAL ignores the busy timeout when several processes do it at once.
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            for pragma in _PRAGMAS:
+                connection.execute(pragma)
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+def _split_statements(script: str) -> Iterator[str]:
+    """The statements of a script; `executescript` would commit the transaction that we are in."""
+    statement = ""
+    for part in script.split(";"):
+        statement += part + ";"
+        if sqlite3.complete_statement(statement):
+            if statement.strip("; \n\t"):
+                yield statement
+            statement = ""
+    if statement.strip("; \n\t"):
+        raise ValueError(f"a migration ends inside a statement: {statement.strip()[:80]!r}")

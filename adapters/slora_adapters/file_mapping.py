@@ -1,0 +1,12 @@
+"""Files as memory, without reading them first."""
+
+import mmap
+from pathlib import Path
+
+
+def map_file(path: Path) -> memoryview:
+    """A read-only view of a file's bytes; it stays valid when the file is unlinked or replaced."""
+    with path.open("rb") as file:
+        if file.seek(0, 2) == 0:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

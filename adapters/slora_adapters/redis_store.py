@@ -1,0 +1,235 @@
+"""Adapters in Redis: as a durable store of its own, or as a warm tier whose contents may vanish.
+
+A blob is cut into chunks of 4 MiB, plain strings (one large string blocks the server for half a second, and 512 MiB
+is the end of it):
+
+    slora:{<digest>}:m               manifest, a hash: members (JSON), upload
+    slora:{<digest>}:c:<upload>:<i>  chunks, numbered through all members
+
+The braces keep a blob in one cluster slot. Each upload has chunk keys of its own, which expire; the manifest, written
+last by one script that also makes the chunks permanent (in a durable store), is what makes the blob exist. So readers
+never see half a blob, two uploads of one digest never mix, and what a dead writer left expires.
+
+Needs the package redis, so only `store_url.py` loads this module.
+"""
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from slora_adapters.blob_name import check_digest, check_member_name, is_digest
+from slora_adapters.errors import AdapterNotFound, StoreUnavailable
+from slora_adapters.file_mapping import map_file
+
+CHUNK_BYTES = 4 << 20
+# Time that an upload has between one chunk and the commit, before Redis clears it away.
+UPLOAD_EXPIRY_S = 3600
+# A warm copy that nobody reads is gone after this time.
+WARM_EXPIRY_S = 24 * 3600
+_READ_ATTEMPTS = 3
+
+# KEYS: manifest, then the new chunks. ARGV: members, upload, seconds to live (0: for ever), first part of chunk keys.
+# Returns 0 if a chunk is missing, else 1. The chunks that the manifest named before are deleted.
+_COMMIT = """
+for i = 2, #KEYS do
+  if redis.call('EXISTS', KEYS[i]) == 0 then return 0 end
+end
+for i = 2, #KEYS do
+  if ARGV[3] == '0' then redis.call('PERSIST', KEYS[i]) else redis.call('EXPIRE', KEYS[i], ARGV[3]) end
+end
+local old = redis.call('HMGET', KEYS[1], 'upload', 'chunks')
+redis.call('HSET', KEYS[1], 'members', ARGV[1], 'upload', ARGV[2], 'chunks', #KEYS - 1)
+if ARGV[3] ~= '0' then redis.call('EXPIRE', KEYS[1], ARGV[3]) else redis.call('PERSIST', KEYS[1]) end
+if old[1] then
+  for i = 0, tonumber(old[2]) - 1 do redis.call('UNLINK', ARGV[4] .. old[1] .. ':' .. i) end
+end
+return 1
+"""
+
+# KEYS: manifest. ARGV: first part of chunk keys.
+_DELETE = """
+local old = redis.call('HMGET', KEYS[1], 'upload', 'chunks')
+if old[1] then
+  for i = 0, tonumber(old[2]) - 1 do redis.call('UNLINK', ARGV[1] .. old[1] .. ':' .. i) end
+  redis.call('UNLINK', KEYS[1])
+end
+return 1
+"""
+
+
+def open_redis_store(url: str, *, durable: bool) -> "RedisStore":
+    """A store on the Redis at `url`. Raises StoreUnavailable if `durable` and it does not answer or could lose data;
+    a warm tier may be down, and is not contacted here."""
+    client = redis.Redis.from_url(
+        url,
+        socket_connect_timeout=2.0,
+        socket_timeout=20.0 if durable else 5.0,
+        retry=Retry(NoBackoff(), 1 if durable else 0),
+    )
+    store = RedisStore(client, durable=durable)
+    if durable:
+        store.check_settings()
+    return store
+
+
+class RedisStore:
+    """See `store.Store`."""
+
+    def __init__(self, client: "redis.Redis[bytes]", *, durable: bool) -> None:
+        self._client = client
+        self._durable = durable
+        self._expiry_s = 0 if durable else WARM_EXPIRY_S
+        self._commit = client.register_script(_COMMIT)
+        self._delete = client.register_script(_DELETE)
+
+    def check_settings(self) -> None:
+        """Raises StoreUnavailable, naming what to set, unless this Redis keeps what it is given."""
+        with _as_unavailable():
+            info: dict[str, Any] = {**self._client.info("persistence"), **self._client.info("memory")}
+        faults = []
+        if not info.get("aof_enabled"):
+            faults.append("'appendonly yes' (it is no)")
+        if info.get("maxmemory_policy") != "noeviction":
+            faults.append(f"'maxmemory-policy noeviction' (it is {info.get('maxmemory_policy')})")
+        if self._setting("appendfsync") == "no":
+            faults.append("'appendfsync everysec' or 'always' (it is no)")
+        if faults:
+            raise StoreUnavailable(
+                f"this Redis could lose adapters; as the only store it needs {' and '.join(faults)}. "
+                "Set that, or use a file store and give this Redis as its warm tier"
+            )
+
+    def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
+        check_digest(digest)
+        upload = uuid.uuid4().hex
+        keys: list[str] = []
+        manifest: list[tuple[str, int]] = []
+        with _as_unavailable(), self._client.client() as connection:
+            for name, content in members.items():
+                view = memoryview(content) if isinstance(content, bytes) else map_file(content)
+                manifest.append((check_member_name(name), len(view)))
+                for start in range(0, len(view), CHUNK_BYTES):
+                    keys.append(f"{_chunk_prefix(digest)}{upload}:{len(keys)}")
+                    connection.set(keys[-1], view[start : start + CHUNK_BYTES], ex=UPLOAD_EXPIRY_S)
+            done = self._commit(
+                keys=[_manifest_key(digest), *keys],
+                args=[json.dumps(manifest), upload, self._expiry_s, _chunk_prefix(digest)],
+                client=connection,
+            )
+            if not done:
+                raise StoreUnavailable("Redis dropped part of the upload; it may be short of memory")
+            self._wait_for_disk(connection)
+
+    def fetch(self, digest: str) -> dict[str, memoryview]:
+        with _as_unavailable():
+            for _ in range(_READ_ATTEMPTS):
+                manifest = self._client.hmget(_manifest_key(digest), ["members", "upload"])
+                if manifest[0] is None or manifest[1] is None:
+                    break
+                prefix = f"{_chunk_prefix(digest)}{manifest[1].decode()}:"
+                members = self._read_members(prefix, json.loads(manifest[0]))
+                if members is not None:
+                    self._keep_warm(digest, prefix, members)
+                    return members
+        # After several tries: another upload replaced the chunks each time, or Redis evicted some.
+        raise AdapterNotFound(f"the store holds no adapter {digest[:12]}")
+
+    def exists(self, digest: str) -> bool:
+        with _as_unavailable():
+            return bool(self._client.exists(_manifest_key(digest)))
+
+    def delete(self, digest: str) -> None:
+        with _as_unavailable():
+            self._delete(keys=[_manifest_key(digest)], args=[_chunk_prefix(digest)])
+
+    def distrust(self, digest: str) -> bool:
+        """There is no other copy here."""
+        return False
+
+    def digests(self) -> Iterator[str]:
+        with _as_unavailable():
+            found = [key.decode() for key in self._client.scan_iter("slora:{*}:m", count=1000)]
+        names = {key.removeprefix("slora:{").removesuffix("}:m") for key in found}
+        return (name for name in names if is_digest(name))
+
+    def check(self) -> None:
+        with _as_unavailable():
+            self._client.ping()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _read_members(self, prefix: str, manifest: list[tuple[str, int]]) -> dict[str, memoryview] | None:
+        members: dict[str, memoryview] = {}
+        chunk_id = 0
+        for name, num_bytes in manifest:
+            content = bytearray(num_bytes)
+            for start in range(0, num_bytes, CHUNK_BYTES):
+                chunk = self._client.get(f"{prefix}{chunk_id}")
+                if chunk is None or len(chunk) != min(CHUNK_BYTES, num_bytes - start):
+                    return None
+                content[start : start + len(chunk)] = chunk
+                chunk_id += 1
+            members[name] = memoryview(content).toreadonly()
+        return members
+
+    def _keep_warm(self, digest: str, prefix: str, members: Mapping[str, memoryview]) -> None:
+        """A warm copy lives for a while after its last use."""
+        if self._durable:
+            return
+        num_chunks = sum(_num_chunks(len(content)) for content in members.values())
+        with self._client.pipeline(transaction=False) as pipeline:
+            pipeline.expire(_manifest_key(digest), self._expiry_s)
+            for chunk_id in range(num_chunks):
+                pipeline.expire(f"{prefix}{chunk_id}", self._expiry_s)
+            pipeline.execute()
+
+    def _wait_for_disk(self, connection: "redis.Redis[bytes]") -> None:
+        """From Redis 7.2 on, waits until the append-only file is on disk. Before, `appendfsync everysec` survives the
+        death of Redis at once, and that of the machine after a second; `always` survives both at once."""
+        if not self._durable:
+            return
+        try:
+            synced, _ = connection.execute_command("WAITAOF", 1, 0, 10_000)
+        except redis.ResponseError as error:
+            if "unknown command" not in str(error).lower():
+                raise
+        else:
+            if not synced:
+                raise StoreUnavailable("Redis took longer than 10 s to write to its disk")
+
+    def _setting(self, name: str) -> str | None:
+        """Hosted Redis often forbids CONFIG; then nobody can tell."""
+        try:
+            with _as_unavailable():
+                value: str | None = self._client.config_get(name).get(name)
+                return value
+        except StoreUnavailable:
+            return None
+
+
+def _num_chunks(num_bytes: int) -> int:
+    return -(-num_bytes // CHUNK_BYTES)
+
+
+def _manifest_key(digest: str) -> str:
+    return f"slora:{{{check_digest(digest)}}}:m"
+
+
+def _chunk_prefix(digest: str) -> str:
+    return f"slora:{{{digest}}}:c:"
+
+
+@contextmanager
+def _as_unavailable() -> Iterator[None]:
+    try:
+        yield
+    except redis.RedisError as error:
+        raise StoreUnavailable(f"Redis does not answer as it should: {error}") from error

