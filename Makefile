@@ -37,10 +37,10 @@ soak: $(TEST) ## the same tests with large counts; up to an hour
 	$(BIN)/python -P -m pytest --soak
 
 bench: $(TEST) ## tokens per second without and with adapters, transformers + peft beside it
-	$(BIN)/python -P bench/offline.py
+	$(BIN)/python bench/offline.py
 
 demo: $(TEST) ## trains the demo model and its adapters again (up to 40 minutes)
-	$(BIN)/python -P demo/train.py
+	$(BIN)/python demo/train.py
 
 clean: ## removes what set-up made
 	rm -rf $(VENV) *.egg-info

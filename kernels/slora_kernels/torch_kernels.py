@@ -120,10 +120,19 @@ def _view_layer(pages: Tensor, geometry: KVGeometry, layer: int) -> Tensor:
     return sides.permute(1, 2, 0, 3, 4)
 
 
-def _gather_column(blocks: Tensor, page_ids: Tensor) -> Tensor:
-    """blocks [Hk, num_pages, block_tokens, D], page_ids [n, C] -> float32 [Hk, n, C * block_tokens, D]."""
-    gathered = blocks.index_select(1, page_ids.flatten())
-    return gathered.reshape(blocks.shape[0], page_ids.shape[0], -1, blocks.shape[3]).float()
+def _gather_column(blocks: Tensor, block_ids: Tensor, geometry: KVGeometry) -> Tensor:
+    """blocks [num_blocks, block_elements], block_ids [n, C] -> K and V, float32 [2, Hk, n, C * block_tokens, D].
+
+    `blocks` is contiguous on purpose: index_select over a strided view would first copy the whole pool.
+    """
+    n, columns = block_ids.shape
+    gathered = blocks.index_select(0, block_ids.flatten())
+    sides = gathered.view(n, columns, 2, geometry.num_kv_heads, geometry.block_tokens, geometry.head_dim)
+    return (
+        sides.permute(2, 3, 0, 1, 4, 5)
+        .float()
+        .reshape(2, geometry.num_kv_heads, n, columns * geometry.block_tokens, geometry.head_dim)
+    )
 
 
 class _OnlineSoftmax:
@@ -147,10 +156,12 @@ class _OnlineSoftmax:
         peak.copy_(new_peak)
 
 
-def _attend_pass(work: TilePass, q: Tensor, blocks: Tensor, block_tables: Tensor, scale: float) -> Tensor:
-    """q [n, Q, Hk, G, D] of the tiles -> float32 [n, Q, Hk, G, D]."""
+def _attend_pass(
+    work: TilePass, q: Tensor, blocks: Tensor, block_tables: Tensor, geometry: KVGeometry, scale: float
+) -> Tensor:
+    """q [n, Q, Hk, G, D] of the tiles -> float32 [n, Q, Hk, G, D]. blocks and block_tables as in `_gather_column`."""
     n, queries, kv_heads, group, head_dim = q.shape
-    block_tokens = blocks.shape[3]
+    block_tokens = geometry.block_tokens
     rows = q.permute(2, 0, 1, 3, 4).reshape(kv_heads, n, queries * group, head_dim).float() * scale
     limits = work.limits.repeat_interleave(group, dim=1)
     state = _OnlineSoftmax((kv_heads, n, queries * group), head_dim, q.device)
@@ -159,9 +170,9 @@ def _attend_pass(work: TilePass, q: Tensor, blocks: Tensor, block_tables: Tensor
         active = sum(sight > start for sight in work.sights)
         width = -(-min(column, work.sights[0] - start) // block_tokens)
         first = start // block_tokens
-        page_ids = block_tables[work.rows[:active], first : first + width]
+        block_ids = block_tables[work.rows[:active], first : first + width]
         seen = start + torch.arange(width * block_tokens, device=q.device)
-        k, v = (_gather_column(side, page_ids) for side in blocks)
+        k, v = _gather_column(blocks, block_ids, geometry)
         hidden = seen >= limits[:active, :, None]
         scores = torch.matmul(rows[:, :active], k.mT).masked_fill_(hidden, -torch.inf)
         # A weight of 0 does not silence a NaN, and what lies past a context is anybody's old page.
@@ -236,10 +247,11 @@ class TorchKernels:
         plan = step.plan
         assert isinstance(plan, TorchPlan)
         out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype, device=q.device)
-        blocks = _view_layer(pages, geometry, layer)
+        blocks = pages.view(geometry.dtype).view(-1, geometry.block_elements)
+        block_tables = step.batch.block_tables.long() * geometry.num_layers + layer
         packed = q.reshape(-1, geometry.num_kv_heads, geometry.group_heads, geometry.head_dim)
         for work in plan.passes:
-            result = _attend_pass(work, packed[work.tokens], blocks, step.batch.block_tables, scale)
+            result = _attend_pass(work, packed[work.tokens], blocks, block_tables, geometry, scale)
             flat = result.to(q.dtype).flatten(2)
             if work.keep is None:
                 out[work.tokens] = flat
