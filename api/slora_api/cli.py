@@ -62,7 +62,9 @@ def _add_serve(commands: _Commands) -> None:
     parser.epilog = "Each flag is also an environment variable: --max-model-len is SLORA_MAX_MODEL_LEN."
     for spec in setting_specs():
         shown = f" (default {spec.default_text})" if spec.default_text else ""
-        argument = parser.add_argument(spec.flag, dest=spec.name, metavar=spec.metavar, help=spec.help_text + shown)
+        argument = parser.add_argument(
+            spec.flag, dest=spec.name, metavar=spec.metavar, help=spec.help_text + shown
+        )
         if spec.name == "demo":
             # With no value it means the demo of this repository.
             argument.nargs, argument.const = "?", "demo"

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slora.errors import ConfigError
-from slora_api.adapter_catalog import AdapterCatalog
 from slora_api.api_key import make_key
 from slora_api.errors import Conflict
+from slora_api.model_catalog import ModelCatalog
 from slora_api.tenancy import Tenancy
 
 __all__ = ["DemoTenant", "describe_demo", "set_up_demo"]
@@ -80,7 +80,7 @@ def _make_tenants(tenancy: Tenancy, keys_path: Path, adapters: Iterable[str]) ->
 
 
 async def set_up_demo(
-    directory: Path, tenancy: Tenancy, catalog: AdapterCatalog, keys_path: Path
+    directory: Path, tenancy: Tenancy, catalog: ModelCatalog, keys_path: Path
 ) -> list[DemoTenant]:
     """Makes the demo's tenants, keys and adapters, or finds them again. Raises ConfigError if there is no demo."""
     adapters = _find_adapters(directory / "adapters")

@@ -22,17 +22,20 @@ retries 408, 409, 429 and every 5xx unless `x-should-retry: false` says that it 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import UnionType
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from slora.errors import AdapterFetchFailed, EngineUnavailable, RequestFailed, RequestRefused
 from slora_adapters.errors import (
     AdapterCorrupt,
     AdapterInvalid,
     AdapterNotFound,
+    BadAdapterName,
     SloraError,
     StoreUnavailable,
 )
@@ -74,7 +77,7 @@ class ModelNotFound(ApiError):
     """Carries nothing that tells an unknown model from one of another tenant."""
 
     def __init__(self, model: str) -> None:
-        super().__init__(f"The model `{model}` does not exist.")
+        super().__init__(f"The model `{model[:128]}` does not exist.")
 
 
 class NotFound(ApiError):
@@ -139,7 +142,7 @@ _REQUEST, _GONE, _UNAVAILABLE = "invalid_request_error", "not_found_error", "ser
 _INTERNAL = _Rule(500, "server_error", "internal_error")
 
 # The table. The first class that the error is an instance of decides, so subclasses stand before their parents.
-_RULES: tuple[tuple[type[Exception], _Rule], ...] = (
+_RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (
         Unauthorized,
         _Rule(401, "authentication_error", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"}),
@@ -148,6 +151,7 @@ _RULES: tuple[tuple[type[Exception], _Rule], ...] = (
     (ModelNotFound, _Rule(404, _GONE, "model_not_found")),
     (NotFound, _Rule(404, _GONE, "not_found")),
     (AdapterNotFound, _Rule(404, _GONE, "model_not_found")),
+    (BadAdapterName, _Rule(400, _REQUEST, "invalid_name")),
     (Conflict, _Rule(409, "conflict_error", "name_taken", should_retry=False)),
     (BadRequest, _Rule(400, _REQUEST)),
     (RequestRefused, _Rule(400, _REQUEST)),
@@ -164,7 +168,7 @@ _RULES: tuple[tuple[type[Exception], _Rule], ...] = (
     (AdapterCorrupt, _Rule(500, "server_error", "adapter_corrupt", should_retry=False)),
     (RequestFailed, _Rule(500, "server_error", "generation_failed", should_retry=False)),
     # nginx's number for it; only logs and counters ever see this one.
-    (ClientGone, _Rule(499, _REQUEST, "client_closed_request")),
+    (ClientGone | ClientDisconnect, _Rule(499, _REQUEST, "client_closed_request")),
 )
 
 # The engine reports an adapter that did not come with a word of its own.
@@ -216,7 +220,7 @@ def _headers(rule: _Rule, error: BaseException) -> dict[str, str]:
 def describe_error(error: BaseException) -> ErrorAnswer:
     """Status, body and headers for any error at all; one that nobody foresaw says nothing of itself."""
     rule = _find_rule(error)
-    param: str | None = getattr(error, "param", None)
+    param: str | None = "name" if isinstance(error, BadAdapterName) else getattr(error, "param", None)
     code: str | None = (
         getattr(error, "code", None) if isinstance(error, BadRequest | RequestRefused) else None
     )

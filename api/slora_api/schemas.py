@@ -86,11 +86,10 @@ def _drop_unsupported(body: Any, unsupported: Mapping[str, tuple[Any, ...]]) -> 
 
 def _check_prompt(value: Any) -> Any:
     """One message for all four shapes of a prompt, where a union would report each of its branches."""
-    items = value if isinstance(value, list) else [value]
-    nested = [item if isinstance(item, list) else [item] for item in items]
-    kinds = {type(item) for item in items}
-    leaves = {type(leaf) for item in nested for leaf in item}
-    if len(kinds) == 1 and (leaves == {str} or leaves == {int}) and not (kinds == {list} and leaves == {str}):
+    kinds = {type(item) for item in value} if isinstance(value, list) else {type(value)}
+    if kinds == {str} or (kinds == {int} and isinstance(value, list)):
+        return value
+    if kinds == {list} and all(value) and {type(leaf) for item in value for leaf in item} == {int}:
         return value
     raise PydanticCustomError(
         "invalid_value",
@@ -137,7 +136,7 @@ class GenerationFields(BaseModel):
     top_k: int | None = None
     seed: int | None = None
     stop: Annotated[list[str] | None, BeforeValidator(_as_list)] = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

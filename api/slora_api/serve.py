@@ -3,3 +3,285 @@
 Order of life: data directory and its lock, secrets, database, adapters, then the child processes, then HTTP. The
 socket is open before the engine is ready (/readyz says so), and is the first thing to close at the end.
 """
+
+import argparse
+import asyncio
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from slora.engine_client import RemoteEngine
+from slora.errors import ConfigError, SloraError
+from slora.model_config import ModelConfig
+from slora.tokenizer import Tokenizer
+from slora_adapters.catalog import Catalog
+from slora_adapters.database import Database
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.registry import Registry
+from slora_adapters.store_url import open_store
+from slora_api.admin_key import AdminKey, open_admin_key
+from slora_api.admission import Admission
+from slora_api.api_key import Pepper
+from slora_api.app import make_app
+from slora_api.chat_templates import ChatTemplates
+from slora_api.data_dir import DataDir, open_data_dir
+from slora_api.demo import describe_demo, set_up_demo
+from slora_api.generation import Generator
+from slora_api.generation_defaults import GenerationDefaults, read_generation_defaults, refuse_unhonoured
+from slora_api.metrics import Metrics
+from slora_api.model_catalog import BaseModel, ModelCatalog
+from slora_api.services import Services
+from slora_api.settings import SettingRefused, Settings, read_settings
+from slora_api.supervisor import Child, Supervisor
+from slora_api.tenancy import Tenancy
+from slora_api.uploads import Uploads
+
+__all__ = ["main"]
+
+logger = logging.getLogger("slora.serve")
+
+# Above the 60 s for which load balancers commonly keep an idle connection, so that they, not we, close it.
+_KEEP_ALIVE_S = 75
+_BACKLOG = 2048
+_POLL_S = 0.05
+
+
+class _Model:
+    """What the API must know of the base model, read from its directory without the engine. Raises ConfigError."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.directory = Path(settings.model)
+        self.config = ModelConfig.from_directory(self.directory)
+        self.dtype = self.config.resolve_dtype(settings.dtype)
+        self.shape = self.config.shape(self.dtype)
+        self.name = settings.model_name or self.directory.resolve().name
+        self.tokenizer = Tokenizer.from_directory(self.directory)
+        self.limits = AdapterLimits(
+            max_lora_rank=settings.max_lora_rank,
+            max_tensor_bytes=settings.max_upload_bytes,
+            served_dtype=self.dtype,
+            vocab_size=self.config.vocab_size,
+        )
+
+    def base(self) -> BaseModel:
+        return BaseModel(self.name, self.shape, self.limits, self._generation_defaults(), int(time.time()))
+
+    def _generation_defaults(self) -> GenerationDefaults:
+        path = self.directory / "generation_config.json"
+        text = path.read_text() if path.is_file() else None
+        for reason in refuse_unhonoured(text):
+            logger.warning("%s: %s, which this server does not do", self.directory, reason.message)
+        try:
+            return read_generation_defaults(text)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Sockets:
+    """Unix sockets of this run. Not in the data directory: a socket's path may have 107 characters at most."""
+
+    directory: Path
+
+    @property
+    def engine(self) -> Path:
+        return self.directory / "engine.sock"
+
+    @property
+    def loader(self) -> Path:
+        return self.directory / "loader.sock"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Opens the port now, so that one that is taken is known before anything is loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port} ({error.strerror}); choose another --port"
+        ) from error
+
+
+def _url(listener: socket.socket) -> str:
+    """How somebody on this machine reaches the server."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _children(settings: Settings, model: _Model, data: DataDir, sockets: _Sockets) -> list[Child]:
+    engine: dict[str, Any] = {
+        "socket": str(sockets.engine),
+        "loader_socket": str(sockets.loader),
+        "engine": {
+            "model": str(model.directory),
+            "model_name": model.name,
+            "dtype": settings.dtype,
+            "device": settings.device,
+            "kernels": settings.kernels,
+            "pool_bytes": settings.pool_bytes,
+            "block_tokens": settings.block_tokens,
+            "max_model_len": settings.max_model_len,
+            "max_num_seqs": settings.max_num_seqs,
+            "max_num_batched_tokens": settings.max_num_batched_tokens,
+            "max_lora_rank": settings.max_lora_rank,
+        },
+    }
+    return [
+        Child("engine", "slora.engine_process", ["--config", json.dumps(engine)]),
+    ]
+
+
+async def _open_services(
+    stack: AsyncExitStack,
+    settings: Settings,
+    model: _Model,
+    data: DataDir,
+    pepper: Pepper,
+    client: RemoteEngine,
+) -> Services:
+    """Makes what routes work with; the stack closes it."""
+    database = Database(data.database)
+    stack.callback(database.close)
+    store = open_store(settings.store or str(data.adapters), settings.redis or None)
+    stack.callback(store.close)
+    adapters = Catalog(Registry(database), store)
+    if not settings.store:
+        # A store of somebody else's may hold what other servers' registries know of.
+        await asyncio.to_thread(adapters.sweep)
+    templates = ChatTemplates(model.tokenizer)
+    stack.push_async_callback(templates.close)
+    admission = Admission(
+        max_requests=settings.max_concurrent_requests,
+        max_per_tenant=settings.max_concurrent_per_tenant,
+        max_uploads=settings.max_concurrent_uploads,
+    )
+    return Services(
+        settings,
+        Tenancy(database, pepper),
+        ModelCatalog(model.base(), adapters, templates, client),
+        Uploads(data.quarantine),
+        templates,
+        Generator(client, model.tokenizer, admission, Metrics(model.name)),
+    )
+
+
+def _make_http_server(app: ASGIApp, settings: Settings) -> uvicorn.Server:
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=math.ceil(settings.drain_seconds),
+        )
+    )
+
+
+async def _announce(services: Services, data: DataDir, url: str, admin_key: AdminKey) -> None:
+    """Says where the server is, sets up the demo if there is one, and says when the engine answers."""
+    settings, client = services.settings, services.generator.client
+    print(f"slora: listening on {url}; the engine is starting", flush=True)
+    if admin_key.shown_once is not None:
+        print(f"slora: admin key, shown this once: {admin_key.shown_once}", flush=True)
+    tenants = []
+    if settings.demo:
+        tenants = await set_up_demo(Path(settings.demo), services.tenancy, services.catalog, data.demo_keys)
+    while not client.ready:
+        await asyncio.sleep(_POLL_S)
+    info = client.info
+    print(
+        f"slora: ready; {info.model_name} on {info.device} in {info.dtype}, {info.num_pages} pages",
+        flush=True,
+    )
+    if tenants:
+        print(describe_demo(url, tenants), flush=True)
+
+
+async def _run_until_stopped(
+    server: uvicorn.Server, listener: socket.socket, admission: Admission, work: list[asyncio.Task[None]]
+) -> None:
+    """Serves until a signal, or until some of the `work` behind the server fails, whose error is raised."""
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    # uvicorn sets its signal handlers as soon as it runs; ours take their place.
+    await asyncio.sleep(0)
+
+    def stop() -> None:
+        # A second signal does not wait for requests in progress.
+        server.force_exit = admission.stopping
+        admission.stop()
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    watched = {serving, *work}
+    try:
+        while not serving.done():
+            done, watched = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+    finally:
+        server.should_exit = True
+        await asyncio.gather(serving, return_exceptions=True)
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+
+
+async def _serve(settings: Settings) -> None:
+    model = _Model(settings)
+    async with AsyncExitStack() as stack:
+        data = stack.enter_context(open_data_dir(Path(settings.data_dir)))
+        listener = stack.enter_context(_listen(settings.host, settings.port))
+        sockets = _Sockets(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slora-"))))
+        pepper = Pepper.from_file(data.pepper)
+        admin_key = open_admin_key(settings.admin_key, data.path, pepper)
+        client = RemoteEngine(sockets.engine)
+        services = await _open_services(stack, settings, model, data, pepper, client)
+        supervisor = Supervisor(
+            _children(settings, model, data, sockets), services.generator.metrics.restarted
+        )
+        await _run_until_stopped(
+            _make_http_server(make_app(services, admin_key), settings),
+            listener,
+            services.generator.admission,
+            [
+                asyncio.create_task(supervisor.run()),
+                asyncio.create_task(client.run()),
+                asyncio.create_task(_announce(services, data, _url(listener), admin_key)),
+            ],
+        )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs a server until it is told to stop. Returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    try:
+        settings = read_settings(vars(arguments), os.environ)
+    except SettingRefused as error:
+        print(f"slora: {error}", file=sys.stderr)
+        return 2
+    try:
+        asyncio.run(_serve(settings))
+    except (SloraError, OSError, ValueError) as error:
+        print(f"slora: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -5,9 +5,9 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from slora_api.adapter_catalog import AdapterCatalog
 from slora_api.chat_templates import ChatTemplates
 from slora_api.generation import Generator
+from slora_api.model_catalog import ModelCatalog
 from slora_api.settings import Settings
 from slora_api.tenancy import Tenancy
 from slora_api.uploads import Uploads
@@ -21,7 +21,7 @@ class Services:
 
     settings: Settings
     tenancy: Tenancy
-    catalog: AdapterCatalog
+    catalog: ModelCatalog
     uploads: Uploads
     templates: ChatTemplates
     generator: Generator

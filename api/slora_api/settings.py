@@ -125,8 +125,8 @@ class Settings:
         "can see. Without it one is made and printed once, at the first start", metavar="KEY"
     )  # fmt: skip
     store: str = _setting(
-        "files", "where adapters are kept durably: files (in the data directory) or redis://HOST:PORT/DB "
-        "(which must have AOF on and evict nothing)", metavar="URL"
+        "", "where adapters are kept durably: a directory, or redis://HOST:PORT/DB with append-only file and "
+        "noeviction (default: a directory in the data directory)", metavar="URL"
     )  # fmt: skip
     redis: str = _setting("", "redis://HOST:PORT/DB as a warm tier in front of the store", metavar="URL")
     pool_bytes: int | None = _setting(

@@ -1,15 +1,16 @@
 """Renders chat templates of adapters in a process of its own: `python -P -m slora_api.template_process JSON`.
 
 A template is a program that a tenant uploaded. The sandbox keeps it from the server's objects, but not from looping
-for ever (`{{ 10 ** 10 ** 8 }}` needs no loop even) or from filling the memory. So it runs here, where a limit on
-memory holds, and where whoever waits can kill it. Requests come as lines of JSON on stdin, answers leave as lines on
-stdout; the process ends with its stdin.
+for ever (`{{ 10 ** (10 ** 8) }}` needs no loop even) or from filling the memory. So it runs here, where a limit on
+memory holds, and where whoever waits can kill it; an alarm ends it should nobody be left to. Requests come as lines
+of JSON on stdin, answers leave as lines on stdout; the process ends with its stdin.
 
 Knows no tokenizer, no adapter and no tenant.
 """
 
 import json
 import resource
+import signal
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,8 @@ from slora.tokenizer import compile_chat_template
 __all__ = ["MAX_RENDERED_CHARS", "main"]
 
 _MEMORY_BYTES = 512 << 20
+# Well above what the parent waits for (chat_templates.RENDER_TIMEOUT_S): this is for when the parent is dead.
+_ALARM_S = 30
 # Far beyond any context; keeps one answer from filling the pipe with gigabytes.
 MAX_RENDERED_CHARS = 8 << 20
 
@@ -54,7 +57,10 @@ def main() -> None:
     special_tokens = json.loads(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     for line in sys.stdin.buffer:
+        # Unhandled, the signal ends the process even inside a long computation in C.
+        signal.alarm(_ALARM_S)
         answer = _render(json.loads(line), special_tokens)
+        signal.alarm(0)
         # Lone surrogates in a message survive as escapes.
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()

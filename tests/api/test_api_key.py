@@ -25,7 +25,9 @@ def test_a_key_with_one_changed_character_fails_its_checksum(position: int) -> N
     assert read_key_id("".join(text)) is None
 
 
-@pytest.mark.parametrize("text", ["", "slora_", "sk-abc", "slora_12345678_short_000000", "x" * 10_000, "slora_é"])
+@pytest.mark.parametrize(
+    "text", ["", "slora_", "sk-abc", "slora_12345678_short_000000", "x" * 10_000, "slora_é"]
+)
 def test_anything_else_is_no_key(text: str) -> None:
     assert read_key_id(text) is None
 

@@ -87,7 +87,9 @@ def test_the_demo_brings_its_model_unless_another_is_named() -> None:
 def test_every_setting_is_a_flag_of_serve_with_a_help_text() -> None:
     parser = _make_parser()
     serve = next(
-        action.choices["serve"] for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+        action.choices["serve"]
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
     )
     helps = {action.dest: action.help for action in serve._actions}
     assert all(helps[spec.name] for spec in setting_specs())

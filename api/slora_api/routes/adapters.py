@@ -18,10 +18,9 @@ async def upload_adapter(request: Request, key: CurrentKey, services: Wired) -> 
     with services.generator.admission.upload():
         content_type = request.headers.get("content-type", "")
         async with services.uploads.receive(content_type, request.stream()) as upload:
-            adapter = await services.catalog.publish(
+            return await services.catalog.publish(
                 key.tenant, upload.name, upload.directory, replace=upload.replace
             )
-            return adapter.to_json()
 
 
 @router.get("/v1/adapters")

@@ -1,0 +1,38 @@
+"""Runs an ASGI application under uvicorn on a thread of the test's own process, on a free port."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+
+@contextmanager
+def live_server(app: ASGIApp, at_end: Callable[[], Awaitable[None]] | None = None) -> Iterator[str]:
+    """The server's URL; it is stopped at the end, and its thread is gone. at_end: awaited on the server's loop."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(
+        uvicorn.Config(app, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=2)
+    )
+    started = threading.Event()
+
+    async def serve() -> None:
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        started.set()
+        await serving
+        if at_end is not None:
+            await at_end()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    started.wait()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -1,0 +1,105 @@
+"""The whole API over a scripted engine: real routes, database, store and sockets, only the tokens are made up."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from slora_adapters.catalog import Catalog
+from slora_adapters.database import Database
+from slora_adapters.file_store import FileStore
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.registry import Registry
+from slora_api.admin_key import open_admin_key
+from slora_api.admission import Admission
+from slora_api.api_key import Pepper
+from slora_api.app import make_app
+from slora_api.chat_templates import ChatTemplates
+from slora_api.generation import Generator
+from slora_api.generation_defaults import GenerationDefaults
+from slora_api.metrics import Metrics
+from slora_api.model_catalog import BaseModel, ModelCatalog
+from slora_api.services import Services
+from slora_api.settings import Settings
+from slora_api.tenancy import Tenancy
+from slora_api.uploads import Uploads
+from tests.adapters.hand_made import SHAPE, make_members
+from tests.api.live_server import live_server
+from tests.api.scripted_engine import ScriptedEngine, byte_tokenizer
+
+ADMIN_KEY = "the-operators-own-key"
+FIELDS = {
+    "adapter_config.json": "config",
+    "adapter_model.safetensors": "weights",
+    "tokenizer_config.json": "tokenizer_config",
+    "chat_template.jinja": "chat_template",
+    "generation_config.json": "generation_config",
+}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@dataclass
+class Platform:
+    """A running API. `engine` decides what is answered."""
+
+    url: str
+    engine: ScriptedEngine
+    services: Services
+    directory: Path
+
+    def client(self, key: str) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers=bearer(key), timeout=30)
+
+    def key(self, tenant: str, adapter: str | None = None) -> str:
+        """A new key; the tenant is made if need be."""
+        tenancy = self.services.tenancy
+        if tenant not in [known.name for known in tenancy.list_tenants()]:
+            tenancy.create_tenant(tenant)
+        return tenancy.create_key(tenant, adapter)[1].secret
+
+    def upload(self, key: str, name: str, members: dict[str, bytes] | None = None, **fields: str) -> httpx.Response:
+        """POST /v1/adapters with the files of an adapter, by their names in a PEFT directory."""
+        files = {FIELDS[file]: (file, raw) for file, raw in (members or make_members()).items()}
+        with self.client(key) as client:
+            return client.post("/v1/adapters", data={"name": name, **fields}, files=files)
+
+
+def post(platform: Platform, key: str, path: str, body: Any) -> httpx.Response:
+    with platform.client(key) as client:
+        return client.post(path, json=body)
+
+
+@contextmanager
+def running_platform(directory: Path, engine: ScriptedEngine, **settings: Any) -> Iterator[Platform]:
+    """The API on a free port, with its data in `directory`. settings: of `Settings`."""
+    tokenizer = byte_tokenizer()
+    chosen = replace(Settings(model="base"), **settings)
+    database = Database(directory / "slora.db")
+    pepper = Pepper.from_file(directory / "pepper")
+    templates = ChatTemplates(tokenizer)
+    limits = AdapterLimits(max_lora_rank=chosen.max_lora_rank, vocab_size=257)
+    base = BaseModel("base", SHAPE, limits, GenerationDefaults(), 1)
+    catalog = ModelCatalog(base, Catalog(Registry(database), FileStore(directory / "adapters")), templates, engine)
+    admission = Admission(
+        max_requests=chosen.max_concurrent_requests,
+        max_per_tenant=chosen.max_concurrent_per_tenant,
+        max_uploads=chosen.max_concurrent_uploads,
+    )
+    services = Services(
+        chosen,
+        Tenancy(database, pepper),
+        catalog,
+        Uploads(directory / "quarantine"),
+        templates,
+        Generator(engine, tokenizer, admission, Metrics("base")),
+    )
+    app = make_app(services, open_admin_key(ADMIN_KEY, directory, pepper))
+    with live_server(app, at_end=templates.close) as url:
+        yield Platform(url, engine, services, directory)
+    database.close()

@@ -1,0 +1,86 @@
+"""An engine that says what a test tells it to, for cases that a real one does not produce on demand."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from slora.engine_info import EngineInfo, EngineStats
+from slora.request import EngineRequest, FinishReason, TokenDelta
+from slora.tokenizer import Tokenizer
+from slora_adapters.version import AdapterVersion
+from tests.adapters.hand_made import SHAPE
+
+EOS = 256
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, whose id is the byte; token 256 is the end of text."""
+    # ByteLevel's own alphabet, in the order of the bytes that its characters stand for.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    vocabulary = {chr(byte): byte for byte in printable}
+    vocabulary |= {chr(256 + position): byte for position, byte in enumerate(others)}
+    fast = FastTokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens(["<eos>"])
+    template = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    return Tokenizer(fast, {"eos_token": "<eos>"}, template)
+
+
+def deltas_of(text: bytes, reason: FinishReason = FinishReason.LENGTH) -> list[TokenDelta]:
+    """One delta a byte; the last has the reason, and with STOP an end-of-text token behind the bytes."""
+    tokens = list(text) + ([EOS] if reason is FinishReason.STOP else [])
+    return [
+        TokenDelta((token,), reason if at == len(tokens) - 1 else None) for at, token in enumerate(tokens)
+    ]
+
+
+@dataclass
+class ScriptedEngine:
+    """An EngineClient. answers: what each request gets, in order; an exception among them is raised.
+
+    aborted: requests whose answer was closed before its end.
+    """
+
+    answers: Sequence[Sequence[TokenDelta | Exception]] = ()
+    hang: bool = False
+    ready: bool = True
+    max_model_len: int = 64
+    requests: list[EngineRequest] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            "base", self.max_model_len, 257, (EOS,), "float32", "cpu", "torch", 100, 16, 1024, 64, 8, SHAPE
+        )
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        script = self.answers[len(self.requests) % len(self.answers)]
+        self.requests.append(request)
+        self.started.set()
+        finished = False
+        try:
+            for item in script:
+                await asyncio.sleep(0)
+                if isinstance(item, Exception):
+                    finished = True
+                    raise item
+                finished = item.finish_reason is not None
+                yield item
+            if self.hang:
+                await asyncio.Event().wait()
+        finally:
+            if not finished:
+                self.aborted.append(request.request_id)
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(1, 2, 0, 100, 60, 30, 10, 5, 1, ("t/abc",), 3, 2, 1, 50, 40, 9)
+
+    async def forget(self, version: AdapterVersion) -> None:
+        """Nothing is kept."""

@@ -1,0 +1,77 @@
+import pytest
+from starlette.exceptions import HTTPException
+
+from slora.errors import AdapterFetchFailed, ContextTooLong, EngineUnavailable, RequestFailed, RequestRefused
+from slora_adapters.errors import AdapterCorrupt, AdapterInvalid, AdapterNotFound, Reason, StoreUnavailable
+from slora_api import errors
+from slora_api.errors import describe_error
+
+CASES = [
+    (errors.Unauthorized(), 401, "authentication_error", "invalid_api_key"),
+    (errors.Forbidden("no"), 403, "permission_error", "insufficient_permissions"),
+    (errors.ModelNotFound("x"), 404, "not_found_error", "model_not_found"),
+    (errors.NotFound("x"), 404, "not_found_error", "not_found"),
+    (AdapterNotFound("x"), 404, "not_found_error", "model_not_found"),
+    (errors.Conflict("x"), 409, "conflict_error", "name_taken"),
+    (errors.BadRequest("x", "field", "code"), 400, "invalid_request_error", "code"),
+    (RequestRefused("x", "field"), 400, "invalid_request_error", None),
+    (ContextTooLong("x", "prompt"), 400, "invalid_request_error", "context_length_exceeded"),
+    (errors.BodyTooLarge(5, "max_body_bytes"), 413, "invalid_request_error", "body_too_large"),
+    (AdapterInvalid((Reason("rank", "too high"),)), 422, "adapter_invalid", "adapter_invalid"),
+    (errors.TenantBusy("x"), 429, "rate_limit_error", "rate_limit_exceeded"),
+    (errors.ServerBusy("x"), 503, "service_unavailable", "server_busy"),
+    (errors.Starting("x"), 503, "service_unavailable", "engine_unavailable"),
+    (errors.Stopping(), 503, "service_unavailable", "server_stopping"),
+    (EngineUnavailable("x"), 503, "service_unavailable", "engine_unavailable"),
+    (StoreUnavailable("x"), 503, "service_unavailable", "store_unavailable"),
+    (AdapterFetchFailed("x", "not_found"), 404, "not_found_error", "model_not_found"),
+    (AdapterFetchFailed("x", "unavailable"), 503, "service_unavailable", "store_unavailable"),
+    (AdapterFetchFailed("x", "corrupt"), 500, "server_error", "adapter_corrupt"),
+    (AdapterCorrupt("x"), 500, "server_error", "adapter_corrupt"),
+    (RequestFailed("x"), 500, "server_error", "generation_failed"),
+    (HTTPException(404), 404, "not_found_error", "unknown_url"),
+    (HTTPException(405), 405, "invalid_request_error", "method_not_allowed"),
+    (ZeroDivisionError("secret"), 500, "server_error", "internal_error"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "kind", "code"), CASES, ids=lambda value: type(value).__name__)
+def test_every_error_has_its_status_type_and_code(
+    error: Exception, status: int, kind: str, code: str | None
+) -> None:
+    answer = describe_error(error)
+    body = answer.body["error"]
+    assert (answer.status, body["type"], body["code"]) == (status, kind, code)
+    assert set(body) - {"reasons"} == {"message", "type", "param", "code"}
+    assert isinstance(body["message"], str) and body["message"]
+
+
+def test_every_class_of_this_packages_tree_is_in_the_table() -> None:
+    tested = {type(case[0]) for case in CASES} | {errors.ClientGone, errors.ApiError}
+    assert set(errors.ApiError.__subclasses__()) <= tested
+
+
+def test_what_can_be_sent_again_says_when_and_what_cannot_says_so() -> None:
+    for error, *_ in CASES:
+        headers = describe_error(error).headers
+        if describe_error(error).status in (429, 503):
+            assert 0 < int(headers["Retry-After"]) <= 120
+        if isinstance(error, errors.Conflict | AdapterCorrupt | RequestFailed):
+            assert headers["x-should-retry"] == "false"
+
+
+def test_an_unforeseen_error_says_nothing_of_itself() -> None:
+    assert "secret" not in describe_error(ZeroDivisionError("secret")).message
+
+
+def test_a_refused_adapter_carries_all_reasons_for_programs() -> None:
+    error = AdapterInvalid((Reason("rank", "too high"), Reason("dora", "not supported")))
+    assert describe_error(error).body["error"]["reasons"] == [
+        {"code": "rank", "message": "too high"},
+        {"code": "dora", "message": "not supported"},
+    ]
+
+
+def test_an_unknown_model_and_another_tenants_model_cannot_be_told_apart() -> None:
+    assert describe_error(errors.ModelNotFound("m")).body == describe_error(errors.ModelNotFound("m")).body
+    assert "`m`" in describe_error(errors.ModelNotFound("m")).message
