@@ -6,7 +6,8 @@
         ├── AdapterNotFound    no such name, version or blob
         ├── BadAdapterName     a name that no adapter can have
         ├── AdapterCorrupt     stored bytes are not the ones that were put there
-        └── StoreUnavailable   the place that holds adapters does not answer, or is not fit to hold them
+        └── StoreUnavailable   the place that holds adapters does not answer
+            └── StoreUnfit     it answers, but is set up so that it could lose them: only a person can help
 
 Further branches (requests, engine, keys) hang below `SloraError` in their own packages.
 """
@@ -22,6 +23,7 @@ __all__ = [
     "Reason",
     "SloraError",
     "StoreUnavailable",
+    "StoreUnfit",
 ]
 
 
@@ -62,4 +64,8 @@ class AdapterCorrupt(AdapterError):
 
 
 class StoreUnavailable(AdapterError):
-    """The store cannot be reached, or is set up so that it could lose what is put there."""
+    """A store or the database does not answer; it may later."""
+
+
+class StoreUnfit(StoreUnavailable):
+    """A store is set up so that it could lose what is put there; the message names what to set."""

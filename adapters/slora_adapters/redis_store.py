@@ -25,7 +25,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from slora_adapters.blob_name import check_digest, check_member_name, is_digest
-from slora_adapters.errors import AdapterNotFound, StoreUnavailable
+from slora_adapters.errors import AdapterNotFound, StoreUnavailable, StoreUnfit
 from slora_adapters.file_mapping import map_file
 
 CHUNK_BYTES = 4 << 20
@@ -65,8 +65,9 @@ return 1
 
 
 def open_redis_store(url: str, *, durable: bool) -> "RedisStore":
-    """A store on the Redis at `url`. Raises StoreUnavailable if `durable` and it does not answer or could lose data;
-    a warm tier may be down, and is not contacted here."""
+    """A store on the Redis at `url`. Raises StoreUnavailable if `durable` and it does not answer, StoreUnfit if it
+    could lose data; a warm tier may be down, and is not contacted here.
+    """
     client = redis.Redis.from_url(
         url,
         socket_connect_timeout=2.0,
@@ -90,7 +91,7 @@ class RedisStore:
         self._delete = client.register_script(_DELETE)
 
     def check_settings(self) -> None:
-        """Raises StoreUnavailable, naming what to set, unless this Redis keeps what it is given."""
+        """Raises StoreUnfit, naming what to set, unless this Redis keeps what it is given."""
         with _as_unavailable():
             info: dict[str, Any] = {**self._client.info("persistence"), **self._client.info("memory")}
         faults = []
@@ -101,7 +102,7 @@ class RedisStore:
         if self._setting("appendfsync") == "no":
             faults.append("'appendfsync everysec' or 'always' (it is no)")
         if faults:
-            raise StoreUnavailable(
+            raise StoreUnfit(
                 f"this Redis could lose adapters; as the only store it needs {' and '.join(faults)}. "
                 "Set that, or use a file store and give this Redis as its warm tier"
             )

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.redis_server import DURABLE
 
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
 from slora_adapters.redis_store import CHUNK_BYTES, open_redis_store
 from slora_adapters.store import Store
 from slora_adapters.store_url import open_store
+from tests.redis_server import DURABLE
 
 DIGEST, OTHER = "ab" * 32, "cd" * 32
 BIG = secrets.token_bytes(CHUNK_BYTES * 2 + 17)
