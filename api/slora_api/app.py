@@ -2,7 +2,7 @@
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp
@@ -18,11 +18,11 @@ from slora_api.services import Services
 
 __all__ = ["make_app", "make_router"]
 
-# What starlette looks up by the error's class. Anything else is a bug: RequestScope logs it and answers 500.
-_EXPECTED = (SloraError, HTTPException, RequestValidationError, ClientDisconnect)
+# What starlette looks up by the error's class. The last is for bugs: they are answered here and logged by RequestScope.
+_ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, Exception)
 
 
-async def _answer_error(_request: Request, error: Exception) -> JSONResponse:
+async def _answer_error(_request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
@@ -32,7 +32,7 @@ def make_router(services: Services) -> FastAPI:
     app.state.services = services
     for module in (completions, models, adapters, admin, health):
         app.include_router(module.router)
-    for kind in _EXPECTED:
+    for kind in _ERRORS:
         app.add_exception_handler(kind, _answer_error)
     return app
 

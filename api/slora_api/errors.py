@@ -20,13 +20,14 @@ The body is OpenAI's: {"error": {"message", "type", "param", "code"}}, framework
 retries 408, 409, 429 and every 5xx unless `x-should-retry: false` says that it is pointless.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -244,10 +245,11 @@ def describe_error(error: BaseException) -> ErrorAnswer:
     return ErrorAnswer(rule.status, {"error": body}, _headers(rule, error))
 
 
-def error_response(error: BaseException) -> JSONResponse:
+def error_response(error: BaseException) -> Response:
     """The error as an answer."""
     answer = describe_error(error)
-    return JSONResponse(answer.body, answer.status, answer.headers)
+    # All ASCII: a message may quote what no encoder takes.
+    return Response(json.dumps(answer.body), answer.status, answer.headers, "application/json")
 
 
 def _explain_validation(details: Sequence[Any]) -> tuple[str, str | None, str | None]:
@@ -263,7 +265,7 @@ def _explain_validation(details: Sequence[Any]) -> tuple[str, str | None, str | 
     param = first.get("ctx", {}).get("param") or ".".join(location) or None
     if first["type"] == "extra_forbidden":
         return f"`{param}` is not a parameter that this server knows.", param, "unknown_parameter"
-    if first["type"] in ("unsupported_parameter", "invalid_value"):
+    if first["type"] in ("unsupported_parameter", "invalid_value") and "param" in first.get("ctx", {}):
         return first["msg"], param, first["type"]
     if first["type"] == "missing":
         return (

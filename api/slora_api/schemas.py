@@ -10,7 +10,7 @@ Knows no adapter, no tokens and no engine.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 __all__ = [
@@ -113,6 +113,20 @@ def _join_text_parts(value: Any) -> Any:
     return "".join(part["text"] for part in value)
 
 
+def _check_text(value: str) -> str:
+    """JSON can write half of a surrogate pair, which is no character; tokenizers and databases choke on it."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError(
+            "invalid_value", "a text holds half a surrogate pair, which is no character"
+        ) from None
+    return value
+
+
+_Text = Annotated[str, AfterValidator(_check_text)]
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -129,18 +143,18 @@ class GenerationFields(BaseModel):
     """What both kinds of completion share. None: not given."""
 
     model_config = _STRICT
-    model: str
+    model: _Text
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_as_list)] = None
+    stop: Annotated[list[_Text] | None, BeforeValidator(_as_list)] = None
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    user: _Text | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -160,7 +174,7 @@ class GenerationFields(BaseModel):
 class CompletionRequest(GenerationFields):
     """POST /v1/completions."""
 
-    prompt: Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_check_prompt)]
+    prompt: Annotated[_Text | list[_Text] | list[int] | list[list[int]], BeforeValidator(_check_prompt)]
     logprobs: int | None = None
 
     @model_validator(mode="before")
@@ -184,8 +198,8 @@ class ChatMessage(BaseModel):
 
     model_config = _STRICT
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_join_text_parts)]
-    name: str | None = None
+    content: Annotated[_Text, BeforeValidator(_join_text_parts)]
+    name: _Text | None = None
 
     def for_template(self) -> dict[str, str]:
         """The message as chat templates know it."""

@@ -30,6 +30,7 @@ from slora.tokenizer import Tokenizer
 from slora_adapters.catalog import Catalog
 from slora_adapters.database import Database
 from slora_adapters.limits import AdapterLimits
+from slora_adapters.loader_config import LoaderConfig
 from slora_adapters.registry import Registry
 from slora_adapters.store_url import open_store
 from slora_api.admin_key import AdminKey, open_admin_key
@@ -123,6 +124,10 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def _store_url(settings: Settings, data: DataDir) -> str:
+    return settings.store or str(data.adapters)
+
+
 def _children(settings: Settings, model: _Model, data: DataDir, sockets: _Sockets) -> list[Child]:
     engine: dict[str, Any] = {
         "socket": str(sockets.engine),
@@ -141,7 +146,17 @@ def _children(settings: Settings, model: _Model, data: DataDir, sockets: _Socket
             "max_lora_rank": settings.max_lora_rank,
         },
     }
+    loader = LoaderConfig(
+        socket=sockets.loader,
+        store=_store_url(settings, data),
+        warm=settings.redis or None,
+        shape=model.shape,
+        dtype=model.dtype,
+        host_cache_bytes=settings.host_cache_bytes,
+        max_lora_rank=settings.max_lora_rank,
+    )
     return [
+        Child("loader", "slora_adapters.loader_process", ["--config", loader.to_json()]),
         Child("engine", "slora.engine_process", ["--config", json.dumps(engine)]),
     ]
 
@@ -157,7 +172,7 @@ async def _open_services(
     """Makes what routes work with; the stack closes it."""
     database = Database(data.database)
     stack.callback(database.close)
-    store = open_store(settings.store or str(data.adapters), settings.redis or None)
+    store = open_store(_store_url(settings, data), settings.redis or None)
     stack.callback(store.close)
     adapters = Catalog(Registry(database), store)
     if not settings.store:

@@ -7,6 +7,7 @@ for the disconnect beside them.
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -14,9 +15,12 @@ from typing import Any, TypeVar
 from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from slora_adapters.errors import SloraError
 from slora_api.errors import ClientGone, Stopping, describe_error
 
 __all__ = ["EventStream", "encode_event", "unless_disconnected"]
+
+logger = logging.getLogger(__name__)
 
 _DONE = b"data: [DONE]\n\n"
 _T = TypeVar("_T")
@@ -79,6 +83,10 @@ class EventStream(Response):
                 # uvicorn cancels what is left when the time to drain is over; the reader is told before the end.
                 end = encode_event(describe_error(Stopping()).body)
             except Exception as error:  # the top of this answer: nobody above could still tell the client
+                if not isinstance(error, SloraError):
+                    logger.error(
+                        "request %s failed while streaming", scope["state"]["request_id"], exc_info=error
+                    )
                 end = encode_event(describe_error(error).body)
             await send({"type": "http.response.body", "body": end, "more_body": False})
 

@@ -63,7 +63,9 @@ class Platform:
             tenancy.create_tenant(tenant)
         return tenancy.create_key(tenant, adapter)[1].secret
 
-    def upload(self, key: str, name: str, members: dict[str, bytes] | None = None, **fields: str) -> httpx.Response:
+    def upload(
+        self, key: str, name: str, members: dict[str, bytes] | None = None, **fields: str
+    ) -> httpx.Response:
         """POST /v1/adapters with the files of an adapter, by their names in a PEFT directory."""
         files = {FIELDS[file]: (file, raw) for file, raw in (members or make_members()).items()}
         with self.client(key) as client:
@@ -85,7 +87,9 @@ def running_platform(directory: Path, engine: ScriptedEngine, **settings: Any) -
     templates = ChatTemplates(tokenizer)
     limits = AdapterLimits(max_lora_rank=chosen.max_lora_rank, vocab_size=257)
     base = BaseModel("base", SHAPE, limits, GenerationDefaults(), 1)
-    catalog = ModelCatalog(base, Catalog(Registry(database), FileStore(directory / "adapters")), templates, engine)
+    catalog = ModelCatalog(
+        base, Catalog(Registry(database), FileStore(directory / "adapters")), templates, engine
+    )
     admission = Admission(
         max_requests=chosen.max_concurrent_requests,
         max_per_tenant=chosen.max_concurrent_per_tenant,

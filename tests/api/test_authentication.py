@@ -30,7 +30,9 @@ def routes(platform: Platform) -> list[tuple[str, str]]:
     """Method and path of every route, with something for each parameter."""
     found = list(walk(make_router(platform.services).routes))
     assert len(found) >= 15
-    return [(method, route.path.replace("{", "").replace("}", "")) for route in found for method in route.methods]
+    return [
+        (method, route.path.replace("{", "").replace("}", "")) for route in found for method in route.methods
+    ]
 
 
 def ask(platform: Platform, method: str, path: str, headers: dict[str, str]) -> httpx.Response:
@@ -48,7 +50,15 @@ def test_the_public_paths_are_the_two_that_health_checks_need() -> None:
 
 
 def test_a_route_that_does_not_exist_is_closed_too(platform: Platform) -> None:
-    for path in ("/", "/docs", "/openapi.json", "/v1/nothing", "/healthz/", "//healthz", "/readyz/../metrics"):
+    for path in (
+        "/",
+        "/docs",
+        "/openapi.json",
+        "/v1/nothing",
+        "/healthz/",
+        "//healthz",
+        "/readyz/../metrics",
+    ):
         assert ask(platform, "GET", path, {}).status_code == 401, path
 
 
@@ -66,14 +76,24 @@ def test_what_is_the_operators_is_closed_to_tenants(platform: Platform) -> None:
     for method, path in routes(platform):
         if path.startswith("/admin") or path == "/metrics":
             answer = ask(platform, method, path, tenant)
-            assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error"), (method, path)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error"), (
+                method,
+                path,
+            )
 
 
 def test_missing_malformed_unknown_and_revoked_keys_get_the_same_answer(platform: Platform) -> None:
     valid = platform.key("closed")
     platform.services.tenancy.revoke_key(valid.split("_")[1])
     unknown = platform.key("closed")[:-1] + "0"
-    headers = [{}, {"Authorization": "Bearer"}, {"Authorization": "Basic abc"}, bearer("sk-x"), bearer(valid), bearer(unknown)]
+    headers = [
+        {},
+        {"Authorization": "Bearer"},
+        {"Authorization": "Basic abc"},
+        bearer("sk-x"),
+        bearer(valid),
+        bearer(unknown),
+    ]
     answers = [ask(platform, "GET", "/v1/models", sent) for sent in headers]
     assert {answer.status_code for answer in answers} == {401}
     assert len({answer.text for answer in answers}) == 1
@@ -86,7 +106,10 @@ def test_a_revoked_key_is_refused_in_the_very_next_request(platform: Platform) -
     with platform.client(ADMIN_KEY) as admin:
         admin.post("/admin/tenants", json={"name": "brief"})
         made = admin.post("/admin/tenants/brief/keys").json()
-        assert post(platform, made["key"], "/v1/completions", {"model": "base", "prompt": "x"}).status_code == 200
+        assert (
+            post(platform, made["key"], "/v1/completions", {"model": "base", "prompt": "x"}).status_code
+            == 200
+        )
         assert admin.delete(f"/admin/keys/{made['key_id']}").json()["revoked"] is True
     assert post(platform, made["key"], "/v1/completions", {"model": "base", "prompt": "x"}).status_code == 401
 
@@ -96,10 +119,14 @@ def test_a_key_is_shown_once_and_kept_as_a_hash(platform: Platform) -> None:
         admin.post("/admin/tenants", json={"name": "shown"})
         made = admin.post("/admin/tenants/shown/keys", json={"adapter": "mine"}).json()
         listed = admin.get("/admin/tenants/shown/keys").json()["data"]
-    assert [(key["key_id"], key["adapter"], key["revoked"]) for key in listed] == [(made["key_id"], "mine", False)]
+    assert [(key["key_id"], key["adapter"], key["revoked"]) for key in listed] == [
+        (made["key_id"], "mine", False)
+    ]
     assert "key" not in listed[0]
     secret = made["key"].split("_")[2]
-    assert not any(secret.encode() in path.read_bytes() for path in platform.directory.rglob("*") if path.is_file())
+    assert not any(
+        secret.encode() in path.read_bytes() for path in platform.directory.rglob("*") if path.is_file()
+    )
 
 
 def test_tenants_and_keys_that_cannot_be_are_refused(platform: Platform) -> None:
@@ -119,5 +146,8 @@ def test_tenants_and_keys_that_cannot_be_are_refused(platform: Platform) -> None
 def test_keys_survive_a_restart(tmp_path: Path) -> None:
     with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")])) as first:
         key = first.key("stays")
-    with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")])) as second, second.client(key) as client:
+    with (
+        running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")])) as second,
+        second.client(key) as client,
+    ):
         assert client.get("/v1/models").status_code == 200
