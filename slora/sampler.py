@@ -82,17 +82,28 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
 
 
 def _draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """int64 [B]: inverse-transform sampling over the distribution that temperature, top-k and top-p leave."""
-    probabilities = torch.softmax(logits / batch.temperature, dim=-1)
-    if not batch.filtered:
-        return _invert(probabilities, batch.uniform)
+    """int64 [B]: inverse-transform sampling over the distribution that temperature, top-k and top-p leave.
+
+    Always in the order of token ids: a row must not depend on whether another one asked for top-k or top-p.
+    """
+    # From the greatest one down: a tiny temperature must not carry logits to infinity.
+    peaks = logits.amax(dim=-1, keepdim=True)
+    probabilities = torch.softmax((logits - peaks) / batch.temperature, dim=-1)
+    if batch.filtered:
+        probabilities = probabilities * _kept(probabilities, batch)
+    return _invert(probabilities, batch.uniform)
+
+
+def _kept(probabilities: Tensor, batch: SamplingBatch) -> Tensor:
+    """bool [B, V]: the tokens that top-k leaves, and of those the nucleus: top_p is a share of what top-k left."""
     ordered, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(ordered.shape[1], device=ordered.device)
-    # Nucleus: a token stays while the mass before it is below top_p, so the first one always does.
-    before = ordered.cumsum(dim=-1) - ordered
-    kept = (ranks < batch.top_k) & (before < batch.top_p)
-    chosen = _invert(ordered * kept, batch.uniform)
-    return tokens.gather(1, chosen.unsqueeze(1)).squeeze(1)
+    among_top = torch.arange(ordered.shape[1], device=ordered.device) < batch.top_k
+    left = ordered * among_top
+    # A token stays while the mass before it is below top_p, so the first one always does. Rounding may carry the
+    # sum to 1 before the last token: a top_p of 1 is no filter.
+    before = left.cumsum(dim=-1) - left
+    nucleus = (before < batch.top_p * left.sum(dim=-1, keepdim=True)) | (batch.top_p >= 1)
+    return torch.zeros_like(nucleus).scatter_(1, tokens, among_top & nucleus)
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:

@@ -1,12 +1,48 @@
-"""Switches Triton to its interpreter where there is no GPU, before any test imports it.
-
-Triton reads the switch when a kernel or one of its own library functions is defined, and transformers imports
-Triton, so a test folder's own conftest would come too late.
-"""
+"""Options of the whole test run, and the switches that must be set before a test module is imported."""
 
 import os
-from pathlib import Path
+import sys
+from collections.abc import Callable
 
-# NVIDIA's and AMD's device files; asking torch would import it into tests of processes that never do.
-if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
+import pytest
+import torch
+from hypothesis import settings
+
+# Triton reads this when a kernel is defined, and transformers imports triton.
+if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
+    assert "triton" not in sys.modules, "triton was imported before TRITON_INTERPRET=1 could be set"
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Machines differ in speed; a slow one must not fail a test for it.
+settings.register_profile("test", deadline=None)
+settings.register_profile("soak", deadline=None, max_examples=1000)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="the same tests with large counts; up to an hour")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("soak" if config.getoption("--soak") else "test")
+
+
+@pytest.fixture(scope="session")
+def soak(request: pytest.FixtureRequest) -> bool:
+    """Whether counts may be large: minutes for a test, not seconds."""
+    return bool(request.config.getoption("--soak"))
+
+
+_FIGURES: list[str] = []
+
+
+@pytest.fixture(scope="session")
+def report() -> Callable[[str], None]:
+    """Takes a line of figures that a test found; all of them are printed when the run ends."""
+    return _FIGURES.append
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _FIGURES:
+        terminalreporter.section("figures")
+        for line in _FIGURES:
+            terminalreporter.line(line)

@@ -1,0 +1,12 @@
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from tests.support.model_kit import ModelKit, make_kit
+
+
+@pytest.fixture(scope="session")
+def kits(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelKit]:
+    """The kit of a model by name, made when it is first asked for."""
+    return cache(lambda name: make_kit(tmp_path_factory.mktemp(name), name))

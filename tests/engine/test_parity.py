@@ -1,0 +1,161 @@
+"""Token for token what transformers + peft say: all kinds of adapters in one mixed batch, greedy, 64 tokens."""
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from slora import LLM, SamplingParams
+from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
+from tests.support.model_kit import ModelKit, make_kit
+from tests.support.oracle import Oracle, Verdict
+from tests.support.peft_adapters import KINDS
+from tests.support.tiny_models import MODELS, VOCAB_SIZE
+
+Kits = Callable[[str], ModelKit]
+# On both sides of a page's 16 tokens, and longer than two.
+LENGTHS = (1, 2, 7, 15, 16, 17, 40)
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Prompts and the kind of each one's adapter, in the order in which they are asked."""
+
+    prompts: list[list[int]]
+    kinds: list[str | None]
+
+
+def mix(kit: ModelKit, prompts_each: int, seed: int = 0) -> Work:
+    """`prompts_each` random prompts for the base and for each adapter, shuffled."""
+    rng = random.Random(seed)
+    kinds = [None, *kit.adapters] * prompts_each
+    rng.shuffle(kinds)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice(LENGTHS))] for _ in kinds]
+    return Work(prompts, kinds)
+
+
+def answer(llm: LLM, kit: ModelKit, work: Work, params: SamplingParams = GREEDY) -> list[list[int]]:
+    adapters = [kit.path(kind) for kind in work.kinds]
+    answers = [output.token_ids for output in llm.generate(work.prompts, params, adapters)]
+    assert all(len(tokens) == params.max_tokens for tokens in answers)
+    llm.check()
+    return answers
+
+
+def judge(oracle: Oracle, work: Work, answers: list[list[int]]) -> Verdict:
+    verdicts = map(oracle.judge, work.prompts, answers, work.kinds)
+    return sum(verdicts, Verdict())
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_kind_of_adapter_in_one_batch_answers_as_peft_does(
+    kits: Kits, report: Callable[[str], None], model: str, kernels: str, *, soak: bool
+) -> None:
+    kit = kits(model)
+    work = mix(kit, prompts_each=40 if soak else 4)
+    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(4000))
+    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    report(f"parity of {model} with {kernels} kernels: {verdict}")
+    assert verdict.equal, verdict
+
+
+def test_the_oracle_tells_each_adapter_from_the_base_and_from_each_other(kits: Kits) -> None:
+    kit = kits("llama")
+    work = mix(kit, prompts_each=1)
+    answers = answer(LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(400)), kit, work)
+    for offset in range(1, len(work.kinds)):
+        mistaken = Work(work.prompts, [*work.kinds[offset:], *work.kinds[:offset]])
+        for row in zip(mistaken.prompts, answers, mistaken.kinds, strict=True):
+            assert kit.oracle.judge(*row).wrong > 10
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_parity_holds_when_prompts_are_computed_in_chunks(kits: Kits, model: str, kernels: str) -> None:
+    kit = kits(model)
+    work = mix(kit, prompts_each=2, seed=1)
+    assert max(len(prompt) for prompt in work.prompts) > 3 * 11
+    settings = {"max_num_seqs": 9, "max_num_batched_tokens": 11}
+    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(400), **settings)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_parity_holds_when_requests_are_preempted(kits: Kits, model: str, kernels: str) -> None:
+    kit = kits(model)
+    work = mix(kit, prompts_each=3, seed=2)
+    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(70), max_model_len=128)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    assert llm.stats().preemptions > 0
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_parity_holds_when_adapters_are_evicted_and_come_back(kits: Kits, model: str, kernels: str) -> None:
+    kit = kits(model)
+    work = mix(kit, prompts_each=2, seed=3)
+    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(28), max_model_len=128)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    stats = llm.stats()
+    assert stats.adapter_evictions > 0
+    assert stats.adapter_loads > len(kit.adapters), "no adapter was loaded twice"
+    assert verdict.equal, verdict
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU is here: Triton runs natively, in test_gpu.py"
+)
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_triton_kernels_in_the_interpreter_answer_as_peft_does(
+    tmp_path: Path, model: str, *, soak: bool
+) -> None:
+    kinds = {kind: KINDS[kind] for kind in ("r8_on_q_and_v", "patterns")}
+    kit = make_kit(tmp_path, model, kinds, num_hidden_layers=2)
+    work = Work([list(range(17)), [5], [9, 8, 7]], [None, *kinds])
+    params = SamplingParams(max_tokens=64 if soak else 3, temperature=0.0, ignore_eos=True)
+    llm = LLM(kit.directory, kernels="triton", pool_bytes=kit.pool_bytes(100), max_model_len=128)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work, params))
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bit_answers_are_as_near_to_the_truth_as_those_of_transformers(
+    kits: Kits, report: Callable[[str], None], dtype: str, kernels: str
+) -> None:
+    """The truth: log-probabilities in float32 of weights rounded to 16 bits. Both programs round in between."""
+    kit = kits("qwen2")
+    work = mix(kit, prompts_each=2, seed=4)
+    params = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True, logprobs=0)
+    llm = LLM(kit.directory, dtype=dtype, kernels=kernels, pool_bytes=kit.pool_bytes(400, dtype=dtype))
+    outputs = llm.generate(work.prompts, params, [kit.path(kind) for kind in work.kinds])
+    ours = torch.tensor([[entry.logprob for entry in output.logprobs or ()] for output in outputs])
+    answers = [output.token_ids for output in outputs]
+    rounded = Oracle(kit.directory, kit.adapters, getattr(torch, dtype))
+    theirs = chosen_logprobs(rounded, work, answers)
+    truth = chosen_logprobs(rounded.in_float32(), work, answers)
+    our_error, their_error = (ours - truth).abs(), (theirs - truth).abs()
+    report(
+        f"{dtype} with {kernels} kernels, error of log-probabilities: mean {our_error.mean():.5f}, "
+        f"largest {our_error.max():.4f}; of transformers + peft {their_error.mean():.5f}, {their_error.max():.4f}"
+    )
+    assert our_error.mean() < 1.3 * their_error.mean()
+    assert our_error.max() < 2 * their_error.max()
+
+
+def chosen_logprobs(oracle: Oracle, work: Work, answers: list[list[int]]) -> torch.Tensor:
+    """float32 [requests, tokens]: how likely the oracle finds each token of the answers."""
+    rows = []
+    for prompt, tokens, kind in zip(work.prompts, answers, work.kinds, strict=True):
+        logprobs = oracle.answer_logits(prompt, tokens, kind).log_softmax(dim=-1)
+        rows.append(logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0])
+    return torch.stack(rows)

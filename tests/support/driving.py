@@ -1,0 +1,66 @@
+"""An engine driven by hand: requests join between the steps that a test says."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from slora.engine import Engine
+from slora.engine_config import EngineConfig
+from slora.model_config import ModelConfig
+from slora.request import EngineRequest, FinishReason, StepOutput
+from slora_adapters.source import AdapterSource, DirectorySource
+from slora_adapters.version import AdapterVersion
+from tests.support.cpu_kernels import KERNELS
+from tests.support.model_kit import ModelKit
+
+
+@dataclass(slots=True)
+class Answer:
+    """What the engine said of one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: FinishReason | None = None
+    error: Exception | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.reason is not None or self.error is not None
+
+    def take(self, output: StepOutput) -> None:
+        assert not self.ended, "an ended request spoke again"
+        self.error = output.error
+        if output.delta is not None:
+            self.token_ids.extend(output.delta.token_ids)
+            self.logprobs.extend(entry.logprob for entry in output.delta.logprobs or ())
+            self.reason = output.delta.finish_reason
+
+
+def make_source(kit: ModelKit, dtype: str = "float32") -> tuple[DirectorySource, dict[str, AdapterVersion]]:
+    """A source that loads at once, and the versions of the kit's adapters by kind."""
+    source = DirectorySource(ModelConfig.from_directory(kit.directory).shape(dtype), dtype, num_threads=0)
+    return source, {kind: source.add(path) for kind, path in kit.adapters.items()}
+
+
+def make_engine(kit: ModelKit, source: AdapterSource, num_pages: int, **settings: int | str) -> Engine:
+    settings = {"kernels": KERNELS, "dtype": "float32", "pool_bytes": kit.pool_bytes(num_pages), **settings}
+    config = EngineConfig(kit.directory, device="cpu", **settings)  # type: ignore[arg-type]
+    return Engine(config, ModelConfig.from_directory(kit.directory), source)
+
+
+def drive(engine: Engine, arrivals: Iterable[list[EngineRequest]]) -> dict[str, Answer]:
+    """Adds each list of requests before another step, then steps until all have ended."""
+    answers: dict[str, Answer] = defaultdict(Answer)
+    for requests in arrivals:
+        for request in requests:
+            engine.add(request)
+        step(engine, answers)
+    while engine.num_unfinished:
+        step(engine, answers)
+    engine.check()
+    return answers
+
+
+def step(engine: Engine, answers: dict[str, Answer]) -> None:
+    for output in engine.step():
+        answers[output.request_id].take(output)

@@ -1,0 +1,82 @@
+"""transformers + peft as the judge of our tokens, by teacher forcing: one forward pass over prompt and answer.
+
+Two float32 programs that add in different orders may disagree where two tokens are all but equally likely. Equal
+therefore means: the same token, or a margin between the judge's two best below `MARGIN`; the excused are counted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.support.peft_adapters import quiet_peft
+
+MARGIN = 1e-4
+MOST_EXCUSED = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """positions: tokens judged. excused: they differ from the judge's, who was undecided. wrong: what remains."""
+
+    positions: int = 0
+    excused: int = 0
+    wrong: int = 0
+
+    def __add__(self, other: "Verdict") -> "Verdict":
+        return Verdict(
+            self.positions + other.positions, self.excused + other.excused, self.wrong + other.wrong
+        )
+
+    @property
+    def equal(self) -> bool:
+        return self.wrong == 0 and self.excused <= MOST_EXCUSED * self.positions
+
+
+class Oracle:
+    """The model in `directory` with PEFT adapters loaded by name. Judges one request at a time."""
+
+    def __init__(
+        self, directory: Path, adapters: dict[str, Path], dtype: torch.dtype = torch.float32
+    ) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+        for name, path in adapters.items():
+            self._load(name, path)
+
+    def in_float32(self) -> "Oracle":
+        """The same weights, as they were rounded, with arithmetic in float32. Changes this oracle."""
+        self._model = self._model.float()
+        return self
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int], adapter: str | None) -> Tensor:
+        """float32 [T, vocab_size]: row t says what comes after token t."""
+        inputs = torch.tensor([list(token_ids)])
+        if not isinstance(self._model, PeftModel):
+            return self._model(inputs).logits[0].float()
+        if adapter is None:
+            with self._model.disable_adapter():
+                return self._model(inputs).logits[0].float()
+        self._model.set_adapter(adapter)
+        return self._model(inputs).logits[0].float()
+
+    def answer_logits(self, prompt: Sequence[int], answer: Sequence[int], adapter: str | None) -> Tensor:
+        """float32 [len(answer), vocab_size]: what each token of the answer was chosen from."""
+        return self.logits([*prompt, *answer], adapter)[len(prompt) - 1 : -1]
+
+    def judge(self, prompt: Sequence[int], answer: Sequence[int], adapter: str | None) -> Verdict:
+        best, tokens = self.answer_logits(prompt, answer, adapter).topk(2, dim=-1)
+        differs = tokens[:, 0] != torch.tensor(list(answer))
+        undecided = best[:, 0] - best[:, 1] < MARGIN
+        return Verdict(len(answer), int((differs & undecided).sum()), int((differs & ~undecided).sum()))
+
+    def _load(self, name: str, path: Path) -> None:
+        with quiet_peft():
+            if isinstance(self._model, PeftModel):
+                self._model.load_adapter(path, adapter_name=name)
+            else:
+                self._model = PeftModel.from_pretrained(self._model, path, adapter_name=name)

@@ -1,0 +1,61 @@
+"""Adapters made and saved by PEFT itself: what users bring."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
+
+# One of each kind that must be served, by fields of LoraConfig.
+KINDS: dict[str, dict[str, object]] = {
+    "r8_on_q_and_v": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
+    "r16_on_all_seven": {"r": 16, "lora_alpha": 16},
+    "odd_rank": {"r": 5, "lora_alpha": 7},
+    "patterns": {
+        "r": 4,
+        "lora_alpha": 9,
+        "rank_pattern": {"q_proj": 9, r"layers\.1\..*(v|up)_proj": 2},
+        "alpha_pattern": {"mlp.down_proj": 5, r"layers\.(0|2)\.self_attn\.\w+": 13},
+    },
+    "rslora": {"r": 7, "lora_alpha": 4, "use_rslora": True},
+    "some_layers": {
+        "r": 12,
+        "lora_alpha": 24,
+        "target_modules": ["k_proj", "o_proj", "gate_proj", "down_proj"],
+        "layers_to_transform": [0, 2],
+        "layers_pattern": "layers",
+    },
+}
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    with warnings.catch_warnings():  # PEFT 0.21 reads an attribute that transformers 5.2x renamed
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
+
+
+def make_adapter(
+    directory: Path,
+    base: PreTrainedModel,
+    *,
+    seed: int = 0,
+    std: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    **lora: object,
+) -> PeftModel:
+    """Puts an adapter with random A and B on `base`, which PEFT changes, and saves it. `lora`: fields of LoraConfig."""
+    random = torch.Generator().manual_seed(seed)
+    fields = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **lora}
+    with quiet_peft():
+        model = get_peft_model(base, LoraConfig(**fields))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=random) * std)
+                parameter.data = parameter.data.to(dtype)
+    model.save_pretrained(directory)
+    return model
