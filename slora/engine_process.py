@@ -252,7 +252,8 @@ def end_with_stdin() -> None:
     """Ends this process when standard input does: the parent holds the other end, alive as long as it is."""
 
     def watch() -> None:
-        while sys.stdin.buffer.read(4096):
+        # Not sys.stdin: its lock, held here, would turn an exit with a code into an abort.
+        while os.read(0, 4096):
             pass
         os._exit(0)
 
