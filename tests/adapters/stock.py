@@ -1,0 +1,93 @@
+"""A file store with a few valid adapters in it, and a way to hold up its reads."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from threading import Event, Lock
+
+import numpy as np
+
+from slora_adapters.bundle import bundle
+from slora_adapters.file_store import FileStore
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.packing import PackedAdapter, pack
+from slora_adapters.peft_directory import read_adapter
+from slora_adapters.version import AdapterVersion
+from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, write_directory
+
+
+class Stock:
+    """Adapters by number, each with weights of its own; `packed` is what a loader must produce of it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.store_path = root / "store"
+        self.store = FileStore(self.store_path)
+        self.packed: dict[str, PackedAdapter] = {}
+
+    def add(self, number: int, rank: int = 2) -> str:
+        """The digest of a new adapter."""
+        folder = write_directory(
+            self.root / f"adapter-{number}",
+            make_members(make_config(r=rank), make_tensors(rank, seed=number)),
+        )
+        adapter = read_adapter(folder, SHAPE, AdapterLimits())
+        self.store.put(adapter.digest, bundle(adapter, folder))
+        self.packed[adapter.digest] = pack(adapter, SHAPE, "float32")
+        return adapter.digest
+
+    def damage(self, digest: str) -> None:
+        """Flips one bit of the weights at rest."""
+        path = self.store_path / "blobs" / digest[:2] / digest / "adapter_model.safetensors"
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+
+    def assert_same(self, version: AdapterVersion, packed: PackedAdapter) -> None:
+        expected = self.packed[version.digest]
+        assert packed.layout.num_segments == expected.layout.num_segments
+        assert np.array_equal(packed.layout.groups, expected.layout.groups)
+        assert np.array_equal(packed.layout.modules, expected.layout.modules)
+        assert np.array_equal(packed.scales, expected.scales)
+        assert np.array_equal(packed.buffer, expected.buffer)
+
+
+class GatedStore:
+    """A store whose reads of some digests wait until they are let through; it counts reads."""
+
+    def __init__(self, store: FileStore) -> None:
+        self._store = store
+        self._lock = Lock()
+        self.gates: dict[str, Event] = {}
+        self.reads: list[str] = []
+
+    def hold(self, digest: str) -> Event:
+        self.gates[digest] = Event()
+        return self.gates[digest]
+
+    def fetch(self, digest: str) -> dict[str, memoryview]:
+        with self._lock:
+            self.reads.append(digest)
+        if digest in self.gates:
+            assert self.gates[digest].wait(20)
+        return self._store.fetch(digest)
+
+    def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
+        self._store.put(digest, members)
+
+    def exists(self, digest: str) -> bool:
+        return self._store.exists(digest)
+
+    def delete(self, digest: str) -> None:
+        self._store.delete(digest)
+
+    def distrust(self, digest: str) -> bool:
+        return self._store.distrust(digest)
+
+    def digests(self) -> Iterator[str]:
+        return self._store.digests()
+
+    def check(self) -> None:
+        self._store.check()
+
+    def close(self) -> None:
+        self._store.close()

@@ -1,0 +1,121 @@
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slora_adapters.bundle import unbundle
+from slora_adapters.catalog import Catalog
+from slora_adapters.database import Database
+from slora_adapters.errors import AdapterCorrupt, AdapterNotFound, BadAdapterName, StoreUnavailable
+from slora_adapters.file_store import FileStore
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft_directory import read_adapter
+from slora_adapters.registry import Change, Registry
+from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, write_directory
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    database = Database(tmp_path / "slora.db")
+    yield Catalog(Registry(database), FileStore(tmp_path / "store"))
+    database.close()
+
+
+def _publish(catalog: Catalog, folder: Path, tenant: str = "t1", name: str = "a", **what) -> Change:
+    write_directory(folder, make_members(**what))
+    return catalog.publish(tenant, name, read_adapter(folder, SHAPE, AdapterLimits()), folder)
+
+
+def test_a_published_adapter_can_be_fetched_and_has_its_digest(catalog: Catalog, tmp_path: Path) -> None:
+    config = make_config(alpha_pattern={"q_proj": 5, "layers.0.*": 7}, base_model_name_or_path="/home/secret")
+    change = _publish(catalog, tmp_path / "up", config=config, chat_template_dot_jinja="{{ m }}")
+    digest = change.record.version.digest
+    members = catalog.store.fetch(digest)
+    adapter = unbundle(members, digest, SHAPE, AdapterLimits())
+    assert adapter.config.alpha_patterns == (("q_proj", 5.0), ("layers.0.*", 7.0)), (
+        "order decides, and is kept"
+    )
+    assert change.record.details.extras.chat_template == "{{ m }}"
+    whole = b"".join(bytes(view) for view in members.values())
+    assert b"secret" not in whole and b"{{ m }}" not in whole, "a blob may be shared with other tenants"
+
+
+def test_two_tenants_share_the_bytes_and_the_last_one_takes_them_away(
+    catalog: Catalog, tmp_path: Path
+) -> None:
+    first = _publish(catalog, tmp_path / "1", "t1")
+    second = _publish(catalog, tmp_path / "2", "t2", chat_template_dot_jinja="other")
+    assert first.record.version.digest == second.record.version.digest
+    assert len(list(catalog.store.digests())) == 1
+    catalog.withdraw("t1", "a")
+    assert len(list(catalog.store.digests())) == 1
+    catalog.withdraw("t2", "a")
+    assert list(catalog.store.digests()) == []
+    with pytest.raises(AdapterNotFound):
+        catalog.withdraw("t2", "a")
+
+
+def test_moving_a_name_drops_the_blob_that_nobody_names_any_more(catalog: Catalog, tmp_path: Path) -> None:
+    old = _publish(catalog, tmp_path / "1")
+    new = _publish(catalog, tmp_path / "2", tensors=make_tensors(seed=1))
+    assert new.orphaned == old.record.version
+    assert list(catalog.store.digests()) == [new.record.version.digest]
+
+
+def test_a_bad_name_stores_nothing(catalog: Catalog, tmp_path: Path) -> None:
+    with pytest.raises(BadAdapterName):
+        _publish(catalog, tmp_path / "1", name="No Good")
+    assert list(catalog.store.digests()) == []
+
+
+def test_sweep_drops_what_a_crash_left_and_nothing_else(catalog: Catalog, tmp_path: Path) -> None:
+    kept = _publish(catalog, tmp_path / "1").record.version.digest
+    catalog.store.put("e" * 64, {"a": b"left by a crash"})
+    with catalog.registry.reservation("f" * 64):
+        catalog.store.put("f" * 64, {"a": b"being uploaded"})
+        assert catalog.sweep() == 1
+        assert sorted(catalog.store.digests()) == sorted([kept, "f" * 64])
+
+
+def test_a_store_that_is_down_does_not_undo_a_deletion(catalog: Catalog, tmp_path: Path) -> None:
+    _publish(catalog, tmp_path / "1")
+    (tmp_path / "store" / "blobs").rename(tmp_path / "store" / "gone")
+    (tmp_path / "store" / "blobs").write_text("not a folder")
+    catalog.withdraw("t1", "a")
+    assert catalog.registry.list("t1") == []
+    with pytest.raises(StoreUnavailable):
+        _publish(catalog, tmp_path / "2")
+    assert catalog.registry.list("t1") == []
+
+
+def test_an_upload_beside_deletions_of_the_same_weights_never_loses_its_blob(
+    catalog: Catalog, tmp_path: Path
+) -> None:
+    """The race that a plain reference count loses: counted zero, uploaded again, deleted."""
+
+    def churn(tenant: str) -> None:
+        for _ in range(15):
+            change = _publish(catalog, tmp_path / tenant, tenant)
+            if not catalog.store.exists(change.record.version.digest):
+                lost.append(tenant)
+            catalog.withdraw(tenant, "a")
+
+    lost: list[str] = []
+    threads = [threading.Thread(target=churn, args=(f"t{n}",)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert lost == []
+    assert list(catalog.store.digests()) == []
+
+
+def test_a_blob_whose_bytes_changed_is_corrupt(catalog: Catalog, tmp_path: Path) -> None:
+    digest = _publish(catalog, tmp_path / "1").record.version.digest
+    members = {name: bytearray(view) for name, view in catalog.store.fetch(digest).items()}
+    members["adapter_model.safetensors"][-1] ^= 1
+    with pytest.raises(AdapterCorrupt, match="has the digest"):
+        unbundle({n: memoryview(raw) for n, raw in members.items()}, digest, SHAPE, AdapterLimits())
+    with pytest.raises(AdapterCorrupt, match="is not valid here"):
+        unbundle({}, digest, SHAPE, AdapterLimits())

@@ -1,0 +1,110 @@
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from slora_adapters.errors import AdapterNotFound, StoreUnavailable, StoreUnfit
+from slora_adapters.redis_store import CHUNK_BYTES, UPLOAD_EXPIRY_S, WARM_EXPIRY_S, open_redis_store
+from slora_adapters.store_url import open_store
+from tests.redis_server import DURABLE, RedisServer
+
+DIGEST = "ab" * 32
+BIG = os.urandom(CHUNK_BYTES * 2 + 5)
+
+
+def test_what_was_put_survives_the_death_of_redis(redis_server: RedisServer) -> None:
+    store = open_store(redis_server.url)
+    store.put(DIGEST, {"a": b"small", "b": BIG})
+    redis_server.kill()
+    redis_server.start()
+    assert {name: bytes(view) for name, view in store.fetch(DIGEST).items()} == {"a": b"small", "b": BIG}
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "'appendonly yes' .it is no."),
+        (
+            ("--appendonly", "yes", "--maxmemory-policy", "allkeys-lru"),
+            "'maxmemory-policy noeviction' .it is allkeys-lru.",
+        ),
+        (("--appendonly", "yes", "--appendfsync", "no"), "'appendfsync everysec' or 'always'"),
+    ],
+)
+def test_a_redis_that_could_lose_adapters_is_refused_as_the_only_store(
+    make_redis: Callable[..., RedisServer], options: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(StoreUnfit, match=message):
+        open_store(make_redis(*options).url)
+
+
+def test_a_durable_redis_that_does_not_answer_is_unavailable(redis_server: RedisServer) -> None:
+    store = open_store(redis_server.url)
+    redis_server.kill()
+    for call in (store.check, lambda: store.fetch(DIGEST), lambda: store.put(DIGEST, {"a": b""})):
+        with pytest.raises(StoreUnavailable):
+            call()
+    with pytest.raises(StoreUnavailable):
+        open_store(redis_server.url)
+    store.close()
+
+
+def test_a_warm_copy_expires_and_each_use_gives_it_a_new_life(make_redis: Callable[..., RedisServer]) -> None:
+    server = make_redis()
+    store = open_redis_store(server.url, durable=False)
+    store.put(DIGEST, {"b": BIG})
+    with server.client() as client:
+        for key in client.keys("*"):
+            assert WARM_EXPIRY_S - 60 < client.ttl(key) <= WARM_EXPIRY_S
+            client.expire(key, 100)
+        store.fetch(DIGEST)
+        assert all(client.ttl(key) > 1000 for key in client.keys("*"))
+        client.delete(next(key for key in client.keys("*") if b":c:" in key))
+    with pytest.raises(AdapterNotFound):
+        store.fetch(DIGEST)
+    store.close()
+
+
+def test_a_durable_blob_never_expires_and_a_replaced_one_leaves_no_chunks(redis_server: RedisServer) -> None:
+    store = open_store(redis_server.url)
+    store.put(DIGEST, {"b": BIG})
+    store.put(DIGEST, {"b": BIG[::-1]})
+    with redis_server.client() as client:
+        assert len(client.keys("*")) == 1 + 3
+        assert {client.ttl(key) for key in client.keys("*")} == {-1}
+        store.delete(DIGEST)
+        assert client.keys("*") == []
+    store.close()
+
+
+def _put_and_die(url: str) -> None:
+    """Dies between the last chunk and the commit."""
+    store = open_redis_store(url, durable=True)
+    store._commit = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
+    store.put(DIGEST, {"b": BIG})
+
+
+def test_an_upload_that_dies_is_never_seen_and_expires(redis_server: RedisServer) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_put_and_die, args=(redis_server.url,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    store = open_store(redis_server.url)
+    assert not store.exists(DIGEST) and list(store.digests()) == []
+    with redis_server.client() as client:
+        keys = client.keys("*")
+        assert len(keys) == 3 and all(0 < client.ttl(key) <= UPLOAD_EXPIRY_S for key in keys)
+    store.close()
+
+
+def test_a_full_redis_refuses_an_upload_and_keeps_what_it_has(make_redis: Callable[..., RedisServer]) -> None:
+    server = make_redis(*DURABLE, "--maxmemory", "14mb")
+    store = open_store(server.url)
+    store.put(DIGEST, {"a": b"small"})
+    with pytest.raises(StoreUnavailable, match="maxmemory"):
+        store.put("cd" * 32, {"b": BIG + BIG})
+    assert bytes(store.fetch(DIGEST)["a"]) == b"small"
+    store.close()
