@@ -1,5 +1,6 @@
 """A file store with a few valid adapters in it, and a way to hold up its reads."""
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from threading import Event, Lock
@@ -41,6 +42,12 @@ class Stock:
         raw = bytearray(path.read_bytes())
         raw[-1] ^= 1
         path.write_bytes(raw)
+
+    def hang(self, digest: str) -> None:
+        """Makes every read of the blob wait for ever: a pipe that nobody writes stands in for a file."""
+        path = self.store_path / "blobs" / digest[:2] / digest / "adapter_config.json"
+        path.unlink()
+        os.mkfifo(path)
 
     def assert_same(self, version: AdapterVersion, packed: PackedAdapter) -> None:
         expected = self.packed[version.digest]

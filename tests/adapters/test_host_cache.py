@@ -162,4 +162,4 @@ class HostCacheMachine(RuleBasedStateMachine):
 
 
 TestHostCacheMachine = HostCacheMachine.TestCase
-TestHostCacheMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestHostCacheMachine.settings = settings(stateful_step_count=40)

@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slora_adapters.name_pattern import NamePattern
@@ -37,7 +37,6 @@ patterns = st.recursive(st.sampled_from(ATOMS + ANCHORS), _repeated, max_leaves=
 names = st.text("ab._q1proj", min_size=1, max_size=10)  # on "" Python itself changed its mind about \B
 
 
-@settings(max_examples=600, deadline=None)
 @given(patterns, names)
 def test_answers_are_those_of_pythons_matcher(pattern: str, name: str) -> None:
     ours = NamePattern(pattern)

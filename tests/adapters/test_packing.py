@@ -2,7 +2,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slora_adapters.adapter import Adapter, AdapterExtras, LoraPair
@@ -50,7 +50,6 @@ def _adapter(shape: ModelShape, ranks: dict[ModuleId, int], seed: int = 0) -> Ad
     return Adapter(CONFIG, MappingProxyType(pairs), "0" * 64, AdapterExtras())
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data(), shapes)
 def test_every_row_comes_back_whatever_the_shape_and_ranks(data: st.DataObject, shape: ModelShape) -> None:
     modules = st.tuples(st.integers(0, shape.num_layers - 1), st.integers(0, 6))

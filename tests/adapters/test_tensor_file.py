@@ -4,7 +4,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
@@ -26,7 +26,6 @@ def _entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, obje
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
 
-@settings(max_examples=60, deadline=None)
 @given(files, st.integers(0, 1 << 30))
 def test_files_of_the_reference_writer_are_read_to_the_byte(contents: dict, seed: int) -> None:
     torch.manual_seed(seed)
@@ -46,7 +45,6 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_damaged_file_is_refused_or_read_as_the_reference_reads_it(data: st.DataObject) -> None:
     header = {"a": _entry("F32", [2, 3], 0, 24), "b": _entry("F16", [4], 24, 32)}
