@@ -102,17 +102,17 @@ def test_putting_a_digest_again_replaces_what_is_there(store: Store) -> None:
     assert not store.exists(DIGEST)
 
 
-@pytest.mark.parametrize("digest", ["", "AB" * 32, "ab" * 31, "../" + "a" * 61, "ab" * 32 + "\n", "{x}"])
-def test_what_is_not_a_digest_is_refused(store: Store, digest: str) -> None:
-    for call in (store.fetch, store.delete, store.exists, lambda bad: store.put(bad, {"a": b""})):
-        with pytest.raises(ValueError, match="is not a digest"):
-            call(digest)
+def test_what_is_not_a_digest_is_refused(store: Store) -> None:
+    for digest in ("", "AB" * 32, "ab" * 31, "../" + "a" * 61, "ab" * 32 + "\n", "{x}"):
+        for call in (store.fetch, store.delete, store.exists, lambda bad: store.put(bad, {"a": b""})):
+            with pytest.raises(ValueError, match="is not a digest"):
+                call(digest)
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a\0b", "x" * 129, "a\n"])
-def test_what_is_not_a_plain_member_name_is_refused(store: Store, name: str) -> None:
-    with pytest.raises(ValueError, match="cannot be a member"):
-        store.put(DIGEST, {"ok": b"", name: b""})
+def test_what_is_not_a_plain_member_name_is_refused(store: Store) -> None:
+    for name in ("", "..", "a/b", ".hidden", "a\0b", "x" * 129, "a\n"):
+        with pytest.raises(ValueError, match="cannot be a member"):
+            store.put(DIGEST, {"ok": b"", name: b""})
     assert not store.exists(DIGEST)
 
 
