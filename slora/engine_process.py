@@ -263,9 +263,13 @@ def end_with_stdin() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="The engine process of slora; started by `slora serve`.")
     parser.add_argument("--config", required=True, help="ProcessConfig as JSON")
-    config = ProcessConfig.from_json(parser.parse_args().config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     end_with_stdin()
+    try:
+        config = ProcessConfig.from_json(parser.parse_args().config)
+    except ConfigError as error:
+        _log.error("%s", error)
+        return 2
     return EngineProcess(config).run()
 
 
