@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slora_kernels.batch import AdapterTables, AttentionBatch, KernelStep, KVGeometry, LoraTiles
-from slora_kernels.layout import GROUPS, SEGMENT_BYTES, LinearGroup
+from slora_kernels.layout import LinearGroup
+from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shrink_tiles
 
 # Context tokens per step of the walk: enough to pay for a dozen torch calls, small enough for the caches.
 COLUMN_TOKENS = 256
@@ -35,19 +36,6 @@ class TilePass:
     rows: Tensor
     sights: list[int]
     keep: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class TileRanks:
-    """One LoRA tile in host numbers; groups[layer][group] and modules[layer][module] as in the tables."""
-
-    first: int
-    tokens: int
-    weight: float
-    pages: list[int]
-    groups: list[list[list[int]]]
-    modules: list[list[list[int]]]
-    scales: list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +83,6 @@ def _plan_attention(batch: AttentionBatch) -> list[TilePass]:
     if prefill:
         passes.append(_plan_pass(prefill, min(TILE_QUERIES, batch.max_query), device))
     return passes
-
-
-def _plan_lora(tiles: LoraTiles, tables: AdapterTables) -> list[TileRanks]:
-    work = tiles.tiles.tolist()
-    slots = tiles.tiles[:, 0].long()
-    columns = zip(
-        work,
-        tiles.weights.tolist(),
-        tables.page_table[slots].tolist(),
-        tables.groups[slots].tolist(),
-        tables.modules[slots].tolist(),
-        tables.scales[slots].tolist(),
-        strict=True,
-    )
-    return [TileRanks(tile[1], tile[2], *rest) for tile, *rest in columns]
 
 
 def _view_layer(pages: Tensor, geometry: KVGeometry, layer: int) -> Tensor:
@@ -183,24 +156,6 @@ def _attend_pass(
     return out.view(kv_heads, n, queries, group, head_dim).permute(1, 2, 0, 3, 4)
 
 
-def _read_rows(
-    pages: Tensor, page_ids: list[int], segment: int, rows: int, width: int, dtype: torch.dtype
-) -> Tensor:
-    """Rows [rows, width] of a packed adapter: a view where one page holds them, else a copy."""
-    page_bytes = pages.shape[1]
-    row_bytes = -(-width * dtype.itemsize // SEGMENT_BYTES) * SEGMENT_BYTES
-    start = segment * SEGMENT_BYTES
-    end = start + rows * row_bytes
-    pieces = []
-    while start < end:
-        page, at = divmod(start, page_bytes)
-        size = min(page_bytes - at, end - start)
-        pieces.append(pages[page_ids[page], at : at + size])
-        start += size
-    joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    return joined.view(dtype).view(rows, -1)[:, :width]
-
-
 class TorchKernels:
     """See `Kernels`. The bridge is [T, max_group_rank] in the model dtype, as matmuls round to."""
 
@@ -211,7 +166,7 @@ class TorchKernels:
     def prepare(
         self, batch: AttentionBatch, tiles: LoraTiles | None, tables: AdapterTables | None
     ) -> KernelStep:
-        lora = _plan_lora(tiles, tables) if tiles is not None and tables is not None else []
+        lora = plan_tiles(tiles, tables) if tiles is not None and tables is not None else []
         return KernelStep(batch, tiles, TorchPlan(_plan_attention(batch), lora))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -271,13 +226,7 @@ class TorchKernels:
         plan, tiles = step.plan, step.tiles
         assert isinstance(plan, TorchPlan) and tiles is not None
         bridge = torch.empty(x.shape[0], tiles.max_group_rank, dtype=x.dtype, device=x.device)
-        group_idx = GROUPS.index(group)
-        for tile in plan.tiles:
-            rank, segment = tile.groups[layer][group_idx]
-            if rank:
-                a = _read_rows(pages, tile.pages, segment, rank, x.shape[1], x.dtype)
-                span = slice(tile.first, tile.first + tile.tokens)
-                bridge[span, :rank] = x[span] @ a.T
+        shrink_tiles(x, bridge, pages, plan.tiles, layer, group)
         return bridge
 
     def expand(
@@ -293,13 +242,4 @@ class TorchKernels:
     ) -> None:
         plan = step.plan
         assert isinstance(plan, TorchPlan)
-        for tile in plan.tiles:
-            span = slice(tile.first, tile.first + tile.tokens)
-            start = 0
-            for module, width in zip(group.modules, widths, strict=True):
-                rank, row, segment = tile.modules[layer][module]
-                if rank:
-                    b = _read_rows(pages, tile.pages, segment, rank, width, out.dtype)
-                    scale = tile.weight * tile.scales[layer][module]
-                    out[span, start : start + width].addmm_(bridge[span, row : row + rank], b, alpha=scale)
-                start += width
+        expand_tiles(out, bridge, pages, plan.tiles, layer, group, widths)

@@ -1,0 +1,236 @@
+"""Paged attention on a CPU, decode and prefill alike: a tile of a sequence's queries and one KV head per item.
+
+A tile walks its context in blocks of keys with an online softmax (arXiv 2205.14135), base 2, float32. Decode reads
+keys straight from the pages; a tile of many queries first copies a block of keys, turned, so that its scores are
+sums of whole rows.
+"""
+
+import numpy as np
+
+from slora_kernels.numba_language import (
+    Array,
+    Float,
+    Job,
+    add_rows,
+    clear,
+    compiled,
+    count_items,
+    dot,
+    exp2,
+    narrow,
+    read_float,
+    read_float_matrix,
+    read_int,
+    read_int32_matrix,
+    read_model_matrix,
+    take_item,
+    take_worker,
+    widen,
+)
+
+# Keys per block: with head dim 64 keys and values are 16 KiB each as float32, beside the scores in L2.
+BLOCK_KEYS = 64
+# Rows (queries times heads of a group) of a tile at most, and from which on turning the keys pays.
+TILE_ROWS = 96
+TURNED_ROWS = 8
+
+_LOW, _ONE = np.float32(-1e30), np.float32(1.0)
+_LOG2_E = np.float32(np.log2(np.e))
+
+
+def count_scratch(head_dim: int) -> int:
+    """Float32 numbers that a worker needs."""
+    return 2 * TILE_ROWS * head_dim + TILE_ROWS * BLOCK_KEYS + 2 * BLOCK_KEYS * head_dim + 2 * TILE_ROWS
+
+
+@compiled
+def carve(scratch: Array, start: int, rows: int, columns: int) -> Array:
+    return scratch[start : start + rows * columns].reshape((rows, columns))
+
+
+@compiled
+def load_queries(rows: Array, q: Array, first_head: int, group: int, scale: Float) -> None:
+    """rows [t * group + g] = q [t, head first_head + g] * scale, of q [tokens, heads * D]."""
+    size = rows.shape[1]
+    for m in range(rows.shape[0]):
+        start = (first_head + m % group) * size
+        source, target = q[m // group, start : start + size], rows[m]
+        for i in range(size):
+            target[i] = widen(source[i]) * scale
+
+
+@compiled
+def find_key(pages: Array, table: Array, key: int, block_tokens: int, start: int, size: int) -> Array:
+    """K (or V, by `start`) of one token: `start` is where the head's block lies in a page."""
+    at = start + key % block_tokens * size
+    return pages[table[key // block_tokens], at : at + size]
+
+
+@compiled
+def load_rows(
+    target: Array, pages: Array, table: Array, first_key: int, block_tokens: int, start: int
+) -> None:
+    """target [n] = K or V of token first_key + n."""
+    for n in range(target.shape[0]):
+        source = find_key(pages, table, first_key + n, block_tokens, start, target.shape[1])
+        row = target[n]
+        for i in range(row.shape[0]):
+            row[i] = widen(source[i])
+
+
+@compiled
+def load_turned(
+    target: Array, pages: Array, table: Array, first_key: int, keys: int, block_tokens: int, start: int
+) -> None:
+    """target [D, n] = K of token first_key + n."""
+    for n in range(keys):
+        source = find_key(pages, table, first_key + n, block_tokens, start, target.shape[0])
+        for i in range(source.shape[0]):
+            target[i, n] = widen(source[i])
+
+
+@compiled
+def score_by_dots(
+    scores: Array,
+    rows: Array,
+    pages: Array,
+    table: Array,
+    first_key: int,
+    keys: int,
+    block_tokens: int,
+    start: int,
+) -> None:
+    for n in range(keys):
+        key = find_key(pages, table, first_key + n, block_tokens, start, rows.shape[1])
+        for m in range(rows.shape[0]):
+            scores[m, n] = dot(rows[m], key)
+
+
+@compiled
+def score_by_rows(scores: Array, rows: Array, turned: Array) -> None:
+    for m in range(rows.shape[0]):
+        clear(scores[m])
+        add_rows(scores[m], rows[m], turned)
+
+
+@compiled
+def soften(scores: Array, peak: Float) -> Float:
+    """scores = 2^(scores - peak); returns their sum."""
+    total = np.float32(0.0)
+    for n in range(scores.shape[0]):
+        weight = exp2(scores[n] - peak)
+        scores[n] = weight
+        total += weight
+    return total
+
+
+@compiled
+def find_peak(scores: Array, low: Float) -> Float:
+    peak = low
+    for n in range(scores.shape[0]):
+        peak = max(peak, scores[n])
+    return peak
+
+
+@compiled
+def multiply(row: Array, factor: Float) -> None:
+    for i in range(row.shape[0]):
+        row[i] *= factor
+
+
+@compiled
+def take_in(sums: Array, state: Array, scores: Array, values: Array) -> None:
+    """One row's step of the online softmax; state is (peak, total)."""
+    peak = find_peak(scores, state[0])
+    decay = exp2(state[0] - peak)
+    state[0] = peak
+    state[1] = state[1] * decay + soften(scores, peak)
+    if decay < _ONE:
+        multiply(sums, decay)
+    add_rows(sums, scores, values)
+
+
+@compiled
+def attend_tile(
+    rows: Array,
+    sums: Array,
+    state: Array,
+    scratch: Array,
+    pages: Array,
+    table: Array,
+    before: int,
+    group: int,
+    block_tokens: int,
+    start: int,
+    side: int,
+) -> None:
+    """rows [M, D] scaled queries, row m sees before + m // group + 1 tokens -> sums [M, D], state [M, 2]."""
+    num_rows, size = rows.shape
+    scores = carve(scratch, 0, num_rows, BLOCK_KEYS)
+    turned = carve(scratch, TILE_ROWS * BLOCK_KEYS, size, BLOCK_KEYS)
+    values = carve(scratch, (TILE_ROWS + size) * BLOCK_KEYS, BLOCK_KEYS, size)
+    visible = before + (num_rows - 1) // group + 1
+    for key in range(0, visible, BLOCK_KEYS):
+        keys = min(BLOCK_KEYS, visible - key)
+        if num_rows < TURNED_ROWS:
+            score_by_dots(scores, rows, pages, table, key, keys, block_tokens, start)
+        else:
+            load_turned(turned, pages, table, key, keys, block_tokens, start)
+            score_by_rows(scores, rows, turned)
+        load_rows(values[:keys], pages, table, key, block_tokens, start + side)
+        for m in range(num_rows):
+            seen = min(keys, before + m // group + 1 - key)
+            if seen > 0:
+                take_in(sums[m], state[m], scores[m, :seen], values[:seen])
+
+
+# Fields of an attention job; tiles [n, 4] are (sequence, first token, tokens, KV tokens before the first).
+Q, PAGES, OUT, TILES, BLOCK_TABLES, SCRATCH, KV_HEADS, GROUP, HEAD_DIM, BLOCK_TOKENS, LAYER_START, SCALE = (
+    range(12)
+)
+
+
+def attend_worker(job: Job) -> None:
+    """Items: tiles times KV heads."""
+    q, pages, out = read_model_matrix(job, Q), read_model_matrix(job, PAGES), read_model_matrix(job, OUT)
+    tiles, block_tables = read_int32_matrix(job, TILES), read_int32_matrix(job, BLOCK_TABLES)
+    kv_heads, group, size = read_int(job, KV_HEADS), read_int(job, GROUP), read_int(job, HEAD_DIM)
+    block_tokens, scale = read_int(job, BLOCK_TOKENS), read_float(job, SCALE) * _LOG2_E
+    head_elements = block_tokens * size
+    scratch = read_float_matrix(job, SCRATCH)[take_worker(job)]
+    item = take_item(job)
+    while item < count_items(job):
+        b, first, tokens, before = tiles[item // kv_heads]
+        head, num_rows = item % kv_heads, tokens * group
+        rows = carve(scratch, 0, num_rows, size)
+        sums = carve(scratch, TILE_ROWS * size, num_rows, size)
+        state = carve(scratch, 2 * TILE_ROWS * size, num_rows, 2)
+        load_queries(rows, q[first : first + tokens], head * group, group, scale)
+        clear(scratch[TILE_ROWS * size : (TILE_ROWS + num_rows) * size])
+        for m in range(num_rows):
+            state[m, 0], state[m, 1] = _LOW, np.float32(0.0)
+        start = read_int(job, LAYER_START) + head * head_elements
+        rest = scratch[2 * TILE_ROWS * (size + 1) :]
+        attend_tile(
+            rows,
+            sums,
+            state,
+            rest,
+            pages,
+            block_tables[b],
+            before,
+            group,
+            block_tokens,
+            start,
+            kv_heads * head_elements,
+        )
+        for m in range(num_rows):
+            column = (head * group + m % group) * size
+            write_row(out[first + m // group, column : column + size], sums[m], _ONE / state[m, 1])
+        item = take_item(job)
+
+
+@compiled
+def write_row(out: Array, sums: Array, factor: Float) -> None:
+    for i in range(sums.shape[0]):
+        out[i] = narrow(sums[i] * factor, out)

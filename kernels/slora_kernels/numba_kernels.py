@@ -1,0 +1,322 @@
+"""The fast CPU path: kernels that numba compiles at run time, so no compiler is needed at install or at run time.
+
+Tiles of few tokens and attention run in our own workers on torch's threads; a long tile, a prefill's, is a matmul
+over rows copied out of the pages, which torch does better.
+"""
+
+import struct
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numba
+import torch
+from numba import types
+from torch import Tensor
+
+from slora_kernels import numba_attention, numba_elementwise, numba_lora
+from slora_kernels.batch import AdapterTables, AttentionBatch, KernelStep, KVGeometry, LoraTiles
+from slora_kernels.layout import GROUPS, SEGMENT_BYTES, LinearGroup
+from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shrink_tiles
+from slora_kernels.thread_team import ThreadTeam
+
+# A tile of so many tokens goes through torch's matmuls.
+MATMUL_TOKENS = 24
+# Fewer numbers than this take less time than waking a second thread.
+SERIAL_NUMBERS = 16384
+# Items of a LoRA job are made smaller until there are this many for each thread.
+ITEMS_PER_THREAD = 4
+SHRINK_ROWS = (16, 4)
+EXPAND_COLUMNS = (1024, 256)
+
+_CARRIERS = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.float16: types.int16}
+_WORKERS = (
+    numba_elementwise.rms_norm_worker,
+    numba_elementwise.silu_mul_worker,
+    numba_elementwise.rotate_and_write_kv_worker,
+    numba_attention.attend_worker,
+    numba_lora.shrink_worker,
+    numba_lora.expand_worker,
+)
+Worker = Callable[[Any], None]
+
+
+@cache
+def compile_worker(worker: Worker, dtype: torch.dtype) -> Any:
+    """The worker as a C function for a dtype: compiled once, then kept in numba's cache on disk."""
+    signature = types.void(types.CPointer(_CARRIERS[dtype]))
+    return numba.cfunc(signature, cache=True, fastmath=True, error_model="numpy")(worker)
+
+
+def _pack(field: Tensor | int | float) -> tuple[int, int, int]:
+    """The three words of a field; see `numba_language`."""
+    if isinstance(field, Tensor):
+        if field.dim() == 1:
+            return field.data_ptr(), 1, field.shape[0]
+        assert field.stride(-1) == 1, f"rows of stride {field.stride(-1)}"
+        return field.data_ptr(), field.shape[0], field.stride(0)
+    if isinstance(field, float):
+        return struct.unpack("q", struct.pack("d", field))[0], 0, 0
+    return field, 0, 0
+
+
+@cache
+def _cut_columns(widths: tuple[int, ...], columns: int) -> Tensor:
+    """Blocks of expand, int32 [n, 4]: member of the group, first column in out, in the member, and columns."""
+    blocks, start = [], 0
+    for member, width in enumerate(widths):
+        blocks += [(member, start + c, c, min(columns, width - c)) for c in range(0, width, columns)]
+        start += width
+    return torch.tensor(blocks, dtype=torch.int32)
+
+
+def _cut_queries(batch: AttentionBatch, tile_queries: int) -> Tensor:
+    """Tiles of attention, int32 [n, 4]: sequence, first token, tokens, KV tokens before; the longest first."""
+    starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
+    tiles = []
+    for b, context in enumerate(contexts):
+        tokens = starts[b + 1] - starts[b]
+        for at in range(0, tokens, tile_queries):
+            tiles.append((b, starts[b] + at, min(tile_queries, tokens - at), context - tokens + at))
+    tiles.sort(key=lambda tile: -tile[2] * (tile[3] + tile[2]))
+    return torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class NumbaPlan:
+    """queries: int32 [n, 4], see `_cut_queries`, by heads per KV head, cut when first asked for.
+
+    short: the LoRA tiles of few tokens; long: those that are matmuls.
+    """
+
+    queries: dict[int, Tensor]
+    short: LoraTiles | None
+    long: list[TileRanks]
+
+
+def _split_tiles(tiles: LoraTiles, tables: AdapterTables) -> tuple[LoraTiles | None, list[TileRanks]]:
+    is_long = tiles.tiles[:, 2] >= MATMUL_TOKENS
+    if not is_long.any():
+        return tiles, []
+    long = LoraTiles(tiles.tiles[is_long], tiles.weights[is_long], tiles.max_group_rank)
+    short = LoraTiles(tiles.tiles[~is_long], tiles.weights[~is_long], tiles.max_group_rank)
+    return (short if len(short.weights) else None), plan_tiles(long, tables)
+
+
+class NumbaKernels:
+    """See `Kernels`. The bridge is float32 [T, max_group_rank]. Tensors are a CPU's, with contiguous rows."""
+
+    name = "numba"
+    # A tile is either read once for all its tokens or a matmul: the longer the better.
+    tile_tokens = 1 << 30
+
+    def __init__(self) -> None:
+        self._team = ThreadTeam()
+        self._scratch = torch.empty(0)
+
+    def warm_up(self, geometry: KVGeometry) -> float:
+        """Compiles, or loads from numba's cache, all workers for the geometry's dtype; returns the seconds."""
+        start = time.perf_counter()
+        for worker in _WORKERS:
+            compile_worker(worker, geometry.dtype)
+        return time.perf_counter() - start
+
+    def _run(
+        self,
+        worker: Worker,
+        dtype: torch.dtype,
+        items: int,
+        fields: tuple[Tensor | int | float, ...],
+        *,
+        serial: bool,
+    ) -> None:
+        if items == 0:
+            return
+        job = array("q", (0, 0, items))
+        for field in fields:
+            job.extend(_pack(field))
+        threads = 1 if serial else min(torch.get_num_threads(), items)
+        self._team.run(compile_worker(worker, dtype).address, job.buffer_info()[0], threads)
+
+    def _reserve(self, numbers: int) -> Tensor:
+        """Scratch of `numbers` float32 for each thread, [threads, numbers or more]."""
+        threads = torch.get_num_threads()
+        if self._scratch.numel() < threads * numbers:
+            self._scratch = torch.empty(threads * numbers)
+        return self._scratch[: threads * numbers].view(threads, numbers)
+
+    def prepare(
+        self, batch: AttentionBatch, tiles: LoraTiles | None, tables: AdapterTables | None
+    ) -> KernelStep:
+        short, long = _split_tiles(tiles, tables) if tiles is not None and tables is not None else (None, [])
+        return KernelStep(batch, tiles, NumbaPlan({}, short, long))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype)
+        fields = (x, x, weight, out, eps, 0)
+        serial = x.numel() < SERIAL_NUMBERS
+        self._run(numba_elementwise.rms_norm_worker, x.dtype, x.shape[0], fields, serial=serial)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype)
+        fields = (x, residual, weight, out, eps, 1)
+        serial = x.numel() < SERIAL_NUMBERS
+        self._run(numba_elementwise.rms_norm_worker, x.dtype, x.shape[0], fields, serial=serial)
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
+        serial = gate_up.numel() < SERIAL_NUMBERS
+        worker = numba_elementwise.silu_mul_worker
+        self._run(worker, gate_up.dtype, gate_up.shape[0], (gate_up, out), serial=serial)
+        return out
+
+    def rotate_and_write_kv(
+        self, qkv: Tensor, cos_sin: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: KernelStep
+    ) -> Tensor:
+        fields = (
+            qkv,
+            cos_sin,
+            pages.view(geometry.dtype),
+            step.batch.positions,
+            step.batch.kv_slots,
+            geometry.num_heads,
+            geometry.num_kv_heads,
+            geometry.block_tokens,
+            layer * geometry.block_elements,
+        )
+        serial = qkv.numel() < SERIAL_NUMBERS
+        worker = numba_elementwise.rotate_and_write_kv_worker
+        self._run(worker, geometry.dtype, qkv.shape[0], fields, serial=serial)
+        return qkv.view(qkv.shape[0], -1, geometry.head_dim)[:, : geometry.num_heads]
+
+    def attend(
+        self, q: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: KernelStep, scale: float
+    ) -> Tensor:
+        plan = step.plan
+        assert isinstance(plan, NumbaPlan)
+        group = geometry.group_heads
+        if group not in plan.queries:
+            plan.queries[group] = _cut_queries(step.batch, max(1, numba_attention.TILE_ROWS // group))
+        tiles = plan.queries[group]
+        out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype)
+        assert q.stride(1) == geometry.head_dim and q.stride(2) == 1
+        fields = (
+            q,
+            pages.view(geometry.dtype),
+            out,
+            tiles,
+            step.batch.block_tables,
+            self._reserve(numba_attention.count_scratch(geometry.head_dim)),
+            geometry.num_kv_heads,
+            group,
+            geometry.head_dim,
+            geometry.block_tokens,
+            layer * geometry.block_elements,
+            scale,
+        )
+        items = tiles.shape[0] * geometry.num_kv_heads
+        self._run(numba_attention.attend_worker, geometry.dtype, items, fields, serial=False)
+        return out
+
+    def shrink(
+        self,
+        x: Tensor,
+        pages: Tensor,
+        tables: AdapterTables,
+        layer: int,
+        group: LinearGroup,
+        step: KernelStep,
+    ) -> Tensor:
+        plan, tiles = step.plan, step.tiles
+        assert isinstance(plan, NumbaPlan) and tiles is not None
+        bridge = torch.empty(x.shape[0], tiles.max_group_rank)
+        if plan.short is not None:
+            self._shrink_short(x, bridge, pages, tables, layer, group, plan.short)
+        shrink_tiles(x, bridge, pages, plan.long, layer, group)
+        return bridge
+
+    def _shrink_short(
+        self,
+        x: Tensor,
+        bridge: Tensor,
+        pages: Tensor,
+        tables: AdapterTables,
+        layer: int,
+        group: LinearGroup,
+        tiles: LoraTiles,
+    ) -> None:
+        num_tiles, rank = tiles.tiles.shape[0], tiles.max_group_rank
+        coarse, fine = SHRINK_ROWS
+        enough = num_tiles * -(-rank // coarse) >= ITEMS_PER_THREAD * torch.get_num_threads()
+        rows = coarse if enough else fine
+        blocks = -(-rank // rows)
+        groups = tables.groups.flatten(1)[:, (layer * len(GROUPS) + GROUPS.index(group)) * 2 :]
+        fields = (
+            x,
+            pages.view(x.dtype),
+            bridge,
+            tiles.tiles,
+            tables.page_table,
+            groups,
+            x.shape[1],
+            SEGMENT_BYTES // x.element_size(),
+            blocks,
+            rows,
+        )
+        self._run(numba_lora.shrink_worker, x.dtype, num_tiles * blocks, fields, serial=False)
+
+    def expand(
+        self,
+        out: Tensor,
+        bridge: Tensor,
+        pages: Tensor,
+        tables: AdapterTables,
+        layer: int,
+        group: LinearGroup,
+        step: KernelStep,
+        widths: tuple[int, ...],
+    ) -> None:
+        plan = step.plan
+        assert isinstance(plan, NumbaPlan)
+        if plan.short is not None:
+            self._expand_short(out, bridge, pages, tables, layer, group, plan.short, widths)
+        expand_tiles(out, bridge, pages, plan.long, layer, group, widths)
+
+    def _expand_short(
+        self,
+        out: Tensor,
+        bridge: Tensor,
+        pages: Tensor,
+        tables: AdapterTables,
+        layer: int,
+        group: LinearGroup,
+        tiles: LoraTiles,
+        widths: tuple[int, ...],
+    ) -> None:
+        num_tiles = tiles.tiles.shape[0]
+        coarse, fine = EXPAND_COLUMNS
+        enough = num_tiles * -(-max(widths) // coarse) >= ITEMS_PER_THREAD * torch.get_num_threads()
+        columns = coarse if enough else fine
+        blocks = _cut_columns(widths, columns)
+        first_module = layer * tables.modules.shape[2] + group.modules[0]
+        fields = (
+            out,
+            pages.view(out.dtype),
+            bridge,
+            tiles.tiles,
+            tiles.weights,
+            tables.page_table,
+            tables.modules.flatten(1)[:, first_module * 3 :],
+            tables.scales.flatten(1)[:, first_module:],
+            blocks,
+            torch.tensor([widths], dtype=torch.int32),
+            self._reserve(MATMUL_TOKENS * columns),
+            SEGMENT_BYTES // out.element_size(),
+        )
+        items = num_tiles * blocks.shape[0]
+        self._run(numba_lora.expand_worker, out.dtype, items, fields, serial=False)
