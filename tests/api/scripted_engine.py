@@ -16,7 +16,7 @@ from tests.adapters.hand_made import SHAPE
 EOS = 256
 
 
-def byte_tokenizer() -> Tokenizer:
+def fast_byte_tokenizer() -> FastTokenizer:
     """One token a byte, whose id is the byte; token 256 is the end of text."""
     # ByteLevel's own alphabet, in the order of the bytes that its characters stand for.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -27,8 +27,13 @@ def byte_tokenizer() -> Tokenizer:
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
     fast.add_special_tokens(["<eos>"])
+    return fast
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The same, as the server loads it, with a chat template."""
     template = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
-    return Tokenizer(fast, {"eos_token": "<eos>"}, template)
+    return Tokenizer(fast_byte_tokenizer(), {"eos_token": "<eos>"}, template)
 
 
 def deltas_of(text: bytes, reason: FinishReason = FinishReason.LENGTH) -> list[TokenDelta]:

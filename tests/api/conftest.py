@@ -1,0 +1,33 @@
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.api.served import Served, serving, write_adapter, write_base
+
+
+@dataclass(frozen=True)
+class Kit:
+    """A tiny base model and two adapters of it on disk."""
+
+    base: Path
+    small: Path
+    wide: Path
+
+
+@pytest.fixture(scope="session")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
+    root = tmp_path_factory.mktemp("kit")
+    write_base(root / "base")
+    write_adapter(root / "small", seed=1, r=4, target_modules=["q_proj", "v_proj"])
+    write_adapter(root / "wide", seed=2, r=16)
+    return Kit(root / "base", root / "small", root / "wide")
+
+
+@pytest.fixture(scope="session")
+def server(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server that tests share: they make tenants of their own, and leave its processes alone."""
+    with serving(kit.base, tmp_path_factory.mktemp("server") / "data") as served:
+        served.wait_until_ready()
+        yield served

@@ -1,0 +1,174 @@
+"""`slora serve` as users run it: a process of its own, with its engine and loader, on a free port and a tiny model."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+import psutil
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from tests.api.platform import bearer
+from tests.support.peft_adapters import make_adapter
+from tests.support.tiny_models import make_model, write_model
+
+ADMIN_KEY = "the-operators-own-key"
+READY_S = 120
+# One token for each printable character, so that text tells exactly which tokens were generated, and an end token.
+CHARACTERS = "".join(map(chr, range(32, 127)))
+EOS = len(CHARACTERS)
+_SIZES = {"vocab_size": EOS + 1, "num_hidden_layers": 2, "eos_token_id": EOS}
+T = TypeVar("T")
+_TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+
+
+def write_base(directory: Path) -> None:
+    """A tiny random Llama with a tokenizer of one token a character and a chat template."""
+    write_model(directory, "llama", **_SIZES)
+    vocabulary = {("Ġ" if character == " " else character): at for at, character in enumerate(CHARACTERS)}
+    fast = FastTokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens(["<eos>"])
+    fast.save(str(directory / "tokenizer.json"))
+    config = {"eos_token": "<eos>", "chat_template": _TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def write_adapter(directory: Path, *, seed: int, **lora: object) -> Path:
+    """An adapter of the tiny model, saved by peft."""
+    make_adapter(directory, make_model("llama", **_SIZES), seed=seed, std=0.15, **{"r": 4, **lora})
+    return directory
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's environment without what tests or a developer set for themselves."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLORA_", "TRITON_", "OPENAI_"))
+    }
+    return kept | {"OMP_NUM_THREADS": "1"} | variables
+
+
+@dataclass
+class Served:
+    """A running server. `lines`: what it printed on standard output so far."""
+
+    process: subprocess.Popen[str]
+    data_dir: Path
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        line = self.wait_for_line("listening on ")
+        return line.split("listening on ")[1].split(";")[0]
+
+    def wait_for_line(self, text: str) -> str:
+        """The first printed line that holds `text`."""
+        return wait_for(lambda: next((line for line in list(self.lines) if text in line), None), self.alive)
+
+    def alive(self) -> None:
+        assert self.process.poll() is None, (
+            f"the server ended with code {self.process.returncode}: {self.lines}"
+        )
+
+    def wait_until_ready(self) -> None:
+        def ready() -> bool:
+            return httpx.get(self.url + "/readyz").status_code == 200
+
+        wait_for(lambda: ready() or None, self.alive)
+
+    def client(self, key: str) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers=bearer(key), timeout=60)
+
+    def make_key(self, tenant: str, adapter: str | None = None) -> str:
+        """A new key, through the admin routes; the tenant is made if need be."""
+        with self.client(ADMIN_KEY) as admin:
+            admin.post("/admin/tenants", json={"name": tenant})
+            body = {} if adapter is None else {"adapter": adapter}
+            key: str = admin.post(f"/admin/tenants/{tenant}/keys", json=body).raise_for_status().json()["key"]
+        return key
+
+    def child(self, module: str) -> psutil.Process:
+        """The child process that runs `module`."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(child for child in children if module in child.cmdline())
+
+    def kill_everything(self) -> None:
+        """kill -9, the children first, so that nothing of this server can finish anything."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        for process in (*children, self.process):
+            os.kill(process.pid, signal.SIGKILL)
+        self.process.wait()
+        psutil.wait_procs(children, timeout=10)
+
+
+def wait_for(find: Callable[[], T | None], check: Callable[[], None] = lambda: None) -> T:
+    """What `find` returns as soon as it is not None."""
+    deadline = time.monotonic() + READY_S
+    while (found := find()) is None:
+        check()
+        assert time.monotonic() < deadline, f"it did not happen within {READY_S} s"
+        time.sleep(0.02)
+    return found
+
+
+@contextmanager
+def serving(
+    model: Path | None,
+    data_dir: Path,
+    *flags: str,
+    log: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Served]:
+    """Starts `slora serve`; at the end it is stopped with SIGTERM if it still runs. log: gets standard error."""
+    chosen = ["--port", "0", "--data-dir", str(data_dir), "--device", "cpu", *flags]
+    chosen += (
+        ["--model", str(model), "--kernels", "torch", "--pool-bytes", "8MiB", "--host-cache-bytes", "16MiB"]
+        if model
+        else []
+    )
+    arguments = [
+        sys.executable,
+        "-P",
+        "-c",
+        "from slora_api.cli import main; raise SystemExit(main())",
+        "serve",
+        *chosen,
+    ]
+    variables = environment(SLORA_ADMIN_KEY=ADMIN_KEY) if env is None else dict(env)
+    with (log or Path(os.devnull)).open("a") as errors:
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=errors, text=True, env=variables)
+    served = Served(process, data_dir)
+    reader = threading.Thread(target=_read_lines, args=(process, served.lines))
+    reader.start()
+    try:
+        yield served
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        reader.join()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _read_lines(process: subprocess.Popen[str], lines: list[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line.rstrip("\n"))

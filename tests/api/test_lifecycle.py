@@ -1,0 +1,231 @@
+"""What a server survives: the death of its engine, of its loader, of everything; and how it ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.conftest import Kit
+from tests.api.served import ADMIN_KEY, Served, environment, serving, wait_for
+from tests.api.test_server import upload
+
+ENGINE, LOADER = "slora.engine_process", "slora_adapters.loader_process"
+# Some seconds of work for the tiny model, its whole context.
+LONG = {"model": "base", "prompt": "hello", "max_tokens": 500, "temperature": 0, "ignore_eos": True}
+SHORT = LONG | {"max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def mortal(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server whose processes tests may kill; each leaves it ready."""
+    with serving(kit.base, tmp_path_factory.mktemp("mortal") / "data") as served:
+        served.wait_until_ready()
+        yield served
+
+
+def kill(served: Served, module: str) -> None:
+    os.kill(served.child(module).pid, signal.SIGKILL)
+
+
+def is_ready(served: Served) -> bool:
+    return httpx.get(served.url + "/readyz").status_code == 200
+
+
+def wait_until_running(served: Served, count: int) -> None:
+    """Waits until the engine computes exactly `count` sequences."""
+
+    def found() -> bool | None:
+        with served.client(ADMIN_KEY) as operator:
+            lines = operator.get("/metrics").text.splitlines()
+        return f'vllm:num_requests_running{{model_name="base"}} {count}.0' in lines or None
+
+    wait_for(found)
+
+
+class Reader(threading.Thread):
+    """Sends a long request and reads its answer; `begun` is set at the first byte of it."""
+
+    def __init__(self, served: Served, key: str, body: dict[str, Any]) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+        self.status = 0
+        self.text = ""
+        self._served, self._key, self._body = served, key, body
+
+    def run(self) -> None:
+        with (
+            self._served.client(self._key) as client,
+            client.stream("POST", "/v1/completions", json=self._body) as answer,
+        ):
+            self.status = answer.status_code
+            for part in answer.iter_text():
+                self.text += part
+                self.begun.set()
+
+
+def test_a_killed_engine_fails_what_was_in_flight_clearly_and_comes_back(mortal: Served, kit: Kit) -> None:
+    key = mortal.make_key("engine-dies", "mine")
+    upload(mortal, key, "mine", kit.small)
+    with mortal.client(key) as client:
+        before = client.post("/v1/completions", json=SHORT | {"model": "mine"}).json()["choices"]
+        streaming, waiting = Reader(mortal, key, LONG | {"stream": True}), Reader(mortal, key, LONG)
+        streaming.start()
+        waiting.start()
+        assert streaming.begun.wait(60)
+        wait_until_running(mortal, 2)
+        kill(mortal, ENGINE)
+        streaming.join(60)
+        waiting.join(60)
+        assert streaming.status == 200 and '"code":"engine_unavailable"' in streaming.text
+        assert "[DONE]" not in streaming.text
+        assert waiting.status == 503 and "engine_unavailable" in waiting.text
+        refused = client.post("/v1/completions", json=SHORT)
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+        assert not is_ready(mortal) and httpx.get(mortal.url + "/healthz").status_code == 200
+        mortal.wait_until_ready()
+        assert client.post("/v1/completions", json=SHORT | {"model": "mine"}).json()["choices"] == before
+    with mortal.client(ADMIN_KEY) as operator:
+        assert 'slora_process_restarts_total{process="engine"} 1.0' in operator.get("/metrics").text
+
+
+def test_a_killed_loader_is_noticed_and_comes_back(mortal: Served, kit: Kit) -> None:
+    key = mortal.make_key("loader-dies")
+    kill(mortal, LOADER)
+    wait_for(lambda: None if is_ready(mortal) else True)
+    mortal.wait_until_ready()
+    upload(mortal, key, "after", kit.wide)
+    with mortal.client(key) as client:
+        assert client.post("/v1/completions", json=SHORT | {"model": "after"}).status_code == 200
+
+
+def test_a_client_that_hangs_up_leaves_nothing_in_the_engine(mortal: Served) -> None:
+    key = mortal.make_key("hangs-up")
+    reader = mortal.client(key)
+    request = reader.build_request("POST", "/v1/completions", json=LONG | {"stream": True})
+    answer = reader.send(request, stream=True)
+    next(answer.iter_text())
+    answer.close()
+    reader.close()
+    wait_until_running(mortal, 0)
+
+
+def test_a_second_server_on_the_same_data_is_refused_by_name(mortal: Served, kit: Kit) -> None:
+    code, message = run_until_exit("--model", str(kit.base), "--data-dir", str(mortal.data_dir))
+    assert code == 1 and message.count("\n") == 1
+    assert str(mortal.process.pid) in message and "--data-dir" in message
+    assert is_ready(mortal)
+
+
+def run_until_exit(*flags: str) -> tuple[int, str]:
+    """Exit code and last words of a server that cannot start."""
+    code = "from slora_api.cli import main; raise SystemExit(main())"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, "serve", "--port", "0", *flags],
+        env=environment(), capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+def test_a_server_that_cannot_start_says_why_in_one_line(kit: Kit, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    data = ("--data-dir", str(tmp_path / "data"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        cases = [
+            (("--model", str(tmp_path / "nowhere"), *data), 1, "no model at"),
+            (("--model", str(tmp_path / "empty"), *data), 1, "config.json"),
+            (("--model", str(kit.base), *data, "--port", port), 1, "--port"),
+            (("--model", str(kit.base), *data, "--pool-bytes", "much"), 2, "--pool-bytes is 'much'"),
+            (("--model", str(kit.base), *data, "--store", "s3://bucket"), 1, "s3"),
+            (("--model", str(kit.base), *data, "--store", "redis://127.0.0.1:9"), 1, "127.0.0.1:9"),
+            ((), 2, "--model (SLORA_MODEL)"),
+        ]
+        for flags, expected, words in cases:
+            code, message = run_until_exit(*flags)
+            assert (code, message.count("\n")) == (expected, 1), message
+            assert message.startswith("slora: ") and words in message
+
+
+def test_an_engine_that_can_never_run_ends_the_server_with_its_reason(kit: Kit, tmp_path: Path) -> None:
+    code, message = run_until_exit(
+        "--model", str(kit.base), "--data-dir", str(tmp_path), "--max-num-batched-tokens", "4"
+    )
+    assert code == 1 and "max_num_batched_tokens is 4" in message
+    assert message.splitlines()[-1].startswith("slora: the engine cannot run")
+
+
+def test_sigterm_lets_requests_finish_and_ends_the_children(kit: Kit, tmp_path: Path) -> None:
+    with serving(kit.base, tmp_path / "data") as served:
+        served.wait_until_ready()
+        children = [served.child(module) for module in (ENGINE, LOADER)]
+        reader = Reader(served, served.make_key("t"), LONG | {"stream": True})
+        reader.start()
+        assert reader.begun.wait(60)
+        served.process.send_signal(signal.SIGTERM)
+        reader.join(60)
+        assert reader.text.endswith("data: [DONE]\n\n") and "error" not in reader.text
+        assert served.process.wait(60) == 0
+        assert not any(child.is_running() for child in children)
+
+
+def test_what_is_not_finished_when_the_time_to_drain_is_over_is_told_so(kit: Kit, tmp_path: Path) -> None:
+    with serving(kit.base, tmp_path / "data", "--drain-seconds", "0") as served:
+        served.wait_until_ready()
+        key = served.make_key("t")
+        streaming, waiting = Reader(served, key, LONG | {"stream": True}), Reader(served, key, LONG)
+        waiting.start()
+        streaming.start()
+        assert streaming.begun.wait(60)
+        wait_until_running(served, 2)
+        served.process.send_signal(signal.SIGTERM)
+        streaming.join(60)
+        waiting.join(60)
+        assert streaming.text.rstrip().endswith("}}") and '"code":"server_stopping"' in streaming.text
+        assert waiting.status == 503 and "server_stopping" in waiting.text
+        assert served.process.wait(60) == 0
+
+
+def test_an_adapter_survives_kill_9_of_everything_right_behind_its_201(kit: Kit, tmp_path: Path) -> None:
+    with serving(kit.base, tmp_path / "data") as served:
+        served.wait_until_ready()
+        key = served.make_key("survivor", "mine")
+        created = upload(served, key, "mine", kit.wide)
+        served.kill_everything()
+        assert created.status_code == 201
+    with serving(kit.base, tmp_path / "data") as served:
+        served.wait_until_ready()
+        with served.client(key) as client:
+            assert client.get("/v1/adapters").json()["data"] == [created.json()]
+            answer = client.post("/v1/completions", json=SHORT | {"model": "default"})
+    assert answer.status_code == 200 and answer.headers["x-slora-adapter"] == created.json()["digest"]
+
+
+def test_children_do_not_outlive_a_server_that_is_killed(kit: Kit, tmp_path: Path) -> None:
+    with serving(kit.base, tmp_path / "data") as served:
+        served.wait_until_ready()
+        children = [served.child(module) for module in (ENGINE, LOADER)]
+        served.process.kill()
+        served.process.wait()
+        for child in children:
+            child.wait(30)
+
+
+def test_without_an_admin_key_one_is_made_and_printed_once(kit: Kit, tmp_path: Path) -> None:
+    def start() -> list[str]:
+        with serving(kit.base, tmp_path / "data", env=environment()) as served:
+            served.wait_until_ready()
+        return [line.split()[-1] for line in served.lines if "admin key" in line]
+
+    (key,) = start()
+    assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
+    assert start() == []
+    files = [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
+    assert files and not any(key.encode() in path.read_bytes() for path in files)

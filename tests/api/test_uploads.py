@@ -1,0 +1,254 @@
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from slora_api.uploads import Uploads
+from tests.adapters.hand_made import make_config, make_members, make_tensors, tensor_name
+from tests.api.platform import Platform, post, running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of
+
+MAX_UPLOAD = 300_000
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    directory = tmp_path_factory.mktemp("data")
+    engine = ScriptedEngine([deltas_of(b"ok")])
+    with running_platform(directory, engine, max_upload_bytes=MAX_UPLOAD, max_lora_rank=8) as running:
+        yield running
+
+
+def kept_files(platform: Platform) -> set[Path]:
+    """Everything on disk that an upload could leave behind."""
+    places = (platform.directory / "adapters", platform.directory / "quarantine")
+    return {path for place in places for path in place.rglob("*") if path.is_file()}
+
+
+def test_an_upload_answers_201_with_what_was_understood(platform: Platform) -> None:
+    answer = platform.upload(platform.key("first"), "shout")
+    body = answer.json()
+    assert answer.status_code == 201
+    assert (body["name"], body["rank"], body["target_modules"]) == ("shout", 2, ["q_proj", "down_proj"])
+    assert body["digest"].startswith("sha256:") and len(body["digest"]) == 71
+    assert body["bytes"] == sum(tensor.nbytes for tensor in make_tensors().values())
+    with platform.client(platform.key("first")) as client:
+        assert client.get("/v1/adapters").json()["data"] == [body]
+        assert client.get("/v1/adapters/shout").json() == body
+
+
+def test_an_uploaded_adapter_answers_in_the_next_request_and_a_deleted_one_does_not(
+    platform: Platform,
+) -> None:
+    key = platform.key("quick")
+    body = {"model": "now", "prompt": "x"}
+    assert post(platform, key, "/v1/completions", body).status_code == 404
+    platform.upload(key, "now")
+    assert post(platform, key, "/v1/completions", body).status_code == 200
+    with platform.client(key) as client:
+        assert client.delete("/v1/adapters/now").json() == {
+            "name": "now",
+            "object": "adapter",
+            "deleted": True,
+        }
+        assert client.delete("/v1/adapters/now").status_code == 404
+    assert post(platform, key, "/v1/completions", body).status_code == 404
+
+
+def test_two_tenants_may_use_the_same_name_for_different_adapters(platform: Platform) -> None:
+    one, two = platform.key("same-one"), platform.key("same-two")
+    digests = {
+        platform.upload(one, "mine").json()["digest"],
+        platform.upload(two, "mine", make_members(tensors=make_tensors(seed=5))).json()["digest"],
+    }
+    assert len(digests) == 2
+    with platform.client(one) as client:
+        client.delete("/v1/adapters/mine")
+    with platform.client(two) as client:
+        assert client.get("/v1/adapters/mine").status_code == 200
+
+
+def test_the_same_adapter_again_succeeds_and_another_under_its_name_conflicts(platform: Platform) -> None:
+    key = platform.key("again")
+    other = make_members(tensors=make_tensors(seed=9))
+    first = platform.upload(key, "twice").json()
+    assert platform.upload(key, "twice").status_code == 201
+    conflict = platform.upload(key, "twice", other)
+    assert (conflict.status_code, conflict.json()["error"]["code"]) == (409, "name_taken")
+    assert conflict.headers["x-should-retry"] == "false"
+    replaced = platform.upload(key, "twice", other, replace="true")
+    assert replaced.status_code == 201 and replaced.json()["digest"] != first["digest"]
+
+
+@pytest.mark.parametrize("name", ["", "Upper", "a b", "../x", "a/b", "-a", "x" * 129, "base", "default", "ü"])
+def test_a_name_that_cannot_be_one_is_refused(platform: Platform, name: str) -> None:
+    answer = platform.upload(platform.key("names"), name)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "name")
+
+
+def duplicate_key_header() -> bytes:
+    data = make_members()["adapter_model.safetensors"]
+    size = struct.unpack("<Q", data[:8])[0]
+    header, rest = data[8 : 8 + size].decode().rstrip(), data[8 + size :]
+    entry = json.dumps(tensor_name(0, 0, "A")) + ":" + json.dumps(json.loads(header)[tensor_name(0, 0, "A")])
+    doubled = (header[:-1] + "," + entry + "}").encode()
+    return struct.pack("<Q", len(doubled)) + doubled + rest
+
+
+def changed(**changes: Any) -> dict[str, bytes]:
+    return make_members(make_config(**changes))
+
+
+def with_tensor(name: str, value: np.ndarray | None) -> dict[str, bytes]:
+    tensors = make_tensors()
+    if value is None:
+        del tensors[name]
+    else:
+        tensors[name] = value
+    return make_members(tensors=tensors)
+
+
+A = tensor_name(0, 0, "A")
+WEIGHTS = make_members()["adapter_model.safetensors"]
+BAD_ADAPTERS = {
+    "wrong shape": with_tensor(A, np.zeros((2, 23), np.float32)),
+    "unknown module": with_tensor(
+        "base_model.model.model.layers.0.mlp.other.lora_A.weight", np.ones((2, 24), np.float32)
+    ),
+    "layer that the model lacks": with_tensor(tensor_name(7, 0, "A"), np.ones((2, 24), np.float32)),
+    "missing factor": with_tensor(A, None),
+    "not finite": with_tensor(A, np.full((2, 24), np.nan, np.float32)),
+    "rank over the limit": make_members(make_config(r=9), make_tensors(rank=9)),
+    "truncated": make_members() | {"adapter_model.safetensors": WEIGHTS[:-8]},
+    "no safetensors at all": make_members() | {"adapter_model.safetensors": b"\x80\x04pickle"},
+    "duplicate key in the header": make_members() | {"adapter_model.safetensors": duplicate_key_header()},
+    "empty weights": make_members() | {"adapter_model.safetensors": b""},
+    "config that is no JSON": make_members() | {"adapter_config.json": b"{"},
+    "DoRA": changed(use_dora=True),
+    "bias": changed(bias="all"),
+    "whole modules": changed(modules_to_save=["lm_head"]),
+    "another method": changed(peft_type="IA3"),
+    "template that is none": make_members(chat_template_dot_jinja="{% for"),
+    "sampling that is not honoured": make_members(generation_config_dot_json='{"num_beams": 4}'),
+}
+
+
+@pytest.mark.parametrize("members", BAD_ADAPTERS.values(), ids=BAD_ADAPTERS)
+def test_a_bad_adapter_is_a_422_with_reasons_and_leaves_nothing_behind(
+    platform: Platform, members: dict[str, bytes]
+) -> None:
+    before = kept_files(platform)
+    key = platform.key("bad")
+    answer = platform.upload(key, "bad", members)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (422, "adapter_invalid"), answer.text
+    assert error["reasons"] and all(set(reason) == {"code", "message"} for reason in error["reasons"])
+    assert kept_files(platform) == before
+    with platform.client(key) as client:
+        assert client.get("/v1/adapters").json()["data"] == []
+
+
+def test_a_pickle_is_refused_by_its_name_and_never_stored(platform: Platform) -> None:
+    before = kept_files(platform)
+    files = {"config": ("adapter_config.json", b"{}"), "weights": ("adapter_model.bin", b"\x80\x04")}
+    with platform.client(platform.key("bad")) as client:
+        answer = client.post("/v1/adapters", data={"name": "pickled"}, files=files)
+    assert (answer.status_code, answer.json()["error"]["reasons"][0]["code"]) == (422, "pickle")
+    assert kept_files(platform) == before
+
+
+MULTIPART = {"Content-Type": "multipart/form-data; boundary=b"}
+
+
+def part(name: str, content: bytes, file_name: str = "") -> bytes:
+    file = f'; filename="{file_name}"' if file_name else ""
+    return f'--b\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'.encode() + content + b"\r\n"
+
+
+NAME, CONFIG = part("name", b"x"), part("config", b"{}", "c")
+BAD_FORMS: dict[str, tuple[dict[str, str], bytes, str | None]] = {
+    "not multipart": ({"Content-Type": "application/json"}, b"{}", None),
+    "no boundary": ({"Content-Type": "multipart/form-data"}, b"", None),
+    "empty": (MULTIPART, b"", None),
+    "garbage": (MULTIPART, b"not a multipart body at all", None),
+    "cut off": (MULTIPART, NAME + CONFIG + part("weights", b"w", "w")[:-4], None),
+    "no name": (MULTIPART, CONFIG + part("weights", b"w", "w") + b"--b--\r\n", "name"),
+    "no weights": (MULTIPART, NAME + CONFIG + b"--b--\r\n", "weights"),
+    "unknown field": (MULTIPART, NAME + part("adapter", b"w", "w") + b"--b--\r\n", "adapter"),
+    "field twice": (MULTIPART, NAME + NAME + b"--b--\r\n", "name"),
+    "name too large": (MULTIPART, part("name", b"x" * 300) + b"--b--\r\n", "name"),
+    "path as a field": (
+        MULTIPART,
+        NAME + part("../../etc/passwd", b"w", "w") + b"--b--\r\n",
+        "../../etc/passwd",
+    ),
+    "endless header": (MULTIPART, b"--b\r\nX: " + b"x" * 5000, None),
+    "odd flag": (
+        MULTIPART,
+        NAME + CONFIG + part("weights", b"w", "w") + part("replace", b"yes") + b"--b--\r\n",
+        "replace",
+    ),
+}
+
+
+@pytest.mark.parametrize(("headers", "body", "param"), BAD_FORMS.values(), ids=BAD_FORMS)
+def test_a_form_that_is_not_an_upload_is_a_400(
+    platform: Platform, headers: dict[str, str], body: bytes, param: str | None
+) -> None:
+    with platform.client(platform.key("forms")) as client:
+        answer = client.post("/v1/adapters", content=body, headers=headers)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), (
+        answer.text
+    )
+    assert not any((platform.directory / "quarantine").iterdir())
+
+
+def test_an_upload_over_the_limit_is_a_413_while_it_streams_and_leaves_nothing(platform: Platform) -> None:
+    before = kept_files(platform)
+    key = platform.key("large")
+
+    def body() -> Iterator[bytes]:
+        yield NAME + CONFIG + part("weights", b"", "w")[:-2]
+        for _ in range(400):
+            yield b"x" * 10_000
+
+    with platform.client(key) as client:
+        answer = client.post("/v1/adapters", content=body(), headers=MULTIPART)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+    assert kept_files(platform) == before
+
+
+def test_a_client_that_hangs_up_in_the_middle_leaves_nothing(platform: Platform) -> None:
+    before = kept_files(platform)
+
+    def body() -> Iterator[bytes]:
+        yield NAME + CONFIG
+        raise RuntimeError("the client dies")
+
+    with platform.client(platform.key("gone")) as client, pytest.raises(RuntimeError):
+        client.post("/v1/adapters", content=body(), headers=MULTIPART)
+    # The server is asked something else, so that it has noticed.
+    assert httpx.get(platform.url + "/healthz").status_code == 200
+    assert kept_files(platform) == before
+
+
+def test_what_a_killed_server_left_in_quarantine_is_gone_after_the_next_start(tmp_path: Path) -> None:
+    (tmp_path / "quarantine" / "old").mkdir(parents=True)
+    (tmp_path / "quarantine" / "old" / "file").write_text("x")
+    Uploads(tmp_path / "quarantine")
+    assert list((tmp_path / "quarantine").iterdir()) == []
+
+
+def test_uploads_beyond_the_limit_are_told_to_come_back(tmp_path: Path) -> None:
+    with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")]), max_concurrent_uploads=1) as platform:
+        key = platform.key("many")
+        with platform.services.generator.admission.upload():
+            busy = platform.upload(key, "x")
+        assert (busy.status_code, busy.json()["error"]["code"]) == (503, "server_busy")
+        assert platform.upload(key, "x").status_code == 201
