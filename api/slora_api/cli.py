@@ -24,11 +24,12 @@ _HANDLERS = {
     "adapter list": ("slora_api.commands.adapter", "show"),
     "adapter rm": ("slora_api.commands.adapter", "remove"),
     "complete": ("slora_api.commands.complete", "complete"),
+    "health": ("slora_api.commands.health", "health"),
 }
 
 _EPILOG = """\
 environment:
-  SLORA_URL        the server to talk to (default http://127.0.0.1:8000)
+  SLORA_URL        the server to talk to (default: port SLORA_PORT, or 8000, of this machine)
   SLORA_ADMIN_KEY  the operator's key; tenant and key need it
   SLORA_API_KEY    a tenant's key; adapter and complete need it
 
@@ -108,6 +109,11 @@ def _add_complete(commands: _Commands) -> None:
     parser.add_argument("--seed", type=int, metavar="N")
 
 
+def _add_health(commands: _Commands) -> None:
+    parser = commands.add("health", "ask whether the server is up; the exit code is 0 if it is")
+    parser.add_argument("--ready", action="store_true", help="and whether a request would be answered now")
+
+
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slora",
@@ -120,6 +126,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_tenants_and_keys(commands)
     _add_adapters(commands)
     _add_complete(commands)
+    _add_health(commands)
     return parser
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,8 @@ from tests.support.tiny_models import make_model, write_model
 
 ADMIN_KEY = "the-operators-own-key"
 READY_S = 120
+# The console script, without needing an installation.
+SLORA = (sys.executable, "-P", "-c", "from slora_api.cli import main; raise SystemExit(main())")
 # One token for each printable character, so that text tells exactly which tokens were generated, and an end token.
 CHARACTERS = "".join(map(chr, range(32, 127)))
 EOS = len(CHARACTERS)
@@ -126,30 +128,20 @@ def wait_for(find: Callable[[], T | None], check: Callable[[], None] = lambda: N
 
 @contextmanager
 def serving(
-    model: Path | None,
-    data_dir: Path,
-    *flags: str,
-    log: Path | None = None,
-    env: Mapping[str, str] | None = None,
+    model: Path, data_dir: Path, *flags: str, env: Mapping[str, str] | None = None
 ) -> Iterator[Served]:
-    """Starts `slora serve`; at the end it is stopped with SIGTERM if it still runs. log: gets standard error."""
-    chosen = ["--port", "0", "--data-dir", str(data_dir), "--device", "cpu", *flags]
-    chosen += (
-        ["--model", str(model), "--kernels", "torch", "--pool-bytes", "8MiB", "--host-cache-bytes", "16MiB"]
-        if model
-        else []
-    )
-    arguments = [
-        sys.executable,
-        "-P",
-        "-c",
-        "from slora_api.cli import main; raise SystemExit(main())",
-        "serve",
-        *chosen,
-    ]
-    variables = environment(SLORA_ADMIN_KEY=ADMIN_KEY) if env is None else dict(env)
-    with (log or Path(os.devnull)).open("a") as errors:
-        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=errors, text=True, env=variables)
+    """Starts `slora serve` on the tiny model; at the end it is stopped with SIGTERM if it still runs."""
+    chosen = ["--port", "0", "--data-dir", str(data_dir), "--device", "cpu", "--model", str(model)]
+    chosen += ["--pool-bytes", "8MiB", "--host-cache-bytes", "16MiB"]
+    variables = environment(SLORA_ADMIN_KEY=ADMIN_KEY) if env is None else env
+    with running([*SLORA, "serve", *chosen, *flags], variables, data_dir) as served:
+        yield served
+
+
+@contextmanager
+def running(command: Sequence[str], env: Mapping[str, str], data_dir: Path) -> Iterator[Served]:
+    """Starts a command that is a server. Its log is shown if the test fails."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(env))
     served = Served(process, data_dir)
     reader = threading.Thread(target=_read_lines, args=(process, served.lines))
     reader.start()

@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import httpx
 import pytest
 
 from tests.api.conftest import Kit
-from tests.api.served import ADMIN_KEY, Served, environment, serving, wait_for
+from tests.api.served import ADMIN_KEY, SLORA, Served, environment, serving, wait_for
 from tests.api.test_server import upload
 
 ENGINE, LOADER = "slora.engine_process", "slora_adapters.loader_process"
@@ -126,9 +125,8 @@ def test_a_second_server_on_the_same_data_is_refused_by_name(mortal: Served, kit
 
 def run_until_exit(*flags: str) -> tuple[int, str]:
     """Exit code and last words of a server that cannot start."""
-    code = "from slora_api.cli import main; raise SystemExit(main())"
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code, "serve", "--port", "0", *flags],
+        [*SLORA, "serve", "--port", "0", *flags],
         env=environment(), capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     return done.returncode, done.stderr

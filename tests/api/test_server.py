@@ -12,7 +12,7 @@ import pytest
 
 from tests.api.conftest import Kit
 from tests.api.platform import FIELDS
-from tests.api.served import ADMIN_KEY, CHARACTERS, EOS, Served, environment
+from tests.api.served import ADMIN_KEY, CHARACTERS, EOS, SLORA, Served, environment
 from tests.support.oracle import Oracle
 
 PROMPTS = ["hello", "The quick brown fox", "0123456789" * 7, "a", "?"]
@@ -242,9 +242,8 @@ def test_the_help_imports_no_server(server: Served) -> None:
 
 def command(server: Served, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs `slora` with the given arguments against the server."""
-    code = "from slora_api.cli import main; raise SystemExit(main())"
     return subprocess.run(
-        [sys.executable, "-P", "-c", code, *arguments],
+        [*SLORA, *arguments],
         env=environment(**{"SLORA_URL": server.url, **variables}),
         capture_output=True,
         text=True,

@@ -12,9 +12,8 @@ from typing import Any
 
 import httpx
 
-__all__ = ["CommandFailed", "admin_client", "check", "explained", "tenant_client"]
+__all__ = ["CommandFailed", "admin_client", "check", "explained", "open_client", "tenant_client"]
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 # An upload is validated before the answer comes, and a first token may wait for an adapter.
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
@@ -23,12 +22,21 @@ class CommandFailed(Exception):
     """The command cannot do what was asked; the message is for the user's eyes."""
 
 
+def server_url() -> str:
+    """SLORA_URL, or the port of this machine that `slora serve` takes."""
+    return os.environ.get("SLORA_URL") or f"http://127.0.0.1:{os.environ.get('SLORA_PORT') or 8000}"
+
+
+def open_client(headers: dict[str, str]) -> httpx.Client:
+    """A client of the server."""
+    return httpx.Client(base_url=server_url(), headers=headers, timeout=TIMEOUT)
+
+
 def _client(variable: str, owner: str) -> httpx.Client:
     key = os.environ.get(variable)
     if not key:
         raise CommandFailed(f"{variable} is not set; export {variable}=... with {owner} key")
-    url = os.environ.get("SLORA_URL") or DEFAULT_URL
-    return httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=TIMEOUT)
+    return open_client({"Authorization": f"Bearer {key}"})
 
 
 def admin_client() -> httpx.Client:
@@ -71,8 +79,9 @@ def explained(handler: Callable[[argparse.Namespace], None]) -> Callable[[argpar
             print(f"slora: SLORA_URL is not an address: {failure}", file=sys.stderr)
             return 1
         except httpx.TransportError as failure:
-            url = os.environ.get("SLORA_URL") or DEFAULT_URL
-            print(f"slora: no answer from {url} ({failure}); is the server running?", file=sys.stderr)
+            print(
+                f"slora: no answer from {server_url()} ({failure}); is the server running?", file=sys.stderr
+            )
             return 1
         return 0
 
