@@ -214,12 +214,26 @@ def test_a_new_loader_has_a_new_arena_so_old_copies_stay_what_they_were(
     assert new.packed.buffer.ctypes.data != old.packed.buffer.ctypes.data
     bench.stock.assert_same(first, old.packed)
     bench.stock.assert_same(second, new.packed)
-    # Releasing the dead loader's copy must not unpin anything of the new one: there is room for one adapter only.
+
+
+def test_releasing_a_dead_loaders_copy_lets_go_of_nothing_in_the_new_one(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(host_cache_bytes=4096)  # room for one
+    bench.process.start()
+    first, second = _v(bench.stock.add(1)), _v(bench.stock.add(2))
+    bench.fetch(first)
+    bench.process.kill()
+    bench.process.start()
+    new = bench.fetch(first)
+    bench.client.release(first)  # the older of the two that are held
+    bench.client.request(second)
+    bench.client.request(_v("0" * 64, "t2"))
+    assert bench.answers(1)[0].version.tenant == "t2"
+    bench.stock.assert_same(first, new.packed)
     bench.client.release(first)
-    bench.client.request(first)
-    bench.client.release(second)
     [answer] = bench.answers(1)
-    bench.stock.assert_same(first, answer.packed)
+    bench.stock.assert_same(second, answer.packed)
 
 
 def test_without_a_loader_requests_fail_after_the_time_limit(make_bench: Callable[..., Bench]) -> None:
