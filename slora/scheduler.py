@@ -52,6 +52,7 @@ class Scheduler:
         self._awaiting: dict[AdapterVersion, list[Sequence]] = {}  # aside, until the adapter is on the host
         self._on_host: dict[AdapterVersion, PackedAdapter] = {}  # pinned there for those in `_ready`
         self._ready_users: dict[AdapterVersion, int] = defaultdict(int)
+        self._forgotten: set[AdapterVersion] = set()  # deleted, but requests that came before are not over
 
     @property
     def num_running(self) -> int:
@@ -85,9 +86,12 @@ class Scheduler:
             self._retire(sequence)
 
     def forget(self, version: AdapterVersion) -> None:
-        """The adapter was deleted. Requests that already run or wait finish on it."""
-        self._residency.forget(version)
-        self._source.forget(version)
+        """The adapter was deleted: it leaves now, or with the last request that runs on it or waits for it.
+
+        Those may need its host copy again (after a preemption, say), so the source hears of it no sooner.
+        """
+        self._forgotten.add(version)
+        self._drop_if_forgotten(version)
 
     def schedule(self) -> StepPlan:
         plan = StepPlan()
@@ -182,6 +186,9 @@ class Scheduler:
                 error = AdapterFetchFailed(fetch.message, fetch.code)
                 plan.ended.extend(self._end(sequence, error) for sequence in sequences)
                 continue
+            if fetch.version in self._on_host:
+                # Asked for again before the first copy was collected: one is enough.
+                self._source.release(fetch.version)
             self._on_host[fetch.version] = fetch.packed
             for sequence in sequences:
                 try:
@@ -327,15 +334,26 @@ class Scheduler:
             return
         sequence.done = True
         del self._sequences[sequence.request.request_id]
-        if sequence in self._running:
-            self._give_back(sequence)
-            return
         version = sequence.request.adapter
         aside = self._awaiting.get(version, []) if version is not None else []
-        if sequence in aside:
+        if sequence in self._running:
+            self._give_back(sequence)
+        elif sequence in aside:
             aside.remove(sequence)  # the fetch goes on: its bytes may serve the next request
         elif sequence in self._ready:
             self._leave_ready(sequence)  # its place in the heap is skipped when it comes up
+        if version is not None:
+            self._drop_if_forgotten(version)
+
+    def _drop_if_forgotten(self, version: AdapterVersion) -> None:
+        """A deleted adapter leaves pool and host once no unfinished request names it."""
+        if version not in self._forgotten:
+            return
+        if any(sequence.request.adapter == version for sequence in self._sequences.values()):
+            return
+        self._forgotten.remove(version)
+        self._residency.forget(version)
+        self._source.forget(version)
 
     def _give_back(self, sequence: Sequence) -> None:
         self._running.remove(sequence)

@@ -1,0 +1,337 @@
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from slora.errors import AdapterFetchFailed, ContextTooLong, RequestFailed
+from slora.request import FinishReason, StepOutput
+from slora.sequence import Sequence
+from slora_adapters.version import AdapterVersion
+from tests.support.scheduler_bench import STOP_TOKEN, BrokenStep, SchedulerBench
+
+VERSIONS = [AdapterVersion("tenant", f"digest{n}") for n in range(5)]
+# The last one fits only a large pool.
+PAGES = {version: pages for version, pages in zip(VERSIONS, (1, 1, 2, 3, 9), strict=True)}
+SMALL, LARGE = VERSIONS[0], VERSIONS[3]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come and go in any order, adapters arrive late or never, steps break; pages are short."""
+
+    @initialize(
+        num_pages=st.integers(2, 12),
+        num_slots=st.integers(1, 4),
+        max_num_seqs=st.integers(1, 5),
+        spare_budget=st.integers(0, 9),
+        random=st.randoms(use_true_random=False),
+    )
+    def start(
+        self, num_pages: int, num_slots: int, max_num_seqs: int, spare_budget: int, random: Random
+    ) -> None:
+        self.bench = SchedulerBench(
+            PAGES,
+            num_pages=num_pages,
+            num_slots=num_slots,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + spare_budget,
+            choose=self._choose,
+        )
+        self.random = random
+        self.count = 0
+        self.unfinished: dict[str, Sequence] = {}
+        self.drawn: dict[str, list[int | None]] = {}
+        self.deleted: set[AdapterVersion] = set()
+
+    def _choose(self, sequence: Sequence) -> int | None:
+        token = self.random.choice([None, STOP_TOKEN, *range(1, 30)])
+        self.drawn[sequence.request.request_id].append(token)
+        return token
+
+    @rule(
+        prompt=st.integers(1, 20),
+        max_tokens=st.none() | st.integers(1, 20),
+        adapter=st.none() | st.sampled_from(VERSIONS),
+    )
+    def add(self, prompt: int, max_tokens: int | None, adapter: AdapterVersion | None) -> None:
+        if adapter in self.deleted:
+            return
+        self.count += 1
+        request_id = str(self.count)
+        try:
+            sequence = self.bench.add(request_id, prompt=prompt, max_tokens=max_tokens, adapter=adapter)
+        except ContextTooLong:
+            assert self.bench.scheduler.find(request_id) is None
+            return
+        self.unfinished[request_id] = sequence
+        self.drawn[request_id] = []
+
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(list(self.unfinished)))
+        del self.unfinished[request_id]
+        self.bench.scheduler.abort(request_id)
+        self.bench.scheduler.abort(request_id)
+
+    @rule(version=st.sampled_from(VERSIONS))
+    def forget(self, version: AdapterVersion) -> None:
+        self.bench.scheduler.forget(version)
+        self.deleted.add(version)
+
+    @precondition(lambda self: self.bench.source.in_flight)
+    @rule(data=st.data())
+    def adapter_arrives(self, data: st.DataObject) -> None:
+        self.bench.source.deliver([self._in_flight(data)])
+
+    @precondition(lambda self: self.bench.source.in_flight)
+    @rule(data=st.data(), code=st.sampled_from(["not_found", "unavailable", "corrupt"]))
+    def adapter_fails(self, data: st.DataObject, code: str) -> None:
+        self.bench.source.fail(self._in_flight(data), code)
+
+    def _in_flight(self, data: st.DataObject) -> AdapterVersion:
+        return data.draw(st.sampled_from(sorted(self.bench.source.in_flight, key=str)))
+
+    @rule(breaks=st.integers(0, 9).map(lambda n: n == 0))
+    def step(self, breaks: bool) -> None:
+        waiting_for_nothing = self.bench.scheduler.has_work
+        for output in self.bench.step(breaks=breaks):
+            self._take(output)
+        aside = self.bench.scheduler.num_awaiting_adapter
+        if waiting_for_nothing and len(self.unfinished) > aside:
+            assert self.bench.last_plan.chunks, "there was work, and nothing was done"
+
+    def _take(self, output: StepOutput) -> None:
+        sequence = self.unfinished[output.request_id]
+        if output.error is not None:
+            assert isinstance(
+                output.error, AdapterFetchFailed | ContextTooLong | RequestFailed | BrokenStep
+            ), output.error
+            del self.unfinished[output.request_id]
+            return
+        assert output.delta is not None
+        drawn = self.drawn[output.request_id]
+        assert output.delta.token_ids == (drawn[-1],)
+        assert sequence.token_ids[sequence.num_prompt :] == drawn
+        stopped, full = drawn[-1] == STOP_TOKEN, len(drawn) == sequence.max_tokens
+        expected = FinishReason.STOP if stopped else FinishReason.LENGTH if full else None
+        assert output.delta.finish_reason == expected
+        if expected is not None:
+            del self.unfinished[output.request_id]
+
+    @invariant()
+    def nobody_is_lost_and_no_page_leaks(self) -> None:
+        scheduler = self.bench.scheduler
+        scheduler.check()
+        assert scheduler.num_running + scheduler.num_waiting == len(self.unfinished)
+        assert all(scheduler.find(request_id) is not None for request_id in self.unfinished)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        for output in self.bench.run_to_end(most_steps=2000):
+            self._take(output)
+        assert not self.unfinished, "a request ended without tokens or an error"
+        self.bench.source.deliver()
+        self.bench.step()
+        self.bench.scheduler.check()
+        assert self.bench.pool.num_held == 0
+        assert self.bench.source.num_pinned == 0, "a host copy was never released"
+        assert all(self.bench.residency.find(version) is None for version in self.deleted)
+
+
+TestScheduler = SchedulerMachine.TestCase
+
+work = st.tuples(st.integers(1, 12), st.integers(1, 12), st.none() | st.sampled_from(VERSIONS[:3]))
+
+
+@given(
+    st.lists(st.lists(work, max_size=3), max_size=12),
+    st.sets(st.integers(0, 11), min_size=1),
+    st.integers(8, 14),
+)
+def test_a_request_whose_adapter_is_late_never_delays_others(
+    arrivals: list[list[tuple[int, int, AdapterVersion | None]]], late_at: set[int], num_pages: int
+) -> None:
+    def trace(*, with_late: bool) -> list[list[tuple[str, int]]]:
+        bench = SchedulerBench(PAGES, num_pages=num_pages, max_num_seqs=4, max_num_batched_tokens=8)
+        steps = []
+        for number in range(60):
+            if with_late and number in late_at:
+                bench.add(f"late{number}", prompt=6, max_tokens=6, adapter=LARGE)
+            for place, (prompt, tokens, adapter) in enumerate(
+                arrivals[number : number + 1] and arrivals[number]
+            ):
+                bench.add(f"{number}.{place}", prompt=prompt, max_tokens=tokens, adapter=adapter)
+            bench.source.deliver(bench.source.in_flight - {LARGE})
+            bench.step()
+            chunks = [(c.sequence.request.request_id, c.num_tokens) for c in bench.last_plan.chunks]
+            steps.append(sorted(chunks))
+        return steps
+
+    assert trace(with_late=True) == trace(with_late=False)
+
+
+@given(
+    st.randoms(use_true_random=True),
+    st.integers(0, 5),
+    st.integers(5, 16),
+    st.integers(1, 4),
+    st.none() | st.sampled_from([SMALL, LARGE]),
+)
+def test_no_stream_of_newcomers_keeps_a_request_waiting(
+    random: Random, steps_before: int, num_pages: int, max_num_seqs: int, adapter: AdapterVersion | None
+) -> None:
+    """From arrival to first step: at most what those who run or wait before it may still compute, one token a step,
+    once more for those that start while its adapter is fetched."""
+    bench = SchedulerBench(
+        PAGES, num_pages=num_pages, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + 2
+    )
+
+    def add_newcomers(number: int) -> None:
+        for place in range(3):
+            one, prompt, tokens = (
+                random.choice([None, *VERSIONS[:3]]),
+                random.randint(1, 6),
+                random.randint(1, 6),
+            )
+            bench.add(f"{number}.{place}", prompt=prompt, max_tokens=tokens, adapter=one)
+
+    for number in range(steps_before):
+        add_newcomers(-1 - number)
+        bench.source.deliver()
+        bench.step()
+    before = bench.scheduler.num_running + bench.scheduler.num_waiting
+    head = bench.add("head", prompt=4, max_tokens=4, adapter=adapter)
+    bound = 12 * (before + 2 * max_num_seqs) + 3
+    for number in range(bound):
+        add_newcomers(number)
+        bench.source.deliver()
+        bench.step()
+        if head.num_computed > 0:
+            return
+    raise AssertionError(f"it did not start within {bound} steps")
+
+
+def run_alone(bench: SchedulerBench, request_id: str) -> list[StepOutput]:
+    return [output for output in bench.run_to_end(100) if output.request_id == request_id]
+
+
+def test_a_long_prompt_leaves_everyone_who_decodes_a_token_in_each_step() -> None:
+    bench = SchedulerBench(PAGES, num_pages=50, max_num_seqs=4, max_num_batched_tokens=8)
+    for name in "abc":
+        bench.add(name, max_tokens=20)
+    bench.step()
+    bench.add("long", prompt=40)
+    for _ in range(8):
+        bench.step()
+        planned = {chunk.sequence.request.request_id: chunk.num_tokens for chunk in bench.last_plan.chunks}
+        assert planned == {"a": 1, "b": 1, "c": 1, "long": 5}
+
+
+def test_the_newest_gives_way_and_comes_back_in_its_place() -> None:
+    bench = SchedulerBench(PAGES, num_pages=5)
+    for name in "abc":
+        bench.add(name, prompt=4, max_tokens=8)
+    outputs = list(bench.run_to_end(100))
+    finished = [output.request_id for output in outputs if output.delta and output.delta.finish_reason]
+    assert finished == ["a", "b", "c"]
+    assert bench.scheduler.num_preemptions > 0
+    for name in "abc":
+        assert sum(output.request_id == name for output in outputs) == 8, "a token was told twice"
+
+
+def test_requests_that_are_under_way_finish_on_an_adapter_that_was_deleted() -> None:
+    """Born from a bug: one that was preempted, or not started yet, asked for the deleted adapter again and failed."""
+    bench = SchedulerBench(PAGES, num_pages=8, max_num_seqs=2)
+    bench.add("old", prompt=4, max_tokens=24)
+    bench.add("preempted", prompt=4, max_tokens=8, adapter=SMALL)
+    bench.add("waiting", prompt=4, max_tokens=8, adapter=SMALL)
+    bench.source.deliver()
+    outputs = bench.step()
+    bench.scheduler.forget(SMALL)
+    outputs += bench.run_to_end(200)
+    assert bench.scheduler.num_preemptions > 0
+    assert all(output.error is None for output in outputs)
+    assert sum(output.request_id == "preempted" for output in outputs) == 8
+    assert sum(output.request_id == "waiting" for output in outputs) == 8
+    assert bench.residency.find(SMALL) is None
+    assert SMALL in bench.source.forgotten
+
+
+def test_an_idle_adapter_that_was_deleted_leaves_at_once() -> None:
+    bench = SchedulerBench(PAGES, num_pages=8)
+    bench.add("a", adapter=SMALL)
+    list(bench.run_to_end(10))
+    assert bench.pool.num_cached == 1
+    bench.scheduler.forget(SMALL)
+    assert bench.pool.num_cached == 0
+
+
+def test_a_fetch_that_fails_ends_only_those_who_wait_for_it() -> None:
+    bench = SchedulerBench(PAGES, num_pages=8)
+    bench.add("base", max_tokens=3)
+    bench.add("good", max_tokens=3, adapter=SMALL)
+    for name in ("bad", "worse"):
+        bench.add(name, max_tokens=3, adapter=LARGE)
+    bench.source.fail(LARGE, "corrupt")
+    outputs = list(bench.run_to_end(20))
+    errors = {output.request_id: output.error for output in outputs if output.error}
+    assert errors.keys() == {"bad", "worse"}
+    assert all(isinstance(e, AdapterFetchFailed) and e.code == "corrupt" for e in errors.values())
+
+
+def test_a_request_too_long_for_the_pool_is_refused_at_once() -> None:
+    bench = SchedulerBench(PAGES, num_pages=4)
+    bench.add("fits", prompt=10, max_tokens=7)
+    with pytest.raises(
+        ContextTooLong, match="5 pages for 17 tokens and 0 for its adapter, but the pool has 4"
+    ):
+        bench.add("too long", prompt=10, max_tokens=8)
+
+
+def test_a_request_too_long_beside_its_adapter_ends_when_the_adapter_s_size_is_known() -> None:
+    bench = SchedulerBench(PAGES, num_pages=4)
+    bench.add("too long", prompt=4, max_tokens=2, adapter=LARGE)
+    (output,) = bench.run_to_end(5)
+    assert isinstance(output.error, ContextTooLong)
+    assert bench.source.num_pinned == 0
+
+
+def test_an_open_ended_request_is_cut_to_what_the_pool_holds() -> None:
+    bench = SchedulerBench(PAGES, num_pages=4)
+    bench.add("open", prompt=6, max_tokens=None, adapter=SMALL)
+    outputs = list(bench.run_to_end(20))
+    # 3 pages beside the adapter are 12 tokens; the KV of the last token is never computed.
+    assert len(outputs) == 12 - 6 + 1
+    assert outputs[-1].delta is not None and outputs[-1].delta.finish_reason is FinishReason.LENGTH
+
+
+def test_requests_for_one_adapter_share_one_fetch_and_one_copy() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20)
+    for name in "abc":
+        bench.add(name, max_tokens=5, adapter=LARGE)
+    list(bench.run_to_end(20))
+    assert bench.source.num_fetches[LARGE] == 1
+    assert bench.scheduler.num_loads == 1
+
+
+def test_an_aborted_request_leaves_its_fetch_to_the_next() -> None:
+    bench = SchedulerBench(PAGES, num_pages=8)
+    bench.add("gone", adapter=SMALL)
+    bench.scheduler.abort("gone")
+    bench.add("next", adapter=SMALL)
+    assert [output.request_id for output in bench.run_to_end(5)] == ["next"]
+    assert bench.source.num_pinned == 0
+
+
+def test_a_broken_step_ends_its_own_requests_and_distrusts_what_it_loaded() -> None:
+    bench = SchedulerBench(PAGES, num_pages=8)
+    bench.add("broken", max_tokens=3, adapter=SMALL)
+    bench.add("late", max_tokens=3, adapter=LARGE)
+    bench.source.deliver([SMALL])
+    (output,) = bench.step(breaks=True)
+    assert output.request_id == "broken" and isinstance(output.error, BrokenStep)
+    assert bench.residency.find(SMALL) is None
+    assert [one.error for one in run_alone(bench, "late")] == [None] * 3

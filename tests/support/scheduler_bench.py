@@ -1,0 +1,152 @@
+"""A scheduler with a runner that computes nothing but remembers what each page holds.
+
+Each KV place holds the (request, position) that was written last, each adapter page the (version, part) that was
+loaded; a chunk may run only if it finds everything that came before it. So a page that two owners share, or a plan
+that reads what was never computed, fails the step that does it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from slora.page_pool import PagePool
+from slora.request import EngineRequest, StepOutput
+from slora.residency import Residency
+from slora.sampling_params import SamplingParams
+from slora.scheduler import Scheduler, SchedulerLimits
+from slora.sequence import Sequence
+from slora.step_plan import AdapterLoad, Chunk, Sampled, StepPlan
+from slora_adapters.version import AdapterVersion
+from tests.support.scripted_source import FULL_PAGE_BYTES, ScriptedSource
+
+BLOCK_TOKENS = 4
+STOP_TOKEN = 0
+
+
+class BrokenStep(Exception):
+    """What a step fails with here."""
+
+
+class SchedulerBench:
+    """`choose` draws the token of a sequence; None stands for logits that are not finite."""
+
+    def __init__(
+        self,
+        adapters: dict[AdapterVersion, int],
+        *,
+        num_pages: int,
+        num_slots: int = 8,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 16,
+        choose: Callable[[Sequence], int | None] = lambda sequence: 1,
+    ) -> None:
+        self.limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, FULL_PAGE_BYTES)
+        self.pool = PagePool(num_pages)
+        self.residency = Residency(self.pool, num_slots)
+        self.source = ScriptedSource(adapters)
+        self.scheduler = Scheduler(self.limits, self.pool, self.residency, self.source)
+        self.last_plan = StepPlan()
+        self._choose = choose
+        self._kv: dict[tuple[int, int], tuple[str, int]] = {}
+        self._adapter_pages: dict[int, tuple[AdapterVersion, int]] = {}
+        self._slots: dict[int, tuple[int, AdapterVersion]] = {}
+
+    def add(
+        self,
+        request_id: str,
+        *,
+        prompt: int = 1,
+        max_tokens: int | None = 1,
+        adapter: AdapterVersion | None = None,
+        longest: int = 64,
+    ) -> Sequence:
+        """`longest`: what max_tokens None means. Raises ContextTooLong."""
+        sampling = SamplingParams(max_tokens=max_tokens)
+        request = EngineRequest(request_id, "tenant", [1] * prompt, adapter, sampling)
+        sequence = Sequence(request, max_tokens or longest, frozenset([STOP_TOKEN]), 0, BLOCK_TOKENS)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self, *, breaks: bool = False) -> list[StepOutput]:
+        plan = self.last_plan = self.scheduler.schedule()
+        self._check_plan(plan)
+        if breaks:
+            outputs = self.scheduler.fail(plan, BrokenStep())
+        else:
+            outputs = self.scheduler.postprocess(plan, self._run(plan))
+        self.scheduler.check()
+        return outputs
+
+    def run_to_end(self, most_steps: int) -> Iterator[StepOutput]:
+        """Steps, with every fetch arriving at once, until nobody is left; outputs as they come."""
+        for _ in range(most_steps):
+            if not self.scheduler.num_running + self.scheduler.num_waiting:
+                return
+            self.source.deliver()
+            yield from self.step()
+        raise AssertionError(f"requests are left after {most_steps} steps")
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        assert plan.num_tokens <= self.limits.max_num_batched_tokens
+        assert len(plan.chunks) <= self.scheduler.num_running <= self.limits.max_num_seqs
+        sequences = [chunk.sequence for chunk in plan.chunks]
+        assert len(set(map(id, sequences))) == len(sequences), "a sequence is twice in a step"
+        slots = [chunk.slot if chunk.slot is not None else 1 << 31 for chunk in plan.chunks]
+        assert slots == sorted(slots), "tokens of an adapter are not side by side"
+        for chunk in plan.chunks:
+            _check_chunk(chunk)
+
+    def _run(self, plan: StepPlan) -> list[Sampled]:
+        for load in plan.loads:
+            self._load(load)
+        for chunk in plan.chunks:
+            self._check_adapter(chunk)
+            self._compute(chunk)
+        return [Sampled(self._choose(chunk.sequence)) for chunk in plan.chunks if chunk.samples]
+
+    def _load(self, load: AdapterLoad) -> None:
+        resident = load.resident
+        assert self.source.is_pinned(load.packed), "a host copy was read after it was released"
+        assert len(resident.pages) * FULL_PAGE_BYTES >= len(load.packed.buffer)
+        self._write(resident.pages)
+        for part, page in enumerate(resident.pages):
+            self._adapter_pages[page] = resident.version, part
+        self._slots[resident.slot] = resident.generation, resident.version
+
+    def _check_adapter(self, chunk: Chunk) -> None:
+        version = chunk.sequence.request.adapter
+        if version is None:
+            assert chunk.slot is None, "a request without an adapter got one"
+            return
+        assert chunk.slot is not None and chunk.generation is not None, "a request runs without its adapter"
+        assert self._slots[chunk.slot] == (chunk.generation, version)
+        resident = self.residency.find(version)
+        assert resident is not None and resident.num_users > 0
+        held = [self._adapter_pages.get(page) for page in resident.pages]
+        assert held == [(version, part) for part in range(len(held))], "an adapter's pages were overwritten"
+
+    def _compute(self, chunk: Chunk) -> None:
+        request_id, end = chunk.sequence.request.request_id, chunk.start + chunk.num_tokens
+        pages = chunk.sequence.blocks.pages.tolist()
+        places = [(pages[t // BLOCK_TOKENS], t % BLOCK_TOKENS) for t in range(end)]
+        self._write({page for page, _ in places[chunk.start :]}, keep_kv=True)
+        self._kv |= {place: (request_id, chunk.start + n) for n, place in enumerate(places[chunk.start :])}
+        known = [self._kv.get(place) for place in places]
+        assert known == [(request_id, position) for position in range(end)], "KV was lost or overwritten"
+
+    def _write(self, pages: Iterable[int], *, keep_kv: bool = False) -> None:
+        """Whoever writes to a page ends what else was there."""
+        for page in pages:
+            self._adapter_pages.pop(page, None)
+            if not keep_kv:
+                for offset in range(BLOCK_TOKENS):
+                    self._kv.pop((page, offset), None)
+
+
+def _check_chunk(chunk: Chunk) -> None:
+    sequence = chunk.sequence
+    assert not sequence.done, "an ended request was planned"
+    assert chunk.num_tokens > 0
+    assert chunk.start == sequence.num_computed
+    end = chunk.start + chunk.num_tokens
+    assert end <= len(sequence.token_ids)
+    assert chunk.samples == (end == len(sequence.token_ids))
+    assert sequence.blocks.num_pages * BLOCK_TOKENS >= end

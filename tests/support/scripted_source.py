@@ -1,0 +1,91 @@
+"""An AdapterSource whose fetches end when a test says so, and which watches how its copies are used."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+from slora_adapters.packing import PackedAdapter
+from slora_adapters.source import FailureCode, Fetched, FetchFailed
+from slora_adapters.version import AdapterVersion
+from slora_kernels.layout import MODULES, SEGMENT_BYTES, ModelShape, lay_out_adapter
+
+# One row of any linear is one segment, so an adapter of rank r takes 14 r segments.
+SHAPE = ModelShape(
+    num_layers=1,
+    hidden_size=8,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    intermediate_size=8,
+    element_bytes=4,
+)
+# An adapter of rank r takes r pages of this size.
+FULL_PAGE_BYTES = 2 * len(MODULES) * SEGMENT_BYTES
+
+
+def make_packed(num_pages: int) -> PackedAdapter:
+    layout = lay_out_adapter(SHAPE, [[num_pages] * len(MODULES)])
+    assert layout.num_bytes == num_pages * FULL_PAGE_BYTES
+    scales = np.ones((1, len(MODULES)), np.float32)
+    return PackedAdapter(layout, scales, np.zeros(layout.num_bytes, np.uint8))
+
+
+class ScriptedSource:
+    """Adapters by version and number of pages. What the engine must not do with a copy fails at once.
+
+    A fetch is in flight until it is delivered, not until it is collected: a request in between starts another one,
+    and both hand out the one copy on the host.
+    """
+
+    def __init__(self, num_pages: dict[AdapterVersion, int]) -> None:
+        self.in_flight: set[AdapterVersion] = set()
+        self.forgotten: set[AdapterVersion] = set()
+        self.num_fetches: Counter[AdapterVersion] = Counter()
+        self._num_pages = num_pages
+        self._arrived: list[AdapterVersion | FetchFailed] = []
+        self._copies: dict[AdapterVersion, PackedAdapter] = {}
+        self._pins: Counter[AdapterVersion] = Counter()
+
+    @property
+    def num_pinned(self) -> int:
+        """Copies handed out and not given back yet."""
+        return self._pins.total()
+
+    def is_pinned(self, packed: PackedAdapter) -> bool:
+        return any(packed is copy for copy in self._copies.values())
+
+    def request(self, version: AdapterVersion) -> None:
+        if version not in self.in_flight:
+            self.num_fetches[version] += 1
+            self.in_flight.add(version)
+
+    def poll(self) -> list[Fetched | FetchFailed]:
+        arrived, self._arrived = self._arrived, []
+        return [one if isinstance(one, FetchFailed) else self._pin(one) for one in arrived]
+
+    def release(self, version: AdapterVersion) -> None:
+        assert self._pins[version] > 0, f"{version} was released more often than it was fetched"
+        self._pins[version] -= 1
+        if self._pins[version] == 0:
+            del self._copies[version]
+
+    def forget(self, version: AdapterVersion) -> None:
+        self.forgotten.add(version)
+
+    def deliver(self, versions: Iterable[AdapterVersion] | None = None) -> None:
+        """Ends the fetches of `versions`, or all: deleted adapters are not found."""
+        for version in list(self.in_flight if versions is None else versions):
+            if version in self.forgotten:
+                self.fail(version, "not_found")
+                continue
+            self.in_flight.remove(version)
+            self._arrived.append(version)
+
+    def fail(self, version: AdapterVersion, code: FailureCode) -> None:
+        self.in_flight.remove(version)
+        self._arrived.append(FetchFailed(version, code, "it could not be fetched"))
+
+    def _pin(self, version: AdapterVersion) -> Fetched:
+        self._pins[version] += 1
+        return Fetched(version, self._copies.setdefault(version, make_packed(self._num_pages[version])))
