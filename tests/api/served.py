@@ -132,7 +132,8 @@ def serving(
 ) -> Iterator[Served]:
     """Starts `slora serve` on the tiny model; at the end it is stopped with SIGTERM if it still runs."""
     chosen = ["--port", "0", "--data-dir", str(data_dir), "--device", "cpu", "--model", str(model)]
-    chosen += ["--pool-bytes", "8MiB", "--host-cache-bytes", "16MiB"]
+    # The torch path needs nothing compiled, so a start takes a second or two.
+    chosen += ["--pool-bytes", "8MiB", "--host-cache-bytes", "16MiB", "--kernels", "torch"]
     variables = environment(SLORA_ADMIN_KEY=ADMIN_KEY) if env is None else env
     with running([*SLORA, "serve", *chosen, *flags], variables, data_dir) as served:
         yield served

@@ -163,58 +163,51 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def make_host(kit: Kit, folders: Path, store: str) -> Host:
+    variables = {
+        **SECRETS,
+        "SLORA_MODEL_DIR": str(kit.base),
+        "SLORA_POOL_BYTES": "8MiB",
+        "SLORA_DEVICE": "cpu",
+    }
+    if store == "redis":
+        variables["SLORA_STORE"] = f"redis://:{SECRETS['REDIS_PASSWORD']}@redis:6379/0"
+    return Host(services(variables), folders, free_port(), free_port())
+
+
+def stored_files(host: Host) -> list[Path]:
+    return [path for path in (host.folders / "data" / "adapters").rglob("*") if path.is_file()]
+
+
+def pull_from_redis_alone(host: Host, served: Served, key: str, adapter: Path) -> None:
+    """Takes an adapter's files away before its first request, which must find it in Redis, while another goes on."""
+    assert upload(served, key, "pulled", adapter).status_code == 201
+    for path in stored_files(host):
+        path.unlink()
+    other = Reader(served, key, LONG | {"stream": True})
+    other.start()
+    assert other.begun.wait(60)
+    with served.client(key) as client:
+        answer = client.post("/v1/completions", json=SHORT | {"model": "pulled"})
+    other.join()
+    assert answer.status_code == 200 and answer.headers["x-slora-adapter"].startswith("sha256:")
+    assert other.text.endswith("data: [DONE]\n\n")
+
+
 @pytest.mark.parametrize("store", ["files", "redis"])
 def test_its_commands_serve_as_processes_and_lose_nothing_when_killed(
     kit: Kit, tmp_path: Path, store: str
 ) -> None:
-    variables = {
-        **SECRETS,
-        "SLORA_MODEL_DIR": str(kit.base),
-        "SLORA_POOL_BYTES": "8MiB",
-        "SLORA_DEVICE": "cpu",
-    }
-    redis_port = free_port()
-    if store == "redis":
-        variables["SLORA_STORE"] = f"redis://:{SECRETS['REDIS_PASSWORD']}@redis:6379/0"
-    host = Host(services(variables), tmp_path, redis_port, free_port())
+    host = make_host(kit, tmp_path, store)
     with host.redis() as redis_process, host.slora() as served:
-        assert host.is_healthy("slora")
         key = served.make_key("survivor", "mine")
+        pull_from_redis_alone(host, served, key, kit.small)
         created = upload(served, key, "mine", kit.wide)
         served.kill_everything()
         redis_process.kill()
         assert created.status_code == 201
-    assert not host.is_healthy("slora") and not host.is_healthy("redis")
+    assert not host.is_healthy("redis")
+    assert bool(stored_files(host)) == (store == "files")
     with host.redis(), host.slora() as served, served.client(key) as client:
         answer = client.post("/v1/completions", json=SHORT | {"model": "default"})
     assert answer.status_code == 200 and answer.headers["x-slora-adapter"] == created.json()["digest"]
-    stored = [path for path in (tmp_path / "data" / "adapters").rglob("*") if path.is_file()]
-    assert bool(stored) == (store == "files")
-
-
-def test_an_adapter_that_only_redis_still_has_is_pulled_on_demand_while_others_go_on(
-    kit: Kit, tmp_path: Path
-) -> None:
-    variables = {
-        **SECRETS,
-        "SLORA_MODEL_DIR": str(kit.base),
-        "SLORA_POOL_BYTES": "8MiB",
-        "SLORA_DEVICE": "cpu",
-    }
-    host = Host(services(variables), tmp_path, free_port(), free_port())
-    with host.redis():
-        with host.slora() as served:
-            key = served.make_key("puller", "mine")
-            assert upload(served, key, "mine", kit.wide).status_code == 201
-            with served.client(key) as client:
-                before = client.post("/v1/completions", json=SHORT | {"model": "mine"}).json()["choices"]
-        # A fresh server has the adapter in neither pool nor host cache, and its files are gone.
-        for path in (tmp_path / "data" / "adapters").rglob("*"):
-            if path.is_file():
-                path.unlink()
-        with host.slora() as served, served.client(key) as client:
-            other = Reader(served, key, LONG)
-            other.start()
-            after = client.post("/v1/completions", json=SHORT | {"model": "mine"}).json()["choices"]
-            other.join()
-    assert other.status == 200 and after == before

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from slora_api.cli import main
 from tests.api.conftest import Kit
-from tests.api.served import ADMIN_KEY, SLORA, Served, environment, serving, wait_for
+from tests.api.served import ADMIN_KEY, Served, environment, serving, wait_for
 from tests.api.test_server import upload
 
 ENGINE, LOADER = "slora.engine_process", "slora_adapters.loader_process"
@@ -116,23 +116,26 @@ def test_a_client_that_hangs_up_leaves_nothing_in_the_engine(mortal: Served) -> 
     wait_until_running(mortal, 0)
 
 
-def test_a_second_server_on_the_same_data_is_refused_by_name(mortal: Served, kit: Kit) -> None:
-    code, message = run_until_exit("--model", str(kit.base), "--data-dir", str(mortal.data_dir))
-    assert code == 1 and message.count("\n") == 1
-    assert str(mortal.process.pid) in message and "--data-dir" in message
+@pytest.fixture
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SLORA_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("clean_environment")
+def test_a_second_server_on_the_same_data_is_refused_by_name(
+    mortal: Served, kit: Kit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--port", "0", "--model", str(kit.base), "--data-dir", str(mortal.data_dir)]) == 1
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and str(mortal.process.pid) in message and "--data-dir" in message
     assert is_ready(mortal)
 
 
-def run_until_exit(*flags: str) -> tuple[int, str]:
-    """Exit code and last words of a server that cannot start."""
-    done = subprocess.run(
-        [*SLORA, "serve", "--port", "0", *flags],
-        env=environment(), capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
-    return done.returncode, done.stderr
-
-
-def test_a_server_that_cannot_start_says_why_in_one_line(kit: Kit, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("clean_environment")
+def test_a_server_that_cannot_start_says_why_in_one_line(
+    kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty").mkdir()
     data = ("--data-dir", str(tmp_path / "data"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -142,21 +145,42 @@ def test_a_server_that_cannot_start_says_why_in_one_line(kit: Kit, tmp_path: Pat
             (("--model", str(tmp_path / "empty"), *data), 1, "config.json"),
             (("--model", str(kit.base), *data, "--port", port), 1, "--port"),
             (("--model", str(kit.base), *data, "--pool-bytes", "much"), 2, "--pool-bytes is 'much'"),
-            (("--model", str(kit.base), *data, "--store", "s3://bucket"), 1, "s3"),
-            (("--model", str(kit.base), *data, "--store", "redis://127.0.0.1:9"), 1, "127.0.0.1:9"),
+            (("--model", str(kit.base), *data, "--port", "0", "--store", "s3://bucket"), 1, "s3"),
+            (
+                ("--model", str(kit.base), *data, "--port", "0", "--store", "redis://127.0.0.1:9"),
+                1,
+                "127.0.0.1:9",
+            ),
+            (
+                ("--demo", str(tmp_path), "--model", str(kit.base), *data, "--port", "0"),
+                1,
+                "holds no adapters",
+            ),
             ((), 2, "--model (SLORA_MODEL)"),
         ]
         for flags, expected, words in cases:
-            code, message = run_until_exit(*flags)
-            assert (code, message.count("\n")) == (expected, 1), message
-            assert message.startswith("slora: ") and words in message
+            assert main(["serve", *flags]) == expected, flags
+            message = capsys.readouterr().err
+            assert message.startswith("slora: ") and words in message and message.count("\n") == 1
 
 
-def test_an_engine_that_can_never_run_ends_the_server_with_its_reason(kit: Kit, tmp_path: Path) -> None:
-    code, message = run_until_exit(
-        "--model", str(kit.base), "--data-dir", str(tmp_path), "--max-num-batched-tokens", "4"
-    )
-    assert code == 1 and "max_num_batched_tokens is 4" in message
+@pytest.mark.usefixtures("clean_environment")
+def test_an_engine_that_can_never_run_ends_the_server_with_its_reason(
+    kit: Kit, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        "--port",
+        "0",
+        "--model",
+        str(kit.base),
+        "--data-dir",
+        str(tmp_path),
+        "--max-num-batched-tokens",
+        "4",
+    ]
+    assert main(["serve", *flags]) == 1
+    message = capfd.readouterr().err
+    assert "max_num_batched_tokens is 4" in message
     assert message.splitlines()[-1].startswith("slora: the engine cannot run")
 
 
@@ -219,7 +243,7 @@ def test_children_do_not_outlive_a_server_that_is_killed(kit: Kit, tmp_path: Pat
 def test_without_an_admin_key_one_is_made_and_printed_once(kit: Kit, tmp_path: Path) -> None:
     def start() -> list[str]:
         with serving(kit.base, tmp_path / "data", env=environment()) as served:
-            served.wait_until_ready()
+            served.wait_for_line("listening on")
         return [line.split()[-1] for line in served.lines if "admin key" in line]
 
     (key,) = start()
