@@ -17,6 +17,7 @@ import torch
 from peft import PeftModel
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from demo.tasks import ADAPTERS, TASKS, unseen_sentences
 
@@ -115,6 +116,7 @@ def main() -> None:
     parser.add_argument("--instructions", action="store_true", help="measure the base on every task, too")
     parser.add_argument("--adapters", nargs="*", choices=list(ADAPTERS), default=list(ADAPTERS))
     options = parser.parse_args()
+    logging.disable_progress_bar()  # one bar for the table is enough
     measured = subjects(options.adapters, instructions=options.instructions)
     sentences = unseen_sentences(options.sentences, options.seed)
     rows = list(tqdm(measure(options.directory, measured, sentences), total=len(measured), unit="row"))
