@@ -27,7 +27,7 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
 
 @pytest.fixture(scope="session")
 def server(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server that tests share: they make tenants of their own, and leave its processes alone."""
-    with serving(kit.base, tmp_path_factory.mktemp("server") / "data") as served:
+    """A server that tests share, on the default kernels: they make tenants of their own, and kill nothing."""
+    with serving(kit.base, tmp_path_factory.mktemp("server") / "data", kernels="auto") as served:
         served.wait_until_ready()
         yield served

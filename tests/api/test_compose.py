@@ -115,6 +115,7 @@ class Host:
                 "SLORA_HOST": "127.0.0.1",
                 "SLORA_PORT": str(self.slora_port),
                 "SLORA_HOST_CACHE_BYTES": "16MiB",
+                "SLORA_KERNELS": "torch",
             }
         return environment(**moved, PATH=f"{TOOLS}:{os.environ['PATH']}")
 
