@@ -17,8 +17,9 @@ from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
 MAX_PATTERN_CHARS = 8192
-# Set operations that one match may take. The longest patterns in the wild take a few thousand.
-MAX_STEPS = 200_000
+# Set operations, of a microsecond or two, for all matches of an adapter together. The longest patterns in the wild
+# take some 100 for one name, so 60 000 for the linears of an 80-layer model.
+MAX_STEPS = 500_000
 MAX_DEPTH = 50
 
 _Node = tuple[Any, Any]
@@ -34,12 +35,27 @@ _CATEGORIES: dict[Any, Callable[[str], bool]] = {
 }
 
 
+class StepBudget:
+    """What matching may still cost. One is shared by all patterns of an adapter, which may have very many."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, steps: int = MAX_STEPS) -> None:
+        self.left = steps
+
+    def spend(self, steps: int) -> None:
+        """Raises ValueError when nothing is left."""
+        self.left -= steps
+        if self.left < 0:
+            raise ValueError("the pattern takes too long to match; simplify its repeats")
+
+
 class NamePattern:
     """A regular expression over module names. Raises ValueError if malformed or using a refused feature."""
 
-    __slots__ = ("_nodes", "pattern")
+    __slots__ = ("_budget", "_nodes")
 
-    def __init__(self, pattern: str) -> None:
+    def __init__(self, pattern: str, budget: StepBudget | None = None) -> None:
         if len(pattern) > MAX_PATTERN_CHARS:
             raise ValueError(
                 f"the pattern is {len(pattern)} characters long; accepted are {MAX_PATTERN_CHARS}"
@@ -50,28 +66,28 @@ class NamePattern:
             raise ValueError(f"{pattern[:80]!r} is not a regular expression: {error}") from None
         if parsed.state.flags & ~re.UNICODE.value:
             raise ValueError(f"{pattern[:80]!r} sets inline flags, which are not accepted")
-        self.pattern = pattern
+        self._budget = budget or StepBudget()
         self._nodes: Sequence[_Node] = list(parsed)
         _refuse_exotic(self._nodes)
 
     def matches_whole(self, name: str) -> bool:
         """What `re.fullmatch` answers. Raises ValueError if the pattern takes too many steps."""
-        return bool(_Match(name).advance(self._nodes, 1) >> len(name) & 1)
+        return bool(_Match(name, self._budget).advance(self._nodes, 1) >> len(name) & 1)
 
     def matches_start(self, name: str) -> bool:
         """What `re.match` answers. Raises ValueError if the pattern takes too many steps."""
-        return _Match(name).advance(self._nodes, 1) != 0
+        return _Match(name, self._budget).advance(self._nodes, 1) != 0
 
 
 class _Match:
     """One run over one name. A mask has bit p set when position p, before character p, can be reached."""
 
-    __slots__ = ("name", "steps", "where")
+    __slots__ = ("budget", "name", "where")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, budget: StepBudget) -> None:
         self.name = name
-        self.steps = 0
-        self.where: dict[tuple[Any, str], _Mask] = {}
+        self.budget = budget
+        self.where: dict[tuple[Any, int], _Mask] = {}
 
     def advance(self, nodes: Sequence[_Node], mask: _Mask) -> _Mask:
         for op, argument in nodes:
@@ -81,9 +97,7 @@ class _Match:
         return mask
 
     def _advance_one(self, op: Any, argument: Any, mask: _Mask) -> _Mask:
-        self.steps += 1
-        if self.steps > MAX_STEPS:
-            raise ValueError("the pattern takes too long to match; simplify its repeats")
+        self.budget.spend(1)
         if op in _CHARACTER_OPS:
             return (mask & self._positions(op, argument)) << 1
         if op in _REPEAT_OPS:
@@ -123,8 +137,10 @@ class _Match:
         return kept
 
     def _positions(self, op: Any, argument: Any) -> _Mask:
-        key = (op, repr(argument))
+        # A class of characters is a list of items, which the parsed pattern keeps, so that its id stays its own.
+        key = (op, id(argument) if op is ops.IN else argument)
         if key not in self.where:
+            self.budget.spend(10 * len(argument) if op is ops.IN else 1)
             accept = _accepts(op, argument)
             self.where[key] = sum(1 << p for p, character in enumerate(self.name) if accept(character))
         return self.where[key]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from slora_adapters.errors import Reason
-from slora_adapters.name_pattern import NamePattern
+from slora_adapters.name_pattern import NamePattern, StepBudget
 from slora_adapters.strict_json import parse_object
 
 CONFIG_NAME = "adapter_config.json"
@@ -92,7 +92,7 @@ _BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 Value = TypeVar("Value")
 
-_PLAIN_PATTERN = re.compile(r"[\w.^-]*\Z", re.ASCII)
+_PLAIN_PATTERN = re.compile(r"(?:[\w.^-]|\\[.dw-])*\Z", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,9 +316,9 @@ def pattern_regex(pattern: str) -> str:
 class PatternTable(Generic[Value]):
     """The first pattern that matches a module's name decides its value, otherwise the default does."""
 
-    def __init__(self, patterns: Iterable[tuple[str, Value]], default: Value) -> None:
+    def __init__(self, patterns: Iterable[tuple[str, Value]], default: Value, budget: StepBudget) -> None:
         self.default = default
-        self.matchers = [(_start_matcher(pattern), value) for pattern, value in patterns]
+        self.matchers = [(_start_matcher(pattern, budget), value) for pattern, value in patterns]
 
     def lookup(self, module_name: str) -> Value:
         """Raises ValueError if a pattern takes too long to match."""
@@ -328,10 +328,10 @@ class PatternTable(Generic[Value]):
         return self.default
 
 
-def _start_matcher(pattern: str) -> Callable[[str], object]:
+def _start_matcher(pattern: str, budget: StepBudget) -> Callable[[str], object]:
     # Without repeats or groups of its own a pattern cannot backtrack badly. EVA writes one such pattern per
     # module, and several hundred patterns times several hundred modules is where the slower matcher would be
     # felt.
     if _PLAIN_PATTERN.match(pattern):
         return re.compile(pattern_regex(pattern)).match
-    return NamePattern(pattern_regex(pattern)).matches_start
+    return NamePattern(pattern_regex(pattern), budget).matches_start

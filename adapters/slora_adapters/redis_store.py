@@ -132,10 +132,10 @@ class RedisStore:
         with _as_unavailable():
             for _ in range(_READ_ATTEMPTS):
                 manifest = self._client.hmget(_manifest_key(digest), ["members", "upload"])
-                if manifest[0] is None or manifest[1] is None:
+                if None in manifest:
                     break
-                prefix = f"{_chunk_prefix(digest)}{manifest[1].decode()}:"
-                members = self._read_members(prefix, json.loads(manifest[0]))
+                prefix = f"{_chunk_prefix(digest)}{manifest[1].decode('ascii', 'replace')}:"
+                members = self._read_members(prefix, _parse_manifest(manifest[0]))
                 if members is not None:
                     self._keep_warm(digest, prefix, members)
                     return members
@@ -167,16 +167,20 @@ class RedisStore:
     def close(self) -> None:
         self._client.close()
 
-    def _read_members(self, prefix: str, manifest: list[tuple[str, int]]) -> dict[str, memoryview] | None:
+    def _read_members(
+        self, prefix: str, manifest: list[tuple[str, int]] | None
+    ) -> dict[str, memoryview] | None:
+        if manifest is None:
+            return None
         members: dict[str, memoryview] = {}
         chunk_id = 0
         for name, num_bytes in manifest:
-            content = bytearray(num_bytes)
-            for start in range(0, num_bytes, CHUNK_BYTES):
+            content = bytearray()
+            while len(content) < num_bytes:
                 chunk = self._client.get(f"{prefix}{chunk_id}")
-                if chunk is None or len(chunk) != min(CHUNK_BYTES, num_bytes - start):
+                if chunk is None or len(chunk) != min(CHUNK_BYTES, num_bytes - len(content)):
                     return None
-                content[start : start + len(chunk)] = chunk
+                content += chunk
                 chunk_id += 1
             members[name] = memoryview(content).toreadonly()
         return members
@@ -214,6 +218,15 @@ class RedisStore:
                 return value
         except StoreUnavailable:
             return None
+
+
+def _parse_manifest(raw: bytes) -> list[tuple[str, int]] | None:
+    """None for what is no manifest: somebody else has written to our Redis, and a warm tier must not break reads."""
+    try:
+        entries = [(str(name), int(num_bytes)) for name, num_bytes in json.loads(raw)]
+    except (ValueError, TypeError):
+        return None
+    return entries if all(num_bytes >= 0 for _, num_bytes in entries) else None
 
 
 def _num_chunks(num_bytes: int) -> int:

@@ -9,23 +9,25 @@ from collections.abc import Callable, Iterable, Sequence
 
 from slora_adapters.errors import Reason
 from slora_adapters.module_names import EMBEDDING_NAMES, ModuleId, all_modules, module_name
-from slora_adapters.name_pattern import NamePattern
+from slora_adapters.name_pattern import NamePattern, StepBudget
 from slora_adapters.peft_config import ALL_LINEAR, CONFIG_NAME, PeftConfig
 
 
-def resolve_targets(config: PeftConfig, num_layers: int) -> tuple[frozenset[ModuleId], list[Reason]]:
+def resolve_targets(
+    config: PeftConfig, num_layers: int, budget: StepBudget
+) -> tuple[frozenset[ModuleId], list[Reason]]:
     """The linears that the config adapts in a base of `num_layers` layers, and why they cannot be served."""
     reasons = list(_refuse_names(config)) if isinstance(config.target_modules, tuple) else []
     reasons += _refuse_layers(config, num_layers)
     try:
-        is_target, is_excluded = _target_rule(config), _name_rule(config.exclude_modules)
+        is_target, is_excluded = _target_rule(config, budget), _name_rule(config.exclude_modules, budget)
         targets = frozenset(
             module_id
             for module_id in all_modules(num_layers)
             if not is_excluded(module_name(module_id)) and is_target(module_id)
         )
         if isinstance(config.target_modules, str) and config.target_modules != ALL_LINEAR:
-            in_pattern = _name_rule(config.target_modules)
+            in_pattern = _name_rule(config.target_modules, budget)
             matched = [name for name in EMBEDDING_NAMES if in_pattern(name) and not is_excluded(name)]
             reasons += (_embedding_reason(name) for name in matched)
     except ValueError as error:
@@ -38,11 +40,11 @@ def resolve_targets(config: PeftConfig, num_layers: int) -> tuple[frozenset[Modu
     return targets, reasons
 
 
-def _target_rule(config: PeftConfig) -> Callable[[ModuleId], bool]:
+def _target_rule(config: PeftConfig, budget: StepBudget) -> Callable[[ModuleId], bool]:
     targets = config.target_modules
     if targets == ALL_LINEAR:
         return lambda module_id: True
-    matches = _name_rule(targets)
+    matches = _name_rule(targets, budget)
     if isinstance(targets, str) or config.layers_to_transform is None:
         return lambda module_id: matches(module_name(module_id))
     # As in PEFT: a full name is taken whatever its layer; the layer filter holds for suffixes.
@@ -54,10 +56,10 @@ def _target_rule(config: PeftConfig) -> Callable[[ModuleId], bool]:
     )
 
 
-def _name_rule(names: Sequence[str] | str) -> Callable[[str], bool]:
+def _name_rule(names: Sequence[str] | str, budget: StepBudget) -> Callable[[str], bool]:
     """PEFT's rule: a string is a regular expression over the whole name, a list holds dotted suffixes."""
     if isinstance(names, str):
-        return NamePattern(names).matches_whole
+        return NamePattern(names, budget).matches_whole
     wanted = frozenset(names)
     return lambda name: any(suffix in wanted for suffix in _suffixes(name))
 

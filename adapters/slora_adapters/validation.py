@@ -11,6 +11,7 @@ from slora_adapters.adapter import LoraPair
 from slora_adapters.errors import Reason
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.module_names import ModuleId, module_name, parse_factor_name
+from slora_adapters.name_pattern import StepBudget
 from slora_adapters.number_format import fits, is_finite, largest_magnitude_bits
 from slora_adapters.peft_config import PatternTable, PeftConfig
 from slora_adapters.targeting import resolve_targets
@@ -36,14 +37,15 @@ def validate(
 ) -> tuple[Pairs, list[Reason]]:
     """The adapter's pairs and every reason to refuse it; pairs are complete only if there is no reason."""
     factors, reasons = _sort_factors(tensors)
-    targets, target_reasons = resolve_targets(config, shape.num_layers)
+    budget = StepBudget()
+    targets, target_reasons = resolve_targets(config, shape.num_layers, budget)
     reasons += target_reasons
     present = frozenset(module_id for module_id, _ in factors)
     reasons += _compare_with_targets(present, targets)
     reasons += (reason for tensor in tensors.values() for reason in _check_values(tensor, limits))
     try:
-        ranks = PatternTable(config.rank_patterns, config.rank)
-        alphas = PatternTable(config.alpha_patterns, config.alpha)
+        ranks = PatternTable(config.rank_patterns, config.rank, budget)
+        alphas = PatternTable(config.alpha_patterns, config.alpha, budget)
         pairs: Pairs = {}
         for module_id in sorted(present & targets):
             pair = (factors.get((module_id, "A")), factors.get((module_id, "B")))

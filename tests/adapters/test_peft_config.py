@@ -3,7 +3,9 @@ import json
 import pytest
 from peft import LoraConfig
 
-from slora_adapters.peft_config import _HARMLESS, _READ, _VARIANTS, parse_peft_config
+from slora_adapters.module_names import all_modules, module_name
+from slora_adapters.name_pattern import StepBudget
+from slora_adapters.peft_config import _HARMLESS, _READ, _VARIANTS, PatternTable, parse_peft_config
 from tests.adapters.hand_made import make_config, make_members, reason_codes
 
 REFUSED = {
@@ -132,3 +134,23 @@ def test_normalised_json_of_a_config_reads_as_the_same_config() -> None:
     )
     assert config is not None and not reasons
     assert parse_peft_config(json.dumps(config.to_json()).encode()) == (config, [])
+
+
+def test_many_costly_patterns_share_one_budget_and_are_refused_in_the_end() -> None:
+    patterns = [(f"(?:{'a?' * 20}|.*.*.*.*.*){n}", n) for n in range(1500)]
+    table = PatternTable(patterns, -1, StepBudget())
+    with pytest.raises(ValueError, match="takes too long to match"):
+        for module_id in all_modules(80):
+            table.lookup(module_name(module_id))
+
+
+def test_a_class_of_thousands_of_characters_is_charged_for() -> None:
+    wide = "[" + "".join(chr(0x4E00 + 2 * k) for k in range(4000)) + "]+"
+    reasons = reason_codes(make_members(make_config(rank_pattern={f"{wide}{n}": 2 for n in range(20)})))
+    assert "rank_pattern" in reasons
+
+
+def test_the_patterns_of_eva_for_an_80_layer_model_are_looked_up_quickly_enough_to_be_accepted() -> None:
+    modules = [module_name(module_id) for module_id in all_modules(80)]
+    table = PatternTable([(name.replace(".", r"\."), n) for n, name in enumerate(modules)], -1, StepBudget())
+    assert [table.lookup(name) for name in modules] == list(range(560))

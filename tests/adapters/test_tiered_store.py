@@ -101,6 +101,18 @@ def test_a_warm_copy_that_proved_wrong_is_dropped_and_the_durable_one_read(tiers
     assert not tiers.distrust(DIGEST), "the durable copy itself is wrong: no use in asking again"
 
 
+def test_nonsense_in_the_warm_tier_does_not_break_reads(tiers: TieredStore, warm_server: RedisServer) -> None:
+    tiers.durable.put(DIGEST, CONTENT)
+    with warm_server.client() as client:
+        for members in (b"", b"[", b"7", b'[["a"]]', b'[["a", "x"]]', b'[["a", -5]]', b'[["a", 5]]'):
+            client.hset(f"slora:{{{DIGEST}}}:m", mapping={"members": members, "upload": b"\xff", "chunks": 1})
+            assert _content(tiers) == CONTENT
+            tiers.drain()
+            client.flushall()
+        client.set(f"slora:{{{DIGEST}}}:m", "not even a hash")
+        assert _content(tiers) == CONTENT
+
+
 def test_a_deleted_blob_is_gone_from_both(tiers: TieredStore) -> None:
     tiers.put(DIGEST, CONTENT)
     tiers.delete(DIGEST)
