@@ -21,7 +21,7 @@ import math
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -102,6 +102,9 @@ ADAPTER_PLAN = Plan(
     curriculum_steps=0,
     report_every=100,
 )
+
+# Dropping vowels leaves repeated letters that are easily confused: 97.8% after 200 steps, 99.6% after 600.
+ADAPTER_STEPS: Mapping[str, int] = {"devowel": 600}
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -318,7 +321,8 @@ def train_adapter(
     adapted.peft_config["default"].target_modules = sorted(spec.target_modules)
     checks = {spec.task: check_batch(tokenizer, spec.task, "")}
     source = batch_source(tokenizer, adapter_conversations(spec.task, rng), rng)
-    train(model, ADAPTER_PLAN, f"adapter {spec.name}", source, checks)
+    plan = replace(ADAPTER_PLAN, steps=ADAPTER_STEPS.get(spec.name, ADAPTER_PLAN.steps))
+    train(model, plan, f"adapter {spec.name}", source, checks)
     adapted.save_pretrained(directory)
     (directory / "README.md").unlink(missing_ok=True)  # peft's model card, with every field empty
 
