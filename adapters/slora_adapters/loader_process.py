@@ -150,7 +150,9 @@ def _end_with_stdin() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The loader process of slora; started by `slora serve`.")
+    # As @file the configuration stays out of the process list: a store's URL may hold a password.
+    description = "The loader process of slora; started by `slora serve`. Arguments may be lines of an @file."
+    parser = argparse.ArgumentParser(description=description, fromfile_prefix_chars="@")
     parser.add_argument("--config", required=True, help="LoaderConfig as JSON")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     arguments = parser.parse_args()

@@ -295,6 +295,22 @@ def test_a_deleted_adapter_that_was_forgotten_is_not_served_from_the_cache(bench
     assert bench.fetch(version).code == "not_found"
 
 
+def test_a_config_may_come_in_a_file_so_that_no_password_is_in_the_process_list(
+    bench: Bench, tmp_path: Path
+) -> None:
+    arguments = tmp_path / "arguments"
+    socket = bench.process.config.socket.with_name("other.sock")
+    arguments.write_text(f"--config\n{replace(bench.process.config, socket=socket).to_json()}\n")
+    command = [sys.executable, "-P", "-m", "slora_adapters.loader_process", f"@{arguments}"]
+    environment = {**os.environ, "PYTHONPATH": "adapters:kernels"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as process:
+        client = LoaderClient(socket)
+        bench.wait_until(lambda: client.connected)
+        client.close()
+        process.stdin.close()
+        assert process.wait(WAIT_S) == 0
+
+
 def test_the_loader_ends_with_its_standard_input(bench: Bench) -> None:
     bench.fetch(_v(bench.stock.add(1)))
     bench.process.close_stdin()
