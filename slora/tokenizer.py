@@ -11,12 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from slora.errors import ConfigError, RequestRefused
 
+# What the Python under a template may raise: "{0}".format() an IndexError, a macro that calls itself a RecursionError.
+_TEMPLATE_FAILURES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RuntimeError,
+)
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -33,7 +44,7 @@ class Tokenizer:
 
     @staticmethod
     def from_directory(directory: Path) -> "Tokenizer":
-        """Raises ConfigError if there is no readable tokenizer.json."""
+        """Raises ConfigError if there is no readable tokenizer.json, or if tokenizer_config.json is damaged."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(
@@ -46,8 +57,7 @@ class Tokenizer:
             raise ConfigError(f"{path} is no tokenizer: {error}") from error
         fast.no_truncation()
         fast.no_padding()
-        config_path = directory / "tokenizer_config.json"
-        config = json.loads(config_path.read_text()) if config_path.is_file() else {}
+        config = _read_config(directory / "tokenizer_config.json")
         return Tokenizer(fast, _special_tokens(config), _chat_template(directory, config))
 
     @property
@@ -92,15 +102,25 @@ class Tokenizer:
                 documents=None,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
+        except _TEMPLATE_FAILURES as error:
             raise RequestRefused(f"the chat template refuses these messages: {error}", "messages") from error
         return rendered
+
+
+class _GenerationMark(Extension):
+    """`{% generation %}` ... `{% endgeneration %}` marks for training what a model said; here it is just its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own way of saying it)
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def compile_chat_template(source: str) -> jinja2.Template:
     """Raises jinja2.TemplateSyntaxError for a template that does not parse."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationMark]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -116,9 +136,30 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: object) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Jinja's own filter escapes HTML, which a prompt must not have."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Many tokenizers have none: then there are no special tokens to name, and no template."""
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is a {type(config).__name__}; it must be an object")
+    return config
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
