@@ -10,12 +10,15 @@ import numpy as np
 from slora_kernels.numba_language import (
     Array,
     Float,
+    Int,
     Job,
     add_rows,
     clear,
     compiled,
+    copy_widened,
     count_items,
     dot,
+    dot_four,
     exp2,
     narrow,
     read_float,
@@ -34,22 +37,17 @@ BLOCK_KEYS = 64
 TILE_ROWS = 96
 TURNED_ROWS = 8
 
-_LOW, _ONE = np.float32(-1e30), np.float32(1.0)
+_LOW, _ZERO, _ONE = np.float32(-1e30), np.float32(0.0), np.float32(1.0)
 _LOG2_E = np.float32(np.log2(np.e))
 
 
 def count_scratch(head_dim: int) -> int:
     """Float32 numbers that a worker needs."""
-    return 2 * TILE_ROWS * head_dim + TILE_ROWS * BLOCK_KEYS + 2 * BLOCK_KEYS * head_dim + 2 * TILE_ROWS
+    return 2 * TILE_ROWS * (head_dim + 1) + BLOCK_KEYS * (3 * head_dim + TILE_ROWS)
 
 
 @compiled
-def carve(scratch: Array, start: int, rows: int, columns: int) -> Array:
-    return scratch[start : start + rows * columns].reshape((rows, columns))
-
-
-@compiled
-def load_queries(rows: Array, q: Array, first_head: int, group: int, scale: Float) -> None:
+def load_queries(rows: Array, q: Array, first_head: Int, group: Int, scale: Float) -> None:
     """rows [t * group + g] = q [t, head first_head + g] * scale, of q [tokens, heads * D]."""
     size = rows.shape[1]
     for m in range(rows.shape[0]):
@@ -60,50 +58,39 @@ def load_queries(rows: Array, q: Array, first_head: int, group: int, scale: Floa
 
 
 @compiled
-def find_key(pages: Array, table: Array, key: int, block_tokens: int, start: int, size: int) -> Array:
-    """K (or V, by `start`) of one token: `start` is where the head's block lies in a page."""
-    at = start + key % block_tokens * size
-    return pages[table[key // block_tokens], at : at + size]
+def load_block(target: Array, pages: Array, table: Array, key: Int, block_tokens: Int, start: Int) -> None:
+    """target [n, D] = K (or V) of tokens key to key + n, page by page; `start`: where the head's lie in a page."""
+    size, done = target.shape[1], 0
+    while done < target.shape[0]:
+        offset = (key + done) % block_tokens
+        count = min(block_tokens - offset, target.shape[0] - done)
+        first = start + offset * size
+        run = target[done : done + count].reshape(count * size)
+        copy_widened(run, pages[table[(key + done) // block_tokens], first : first + count * size])
+        done += count
 
 
 @compiled
-def load_rows(
-    target: Array, pages: Array, table: Array, first_key: int, block_tokens: int, start: int
-) -> None:
-    """target [n] = K or V of token first_key + n."""
-    for n in range(target.shape[0]):
-        source = find_key(pages, table, first_key + n, block_tokens, start, target.shape[1])
-        row = target[n]
-        for i in range(row.shape[0]):
-            row[i] = widen(source[i])
+def turn(target: Array, source: Array) -> None:
+    """target [D, n] = source [n, D], turned."""
+    for i in range(target.shape[0]):
+        row = target[i]
+        for n in range(source.shape[0]):
+            row[n] = source[n, i]
 
 
 @compiled
-def load_turned(
-    target: Array, pages: Array, table: Array, first_key: int, keys: int, block_tokens: int, start: int
-) -> None:
-    """target [D, n] = K of token first_key + n."""
-    for n in range(keys):
-        source = find_key(pages, table, first_key + n, block_tokens, start, target.shape[0])
-        for i in range(source.shape[0]):
-            target[i, n] = widen(source[i])
-
-
-@compiled
-def score_by_dots(
-    scores: Array,
-    rows: Array,
-    pages: Array,
-    table: Array,
-    first_key: int,
-    keys: int,
-    block_tokens: int,
-    start: int,
-) -> None:
-    for n in range(keys):
-        key = find_key(pages, table, first_key + n, block_tokens, start, rows.shape[1])
-        for m in range(rows.shape[0]):
-            scores[m, n] = dot(rows[m], key)
+def score_by_dots(scores: Array, rows: Array, keys: Array) -> None:
+    """scores [M, n] = rows [M, D] times keys [n, D]."""
+    n = keys.shape[0]
+    whole = n - n % 4
+    for m in range(rows.shape[0]):
+        for k in range(0, whole, 4):
+            scores[m, k], scores[m, k + 1], scores[m, k + 2], scores[m, k + 3] = dot_four(
+                rows[m], keys[k], keys[k + 1], keys[k + 2], keys[k + 3]
+            )
+        for k in range(whole, n):
+            scores[m, k] = dot(rows[m], keys[k])
 
 
 @compiled
@@ -116,7 +103,7 @@ def score_by_rows(scores: Array, rows: Array, turned: Array) -> None:
 @compiled
 def soften(scores: Array, peak: Float) -> Float:
     """scores = 2^(scores - peak); returns their sum."""
-    total = np.float32(0.0)
+    total = _ZERO
     for n in range(scores.shape[0]):
         weight = exp2(scores[n] - peak)
         scores[n] = weight
@@ -158,28 +145,31 @@ def attend_tile(
     scratch: Array,
     pages: Array,
     table: Array,
-    before: int,
-    group: int,
-    block_tokens: int,
-    start: int,
-    side: int,
+    before: Int,
+    group: Int,
+    block_tokens: Int,
+    start: Int,
+    side: Int,
 ) -> None:
     """rows [M, D] scaled queries, row m sees before + m // group + 1 tokens -> sums [M, D], state [M, 2]."""
     num_rows, size = rows.shape
-    scores = carve(scratch, 0, num_rows, BLOCK_KEYS)
-    turned = carve(scratch, TILE_ROWS * BLOCK_KEYS, size, BLOCK_KEYS)
-    values = carve(scratch, (TILE_ROWS + size) * BLOCK_KEYS, BLOCK_KEYS, size)
+    block = BLOCK_KEYS * size
+    scores = scratch[3 * block : 3 * block + num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
+    turned = scratch[2 * block : 3 * block].reshape((size, BLOCK_KEYS))
     visible = before + (num_rows - 1) // group + 1
     for key in range(0, visible, BLOCK_KEYS):
-        keys = min(BLOCK_KEYS, visible - key)
+        count = min(BLOCK_KEYS, visible - key)
+        keys = scratch[: count * size].reshape((count, size))
+        values = scratch[block : block + count * size].reshape((count, size))
+        load_block(keys, pages, table, key, block_tokens, start)
+        load_block(values, pages, table, key, block_tokens, start + side)
         if num_rows < TURNED_ROWS:
-            score_by_dots(scores, rows, pages, table, key, keys, block_tokens, start)
+            score_by_dots(scores, rows, keys)
         else:
-            load_turned(turned, pages, table, key, keys, block_tokens, start)
+            turn(turned, keys)
             score_by_rows(scores, rows, turned)
-        load_rows(values[:keys], pages, table, key, block_tokens, start + side)
         for m in range(num_rows):
-            seen = min(keys, before + m // group + 1 - key)
+            seen = min(count, before + m // group + 1 - key)
             if seen > 0:
                 take_in(sums[m], state[m], scores[m, :seen], values[:seen])
 
@@ -200,30 +190,20 @@ def attend_worker(job: Job) -> None:
     scratch = read_float_matrix(job, SCRATCH)[take_worker(job)]
     item = take_item(job)
     while item < count_items(job):
-        b, first, tokens, before = tiles[item // kv_heads]
+        tile = item // kv_heads
+        b, first, tokens, before = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2], tiles[tile, 3]
         head, num_rows = item % kv_heads, tokens * group
-        rows = carve(scratch, 0, num_rows, size)
-        sums = carve(scratch, TILE_ROWS * size, num_rows, size)
-        state = carve(scratch, 2 * TILE_ROWS * size, num_rows, 2)
+        rows = scratch[: num_rows * size].reshape((num_rows, size))
+        sums = scratch[TILE_ROWS * size : (TILE_ROWS + num_rows) * size].reshape((num_rows, size))
+        state = scratch[2 * TILE_ROWS * size : 2 * (TILE_ROWS * size + num_rows)].reshape((num_rows, 2))
         load_queries(rows, q[first : first + tokens], head * group, group, scale)
         clear(scratch[TILE_ROWS * size : (TILE_ROWS + num_rows) * size])
         for m in range(num_rows):
-            state[m, 0], state[m, 1] = _LOW, np.float32(0.0)
+            state[m, 0], state[m, 1] = _LOW, _ZERO
         start = read_int(job, LAYER_START) + head * head_elements
+        side = kv_heads * head_elements
         rest = scratch[2 * TILE_ROWS * (size + 1) :]
-        attend_tile(
-            rows,
-            sums,
-            state,
-            rest,
-            pages,
-            block_tables[b],
-            before,
-            group,
-            block_tokens,
-            start,
-            kv_heads * head_elements,
-        )
+        attend_tile(rows, sums, state, rest, pages, block_tables[b], before, group, block_tokens, start, side)
         for m in range(num_rows):
             column = (head * group + m % group) * size
             write_row(out[first + m // group, column : column + size], sums[m], _ONE / state[m, 1])

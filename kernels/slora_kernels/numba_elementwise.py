@@ -95,6 +95,12 @@ def rotate_head(target: Array, source: Array, angles: Array) -> None:
         high[i] = narrow(y * cos[i] + x * sin[i], target)
 
 
+@compiled
+def copy_row(target: Array, source: Array) -> None:
+    for i in range(source.shape[0]):
+        target[i] = source[i]
+
+
 # Fields of a rotation job; LAYER_START is where the layer begins in a page.
 QKV, COS_SIN, KV_PAGES, POSITIONS, KV_SLOTS, HEADS, KV_HEADS, BLOCK_TOKENS, LAYER_START = range(9)
 
@@ -124,5 +130,5 @@ def rotate_and_write_kv_worker(job: Job) -> None:
             rotate_head(page[target : target + size], row[source : source + size], angles)
             source += kv_heads * size
             target += kv_heads * block_tokens * size
-            page[target : target + size] = row[source : source + size]
+            copy_row(page[target : target + size], row[source : source + size])
         token = take_item(job)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numba
 import torch
 from numba import types
 from torch import Tensor
@@ -21,12 +20,14 @@ from slora_kernels import numba_attention, numba_elementwise, numba_lora
 from slora_kernels.batch import AdapterTables, AttentionBatch, KernelStep, KVGeometry, LoraTiles
 from slora_kernels.layout import GROUPS, SEGMENT_BYTES, LinearGroup
 from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shrink_tiles
+from slora_kernels.numba_language import compile_worker
 from slora_kernels.thread_team import ThreadTeam
 
-# A tile of so many tokens goes through torch's matmuls.
-MATMUL_TOKENS = 24
-# Fewer numbers than this take less time than waking a second thread.
-SERIAL_NUMBERS = 16384
+# A tile of so many tokens goes through torch's matmuls. Our own loops are 2 to 5 times faster at 8 tokens (no
+# copy of the weights), and level at 64 (rank 8 to 64, bf16, one Zen 5 thread).
+MATMUL_TOKENS = 64
+# Reading fewer numbers than this takes less time than waking a second thread (about 10 us).
+SERIAL_NUMBERS = 65536
 # Items of a LoRA job are made smaller until there are this many for each thread.
 ITEMS_PER_THREAD = 4
 SHRINK_ROWS = (16, 4)
@@ -42,16 +43,15 @@ _WORKERS = (
     numba_lora.expand_worker,
 )
 Worker = Callable[[Any], None]
+Field = Tensor | int | float
 
 
 @cache
-def compile_worker(worker: Worker, dtype: torch.dtype) -> Any:
-    """The worker as a C function for a dtype: compiled once, then kept in numba's cache on disk."""
-    signature = types.void(types.CPointer(_CARRIERS[dtype]))
-    return numba.cfunc(signature, cache=True, fastmath=True, error_model="numpy")(worker)
+def _compile(worker: Worker, dtype: torch.dtype) -> Any:
+    return compile_worker(worker, _CARRIERS[dtype])
 
 
-def _pack(field: Tensor | int | float) -> tuple[int, int, int]:
+def _pack(field: Field) -> tuple[int, int, int]:
     """The three words of a field; see `numba_language`."""
     if isinstance(field, Tensor):
         if field.dim() == 1:
@@ -64,13 +64,16 @@ def _pack(field: Tensor | int | float) -> tuple[int, int, int]:
 
 
 @cache
-def _cut_columns(widths: tuple[int, ...], columns: int) -> Tensor:
-    """Blocks of expand, int32 [n, 4]: member of the group, first column in out, in the member, and columns."""
+def _cut_columns(widths: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor]:
+    """Blocks of expand, int32 [n, 4]: member of the group, first column in out, in the member, and columns.
+
+    Beside them the widths, int32 [1, members].
+    """
     blocks, start = [], 0
     for member, width in enumerate(widths):
         blocks += [(member, start + c, c, min(columns, width - c)) for c in range(0, width, columns)]
         start += width
-    return torch.tensor(blocks, dtype=torch.int32)
+    return torch.tensor(blocks, dtype=torch.int32), torch.tensor([widths], dtype=torch.int32)
 
 
 def _cut_queries(batch: AttentionBatch, tile_queries: int) -> Tensor:
@@ -121,25 +124,20 @@ class NumbaKernels:
         """Compiles, or loads from numba's cache, all workers for the geometry's dtype; returns the seconds."""
         start = time.perf_counter()
         for worker in _WORKERS:
-            compile_worker(worker, geometry.dtype)
+            _compile(worker, geometry.dtype)
         return time.perf_counter() - start
 
     def _run(
-        self,
-        worker: Worker,
-        dtype: torch.dtype,
-        items: int,
-        fields: tuple[Tensor | int | float, ...],
-        *,
-        serial: bool,
+        self, worker: Worker, dtype: torch.dtype, items: int, fields: tuple[Field, ...], *, numbers: int
     ) -> None:
+        """Runs a worker over its items; `numbers` is about how many numbers it reads, all together."""
         if items == 0:
             return
         job = array("q", (0, 0, items))
         for field in fields:
             job.extend(_pack(field))
-        threads = 1 if serial else min(torch.get_num_threads(), items)
-        self._team.run(compile_worker(worker, dtype).address, job.buffer_info()[0], threads)
+        threads = 1 if numbers < SERIAL_NUMBERS else min(torch.get_num_threads(), items)
+        self._team.run(_compile(worker, dtype).address, job.buffer_info()[0], threads)
 
     def _reserve(self, numbers: int) -> Tensor:
         """Scratch of `numbers` float32 for each thread, [threads, numbers or more]."""
@@ -155,24 +153,22 @@ class NumbaKernels:
         return KernelStep(batch, tiles, NumbaPlan({}, short, long))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out = torch.empty(x.shape, dtype=x.dtype)
-        fields = (x, x, weight, out, eps, 0)
-        serial = x.numel() < SERIAL_NUMBERS
-        self._run(numba_elementwise.rms_norm_worker, x.dtype, x.shape[0], fields, serial=serial)
-        return out
+        return self._norm((x, x), weight, eps, adds=False)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._norm((x, residual), weight, eps, adds=True)
+
+    def _norm(self, rows: tuple[Tensor, Tensor], weight: Tensor, eps: float, *, adds: bool) -> Tensor:
+        x = rows[0]
         out = torch.empty(x.shape, dtype=x.dtype)
-        fields = (x, residual, weight, out, eps, 1)
-        serial = x.numel() < SERIAL_NUMBERS
-        self._run(numba_elementwise.rms_norm_worker, x.dtype, x.shape[0], fields, serial=serial)
+        fields = (*rows, weight, out, eps, int(adds))
+        self._run(numba_elementwise.rms_norm_worker, x.dtype, x.shape[0], fields, numbers=x.numel())
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
-        serial = gate_up.numel() < SERIAL_NUMBERS
-        worker = numba_elementwise.silu_mul_worker
-        self._run(worker, gate_up.dtype, gate_up.shape[0], (gate_up, out), serial=serial)
+        worker, tokens = numba_elementwise.silu_mul_worker, gate_up.shape[0]
+        self._run(worker, gate_up.dtype, tokens, (gate_up, out), numbers=gate_up.numel())
         return out
 
     def rotate_and_write_kv(
@@ -189,9 +185,8 @@ class NumbaKernels:
             geometry.block_tokens,
             layer * geometry.block_elements,
         )
-        serial = qkv.numel() < SERIAL_NUMBERS
         worker = numba_elementwise.rotate_and_write_kv_worker
-        self._run(worker, geometry.dtype, qkv.shape[0], fields, serial=serial)
+        self._run(worker, geometry.dtype, qkv.shape[0], fields, numbers=qkv.numel())
         return qkv.view(qkv.shape[0], -1, geometry.head_dim)[:, : geometry.num_heads]
 
     def attend(
@@ -220,7 +215,8 @@ class NumbaKernels:
             scale,
         )
         items = tiles.shape[0] * geometry.num_kv_heads
-        self._run(numba_attention.attend_worker, geometry.dtype, items, fields, serial=False)
+        numbers = q.numel() * step.batch.max_context
+        self._run(numba_attention.attend_worker, geometry.dtype, items, fields, numbers=numbers)
         return out
 
     def shrink(
@@ -268,7 +264,8 @@ class NumbaKernels:
             blocks,
             rows,
         )
-        self._run(numba_lora.shrink_worker, x.dtype, num_tiles * blocks, fields, serial=False)
+        numbers = num_tiles * rank * x.shape[1]
+        self._run(numba_lora.shrink_worker, x.dtype, num_tiles * blocks, fields, numbers=numbers)
 
     def expand(
         self,
@@ -302,7 +299,7 @@ class NumbaKernels:
         coarse, fine = EXPAND_COLUMNS
         enough = num_tiles * -(-max(widths) // coarse) >= ITEMS_PER_THREAD * torch.get_num_threads()
         columns = coarse if enough else fine
-        blocks = _cut_columns(widths, columns)
+        blocks, width_row = _cut_columns(widths, columns)
         first_module = layer * tables.modules.shape[2] + group.modules[0]
         fields = (
             out,
@@ -314,9 +311,10 @@ class NumbaKernels:
             tables.modules.flatten(1)[:, first_module * 3 :],
             tables.scales.flatten(1)[:, first_module:],
             blocks,
-            torch.tensor([widths], dtype=torch.int32),
+            width_row,
             self._reserve(MATMUL_TOKENS * columns),
             SEGMENT_BYTES // out.element_size(),
         )
         items = num_tiles * blocks.shape[0]
-        self._run(numba_lora.expand_worker, out.dtype, items, fields, serial=False)
+        numbers = num_tiles * tiles.max_group_rank * max(widths)
+        self._run(numba_lora.expand_worker, out.dtype, items, fields, numbers=numbers)

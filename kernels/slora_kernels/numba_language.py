@@ -17,8 +17,10 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import cfunc, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 Array = Any
 Job = Any
@@ -31,14 +33,23 @@ FIELD_WORDS = 3
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F32, _F64 = ir.FloatType(), ir.DoubleType()
-# Everything that lets sums be vectorised. What it allows is decided when compiling, so results stay the same from
-# call to call.
-_OPTIONS = {"fastmath": True, "error_model": "numpy", "nogil": True}
+_BYTE_POINTER = ir.IntType(8).as_pointer()
+_PREFETCH_TYPE = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _I32, _I32, _I32])
+CACHE_LINE_BYTES = 64
+# Sums may be reordered, which is decided when compiling, so results stay the same from call to call. Without
+# numba's run-time nothing is counted: jobs own no memory, and counting took a third of the time of short rows. (A
+# function may then not return an array.)
+_OPTIONS: dict[str, Any] = {"fastmath": True, "error_model": "numpy", "_nrt": False}
 
 
 def compiled(function: Function) -> Function:
     """numba's njit with the options that all kernels share."""
-    return cast(Function, njit(**_OPTIONS)(function))
+    return cast(Function, njit(nogil=True, **_OPTIONS)(function))
+
+
+def compile_worker(worker: Callable[[Job], None], carrier: Any) -> Any:
+    """The worker as a C function `void(void *job)` for numbers carried as `carrier`, cached on disk."""
+    return cfunc(types.void(types.CPointer(carrier)), cache=True, **_OPTIONS)(worker)
 
 
 def _emitted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,32 +85,49 @@ def _read_double(typing: Any, job: Job, word: int) -> Any:
     return types.float64(job, types.int64), emit
 
 
-def _emit_pointer(job: Any, element: Any) -> Any:
+def _emit_matrix(job: Any, element: Any) -> Any:
+    """An array [rows, pitch] over the words of a field."""
+    matrix = types.Array(element, 2, "C")
+
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = builder.load(_point(builder, args[0], args[1], _I64))
-        return builder.inttoptr(address, context.get_value_type(signature.return_type))
+        first = builder.add(builder.mul(args[1], _I64(FIELD_WORDS)), _I64(NUM_WORDS))
+        address, rows, pitch = (
+            builder.load(_point(builder, args[0], builder.add(first, _I64(k)), _I64)) for k in range(3)
+        )
+        made = context.make_array(matrix)(context, builder)
+        size = _I64(context.get_abi_sizeof(context.get_data_type(element)))
+        populate_array(
+            made,
+            data=builder.inttoptr(address, made.data.type),
+            shape=[rows, pitch],
+            strides=[builder.mul(pitch, size), size],
+            itemsize=size,
+            meminfo=None,
+        )
+        return made._getvalue()
 
-    return types.CPointer(element)(job, types.int64), emit
-
-
-@_emitted
-def _model_pointer(typing: Any, job: Job, word: int) -> Any:
-    return _emit_pointer(job, job.dtype)
-
-
-@_emitted
-def _float_pointer(typing: Any, job: Job, word: int) -> Any:
-    return _emit_pointer(job, types.float32)
-
-
-@_emitted
-def _int32_pointer(typing: Any, job: Job, word: int) -> Any:
-    return _emit_pointer(job, types.int32)
+    return matrix(job, types.int64), emit
 
 
 @_emitted
-def _int64_pointer(typing: Any, job: Job, word: int) -> Any:
-    return _emit_pointer(job, types.int64)
+def read_model_matrix(typing: Any, job: Job, field: int) -> Any:
+    """A tensor of the model's dtype, [rows, pitch]."""
+    return _emit_matrix(job, job.dtype)
+
+
+@_emitted
+def read_float_matrix(typing: Any, job: Job, field: int) -> Any:
+    return _emit_matrix(job, types.float32)
+
+
+@_emitted
+def read_int32_matrix(typing: Any, job: Job, field: int) -> Any:
+    return _emit_matrix(job, types.int32)
+
+
+@_emitted
+def read_int64_matrix(typing: Any, job: Job, field: int) -> Any:
+    return _emit_matrix(job, types.int64)
 
 
 @compiled
@@ -127,33 +155,6 @@ def read_int(job: Job, field: int) -> Int:
 @compiled
 def read_float(job: Job, field: int) -> Float:
     return np.float32(_read_double(job, NUM_WORDS + field * FIELD_WORDS))
-
-
-@compiled
-def _read_shape(job: Job, field: int) -> tuple[Int, Int]:
-    word = NUM_WORDS + field * FIELD_WORDS
-    return _read_word(job, word + 1), _read_word(job, word + 2)
-
-
-@compiled
-def read_model_matrix(job: Job, field: int) -> Array:
-    """A tensor of the model's dtype, [rows, pitch]."""
-    return carray(_model_pointer(job, NUM_WORDS + field * FIELD_WORDS), _read_shape(job, field))
-
-
-@compiled
-def read_float_matrix(job: Job, field: int) -> Array:
-    return carray(_float_pointer(job, NUM_WORDS + field * FIELD_WORDS), _read_shape(job, field))
-
-
-@compiled
-def read_int32_matrix(job: Job, field: int) -> Array:
-    return carray(_int32_pointer(job, NUM_WORDS + field * FIELD_WORDS), _read_shape(job, field))
-
-
-@compiled
-def read_int64_matrix(job: Job, field: int) -> Array:
-    return carray(_int64_pointer(job, NUM_WORDS + field * FIELD_WORDS), _read_shape(job, field))
 
 
 def _widen(builder: Any, element: Any, value: Any) -> Any:
@@ -203,6 +204,25 @@ def narrow(typing: Any, value: Float, array: Array) -> Any:
 
 
 @_emitted
+def _prefetch(typing: Any, array: Array, index: int) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(array)(context, builder, args[0]).data
+        pointer = builder.bitcast(builder.gep(data, [args[1]]), _BYTE_POINTER)
+        function = cgutils.get_or_insert_function(builder.module, _PREFETCH_TYPE, "llvm.prefetch.p0")
+        builder.call(function, [pointer, _I32(0), _I32(2), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), emit
+
+
+@compiled
+def prefetch(array: Array) -> None:
+    """Asks for a row that will be read soon: rows are too short for the hardware to see them coming."""
+    for i in range(0, array.shape[0], CACHE_LINE_BYTES // array.itemsize):
+        _prefetch(array, i)
+
+
+@_emitted
 def _from_bits(typing: Any, bits: int) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], _F32)
@@ -237,6 +257,19 @@ def dot(a: Array, b: Array) -> Float:
 
 
 @compiled
+def dot_four(x: Array, a: Array, b: Array, c: Array, d: Array) -> tuple[Float, Float, Float, Float]:
+    """x times each of four rows: x is read, and the loop entered, once."""
+    p, q, r, s = _ZERO, _ZERO, _ZERO, _ZERO
+    for i in range(x.shape[0]):
+        value = widen(x[i])
+        p += value * widen(a[i])
+        q += value * widen(b[i])
+        r += value * widen(c[i])
+        s += value * widen(d[i])
+    return p, q, r, s
+
+
+@compiled
 def add_row(target: Array, weight: Float, row: Array) -> None:
     """target += weight * row, target float32."""
     for i in range(row.shape[0]):
@@ -248,7 +281,7 @@ def add_four_rows(target: Array, weights: Array, a: Array, b: Array, c: Array, d
     """target += weights[0] * a + ... + weights[3] * d: one pass over target, in L1, for four products."""
     w0, w1, w2, w3 = weights[0], weights[1], weights[2], weights[3]
     for i in range(target.shape[0]):
-        target[i] += (w0 * widen(a[i]) + w1 * widen(b[i])) + (w2 * widen(c[i]) + w3 * widen(d[i]))
+        target[i] = target[i] + w0 * widen(a[i]) + w1 * widen(b[i]) + w2 * widen(c[i]) + w3 * widen(d[i])
 
 
 @compiled
@@ -260,6 +293,13 @@ def add_rows(target: Array, weights: Array, rows: Array) -> None:
         add_four_rows(target, weights[r : r + 4], rows[r], rows[r + 1], rows[r + 2], rows[r + 3])
     for r in range(whole, n):
         add_row(target, weights[r], rows[r])
+
+
+@compiled
+def copy_widened(target: Array, source: Array) -> None:
+    """target float32 = source."""
+    for i in range(source.shape[0]):
+        target[i] = widen(source[i])
 
 
 @compiled

@@ -7,6 +7,7 @@ Such tiles are bound by reading the weights, so an item is a stretch of rows (sh
 from slora_kernels.numba_language import (
     Array,
     Float,
+    Int,
     Job,
     add_four_rows,
     add_row,
@@ -14,7 +15,9 @@ from slora_kernels.numba_language import (
     compiled,
     count_items,
     dot,
+    dot_four,
     narrow,
+    prefetch,
     read_float_matrix,
     read_int,
     read_int32_matrix,
@@ -26,25 +29,48 @@ from slora_kernels.numba_language import (
 
 
 @compiled
-def find_stretch(pages: Array, table: Array, segment: int, segment_size: int, size: int) -> Array:
-    """The first of `size` numbers that begin at a segment of an adapter: as many as lie in its page."""
+def find_segment(pages: Array, table: Array, segment: Int, segment_size: Int) -> tuple[Int, Int]:
+    """Page and first number of a segment of an adapter."""
     page_segments = pages.shape[1] // segment_size
-    start = segment % page_segments * segment_size
-    return pages[table[segment // page_segments], start : min(start + size, pages.shape[1])]
+    return table[segment // page_segments], segment % page_segments * segment_size
 
 
 @compiled
 def shrink_row(
-    sums: Array, x: Array, pages: Array, table: Array, segment: int, segment_size: int, width: int
+    sums: Array, x: Array, pages: Array, table: Array, segment: Int, segment_size: Int, width: Int
 ) -> None:
     """sums [t] = x [t, :width] times the row that begins at `segment`, page by page."""
     done = 0
     while done < width:
-        row = find_stretch(pages, table, segment + done // segment_size, segment_size, width - done)
+        page, start = find_segment(pages, table, segment + done // segment_size, segment_size)
+        row = pages[page, start : min(start + width - done, pages.shape[1])]
         for t in range(sums.shape[0]):
             part = dot(x[t, done : done + row.shape[0]], row)
             sums[t] = part if done == 0 else sums[t] + part
         done += row.shape[0]
+
+
+@compiled
+def shrink_rows(
+    sums: Array, x: Array, pages: Array, table: Array, segment: Int, segment_size: Int, width: Int
+) -> None:
+    """sums [t, n] = x [t, :width] times n rows, one after the other from `segment` on: four at a time in a page."""
+    row_segments = (width + segment_size - 1) // segment_size
+    pitch, n = row_segments * segment_size, 0
+    while n < sums.shape[1]:
+        at = segment + n * row_segments
+        page, start = find_segment(pages, table, at, segment_size)
+        if n + 4 <= sums.shape[1] and start + 4 * pitch <= pages.shape[1]:
+            rows = pages[page, start : start + 4 * pitch].reshape((4, pitch))
+            prefetch(pages[page, start + 4 * pitch : min(start + 8 * pitch, pages.shape[1])])
+            for t in range(sums.shape[0]):
+                sums[t, n], sums[t, n + 1], sums[t, n + 2], sums[t, n + 3] = dot_four(
+                    x[t, :width], rows[0], rows[1], rows[2], rows[3]
+                )
+            n += 4
+        else:
+            shrink_row(sums[:, n], x, pages, table, at, segment_size, width)
+            n += 1
 
 
 # Fields of a shrink job. groups begins at the layer's and group's entry of slot 0.
@@ -68,30 +94,25 @@ def shrink_worker(job: Job) -> None:
     row_segments = (width + segment_size - 1) // segment_size
     item = take_item(job)
     while item < count_items(job):
-        slot, first, tokens = tiles[item // blocks]
+        tile, row = item // blocks, item % blocks * block_rows
+        slot, first, tokens = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2]
         rank, segment = groups[slot, 0], groups[slot, 1]
-        first_row = item % blocks * block_rows
-        for row in range(first_row, min(first_row + block_rows, rank)):
-            shrink_row(
-                bridge[first : first + tokens, row],
-                x[first : first + tokens],
-                pages,
-                page_table[slot],
-                segment + row * row_segments,
-                segment_size,
-                width,
-            )
+        if row < rank:
+            sums = bridge[first : first + tokens, row : min(row + block_rows, rank)]
+            at = segment + row * row_segments
+            shrink_rows(sums, x[first : first + tokens], pages, page_table[slot], at, segment_size, width)
         item = take_item(job)
 
 
 @compiled
 def add_adapter_row(
-    sums: Array, weights: Array, pages: Array, table: Array, segment: int, segment_size: int
+    sums: Array, weights: Array, pages: Array, table: Array, segment: Int, segment_size: Int
 ) -> None:
     """sums [t, size] += weights [t] * the numbers that begin at `segment`, page by page."""
     done = 0
     while done < sums.shape[1]:
-        row = find_stretch(pages, table, segment + done // segment_size, segment_size, sums.shape[1] - done)
+        page, start = find_segment(pages, table, segment + done // segment_size, segment_size)
+        row = pages[page, start : min(start + sums.shape[1] - done, pages.shape[1])]
         for t in range(sums.shape[0]):
             add_row(sums[t, done : done + row.shape[0]], weights[t], row)
         done += row.shape[0]
@@ -103,26 +124,33 @@ def expand_columns(
     weights: Array,
     pages: Array,
     table: Array,
-    segment: int,
-    row_segments: int,
-    segment_size: int,
+    segment: Int,
+    row_segments: Int,
+    segment_size: Int,
 ) -> None:
     """sums [t, size] += weights [t, rank] times rows whose columns begin at `segment`, `row_segments` apart.
 
-    Four rows at a time where none of the four crosses a page.
+    Four rows at a time where all four lie in one page.
     """
     size, rank, r = sums.shape[1], weights.shape[1], 0
+    pitch = row_segments * segment_size
     while r < rank:
         at = segment + r * row_segments
-        last = min(r + 3, rank - 1)
-        a = find_stretch(pages, table, at, segment_size, size)
-        b = find_stretch(pages, table, at + min(1, last - r) * row_segments, segment_size, size)
-        c = find_stretch(pages, table, at + min(2, last - r) * row_segments, segment_size, size)
-        d = find_stretch(pages, table, at + (last - r) * row_segments, segment_size, size)
-        shortest = min(min(a.shape[0], b.shape[0]), min(c.shape[0], d.shape[0]))
-        if last == r + 3 and shortest == size:
+        page, a = find_segment(pages, table, at, segment_size)
+        b, c, d = a + pitch, a + 2 * pitch, a + 3 * pitch
+        if r + 4 <= rank and d + size <= pages.shape[1]:
+            row = pages[page]
+            for k in range(4, 8):
+                prefetch(row[a + k * pitch : min(a + k * pitch + size, pages.shape[1])])
             for t in range(sums.shape[0]):
-                add_four_rows(sums[t], weights[t, r : r + 4], a, b, c, d)
+                add_four_rows(
+                    sums[t],
+                    weights[t, r : r + 4],
+                    row[a : a + size],
+                    row[b : b + size],
+                    row[c : c + size],
+                    row[d : d + size],
+                )
             r += 4
         else:
             add_adapter_row(sums, weights[:, r], pages, table, at, segment_size)
