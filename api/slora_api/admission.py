@@ -23,6 +23,7 @@ class Admission:
         self.stopping = False
         self.generations = 0
         self.uploads = 0
+        self._uploads_by_tenant: Counter[str] = Counter()
         self._by_tenant: Counter[str] = Counter()
 
     def stop(self) -> None:
@@ -63,17 +64,23 @@ class Admission:
             )
 
     @contextmanager
-    def upload(self) -> Iterator[None]:
-        """Holds one of the places for uploads. Raises ServerBusy or Stopping."""
+    def upload(self, tenant: str) -> Iterator[None]:
+        """Holds one of the places for uploads, of which a tenant has at most half. Raises ServerBusy, TenantBusy or
+        Stopping."""
         if self.stopping:
             raise Stopping
+        own_limit = max(1, self.max_uploads // 2)
+        if self._uploads_by_tenant[tenant] >= own_limit:
+            raise TenantBusy(f"You may upload {own_limit} adapters at once; wait for one of them.")
         if self.uploads >= self.max_uploads:
             raise ServerBusy(
                 f"The server receives {self.uploads} adapters and takes at most {self.max_uploads} at once "
                 "(max_concurrent_uploads); try again shortly."
             )
         self.uploads += 1
+        self._uploads_by_tenant[tenant] += 1
         try:
             yield
         finally:
             self.uploads -= 1
+            self._uploads_by_tenant -= Counter([tenant])

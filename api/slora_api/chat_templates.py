@@ -7,6 +7,7 @@ once ran into the time limit is not tried again, so that nobody can keep the ren
 import asyncio
 import hashlib
 import json
+import os
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
@@ -25,6 +26,9 @@ RENDER_TIMEOUT_S = 2.0
 START_TIMEOUT_S = 30.0
 _NUM_RENDERERS = 2
 _MAX_REMEMBERED = 10_000
+
+# Tenants' programs run in the renderers: they get no secret, only what Python needs to start.
+_PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -67,8 +71,9 @@ class _Renderer:
         arguments = ("-P", "-m", "slora_api.template_process", self._special_tokens)
         # JSON escapes a character to at most 12 bytes (a surrogate pair).
         limit = 12 * MAX_RENDERED_CHARS
+        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, *arguments, stdin=PIPE, stdout=PIPE, limit=limit
+            sys.executable, *arguments, stdin=PIPE, stdout=PIPE, limit=limit, env=environment
         )
         await _exchange(process, {"template": ""})
         return process

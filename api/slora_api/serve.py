@@ -92,8 +92,8 @@ class _Model:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sockets:
-    """Unix sockets of this run. Not in the data directory: a socket's path may have 107 characters at most."""
+class _RunDir:
+    """What lives as long as this run. Not in the data directory: a socket's path may have 107 characters at most."""
 
     directory: Path
 
@@ -104,6 +104,13 @@ class _Sockets:
     @property
     def loader(self) -> Path:
         return self.directory / "loader.sock"
+
+    def write_arguments(self, name: str, *arguments: str) -> str:
+        """Arguments as a file, one a line, that the process list does not show; what stands for them."""
+        path = self.directory / f"{name}.arguments"
+        path.touch(mode=0o600)
+        path.write_text("\n".join(arguments))
+        return f"@{path}"
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -128,10 +135,10 @@ def _store_url(settings: Settings, data: DataDir) -> str:
     return settings.store or str(data.adapters)
 
 
-def _children(settings: Settings, model: _Model, data: DataDir, sockets: _Sockets) -> list[Child]:
+def _children(settings: Settings, model: _Model, data: DataDir, run_dir: _RunDir) -> list[Child]:
     engine: dict[str, Any] = {
-        "socket": str(sockets.engine),
-        "loader_socket": str(sockets.loader),
+        "socket": str(run_dir.engine),
+        "loader_socket": str(run_dir.loader),
         "engine": {
             "model": str(model.directory),
             "model_name": model.name,
@@ -147,7 +154,7 @@ def _children(settings: Settings, model: _Model, data: DataDir, sockets: _Socket
         },
     }
     loader = LoaderConfig(
-        socket=sockets.loader,
+        socket=run_dir.loader,
         store=_store_url(settings, data),
         warm=settings.redis or None,
         shape=model.shape,
@@ -156,7 +163,12 @@ def _children(settings: Settings, model: _Model, data: DataDir, sockets: _Socket
         max_lora_rank=settings.max_lora_rank,
     )
     return [
-        Child("loader", "slora_adapters.loader_process", ["--config", loader.to_json()]),
+        # Its store's URL may hold a password.
+        Child(
+            "loader",
+            "slora_adapters.loader_process",
+            [run_dir.write_arguments("loader", "--config", loader.to_json())],
+        ),
         Child("engine", "slora.engine_process", ["--config", json.dumps(engine)]),
     ]
 
@@ -202,6 +214,7 @@ def _make_http_server(app: ASGIApp, settings: Settings) -> uvicorn.Server:
             lifespan="off",
             ws="none",
             log_config=None,
+            log_level="warning",
             access_log=False,
             server_header=False,
             backlog=_BACKLOG,
@@ -266,13 +279,13 @@ async def _serve(settings: Settings) -> None:
     async with AsyncExitStack() as stack:
         data = stack.enter_context(open_data_dir(Path(settings.data_dir)))
         listener = stack.enter_context(_listen(settings.host, settings.port))
-        sockets = _Sockets(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slora-"))))
+        run_dir = _RunDir(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slora-"))))
         pepper = Pepper.from_file(data.pepper)
         admin_key = open_admin_key(settings.admin_key, data.path, pepper)
-        client = RemoteEngine(sockets.engine)
+        client = RemoteEngine(run_dir.engine)
         services = await _open_services(stack, settings, model, data, pepper, client)
         supervisor = Supervisor(
-            _children(settings, model, data, sockets), services.generator.metrics.restarted
+            _children(settings, model, data, run_dir), services.generator.metrics.restarted
         )
         await _run_until_stopped(
             _make_http_server(make_app(services, admin_key), settings),

@@ -8,6 +8,7 @@ Knows nothing of what the children do; whether the engine answers is the engine 
 
 import asyncio
 import logging
+import os
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
@@ -26,6 +27,8 @@ _LONGEST_PAUSE_S = 10.0
 # A child that lived this long did start; its next death is a new story.
 _HEALTHY_S = 30.0
 _STOP_S = 10.0
+# What children must not have: theirs is the work, not the authority.
+_SECRETS = ("SLORA_ADMIN_KEY", "SLORA_API_KEY", "SLORA_REDIS", "SLORA_STORE")
 # What a child exits with when its configuration can never work, as argparse does.
 _REFUSED_EXIT = 2
 
@@ -81,7 +84,7 @@ class Supervisor:
         # A session of its own: Ctrl-C in a terminal is for us, who then let requests finish.
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", child.module, *child.arguments,
-            stdin=PIPE, stdout=sys.stderr.fileno(), start_new_session=True,
+            stdin=PIPE, stdout=sys.stderr.fileno(), start_new_session=True, env=_environment(),
         )  # fmt: skip
         self.pids[child.name] = process.pid
         try:
@@ -89,6 +92,10 @@ class Supervisor:
         finally:
             del self.pids[child.name]
             await _stop(process)
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _SECRETS}
 
 
 async def _stop(process: Process) -> None:

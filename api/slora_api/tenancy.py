@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from sqlite3 import IntegrityError
 
 from slora_adapters.database import Database
-
 from slora_api.api_key import NewKey, Pepper, make_key, read_key_id
 from slora_api.errors import BadRequest, Conflict, NotFound
 
@@ -109,13 +108,12 @@ class Tenancy:
         return record, key
 
     def adopt_key(self, tenant: str, adapter: str | None, secret: str) -> KeyRecord:
-        """Makes a key that was drawn earlier valid (again); adopting it twice changes nothing."""
+        """Makes a key that was drawn earlier valid; one that is known stays what it is, revoked ones too."""
         key_id = read_key_id(secret)
         if key_id is None:
             raise BadRequest("The text is not one of our keys.")
         record = KeyRecord(key_id, tenant, adapter, int(time.time()), None)
-        if self.authenticate(secret) is None:
-            self._insert(record, secret)
+        self._insert(record, secret)
         return record
 
     def list_keys(self, tenant: str) -> Sequence[KeyRecord]:
@@ -148,7 +146,8 @@ class Tenancy:
     def _insert(self, record: KeyRecord, secret: str) -> None:
         with self._database.transaction() as connection:
             connection.execute(
-                "INSERT INTO api_keys (key_id, tenant, digest, adapter, created_at) VALUES (?, ?, ?, ?, ?)",
+                "INSERT INTO api_keys (key_id, tenant, digest, adapter, created_at) VALUES (?, ?, ?, ?, ?) "
+                "ON CONFLICT DO NOTHING",
                 (
                     record.key_id,
                     record.tenant,

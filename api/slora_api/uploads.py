@@ -43,6 +43,7 @@ _MAX_SMALL_FILE_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 1024
 # What is handed to the parsing thread at once: a thread's round trip costs 50 us, which this much data hides.
 _CHUNK_BYTES = 1 << 20
+STALL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,7 @@ async def _receive(receiver: _Receiver, stream: AsyncIterator[bytes]) -> None:
     """Feeds the parser in large pieces, on a thread: a disk that stalls must not stall everybody's tokens."""
     pending: list[bytes] = []
     num_bytes = 0
-    async for chunk in stream:
+    async for chunk in _unless_stalled(stream):
         pending.append(chunk)
         num_bytes += len(chunk)
         if num_bytes >= _CHUNK_BYTES:
@@ -212,6 +213,21 @@ async def _receive(receiver: _Receiver, stream: AsyncIterator[bytes]) -> None:
             pending, num_bytes = [], 0
     await asyncio.to_thread(receiver.write, b"".join(pending))
     receiver.finish()
+
+
+async def _unless_stalled(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The chunks of a stream; an upload that stops coming must not hold its place for ever."""
+    while True:
+        try:
+            async with asyncio.timeout(STALL_S):
+                chunk = await anext(stream)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise BadRequest(
+                f"Nothing of the upload came for {STALL_S:g} s.", None, "upload_stalled"
+            ) from None
+        yield chunk
 
 
 def _read_flag(text: str) -> bool:

@@ -1,7 +1,7 @@
 """An engine that says what a test tells it to, for cases that a real one does not produce on demand."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -54,6 +54,7 @@ class ScriptedEngine:
     answers: Sequence[Sequence[TokenDelta | Exception]] = ()
     hang: bool = False
     ready: bool = True
+    on_request: Callable[[EngineRequest], None] = lambda request: None
     max_model_len: int = 64
     requests: list[EngineRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -68,6 +69,7 @@ class ScriptedEngine:
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         script = self.answers[len(self.requests) % len(self.answers)]
         self.requests.append(request)
+        self.on_request(request)
         self.started.set()
         finished = False
         try:

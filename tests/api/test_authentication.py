@@ -5,6 +5,7 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
+from slora_api.api_key import make_key
 from slora_api.app import make_router
 from slora_api.authentication import PUBLIC_PATHS
 from tests.api.platform import ADMIN_KEY, Platform, bearer, post, running_platform
@@ -141,6 +142,16 @@ def test_tenants_and_keys_that_cannot_be_are_refused(platform: Platform) -> None
         assert admin.get("/admin/tenants/nobody/keys").status_code == 404
         assert admin.post("/admin/tenants/twice/keys", json={"adapter": "No Name"}).status_code == 400
         assert admin.delete("/admin/keys/nothing0").status_code == 404
+
+
+def test_a_key_that_was_revoked_is_not_revived_by_adopting_it_again(platform: Platform) -> None:
+    tenancy, secret = platform.services.tenancy, make_key().secret
+    tenancy.create_tenant("adopting")
+    assert tenancy.adopt_key("adopting", None, secret) == tenancy.adopt_key("adopting", None, secret)
+    assert tenancy.authenticate(secret) is not None
+    tenancy.revoke_key(secret.split("_")[1])
+    tenancy.adopt_key("adopting", None, secret)
+    assert tenancy.authenticate(secret) is None
 
 
 def test_keys_survive_a_restart(tmp_path: Path) -> None:

@@ -10,8 +10,13 @@ import httpx
 import pytest
 
 from slora.errors import AdapterFetchFailed, EngineUnavailable, RequestFailed, RequestRefused
-from slora.request import FinishReason, TokenDelta, TokenLogprobs
-from tests.adapters.hand_made import make_members
+from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
+from slora_adapters.database import Database
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft_directory import parse_adapter
+from slora_adapters.registry import AdapterDetails, Registry
+from slora_adapters.version import AdapterVersion
+from tests.adapters.hand_made import SHAPE, make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import EOS, ScriptedEngine, deltas_of
 
@@ -432,6 +437,46 @@ def test_an_adapters_name_default_and_the_base_reach_the_engine_as_what_they_are
     assert versions[0] is not None and (versions[0].tenant, f"sha256:{versions[0].digest}") == (
         "picker",
         digest,
+    )
+
+
+def test_a_request_whose_adapter_is_replaced_under_it_is_answered_by_the_new_one(platform: Platform) -> None:
+    key = platform.key("mover", "moving")
+    first = platform.upload(key, "moving").json()
+    newer = make_members(tensors=make_tensors(seed=3))
+    platform.engine.answers = [[AdapterFetchFailed("forgotten", "not_found")], deltas_of(b"new")]
+
+    def replace(request: EngineRequest) -> None:
+        # The name moves while the first request is on its way to the engine.
+        platform.engine.on_request = lambda request: None
+        adapter = parse_adapter({n: memoryview(raw) for n, raw in newer.items()}, SHAPE, AdapterLimits())
+        database = Database(platform.directory / "slora.db")
+        details = AdapterDetails(2, ("q_proj",), 1, adapter.extras)
+        Registry(database).put("moving", AdapterVersion("mover", adapter.digest), details)
+        database.close()
+
+    platform.engine.on_request = replace
+    answer = post(platform, key, COMPLETIONS, PROMPT | {"model": "default"})
+    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "new"
+    assert answer.headers["x-slora-adapter"] != first["digest"]
+
+
+def test_a_request_whose_adapter_is_deleted_under_it_is_told_that_there_is_none(platform: Platform) -> None:
+    key = platform.key("loser")
+    platform.upload(key, "gone")
+    platform.engine.answers = [[AdapterFetchFailed("forgotten", "not_found")]]
+
+    def delete(request: EngineRequest) -> None:
+        database = Database(platform.directory / "slora.db")
+        Registry(database).delete("loser", "gone")
+        database.close()
+
+    platform.engine.on_request = delete
+    answer = post(platform, key, COMPLETIONS, PROMPT | {"model": "gone", "stream": True})
+    platform.engine.on_request = lambda request: None
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        404,
+        "The model `gone` does not exist.",
     )
 
 

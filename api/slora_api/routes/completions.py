@@ -1,23 +1,51 @@
 """/v1/completions and /v1/chat/completions."""
 
+from collections.abc import Awaitable, Callable
+
 from fastapi import APIRouter, Request, Response
 
+from slora.errors import AdapterFetchFailed
 from slora_api.answer_format import ChatFormat, CompletionFormat
 from slora_api.answering import answer_request
 from slora_api.authentication import CurrentKey
 from slora_api.prompts import chat_prompt, completion_prompts
 from slora_api.schemas import ChatRequest, CompletionRequest
-from slora_api.services import Wired
+from slora_api.served_model import ServedModel
+from slora_api.services import Services, Wired
+from slora_api.tenancy import KeyRecord
 
 __all__ = ["router"]
 
 router = APIRouter()
 
 
+async def _answer_with(
+    services: Services, key: KeyRecord, name: str, answer: Callable[[ServedModel], Awaitable[Response]]
+) -> Response:
+    """Looks the model up and answers; once more if its adapter was replaced before the engine had it."""
+    model = services.catalog.find_model(key, name)
+    try:
+        return await answer(model)
+    except AdapterFetchFailed as error:
+        if error.code != "not_found":
+            raise
+        current = services.catalog.find_model(key, name)
+        if current.adapter == model.adapter:
+            raise
+        return await answer(current)
+
+
 @router.post("/v1/completions")
 async def complete(request: Request, body: CompletionRequest, key: CurrentKey, services: Wired) -> Response:
+    return await _answer_with(
+        services, key, body.model, lambda model: _complete(request, body, key, services, model)
+    )
+
+
+async def _complete(
+    request: Request, body: CompletionRequest, key: KeyRecord, services: Services, model: ServedModel
+) -> Response:
     generator = services.generator
-    model = services.catalog.find_model(key, body.model)
     prompts = await completion_prompts(body, model, generator.tokenizer, generator.engine_info())
     shape = CompletionFormat(
         model.asked_for, include_usage=body.include_usage, logprobs=body.logprobs is not None
@@ -34,8 +62,15 @@ async def complete(request: Request, body: CompletionRequest, key: CurrentKey, s
 
 @router.post("/v1/chat/completions")
 async def chat(request: Request, body: ChatRequest, key: CurrentKey, services: Wired) -> Response:
+    return await _answer_with(
+        services, key, body.model, lambda model: _chat(request, body, key, services, model)
+    )
+
+
+async def _chat(
+    request: Request, body: ChatRequest, key: KeyRecord, services: Services, model: ServedModel
+) -> Response:
     generator = services.generator
-    model = services.catalog.find_model(key, body.model)
     prompt = await chat_prompt(body, model, generator.tokenizer, services.templates, generator.engine_info())
     shape = ChatFormat(model.asked_for, include_usage=body.include_usage, logprobs=bool(body.logprobs))
     return await answer_request(

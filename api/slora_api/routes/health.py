@@ -1,18 +1,24 @@
 """/healthz, /readyz and /metrics: for load balancers, container engines and dashboards."""
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from slora.engine_info import EngineInfo, EngineStats
 from slora.errors import EngineUnavailable
 from slora_api.authentication import Operator
 from slora_api.errors import Starting
+from slora_api.generation import Generator
 from slora_api.services import Wired
 
 __all__ = ["router"]
 
 router = APIRouter()
+
+# An engine answers between two steps; the longest take well below a second.
+_STATS_S = 2.0
 
 
 @router.get("/healthz")
@@ -33,8 +39,15 @@ async def readyz(services: Wired) -> dict[str, Any]:
 @router.get("/metrics")
 async def metrics(_operator: Operator, services: Wired) -> Response:
     generator = services.generator
+    return Response(
+        generator.metrics.render(await _engine_numbers(generator)), media_type=CONTENT_TYPE_LATEST
+    )
+
+
+async def _engine_numbers(generator: Generator) -> tuple[EngineInfo, EngineStats] | None:
+    """None when there is no engine that answers: a scrape must not wait for one."""
     try:
-        engine = (generator.engine_info(), await generator.client.stats()) if generator.client.ready else None
-    except EngineUnavailable:
-        engine = None
-    return Response(generator.metrics.render(engine), media_type=CONTENT_TYPE_LATEST)
+        async with asyncio.timeout(_STATS_S):
+            return generator.engine_info(), await generator.client.stats()
+    except (EngineUnavailable, Starting, TimeoutError):
+        return None
