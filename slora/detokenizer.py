@@ -49,10 +49,13 @@ class Detokenizer:
         return text[len(context) :]
 
     def _pass_stops(self, *, final: bool) -> str:
-        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        # The one that is complete first wins, as if characters came one by one: how many tokens come at once, and
+        # where they fall, must not change the text.
+        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
-            return self._held[: min(found)]
+            _, at = min(found)
+            return self._held[:at]
         keep = 0 if final else max((_overlap(self._held, stop) for stop in self._stop), default=0)
         certain = self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
