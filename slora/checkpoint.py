@@ -30,6 +30,8 @@ class Checkpoint:
             raise ConfigError(f"{self._directory} has no tensor {name!r}, which its config.json calls for")
         with safe_open(path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
+        if not tensor.is_floating_point():
+            raise ConfigError(f"{path}: {name} is {tensor.dtype}; only floating-point weights are served")
         if tuple(tensor.shape) != shape:
             raise ConfigError(
                 f"{path}: {name} has shape {list(tensor.shape)}; config.json calls for {list(shape)}"
@@ -54,9 +56,9 @@ def _locate_tensors(directory: Path) -> Iterator[tuple[str, Path]]:
 def _shards(index: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
+        outside = [name for name in names if Path(name).name != name]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{index} has no readable weight_map: {error}") from error
-    outside = [name for name in names if Path(name).name != name]
     if outside:
         raise ConfigError(f"{index}: {outside[0]!r} points outside the model directory")
     return sorted(index.parent / name for name in names)

@@ -55,12 +55,10 @@ class ModelConfig:
         """Reads config.json and generation_config.json. Raises ConfigError naming file and field."""
         path = directory / "config.json"
         try:
-            fields = json.loads(path.read_text())
+            raw = _read_table(path)
         except OSError as error:
             raise ConfigError(f"no model at {directory}: {path} can't be read ({error.strerror})") from error
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}") from error
-        return _parse(fields, _eos_token_ids(fields, directory), path)
+        return _parse(raw, _eos_token_ids(raw, directory), path)
 
     def shape(self, dtype: str) -> ModelShape:
         """The sizes that decide page and adapter layout when the model runs in `dtype`."""
@@ -96,14 +94,35 @@ class _Fields:
             raise ConfigError(f"{self._path}: {name} is {value!r}; it must be a positive whole number")
         return value
 
-    def number(self, name: str, default: float) -> float:
-        value = self._fields.get(name, default)
-        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._fields.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise ConfigError(f"{self._path}: {name} is {value!r}; it must be a positive number")
         return float(value)
 
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._fields.get(name, default)
+    def flag(self, name: str) -> bool:
+        value = self._fields.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"{self._path}: {name} is {value!r}; it must be true or false")
+        return bool(value)
+
+    def table(self, name: str) -> dict[str, Any]:
+        value = self._fields.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise ConfigError(f"{self._path}: {name} is {value!r}; it must be an object")
+        return value or {}
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    """Raises OSError, or ConfigError for a file that holds no JSON object."""
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}; it must be a JSON object")
+    return value
 
 
 def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> ModelConfig:
@@ -122,7 +141,7 @@ def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> M
     head_dim = fields.whole("head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise ConfigError(f"{path}: head_dim is {head_dim}; rotary embedding needs an even one")
-    attention_bias = bool(fields.get("attention_bias", False))
+    attention_bias, mlp_bias = fields.flag("attention_bias"), fields.flag("mlp_bias")
     return ModelConfig(
         family=family,
         vocab_size=fields.whole("vocab_size"),
@@ -138,8 +157,8 @@ def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> M
         # Qwen2 has biases on q, k and v by construction; Llama has them on all four or on none.
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=family == "llama" and attention_bias,
-        mlp_bias=family == "llama" and bool(fields.get("mlp_bias", False)),
-        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        mlp_bias=family == "llama" and mlp_bias,
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         eos_token_ids=eos_token_ids,
     )
@@ -158,39 +177,52 @@ def _refuse_what_we_do_not_honour(raw: dict[str, Any], path: Path) -> None:
 
 def _parse_rope(raw: dict[str, Any], path: Path) -> Rope:
     """transformers 5 writes `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`."""
-    values = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    top = _Fields(raw, path)
+    values = {**top.table("rope_scaling"), **top.table("rope_parameters")}
     fields = _Fields(values, path)
-    theta = fields.number("rope_theta", _Fields(raw, path).number("rope_theta", 10000.0))
+    theta = fields.number("rope_theta", top.number("rope_theta", 10000.0))
     kind = values.get("rope_type", values.get("type", "default"))
-    if values.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(
-            f"{path}: partial_rotary_factor is {values['partial_rotary_factor']}; only 1.0 is served"
-        )
+    partial = fields.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise ConfigError(f"{path}: partial_rotary_factor is {partial}; only 1.0 is served")
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
-        return Rope(theta, "linear", fields.number("factor", 1.0))
+        return Rope(theta, "linear", fields.number("factor"))
     if kind == "llama3":
-        return Rope(
-            theta,
-            "llama3",
-            fields.number("factor", 8.0),
-            fields.number("low_freq_factor", 1.0),
-            fields.number("high_freq_factor", 4.0),
-            fields.whole("original_max_position_embeddings", 8192),
-        )
+        return _llama3_rope(theta, fields, path)
     raise ConfigError(f"{path}: rope_type is {kind!r}; this version serves default, linear and llama3")
+
+
+def _llama3_rope(theta: float, fields: _Fields, path: Path) -> Rope:
+    rope = Rope(
+        theta,
+        "llama3",
+        fields.number("factor"),
+        fields.number("low_freq_factor"),
+        fields.number("high_freq_factor"),
+        fields.whole("original_max_position_embeddings"),
+    )
+    if rope.high_freq_factor <= rope.low_freq_factor:
+        raise ConfigError(
+            f"{path}: high_freq_factor is {rope.high_freq_factor}; it must be above low_freq_factor "
+            f"{rope.low_freq_factor}"
+        )
+    return rope
 
 
 def _eos_token_ids(raw: dict[str, Any], directory: Path) -> tuple[int, ...]:
     """generation_config.json wins: that is where chat models list every token that ends a turn."""
     path = directory / "generation_config.json"
-    eos = raw.get("eos_token_id")
     if path.exists():
-        try:
-            eos = json.loads(path.read_text()).get("eos_token_id", eos)
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}") from error
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+        found = _parse_eos(_read_table(path).get("eos_token_id"), path)
+        if found:
+            return found
+    return _parse_eos(raw.get("eos_token_id"), directory / "config.json")
+
+
+def _parse_eos(value: Any, path: Path) -> tuple[int, ...]:
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in tokens):
+        raise ConfigError(f"{path}: eos_token_id is {value!r}; it must be a token id or a list of them")
+    return tuple(tokens)
