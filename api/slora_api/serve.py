@@ -43,7 +43,7 @@ from slora_api.demo import describe_demo, set_up_demo
 from slora_api.generation import Generator
 from slora_api.generation_defaults import GenerationDefaults, read_generation_defaults, refuse_unhonoured
 from slora_api.metrics import Metrics
-from slora_api.model_catalog import BaseModel, ModelCatalog
+from slora_api.model_catalog import DEFAULT_MODEL, BaseModel, ModelCatalog
 from slora_api.services import Services
 from slora_api.settings import SettingRefused, Settings, read_settings
 from slora_api.supervisor import Child, Supervisor
@@ -69,6 +69,10 @@ class _Model:
         self.dtype = self.config.resolve_dtype(settings.dtype)
         self.shape = self.config.shape(self.dtype)
         self.name = settings.model_name or self.directory.resolve().name
+        if self.name == DEFAULT_MODEL:
+            raise ConfigError(
+                f"a base model named {DEFAULT_MODEL!r} could not be told from a key's adapter; give a --model-name"
+            )
         self.tokenizer = Tokenizer.from_directory(self.directory)
         self.limits = AdapterLimits(
             max_lora_rank=settings.max_lora_rank,
@@ -92,8 +96,8 @@ class _Model:
 
 
 @dataclass(frozen=True, slots=True)
-class _RunDir:
-    """What lives as long as this run. Not in the data directory: a socket's path may have 107 characters at most."""
+class _Sockets:
+    """Unix sockets of this run. Not in the data directory: a socket's path may have 107 characters at most."""
 
     directory: Path
 
@@ -104,13 +108,6 @@ class _RunDir:
     @property
     def loader(self) -> Path:
         return self.directory / "loader.sock"
-
-    def write_arguments(self, name: str, *arguments: str) -> str:
-        """Arguments as a file, one a line, that the process list does not show; what stands for them."""
-        path = self.directory / f"{name}.arguments"
-        path.touch(mode=0o600)
-        path.write_text("\n".join(arguments))
-        return f"@{path}"
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -135,10 +132,10 @@ def _store_url(settings: Settings, data: DataDir) -> str:
     return settings.store or str(data.adapters)
 
 
-def _children(settings: Settings, model: _Model, data: DataDir, run_dir: _RunDir) -> list[Child]:
+def _children(settings: Settings, model: _Model, data: DataDir, sockets: _Sockets) -> list[Child]:
     engine: dict[str, Any] = {
-        "socket": str(run_dir.engine),
-        "loader_socket": str(run_dir.loader),
+        "socket": str(sockets.engine),
+        "loader_socket": str(sockets.loader),
         "engine": {
             "model": str(model.directory),
             "model_name": model.name,
@@ -154,7 +151,7 @@ def _children(settings: Settings, model: _Model, data: DataDir, run_dir: _RunDir
         },
     }
     loader = LoaderConfig(
-        socket=run_dir.loader,
+        socket=sockets.loader,
         store=_store_url(settings, data),
         warm=settings.redis or None,
         shape=model.shape,
@@ -163,11 +160,9 @@ def _children(settings: Settings, model: _Model, data: DataDir, run_dir: _RunDir
         max_lora_rank=settings.max_lora_rank,
     )
     return [
-        # Its store's URL may hold a password.
+        # Its stores' URLs may hold passwords, which a command line would show to everybody on the machine.
         Child(
-            "loader",
-            "slora_adapters.loader_process",
-            [run_dir.write_arguments("loader", "--config", loader.to_json())],
+            "loader", "slora_adapters.loader_process", [data.write_arguments("--config", loader.to_json())]
         ),
         Child("engine", "slora.engine_process", ["--config", json.dumps(engine)]),
     ]
@@ -279,13 +274,13 @@ async def _serve(settings: Settings) -> None:
     async with AsyncExitStack() as stack:
         data = stack.enter_context(open_data_dir(Path(settings.data_dir)))
         listener = stack.enter_context(_listen(settings.host, settings.port))
-        run_dir = _RunDir(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slora-"))))
+        sockets = _Sockets(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slora-"))))
         pepper = Pepper.from_file(data.pepper)
         admin_key = open_admin_key(settings.admin_key, data.path, pepper)
-        client = RemoteEngine(run_dir.engine)
+        client = RemoteEngine(sockets.engine)
         services = await _open_services(stack, settings, model, data, pepper, client)
         supervisor = Supervisor(
-            _children(settings, model, data, run_dir), services.generator.metrics.restarted
+            _children(settings, model, data, sockets), services.generator.metrics.restarted
         )
         await _run_until_stopped(
             _make_http_server(make_app(services, admin_key), settings),

@@ -32,7 +32,9 @@ def routes(platform: Platform) -> list[tuple[str, str]]:
     found = list(walk(make_router(platform.services).routes))
     assert len(found) >= 15
     return [
-        (method, route.path.replace("{", "").replace("}", "")) for route in found for method in route.methods
+        (method, route.path.replace("{", "").replace(":path}", "").replace("}", ""))
+        for route in found
+        for method in route.methods
     ]
 
 

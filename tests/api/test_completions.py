@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from slora.errors import AdapterFetchFailed, EngineUnavailable, RequestFailed, RequestRefused
 from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
@@ -16,6 +18,7 @@ from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft_directory import parse_adapter
 from slora_adapters.registry import AdapterDetails, Registry
 from slora_adapters.version import AdapterVersion
+from slora_api.schemas import GenerationFields
 from tests.adapters.hand_made import SHAPE, make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import EOS, ScriptedEngine, deltas_of
@@ -536,7 +539,7 @@ def test_metrics_keep_vllms_names_and_show_routes_not_paths(platform: Platform, 
         'vllm:e2e_request_latency_seconds_count{model_name="base"}',
         'vllm:lora_requests_info{max_lora="8",running_lora_adapters="t/abc",waiting_lora_adapters=""}',
         'slora_http_requests_total{route="/v1/completions",status="200"}',
-        'slora_http_requests_total{route="/v1/models/{model}",status="404"}',
+        'slora_http_requests_total{route="/v1/models/{model:path}",status="404"}',
         'slora_pages{state="free"}',
         "slora_adapter_loads_total",
         "slora_ready",
@@ -559,6 +562,39 @@ def test_lone_surrogates_in_a_prompt_harm_nobody(platform: Platform, key: str) -
                            (COMPLETIONS, b'{"model":"\\ud800","prompt":"x"}')):  # fmt: skip
             answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
             assert answer.status_code in (200, 400, 404), answer.text
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = [
+    "model",
+    "prompt",
+    "messages",
+    *GenerationFields.model_fields,
+    "logprobs",
+    "top_logprobs",
+    "n",
+    "tools",
+]
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    path=st.sampled_from([COMPLETIONS, CHAT]),
+    changes=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
+)
+def test_no_json_makes_the_server_fail(
+    platform: Platform, key: str, path: str, changes: dict[str, Any]
+) -> None:
+    body = json.dumps((PROMPT if path == COMPLETIONS else MESSAGES) | changes)
+    with platform.client(key) as client:
+        answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code in (200, 400, 404), (body, answer.text)
+    if answer.status_code != 200:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
 def test_the_end_token_alone_is_an_empty_answer(platform: Platform, key: str) -> None:

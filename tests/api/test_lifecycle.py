@@ -5,10 +5,13 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from slora_api.cli import main
@@ -103,6 +106,32 @@ def test_a_killed_loader_is_noticed_and_comes_back(mortal: Served, kit: Kit) -> 
     upload(mortal, key, "after", kit.wide)
     with mortal.client(key) as client:
         assert client.post("/v1/completions", json=SHORT | {"model": "after"}).status_code == 200
+
+
+def test_the_official_clients_own_retries_outlast_an_engines_restart(mortal: Served) -> None:
+    key = mortal.make_key("patient")
+    kill(mortal, ENGINE)
+    wait_for(lambda: None if is_ready(mortal) else True)
+    with openai.OpenAI(base_url=mortal.url + "/v1", api_key=key, max_retries=20) as client:
+        assert client.completions.create(model="base", prompt="x", max_tokens=2).usage is not None
+    mortal.wait_until_ready()
+
+
+def test_many_clients_that_hang_up_leave_no_page_held(mortal: Served, kit: Kit) -> None:
+    key = mortal.make_key("crowd")
+    for name, path in (("small", kit.small), ("wide", kit.wide)):
+        upload(mortal, key, name, path)
+
+    def ask(number: int) -> None:
+        body = LONG | {"model": ("base", "small", "wide")[number % 3], "stream": number % 2 == 0}
+        with mortal.client(key) as client, suppress(httpx.ReadTimeout):
+            client.post("/v1/completions", json=body, timeout=0.02 * (number % 20) + 0.05)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(ask, range(48)))
+    wait_until_running(mortal, 0)
+    with mortal.client(ADMIN_KEY) as operator:
+        assert 'slora_pages{state="held"} 0.0' in operator.get("/metrics").text.splitlines()
 
 
 def test_a_client_that_hangs_up_leaves_nothing_in_the_engine(mortal: Served) -> None:

@@ -17,6 +17,6 @@ def list_models(key: CurrentKey, services: Wired) -> dict[str, Any]:
     return {"object": "list", "data": services.catalog.list_models(key)}
 
 
-@router.get("/v1/models/{model}")
+@router.get("/v1/models/{model:path}")
 def get_model(model: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
     return services.catalog.describe_model(key, model)
