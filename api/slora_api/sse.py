@@ -27,8 +27,8 @@ _T = TypeVar("_T")
 
 
 def encode_event(chunk: dict[str, Any]) -> bytes:
-    """One event; JSON has no raw line break, so one `data:` line always holds it."""
-    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    """One event on one line. All ASCII, because clients exist that end a line at U+2028 or U+0085 too."""
+    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -121,6 +121,16 @@ def test_a_streamed_chat_begins_with_the_role_and_ends_with_the_reason(platform:
 
 
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+def test_characters_that_some_clients_take_for_line_ends_do_not_end_a_line(
+    platform: Platform, key: str
+) -> None:
+    text = "a\u2028b\u2029c\x85d\ne"
+    platform.engine.answers = [deltas_of(text.encode())]
+    lines = list(post(platform, key, COMPLETIONS, PROMPT | {"stream": True}).iter_lines())
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+
+
 def test_usage_on_request_is_null_in_every_chunk_and_then_one_of_its_own(
     platform: Platform, key: str, path: str, body: dict[str, Any]
 ) -> None:
