@@ -14,8 +14,8 @@ from slora.sampling_params import SamplingParams
 from slora.sequence import Sequence
 from slora.step_batch import StepBatch
 from slora.step_plan import Chunk, Sampled, StepPlan
-from slora_kernels.layout import MODULES, lay_out_adapter
-from slora_kernels.ops import select_kernels
+from slora_kernels.layout import MODULES, ModelShape, lay_out_adapter
+from slora_kernels.ops import Kernels, select_kernels
 
 _CPU_POOL_SHARE = 0.25
 _GPU_POOL_SHARE = 0.9
@@ -30,12 +30,13 @@ class Runner:
         self.model = model
         self.dtype_name = model.resolve_dtype(config.dtype)
         dtype: torch.dtype = getattr(torch, self.dtype_name)
-        self.kernels = select_kernels(config.kernels, self.device)
+        self.kernels = _kernels(config.kernels, self.device)
+        _check_positions(config, model)
         wanted_len = config.max_model_len or model.max_positions
         self._decoder = Decoder(model, Checkpoint(config.model), dtype, self.device, wanted_len)
         self._geometry = self._decoder.geometry(config.block_tokens)
         shape = model.shape(self.dtype_name)
-        self.full_page_bytes = shape.num_layers * shape.page_bytes(config.block_tokens)
+        self.full_page_bytes = shape.num_layers * _page_bytes(shape, config.block_tokens)
         self.num_slots = _MAX_SLOTS
         largest = lay_out_adapter(shape, [[config.max_lora_rank] * len(MODULES)] * shape.num_layers)
         self._max_adapter_pages = -(-largest.num_bytes // self.full_page_bytes)
@@ -107,6 +108,29 @@ class Runner:
             chunks.append(Chunk(sequence, 0, 1, samples=True, slot=None, generation=None))
         self.memory.pages.zero_()
         self.run(StepPlan(chunks=chunks))
+
+
+def _check_positions(config: EngineConfig, model: ModelConfig) -> None:
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model.max_positions:
+        raise ConfigError(
+            f"max_model_len is {wanted}, but this model's positions end at {model.max_positions} "
+            f"(max_position_embeddings); give at most that"
+        )
+
+
+def _kernels(name: str, device: torch.device) -> Kernels:
+    try:
+        return select_kernels(name, device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _page_bytes(shape: ModelShape, block_tokens: int) -> int:
+    try:
+        return shape.page_bytes(block_tokens)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _resolve_device(name: str) -> torch.device:

@@ -43,8 +43,13 @@ def make_source(kit: ModelKit, dtype: str = "float32") -> tuple[DirectorySource,
 
 
 def make_engine(kit: ModelKit, source: AdapterSource, num_pages: int, **settings: int | str) -> Engine:
-    settings = {"kernels": KERNELS, "dtype": "float32", "pool_bytes": kit.pool_bytes(num_pages), **settings}
-    config = EngineConfig(kit.directory, device="cpu", **settings)  # type: ignore[arg-type]
+    defaults = {
+        "device": "cpu",
+        "kernels": KERNELS,
+        "dtype": "float32",
+        "pool_bytes": kit.pool_bytes(num_pages),
+    }
+    config = EngineConfig(kit.directory, **{**defaults, **settings})  # type: ignore[arg-type]
     return Engine(config, ModelConfig.from_directory(kit.directory), source)
 
 

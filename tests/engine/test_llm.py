@@ -1,0 +1,126 @@
+from pathlib import Path
+
+import pytest
+
+from slora import LLM, SamplingParams
+from slora.errors import ConfigError, RequestRefused
+from slora.request import FinishReason
+from slora.tokenizer import Tokenizer
+from slora_adapters.errors import AdapterInvalid, AdapterNotFound
+from tests.support.cpu_kernels import KERNELS
+from tests.support.model_kit import ModelKit, make_kit
+from tests.support.peft_adapters import KINDS
+from tests.support.tiny_tokenizers import byte_level, write_tokenizer
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
+    kinds = {kind: KINDS[kind] for kind in ("odd_rank", "rslora")}
+    kit = make_kit(tmp_path_factory.mktemp("llm"), "llama", kinds, vocab_size=400)
+    write_tokenizer(kit.directory, byte_level(vocab_size=400))
+    return kit
+
+
+@pytest.fixture(scope="module")
+def llm(kit: ModelKit) -> LLM:
+    return LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(300))
+
+
+def test_one_prompt_may_stand_alone(llm: LLM) -> None:
+    (text,) = llm.generate("The quick", GREEDY)
+    (tokens,) = llm.generate(text.prompt_token_ids, GREEDY)
+    assert tokens == text
+    assert len(text.token_ids) == 12 and text.finish_reason is FinishReason.LENGTH
+
+
+def test_texts_and_token_lists_may_be_mixed_and_keep_their_order(llm: LLM) -> None:
+    prompts = ["The quick", [5, 6, 7], "fox", (8, 9)]
+    together = llm.generate(prompts, GREEDY)
+    assert together == [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
+
+
+def test_each_prompt_may_have_its_own_parameters_and_adapter(llm: LLM, kit: ModelKit) -> None:
+    adapters = [None, kit.adapters["odd_rank"], str(kit.adapters["rslora"])]
+    params = [SamplingParams(max_tokens=n, temperature=0.0) for n in (3, 5, 7)]
+    outputs = llm.generate(["fox"] * 3, params, adapters)
+    assert [len(output.token_ids) for output in outputs] == [3, 5, 7]
+    assert len({tuple(output.token_ids[:3]) for output in outputs}) == 3
+    assert outputs[1:2] == llm.generate("fox", params[1], kit.adapters["odd_rank"])
+
+
+def test_the_text_is_that_of_the_tokens_without_the_one_that_stopped_it(llm: LLM, kit: ModelKit) -> None:
+    tokenizer = Tokenizer.from_directory(kit.directory)
+    (free,) = llm.generate("fox", GREEDY)
+    assert free.text == tokenizer.decode(free.token_ids)
+    stop = free.token_ids[6]
+    first = free.token_ids.index(stop)
+    (stopped,) = llm.generate("fox", SamplingParams(max_tokens=12, temperature=0.0, stop_token_ids=(stop,)))
+    assert stopped.token_ids == free.token_ids[: first + 1]
+    assert stopped.text == tokenizer.decode(free.token_ids[:first])
+    assert stopped.finish_reason is FinishReason.STOP
+
+
+def test_a_stop_string_ends_text_and_work(llm: LLM) -> None:
+    (free,) = llm.generate("fox", SamplingParams(max_tokens=200, temperature=0.0))
+    stop = free.text[5:8]
+    at = free.text.find(stop)
+    before = llm.stats().generated_tokens
+    (stopped,) = llm.generate("fox", SamplingParams(max_tokens=200, temperature=0.0, stop=(stop,)))
+    assert stopped.text == free.text[:at]
+    assert stopped.finish_reason is FinishReason.STOP
+    assert len(stopped.token_ids) == llm.stats().generated_tokens - before < 200
+    llm.check()
+
+
+def test_logprobs_come_for_each_token_when_asked_for(llm: LLM) -> None:
+    (output,) = llm.generate("fox", SamplingParams(max_tokens=4, temperature=0.0, logprobs=3))
+    assert output.logprobs is not None and len(output.logprobs) == 4
+    for token, entry in zip(output.token_ids, output.logprobs, strict=True):
+        assert entry.top[0] == (token, entry.logprob) and len(entry.top) == 3
+    assert llm.generate("fox", GREEDY)[0].logprobs is None
+
+
+def test_no_prompts_give_no_answers(llm: LLM) -> None:
+    assert llm.generate([], GREEDY) == []
+
+
+@pytest.mark.parametrize("name", ["params", "adapters"])
+def test_lists_of_another_length_are_refused(llm: LLM, name: str) -> None:
+    wrong = {"params": [GREEDY], "adapters": [None]}[name]
+    with pytest.raises(
+        ConfigError, match=f"{name} has 1 entries for 2 prompts; give one for all or one for each"
+    ):
+        llm.generate(["a", "b"], **{name: wrong})
+
+
+def test_one_bad_prompt_refuses_the_call_and_leaves_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(RequestRefused, match="token id 400"):
+        llm.generate([[1], [400], [2]], GREEDY)
+    stats = llm.stats()
+    assert stats.running == stats.waiting == stats.pages_held == 0
+    assert len(llm.generate([[1]], GREEDY)[0].token_ids) == 12
+
+
+def test_a_directory_that_is_no_adapter_is_refused_before_anything_runs(llm: LLM, tmp_path: Path) -> None:
+    before = llm.stats()
+    with pytest.raises(AdapterNotFound):
+        llm.generate("fox", GREEDY, tmp_path / "nowhere")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(AdapterInvalid):
+        llm.generate(["fox", "dog"], GREEDY, [None, tmp_path])
+    assert llm.stats() == before
+
+
+def test_without_a_tokenizer_tokens_go_in_and_come_out(kit: ModelKit, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(kit.directory / name)
+    bare = LLM(tmp_path, kernels=KERNELS, pool_bytes=kit.pool_bytes(50))
+    (output,) = bare.generate([[1, 2]], GREEDY)
+    assert len(output.token_ids) == 12 and output.text == ""
+    with pytest.raises(RequestRefused, match=r"no tokenizer\.json; pass token ids"):
+        bare.generate("text", GREEDY)
+    with pytest.raises(RequestRefused, match="stop strings need a tokenizer"):
+        bare.generate([[1]], SamplingParams(stop=("a",)))
