@@ -120,7 +120,6 @@ def test_a_streamed_chat_begins_with_the_role_and_ends_with_the_reason(platform:
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
 
-@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
 def test_characters_that_some_clients_take_for_line_ends_do_not_end_a_line(
     platform: Platform, key: str
 ) -> None:
@@ -131,6 +130,7 @@ def test_characters_that_some_clients_take_for_line_ends_do_not_end_a_line(
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
 
 
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
 def test_usage_on_request_is_null_in_every_chunk_and_then_one_of_its_own(
     platform: Platform, key: str, path: str, body: dict[str, Any]
 ) -> None:
