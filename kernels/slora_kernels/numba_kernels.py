@@ -110,14 +110,18 @@ def _split_tiles(tiles: LoraTiles, tables: AdapterTables) -> tuple[LoraTiles | N
 
 
 class NumbaKernels:
-    """See `Kernels`. The bridge is float32 [T, max_group_rank]. Tensors are a CPU's, with contiguous rows."""
+    """See `Kernels`. The bridge is float32 [T, max_group_rank]. Tensors are a CPU's, with contiguous rows.
+
+    One caller at a time: scratch memory is shared by all calls. A token's LoRA result is the same to the bit alone
+    and in a batch as long as its tile is short of MATMUL_TOKENS; attention's always is.
+    """
 
     name = "numba"
     # A tile is either read once for all its tokens or a matmul: the longer the better.
     tile_tokens = 1 << 30
 
-    def __init__(self) -> None:
-        self._team = ThreadTeam()
+    def __init__(self, team: ThreadTeam | None = None) -> None:
+        self._team = team or ThreadTeam()
         self._scratch = torch.empty(0)
 
     def warm_up(self, geometry: KVGeometry) -> float:
