@@ -45,7 +45,7 @@ from slora_api.generation_defaults import GenerationDefaults, read_generation_de
 from slora_api.metrics import Metrics
 from slora_api.model_catalog import DEFAULT_MODEL, BaseModel, ModelCatalog
 from slora_api.services import Services
-from slora_api.settings import SettingRefused, Settings, read_settings
+from slora_api.settings import SettingRefused, Settings, read_settings, unknown_variables
 from slora_api.supervisor import Child, Supervisor
 from slora_api.tenancy import Tenancy
 from slora_api.uploads import Uploads
@@ -302,6 +302,8 @@ def main(arguments: argparse.Namespace) -> int:
     except SettingRefused as error:
         print(f"slora: {error}", file=sys.stderr)
         return 2
+    for name, meant in unknown_variables(os.environ).items():
+        logger.warning("%s is no setting%s", name, f"; is it {meant} that you mean?" if meant else "")
     try:
         asyncio.run(_serve(settings))
     except (SloraError, OSError, ValueError) as error:

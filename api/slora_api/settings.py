@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "byte_size",
     "read_settings",
     "setting_specs",
+    "unknown_variables",
 ]
 
 # Decimal and binary multiples, as docker and vLLM read them.
@@ -26,6 +28,8 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _BYTE_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
+# Read by the client commands, and often set in the same shell.
+_CLIENT_VARIABLES = frozenset({"SLORA_URL", "SLORA_API_KEY"})
 _DEMO_MODEL_NAME = "slora-demo"
 
 
@@ -202,6 +206,15 @@ def setting_specs() -> tuple[SettingSpec, ...]:
         SettingSpec(f.name, f.metadata["help"], f.metadata["metavar"], f.default, f.metadata["read"])
         for f in fields(Settings)
     )
+
+
+def unknown_variables(environment: Mapping[str, str]) -> dict[str, str | None]:
+    """Variables that look like settings and are none, each with the one that it was probably meant to be."""
+    known = {spec.variable for spec in setting_specs()}
+    strangers = [
+        name for name in environment if name.startswith("SLORA_") and name not in known | _CLIENT_VARIABLES
+    ]
+    return {name: next(iter(get_close_matches(name, known, 1)), None) for name in strangers}
 
 
 def read_settings(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Settings:

@@ -3,7 +3,14 @@ import argparse
 import pytest
 
 from slora_api.cli import _make_parser
-from slora_api.settings import SettingRefused, Settings, byte_size, read_settings, setting_specs
+from slora_api.settings import (
+    SettingRefused,
+    Settings,
+    byte_size,
+    read_settings,
+    setting_specs,
+    unknown_variables,
+)
 
 MODEL = {"model": "somewhere"}
 
@@ -77,6 +84,20 @@ def test_a_bad_value_is_refused_with_its_source_the_value_and_what_is_accepted(
 def test_a_server_without_a_model_is_refused_by_flag_and_variable_name() -> None:
     with pytest.raises(SettingRefused, match=r"--model \(SLORA_MODEL\)"):
         read_settings({}, {})
+
+
+def test_a_variable_that_is_no_setting_is_found_with_the_one_that_was_meant() -> None:
+    environment = {
+        "SLORA_MAX_MODEL_LENGTH": "1",
+        "SLORA_PORT": "1",
+        "SLORA_URL": "u",
+        "PATH": "p",
+        "SLORA_ZZZZ": "",
+    }
+    assert unknown_variables(environment) == {
+        "SLORA_MAX_MODEL_LENGTH": "SLORA_MAX_MODEL_LEN",
+        "SLORA_ZZZZ": None,
+    }
 
 
 def test_the_demo_brings_its_model_unless_another_is_named() -> None:
