@@ -262,6 +262,8 @@ def _explain_validation(details: Sequence[Any]) -> tuple[str, str | None, str | 
             None,
         )
     location = [str(part) for part in first["loc"] if part != "body"]
+    if not location and first["type"] in ("model_attributes_type", "model_type", "dict_type"):
+        return "The body must be a JSON object, sent with 'Content-Type: application/json'.", None, None
     param = first.get("ctx", {}).get("param") or ".".join(location) or None
     if first["type"] == "extra_forbidden":
         return f"`{param}` is not a parameter that this server knows.", param, "unknown_parameter"

@@ -299,6 +299,13 @@ def test_a_body_that_is_no_json_object_is_a_400(platform: Platform, key: str, co
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
+def test_json_that_is_not_declared_as_such_is_told_how_to_be(platform: Platform, key: str) -> None:
+    with platform.client(key) as client:
+        answer = client.post(COMPLETIONS, content=b'{"model": "default", "prompt": "x"}')
+    assert answer.status_code == 400
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
 def test_framework_errors_have_the_same_form(platform: Platform, key: str) -> None:
     with platform.client(key) as client:
         missing, wrong_method = client.get("/v1/nothing"), client.get(COMPLETIONS)
