@@ -35,6 +35,7 @@ class Runner:
         wanted_len = config.max_model_len or model.max_positions
         self._decoder = Decoder(model, Checkpoint(config.model), dtype, self.device, wanted_len)
         self._geometry = self._decoder.geometry(config.block_tokens)
+        self.kernels.warm_up(self._geometry)
         shape = model.shape(self.dtype_name)
         self.full_page_bytes = shape.num_layers * _page_bytes(shape, config.block_tokens)
         self.num_slots = _MAX_SLOTS

@@ -36,6 +36,9 @@ class Kernels(Protocol):
     def tile_tokens(self) -> int:
         """Most tokens that the batch builder may put into one LoRA tile."""
 
+    def warm_up(self, geometry: KVGeometry) -> float:
+        """Compiles what a first step of this dtype would otherwise wait for; returns the seconds that it took."""
+
     def prepare(
         self, batch: AttentionBatch, tiles: LoraTiles | None, tables: AdapterTables | None
     ) -> KernelStep:

@@ -163,6 +163,10 @@ class TorchKernels:
     # A tile is a matmul: the longer the better.
     tile_tokens = 1 << 30
 
+    def warm_up(self, geometry: KVGeometry) -> float:
+        """Nothing to compile."""
+        return 0.0
+
     def prepare(
         self, batch: AttentionBatch, tiles: LoraTiles | None, tables: AdapterTables | None
     ) -> KernelStep:

@@ -21,6 +21,10 @@ class TritonKernels:
     name = "triton"
     tile_tokens = TILE_TOKENS
 
+    def warm_up(self, geometry: KVGeometry) -> float:
+        """Nothing yet: a GPU compiles at the first launch, which takes real tensors."""
+        return 0.0
+
     def prepare(
         self, batch: AttentionBatch, tiles: LoraTiles | None, tables: AdapterTables | None
     ) -> KernelStep:
