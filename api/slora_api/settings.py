@@ -28,6 +28,7 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _BYTE_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
+_PREFIX = "SLORA_"
 # Read by the client commands, and often set in the same shell.
 _CLIENT_VARIABLES = frozenset({"SLORA_URL", "SLORA_API_KEY"})
 _DEMO_MODEL_NAME = "slora-demo"
@@ -190,7 +191,7 @@ class SettingSpec:
 
     @property
     def variable(self) -> str:
-        return "SLORA_" + self.name.upper()
+        return _PREFIX + self.name.upper()
 
     def parse(self, text: str, source: str) -> Any:
         """Reads `text`, which came from `source` (a flag or a variable). Raises SettingRefused."""
@@ -210,11 +211,11 @@ def setting_specs() -> tuple[SettingSpec, ...]:
 
 def unknown_variables(environment: Mapping[str, str]) -> dict[str, str | None]:
     """Variables that look like settings and are none, each with the one that it was probably meant to be."""
-    known = {spec.variable for spec in setting_specs()}
-    strangers = [
-        name for name in environment if name.startswith("SLORA_") and name not in known | _CLIENT_VARIABLES
-    ]
-    return {name: next(iter(get_close_matches(name, known, 1)), None) for name in strangers}
+    known = [spec.variable.removeprefix(_PREFIX) for spec in setting_specs()]
+    named = [name.removeprefix(_PREFIX) for name in environment if name.startswith(_PREFIX)]
+    strangers = [name for name in named if name not in known and _PREFIX + name not in _CLIENT_VARIABLES]
+    meant = {name: get_close_matches(name, known, 1) for name in strangers}
+    return {_PREFIX + name: _PREFIX + close[0] if close else None for name, close in meant.items()}
 
 
 def read_settings(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Settings:
