@@ -20,7 +20,7 @@ from slora.engine_messages import (
     encode_add,
     encode_version,
 )
-from slora.errors import EngineUnavailable
+from slora.errors import EngineUnavailable, RequestRefused
 from slora.request import EngineRequest, StepOutput, TokenDelta
 from slora_adapters.version import AdapterVersion
 from slora_adapters.wire import BrokenFrame, read_message, write_message
@@ -98,6 +98,8 @@ class RemoteEngine:
             await asyncio.sleep(_RECONNECT_S)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        if request.request_id in self._streams:
+            raise RequestRefused(f"request id {request.request_id!r} is already running", "request_id")
         stream: asyncio.Queue[StepOutput] = asyncio.Queue()
         self._streams[request.request_id] = stream
         finished = False

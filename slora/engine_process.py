@@ -13,11 +13,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-
-from slora_adapters.loader_client import LoaderClient
 
 from slora.engine import Engine
 from slora.engine_config import EngineConfig
@@ -33,6 +32,7 @@ from slora.engine_worker import Abort, Add, AskStats, EngineWorker, Forget, Stop
 from slora.errors import ConfigError, RequestRefused
 from slora.model_config import ModelConfig
 from slora.request import StepOutput
+from slora_adapters.loader_client import LoaderClient
 from slora_adapters.wire import BrokenFrame, encode, read_message
 
 _log = logging.getLogger("slora.engine")
@@ -68,17 +68,21 @@ class _Peer:
         self._frames: asyncio.Queue[bytes] = asyncio.Queue()
 
     def send(self, message: Message) -> None:
+        if self._writer.is_closing():
+            return
         if self._frames.qsize() >= _MAX_UNREAD_FRAMES:
             _log.error("API process %d left %d frames unread: closing", self.number, _MAX_UNREAD_FRAMES)
-            self._writer.close()
+            # Not close(): it would wait until the peer has read what it never reads.
+            self._writer.transport.abort()
             return
         self._frames.put_nowait(encode(message))
 
     async def write(self) -> None:
         """Runs as long as the connection: drain() is where a slow reader holds us back, and nobody else."""
-        while True:
-            self._writer.write(await self._frames.get())
-            await self._writer.drain()
+        with suppress(ConnectionError):  # `serve` hears of it too, and cleans up
+            while True:
+                self._writer.write(await self._frames.get())
+                await self._writer.drain()
 
 
 class EngineServer:
@@ -204,9 +208,10 @@ class EngineProcess:
         self._config.socket.unlink(missing_ok=True)
         server = await asyncio.start_unix_server(self._server.serve, self._config.socket)
         watcher = asyncio.create_task(self._watch_loader(self._server))
-        async with server:
-            await stopped.wait()
-            watcher.cancel()
+        await stopped.wait()
+        watcher.cancel()
+        # Not `async with server`: from Python 3.12 on that would wait until every API process has hung up.
+        server.close()
 
     def _own_engine(self) -> None:
         """The engine's thread. Whatever escapes ends the process: its parent starts a fresh one."""

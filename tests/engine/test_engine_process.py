@@ -1,0 +1,325 @@
+"""Engine and loader as real processes, and what a client sees of their lives and deaths."""
+
+import asyncio
+import signal
+import socket
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slora.engine_client import RemoteEngine
+from slora.engine_info import EngineStats
+from slora.engine_messages import encode_add
+from slora.errors import AdapterFetchFailed, ContextTooLong, EngineUnavailable, RequestRefused
+from slora.request import EngineRequest, FinishReason, TokenDelta
+from slora.sampling_params import SamplingParams
+from slora_adapters.version import AdapterVersion
+from slora_adapters.wire import send
+from tests.support.driving import Answer, drive, make_engine, make_source
+from tests.support.engine_stack import EngineStack, connect, wait_until
+from tests.support.model_kit import ModelKit
+
+GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
+
+Run = Callable[[Callable[[RemoteEngine], Coroutine[Any, Any, None]]], None]
+
+
+@pytest.fixture(scope="module")
+def kit(kits: Callable[[str], ModelKit]) -> ModelKit:
+    return kits("llama")
+
+
+@pytest.fixture(scope="module")
+def running_stack(kit: ModelKit) -> Iterator[EngineStack]:
+    # Not tmp_path: a Unix socket's path may have 107 bytes.
+    with tempfile.TemporaryDirectory() as root:
+        stack = EngineStack(Path(root), kit, num_pages=400)
+        yield stack
+        stack.stop()
+
+
+@pytest.fixture
+def stack(running_stack: EngineStack) -> EngineStack:
+    running_stack.ensure_running()
+    return running_stack
+
+
+@pytest.fixture
+def run(stack: EngineStack) -> Run:
+    """Runs a coroutine function with a client that is ready."""
+
+    def call(body: Callable[[RemoteEngine], Coroutine[Any, Any, None]]) -> None:
+        async def main() -> None:
+            async with connect(stack) as client:
+                await body(client)
+
+        asyncio.run(main())
+
+    return call
+
+
+def ask(name: str, adapter: AdapterVersion | None = None, params: SamplingParams = GREEDY) -> EngineRequest:
+    return EngineRequest(name, "tenant", [1, 2, 3], adapter, params)
+
+
+async def collect(stream: AsyncGenerator[TokenDelta, None]) -> Answer:
+    answer = Answer()
+    async for delta in stream:
+        answer.token_ids.extend(delta.token_ids)
+        answer.logprobs.extend(entry.logprob for entry in delta.logprobs or ())
+        answer.reason = delta.finish_reason
+    return answer
+
+
+async def wait_for_stats(client: RemoteEngine, condition: Callable[[EngineStats], bool]) -> EngineStats:
+    for _ in range(3000):
+        stats = await client.stats()
+        if condition(stats):
+            return stats
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"it did not happen; the engine is at {stats}")
+
+
+def idle(stats: EngineStats) -> bool:
+    return stats.running == stats.waiting == stats.pages_held == 0
+
+
+def test_answers_over_the_socket_are_those_of_an_engine_in_process(
+    run: Run, kit: ModelKit, stack: EngineStack
+) -> None:
+    source, versions = make_source(kit)
+    params = SamplingParams(max_tokens=20, temperature=0.8, seed=5, ignore_eos=True, logprobs=2)
+    engine = make_engine(kit, source, 400, kernels="torch")
+    expected = drive(engine, [[ask(kind, version, params) for kind, version in versions.items()]])
+
+    async def body(client: RemoteEngine) -> None:
+        assert client.info == engine.info
+        requests = [ask(kind, version, params) for kind, version in stack.versions.items()]
+        answers = await asyncio.gather(*(collect(client.generate(request)) for request in requests))
+        for request, answer in zip(requests, answers, strict=True):
+            alone = expected[request.request_id]
+            assert (answer.token_ids, answer.reason) == (alone.token_ids, FinishReason.LENGTH)
+            assert answer.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+        stats = await wait_for_stats(client, idle)
+        assert stats.pages_free + stats.pages_cached == stats.pages_total
+
+    run(body)
+
+
+def test_closing_an_answer_early_frees_its_pages(run: Run, stack: EngineStack) -> None:
+    async def body(client: RemoteEngine) -> None:
+        async with aclosing(client.generate(ask("a", stack.versions["odd_rank"], LONG))) as stream:
+            await anext(stream)
+            assert (await client.stats()).pages_held > 0
+        stats = await wait_for_stats(client, idle)
+        before = stats.generated_tokens
+        assert (await client.stats()).generated_tokens == before, "it goes on although nobody listens"
+
+    run(body)
+
+
+def test_cancelling_a_reader_frees_its_pages(run: Run) -> None:
+    async def body(client: RemoteEngine) -> None:
+        reading = asyncio.create_task(collect(client.generate(ask("a", params=LONG))))
+        await wait_for_stats(client, lambda stats: stats.running == 1)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await wait_for_stats(client, idle)
+
+    run(body)
+
+
+def test_a_client_that_vanishes_takes_its_requests_with_it(run: Run, stack: EngineStack) -> None:
+    async def body(client: RemoteEngine) -> None:
+        async with connect(stack) as other:
+            reading = asyncio.create_task(collect(other.generate(ask("a", params=LONG))))
+            await wait_for_stats(client, lambda stats: stats.running == 1)
+        await wait_for_stats(client, idle)
+        with pytest.raises(EngineUnavailable):
+            await reading
+
+    run(body)
+
+
+def test_two_clients_may_use_the_same_request_ids(run: Run, stack: EngineStack) -> None:
+    async def body(client: RemoteEngine) -> None:
+        async with connect(stack) as other:
+            mine, yours = await asyncio.gather(
+                collect(client.generate(ask("same"))),
+                collect(other.generate(ask("same", stack.versions["rslora"]))),
+            )
+        assert mine.token_ids != yours.token_ids
+        assert len(mine.token_ids) == len(yours.token_ids) == 20
+
+    run(body)
+
+
+def test_one_client_may_not_use_a_request_id_twice_at_once(run: Run) -> None:
+    """Born from a bug: the second took the first one's place, whose reader then waited for ever."""
+
+    async def body(client: RemoteEngine) -> None:
+        async with aclosing(client.generate(ask("same"))) as first:
+            token = await anext(first)
+            with pytest.raises(RequestRefused, match="'same' is already running"):
+                await collect(client.generate(ask("same")))
+            rest = await collect(first)
+            assert len(token.token_ids) + len(rest.token_ids) == 20
+
+    run(body)
+
+
+def test_what_is_wrong_with_a_request_comes_back_as_it_was_raised(run: Run, kit: ModelKit) -> None:
+    async def body(client: RemoteEngine) -> None:
+        with pytest.raises(RequestRefused, match="the prompt is empty") as refused:
+            await collect(client.generate(EngineRequest("a", "tenant", [], None, GREEDY)))
+        assert refused.value.param == "prompt"
+        with pytest.raises(ContextTooLong, match="max_model_len") as too_long:
+            await collect(client.generate(EngineRequest("b", "tenant", [1] * 600, None, GREEDY)))
+        assert (too_long.value.param, too_long.value.code) == ("prompt", "context_length_exceeded")
+        with pytest.raises(AdapterFetchFailed) as missing:
+            await collect(client.generate(ask("c", AdapterVersion("tenant", "0" * 64))))
+        assert missing.value.code == "not_found"
+        assert len((await collect(client.generate(ask("d")))).token_ids) == 20
+
+    run(body)
+
+
+def test_a_deleted_adapter_leaves_the_engine(run: Run, stack: EngineStack) -> None:
+    async def body(client: RemoteEngine) -> None:
+        version = stack.versions["odd_rank"]
+        await collect(client.generate(ask("a", version)))
+        before = await wait_for_stats(client, idle)
+        await client.forget(version)
+        after = await client.stats()
+        assert after.resident_adapters == before.resident_adapters - 1
+        # It was not deleted from the store: it may come back.
+        await collect(client.generate(ask("b", version)))
+
+    run(body)
+
+
+def test_a_reader_that_does_not_read_holds_up_nobody_else(run: Run, stack: EngineStack) -> None:
+    chatty = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True, logprobs=20)
+
+    async def body(client: RemoteEngine) -> None:
+        with socket.socket(socket.AF_UNIX) as stuck:
+            stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            stuck.connect(str(stack.socket))
+            for number in range(8):
+                send(stuck, encode_add(ask(f"stuck{number}", params=chatty)))
+            await wait_for_stats(client, lambda stats: stats.running == 8)
+            answers = await asyncio.gather(*(collect(client.generate(ask(f"r{n}"))) for n in range(4)))
+            assert [len(answer.token_ids) for answer in answers] == [20] * 4
+            # Its own answers are computed to the end too: frames wait for it, pages do not.
+            await wait_for_stats(client, idle)
+
+    run(body)
+
+
+def test_a_killed_engine_fails_what_was_in_flight_at_once_and_a_new_one_serves_on(
+    run: Run, stack: EngineStack
+) -> None:
+    async def body(client: RemoteEngine) -> None:
+        async with aclosing(client.generate(ask("a", params=LONG))) as stream:
+            await anext(stream)
+            assert stack.engine is not None
+            stack.engine.send(signal.SIGKILL)
+            with pytest.raises(EngineUnavailable, match="the engine died while it held this request"):
+                async for _ in stream:
+                    pass
+        assert not client.ready
+        with pytest.raises(EngineUnavailable, match="not running; it is being started"):
+            await collect(client.generate(ask("b")))
+        with pytest.raises(EngineUnavailable):
+            await client.stats()
+        await client.forget(stack.versions["odd_rank"])
+        assert client.info.block_tokens == 16, "what the engine is may still be asked"
+
+        assert stack.engine.wait() == -signal.SIGKILL
+        stack.ensure_running()
+        await wait_until(lambda: client.ready)
+        answer = await collect(client.generate(ask("a", stack.versions["rslora"])))
+        assert len(answer.token_ids) == 20
+
+    run(body)
+
+
+def test_a_killed_loader_is_noticed_and_its_successor_serves_what_waited(
+    run: Run, stack: EngineStack
+) -> None:
+    async def body(client: RemoteEngine) -> None:
+        resident, cold = stack.versions["rslora"], stack.versions["some_layers"]
+        await collect(client.generate(ask("a", resident)))
+        await client.forget(cold)
+        assert stack.loader is not None
+        stack.loader.kill()
+        await wait_until(lambda: not client.ready)
+        # Whoever needs no loader goes on; whoever does waits for the next one.
+        waiting = asyncio.create_task(collect(client.generate(ask("cold", cold))))
+        assert len((await collect(client.generate(ask("b", resident)))).token_ids) == 20
+        assert len((await collect(client.generate(ask("c")))).token_ids) == 20
+        assert (await client.stats()).awaiting_adapter == 1
+        stack.ensure_running()
+        await wait_until(lambda: client.ready)
+        assert len((await waiting).token_ids) == 20
+        await wait_for_stats(client, idle)
+
+    run(body)
+
+
+def test_before_there_is_an_engine_a_client_says_so(tmp_path: Path) -> None:
+    async def main() -> None:
+        client = RemoteEngine(tmp_path / "nobody.sock")
+        running = asyncio.create_task(client.run())
+        await asyncio.sleep(0)
+        with pytest.raises(EngineUnavailable, match="starting"):
+            _ = client.info
+        with pytest.raises(EngineUnavailable):
+            await collect(client.generate(ask("a")))
+        running.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_terminated_engine_goes_in_peace_even_with_clients(run: Run, stack: EngineStack) -> None:
+    async def body(client: RemoteEngine) -> None:
+        async with aclosing(client.generate(ask("a", params=LONG))) as stream:
+            await anext(stream)
+            assert stack.engine is not None
+            stack.engine.send(signal.SIGINT)  # a terminal's Ctrl-C: not for the engine to decide
+            await anext(stream)
+            stack.engine.send(signal.SIGTERM)
+            with pytest.raises(EngineUnavailable):
+                async for _ in stream:
+                    pass
+        assert await asyncio.to_thread(stack.engine.wait) == 0
+
+    run(body)
+
+
+def test_an_engine_ends_with_its_parent_s_end_of_the_pipe(stack: EngineStack) -> None:
+    assert stack.engine is not None
+
+    async def main() -> None:
+        async with connect(stack):
+            pass
+
+    asyncio.run(main())
+    stack.engine.close_stdin()
+    assert stack.engine.wait() == 0
+
+
+def test_an_engine_that_cannot_start_says_why_and_exits_with_two(running_stack: EngineStack) -> None:
+    messages = {
+        "pool_bytes is 5, but one page of this model takes": {"pool_bytes": 5},
+        "max_num_seqs is 0": {"max_num_seqs": 0},
+    }
+    engines = [running_stack.start_engine(**settings) for settings in messages.values()]
+    assert [engine.wait() for engine in engines] == [2] * len(engines)
+    assert all(message in engines[0].log for message in messages)
+    assert "Traceback" not in engines[0].log

@@ -1,0 +1,140 @@
+"""Loader and engine as the processes that they are in production, over a file store with a kit's adapters in it."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from slora.engine_client import RemoteEngine
+from slora.model_config import ModelConfig
+from slora_adapters.bundle import bundle
+from slora_adapters.file_store import FileStore
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.loader_config import LoaderConfig
+from slora_adapters.peft_directory import read_adapter
+from slora_adapters.version import AdapterVersion
+from tests.support.model_kit import ModelKit
+
+WAIT_S = 60.0
+_ROOT = Path(__file__).parents[2]
+_SOURCES = os.pathsep.join(str(_ROOT / folder) for folder in (".", "kernels", "adapters", "api"))
+
+
+class ChildProcess:
+    """`python -P -m module` with a pipe to its stdin, as a supervisor starts it."""
+
+    def __init__(self, module: str, config: str, log: Path) -> None:
+        self._log = log
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, "--config", config],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, "PYTHONPATH": _SOURCES, "OMP_NUM_THREADS": "1"},
+            )
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def close_stdin(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def wait(self) -> int:
+        """The exit code. Standard output must have stayed empty."""
+        code = self._process.wait(WAIT_S)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        with self._process.stdout as output:
+            assert output.read() == b""
+        return code
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.wait()
+
+
+class EngineStack:
+    """One loader, one engine. `versions`: the kit's adapters by kind, of tenant `tenant`."""
+
+    def __init__(self, root: Path, kit: ModelKit, num_pages: int, **settings: int | str) -> None:
+        self.socket = root / "engine.sock"
+        self._root = root
+        self._kit = kit
+        self._loader_socket = root / "loader.sock"
+        pool_bytes = kit.pool_bytes(num_pages)
+        self._settings = {"device": "cpu", "kernels": "torch", "dtype": "float32", "pool_bytes": pool_bytes}
+        self._settings |= settings
+        self._shape = ModelConfig.from_directory(kit.directory).shape("float32")
+        self.store = FileStore(root / "store")
+        self.versions = {kind: self.put(path) for kind, path in kit.adapters.items()}
+        self.loader: ChildProcess | None = None
+        self.engine: ChildProcess | None = None
+
+    def put(self, directory: Path, tenant: str = "tenant") -> AdapterVersion:
+        adapter = read_adapter(directory, self._shape, AdapterLimits())
+        self.store.put(adapter.digest, bundle(adapter, directory))
+        return AdapterVersion(tenant, adapter.digest)
+
+    def ensure_running(self) -> None:
+        """Starts what is not there, or not any more."""
+        if self.loader is None or not self.loader.running:
+            config = LoaderConfig(
+                self._loader_socket,
+                store=str(self._root / "store"),
+                shape=self._shape,
+                dtype="float32",
+                host_cache_bytes=16 << 20,
+            )
+            self.loader = self._start("slora_adapters.loader_process", config.to_json())
+        if self.engine is None or not self.engine.running:
+            self.engine = self.start_engine()
+
+    def start_engine(self, **settings: int | str) -> ChildProcess:
+        engine = {"model": str(self._kit.directory), **self._settings, **settings}
+        sockets = {"socket": str(self.socket), "loader_socket": str(self._loader_socket)}
+        return self._start("slora.engine_process", json.dumps({**sockets, "engine": engine}))
+
+    def stop(self) -> None:
+        for process in (self.engine, self.loader):
+            if process is not None and process.running:
+                process.kill()
+
+    def _start(self, module: str, config: str) -> ChildProcess:
+        return ChildProcess(module, config, self._root / f"{module}.log")
+
+
+@asynccontextmanager
+async def connect(stack: EngineStack, *, until_ready: bool = True) -> AsyncIterator[RemoteEngine]:
+    """A client of the stack's engine, connected unless told otherwise."""
+    client = RemoteEngine(stack.socket)
+    running = asyncio.create_task(client.run())
+    try:
+        if until_ready:
+            await wait_until(lambda: client.ready)
+        yield client
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not happen within {WAIT_S} s"
+        await asyncio.sleep(0.005)
