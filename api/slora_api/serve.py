@@ -58,6 +58,8 @@ logger = logging.getLogger("slora.serve")
 _KEEP_ALIVE_S = 75
 _BACKLOG = 2048
 _POLL_S = 0.05
+# What Linux takes, without the byte that ends it.
+_SOCKET_PATH_BYTES = 107
 
 
 class _Model:
@@ -97,7 +99,7 @@ class _Model:
 
 @dataclass(frozen=True, slots=True)
 class _Sockets:
-    """Unix sockets of this run. Not in the data directory: a socket's path may have 107 characters at most."""
+    """Where the child processes listen."""
 
     directory: Path
 
@@ -108,6 +110,15 @@ class _Sockets:
     @property
     def loader(self) -> Path:
         return self.directory / "loader.sock"
+
+
+def _open_sockets(stack: AsyncExitStack, data: DataDir) -> _Sockets:
+    """In the data directory if its path is short enough, else in a temporary one that a kill -9 leaves behind."""
+    sockets = _Sockets(data.path / "run")
+    if len(os.fsencode(sockets.engine)) > _SOCKET_PATH_BYTES:
+        return _Sockets(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slora-"))))
+    sockets.directory.mkdir(mode=0o700, exist_ok=True)
+    return sockets
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -274,7 +285,7 @@ async def _serve(settings: Settings) -> None:
     async with AsyncExitStack() as stack:
         data = stack.enter_context(open_data_dir(Path(settings.data_dir)))
         listener = stack.enter_context(_listen(settings.host, settings.port))
-        sockets = _Sockets(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slora-"))))
+        sockets = _open_sockets(stack, data)
         pepper = Pepper.from_file(data.pepper)
         admin_key = open_admin_key(settings.admin_key, data.path, pepper)
         client = RemoteEngine(sockets.engine)
