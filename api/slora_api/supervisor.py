@@ -97,7 +97,9 @@ class Supervisor:
 def _environment() -> dict[str, str]:
     # OpenMP threads that spin while they wait take the cores from this process and from whoever else is there: with
     # other programs on the 2 cores, a decode step of 64 took 2 to 8 times longer (medians, bench of the CPU path).
-    return {"OMP_WAIT_POLICY": "PASSIVE"} | {name: value for name, value in os.environ.items() if name not in _SECRETS}
+    return {"OMP_WAIT_POLICY": "PASSIVE"} | {
+        name: value for name, value in os.environ.items() if name not in _SECRETS
+    }
 
 
 async def _stop(process: Process) -> None:
