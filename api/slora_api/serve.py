@@ -118,6 +118,9 @@ def _open_sockets(stack: AsyncExitStack, data: DataDir) -> _Sockets:
     if len(os.fsencode(sockets.engine)) > _SOCKET_PATH_BYTES:
         return _Sockets(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slora-"))))
     sockets.directory.mkdir(mode=0o700, exist_ok=True)
+    # Those of a server that was killed: its children may take a moment to go, and must not be mistaken for ours.
+    for stale in (sockets.engine, sockets.loader):
+        stale.unlink(missing_ok=True)
     return sockets
 
 
