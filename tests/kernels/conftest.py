@@ -1,12 +1,16 @@
 """Every kernel test runs on every implementation: Triton natively on a GPU, in its interpreter elsewhere."""
 
 import importlib.util
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from slora_kernels.ops import Kernels, select_kernels
+
+# Deterministic mode (see `poisoned_memory`) wants this of a GPU's matmuls, before the first of them.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 NAMES = ("torch", "triton") + (("numba",) if importlib.util.find_spec("numba") else ())
 
