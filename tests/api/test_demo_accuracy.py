@@ -81,11 +81,12 @@ def judge(answered: list[tuple[tuple[str, str], str]]) -> Verdict:
     """Every answer, its end token included, against transformers + peft."""
     tokenizer = Tokenizer.from_directory(DEMO / "model")
     eos = ModelConfig.from_directory(DEMO / "model").eos_token_ids[0]
-    oracle = Oracle(DEMO / "model", {name: DEMO / "adapters" / name for name in ADAPTERS})
+    # A prefix, because peft makes modules of these names and `double` is already a method of every module.
+    oracle = Oracle(DEMO / "model", {f"task_{name}": DEMO / "adapters" / name for name in ADAPTERS})
     verdict = Verdict()
     for (tenant, sentence), answer in answered:
         text = tokenizer.apply_chat_template([{"role": "user", "content": sentence}])
         prompt = tokenizer.encode(text, add_special_tokens=False)
         tokens = [*tokenizer.encode(answer, add_special_tokens=False), eos][:MAX_TOKENS]
-        verdict += oracle.judge(prompt, tokens, tenant if tenant in ADAPTERS else None)
+        verdict += oracle.judge(prompt, tokens, f"task_{tenant}" if tenant in ADAPTERS else None)
     return verdict
