@@ -40,7 +40,7 @@ bench: $(TEST) ## tokens per second without and with adapters, transformers + pe
 	$(BIN)/python bench/offline.py
 
 demo: $(TEST) ## trains the demo model and its adapters again (up to 40 minutes)
-	$(BIN)/python demo/train.py
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m demo.train
 
 clean: ## removes what set-up made
 	rm -rf $(VENV) *.egg-info
@@ -54,6 +54,7 @@ $(SERVE): pyproject.toml | $(VENV)/bin/python
 	@echo "Installing into $(VENV): $(TORCH)$(if $(TORCH_INDEX), from $(TORCH_INDEX)) and what pyproject.toml lists"
 	$(PIP) "$(TORCH)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	$(PIP) -e ".[serve,redis,cpu]"
+	$(BIN)/python -P -m slora_kernels.precompile
 	@touch $@
 
 $(TEST): $(SERVE)

@@ -132,6 +132,10 @@ def measure(workload: Workload, repeats: int, contenders: list[str]) -> list[Row
     pipes: dict[str, Connection] = {}
     processes = []
     for name in contenders:
+        # As `slora serve` starts its engine; peft runs with what torch does by itself.
+        os.environ.pop("OMP_WAIT_POLICY", None)
+        if name == "slora":
+            os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         pipes[name], other = context.Pipe()
         process = context.Process(target=contender_process, args=(name, workload, other))
         process.start()
