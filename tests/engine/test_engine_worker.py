@@ -1,0 +1,99 @@
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from slora.engine import Engine
+from slora.engine_info import EngineStats
+from slora.engine_worker import Abort, Add, AskStats, EngineWorker, Forget, Stop, Wake
+from slora.errors import RequestRefused
+from slora.model_config import ModelConfig
+from slora.request import EngineRequest, StepOutput
+from slora.sampling_params import SamplingParams
+from slora_adapters.source import DirectorySource
+from slora_adapters.version import AdapterVersion
+from tests.support.driving import make_engine, make_source
+from tests.support.model_kit import ModelKit
+
+GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+WAIT_S = 30.0
+Outputs = queue.SimpleQueue[StepOutput]
+
+
+@pytest.fixture(scope="module")
+def kit(kits: Callable[[str], ModelKit]) -> ModelKit:
+    return kits("llama")
+
+
+@contextmanager
+def working(worker: EngineWorker, engine: Engine) -> Iterator[None]:
+    thread = threading.Thread(target=worker.run, args=(engine,))
+    thread.start()
+    try:
+        yield
+    finally:
+        worker.post(Stop())
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def make_worker() -> tuple[EngineWorker, Outputs]:
+    told: Outputs = queue.SimpleQueue()
+
+    def deliver(outputs: list[StepOutput]) -> None:
+        for output in outputs:
+            told.put(output)
+
+    return EngineWorker(deliver), told
+
+
+def ask(name: str, adapter: AdapterVersion | None = None) -> EngineRequest:
+    return EngineRequest(name, "t", [1, 2], adapter, GREEDY)
+
+
+def stats_of(worker: EngineWorker) -> EngineStats:
+    answers: queue.SimpleQueue[EngineStats] = queue.SimpleQueue()
+    worker.post(AskStats(answers.put))
+    return answers.get(timeout=WAIT_S)
+
+
+def test_an_idle_worker_wakes_for_a_request_and_for_an_adapter_that_arrives(kit: ModelKit) -> None:
+    worker, told = make_worker()
+    shape = ModelConfig.from_directory(kit.directory).shape("float32")
+    source = DirectorySource(shape, "float32", notify=lambda: worker.post(Wake()), num_threads=1)
+    version = source.add(kit.adapters["odd_rank"])
+    with working(worker, make_engine(kit, source, 100)):
+        for name, adapter in (("base", None), ("adapted", version)):
+            worker.post(Add(ask(name, adapter)))
+            outputs = [told.get(timeout=WAIT_S) for _ in range(5)]
+            assert {output.request_id for output in outputs} == {name}
+        assert stats_of(worker).resident_adapters == 1
+        worker.post(Forget(version))
+        assert stats_of(worker).resident_adapters == 0
+    source.close()
+
+
+def test_a_refused_request_is_answered_and_an_aborted_one_is_not(kit: ModelKit) -> None:
+    worker, told = make_worker()
+    source, _ = make_source(kit)
+    worker.post(Add(EngineRequest("refused", "t", [], None, GREEDY)))
+    worker.post(Add(ask("aborted")))
+    worker.post(Abort("aborted"))
+    with working(worker, make_engine(kit, source, 100)):
+        output = told.get(timeout=WAIT_S)
+        assert output.request_id == "refused" and isinstance(output.error, RequestRefused)
+        assert stats_of(worker).pages_held == 0
+    assert told.empty()
+
+
+def test_a_lost_page_ends_the_worker_when_it_is_idle(kit: ModelKit) -> None:
+    worker, told = make_worker()
+    source, _ = make_source(kit)
+    engine = make_engine(kit, source, 100)
+    engine._pool.allocate(1)
+    worker.post(Add(ask("r")))
+    with pytest.raises(AssertionError, match="counted references differ"):
+        worker.run(engine)
+    assert told.qsize() == 5
