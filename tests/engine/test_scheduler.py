@@ -218,12 +218,17 @@ def run_alone(bench: SchedulerBench, request_id: str) -> list[StepOutput]:
     return [output for output in bench.run_to_end(100) if output.request_id == request_id]
 
 
-def test_a_long_prompt_leaves_everyone_who_decodes_a_token_in_each_step() -> None:
+@pytest.mark.parametrize("older", [False, True])
+def test_a_long_prompt_leaves_everyone_who_decodes_a_token_in_each_step(older: bool) -> None:
     bench = SchedulerBench(PAGES, num_pages=50, max_num_seqs=4, max_num_batched_tokens=8)
+    if older:  # it came first, but its adapter comes late
+        bench.add("long", prompt=40, adapter=SMALL)
     for name in "abc":
         bench.add(name, max_tokens=20)
     bench.step()
-    bench.add("long", prompt=40)
+    if not older:
+        bench.add("long", prompt=40, adapter=SMALL)
+    bench.source.deliver()
     for _ in range(8):
         bench.step()
         planned = {chunk.sequence.request.request_id: chunk.num_tokens for chunk in bench.last_plan.chunks}
