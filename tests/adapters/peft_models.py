@@ -1,17 +1,15 @@
 """Tiny random base models, and adapters on them made by PEFT itself: the oracle of these tests."""
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from slora_adapters.module_names import ModuleId, all_modules, module_name
 from slora_kernels.layout import ModelShape
+from tests.support import peft_adapters
 
 # Widths that share no factor with a segment, grouped queries, and a head size that is not hidden / heads.
 SHAPE = ModelShape(
@@ -47,7 +45,7 @@ def base_model(family: str = "llama") -> PreTrainedModel:
 
 def deltas_by_peft(directory: Path, family: str = "llama") -> dict[ModuleId, torch.Tensor]:
     """What PEFT adds to each linear when it loads this directory."""
-    with _quiet():
+    with peft_adapters.quiet_peft():
         model = PeftModel.from_pretrained(base_model(family), directory)
     found = {}
     for module_id in all_modules(SHAPE.num_layers):
@@ -55,13 +53,6 @@ def deltas_by_peft(directory: Path, family: str = "llama") -> dict[ModuleId, tor
         if hasattr(layer, "lora_A"):
             found[module_id] = layer.get_delta_weight("default")
     return found
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():  # PEFT 0.21 reads an attribute that transformers 5.2x renamed
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        yield
 
 
 def make_adapter(
@@ -72,15 +63,5 @@ def make_adapter(
     dtype: torch.dtype = torch.float32,
     **lora: object,
 ) -> PeftModel:
-    """Makes and saves an adapter with random A and B. `lora`: fields of LoraConfig."""
-    torch.manual_seed(seed)
-    fields = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **lora}
-    with _quiet():
-        model = get_peft_model(base_model(family), LoraConfig(**fields))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn_like(parameter))
-                parameter.data = parameter.data.to(dtype)
-    model.save_pretrained(directory)
-    return model
+    """Makes and saves an adapter with random A and B on a new base. `lora`: fields of LoraConfig."""
+    return peft_adapters.make_adapter(directory, base_model(family), seed=seed, dtype=dtype, **lora)
