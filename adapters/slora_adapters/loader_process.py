@@ -118,8 +118,10 @@ async def _serve(config: LoaderConfig, server: LoaderServer) -> None:
     # A terminal's Ctrl-C reaches us too, but it is the parent who decides when we go.
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     config.socket.unlink(missing_ok=True)
-    async with await asyncio.start_unix_server(server.serve, config.socket):
-        await stopped.wait()
+    listener = await asyncio.start_unix_server(server.serve, config.socket)
+    await stopped.wait()
+    # Not `async with`: from Python 3.12 on that would wait until every engine has hung up.
+    listener.close()
 
 
 def run(config: LoaderConfig) -> None:
