@@ -13,6 +13,7 @@ This module knows nothing of tokens, tensors or training, and imports only the s
 """
 
 import random
+import string
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -228,16 +229,26 @@ def _words(rng: random.Random, num_words: int, *, held_out: bool) -> list[str]:
     return words
 
 
+def _with_symbol(rng: random.Random, word: str) -> str:
+    """Put a symbol into `word`, as in "don't" or "2+2": one that was never an answer would never be answered."""
+    position = rng.randint(0, len(word))
+    return word[:position] + rng.choice(string.punctuation) + word[position:]
+
+
 def _sentence(rng: random.Random, num_words: int, *, held_out: bool) -> str:
-    """Mostly bare lower-case words; three in ten may have a number, capitals, a comma or an end mark."""
+    """Mostly bare lower-case words; a third may have a number, symbols, capitals, a comma or an end mark."""
     words = _words(rng, num_words, held_out=held_out)
-    if rng.random() < 0.7:
+    if rng.random() < 0.67:
         return " ".join(words)
     if rng.random() < 0.2:
         words[rng.randrange(num_words)] = _draw(rng, _number, held_out=held_out)
     if rng.random() < 0.2:
         position = rng.randrange(num_words)
         words[position] = words[position].capitalize()
+    if rng.random() < 0.5:
+        for _ in range(rng.randint(1, 2)):
+            position = rng.randrange(num_words)
+            words[position] = _with_symbol(rng, words[position])
     if rng.random() < 0.2 and num_words > 1:
         words[rng.randrange(num_words - 1)] += ","
     if rng.random() < 0.5:

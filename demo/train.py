@@ -103,8 +103,9 @@ ADAPTER_PLAN = Plan(
     report_every=100,
 )
 
-# Dropping vowels leaves repeated letters that are easily confused: 97.8% after 200 steps, 99.6% after 600.
-ADAPTER_STEPS: Mapping[str, int] = {"devowel": 600}
+# Dropping or doubling letters makes neighbours alike and easily confused. Without its vowels, a sentence was right
+# in 97.8% of cases after 200 steps, in 99.6% after 600. Reading backwards is far from repeating: 88% after 200.
+ADAPTER_STEPS: Mapping[str, int] = {"devowel": 600, "double": 400, "mirror": 600}
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
