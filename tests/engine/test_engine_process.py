@@ -20,7 +20,7 @@ from slora.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 from slora_adapters.wire import send
 from tests.support.driving import Answer, drive, make_engine, make_source
-from tests.support.engine_stack import EngineStack, connect, wait_until
+from tests.support.engine_stack import WAIT_S, EngineStack, connect, wait_until
 from tests.support.model_kit import ModelKit
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -55,7 +55,7 @@ def run(stack: EngineStack) -> Run:
 
     def call(body: Callable[[RemoteEngine], Coroutine[Any, Any, None]]) -> None:
         async def main() -> None:
-            async with connect(stack) as client:
+            async with asyncio.timeout(2 * WAIT_S), connect(stack) as client:
                 await body(client)
 
         asyncio.run(main())
@@ -111,37 +111,52 @@ def test_answers_over_the_socket_are_those_of_an_engine_in_process(
     run(body)
 
 
+def ask_many(adapter: AdapterVersion | None = None) -> list[EngineRequest]:
+    """Requests that are far from their end when somebody leaves after the first tokens."""
+    return [ask(str(number), adapter, LONG) for number in range(8)]
+
+
+async def check_cut_short(client: RemoteEngine, tokens_before: int) -> None:
+    """All pages are free or cached, and that because requests were aborted, not because they came to their end."""
+    stats = await wait_for_stats(client, idle)
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+    assert stats.generated_tokens - tokens_before < len(ask_many()) * 500
+
+
 def test_closing_an_answer_early_frees_its_pages(run: Run, stack: EngineStack) -> None:
     async def body(client: RemoteEngine) -> None:
-        async with aclosing(client.generate(ask("a", stack.versions["odd_rank"], LONG))) as stream:
-            await anext(stream)
-            assert (await client.stats()).pages_held > 0
-        stats = await wait_for_stats(client, idle)
-        before = stats.generated_tokens
-        assert (await client.stats()).generated_tokens == before, "it goes on although nobody listens"
+        before = (await wait_for_stats(client, idle)).generated_tokens
+        streams = [client.generate(request) for request in ask_many(stack.versions["odd_rank"])]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        for stream in streams:
+            await stream.aclose()
+        await check_cut_short(client, before)
 
     run(body)
 
 
 def test_cancelling_a_reader_frees_its_pages(run: Run) -> None:
     async def body(client: RemoteEngine) -> None:
-        reading = asyncio.create_task(collect(client.generate(ask("a", params=LONG))))
-        await wait_for_stats(client, lambda stats: stats.running == 1)
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-        await wait_for_stats(client, idle)
+        before = (await wait_for_stats(client, idle)).generated_tokens
+        readers = [asyncio.create_task(collect(client.generate(request))) for request in ask_many()]
+        await wait_for_stats(client, lambda stats: stats.running > 0)
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        await check_cut_short(client, before)
 
     run(body)
 
 
 def test_a_client_that_vanishes_takes_its_requests_with_it(run: Run, stack: EngineStack) -> None:
     async def body(client: RemoteEngine) -> None:
+        before = (await wait_for_stats(client, idle)).generated_tokens
         async with connect(stack) as other:
-            reading = asyncio.create_task(collect(other.generate(ask("a", params=LONG))))
-            await wait_for_stats(client, lambda stats: stats.running == 1)
-        await wait_for_stats(client, idle)
-        with pytest.raises(EngineUnavailable):
-            await reading
+            readers = [asyncio.create_task(collect(other.generate(request))) for request in ask_many()]
+            await wait_for_stats(client, lambda stats: stats.running > 0)
+        await check_cut_short(client, before)
+        for outcome in await asyncio.gather(*readers, return_exceptions=True):
+            assert isinstance(outcome, EngineUnavailable)
 
     run(body)
 

@@ -83,7 +83,8 @@ def test_the_oldest_spelling_of_a_rope_s_type_is_understood(tmp_path: Path) -> N
     "scaling", [{"rope_type": "default"}, LLAMA3_ROPE, {"rope_type": "linear", "factor": 4.0}]
 )
 def test_cosines_and_sines_are_those_of_transformers(tmp_path: Path, scaling: dict[str, Any]) -> None:
-    ours = read(tmp_path, rope_parameters={"rope_theta": 5e5, **scaling})
+    # A wide head has frequencies in all three bands of Llama 3.1.
+    ours = read(tmp_path, head_dim=64, rope_parameters={"rope_theta": 5e5, **scaling})
     theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
     cos, sin = theirs(torch.zeros(1), torch.arange(256)[None])
     table = cos_sin_table(ours.rope, ours.head_dim, 256, torch.device("cpu"))

@@ -21,6 +21,7 @@ from slora_adapters.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion
 from tests.support.model_kit import ModelKit
 
+# How long a test waits for what must happen; far beyond what a loaded machine needs.
 WAIT_S = 60.0
 _ROOT = Path(__file__).parents[2]
 _SOURCES = os.pathsep.join(str(_ROOT / folder) for folder in (".", "kernels", "adapters", "api"))
