@@ -48,10 +48,6 @@ class PageMemory:
         """Whether the slot still has the adapter that the work was planned for."""
         return bool(self._generations[slot] == generation)
 
-    def poison(self, pages: list[int]) -> None:
-        """Fills pages with NaN bytes: whoever reads a freed page shows it."""
-        self.pages[pages] = 0xFF
-
     def _copy_pages(self, pages: list[int], packed: PackedAdapter) -> None:
         source = torch.from_numpy(packed.buffer)
         whole, rest = divmod(len(source), self.full_page_bytes)
