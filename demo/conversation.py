@@ -96,7 +96,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _padded_length(num_tokens: int) -> int:
-    """Round up to one of few lengths, since oneDNN compiles anew for every shape: 1.5 times the steps a second."""
+    """Round up to one of few lengths, since oneDNN prepares its kernels anew for every shape."""
     step = 16 if num_tokens <= 96 else 32
     return -(-num_tokens // step) * step
 
