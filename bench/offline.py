@@ -133,9 +133,9 @@ def measure(workload: Workload, repeats: int, contenders: list[str]) -> list[Row
     processes = []
     for name in contenders:
         # As `slora serve` starts its engine; peft runs with what torch does by itself.
-        os.environ.pop("OMP_WAIT_POLICY", None)
+        os.environ.pop("GOMP_SPINCOUNT", None)
         if name == "slora":
-            os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+            os.environ["GOMP_SPINCOUNT"] = "10000"
         pipes[name], other = context.Pipe()
         process = context.Process(target=contender_process, args=(name, workload, other))
         process.start()
@@ -168,10 +168,14 @@ def measure(workload: Workload, repeats: int, contenders: list[str]) -> list[Row
 
 
 def print_table(rows: list[Row]) -> None:
-    print(f"\n{'':8}{'adapters':>9}{'tokens/s':>10}{'min':>8}{'max':>8}{'peak RSS MiB':>14}{'x peft':>8}  bar")
+    print(
+        f"\n{'':8}{'adapters':>9}{'tokens/s':>10}{'min':>8}{'max':>8}{'peak RSS MiB':>14}{'x peft':>8}  bar"
+    )
     for row in rows:
         bar = BARS.get(row.adapters) if row.contender == "slora" else None
-        verdict = "" if bar is None or row.ratio is None else f">= {bar}: {'met' if row.ratio >= bar else 'MISSED'}"
+        verdict = (
+            "" if bar is None or row.ratio is None else f">= {bar}: {'met' if row.ratio >= bar else 'MISSED'}"
+        )
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         print(
             f"{row.contender:8}{row.adapters:>9}{row.tokens_per_s:>10.1f}{row.slowest:>8.1f}{row.fastest:>8.1f}"
@@ -180,7 +184,9 @@ def print_table(rows: list[Row]) -> None:
 
 
 def environment(options: argparse.Namespace) -> dict[str, str | int]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
     return {
         "commit": commit.stdout.strip(),
         "python": platform.python_version(),
@@ -241,7 +247,9 @@ def main() -> None:
     writer.writeheader()
     writer.writerows(asdict(row) for row in rows)
     if options.json:
-        options.json.write_text(json.dumps({"environment": facts, "rows": [asdict(r) for r in rows]}, indent=2))
+        options.json.write_text(
+            json.dumps({"environment": facts, "rows": [asdict(r) for r in rows]}, indent=2)
+        )
 
 
 if __name__ == "__main__":

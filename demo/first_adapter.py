@@ -15,7 +15,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 DEMO = Path(__file__).parent
 STEPS, BATCH = 120, 32
-WORDS = "red green blue small large quick slow happy quiet river cloud stone apple bread chair table window door".split()
+WORDS = (
+    "red",
+    "green",
+    "blue",
+    "small",
+    "large",
+    "quick",
+    "happy",
+    "river",
+    "cloud",
+    "stone",
+    "apple",
+    "door",
+)
 
 
 def answer(sentence: str) -> str:
