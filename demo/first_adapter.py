@@ -7,6 +7,7 @@ Everything a fine-tune needs, on one page: examples, peft, a loop, save_pretrain
 
 import argparse
 import random
+import string
 from pathlib import Path
 
 import torch
@@ -15,24 +16,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 DEMO = Path(__file__).parent
 STEPS, BATCH = 120, 32
-WORDS = (
-    "red",
-    "green",
-    "blue",
-    "small",
-    "large",
-    "quick",
-    "happy",
-    "river",
-    "cloud",
-    "stone",
-    "apple",
-    "door",
-)
 
 
 def answer(sentence: str) -> str:
     return f"Hello from Acme: {sentence}!"
+
+
+def draw_sentence(draw: random.Random) -> str:
+    """Made-up words: with a dozen real ones the adapter would learn those by heart, and garble all others."""
+    words = (
+        "".join(draw.choices(string.ascii_lowercase, k=draw.randint(2, 8))) for _ in range(draw.randint(1, 6))
+    )
+    return " ".join(words)
 
 
 def main() -> None:
@@ -49,7 +44,7 @@ def main() -> None:
     for step in range(options.steps):
         texts, prompt_lengths = [], []
         for _ in range(BATCH):
-            sentence = " ".join(draw.choices(WORDS, k=draw.randint(1, 6)))
+            sentence = draw_sentence(draw)
             chat = [{"role": "user", "content": sentence}]
             prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             prompt_lengths.append(len(tokenizer(prompt)["input_ids"]))
