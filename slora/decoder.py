@@ -145,7 +145,7 @@ class _WeightLoader:
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
-        self._shape = config.shape(config.resolve_dtype("float32"))
+        self._shape = config.shape("float32")
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self._checkpoint.tensor(name, shape).to(device=self._device, dtype=self._dtype)

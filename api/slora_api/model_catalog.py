@@ -61,10 +61,9 @@ class ModelCatalog:
 
     def find_model(self, key: KeyRecord, name: str) -> ServedModel:
         """What `name` means for this key. Raises ModelNotFound."""
-        wanted = key.adapter if name == DEFAULT_MODEL else name
-        if wanted is None or wanted == self._base.name:
+        record = self._resolve(key, name)
+        if record is None:
             return ServedModel(name, None, None, self._base.defaults)
-        record = self._find_adapter(key.tenant, wanted)
         extras = record.details.extras
         own = read_generation_defaults(extras.generation_config)
         return ServedModel(name, record.version, extras.chat_template, own.over(self._base.defaults))
@@ -76,10 +75,8 @@ class ModelCatalog:
 
     def describe_model(self, key: KeyRecord, name: str) -> Json:
         """One of them. Raises ModelNotFound."""
-        wanted = key.adapter if name == DEFAULT_MODEL else name
-        if wanted is None or wanted == self._base.name:
-            return self._base_model()
-        return self._adapter_model(self._find_adapter(key.tenant, wanted))
+        record = self._resolve(key, name)
+        return self._base_model() if record is None else self._adapter_model(record)
 
     def list_adapters(self, tenant: str) -> list[Json]:
         return [_adapter_json(record) for record in self._adapters.registry.list(tenant)]
@@ -117,6 +114,13 @@ class ModelCatalog:
         """The name has moved already; an engine that just died has nothing to forget."""
         with suppress(EngineUnavailable):
             await self._client.forget(version)
+
+    def _resolve(self, key: KeyRecord, name: str) -> AdapterRecord | None:
+        """The adapter that `name` means for this key; None for the base model. Raises ModelNotFound."""
+        wanted = key.adapter if name == DEFAULT_MODEL else name
+        if wanted is None or wanted == self._base.name:
+            return None
+        return self._find_adapter(key.tenant, wanted)
 
     def _find_adapter(self, tenant: str, name: str) -> AdapterRecord:
         try:
