@@ -105,7 +105,7 @@ ADAPTER_PLAN = Plan(
 
 # Dropping or doubling letters makes neighbours alike and easily confused. Without its vowels, a sentence was right
 # in 97.8% of cases after 200 steps, in 99.6% after 600. Reading backwards is far from repeating: 88% after 200.
-ADAPTER_STEPS: Mapping[str, int] = {"devowel": 600, "double": 400, "mirror": 600}
+ADAPTER_STEPS: Mapping[str, int] = {"devowel": 600, "double": 800, "mirror": 600}
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
