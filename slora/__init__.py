@@ -1,6 +1,6 @@
 """The engine of slora: many LoRA adapters over one base model, through one paged pool.
 
-`LLM` is loaded when it is first asked for, so that processes that need no tensors never import torch.
+The classes that need tensors are loaded when they are first asked for: other processes never import torch.
 """
 
 import importlib
@@ -9,12 +9,21 @@ from typing import TYPE_CHECKING, Any
 from slora.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from slora.answer import Completion, CompletionDelta
+    from slora.async_llm import AsyncLLM
     from slora.llm import LLM
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "Completion", "CompletionDelta", "SamplingParams"]
+
+_MODULES = {
+    "AsyncLLM": "slora.async_llm",
+    "Completion": "slora.answer",
+    "CompletionDelta": "slora.answer",
+    "LLM": "slora.llm",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":
-        return importlib.import_module("slora.llm").LLM
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'slora' has no attribute {name!r}")

@@ -20,8 +20,9 @@ from slora.engine_messages import (
     encode_add,
     encode_version,
 )
-from slora.errors import EngineUnavailable, RequestRefused
-from slora.request import EngineRequest, StepOutput, TokenDelta
+from slora.errors import EngineUnavailable
+from slora.open_streams import OpenStreams
+from slora.request import EngineRequest, TokenDelta
 from slora_adapters.version import AdapterVersion
 from slora_adapters.wire import BrokenFrame, read_message, write_message
 
@@ -64,7 +65,7 @@ class RemoteEngine:
         self._info: EngineInfo | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._loader_connected = False
-        self._streams: dict[str, asyncio.Queue[StepOutput]] = {}
+        self._streams = OpenStreams()
         self._asked: dict[int, asyncio.Future[EngineStats]] = {}
         self._numbers = itertools.count()
 
@@ -97,27 +98,8 @@ class RemoteEngine:
                 writer.close()
             await asyncio.sleep(_RECONNECT_S)
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
-        if request.request_id in self._streams:
-            raise RequestRefused(f"request id {request.request_id!r} is already running", "request_id")
-        stream: asyncio.Queue[StepOutput] = asyncio.Queue()
-        self._streams[request.request_id] = stream
-        finished = False
-        try:
-            await self._send(encode_add(request))
-            while not finished:
-                output = await stream.get()
-                if output.error is not None:
-                    finished = True
-                    raise output.error
-                assert output.delta is not None, "an output has a delta or an error"
-                finished = output.delta.finish_reason is not None
-                yield output.delta
-        finally:
-            self._streams.pop(request.request_id, None)
-            if not finished and self._writer is not None:
-                # No await here: this may run while the task is being cancelled.
-                write_message(self._writer, {"op": "abort", "id": request.request_id})
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        return self._streams.read(request, lambda request: self._send(encode_add(request)), self._abort)
 
     async def stats(self) -> EngineStats:
         number = next(self._numbers)
@@ -133,6 +115,11 @@ class RemoteEngine:
         if self._writer is not None:
             await self._send({"op": "forget", "version": encode_version(version)})
 
+    def _abort(self, request_id: str) -> None:
+        # No await here: this may run while the task is being cancelled.
+        if self._writer is not None:
+            write_message(self._writer, {"op": "abort", "id": request_id})
+
     async def _send(self, message: Message) -> None:
         writer = self._writer
         if writer is None or self._info is None:
@@ -147,10 +134,7 @@ class RemoteEngine:
         match message["op"]:
             case "outputs":
                 for row in message["outputs"]:
-                    output = decode_output(row)
-                    stream = self._streams.get(output.request_id)
-                    if stream is not None:  # gone when it was aborted while tokens were on their way
-                        stream.put_nowait(output)
+                    self._streams.put(decode_output(row))
             case "stats":
                 answer = self._asked.get(message["number"])
                 if answer is not None and not answer.done():
@@ -161,11 +145,10 @@ class RemoteEngine:
                 self._loader_connected = message["loader"]
 
     def _lose(self) -> None:
-        """The engine is gone: everybody who waits for it hears so now."""
+        """The engine is gone."""
         self._writer = None
         self._loader_connected = False
-        for request_id, stream in self._streams.items():
-            stream.put_nowait(StepOutput(request_id, error=EngineUnavailable(_DIED)))
+        self._streams.fail(EngineUnavailable(_DIED))
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(EngineUnavailable("the engine died"))

@@ -71,6 +71,13 @@ class Tokenizer:
         ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def encode_chat(self, rendered: str) -> list[int]:
+        """What a chat template wrote; it writes the special tokens itself. Raises RequestRefused if that is nothing."""
+        ids = self.encode(rendered, add_special_tokens=False)
+        if not ids:
+            raise RequestRefused("The chat template made an empty prompt of these messages.", "messages")
+        return ids
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens. Bytes that are no whole character yet show as U+FFFD."""
         text: str = self._fast.decode(list(token_ids), skip_special_tokens=True)

@@ -128,10 +128,16 @@ def test_llm_serves_adapters_where_only_its_own_requirements_are_installed(tmp_p
     write_model(tmp_path / "base", "llama")
     make_adapter(tmp_path / "adapter", make_model("llama"), std=0.15)
     code = """
-from slora import LLM, SamplingParams
+import asyncio
+from slora import LLM, AsyncLLM, SamplingParams
+params = SamplingParams(max_tokens=4, temperature=0)
 llm = LLM(sys.argv[1], pool_bytes=1 << 22)
-outputs = llm.generate([[1, 2], [1, 2]], SamplingParams(max_tokens=4, temperature=0), [None, sys.argv[2]])
+outputs = llm.generate([[1, 2], [1, 2]], params, [None, sys.argv[2]])
 print(llm.info.kernels, *(len(output.token_ids) for output in outputs))
+async def main():
+    async with AsyncLLM(sys.argv[1], pool_bytes=1 << 22) as llm:
+        assert await llm.generate([1, 2], params, sys.argv[2]) == outputs[1]
+asyncio.run(main())
 """
     done = run_python(code, str(tmp_path / "base"), str(tmp_path / "adapter"), hidden=hidden)
     assert done.returncode == 0, done.stderr
@@ -141,12 +147,15 @@ print(llm.info.kernels, *(len(output.token_ids) for output in outputs))
 # What an API process imports of the engine; of the layers below and above it imports everything.
 LIGHT = [
     "slora",
+    "slora.answer",
     "slora.detokenizer",
     "slora.engine_client",
     "slora.engine_info",
     "slora.engine_messages",
     "slora.errors",
+    "slora.generation_defaults",
     "slora.model_config",
+    "slora.open_streams",
     "slora.request",
     "slora.sampling_params",
     "slora.tokenizer",

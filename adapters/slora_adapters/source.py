@@ -19,6 +19,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Literal, Protocol
 
+from slora_adapters.adapter import Adapter
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.packing import PackedAdapter, pack
@@ -66,10 +67,11 @@ class AdapterSource(Protocol):
 
 class DirectorySource:
     """Adapters from PEFT directories, read and packed in this process on `num_threads` threads (0: within
-    `request`).
+    `request`); also adapters that lie in no directory, which stay packed here until they are forgotten.
 
-    `notify` is called, from any thread, whenever `poll` would return something. Copies are not cached: each
-    fetch reads its directory again, and fails if the weights there are no longer the ones that were added.
+    `notify` is called, from any thread, whenever `poll` would return something. Copies of directories are not
+    cached: each fetch reads its directory again, and fails if the weights there are no longer the ones that were
+    added.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class DirectorySource:
         self.limits = limits or AdapterLimits(served_dtype=dtype)
         self._notify = notify
         self._directories: dict[AdapterVersion, Path] = {}
+        self._packed: dict[AdapterVersion, PackedAdapter] = {}
         self._in_flight: set[AdapterVersion] = set()
         self._done: deque[Fetched | FetchFailed] = deque()
         self._lock = Lock()
@@ -93,9 +96,17 @@ class DirectorySource:
 
     def add(self, directory: Path | str, tenant: str = "local") -> AdapterVersion:
         """Validates the adapter in a directory and makes it fetchable. Raises as `read_adapter` does."""
-        adapter = read_adapter(directory, self.shape, self.limits)
+        return self.hold(read_adapter(directory, self.shape, self.limits), directory, tenant)
+
+    def hold(
+        self, adapter: Adapter, directory: Path | str | None = None, tenant: str = "local"
+    ) -> AdapterVersion:
+        """Makes a validated adapter fetchable: from its directory, or without one from a packed copy kept here."""
         version = AdapterVersion(tenant, adapter.digest)
-        self._directories[version] = Path(directory)
+        if directory is not None:
+            self._directories[version] = Path(directory)
+        elif version not in self._packed:
+            self._packed[version] = pack(adapter, self.shape, self.dtype)
         return version
 
     def request(self, version: AdapterVersion) -> None:
@@ -120,6 +131,7 @@ class DirectorySource:
 
     def forget(self, version: AdapterVersion) -> None:
         self._directories.pop(version, None)
+        self._packed.pop(version, None)
 
     def close(self) -> None:
         """Waits for the loads under way; the source must not be used afterwards."""
@@ -137,7 +149,9 @@ class DirectorySource:
         self._notify()
 
     def _load(self, version: AdapterVersion) -> Fetched | FetchFailed:
-        directory = self._directories.get(version)
+        packed, directory = self._packed.get(version), self._directories.get(version)
+        if packed is not None:
+            return Fetched(version, packed)
         if directory is None:
             return FetchFailed(
                 version, "not_found", f"adapter {version.digest[:12]} was never added, or was deleted"

@@ -15,6 +15,7 @@ from typing import Any
 
 from slora.engine_client import EngineClient
 from slora.errors import EngineUnavailable
+from slora.generation_defaults import GenerationDefaults, read_generation_defaults, refuse_unhonoured
 from slora_adapters.adapter import Adapter
 from slora_adapters.catalog import Catalog
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound
@@ -24,7 +25,6 @@ from slora_adapters.registry import AdapterRecord, check_adapter_name
 from slora_adapters.version import AdapterVersion
 from slora_api.chat_templates import ChatTemplates
 from slora_api.errors import BadRequest, Conflict, ModelNotFound
-from slora_api.generation_defaults import GenerationDefaults, read_generation_defaults, refuse_unhonoured
 from slora_api.served_model import ServedModel
 from slora_api.tenancy import KeyRecord
 from slora_kernels.layout import ModelShape

@@ -6,16 +6,16 @@ hold up everybody's tokens.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slora.engine_info import EngineInfo
-from slora.errors import ContextTooLong, RequestRefused
+from slora.errors import ContextTooLong
+from slora.generation_defaults import GenerationDefaults
 from slora.sampling_params import SamplingParams
 from slora.tokenizer import Tokenizer
 from slora_api.chat_templates import ChatTemplates
 from slora_api.errors import BadRequest
-from slora_api.generation_defaults import GenerationDefaults
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
 from slora_api.served_model import ServedModel
 
@@ -35,10 +35,8 @@ class Prompt:
     sampling: SamplingParams
 
 
-async def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    if len(text) <= _INLINE_CHARS:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+async def _encode(encode: Callable[[str], list[int]], text: str) -> list[int]:
+    return encode(text) if len(text) <= _INLINE_CHARS else await asyncio.to_thread(encode, text)
 
 
 def _check_token_ids(token_ids: Sequence[int], info: EngineInfo) -> None:
@@ -104,9 +102,7 @@ async def completion_prompts(
     """The prompts of a completion request. Raises BadRequest or RequestRefused."""
     prompts = []
     for given in body.prompts:
-        token_ids = (
-            await _encode(tokenizer, given, add_special_tokens=True) if isinstance(given, str) else given
-        )
+        token_ids = await _encode(tokenizer.encode, given) if isinstance(given, str) else given
         _check_token_ids(token_ids, info)
         room = _room(len(token_ids), info, "prompt")
         default = model.defaults.max_tokens or _COMPLETION_TOKENS
@@ -120,10 +116,7 @@ async def chat_prompt(
 ) -> Prompt:
     """The one prompt of a chat request. Raises BadRequest or RequestRefused."""
     text = await templates.render([message.for_template() for message in body.messages], model.chat_template)
-    # The template writes the special tokens itself.
-    token_ids = await _encode(tokenizer, text, add_special_tokens=False)
-    if not token_ids:
-        raise RequestRefused("The chat template made an empty prompt of these messages.", "messages")
+    token_ids = await _encode(tokenizer.encode_chat, text)
     room = _room(len(token_ids), info, "messages")
     wanted, param = body.max_tokens, "max_tokens"
     if body.max_completion_tokens is not None:

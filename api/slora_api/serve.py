@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 
 from slora.engine_client import RemoteEngine
 from slora.errors import ConfigError, SloraError
+from slora.generation_defaults import read_model_defaults
 from slora.model_config import ModelConfig
 from slora.tokenizer import Tokenizer
 from slora_adapters.catalog import Catalog
@@ -41,7 +42,6 @@ from slora_api.chat_templates import ChatTemplates
 from slora_api.data_dir import DataDir, open_data_dir
 from slora_api.demo import describe_demo, set_up_demo
 from slora_api.generation import Generator
-from slora_api.generation_defaults import GenerationDefaults, read_generation_defaults, refuse_unhonoured
 from slora_api.metrics import Metrics
 from slora_api.model_catalog import DEFAULT_MODEL, BaseModel, ModelCatalog
 from slora_api.services import Services
@@ -84,17 +84,9 @@ class _Model:
         )
 
     def base(self) -> BaseModel:
-        return BaseModel(self.name, self.shape, self.limits, self._generation_defaults(), int(time.time()))
-
-    def _generation_defaults(self) -> GenerationDefaults:
-        path = self.directory / "generation_config.json"
-        text = path.read_text() if path.is_file() else None
-        for reason in refuse_unhonoured(text):
-            logger.warning("%s: %s, which this server does not do", self.directory, reason.message)
-        try:
-            return read_generation_defaults(text)
-        except ValueError as error:
-            raise ConfigError(f"{path}: {error}") from error
+        return BaseModel(
+            self.name, self.shape, self.limits, read_model_defaults(self.directory), int(time.time())
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from slora.generation_defaults import GenerationDefaults
 from slora_adapters.version import AdapterVersion
-from slora_api.generation_defaults import GenerationDefaults
 
 __all__ = ["ServedModel"]
 

@@ -1,7 +1,7 @@
-"""Tokens from the engine become text: one stream for each prompt, several streams merged into one.
+"""Answers as clients see them: text with each token's own, one stream for each prompt, several merged into one.
 
-Stop strings end a stream here, outside the engine: closing the engine's iterator aborts the request there. Whoever
-closes a stream early, or is cancelled while waiting on it, aborts what it stands for; nothing is left running.
+Whoever closes a stream early, or is cancelled while waiting on it, aborts what it stands for in the engine; nothing
+is left running.
 
 Knows no HTTP and no JSON.
 """
@@ -11,9 +11,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from slora.detokenizer import Detokenizer
+from slora.answer import Answer, CompletionDelta, stream_answer
 from slora.engine_client import EngineClient
-from slora.request import EngineRequest, FinishReason, TokenDelta
+from slora.request import EngineRequest, FinishReason
 from slora.tokenizer import Tokenizer
 
 __all__ = ["TextDelta", "TokenText", "merge_streams", "stream_text"]
@@ -54,7 +54,7 @@ class _HeldTokens:
     decoded_chars: int = 0
     certain_chars: int = 0
 
-    def push(self, delta: TokenDelta, num_shown: int) -> None:
+    def push(self, delta: CompletionDelta, num_shown: int) -> None:
         for token_id, logprobs in zip(delta.token_ids[:num_shown], delta.logprobs or (), strict=False):
             text = self.tokenizer.token_text(token_id)
             top = tuple((self.tokenizer.token_text(other), logprob) for other, logprob in logprobs.top)
@@ -72,22 +72,16 @@ async def stream_text(
     client: EngineClient, tokenizer: Tokenizer, request: EngineRequest, index: int = 0
 ) -> AsyncGenerator[TextDelta, None]:
     """The answer to one request. Raises what `EngineClient.generate` raises; the last delta has a finish_reason."""
-    detokenizer = Detokenizer(tokenizer, request.sampling.stop)
+    answer = Answer(request, tokenizer, index)
     held = _HeldTokens(tokenizer)
-    async with aclosing(client.generate(request)) as deltas:
+    async with aclosing(stream_answer(client.generate(request), answer)) as deltas:
         async for delta in deltas:
             # A token that ends the answer is computed and counted, but is no part of its text.
-            num_shown = len(delta.token_ids) - (delta.finish_reason is FinishReason.STOP)
-            text = detokenizer.push(delta.token_ids[:num_shown])
-            if delta.finish_reason is not None:
-                text += detokenizer.flush()
+            num_shown = len(delta.token_ids) - (delta.finish_reason is FinishReason.STOP and not answer.cut)
             held.push(delta, num_shown)
-            finish_reason = FinishReason.STOP if detokenizer.stopped else delta.finish_reason
-            everything = finish_reason is not None and not detokenizer.stopped
-            tokens = held.release(text, everything=everything)
-            yield TextDelta(index, text, len(delta.token_ids), tokens, finish_reason)
-            if finish_reason is not None:
-                return
+            everything = delta.finish_reason is not None and not answer.cut
+            tokens = held.release(delta.text, everything=everything)
+            yield TextDelta(index, delta.text, len(delta.token_ids), tokens, delta.finish_reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from slora.generation_defaults import GenerationDefaults
 from slora_adapters.catalog import Catalog
 from slora_adapters.database import Database
 from slora_adapters.file_store import FileStore
@@ -19,7 +20,6 @@ from slora_api.api_key import Pepper
 from slora_api.app import make_app
 from slora_api.chat_templates import ChatTemplates
 from slora_api.generation import Generator
-from slora_api.generation_defaults import GenerationDefaults
 from slora_api.metrics import Metrics
 from slora_api.model_catalog import BaseModel, ModelCatalog
 from slora_api.services import Services

@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,86 @@ def test_a_stop_string_ends_text_and_work(llm: LLM) -> None:
     llm.check()
 
 
+def test_a_stream_gives_every_prompt_its_answer_piece_by_piece(llm: LLM, kit: ModelKit) -> None:
+    prompts, adapters = ["The quick", [5, 6, 7], "fox"], [None, kit.adapters["odd_rank"], None]
+    params = [SamplingParams(max_tokens=n, temperature=0.0, logprobs=1) for n in (9, 4, 7)]
+    whole = llm.generate(prompts, params, adapters)
+    deltas = list(llm.stream(prompts, params, adapters))
+    assert {delta.index for delta in deltas[:3]} == {0, 1, 2}, "the answers do not come side by side"
+    for index, answer in enumerate(whole):
+        own = [delta for delta in deltas if delta.index == index]
+        assert "".join(delta.text for delta in own) == answer.text
+        assert [token for delta in own for token in delta.token_ids] == answer.token_ids
+        assert [entry for delta in own for entry in delta.logprobs or ()] == answer.logprobs
+        assert [delta.finish_reason for delta in own] == [None] * (len(own) - 1) + [answer.finish_reason]
+
+
+def test_calls_between_the_pieces_of_a_stream_change_nothing(llm: LLM) -> None:
+    (alone,) = llm.generate("The quick", GREEDY)
+    (other,) = llm.generate("fox", GREEDY)
+    first, second = llm.stream("The quick", GREEDY), llm.stream("fox", GREEDY)
+    pieces = [next(first), next(second), next(first)]
+    assert llm.generate("fox", GREEDY) == [other]
+    ours = [pieces[0], pieces[2], *first]
+    assert [token for delta in ours for token in delta.token_ids] == alone.token_ids
+    assert [token for delta in [pieces[1], *second] for token in delta.token_ids] == other.token_ids
+
+
+def test_a_stream_that_is_closed_leaves_nothing_running(llm: LLM) -> None:
+    stream = llm.stream(["fox", "dog"], SamplingParams(max_tokens=200, temperature=0.0))
+    next(stream)
+    assert llm.stats().running == 2
+    stream.close()
+    stats = llm.stats()
+    assert stats.running == stats.waiting == stats.pages_held == 0
+    llm.check()
+
+
+def test_a_chat_is_the_completion_of_what_the_template_writes(llm: LLM, kit: ModelKit) -> None:
+    tokenizer = Tokenizer.from_directory(kit.directory)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "fox?"}]
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+    (answer,) = llm.chat(messages, GREEDY)
+    assert answer.prompt_token_ids == prompt
+    assert [answer] == llm.generate(prompt, GREEDY)
+    assert llm.chat([messages, messages[1:]], GREEDY)[0] == answer
+    assert "".join(delta.text for delta in llm.stream_chat(messages, GREEDY)) == answer.text
+
+
+def test_an_adapter_brings_its_own_template_and_defaults(llm: LLM, kit: ModelKit, tmp_path: Path) -> None:
+    shutil.copytree(kit.adapters["rslora"], tmp_path / "own")
+    (tmp_path / "own" / "chat_template.jinja").write_text("say {{ messages[0].content }}")
+    (tmp_path / "own" / "generation_config.json").write_text('{"max_new_tokens": 5, "do_sample": false}')
+    (answer,) = llm.chat([{"role": "user", "content": "fox"}], adapters=tmp_path / "own")
+    assert answer.prompt_token_ids == Tokenizer.from_directory(kit.directory).encode("say fox")
+    assert len(answer.token_ids) == 5
+    assert [answer] == llm.generate("say fox", SamplingParams(max_tokens=5, temperature=0), tmp_path / "own")
+
+
+def test_an_adapter_whose_texts_an_upload_would_be_refused_for_is_refused_here(
+    llm: LLM, kit: ModelKit, tmp_path: Path
+) -> None:
+    shutil.copytree(kit.adapters["rslora"], tmp_path / "own")
+    (tmp_path / "own" / "chat_template.jinja").write_text("{% for %}")
+    (tmp_path / "own" / "generation_config.json").write_text('{"num_beams": 4}')
+    with pytest.raises(AdapterInvalid) as caught:
+        llm.generate("fox", GREEDY, tmp_path / "own")
+    codes = {reason.code for reason in caught.value.reasons}
+    assert codes == {"chat_template_malformed", "generation_config_unsupported"}
+
+
+def test_an_adapter_that_is_trained_further_in_its_directory_is_read_anew(
+    llm: LLM, kit: ModelKit, tmp_path: Path
+) -> None:
+    shutil.copytree(kit.adapters["odd_rank"], tmp_path / "own")
+    expected = llm.generate("fox", GREEDY, tmp_path / "own") + llm.generate(
+        "fox", GREEDY, kit.adapters["rslora"]
+    )
+    for path in kit.adapters["rslora"].iterdir():
+        shutil.copy(path, tmp_path / "own")
+    assert llm.generate("fox", GREEDY, tmp_path / "own") == expected[1:]
+
+
 def test_logprobs_come_for_each_token_when_asked_for(llm: LLM) -> None:
     (output,) = llm.generate("fox", SamplingParams(max_tokens=4, temperature=0.0, logprobs=3))
     assert output.logprobs is not None and len(output.logprobs) == 4
@@ -120,7 +201,7 @@ def test_without_a_tokenizer_tokens_go_in_and_come_out(kit: ModelKit, tmp_path: 
     bare = LLM(tmp_path, kernels=KERNELS, pool_bytes=kit.pool_bytes(50))
     (output,) = bare.generate([[1, 2]], GREEDY)
     assert len(output.token_ids) == 12 and output.text == ""
-    with pytest.raises(RequestRefused, match=r"no tokenizer\.json; pass token ids"):
+    with pytest.raises(RequestRefused, match=r"no tokenizer\.json.*pass token ids"):
         bare.generate("text", GREEDY)
     with pytest.raises(RequestRefused, match="stop strings need a tokenizer"):
         bare.generate([[1]], SamplingParams(stop=("a",)))

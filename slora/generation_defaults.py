@@ -6,15 +6,20 @@ from how it was tuned.
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from slora.errors import RequestRefused
+from slora.errors import ConfigError, RequestRefused
 from slora.sampling_params import SamplingParams
 from slora_adapters.errors import Reason
+from slora_adapters.extras import GENERATION_NAME
 
-__all__ = ["GenerationDefaults", "read_generation_defaults", "refuse_unhonoured"]
+__all__ = ["GenerationDefaults", "read_generation_defaults", "read_model_defaults", "refuse_unhonoured"]
+
+_log = logging.getLogger(__name__)
 
 # Fields of transformers' GenerationConfig that change the tokens -> values that ask for nothing. null always does.
 _UNHONOURED: Mapping[str, tuple[Any, ...]] = {
@@ -71,6 +76,16 @@ class GenerationDefaults:
             self.stop or base.stop,
         )
 
+    def params(self, max_tokens: int | None) -> SamplingParams:
+        """The parameters of a request that names none of its own."""
+        said = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return SamplingParams(
+            max_tokens,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            **{name: value for name, value in said.items() if value is not None},  # type: ignore[arg-type]
+        )
+
 
 def _number(config: Mapping[str, Any], name: str) -> float | None:
     value = config.get(name)
@@ -113,6 +128,18 @@ def read_generation_defaults(text: str | None) -> GenerationDefaults:
     )
     _check_ranges(defaults)
     return defaults
+
+
+def read_model_defaults(directory: Path) -> GenerationDefaults:
+    """A base model's own defaults; what is not honoured is logged. Raises ConfigError for a broken file."""
+    path = directory / GENERATION_NAME
+    text = path.read_text() if path.is_file() else None
+    for reason in refuse_unhonoured(text):
+        _log.warning("%s: %s, which this server does not do", directory, reason.message)
+    try:
+        return read_generation_defaults(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _check_ranges(defaults: GenerationDefaults) -> None:

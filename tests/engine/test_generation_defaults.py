@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from slora_api.generation_defaults import GenerationDefaults, read_generation_defaults, refuse_unhonoured
+from slora.generation_defaults import GenerationDefaults, read_generation_defaults, refuse_unhonoured
 
 
 def test_what_transformers_saves_is_read() -> None:

@@ -1,0 +1,221 @@
+"""What a library's user hands over becomes requests: texts, conversations and adapters in, `Answer`s to fill out.
+
+`LLM` and `AsyncLLM` share it, so both accept and refuse the same things with the same words. Safe to call from
+several threads. Knows the model's files and the adapters on the host, but no engine: nothing is computed here.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from jinja2 import TemplateSyntaxError
+
+from slora.answer import Answer
+from slora.engine_config import EngineConfig
+from slora.errors import ConfigError, RequestRefused
+from slora.generation_defaults import (
+    GenerationDefaults,
+    read_generation_defaults,
+    read_model_defaults,
+    refuse_unhonoured,
+)
+from slora.model_config import ModelConfig
+from slora.request import EngineRequest
+from slora.sampling_params import SamplingParams
+from slora.tokenizer import Tokenizer, compile_chat_template
+from slora_adapters.adapter import AdapterExtras
+from slora_adapters.errors import AdapterInvalid, Reason
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft_directory import TENSORS_NAME, read_adapter
+from slora_adapters.source import DirectorySource
+from slora_adapters.version import AdapterVersion
+
+__all__ = [
+    "AdapterPath",
+    "Adapters",
+    "Intake",
+    "Messages",
+    "Params",
+    "Prompt",
+    "as_conversations",
+    "as_prompts",
+]
+
+AdapterPath = str | os.PathLike[str]
+Prompt = str | Sequence[int]
+# One conversation: {"role": ..., "content": ...} turn by turn.
+Messages = Sequence[Mapping[str, Any]]
+# One for all prompts, or one for each. None: the model's own defaults; the bare base.
+Params = SamplingParams | Sequence[SamplingParams] | None
+Adapters = AdapterPath | Sequence[AdapterPath | None] | None
+
+_TENANT = "local"
+# What a completion without max_tokens gets, here as over HTTP; an answer in a chat may fill the context.
+_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What a prompt is answered by: the bare base, or one version of an adapter with what it brings along."""
+
+    version: AdapterVersion | None
+    chat_template: str | None
+    defaults: GenerationDefaults
+
+
+class Intake:
+    """`notify` and `num_threads` are DirectorySource's. Raises ConfigError for a model that can't be served."""
+
+    def __init__(
+        self, config: EngineConfig, *, notify: Callable[[], None] = lambda: None, num_threads: int = 0
+    ) -> None:
+        self.model = ModelConfig.from_directory(config.model)
+        dtype = self.model.resolve_dtype(config.dtype)
+        limits = AdapterLimits(
+            max_lora_rank=config.max_lora_rank, served_dtype=dtype, vocab_size=self.model.vocab_size
+        )
+        self.source = DirectorySource(
+            self.model.shape(dtype), dtype, limits, notify=notify, num_threads=num_threads
+        )
+        has_tokenizer = (config.model / "tokenizer.json").is_file()
+        self._tokenizer = Tokenizer.from_directory(config.model) if has_tokenizer else None
+        self._base = _Served(None, None, read_model_defaults(config.model))
+        self._max_len = config.max_model_len or self.model.max_positions
+        self._served: dict[tuple[Path, int], _Served] = {}
+        self._lock = Lock()
+        self._numbers = itertools.count(1)
+
+    def answers(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params,
+        adapters: Adapters,
+    ) -> list[Answer]:
+        """One empty answer for each prompt, with the request that fills it.
+
+        Raises RequestRefused naming what can't be served, AdapterInvalid or AdapterNotFound.
+        """
+        served = [self._find(one) for one in _spread(adapters, len(prompts), "adapters")]
+        token_ids = [self._encode(prompt) for prompt in prompts]
+        return self._answers(token_ids, served, params, _COMPLETION_TOKENS)
+
+    def chat_answers(
+        self,
+        conversations: Sequence[Messages],
+        params: Params,
+        adapters: Adapters,
+    ) -> list[Answer]:
+        """The same for conversations, through the adapter's chat template or else the model's."""
+        served = [self._find(one) for one in _spread(adapters, len(conversations), "adapters")]
+        tokenizer = self._need_tokenizer("a chat needs a tokenizer with a chat template", "messages")
+        token_ids = [
+            tokenizer.encode_chat(tokenizer.apply_chat_template(messages, one.chat_template))
+            for messages, one in zip(conversations, served, strict=True)
+        ]
+        return self._answers(token_ids, served, params, None)
+
+    def _answers(
+        self,
+        token_ids: list[list[int]],
+        served: list[_Served],
+        params: Params,
+        default_tokens: int | None,
+    ) -> list[Answer]:
+        wanted = _spread(params, len(token_ids), "params")
+        rows = zip(token_ids, served, wanted, strict=True)
+        return [
+            Answer(
+                self._request(ids, one, sampling or self._defaults(ids, one, default_tokens)),
+                self._tokenizer,
+                index,
+            )
+            for index, (ids, one, sampling) in enumerate(rows)
+        ]
+
+    def _request(self, token_ids: list[int], served: _Served, sampling: SamplingParams) -> EngineRequest:
+        if sampling.stop:
+            self._need_tokenizer("stop strings need a tokenizer; use stop_token_ids", "stop")
+        return EngineRequest(str(next(self._numbers)), _TENANT, token_ids, served.version, sampling)
+
+    def _defaults(self, token_ids: list[int], served: _Served, default_tokens: int | None) -> SamplingParams:
+        """What the adapter's generation_config.json says, then the model's, cut to what the context leaves."""
+        max_tokens = served.defaults.max_tokens or default_tokens
+        if max_tokens is not None:
+            max_tokens = max(1, min(max_tokens, self._max_len - len(token_ids)))
+        sampling = served.defaults.params(max_tokens)
+        return sampling if self._tokenizer is not None else replace(sampling, stop=())
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self._need_tokenizer("a text needs a tokenizer; pass token ids", "prompt").encode(prompt)
+        return [int(token) for token in prompt]
+
+    def _need_tokenizer(self, why: str, param: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestRefused(f"this model directory has no tokenizer.json, and {why}", param)
+        return self._tokenizer
+
+    def _find(self, path: AdapterPath | None) -> _Served:
+        """Reads and validates an adapter when it is first asked for, and again when its file was written anew."""
+        if path is None:
+            return self._base
+        directory = Path(path).resolve()
+        with self._lock:
+            key = (directory, _written_at(directory / TENSORS_NAME))
+            if key not in self._served:
+                self._served[key] = self._add(directory)
+            return self._served[key]
+
+    def _add(self, directory: Path) -> _Served:
+        adapter = read_adapter(directory, self.source.shape, self.source.limits)
+        if reasons := refuse_extras(adapter.extras):
+            raise AdapterInvalid(tuple(reasons))
+        own = read_generation_defaults(adapter.extras.generation_config)
+        version = self.source.hold(adapter, directory, _TENANT)
+        return _Served(version, adapter.extras.chat_template, own.over(self._base.defaults))
+
+
+def refuse_extras(extras: AdapterExtras) -> list[Reason]:
+    """Why the texts beside an adapter can't be honoured: what the server asks of an upload, too."""
+    reasons = refuse_unhonoured(extras.generation_config)
+    if extras.chat_template is not None:
+        try:
+            compile_chat_template(extras.chat_template)
+        except TemplateSyntaxError as error:
+            message = f"the chat template cannot be read: line {error.lineno}: {error.message}"
+            reasons.append(Reason("chat_template_malformed", message))
+    return reasons
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A text or a list of token ids is one prompt; anything else is a list of prompts."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    """A list of messages is one conversation; a list of such lists is several."""
+    if messages and isinstance(messages[0], Mapping):
+        return [messages]  # type: ignore[list-item]
+    return list(messages)  # type: ignore[arg-type]
+
+
+def _spread(value: Any, count: int, name: str) -> list[Any]:
+    """One for all, or one for each."""
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise ConfigError(
+            f"{name} has {len(value)} entries for {count} prompts; give one for all or one for each"
+        )
+    return list(value)
+
+
+def _written_at(path: Path) -> int:
+    """Nanoseconds of the last change; 0 where there is no file, which reading it will explain."""
+    return path.stat().st_mtime_ns if path.is_file() else 0
