@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slora.checkpoint import Checkpoint
+from slora.errors import ConfigError
 from slora.model_config import ModelConfig
 from slora.page_memory import PageMemory
-from slora.rotary import cos_sin_table
+from slora.rotary import cos_sin_tables
 from slora.step_batch import StepBatch
 from slora_kernels.batch import KVGeometry
 from slora_kernels.layout import DOWN, GATE_UP, GROUPS, MODULES, QKV, LinearGroup, O
@@ -48,6 +49,7 @@ class Decoder:
         device: torch.device,
         max_model_len: int,
     ) -> None:
+        _refuse_what_forward_ignores(config)
         self.config = config
         self.dtype = dtype
         self.device = device
@@ -60,7 +62,7 @@ class Decoder:
             if config.tie_word_embeddings
             else loader.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
         )
-        self._cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, device)
+        self._cos_sin = cos_sin_tables(config, max_model_len, device)[0]
 
     def geometry(self, block_tokens: int) -> KVGeometry:
         config = self.config
@@ -86,6 +88,15 @@ class Decoder:
     @property
     def cos_sin(self) -> Tensor:
         return self._cos_sin
+
+
+def _refuse_what_forward_ignores(config: ModelConfig) -> None:
+    plain = config.activation == "silu" and not any(config.window_of_layer)
+    plain = plain and not (config.qk_norm or config.norm_offset or config.fused_linears or config.rope_switch)
+    if not plain:
+        raise ConfigError(
+            f"model_type is {config.family!r}; this version's decoder has no windows, soft-caps or extra norms yet"
+        )
 
 
 class _Forward:

@@ -3,34 +3,35 @@
 Knows no torch: the API and loader processes read the same file to learn the shapes that adapters must have.
 """
 
-import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from slora.config_fields import ConfigFields, read_json_object
 from slora.errors import ConfigError
+from slora.layer_types import read_layer_types, read_windows
+from slora.model_family import FAMILIES, Family
+from slora.rope_config import LongRopeScaling, Rope, YarnScaling, read_ropes
 from slora_kernels.layout import ModelShape
 
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_FAMILIES = ("llama", "qwen2")
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary embedding. kind: default, linear (factor) or llama3 (all fields; Llama 3.1 and later)."""
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of the Llama family. Widths are in elements."""
+    """A decoder of causal attention and gated MLPs. Widths are in elements.
+
+    ropes, rope_of_layer: the model's different rotary embeddings, and which of them each layer uses.
+    window_of_layer: how many tokens a token of the layer sees, itself included; None: all before it.
+    attention_softcap (of scaled scores), final_softcap (of logits): s -> softcap * tanh(s / softcap); None: not at all.
+    embedding_scale: multiplies embeddings, once it is rounded to the model's dtype; None: one.
+    qk_norm: RMSNorm of each query and key head before rotation. post_norms: norms also after attention and MLP, before
+    they join the residual. norm_offset: norms multiply by 1 + weight.
+    fused_linears: q, k, v are one linear, gate and up another, in the checkpoint and for adapters.
+    """
 
     family: str
     vocab_size: int
@@ -40,12 +41,23 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
+    activation: Activation
     max_positions: int
+    ropes: tuple[Rope, ...]
+    rope_of_layer: tuple[int, ...]
+    window_of_layer: tuple[int | None, ...]
+    attention_scale: float
+    attention_softcap: float | None
+    final_softcap: float | None
+    embedding_scale: float | None
     rms_norm_eps: float
-    rope: Rope
+    qk_norm: bool
+    post_norms: bool
+    norm_offset: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
+    fused_linears: bool
     tie_word_embeddings: bool
     dtype: str
     eos_token_ids: tuple[int, ...]
@@ -55,10 +67,16 @@ class ModelConfig:
         """Reads config.json and generation_config.json. Raises ConfigError naming file and field."""
         path = directory / "config.json"
         try:
-            raw = _read_table(path)
+            raw = read_json_object(path)
         except OSError as error:
             raise ConfigError(f"no model at {directory}: {path} can't be read ({error.strerror})") from error
         return _parse(raw, _eos_token_ids(raw, directory), path)
+
+    @property
+    def rope_switch(self) -> int | None:
+        """The most tokens of a sequence that uses the short factors of longrope; None: no rope has two sets."""
+        scalings = (rope.scaling for rope in self.ropes)
+        return next((s.original_max_positions for s in scalings if isinstance(s, LongRopeScaling)), None)
 
     def shape(self, dtype: str) -> ModelShape:
         """The sizes that decide page and adapter layout when the model runs in `dtype`."""
@@ -80,142 +98,101 @@ class ModelConfig:
         return dtype
 
 
-class _Fields:
-    """Typed access to config.json's fields; every error names file, field and value."""
-
-    def __init__(self, fields: dict[str, Any], path: Path) -> None:
-        self._fields = fields
-        self._path = path
-
-    def whole(self, name: str, default: int | None = None) -> int:
-        value = self._fields.get(name)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{self._path}: {name} is {value!r}; it must be a positive whole number")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self._fields.get(name)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise ConfigError(f"{self._path}: {name} is {value!r}; it must be a positive number")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        value = self._fields.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise ConfigError(f"{self._path}: {name} is {value!r}; it must be true or false")
-        return bool(value)
-
-    def table(self, name: str) -> dict[str, Any]:
-        value = self._fields.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise ConfigError(f"{self._path}: {name} is {value!r}; it must be an object")
-        return value or {}
-
-
-def _read_table(path: Path) -> dict[str, Any]:
-    """Raises OSError, or ConfigError for a file that holds no JSON object."""
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a {type(value).__name__}; it must be a JSON object")
-    return value
-
-
 def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> ModelConfig:
-    family = raw.get("model_type")
-    if family not in _FAMILIES:
-        raise ConfigError(f"{path}: model_type is {family!r}; this version serves {', '.join(_FAMILIES)}")
-    fields = _Fields(raw, path)
-    _refuse_what_we_do_not_honour(raw, path)
-    num_heads = fields.whole("num_attention_heads")
-    num_kv_heads = fields.whole("num_key_value_heads", num_heads)
+    model_type = raw.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise ConfigError(f"{path}: model_type is {model_type!r}; this version serves {', '.join(FAMILIES)}")
+    fields = ConfigFields({**family.defaults, **raw}, path)
+    _refuse_what_we_do_not_honour(fields, family)
+    num_layers, head_dim = fields.whole("num_hidden_layers"), _head_dim(fields)
+    max_positions = fields.whole("max_position_embeddings")
+    layer_types = read_layer_types(fields, family.windows, num_layers)
+    ropes, rope_of_layer = read_ropes(fields, family, head_dim, layer_types)
+    max_positions = max(max_positions, *map(_reach, ropes))
     hidden_size = fields.whole("hidden_size")
-    if num_heads % num_kv_heads:
-        raise ConfigError(
-            f"{path}: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
-        )
-    head_dim = fields.whole("head_dim", hidden_size // num_heads)
-    if head_dim % 2:
-        raise ConfigError(f"{path}: head_dim is {head_dim}; rotary embedding needs an even one")
-    attention_bias, mlp_bias = fields.flag("attention_bias"), fields.flag("mlp_bias")
+    attention_bias = "attention_bias" in family.bias_fields and fields.flag("attention_bias")
     return ModelConfig(
-        family=family,
+        family=str(model_type),
         vocab_size=fields.whole("vocab_size"),
-        num_layers=fields.whole("num_hidden_layers"),
+        num_layers=num_layers,
         hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_heads=fields.whole("num_attention_heads"),
+        num_kv_heads=_num_kv_heads(fields),
         head_dim=head_dim,
         intermediate_size=fields.whole("intermediate_size"),
-        max_positions=fields.whole("max_position_embeddings", 2048),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=_parse_rope(raw, path),
-        # Qwen2 has biases on q, k and v by construction; Llama has them on all four or on none.
-        qkv_bias=family == "qwen2" or attention_bias,
-        output_bias=family == "llama" and attention_bias,
-        mlp_bias=family == "llama" and mlp_bias,
+        activation=_activation(fields, family),
+        max_positions=max_positions,
+        ropes=ropes,
+        rope_of_layer=rope_of_layer,
+        window_of_layer=read_windows(fields, family.windows, layer_types, max_positions),
+        attention_scale=fields.number("query_pre_attn_scalar", head_dim) ** -0.5,
+        attention_softcap=fields.optional_number("attn_logit_softcapping"),
+        final_softcap=fields.optional_number("final_logit_softcapping"),
+        embedding_scale=hidden_size**0.5 if family.scaled_embedding else None,
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        qk_norm=family.qk_norm,
+        post_norms=family.post_norms,
+        norm_offset=family.norm_offset,
+        qkv_bias=family.qkv_bias or attention_bias,
+        output_bias=attention_bias,
+        mlp_bias="mlp_bias" in family.bias_fields and fields.flag("mlp_bias"),
+        fused_linears=family.fused_linears,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        dtype=fields.text("dtype", fields.text("torch_dtype", "float32")),
         eos_token_ids=eos_token_ids,
     )
 
 
-def _refuse_what_we_do_not_honour(raw: dict[str, Any], path: Path) -> None:
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{path}: hidden_act is {raw['hidden_act']!r}; this version serves silu")
-    if raw.get("use_sliding_window"):
-        raise ConfigError(f"{path}: use_sliding_window is true; this version serves full attention only")
-    if raw.get("quantization_config"):
-        raise ConfigError(
-            f"{path}: quantization_config is set; this version serves float32, bfloat16 and float16"
+def _refuse_what_we_do_not_honour(fields: ConfigFields, family: Family) -> None:
+    if "quantization_config" in fields:
+        raise fields.refusal(
+            "quantization_config", "; this version reads float32, bfloat16 and float16 checkpoints"
         )
+    if fields.flag("use_bidirectional_attention"):
+        raise fields.refusal("use_bidirectional_attention", "; this version serves causal attention only")
+    for name in sorted({"attn_logit_softcapping", "final_logit_softcapping"} - family.softcap_fields):
+        if name in fields:
+            raise fields.refusal(name, "; this model_type has no such soft-cap")
 
 
-def _parse_rope(raw: dict[str, Any], path: Path) -> Rope:
-    """transformers 5 writes `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`."""
-    top = _Fields(raw, path)
-    values = {**top.table("rope_scaling"), **top.table("rope_parameters")}
-    fields = _Fields(values, path)
-    theta = fields.number("rope_theta", top.number("rope_theta", 10000.0))
-    kind = values.get("rope_type", values.get("type", "default"))
-    partial = fields.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ConfigError(f"{path}: partial_rotary_factor is {partial}; only 1.0 is served")
-    if kind == "default":
-        return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, "linear", fields.number("factor"))
-    if kind == "llama3":
-        return _llama3_rope(theta, fields, path)
-    raise ConfigError(f"{path}: rope_type is {kind!r}; this version serves default, linear and llama3")
-
-
-def _llama3_rope(theta: float, fields: _Fields, path: Path) -> Rope:
-    rope = Rope(
-        theta,
-        "llama3",
-        fields.number("factor"),
-        fields.number("low_freq_factor"),
-        fields.number("high_freq_factor"),
-        fields.whole("original_max_position_embeddings"),
-    )
-    if rope.high_freq_factor <= rope.low_freq_factor:
-        raise ConfigError(
-            f"{path}: high_freq_factor is {rope.high_freq_factor}; it must be above low_freq_factor "
-            f"{rope.low_freq_factor}"
+def _head_dim(fields: ConfigFields) -> int:
+    head_dim = fields.whole("head_dim", fields.whole("hidden_size") // fields.whole("num_attention_heads"))
+    if head_dim % 2:
+        raise fields.refusal(
+            "head_dim", f", so a head has {head_dim} dimensions; rotary embedding needs an even number"
         )
-    return rope
+    return head_dim
+
+
+def _num_kv_heads(fields: ConfigFields) -> int:
+    num_heads = fields.whole("num_attention_heads")
+    num_kv_heads = fields.whole("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.refusal(
+            "num_attention_heads", f"; it must be a multiple of num_key_value_heads {num_kv_heads}"
+        )
+    return num_kv_heads
+
+
+def _activation(fields: ConfigFields, family: Family) -> Activation:
+    name = fields.text(family.activation_field, "silu")
+    if name not in _ACTIVATIONS:
+        raise fields.refusal(family.activation_field, f"; this version serves {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _reach(rope: Rope) -> int:
+    """The positions that yarn stretches to: checkpoints keep max_position_embeddings at the original."""
+    scaling = rope.scaling
+    return int(scaling.original_max_positions * scaling.factor) if isinstance(scaling, YarnScaling) else 0
 
 
 def _eos_token_ids(raw: dict[str, Any], directory: Path) -> tuple[int, ...]:
     """generation_config.json wins: that is where chat models list every token that ends a turn."""
     path = directory / "generation_config.json"
     if path.exists():
-        found = _parse_eos(_read_table(path).get("eos_token_id"), path)
+        found = _parse_eos(read_json_object(path).get("eos_token_id"), path)
         if found:
             return found
     return _parse_eos(raw.get("eos_token_id"), directory / "config.json")

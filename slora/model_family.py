@@ -1,0 +1,139 @@
+"""What a `model_type` implies that config.json does not say: one row of facts per family.
+
+The facts are those of transformers' configuration and modeling files. Code never asks for a family's name; it asks
+for these fields, or for the ModelConfig that is read with them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+# Which layers have a sliding window: none; all, if sliding_window is set; those from max_window_layers on, if
+# use_sliding_window; all but every sliding_window_pattern-th.
+WindowRule = Literal["none", "all", "late", "pattern"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """defaults: fields that config.json may leave out, as transformers assumes them.
+
+    qkv_bias: q, k and v have biases by construction. bias_fields: the bias fields that mean something.
+    softcap_fields: likewise. fused_linears: q, k, v and gate, up are one linear each, in checkpoints and for adapters.
+    qk_norm: RMSNorm of each head before rotation. post_norms: attention and MLP outputs are normalised, too, before
+    they join the residual. norm_offset: a norm's weight is stored as its difference from one. scaled_embedding: by
+    sqrt(hidden_size). rope_by_layer_type: `rope_parameters` holds a table for each type of layer.
+    """
+
+    defaults: Mapping[str, object]
+    windows: WindowRule = "none"
+    activation_field: str = "hidden_act"
+    qkv_bias: bool = False
+    bias_fields: frozenset[str] = frozenset()
+    softcap_fields: frozenset[str] = frozenset()
+    fused_linears: bool = False
+    partial_rotation: bool = False
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    rope_by_layer_type: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    norm_offset: bool = False
+    scaled_embedding: bool = False
+
+
+_ATTENTION_BIAS = frozenset({"attention_bias"})
+_GEMMA_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+}
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+        bias_fields=_ATTENTION_BIAS | {"mlp_bias"},
+    ),
+    "mistral": Family(
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 4096,
+        },
+        windows="all",
+    ),
+    "qwen2": Family(
+        {
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        windows="late",
+        qkv_bias=True,
+    ),
+    "qwen3": Family(
+        {
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        windows="late",
+        bias_fields=_ATTENTION_BIAS,
+        qk_norm=True,
+    ),
+    "phi3": Family(
+        {
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
+        windows="all",
+        fused_linears=True,
+        partial_rotation=True,
+        rope_aliases={"su": "longrope", "yarn": "longrope"},  # what Phi-3's first checkpoints called it
+    ),
+    "gemma2": Family(
+        {
+            **_GEMMA_DEFAULTS,
+            "max_position_embeddings": 8192,
+            "sliding_window_pattern": 2,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        windows="pattern",
+        activation_field="hidden_activation",
+        bias_fields=_ATTENTION_BIAS,
+        softcap_fields=frozenset({"attn_logit_softcapping", "final_logit_softcapping"}),
+        post_norms=True,
+        norm_offset=True,
+        scaled_embedding=True,
+    ),
+    "gemma3_text": Family(
+        {
+            **_GEMMA_DEFAULTS,
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
+        windows="pattern",
+        activation_field="hidden_activation",
+        bias_fields=_ATTENTION_BIAS,
+        softcap_fields=frozenset({"final_logit_softcapping"}),
+        rope_by_layer_type=True,
+        qk_norm=True,
+        post_norms=True,
+        norm_offset=True,
+        scaled_embedding=True,
+    ),
+}
