@@ -17,25 +17,27 @@ from slora.page_memory import PageMemory
 from slora.rotary import cos_sin_tables
 from slora.step_batch import StepBatch
 from slora_kernels.batch import KVGeometry
-from slora_kernels.layout import DOWN, GATE_UP, GROUPS, MODULES, QKV, LinearGroup, O
+from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """weight [out, in], out being all modules of the group side by side; widths: the columns of each module."""
+    """weight [out, in], out being all modules of the site side by side."""
 
     weight: Tensor
     bias: Tensor | None
-    group: LinearGroup
-    widths: tuple[int, ...]
+    site: LoraSite
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     input_norm: Tensor
     post_attention_norm: Tensor
-    linears: dict[str, Linear]
+    qkv: Linear
+    output: Linear
+    gate_up: Linear
+    down: Linear
 
 
 class Decoder:
@@ -109,7 +111,8 @@ class _Forward:
         self._kernels = kernels
         self._eps = decoder.config.rms_norm_eps
         self._scale = decoder.config.head_dim**-0.5
-        self._step = kernels.prepare(batch.attention, batch.lora, memory.tables if batch.lora else None)
+        self._step = kernels.prepare_attention(batch.attention)
+        self._lora = kernels.prepare_lora(batch.lora, memory.tables) if batch.lora is not None else None
 
     def run(self, layers: list[DecoderLayer], residual: Tensor) -> Tensor:
         """residual [T, H] is written to; returns the normalised hidden states of the rows that sample [B', H]."""
@@ -118,8 +121,8 @@ class _Forward:
         for index, layer in enumerate(layers):
             attended = self._attend(hidden, layer, index)
             hidden = kernels.add_rms_norm(attended, residual, layer.post_attention_norm, eps)
-            gated = kernels.silu_mul(self._apply(hidden, layer.linears[GATE_UP.name], index))
-            output = self._apply(gated, layer.linears[DOWN.name], index)
+            gated = kernels.silu_mul(self._apply(hidden, layer.gate_up))
+            output = self._apply(gated, layer.down)
             if index + 1 < len(layers):
                 hidden = kernels.add_rms_norm(output, residual, layers[index + 1].input_norm, eps)
         rows = self._batch.sample_rows
@@ -127,27 +130,25 @@ class _Forward:
 
     def _attend(self, hidden: Tensor, layer: DecoderLayer, index: int) -> Tensor:
         kernels, memory = self._kernels, self._memory
-        qkv = self._apply(hidden, layer.linears[QKV.name], index)
+        qkv = self._apply(hidden, layer.qkv)
         query = kernels.rotate_and_write_kv(
             qkv, self._decoder.cos_sin, memory.pages, memory.geometry, index, self._step
         )
         attended = kernels.attend(query, memory.pages, memory.geometry, index, self._step, self._scale)
-        return self._apply(attended, layer.linears[O.name], index)
+        return self._apply(attended, layer.output)
 
-    def _apply(self, x: Tensor, linear: Linear, index: int) -> Tensor:
+    def _apply(self, x: Tensor, linear: Linear) -> Tensor:
         """x W^T + b, plus scale * (x A^T) B^T for the tokens that have an adapter."""
         out = F.linear(x, linear.weight, linear.bias)
-        if self._batch.lora is not None:
-            pages, tables, step = self._memory.pages, self._memory.tables, self._step
-            bridge = self._kernels.shrink(x, pages, tables, index, linear.group, step)
-            self._kernels.expand(out, bridge, pages, tables, index, linear.group, step, linear.widths)
+        if self._lora is not None:
+            pages = self._memory.pages
+            bridge = self._kernels.shrink(x, pages, linear.site, self._lora)
+            self._kernels.expand(out, bridge, pages, linear.site, self._lora)
         return out
 
 
 class _WeightLoader:
     """Finds a layer's tensors under their Hugging Face names and fuses those that read the same input."""
-
-    _PARENTS = ("self_attn", "self_attn", "self_attn", "self_attn", "mlp", "mlp", "mlp")
 
     def __init__(
         self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
@@ -163,19 +164,16 @@ class _WeightLoader:
 
     def layer(self, index: int) -> DecoderLayer:
         prefix, hidden = f"model.layers.{index}", self._config.hidden_size
+        config, sites = self._config, self._shape.layer_sites(index)
+        biased = (config.qkv_bias, config.output_bias, config.mlp_bias, config.mlp_bias)
         return DecoderLayer(
-            input_norm=self.tensor(f"{prefix}.input_layernorm.weight", hidden),
-            post_attention_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
-            linears={group.name: self._linear(prefix, group) for group in GROUPS},
+            self.tensor(f"{prefix}.input_layernorm.weight", hidden),
+            self.tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
+            *(self._linear(site, biased=bias) for site, bias in zip(sites, biased, strict=True)),
         )
 
-    def _linear(self, prefix: str, group: LinearGroup) -> Linear:
-        config = self._config
-        biased = {"qkv": config.qkv_bias, "o": config.output_bias}.get(group.name, config.mlp_bias)
-        widths = tuple(self._shape.out_widths[m] for m in group.modules)
-        width_in = self._shape.in_widths[group.modules[0]]
-        names = [f"{prefix}.{self._PARENTS[m]}.{MODULES[m]}" for m in group.modules]
-        pairs = list(zip(names, widths, strict=True))
-        weight = torch.cat([self.tensor(f"{name}.weight", width, width_in) for name, width in pairs])
-        bias = torch.cat([self.tensor(f"{name}.bias", width) for name, width in pairs]) if biased else None
-        return Linear(weight, bias, group, widths)
+    def _linear(self, site: LoraSite, *, biased: bool) -> Linear:
+        modules = self._shape.modules[site.first_module : site.first_module + len(site.widths)]
+        weights = [self.tensor(f"{m.path}.weight", m.out_width, m.in_width) for m in modules]
+        biases = [self.tensor(f"{m.path}.bias", m.out_width) for m in modules] if biased else None
+        return Linear(torch.cat(weights), torch.cat(biases) if biases is not None else None, site)

@@ -20,7 +20,7 @@ from slora.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Message = dict[str, Any]
 
@@ -71,7 +71,7 @@ def decode_info(message: Message) -> EngineInfo:
             "restart both from one installation"
         )
     info = dict(message["info"])
-    info["shape"] = ModelShape(**info["shape"])
+    info["shape"] = ModelShape.from_plain(info["shape"])
     info["eos_token_ids"] = tuple(info["eos_token_ids"])
     return EngineInfo(**info)
 

@@ -12,7 +12,7 @@ from slora.errors import ConfigError
 from slora.layer_types import read_layer_types, read_windows
 from slora.model_family import FAMILIES, Family
 from slora.rope_config import LongRopeScaling, Rope, YarnScaling, read_ropes
-from slora_kernels.layout import ModelShape
+from slora_kernels.layout import ModelShape, llama_shape
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -80,14 +80,15 @@ class ModelConfig:
 
     def shape(self, dtype: str) -> ModelShape:
         """The sizes that decide page and adapter layout when the model runs in `dtype`."""
-        return ModelShape(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            intermediate_size=self.intermediate_size,
-            element_bytes=ELEMENT_BYTES[dtype],
+        return llama_shape(
+            self.num_layers,
+            self.hidden_size,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.intermediate_size,
+            self.vocab_size,
+            ELEMENT_BYTES[dtype],
         )
 
     def resolve_dtype(self, requested: str) -> str:

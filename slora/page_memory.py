@@ -11,7 +11,7 @@ from torch import Tensor
 from slora.residency import Resident
 from slora_adapters.packing import PackedAdapter
 from slora_kernels.batch import AdapterTables, KVGeometry
-from slora_kernels.layout import GROUPS, MODULES
+from slora_kernels.layout import ModelShape
 
 
 class PageMemory:
@@ -20,6 +20,7 @@ class PageMemory:
     def __init__(
         self,
         geometry: KVGeometry,
+        shape: ModelShape,
         full_page_bytes: int,
         num_pages: int,
         num_slots: int,
@@ -30,7 +31,7 @@ class PageMemory:
         self.full_page_bytes = full_page_bytes
         self.device = device
         self.pages = torch.empty((num_pages, full_page_bytes), dtype=torch.uint8, device=device)
-        self.tables = _empty_tables(num_slots, geometry.num_layers, max_adapter_pages, device)
+        self.tables = _empty_tables(num_slots, shape, max_adapter_pages, device)
         self._generations = np.zeros(num_slots, np.int64)
 
     def load(self, resident: Resident, packed: PackedAdapter) -> None:
@@ -58,10 +59,9 @@ class PageMemory:
             self.pages[pages[whole], :rest].copy_(source[whole * self.full_page_bytes :], non_blocking=True)
 
 
-def _empty_tables(num_slots: int, num_layers: int, max_pages: int, device: torch.device) -> AdapterTables:
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros((num_slots, *shape), dtype=torch.int32, device=device)
+def _empty_tables(num_slots: int, shape: ModelShape, max_pages: int, device: torch.device) -> AdapterTables:
+    def zeros(*sizes: int) -> Tensor:
+        return torch.zeros((num_slots, *sizes), dtype=torch.int32, device=device)
 
-    scales = torch.zeros((num_slots, num_layers, len(MODULES)), dtype=torch.float32, device=device)
-    groups, modules = zeros(num_layers, len(GROUPS), 2), zeros(num_layers, len(MODULES), 3)
-    return AdapterTables(zeros(max_pages), groups, modules, scales)
+    scales = torch.zeros((num_slots, shape.num_modules), dtype=torch.float32, device=device)
+    return AdapterTables(zeros(max_pages), zeros(shape.num_sites, 2), zeros(shape.num_modules, 3), scales)

@@ -14,7 +14,7 @@ from slora.sampling_params import SamplingParams
 from slora.sequence import Sequence
 from slora.step_batch import StepBatch
 from slora.step_plan import Chunk, Sampled, StepPlan
-from slora_kernels.layout import MODULES, ModelShape, lay_out_adapter
+from slora_kernels.layout import ModelShape, lay_out_adapter
 from slora_kernels.ops import Kernels, select_kernels
 
 _CPU_POOL_SHARE = 0.25
@@ -36,10 +36,10 @@ class Runner:
         self._decoder = Decoder(model, Checkpoint(config.model), dtype, self.device, wanted_len)
         self._geometry = self._decoder.geometry(config.block_tokens)
         self.kernels.warm_up(self._geometry)
-        shape = model.shape(self.dtype_name)
+        self._shape = shape = model.shape(self.dtype_name)
         self.full_page_bytes = shape.num_layers * _page_bytes(shape, config.block_tokens)
         self.num_slots = _MAX_SLOTS
-        largest = lay_out_adapter(shape, [[config.max_lora_rank] * len(MODULES)] * shape.num_layers)
+        largest = lay_out_adapter(shape, [config.max_lora_rank] * shape.num_modules)
         self._max_adapter_pages = -(-largest.num_bytes // self.full_page_bytes)
         self.memory = self._memory(2)
         self._try_step(config.token_budget(self.device.type))
@@ -60,6 +60,7 @@ class Runner:
     def _memory(self, num_pages: int) -> PageMemory:
         return PageMemory(
             self._geometry,
+            self._shape,
             self.full_page_bytes,
             num_pages,
             self.num_slots,

@@ -10,13 +10,17 @@ from dataclasses import dataclass
 from slora_adapters.module_names import ModuleId
 from slora_adapters.peft_config import PeftConfig
 from slora_adapters.tensor_file import StoredTensor
-from slora_kernels.layout import MODULES
+from slora_kernels.layout import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """The delta of one linear: `scale * b @ a`, with a [rank, in width] and b [out width, rank]."""
+    """The delta of one linear: `scale * b @ a`, with a [rank, in width] and b [out width, rank].
 
+    path: of the module, from the model's root, as PEFT's patterns see it.
+    """
+
+    path: str
     a: StoredTensor
     b: StoredTensor
     scale: float
@@ -51,17 +55,14 @@ class Adapter:
 
     @property
     def target_modules(self) -> tuple[str, ...]:
-        """Names such as "q_proj" that at least one layer adapts, in the order of MODULES."""
-        adapted = {module for _, module in self.pairs}
-        return tuple(name for module, name in enumerate(MODULES) if module in adapted)
+        """Names such as "q_proj" that at least one layer adapts, in the model's order."""
+        names = (self.pairs[module_id].path.rpartition(".")[2] for module_id in sorted(self.pairs))
+        return tuple(dict.fromkeys(names))
 
     @property
     def tensor_bytes(self) -> int:
         return sum(pair.a.values.nbytes + pair.b.values.nbytes for pair in self.pairs.values())
 
-    def ranks(self, num_layers: int) -> list[list[int]]:
-        """Rank by layer and module, 0 where not adapted: what `lay_out_adapter` takes."""
-        table = [[0] * len(MODULES) for _ in range(num_layers)]
-        for (layer, module), pair in self.pairs.items():
-            table[layer][module] = pair.rank
-        return table
+    def ranks(self, shape: ModelShape) -> list[int]:
+        """Rank of each module of the base, 0 where not adapted: what `lay_out_adapter` takes."""
+        return [pair.rank if (pair := self.pairs.get(m)) else 0 for m in range(shape.num_modules)]

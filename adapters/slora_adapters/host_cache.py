@@ -36,7 +36,7 @@ class CachedAdapter:
         self.offset = offset
         self.num_bytes = layout.num_bytes
         self.layout = layout
-        self.scales: npt.NDArray[np.float32] = np.zeros((0, 0), np.float32)
+        self.scales: npt.NDArray[np.float32] = np.zeros(0, np.float32)
         self.num_pins = 1
         self.ready = False
         self.forgotten = False

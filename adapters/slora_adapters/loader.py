@@ -148,7 +148,7 @@ class Loader:
     def _load(self, version: AdapterVersion) -> CachedAdapter | FetchFailed:
         try:
             adapter = self._fetch(version.digest)
-            layout = lay_out_adapter(self._served.shape, adapter.ranks(self._served.shape.num_layers))
+            layout = lay_out_adapter(self._served.shape, adapter.ranks(self._served.shape))
             entry = self._allocate(version, layout)
         except AdapterNotFound as error:
             return FetchFailed(version, "not_found", str(error))

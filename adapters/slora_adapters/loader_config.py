@@ -41,7 +41,7 @@ class LoaderConfig:
         if unknown:
             raise ValueError(f"unknown settings of the loader: {', '.join(sorted(unknown))}")
         try:
-            shape = ModelShape(**raw["shape"])
+            shape = ModelShape.from_plain(raw["shape"])
             config = LoaderConfig(**{**raw, "socket": Path(raw["socket"]), "shape": shape})
         except (KeyError, TypeError) as error:
             raise ValueError(f"settings of the loader are missing or of the wrong kind: {error}") from error

@@ -14,7 +14,7 @@ from slora_adapters.host_cache import CachedAdapter
 from slora_adapters.packing import ByteArray, PackedAdapter
 from slora_adapters.source import FetchFailed
 from slora_adapters.version import AdapterVersion
-from slora_kernels.layout import GROUPS, LAYOUT_VERSION, MODULES, AdapterLayout
+from slora_kernels.layout import LAYOUT_VERSION, AdapterLayout
 
 PROTOCOL_VERSION = 1
 
@@ -72,9 +72,9 @@ def encode_loaded(entry: CachedAdapter, number: int) -> Message:
 
 def decode_loaded(message: Message, arena: ByteArray) -> PackedAdapter:
     """The packed adapter, its buffer a view into the mapped arena."""
-    groups = np.frombuffer(bytearray(message["groups"]), np.int32).reshape(-1, len(GROUPS), 2)
-    modules = np.frombuffer(bytearray(message["modules"]), np.int32).reshape(-1, len(MODULES), 3)
-    scales = np.frombuffer(bytearray(message["scales"]), np.float32).reshape(-1, len(MODULES))
+    groups = np.frombuffer(bytearray(message["groups"]), np.int32).reshape(-1, 2)
+    modules = np.frombuffer(bytearray(message["modules"]), np.int32).reshape(-1, 3)
+    scales = np.frombuffer(bytearray(message["scales"]), np.float32)
     layout = AdapterLayout(groups, modules, message["num_segments"])
     return PackedAdapter(layout, scales, arena[message["offset"] : message["offset"] + layout.num_bytes])
 

@@ -13,20 +13,17 @@ import numpy.typing as npt
 
 from slora_adapters.adapter import Adapter, LoraPair
 from slora_adapters.errors import AdapterInvalid, Reason
-from slora_adapters.module_names import ModuleId, module_name
+from slora_adapters.module_names import ModuleId
 from slora_adapters.number_format import STORAGE, convert, fits, largest_magnitude_bits, may_overflow
 from slora_adapters.tensor_file import StoredTensor
-from slora_kernels.layout import GROUPS, MODULES, SEGMENT_BYTES, AdapterLayout, ModelShape, lay_out_adapter
+from slora_kernels.layout import SEGMENT_BYTES, AdapterLayout, LoraSite, ModelShape, lay_out_adapter
 
 ByteArray = npt.NDArray[np.uint8]
-_GROUP_OF = {module: group_idx for group_idx, group in enumerate(GROUPS) for module in group.modules}
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """scales: float32 [num_layers, 7], 0 where not adapted. buffer: uint8 [layout.num_bytes], possibly shared
-    memory.
-    """
+    """scales: float32 [num_modules], 0 where not adapted. buffer: uint8 [layout.num_bytes], possibly shared memory."""
 
     layout: AdapterLayout
     scales: npt.NDArray[np.float32]
@@ -35,7 +32,7 @@ class PackedAdapter:
 
 def pack(adapter: Adapter, shape: ModelShape, dtype: str) -> PackedAdapter:
     """Packs into new memory. See `pack_into`."""
-    layout = lay_out_adapter(shape, adapter.ranks(shape.num_layers))
+    layout = lay_out_adapter(shape, adapter.ranks(shape))
     return pack_into(adapter, shape, dtype, layout, np.empty(layout.num_bytes, np.uint8))
 
 
@@ -52,23 +49,26 @@ def pack_into(
         raise ValueError(
             f"{dtype} takes {STORAGE[dtype].itemsize} bytes, the shape says {shape.element_bytes}"
         )
-    scales = np.zeros((shape.num_layers, len(MODULES)), np.float32)
-    for module_id, pair in adapter.pairs.items():
-        scales[module_id] = pair.scale
-        _check_overflow(module_id, pair, dtype)
-        to_a, to_b = _places(module_id, pair.rank, shape, layout)
-        _write_rows(buffer[to_a], shape.in_widths[module_id[1]], _served(pair.a, dtype))
-        _write_rows(buffer[to_b], shape.out_widths[module_id[1]], _served(pair.b, dtype).T)
+    scales = np.zeros(shape.num_modules, np.float32)
+    for site in shape.sites:
+        for module_id, width in enumerate(site.widths, site.first_module):
+            pair = adapter.pairs.get(module_id)
+            if pair is not None:
+                scales[module_id] = pair.scale
+                _check_overflow(pair, dtype)
+                to_a, to_b = _places(site, module_id, width, shape, layout)
+                _write_rows(buffer[to_a], site.in_width, _served(pair.a, dtype))
+                _write_rows(buffer[to_b], width, _served(pair.b, dtype).T)
     return PackedAdapter(layout, scales, buffer)
 
 
-def _places(module_id: ModuleId, rank: int, shape: ModelShape, layout: AdapterLayout) -> tuple[slice, slice]:
+def _places(
+    site: LoraSite, module_id: ModuleId, width: int, shape: ModelShape, layout: AdapterLayout
+) -> tuple[slice, slice]:
     """Where a module's rows of A and of B transposed lie in the buffer, in bytes."""
-    layer, module = module_id
-    a_segments = shape.row_segments(shape.in_widths[module])
-    b_segments = shape.row_segments(shape.out_widths[module])
-    _, first_row, b_start = (int(n) for n in layout.modules[layer, module])
-    a_start = int(layout.groups[layer, _GROUP_OF[module], 1]) + first_row * a_segments
+    a_segments, b_segments = shape.row_segments(site.in_width), shape.row_segments(width)
+    rank, first_row, b_start = (int(n) for n in layout.modules[module_id])
+    a_start = int(layout.groups[site.group, 1]) + first_row * a_segments
     return _segments(a_start, rank * a_segments), _segments(b_start, rank * b_segments)
 
 
@@ -86,10 +86,10 @@ def _write_rows(place: ByteArray, width: int, rows: npt.NDArray[Any]) -> None:
     padded[:, width:] = 0
 
 
-def _check_overflow(module_id: ModuleId, pair: LoraPair, dtype: str) -> None:
+def _check_overflow(pair: LoraPair, dtype: str) -> None:
     for tensor in (pair.a, pair.b):
         if may_overflow(tensor.dtype, dtype) and not fits(
             tensor.dtype, largest_magnitude_bits(tensor.values), dtype
         ):
-            reason = Reason("overflow", f"a weight of {module_name(module_id)} overflows in {dtype}")
+            reason = Reason("overflow", f"a weight of {pair.path} overflows in {dtype}")
             raise AdapterInvalid((reason,))

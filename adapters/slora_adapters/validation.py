@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from slora_adapters.adapter import LoraPair
 from slora_adapters.errors import Reason
 from slora_adapters.limits import AdapterLimits
-from slora_adapters.module_names import ModuleId, module_name, parse_factor_name
+from slora_adapters.module_names import ModuleId, parse_factor_name
 from slora_adapters.name_pattern import StepBudget
 from slora_adapters.number_format import fits, is_finite, largest_magnitude_bits
 from slora_adapters.peft_config import PatternTable, PeftConfig
 from slora_adapters.targeting import resolve_targets
 from slora_adapters.tensor_file import StoredTensor
-from slora_kernels.layout import ModelShape
+from slora_kernels.layout import LinearShape, ModelShape
 
 # Parts of tensor names that PEFT gives to things that this server does not serve.
 _FOREIGN_TENSORS: Sequence[tuple[str, str, str]] = (
@@ -36,12 +36,12 @@ def validate(
     config: PeftConfig, tensors: Mapping[str, StoredTensor], shape: ModelShape, limits: AdapterLimits
 ) -> tuple[Pairs, list[Reason]]:
     """The adapter's pairs and every reason to refuse it; pairs are complete only if there is no reason."""
-    factors, reasons = _sort_factors(tensors)
+    factors, reasons = _sort_factors(tensors, shape)
     budget = StepBudget()
-    targets, target_reasons = resolve_targets(config, shape.num_layers, budget)
+    targets, target_reasons = resolve_targets(config, shape, budget)
     reasons += target_reasons
     present = frozenset(module_id for module_id, _ in factors)
-    reasons += _compare_with_targets(present, targets)
+    reasons += _compare_with_targets(present, targets, shape)
     reasons += (reason for tensor in tensors.values() for reason in _check_values(tensor, limits))
     try:
         ranks = PatternTable(config.rank_patterns, config.rank, budget)
@@ -49,24 +49,25 @@ def validate(
         pairs: Pairs = {}
         for module_id in sorted(present & targets):
             pair = (factors.get((module_id, "A")), factors.get((module_id, "B")))
-            rank, alpha = ranks.lookup(module_name(module_id)), alphas.lookup(module_name(module_id))
+            module = shape.modules[module_id]
+            rank, alpha = ranks.lookup(module.path), alphas.lookup(module.path)
             scale = alpha / (rank**0.5 if config.use_rslora else rank)
-            found = list(_check_pair(module_id, pair, rank, scale, shape, limits))
+            found = list(_check_pair(module, pair, rank, scale, limits))
             reasons += found
             if pair[0] is not None and pair[1] is not None and not found:
-                pairs[module_id] = LoraPair(pair[0], pair[1], scale)
+                pairs[module_id] = LoraPair(module.path, pair[0], pair[1], scale)
     except ValueError as error:
         reasons.append(Reason("rank_pattern", f"rank_pattern or alpha_pattern: {error}"))
     return pairs, reasons
 
 
 def _sort_factors(
-    tensors: Mapping[str, StoredTensor],
+    tensors: Mapping[str, StoredTensor], shape: ModelShape
 ) -> tuple[dict[tuple[ModuleId, str], StoredTensor], list[Reason]]:
     factors: dict[tuple[ModuleId, str], StoredTensor] = {}
     reasons: list[Reason] = []
     for name, tensor in tensors.items():
-        parsed = parse_factor_name(name)
+        parsed = parse_factor_name(name, shape)
         if parsed is None:
             reasons.append(_foreign_tensor(name))
         elif parsed in factors:
@@ -85,31 +86,33 @@ def _foreign_tensor(name: str) -> Reason:
     return Reason("unknown_tensor", f"tensor {name[:120]!r} belongs to no linear layer of the base model")
 
 
-def _compare_with_targets(present: frozenset[ModuleId], targets: frozenset[ModuleId]) -> Iterable[Reason]:
+def _compare_with_targets(
+    present: frozenset[ModuleId], targets: frozenset[ModuleId], shape: ModelShape
+) -> Iterable[Reason]:
     if missing := targets - present:
         yield Reason(
-            "missing_tensors", f"the config adapts {_some(missing)}, but there are no tensors for it"
+            "missing_tensors", f"the config adapts {_some(missing, shape)}, but there are no tensors for it"
         )
     if extra := present - targets:
         yield Reason(
-            "untargeted_tensors", f"there are tensors for {_some(extra)}, which the config does not adapt"
+            "untargeted_tensors",
+            f"there are tensors for {_some(extra, shape)}, which the config does not adapt",
         )
 
 
-def _some(modules: frozenset[ModuleId]) -> str:
-    names = [module_name(module_id) for module_id in sorted(modules)]
+def _some(modules: frozenset[ModuleId], shape: ModelShape) -> str:
+    names = [shape.modules[module_id].path for module_id in sorted(modules)]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _check_pair(
-    module_id: ModuleId,
+    module: LinearShape,
     pair: tuple[StoredTensor | None, StoredTensor | None],
     rank: int,
     scale: float,
-    shape: ModelShape,
     limits: AdapterLimits,
 ) -> Iterable[Reason]:
-    name = module_name(module_id)
+    name = module.path
     if rank > limits.max_lora_rank:
         message = (
             f"{name} has rank {rank}; this server accepts at most {limits.max_lora_rank} (max_lora_rank)"
@@ -120,8 +123,7 @@ def _check_pair(
             f"{name} is scaled by {scale:g}; this server accepts at most {limits.max_scale:g} (max_scale)"
         )
         yield Reason("scale_too_high", message)
-    _, module = module_id
-    expected = ((rank, shape.in_widths[module]), (shape.out_widths[module], rank))
+    expected = ((rank, module.in_width), (module.out_width, rank))
     for factor, tensor, wanted in zip("AB", pair, expected, strict=True):
         if tensor is None:
             yield Reason("missing_tensors", f"{name} has no lora_{factor}")

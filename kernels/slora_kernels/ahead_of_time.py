@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 
 from slora_kernels.batch import AdapterTables, AttentionBatch, KVGeometry, LoraTiles
 from slora_kernels.launch import Launch
-from slora_kernels.layout import GROUPS, LinearGroup, ModelShape, lay_out_adapter
+from slora_kernels.layout import LoraSite, ModelShape, lay_out_adapter, llama_shape
 from slora_kernels.lora_expand import bind_lora_expand
 from slora_kernels.lora_shrink import bind_lora_shrink
 from slora_kernels.paged_attention_decode import bind_paged_attention_decode
@@ -39,6 +39,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 _MATRIX_INSTRUCTION = re.compile(r"mma\S*\.(bf16|f16|kind::f16)|v_mfma_f32_\w*(bf16|f16)")
 _TOKENS = 16
 _CONTEXT = 4096
+_INTERMEDIATE = 14336
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +75,22 @@ class CompiledKernel:
 
 
 def _shape_of_llama_8b(dtype: torch.dtype) -> ModelShape:
-    return ModelShape(1, 4096, 32, 8, 128, 14336, dtype.itemsize)
+    return llama_shape(1, 4096, 32, 8, 128, _INTERMEDIATE, 128256, dtype.itemsize)
 
 
-def _bind_lora(
-    shape: ModelShape, pages: torch.Tensor, dtype: torch.dtype, group: LinearGroup
-) -> list[Launch]:
-    layout = lay_out_adapter(shape, [[16] * 7])
+def _bind_lora(shape: ModelShape, pages: torch.Tensor, dtype: torch.dtype, site: LoraSite) -> list[Launch]:
+    layout = lay_out_adapter(shape, [16] * shape.num_modules)
     tables = AdapterTables(
         torch.zeros(1, 64, dtype=torch.int32),
         torch.from_numpy(layout.groups)[None],
         torch.from_numpy(layout.modules)[None],
-        torch.ones(1, 1, 7),
+        torch.ones(1, shape.num_modules),
     )
     tiles = LoraTiles(torch.tensor([[0, 0, _TOKENS]], dtype=torch.int32), torch.ones(1), 48)
-    widths = tuple(shape.out_widths[m] for m in group.modules)
-    x = torch.zeros(_TOKENS, shape.in_widths[group.modules[0]], dtype=dtype)
-    out = torch.zeros(_TOKENS, sum(widths), dtype=dtype)
-    shrink, bridge = bind_lora_shrink(x, pages, tables, 0, group, tiles)
-    return [shrink, bind_lora_expand(out, bridge, pages, tables, 0, group, tiles, widths)]
+    x = torch.zeros(_TOKENS, site.in_width, dtype=dtype)
+    out = torch.zeros(_TOKENS, sum(site.widths), dtype=dtype)
+    shrink, bridge = bind_lora_shrink(x, pages, tables, site, tiles)
+    return [shrink, bind_lora_expand(out, bridge, pages, tables, site, tiles)]
 
 
 def _bind_attention(shape: ModelShape, pages: torch.Tensor, dtype: torch.dtype) -> list[Launch]:
@@ -123,10 +121,10 @@ def bind_all(dtype: torch.dtype) -> list[Launch]:
     shape = _shape_of_llama_8b(dtype)
     pages = torch.zeros(2, shape.page_bytes(16), dtype=torch.uint8)
     x = torch.zeros(_TOKENS, shape.hidden_size, dtype=dtype)
-    launches = [launch for group in GROUPS for launch in _bind_lora(shape, pages, dtype, group)]
+    launches = [launch for site in shape.layer_sites(0) for launch in _bind_lora(shape, pages, dtype, site)]
     launches += _bind_attention(shape, pages, dtype)
     launches += [bind_rms_norm(x, None, x[0], 1e-5)[0], bind_rms_norm(x, x, x[0], 1e-5)[0]]
-    launches.append(bind_silu_mul(torch.zeros(_TOKENS, 2 * shape.intermediate_size, dtype=dtype))[0])
+    launches.append(bind_silu_mul(torch.zeros(_TOKENS, 2 * _INTERMEDIATE, dtype=dtype))[0])
     return launches
 
 

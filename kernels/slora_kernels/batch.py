@@ -37,10 +37,9 @@ class AdapterTables:
     """Where each slot's adapter lies, one row per slot, written when it is loaded; kernels only read them.
 
     page_table: int32 [num_slots, max_pages], the pages of the adapter's byte string in order.
-    groups: int32 [num_slots, num_layers, 4, 2], (total rank, first segment of A).
-    modules: int32 [num_slots, num_layers, 7, 3], (rank, first row in the group's A, first segment of B
-    transposed).
-    scales: float32 [num_slots, num_layers, 7].
+    groups: int32 [num_slots, num_sites, 2], (total rank, first segment of A).
+    modules: int32 [num_slots, num_modules, 3], (rank, first row in the group's A, first segment of B transposed).
+    scales: float32 [num_slots, num_modules].
     """
 
     page_table: Tensor
@@ -89,12 +88,20 @@ class AttentionBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class KernelStep:
-    """A batch, with whatever an implementation worked out about it once for all layers (`Kernels.prepare`).
+class AttentionStep:
+    """A batch, with whatever an implementation worked out about it once for all layers (`prepare_attention`).
 
     plan: private to the implementation that made it.
     """
 
     batch: AttentionBatch
-    tiles: LoraTiles | None
+    plan: object
+
+
+@dataclass(frozen=True, slots=True)
+class LoraStep:
+    """Tiles and the tables that they point into, with an implementation's `plan` for all sites (`prepare_lora`)."""
+
+    tiles: LoraTiles
+    tables: AdapterTables
     plan: object

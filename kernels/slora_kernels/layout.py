@@ -5,11 +5,12 @@ The pool is one allocation `[num_pages, num_layers, page_bytes]`. A page has two
 - a KV block: in each layer, K and V of `block_tokens` tokens, `[2, num_kv_heads, block_tokens, head_dim]`;
 - a slice of a packed adapter: one long byte string, cut into whole pages wherever layers happen to fall.
 
-Both are found through tables of page ids. A packed adapter is layer-major: for each layer and linear group,
-the rows of A of all modules of the group (so one shrink serves them), then for each module the rows of B
-transposed. A row is padded to whole segments of `SEGMENT_BYTES`; a page holds a whole number of segments, so
-a segment never crosses a page and a kernel looks up one page per segment, whatever the rank. Nothing is
-padded to a maximum rank.
+Both are found through tables of page ids. Which linears a layer has, and which of them read the same input, is data
+(`ModelShape`), so that any decoder fits. A packed adapter is layer-major: for each layer and linear group, the rows
+of A of all modules of the group (so one shrink serves them), then for each module the rows of B transposed; the input
+embedding and the output head follow, as two groups of one module. A row is padded to whole segments of
+`SEGMENT_BYTES`; a page holds a whole number of segments, so a segment never crosses a page and a kernel looks up one
+page per segment, whatever the rank. Nothing is padded to a maximum rank.
 
 Worked example: Llama-3.1-8B in bf16, 16-token blocks: 2 * 8 * 16 * 128 * 2 = 64 KiB a layer, 2 MiB a page; a
 rank 16 adapter on all seven linears is 80 MiB = 40 pages, the KV of 640 tokens.
@@ -17,61 +18,118 @@ rank 16 adapter on all seven linears is 80 MiB = 40 pages, the KV of 640 tokens.
 Knows no torch: loader and API processes import it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 SEGMENT_BYTES = 256
-
-# The seven linears of a Llama-family layer, in the order of every table that has a module axis.
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Kernels take up to so many modules side by side in one launch.
+MAX_GROUP_MODULES = 3
 
 Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class LinearGroup:
-    """Linears that read the same input, so that one fused base GEMM and one shrink serve them."""
+class LinearShape:
+    """path: as PEFT spells it; within a layer ("self_attn.q_proj"), or from the model's root where so said."""
 
-    name: str
-    modules: tuple[int, ...]
+    path: str
+    in_width: int
+    out_width: int
 
 
-QKV = LinearGroup("qkv", (0, 1, 2))
-O = LinearGroup("o", (3,))  # noqa: E741
-GATE_UP = LinearGroup("gate_up", (4, 5))
-DOWN = LinearGroup("down", (6,))
-# In the order of every table that has a group axis.
-GROUPS = (QKV, O, GATE_UP, DOWN)
+@dataclass(frozen=True, slots=True)
+class LoraSite:
+    """One place of the model where modules read the same input: one shrink, and one expand, serve them all.
+
+    group: its row in tables with a group axis. first_module: row of its first module in tables with a module axis;
+    the others follow. widths: columns of each module's output.
+    """
+
+    group: int
+    first_module: int
+    in_width: int
+    widths: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder that decide page and adapter layout (those of this rank's shard)."""
+    """The sizes of a decoder that decide page and adapter layout (those of this rank's shard).
+
+    linears: of every layer, in the order of all tables. groups: indexes of consecutive linears that read the same
+    input. A module is one linear of one layer, counted layer by layer, then the embedding, then the head; a site is
+    one group anywhere, counted likewise. The paths are where PEFT finds the layers, the embedding and the head.
+    """
 
     num_layers: int
-    hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
+    hidden_size: int
+    vocab_size: int
     element_bytes: int
+    linears: tuple[LinearShape, ...]
+    groups: tuple[tuple[int, ...], ...]
+    layers_path: str = "model.layers"
+    embedding_path: str = "model.embed_tokens"
+    head_path: str = "lm_head"
+
+    def __post_init__(self) -> None:
+        members = [linear for group in self.groups for linear in group]
+        assert members == list(range(len(self.linears))), (
+            f"groups {self.groups} do not cover all linears in order"
+        )
+        assert all(0 < len(group) <= MAX_GROUP_MODULES for group in self.groups), (
+            f"a group is too long: {self.groups}"
+        )
+        widths = [{self.linears[m].in_width for m in group} for group in self.groups]
+        assert all(len(width) == 1 for width in widths), f"a group reads inputs of different widths: {widths}"
+
+    @staticmethod
+    def from_plain(fields: Mapping[str, Any]) -> "ModelShape":
+        """From what `dataclasses.asdict` gives, after it was JSON or msgpack. Raises KeyError or TypeError."""
+        linears = tuple(LinearShape(**linear) for linear in fields["linears"])
+        groups = tuple(tuple(group) for group in fields["groups"])
+        return ModelShape(**{**fields, "linears": linears, "groups": groups})
 
     @property
-    def in_widths(self) -> tuple[int, ...]:
-        """Input width of each of `MODULES`."""
-        h, attention, i = self.hidden_size, self.num_heads * self.head_dim, self.intermediate_size
-        return (h, h, h, attention, h, h, i)
+    def num_modules(self) -> int:
+        return self.num_layers * len(self.linears) + 2
 
     @property
-    def out_widths(self) -> tuple[int, ...]:
-        """Output width of each of `MODULES`."""
-        h, i = self.hidden_size, self.intermediate_size
-        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return (query, key, key, h, i, i, h)
+    def num_sites(self) -> int:
+        return self.num_layers * len(self.groups) + 2
+
+    @property
+    def modules(self) -> tuple[LinearShape, ...]:
+        """All modules with their full paths. Of the embedding, A's rows are as long as the vocabulary."""
+        return _list_modules(self)
+
+    @property
+    def sites(self) -> tuple[LoraSite, ...]:
+        return _list_sites(self)
+
+    @property
+    def embedding_module(self) -> int:
+        return self.num_modules - 2
+
+    @property
+    def head_module(self) -> int:
+        return self.num_modules - 1
+
+    def module_id(self, layer: int, linear: int) -> int:
+        """The module that is `linears[linear]` of a layer."""
+        return layer * len(self.linears) + linear
+
+    def layer_sites(self, layer: int) -> tuple[LoraSite, ...]:
+        """The sites of one layer, in the order of `groups`."""
+        first = layer * len(self.groups)
+        return self.sites[first : first + len(self.groups)]
 
     def page_bytes(self, block_tokens: int) -> int:
         """Bytes of one page in one layer (K and V of a block). Raises ValueError if not whole segments."""
@@ -88,13 +146,71 @@ class ModelShape:
         return -(-width * self.element_bytes // SEGMENT_BYTES)
 
 
+@cache
+def _list_modules(shape: ModelShape) -> tuple[LinearShape, ...]:
+    layers = [f"{shape.layers_path}.{layer}" for layer in range(shape.num_layers)]
+    return (
+        *(LinearShape(f"{at}.{x.path}", x.in_width, x.out_width) for at in layers for x in shape.linears),
+        LinearShape(shape.embedding_path, shape.vocab_size, shape.hidden_size),
+        LinearShape(shape.head_path, shape.hidden_size, shape.vocab_size),
+    )
+
+
+@cache
+def _list_sites(shape: ModelShape) -> tuple[LoraSite, ...]:
+    linears = [
+        [shape.module_id(layer, m) for m in group]
+        for layer in range(shape.num_layers)
+        for group in shape.groups
+    ]
+    members = [*linears, [shape.embedding_module], [shape.head_module]]
+    return tuple(
+        LoraSite(
+            group, ids[0], shape.modules[ids[0]].in_width, tuple(shape.modules[m].out_width for m in ids)
+        )
+        for group, ids in enumerate(members)
+    )
+
+
+def llama_shape(
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    intermediate_size: int,
+    vocab_size: int,
+    element_bytes: int,
+) -> ModelShape:
+    """A decoder whose layers have the seven linears of Llama's, which most families share."""
+    query, key = num_heads * head_dim, num_kv_heads * head_dim
+    return ModelShape(
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        element_bytes=element_bytes,
+        linears=(
+            LinearShape("self_attn.q_proj", hidden_size, query),
+            LinearShape("self_attn.k_proj", hidden_size, key),
+            LinearShape("self_attn.v_proj", hidden_size, key),
+            LinearShape("self_attn.o_proj", query, hidden_size),
+            LinearShape("mlp.gate_proj", hidden_size, intermediate_size),
+            LinearShape("mlp.up_proj", hidden_size, intermediate_size),
+            LinearShape("mlp.down_proj", intermediate_size, hidden_size),
+        ),
+        groups=((0, 1, 2), (3,), (4, 5), (6,)),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterLayout:
     """Where each row of one packed adapter lies, in segments from its first byte.
 
-    groups: int32 [num_layers, 4, 2], (total rank, first segment of A) of each linear group.
-    modules: int32 [num_layers, 7, 3], (rank, first row within the group's A, first segment of B) of each
-    module.
+    groups: int32 [num_sites, 2], (total rank, first segment of A) of each site.
+    modules: int32 [num_modules, 3], (rank, first row within the group's A, first segment of B) of each module.
     """
 
     groups: Int32Array
@@ -106,19 +222,19 @@ class AdapterLayout:
         return self.num_segments * SEGMENT_BYTES
 
 
-def lay_out_adapter(shape: ModelShape, ranks: Sequence[Sequence[int]]) -> AdapterLayout:
-    """Places an adapter whose module m of layer l has rank `ranks[l][m]` (0: not adapted)."""
-    groups = np.zeros((shape.num_layers, len(GROUPS), 2), np.int32)
-    modules = np.zeros((shape.num_layers, len(MODULES), 3), np.int32)
+def lay_out_adapter(shape: ModelShape, ranks: Sequence[int]) -> AdapterLayout:
+    """Places an adapter whose module m has rank `ranks[m]` (0: not adapted)."""
+    groups = np.zeros((shape.num_sites, 2), np.int32)
+    modules = np.zeros((shape.num_modules, 3), np.int32)
     segment = 0
-    for layer, layer_ranks in enumerate(ranks):
-        for group_idx, group in enumerate(GROUPS):
-            total = sum(layer_ranks[m] for m in group.modules)
-            groups[layer, group_idx] = total, segment
-            segment += total * shape.row_segments(shape.in_widths[group.modules[0]])
-            row = 0
-            for m in group.modules:
-                modules[layer, m] = layer_ranks[m], row, segment
-                row += layer_ranks[m]
-                segment += layer_ranks[m] * shape.row_segments(shape.out_widths[m])
+    for site in shape.sites:
+        members = range(site.first_module, site.first_module + len(site.widths))
+        total = sum(ranks[m] for m in members)
+        groups[site.group] = total, segment
+        segment += total * shape.row_segments(site.in_width)
+        row = 0
+        for m, width in zip(members, site.widths, strict=True):
+            modules[m] = ranks[m], row, segment
+            row += ranks[m]
+            segment += ranks[m] * shape.row_segments(width)
     return AdapterLayout(groups, modules, segment)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slora_kernels.batch import AdapterTables, LoraTiles
 from slora_kernels.launch import Launch, dot_dtype
-from slora_kernels.layout import SEGMENT_BYTES, LinearGroup
+from slora_kernels.layout import MAX_GROUP_MODULES, SEGMENT_BYTES, LoraSite
 from slora_kernels.lora_shrink import TILE_TOKENS
 
 # Rows of B per product: the smallest depth of a tensor core's product in 16 bits, so rank 8 wastes half and
@@ -20,7 +20,7 @@ from slora_kernels.lora_shrink import TILE_TOKENS
 BLOCK_RANK = 16
 
 
-@triton.jit(do_not_specialize=["layer", "num_tokens"])
+@triton.jit(do_not_specialize=["first_module", "num_tokens"])
 def _lora_expand_kernel(
     out,
     bridge,
@@ -31,7 +31,7 @@ def _lora_expand_kernel(
     modules,
     scales,
     num_tokens,
-    layer,
+    first_module,
     out_stride,
     page_stride,
     table_stride,
@@ -40,8 +40,7 @@ def _lora_expand_kernel(
     WIDTH_1: tl.constexpr,
     WIDTH_2: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    NUM_LAYERS: tl.constexpr,
-    FIRST_MODULE: tl.constexpr,
+    NUM_MODULES: tl.constexpr,
     SEGMENT: tl.constexpr,
     PAGE_SEGMENTS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -57,7 +56,7 @@ def _lora_expand_kernel(
     column_start = tl.where(member == 0, 0, tl.where(member == 1, WIDTH_0, WIDTH_0 + WIDTH_1))
     segment = block - tl.where(member == 0, 0, tl.where(member == 1, BLOCKS_0, BLOCKS_1))
     slot = tl.load(tiles + tile * 3)
-    place = (slot * NUM_LAYERS + layer) * 7 + FIRST_MODULE + member
+    place = slot * NUM_MODULES + first_module + member
     rank = tl.load(modules + place * 3)
     if rank == 0:
         return
@@ -95,13 +94,12 @@ def bind_lora_expand(
     bridge: Tensor,
     pages: Tensor,
     tables: AdapterTables,
-    layer: int,
-    group: LinearGroup,
+    site: LoraSite,
     tiles: LoraTiles,
-    widths: tuple[int, ...],
 ) -> Launch:
-    """out [T, sum(widths)] of the model dtype is mutated; bridge float32 [splits, T, columns] is shrink's."""
-    padded = widths + (0,) * (3 - len(widths))
+    """out [T, sum(site.widths)] of the model dtype is mutated; bridge float32 [splits, T, columns] is shrink's."""
+    widths = site.widths
+    padded = widths + (0,) * (MAX_GROUP_MODULES - len(widths))
     segment = SEGMENT_BYTES // out.element_size()
     elements = pages.view(out.dtype)
     return Launch(
@@ -117,7 +115,7 @@ def bind_lora_expand(
             "modules": tables.modules,
             "scales": tables.scales,
             "num_tokens": bridge.shape[1],
-            "layer": layer,
+            "first_module": site.first_module,
             "out_stride": out.stride(0),
             "page_stride": elements.stride(0),
             "table_stride": tables.page_table.stride(0),
@@ -128,8 +126,7 @@ def bind_lora_expand(
             "WIDTH_1": padded[1],
             "WIDTH_2": padded[2],
             "ALIGNMENT": math.gcd(16, *widths),
-            "NUM_LAYERS": tables.modules.shape[1],
-            "FIRST_MODULE": group.modules[0],
+            "NUM_MODULES": tables.modules.shape[1],
             "SEGMENT": segment,
             "PAGE_SEGMENTS": pages.shape[1] // SEGMENT_BYTES,
             "SPLITS": bridge.shape[0],

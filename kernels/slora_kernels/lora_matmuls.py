@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 
 from slora_kernels.batch import AdapterTables, LoraTiles
-from slora_kernels.layout import GROUPS, SEGMENT_BYTES, LinearGroup
+from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
 
 @dataclass(frozen=True, slots=True)
 class TileRanks:
-    """One LoRA tile in host numbers; groups[layer][group] and modules[layer][module] as in the tables."""
+    """One LoRA tile in host numbers; groups[site] and modules[module] as in the tables."""
 
     first: int
     tokens: int
     weight: float
     pages: list[int]
-    groups: list[list[list[int]]]
-    modules: list[list[list[int]]]
-    scales: list[list[float]]
+    groups: list[list[int]]
+    modules: list[list[int]]
+    scales: list[float]
 
 
 def plan_tiles(tiles: LoraTiles, tables: AdapterTables) -> list[TileRanks]:
-    """Brings what the tables say about each tile to the host, once a step for all layers."""
+    """Brings what the tables say about each tile to the host, once a step for all sites."""
     work = tiles.tiles.tolist()
     slots = tiles.tiles[:, 0].long()
     columns = zip(
@@ -59,37 +59,26 @@ def read_rows(
     return joined.view(dtype).view(rows, -1)[:, :width]
 
 
-def shrink_tiles(
-    x: Tensor, bridge: Tensor, pages: Tensor, tiles: list[TileRanks], layer: int, group: LinearGroup
-) -> None:
+def shrink_tiles(x: Tensor, bridge: Tensor, pages: Tensor, tiles: list[TileRanks], site: LoraSite) -> None:
     """bridge [T, max_group_rank] = x [T, in] times A, in the rows and columns of each tile; others stay."""
-    group_idx = GROUPS.index(group)
     for tile in tiles:
-        rank, segment = tile.groups[layer][group_idx]
+        rank, segment = tile.groups[site.group]
         if rank:
             a = read_rows(pages, tile.pages, segment, rank, x.shape[1], x.dtype)
             span = slice(tile.first, tile.first + tile.tokens)
             bridge[span, :rank] = x[span] @ a.T
 
 
-def expand_tiles(
-    out: Tensor,
-    bridge: Tensor,
-    pages: Tensor,
-    tiles: list[TileRanks],
-    layer: int,
-    group: LinearGroup,
-    widths: tuple[int, ...],
-) -> None:
-    """out [T, sum(widths)] += weight * scale * bridge times B, module by module, in place."""
+def expand_tiles(out: Tensor, bridge: Tensor, pages: Tensor, tiles: list[TileRanks], site: LoraSite) -> None:
+    """out [T, sum(site.widths)] += weight * scale * bridge times B, module by module, in place."""
     for tile in tiles:
         span = slice(tile.first, tile.first + tile.tokens)
         start = 0
-        for module, width in zip(group.modules, widths, strict=True):
-            rank, row, segment = tile.modules[layer][module]
+        for module, width in enumerate(site.widths, site.first_module):
+            rank, row, segment = tile.modules[module]
             if rank:
                 b = read_rows(pages, tile.pages, segment, rank, width, out.dtype)
                 y = bridge[span, row : row + rank].to(out.dtype)
-                scale = tile.weight * tile.scales[layer][module]
+                scale = tile.weight * tile.scales[module]
                 out[span, start : start + width].addmm_(y, b, alpha=scale)
             start += width

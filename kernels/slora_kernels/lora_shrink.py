@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slora_kernels.batch import AdapterTables, LoraTiles
 from slora_kernels.launch import Launch, dot_dtype
-from slora_kernels.layout import GROUPS, SEGMENT_BYTES, LinearGroup
+from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
 # The smallest M of a tensor core's product: most tiles of a decode batch hold one or two tokens.
 TILE_TOKENS = 16
@@ -24,7 +24,7 @@ BLOCK_RANK = 32
 MAX_SPLITS = 8
 
 
-@triton.jit(do_not_specialize=["layer", "num_tokens"])
+@triton.jit(do_not_specialize=["group", "num_tokens"])
 def _lora_shrink_kernel(
     x,
     pages,
@@ -33,14 +33,13 @@ def _lora_shrink_kernel(
     page_table,
     groups,
     num_tokens,
-    layer,
+    group,
     x_stride,
     page_stride,
     table_stride,
     bridge_stride,
     WIDTH: tl.constexpr,
-    NUM_LAYERS: tl.constexpr,
-    GROUP: tl.constexpr,
+    NUM_SITES: tl.constexpr,
     SEGMENT: tl.constexpr,
     PAGE_SEGMENTS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -52,7 +51,7 @@ def _lora_shrink_kernel(
     slot = tl.load(tiles + tile * 3)
     first = tl.load(tiles + tile * 3 + 1)
     size = tl.load(tiles + tile * 3 + 2)
-    entry = groups + ((slot * NUM_LAYERS + layer) * 4 + GROUP) * 2
+    entry = groups + (slot * NUM_SITES + group) * 2
     rank = tl.load(entry)
     if block * BLOCK_R >= rank:
         return
@@ -84,7 +83,7 @@ def count_splits(width: int, element_bytes: int) -> int:
 
 
 def bind_lora_shrink(
-    x: Tensor, pages: Tensor, tables: AdapterTables, layer: int, group: LinearGroup, tiles: LoraTiles
+    x: Tensor, pages: Tensor, tables: AdapterTables, site: LoraSite, tiles: LoraTiles
 ) -> tuple[Launch, Tensor]:
     """x [T, in] of the model dtype, pages uint8 [num_pages, full_page_bytes].
 
@@ -106,7 +105,7 @@ def bind_lora_shrink(
             "page_table": tables.page_table,
             "groups": tables.groups,
             "num_tokens": x.shape[0],
-            "layer": layer,
+            "group": site.group,
             "x_stride": x.stride(0),
             "page_stride": elements.stride(0),
             "table_stride": tables.page_table.stride(0),
@@ -114,8 +113,7 @@ def bind_lora_shrink(
         },
         {
             "WIDTH": x.shape[1],
-            "NUM_LAYERS": tables.groups.shape[1],
-            "GROUP": GROUPS.index(group),
+            "NUM_SITES": tables.groups.shape[1],
             "SEGMENT": SEGMENT_BYTES // x.element_size(),
             "PAGE_SEGMENTS": pages.shape[1] // SEGMENT_BYTES,
             "SPLITS": splits,

@@ -17,8 +17,8 @@ from numba import types
 from torch import Tensor
 
 from slora_kernels import numba_attention, numba_elementwise, numba_lora
-from slora_kernels.batch import AdapterTables, AttentionBatch, KernelStep, KVGeometry, LoraTiles
-from slora_kernels.layout import GROUPS, SEGMENT_BYTES, LinearGroup
+from slora_kernels.batch import AdapterTables, AttentionBatch, AttentionStep, KVGeometry, LoraStep, LoraTiles
+from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shrink_tiles
 from slora_kernels.numba_language import compile_worker
 from slora_kernels.thread_team import ThreadTeam
@@ -89,24 +89,27 @@ def _cut_queries(batch: AttentionBatch, tile_queries: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class NumbaPlan:
-    """queries: int32 [n, 4], see `_cut_queries`, by heads per KV head, cut when first asked for.
-
-    short: the LoRA tiles of few tokens; long: those that are matmuls.
-    """
+class AttentionPlan:
+    """queries: int32 [n, 4], see `_cut_queries`, by heads per KV head, cut when first asked for."""
 
     queries: dict[int, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPlan:
+    """short: the tiles of few tokens; long: those that are matmuls."""
+
     short: LoraTiles | None
     long: list[TileRanks]
 
 
-def _split_tiles(tiles: LoraTiles, tables: AdapterTables) -> tuple[LoraTiles | None, list[TileRanks]]:
+def _split_tiles(tiles: LoraTiles, tables: AdapterTables) -> LoraPlan:
     is_long = tiles.tiles[:, 2] >= MATMUL_TOKENS
     if not is_long.any():
-        return tiles, []
+        return LoraPlan(tiles, [])
     long = LoraTiles(tiles.tiles[is_long], tiles.weights[is_long], tiles.max_group_rank)
     short = LoraTiles(tiles.tiles[~is_long], tiles.weights[~is_long], tiles.max_group_rank)
-    return (short if len(short.weights) else None), plan_tiles(long, tables)
+    return LoraPlan(short if len(short.weights) else None, plan_tiles(long, tables))
 
 
 class NumbaKernels:
@@ -150,11 +153,11 @@ class NumbaKernels:
             self._scratch = torch.empty(threads * numbers)
         return self._scratch[: threads * numbers].view(threads, numbers)
 
-    def prepare(
-        self, batch: AttentionBatch, tiles: LoraTiles | None, tables: AdapterTables | None
-    ) -> KernelStep:
-        short, long = _split_tiles(tiles, tables) if tiles is not None and tables is not None else (None, [])
-        return KernelStep(batch, tiles, NumbaPlan({}, short, long))
+    def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
+        return AttentionStep(batch, AttentionPlan({}))
+
+    def prepare_lora(self, tiles: LoraTiles, tables: AdapterTables) -> LoraStep:
+        return LoraStep(tiles, tables, _split_tiles(tiles, tables))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm((x, x), weight, eps, adds=False)
@@ -176,7 +179,13 @@ class NumbaKernels:
         return out
 
     def rotate_and_write_kv(
-        self, qkv: Tensor, cos_sin: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: KernelStep
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        pages: Tensor,
+        geometry: KVGeometry,
+        layer: int,
+        step: AttentionStep,
     ) -> Tensor:
         fields = (
             qkv,
@@ -194,10 +203,10 @@ class NumbaKernels:
         return qkv.view(qkv.shape[0], -1, geometry.head_dim)[:, : geometry.num_heads]
 
     def attend(
-        self, q: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: KernelStep, scale: float
+        self, q: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: AttentionStep, scale: float
     ) -> Tensor:
         plan = step.plan
-        assert isinstance(plan, NumbaPlan)
+        assert isinstance(plan, AttentionPlan)
         group = geometry.group_heads
         if group not in plan.queries:
             plan.queries[group] = _cut_queries(step.batch, max(1, numba_attention.TILE_ROWS // group))
@@ -223,21 +232,13 @@ class NumbaKernels:
         self._run(numba_attention.attend_worker, geometry.dtype, items, fields, numbers=numbers)
         return out
 
-    def shrink(
-        self,
-        x: Tensor,
-        pages: Tensor,
-        tables: AdapterTables,
-        layer: int,
-        group: LinearGroup,
-        step: KernelStep,
-    ) -> Tensor:
-        plan, tiles = step.plan, step.tiles
-        assert isinstance(plan, NumbaPlan) and tiles is not None
-        bridge = torch.empty(x.shape[0], tiles.max_group_rank)
+    def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
+        plan = step.plan
+        assert isinstance(plan, LoraPlan)
+        bridge = torch.empty(x.shape[0], step.tiles.max_group_rank)
         if plan.short is not None:
-            self._shrink_short(x, bridge, pages, tables, layer, group, plan.short)
-        shrink_tiles(x, bridge, pages, plan.long, layer, group)
+            self._shrink_short(x, bridge, pages, step.tables, site, plan.short)
+        shrink_tiles(x, bridge, pages, plan.long, site)
         return bridge
 
     def _shrink_short(
@@ -246,8 +247,7 @@ class NumbaKernels:
         bridge: Tensor,
         pages: Tensor,
         tables: AdapterTables,
-        layer: int,
-        group: LinearGroup,
+        site: LoraSite,
         tiles: LoraTiles,
     ) -> None:
         num_tiles, rank = tiles.tiles.shape[0], tiles.max_group_rank
@@ -255,7 +255,7 @@ class NumbaKernels:
         enough = num_tiles * -(-rank // coarse) >= ITEMS_PER_THREAD * torch.get_num_threads()
         rows = coarse if enough else fine
         blocks = -(-rank // rows)
-        groups = tables.groups.flatten(1)[:, (layer * len(GROUPS) + GROUPS.index(group)) * 2 :]
+        groups = tables.groups.flatten(1)[:, site.group * 2 :]
         fields = (
             x,
             pages.view(x.dtype),
@@ -271,22 +271,12 @@ class NumbaKernels:
         numbers = num_tiles * rank * x.shape[1]
         self._run(numba_lora.shrink_worker, x.dtype, num_tiles * blocks, fields, numbers=numbers)
 
-    def expand(
-        self,
-        out: Tensor,
-        bridge: Tensor,
-        pages: Tensor,
-        tables: AdapterTables,
-        layer: int,
-        group: LinearGroup,
-        step: KernelStep,
-        widths: tuple[int, ...],
-    ) -> None:
+    def expand(self, out: Tensor, bridge: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
         plan = step.plan
-        assert isinstance(plan, NumbaPlan)
+        assert isinstance(plan, LoraPlan)
         if plan.short is not None:
-            self._expand_short(out, bridge, pages, tables, layer, group, plan.short, widths)
-        expand_tiles(out, bridge, pages, plan.long, layer, group, widths)
+            self._expand_short(out, bridge, pages, step.tables, site, plan.short)
+        expand_tiles(out, bridge, pages, plan.long, site)
 
     def _expand_short(
         self,
@@ -294,17 +284,14 @@ class NumbaKernels:
         bridge: Tensor,
         pages: Tensor,
         tables: AdapterTables,
-        layer: int,
-        group: LinearGroup,
+        site: LoraSite,
         tiles: LoraTiles,
-        widths: tuple[int, ...],
     ) -> None:
-        num_tiles = tiles.tiles.shape[0]
+        num_tiles, widths = tiles.tiles.shape[0], site.widths
         coarse, fine = EXPAND_COLUMNS
         enough = num_tiles * -(-max(widths) // coarse) >= ITEMS_PER_THREAD * torch.get_num_threads()
         columns = coarse if enough else fine
         blocks, width_row = _cut_columns(widths, columns)
-        first_module = layer * tables.modules.shape[2] + group.modules[0]
         fields = (
             out,
             pages.view(out.dtype),
@@ -312,8 +299,8 @@ class NumbaKernels:
             tiles.tiles,
             tiles.weights,
             tables.page_table,
-            tables.modules.flatten(1)[:, first_module * 3 :],
-            tables.scales.flatten(1)[:, first_module:],
+            tables.modules.flatten(1)[:, site.first_module * 3 :],
+            tables.scales[:, site.first_module :],
             blocks,
             width_row,
             self._reserve(MATMUL_TOKENS * columns),

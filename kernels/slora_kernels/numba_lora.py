@@ -73,7 +73,7 @@ def shrink_rows(
             n += 1
 
 
-# Fields of a shrink job. groups begins at the layer's and group's entry of slot 0.
+# Fields of a shrink job. groups begins at the site's entry of slot 0.
 X, PAGES, BRIDGE, TILES, PAGE_TABLE, GROUPS, WIDTH, SEGMENT_SIZE, BLOCKS, BLOCK_ROWS = range(10)
 
 
@@ -163,8 +163,8 @@ def add_scaled(out: Array, sums: Array, scale: Float) -> None:
         out[i] = narrow(widen(out[i]) + scale * sums[i], out)
 
 
-# Fields of an expand job. modules and scales begin at the entries of the layer and the group's first module of
-# slot 0; blocks [n, 4] are (member of the group, first column in out, first column in the module, columns).
+# Fields of an expand job. modules and scales begin at the entries of the site's first module of slot 0; blocks [n, 4]
+# are (member of the group, first column in out, first column in the module, columns).
 (
     E_OUT,
     E_PAGES,

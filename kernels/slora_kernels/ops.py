@@ -11,8 +11,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from slora_kernels.batch import AdapterTables, AttentionBatch, KernelStep, KVGeometry, LoraTiles
-from slora_kernels.layout import LinearGroup
+from slora_kernels.batch import AdapterTables, AttentionBatch, AttentionStep, KVGeometry, LoraStep, LoraTiles
+from slora_kernels.layout import LoraSite
 
 
 class Kernels(Protocol):
@@ -20,11 +20,13 @@ class Kernels(Protocol):
 
     `pages` is uint8 [num_pages, full_page_bytes]; implementations view it in the model dtype. A step goes:
 
-        step = kernels.prepare(batch, tiles, tables)                    # once a step, for all layers
+        step = kernels.prepare_attention(batch)     # once a step, for all layers
         q = kernels.rotate_and_write_kv(qkv, cos_sin, pages, geometry, layer, step)
         y = kernels.attend(q, pages, geometry, layer, step, scale)
-        bridge = kernels.shrink(x, pages, tables, layer, group, step)   # only if step.tiles is not None
-        kernels.expand(out, bridge, pages, tables, layer, group, step, widths)
+
+        lora = kernels.prepare_lora(tiles, tables)  # once a step, if anybody in it has an adapter
+        bridge = kernels.shrink(x, pages, site, lora)
+        kernels.expand(out, bridge, pages, site, lora)
 
     The bridge between shrink and expand belongs to the implementation: pass it on, never look into it.
     """
@@ -39,10 +41,11 @@ class Kernels(Protocol):
     def warm_up(self, geometry: KVGeometry) -> float:
         """Compiles what a first step of this dtype would otherwise wait for; returns the seconds that it took."""
 
-    def prepare(
-        self, batch: AttentionBatch, tiles: LoraTiles | None, tables: AdapterTables | None
-    ) -> KernelStep:
-        """Works out, once a step, what all layers share. `tables` is needed only when there are tiles."""
+    def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
+        """Works out, once a step, what the attention of all layers shares."""
+
+    def prepare_lora(self, tiles: LoraTiles, tables: AdapterTables) -> LoraStep:
+        """Works out, once a step, what all sites share whose tokens are cut into these tiles."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, H], weight [H] -> [T, H]: x / sqrt(mean(x^2) + eps) * weight, rounded once."""
@@ -54,7 +57,13 @@ class Kernels(Protocol):
         """[T, 2I] (gate | up) -> [T, I]: silu(gate) * up."""
 
     def rotate_and_write_kv(
-        self, qkv: Tensor, cos_sin: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: KernelStep
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        pages: Tensor,
+        geometry: KVGeometry,
+        layer: int,
+        step: AttentionStep,
     ) -> Tensor:
         """Rotates q and k, writes k and v at `kv_slots`, returns q [T, Hq, D], which may alias qkv.
 
@@ -63,33 +72,15 @@ class Kernels(Protocol):
         """
 
     def attend(
-        self, q: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: KernelStep, scale: float
+        self, q: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: AttentionStep, scale: float
     ) -> Tensor:
         """Causal attention of q [T, Hq, D] over the pages of each sequence -> [T, Hq * D]."""
 
-    def shrink(
-        self,
-        x: Tensor,
-        pages: Tensor,
-        tables: AdapterTables,
-        layer: int,
-        group: LinearGroup,
-        step: KernelStep,
-    ) -> Tensor:
-        """x [T, in] times A of each tile's adapter, all modules of the group at once -> the bridge."""
+    def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
+        """x [T, in] times A of each tile's adapter, all modules of the site at once -> the bridge."""
 
-    def expand(
-        self,
-        out: Tensor,
-        bridge: Tensor,
-        pages: Tensor,
-        tables: AdapterTables,
-        layer: int,
-        group: LinearGroup,
-        step: KernelStep,
-        widths: tuple[int, ...],
-    ) -> None:
-        """out [T, sum(widths)] += weight * scale * bridge times B, module by module, in place."""
+    def expand(self, out: Tensor, bridge: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
+        """out [T, sum(site.widths)] += weight * scale * bridge times B, module by module, in place."""
 
 
 _MODULES = {

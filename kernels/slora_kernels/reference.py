@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slora_kernels.batch import AdapterTables, AttentionBatch, KVGeometry, LoraTiles
-from slora_kernels.layout import GROUPS, SEGMENT_BYTES, LinearGroup
+from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -103,13 +103,11 @@ def read_rows(
     return result
 
 
-def shrink(
-    x: Tensor, pages: Tensor, tables: AdapterTables, layer: int, group: LinearGroup, tiles: LoraTiles
-) -> Tensor:
+def shrink(x: Tensor, pages: Tensor, tables: AdapterTables, site: LoraSite, tiles: LoraTiles) -> Tensor:
     """x [T, in] -> float64 [T, max_group_rank]; columns past a tile's rank, and rows in no tile, are 0."""
     bridge = torch.zeros(x.shape[0], tiles.max_group_rank, dtype=torch.float64, device=x.device)
     for slot, first, tokens in tiles.tiles.tolist():
-        rank, segment = tables.groups[slot, layer, GROUPS.index(group)].tolist()
+        rank, segment = tables.groups[slot, site.group].tolist()
         a = read_rows(pages, tables.page_table[slot].tolist(), segment, rank, x.shape[1], x.dtype)
         bridge[first : first + tokens, :rank] = x[first : first + tokens].double() @ a.double().T
     return bridge
@@ -120,18 +118,16 @@ def expand(
     bridge: Tensor,
     pages: Tensor,
     tables: AdapterTables,
-    layer: int,
-    group: LinearGroup,
+    site: LoraSite,
     tiles: LoraTiles,
-    widths: tuple[int, ...],
 ) -> None:
-    """out [T, sum(widths)] += weight * scale * bridge @ B, in place, rounded once."""
+    """out [T, sum(site.widths)] += weight * scale * bridge @ B, in place, rounded once."""
     for (slot, first, tokens), weight in zip(tiles.tiles.tolist(), tiles.weights.tolist(), strict=True):
         start = 0
-        for module, width in zip(group.modules, widths, strict=True):
-            rank, row, segment = tables.modules[slot, layer, module].tolist()
+        for module, width in enumerate(site.widths, site.first_module):
+            rank, row, segment = tables.modules[slot, module].tolist()
             b = read_rows(pages, tables.page_table[slot].tolist(), segment, rank, width, out.dtype)
-            scale = weight * tables.scales[slot, layer, module].item()
+            scale = weight * tables.scales[slot, module].item()
             target = out[first : first + tokens, start : start + width]
             delta = bridge[first : first + tokens, row : row + rank].double() @ b.double() * scale
             target.copy_(target.double() + delta)

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slora_kernels.batch import AdapterTables, AttentionBatch, KernelStep, KVGeometry, LoraTiles
-from slora_kernels.layout import LinearGroup
+from slora_kernels.batch import AdapterTables, AttentionBatch, AttentionStep, KVGeometry, LoraStep, LoraTiles
+from slora_kernels.layout import LoraSite
 from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shrink_tiles
 
 # Context tokens per step of the walk: enough to pay for a dozen torch calls, small enough for the caches.
@@ -39,8 +39,12 @@ class TilePass:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchPlan:
+class AttentionPlan:
     passes: list[TilePass]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPlan:
     tiles: list[TileRanks]
 
 
@@ -167,11 +171,11 @@ class TorchKernels:
         """Nothing to compile."""
         return 0.0
 
-    def prepare(
-        self, batch: AttentionBatch, tiles: LoraTiles | None, tables: AdapterTables | None
-    ) -> KernelStep:
-        lora = plan_tiles(tiles, tables) if tiles is not None and tables is not None else []
-        return KernelStep(batch, tiles, TorchPlan(_plan_attention(batch), lora))
+    def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
+        return AttentionStep(batch, AttentionPlan(_plan_attention(batch)))
+
+    def prepare_lora(self, tiles: LoraTiles, tables: AdapterTables) -> LoraStep:
+        return LoraStep(tiles, tables, LoraPlan(plan_tiles(tiles, tables)))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
@@ -185,7 +189,13 @@ class TorchKernels:
         return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
 
     def rotate_and_write_kv(
-        self, qkv: Tensor, cos_sin: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: KernelStep
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        pages: Tensor,
+        geometry: KVGeometry,
+        layer: int,
+        step: AttentionStep,
     ) -> Tensor:
         heads = qkv.view(qkv.shape[0], -1, geometry.head_dim)
         turning = geometry.num_heads + geometry.num_kv_heads
@@ -201,10 +211,10 @@ class TorchKernels:
         return turned[:, : geometry.num_heads]
 
     def attend(
-        self, q: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: KernelStep, scale: float
+        self, q: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: AttentionStep, scale: float
     ) -> Tensor:
         plan = step.plan
-        assert isinstance(plan, TorchPlan)
+        assert isinstance(plan, AttentionPlan)
         out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype, device=q.device)
         blocks = pages.view(geometry.dtype).view(-1, geometry.block_elements)
         block_tables = step.batch.block_tables.long() * geometry.num_layers + layer
@@ -218,32 +228,14 @@ class TorchKernels:
                 out[work.tokens[work.keep]] = flat[work.keep]
         return out
 
-    def shrink(
-        self,
-        x: Tensor,
-        pages: Tensor,
-        tables: AdapterTables,
-        layer: int,
-        group: LinearGroup,
-        step: KernelStep,
-    ) -> Tensor:
-        plan, tiles = step.plan, step.tiles
-        assert isinstance(plan, TorchPlan) and tiles is not None
-        bridge = torch.empty(x.shape[0], tiles.max_group_rank, dtype=x.dtype, device=x.device)
-        shrink_tiles(x, bridge, pages, plan.tiles, layer, group)
+    def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
+        plan = step.plan
+        assert isinstance(plan, LoraPlan)
+        bridge = torch.empty(x.shape[0], step.tiles.max_group_rank, dtype=x.dtype, device=x.device)
+        shrink_tiles(x, bridge, pages, plan.tiles, site)
         return bridge
 
-    def expand(
-        self,
-        out: Tensor,
-        bridge: Tensor,
-        pages: Tensor,
-        tables: AdapterTables,
-        layer: int,
-        group: LinearGroup,
-        step: KernelStep,
-        widths: tuple[int, ...],
-    ) -> None:
+    def expand(self, out: Tensor, bridge: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
         plan = step.plan
-        assert isinstance(plan, TorchPlan)
-        expand_tiles(out, bridge, pages, plan.tiles, layer, group, widths)
+        assert isinstance(plan, LoraPlan)
+        expand_tiles(out, bridge, pages, plan.tiles, site)

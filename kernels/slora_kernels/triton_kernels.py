@@ -4,8 +4,8 @@ prepare."""
 import torch
 from torch import Tensor
 
-from slora_kernels.batch import AdapterTables, AttentionBatch, KernelStep, KVGeometry, LoraTiles
-from slora_kernels.layout import LinearGroup
+from slora_kernels.batch import AdapterTables, AttentionBatch, AttentionStep, KVGeometry, LoraStep, LoraTiles
+from slora_kernels.layout import LoraSite
 from slora_kernels.lora_expand import bind_lora_expand
 from slora_kernels.lora_shrink import TILE_TOKENS, bind_lora_shrink
 from slora_kernels.paged_attention_decode import bind_paged_attention_decode
@@ -25,10 +25,11 @@ class TritonKernels:
         """Nothing yet: a GPU compiles at the first launch, which takes real tensors."""
         return 0.0
 
-    def prepare(
-        self, batch: AttentionBatch, tiles: LoraTiles | None, tables: AdapterTables | None
-    ) -> KernelStep:
-        return KernelStep(batch, tiles, None)
+    def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
+        return AttentionStep(batch, None)
+
+    def prepare_lora(self, tiles: LoraTiles, tables: AdapterTables) -> LoraStep:
+        return LoraStep(tiles, tables, None)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         launch, out = bind_rms_norm(x, None, weight, eps)
@@ -46,13 +47,19 @@ class TritonKernels:
         return out
 
     def rotate_and_write_kv(
-        self, qkv: Tensor, cos_sin: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: KernelStep
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        pages: Tensor,
+        geometry: KVGeometry,
+        layer: int,
+        step: AttentionStep,
     ) -> Tensor:
         bind_rotate_and_write_kv(qkv, cos_sin, pages, geometry, layer, step.batch).run()
         return qkv.view(qkv.shape[0], -1, geometry.head_dim)[:, : geometry.num_heads]
 
     def attend(
-        self, q: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: KernelStep, scale: float
+        self, q: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: AttentionStep, scale: float
     ) -> Tensor:
         batch = step.batch
         out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype, device=q.device)
@@ -64,32 +71,12 @@ class TritonKernels:
             bind_paged_attention_prefill(q, pages, out, geometry, layer, batch, scale).run()
         return out
 
-    def shrink(
-        self,
-        x: Tensor,
-        pages: Tensor,
-        tables: AdapterTables,
-        layer: int,
-        group: LinearGroup,
-        step: KernelStep,
-    ) -> Tensor:
-        assert step.tiles is not None
-        launch, bridge = bind_lora_shrink(x, pages, tables, layer, group, step.tiles)
+    def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
+        launch, bridge = bind_lora_shrink(x, pages, step.tables, site, step.tiles)
         if step.tiles.max_group_rank:
             launch.run()
         return bridge
 
-    def expand(
-        self,
-        out: Tensor,
-        bridge: Tensor,
-        pages: Tensor,
-        tables: AdapterTables,
-        layer: int,
-        group: LinearGroup,
-        step: KernelStep,
-        widths: tuple[int, ...],
-    ) -> None:
-        assert step.tiles is not None
+    def expand(self, out: Tensor, bridge: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
         if step.tiles.max_group_rank:
-            bind_lora_expand(out, bridge, pages, tables, layer, group, step.tiles, widths).run()
+            bind_lora_expand(out, bridge, pages, step.tables, site, step.tiles).run()

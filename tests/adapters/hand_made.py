@@ -9,16 +9,15 @@ from safetensors.numpy import save
 
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.limits import AdapterLimits
-from slora_adapters.module_names import MODULE_PATHS
 from slora_adapters.peft_directory import parse_adapter
-from slora_kernels.layout import ModelShape
+from slora_kernels.layout import ModelShape, llama_shape
 
-SHAPE = ModelShape(2, 24, 4, 2, 6, 40, element_bytes=4)
+SHAPE = llama_shape(2, 24, 4, 2, 6, 40, vocab_size=50, element_bytes=4)
 Tensors = dict[str, np.ndarray]
 
 
 def tensor_name(layer: int, module: int, factor: str) -> str:
-    return f"base_model.model.model.layers.{layer}.{MODULE_PATHS[module]}.lora_{factor}.weight"
+    return f"base_model.model.model.layers.{layer}.{SHAPE.linears[module].path}.lora_{factor}.weight"
 
 
 def make_config(**changes: object) -> dict[str, object]:
@@ -32,7 +31,10 @@ def make_tensors(rank: int = 2, seed: int = 0, shape: ModelShape = SHAPE) -> Ten
     tensors: Tensors = {}
     for layer in range(shape.num_layers):
         for module in (0, 6):
-            sizes = {"A": (rank, shape.in_widths[module]), "B": (shape.out_widths[module], rank)}
+            sizes = {
+                "A": (rank, shape.linears[module].in_width),
+                "B": (shape.linears[module].out_width, rank),
+            }
             for factor, size in sizes.items():
                 tensors[tensor_name(layer, module, factor)] = random.standard_normal(size, np.float32)
     return tensors

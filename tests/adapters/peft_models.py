@@ -7,25 +7,27 @@ import torch
 from peft import PeftModel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from slora_adapters.module_names import ModuleId, all_modules, module_name
-from slora_kernels.layout import ModelShape
+from slora_adapters.module_names import ModuleId
+from slora_kernels.layout import llama_shape
 from tests.support import peft_adapters
 
 # Widths that share no factor with a segment, grouped queries, and a head size that is not hidden / heads.
-SHAPE = ModelShape(
+VOCAB_SIZE = 64
+INTERMEDIATE_SIZE = 72
+SHAPE = llama_shape(
     num_layers=3,
     hidden_size=48,
     num_heads=4,
     num_kv_heads=2,
     head_dim=20,
-    intermediate_size=72,
+    intermediate_size=INTERMEDIATE_SIZE,
+    vocab_size=VOCAB_SIZE,
     element_bytes=4,
 )
-VOCAB_SIZE = 64
 _SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": SHAPE.hidden_size,
-    "intermediate_size": SHAPE.intermediate_size,
+    "intermediate_size": INTERMEDIATE_SIZE,
     "num_hidden_layers": SHAPE.num_layers,
     "num_attention_heads": SHAPE.num_heads,
     "num_key_value_heads": SHAPE.num_kv_heads,
@@ -48,8 +50,8 @@ def deltas_by_peft(directory: Path, family: str = "llama") -> dict[ModuleId, tor
     with peft_adapters.quiet_peft():
         model = PeftModel.from_pretrained(base_model(family), directory)
     found = {}
-    for module_id in all_modules(SHAPE.num_layers):
-        layer = model.get_submodule("base_model.model." + module_name(module_id))
+    for module_id, module in enumerate(SHAPE.modules):
+        layer = model.get_submodule("base_model.model." + module.path)
         if hasattr(layer, "lora_A"):
             found[module_id] = layer.get_delta_weight("default")
     return found

@@ -33,7 +33,7 @@ def test_an_added_adapter_arrives_packed(source: DirectorySource, tmp_path: Path
     result = _fetch(source, version)
     assert isinstance(result, Fetched) and result.version == version
     assert result.packed.buffer.nbytes == result.packed.layout.num_bytes > 0
-    assert result.packed.scales[1, 6] == 2.0
+    assert result.packed.scales[SHAPE.module_id(1, 6)] == 2.0
     source.release(version)
     assert source.poll() == []
 

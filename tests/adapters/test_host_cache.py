@@ -13,7 +13,7 @@ ARENA_PAGES = 12
 
 
 def _layout(num_segments: int) -> AdapterLayout:
-    return AdapterLayout(np.zeros((1, 4, 2), np.int32), np.zeros((1, 7, 3), np.int32), num_segments)
+    return AdapterLayout(np.zeros((6, 2), np.int32), np.zeros((9, 3), np.int32), num_segments)
 
 
 def _version(number: int) -> AdapterVersion:

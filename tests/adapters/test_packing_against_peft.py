@@ -85,7 +85,7 @@ def test_weights_of_each_dtype_are_served_as_torch_would_round_them(
     packed = pack(read_adapter(tmp_path, shape, AdapterLimits(served_dtype=served)), shape, served)
     state = {name.replace(".default", ""): value for name, value in model.state_dict().items()}
     name = "base_model.model.model.layers.1.mlp.gate_proj.lora_{}.weight"
-    for factor, ours in zip("AB", unpack(packed, shape, served, (1, 4)), strict=True):
+    for factor, ours in zip("AB", unpack(packed, shape, served, shape.module_id(1, 4)), strict=True):
         theirs = state[name.format(factor)].to(getattr(torch, served)).contiguous()
         bits = torch.int32 if served == "float32" else torch.int16
         assert theirs.view(bits).tolist() == ours.copy().view("i4" if served == "float32" else "i2").tolist()

@@ -22,10 +22,10 @@ Q0_A, Q0_B = tensor_name(0, 0, "A"), tensor_name(0, 0, "B")
 
 def test_a_proper_adapter_is_accepted(tmp_path: Path) -> None:
     adapter = read_adapter(write_directory(tmp_path, make_members()), SHAPE, AdapterLimits())
-    assert sorted(adapter.pairs) == [(0, 0), (0, 6), (1, 0), (1, 6)]
+    assert sorted(adapter.pairs) == [0, 6, 7, 13]
     assert adapter.target_modules == ("q_proj", "down_proj")
-    assert (adapter.max_rank, adapter.pairs[0, 0].scale) == (2, 2.0)
-    assert adapter.ranks(2) == [[2, 0, 0, 0, 0, 0, 2]] * 2
+    assert (adapter.max_rank, adapter.pairs[0].scale) == (2, 2.0)
+    assert adapter.ranks(SHAPE) == [*[2, 0, 0, 0, 0, 0, 2] * 2, 0, 0]
 
 
 TENSOR_FAULTS = {
@@ -39,7 +39,7 @@ TENSOR_FAULTS = {
     ),
     "layer_beyond_the_base": (
         lambda t: t.update({tensor_name(2, 0, "A"): t[Q0_A], tensor_name(2, 0, "B"): t[Q0_B]}),
-        ["untargeted_tensors"],
+        ["unknown_tensor"],
     ),
     "wrong_width": (lambda t: t.update({Q0_A: np.ones((2, 23), "f4")}), ["shape_mismatch"]),
     "transposed": (lambda t: t.update({Q0_B: t[Q0_B].T.copy()}), ["shape_mismatch"]),

@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from slora_adapters.module_names import ModuleId
 from slora_adapters.packing import PackedAdapter
-from slora_kernels.layout import GROUPS, SEGMENT_BYTES, ModelShape
+from slora_kernels.layout import SEGMENT_BYTES, ModelShape
 
 STORAGE = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
@@ -14,11 +14,10 @@ def unpack(
     packed: PackedAdapter, shape: ModelShape, dtype: str, module_id: ModuleId
 ) -> tuple[npt.NDArray, npt.NDArray]:
     """A [rank, in width] and B [out width, rank] of one module; bfloat16 as bit patterns."""
-    layer, module = module_id
-    group_idx = next(g for g, group in enumerate(GROUPS) if module in group.modules)
-    _, group_start = packed.layout.groups[layer, group_idx]
-    rank, first_row, b_start = packed.layout.modules[layer, module]
-    a_width, b_width = shape.in_widths[module], shape.out_widths[module]
+    site = [site for site in shape.sites if site.first_module <= module_id][-1]
+    _, group_start = packed.layout.groups[site.group]
+    rank, first_row, b_start = packed.layout.modules[module_id]
+    a_width, b_width = shape.modules[module_id].in_width, shape.modules[module_id].out_width
     a_start = group_start + first_row * shape.row_segments(a_width)
     a = [_row(packed, a_start + row * shape.row_segments(a_width), a_width, dtype) for row in range(rank)]
     b = [_row(packed, b_start + row * shape.row_segments(b_width), b_width, dtype) for row in range(rank)]

@@ -411,4 +411,4 @@ def test_a_dtype_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
 def test_the_shape_has_the_sizes_of_the_config(tmp_path: Path) -> None:
     shape = read(tmp_path, head_dim=20).shape("bfloat16")
     assert (shape.num_layers, shape.hidden_size, shape.head_dim, shape.element_bytes) == (2, 32, 20, 2)
-    assert shape.out_widths == (80, 40, 40, 32, 64, 64, 32)
+    assert [linear.out_width for linear in shape.linears] == [80, 40, 40, 32, 64, 64, 32]

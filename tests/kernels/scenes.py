@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slora_kernels.batch import AdapterTables, AttentionBatch, KVGeometry, LoraTiles
-from slora_kernels.layout import GROUPS, MODULES, SEGMENT_BYTES, ModelShape, lay_out_adapter
+from slora_kernels.layout import SEGMENT_BYTES, ModelShape, lay_out_adapter
 from slora_kernels.reference import view_layer
 
 # A result is rounded once to its dtype: half a unit of 2^-7 or 2^-10, or a whole one where the interpreter cuts off.
@@ -33,13 +33,13 @@ class AdapterScene:
 def build_adapters(
     shape: ModelShape,
     dtype: torch.dtype,
-    ranks: Sequence[Sequence[Sequence[int]]],
+    ranks: Sequence[Sequence[int]],
     *,
     block_tokens: int = 16,
     device: str = "cpu",
     seed: int = 0,
 ) -> AdapterScene:
-    """Adapters with `ranks[slot][layer][module]` in scattered pages; all other bytes are NaN."""
+    """Adapters with `ranks[slot][module]` in scattered pages; all other bytes are NaN."""
     random = torch.Generator().manual_seed(seed)
     page_bytes = shape.page_bytes(block_tokens) * shape.num_layers
     layouts = [lay_out_adapter(shape, adapter) for adapter in ranks]
@@ -51,19 +51,18 @@ def build_adapters(
         ids = [order.pop() for _ in range(needed[slot])]
         page_table[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
         string = torch.full((len(ids) * page_bytes,), 0xFF, dtype=torch.uint8)
-        for layer in range(shape.num_layers):
-            for group_idx, group in enumerate(GROUPS):
-                rank, segment = layout.groups[layer, group_idx].tolist()
-                _fill_rows(string, segment, rank, shape.in_widths[group.modules[0]], dtype, random)
-            for module in range(len(MODULES)):
-                rank, _, segment = layout.modules[layer, module].tolist()
-                _fill_rows(string, segment, rank, shape.out_widths[module], dtype, random)
+        for site in shape.sites:
+            rank, segment = layout.groups[site.group].tolist()
+            _fill_rows(string, segment, rank, site.in_width, dtype, random)
+        for module_id, module in enumerate(shape.modules):
+            rank, _, segment = layout.modules[module_id].tolist()
+            _fill_rows(string, segment, rank, module.out_width, dtype, random)
         pages[ids] = string.view(len(ids), page_bytes)
     tables = AdapterTables(
         page_table.to(device),
         torch.from_numpy(np.stack([layout.groups for layout in layouts])).to(device),
         torch.from_numpy(np.stack([layout.modules for layout in layouts])).to(device),
-        (torch.rand(len(ranks), shape.num_layers, len(MODULES), generator=random) + 0.5).to(device),
+        (torch.rand(len(ranks), shape.num_modules, generator=random) + 0.5).to(device),
     )
     return AdapterScene(shape, dtype, pages.to(device), tables)
 
@@ -85,7 +84,7 @@ def build_tiles(runs: Sequence[tuple[int, int, int]], tables: AdapterTables) -> 
     return LoraTiles(
         torch.tensor(runs, dtype=torch.int32, device=device).view(-1, 3),
         torch.linspace(0.5, 1.5, len(runs), device=device),
-        int(tables.groups[slots, :, :, 0].max()) if runs else 0,
+        int(tables.groups[slots, :, 0].max()) if runs else 0,
     )
 
 

@@ -23,7 +23,7 @@ def build(
 
 
 def attend(kernels: Kernels, scene: AttentionScene) -> torch.Tensor:
-    step = kernels.prepare(scene.batch, None, None)
+    step = kernels.prepare_attention(scene.batch)
     scale = scene.geometry.head_dim**-0.5
     return kernels.attend(scene.q, scene.pages, scene.geometry, scene.layer, step, scale)
 
@@ -50,7 +50,7 @@ def test_attention_over_scattered_pages_matches_its_twin(
 def test_attention_works_in_half_precision(kernels: Kernels, device: str) -> None:
     scene = build(HEADS[0], torch.float16, MIXED, device)
     expected = reference.attend(scene.q, scene.pages, scene.geometry, 1, scene.batch, 0.1)
-    step = kernels.prepare(scene.batch, None, None)
+    step = kernels.prepare_attention(scene.batch)
     actual = kernels.attend(scene.q, scene.pages, scene.geometry, 1, step, 0.1)
     check_close(actual, expected, units=1)
 

@@ -26,7 +26,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     results = []
     for number in (1, 2, 3):
         torch.set_num_threads(number)
-        step = kernels.prepare(scene.batch, None, None)
+        step = kernels.prepare_attention(scene.batch)
         results.append(kernels.attend(scene.q, scene.pages, geometry, 1, step, 0.1))
     torch.set_num_threads(threads)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

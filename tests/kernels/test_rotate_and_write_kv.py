@@ -21,7 +21,7 @@ def test_q_is_rotated_and_only_the_slots_of_k_and_v_are_written(
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
     expected_pages = scene.pages.clone()
     expected = reference.rotate_and_write_kv(qkv, cos_sin, expected_pages, geometry, 1, scene.batch)
-    step = kernels.prepare(scene.batch, None, None)
+    step = kernels.prepare_attention(scene.batch)
     q = kernels.rotate_and_write_kv(qkv, cos_sin, scene.pages, geometry, 1, step)
     assert q.shape == (7, num_heads, head_dim)
     check_close(q, expected, units=1)

@@ -8,26 +8,27 @@ import numpy as np
 from slora_adapters.packing import PackedAdapter
 from slora_adapters.source import FailureCode, Fetched, FetchFailed
 from slora_adapters.version import AdapterVersion
-from slora_kernels.layout import MODULES, SEGMENT_BYTES, ModelShape, lay_out_adapter
+from slora_kernels.layout import SEGMENT_BYTES, lay_out_adapter, llama_shape
 
-# One row of any linear is one segment, so an adapter of rank r takes 14 r segments.
-SHAPE = ModelShape(
+# One row of any linear is one segment, so an adapter of rank r on all seven takes 14 r segments.
+SHAPE = llama_shape(
     num_layers=1,
     hidden_size=8,
     num_heads=2,
     num_kv_heads=1,
     head_dim=4,
     intermediate_size=8,
+    vocab_size=8,
     element_bytes=4,
 )
 # An adapter of rank r takes r pages of this size.
-FULL_PAGE_BYTES = 2 * len(MODULES) * SEGMENT_BYTES
+FULL_PAGE_BYTES = 2 * len(SHAPE.linears) * SEGMENT_BYTES
 
 
 def make_packed(num_pages: int) -> PackedAdapter:
-    layout = lay_out_adapter(SHAPE, [[num_pages] * len(MODULES)])
+    layout = lay_out_adapter(SHAPE, [*[num_pages] * len(SHAPE.linears), 0, 0])
     assert layout.num_bytes == num_pages * FULL_PAGE_BYTES
-    scales = np.ones((1, len(MODULES)), np.float32)
+    scales = np.ones(SHAPE.num_modules, np.float32)
     return PackedAdapter(layout, scales, np.zeros(layout.num_bytes, np.uint8))
 
 
