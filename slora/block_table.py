@@ -1,4 +1,8 @@
-"""The pages that hold one sequence's KV, in order. Knows no other sequence."""
+"""The pages that hold one sequence's KV, in order. Knows no other sequence.
+
+Sequences that forked from one share the pages of what they have in common, each with a reference of its own. A
+shared page is never written: whoever comes to write there gets a copy first.
+"""
 
 import numpy as np
 
@@ -36,6 +40,28 @@ class BlockTable:
             self._array = grown
         self._array[self.num_pages : end] = pages
         self.num_pages = end
+
+    def fork(self, pool: PagePool) -> "BlockTable":
+        """A table of the same pages, with references of its own."""
+        table = BlockTable(self.block_tokens)
+        pages = self.pages.tolist()
+        pool.retain(pages)
+        table.extend(pages)
+        return table
+
+    def must_copy(self, token: int, pool: PagePool) -> bool:
+        """Whether others share the page where the KV of `token` would be written."""
+        index = token // self.block_tokens
+        return index < self.num_pages and pool.is_shared(int(self._array[index]))
+
+    def copy_on_write(self, token: int, pool: PagePool) -> tuple[int, int]:
+        """A page of its own in place of the shared one of `token`. Returns (source, target): the bytes to copy."""
+        index = token // self.block_tokens
+        source = int(self._array[index])
+        (target,) = pool.allocate(1)
+        pool.release([source])
+        self._array[index] = target
+        return source, target
 
     def release(self, pool: PagePool) -> None:
         """Gives every page back."""

@@ -61,8 +61,9 @@ class Engine:
 
     def add(self, request: EngineRequest) -> None:
         """Takes a request in. Raises RequestRefused, naming the field, if it can never be served."""
-        if self._scheduler.find(request.request_id) is not None:
+        if self._scheduler.find(request.request_id):
             raise RequestRefused(f"request id {request.request_id!r} is already running", "request_id")
+        self._check_choices(request)
         max_tokens = self._check_length(request)
         outside = [t for t in request.prompt_token_ids if not 0 <= t < self.info.vocab_size]
         if outside:
@@ -78,9 +79,9 @@ class Engine:
         self._scheduler.add(Sequence(request, max_tokens, stop_ids, seed, self._config.block_tokens))
         self._prompt_tokens += len(request.prompt_token_ids)
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request and frees what it holds. Unknown or finished ones are no error."""
-        self._scheduler.abort(request_id)
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ends a request, or one choice of it, and frees what it holds. Unknown or finished ones are no error."""
+        self._scheduler.abort(request_id, index)
 
     def forget(self, version: AdapterVersion) -> None:
         """An adapter was deleted: it leaves the pool now, or with the last request that uses it."""
@@ -127,6 +128,15 @@ class Engine:
             generated_tokens=self._generated_tokens,
             steps=self._num_steps,
         )
+
+    def _check_choices(self, request: EngineRequest) -> None:
+        wanted, limit = request.sampling.num_choices, self.info.max_num_seqs
+        if wanted > limit:
+            field = "n" if request.sampling.best_of is None else "best_of"
+            raise RequestRefused(
+                f"{field} is {wanted}; this server runs at most {limit} sequences at once (max_num_seqs)",
+                field,
+            )
 
     def _check_length(self, request: EngineRequest) -> int:
         """The most tokens that it may generate."""

@@ -87,7 +87,7 @@ def decode_stats(message: Message) -> EngineStats:
 
 
 def encode_output(output: StepOutput) -> list[Any]:
-    """[id, token ids, finish reason, logprobs, error]: short, because there is one for each sequence of each step."""
+    """[id, token ids, finish reason, logprobs, error, choice]: short, because each step has one for each sequence."""
     delta, error = output.delta, output.error
     return [
         output.request_id,
@@ -95,11 +95,12 @@ def encode_output(output: StepOutput) -> list[Any]:
         delta.finish_reason if delta else None,
         [(entry.logprob, entry.top) for entry in delta.logprobs] if delta and delta.logprobs else None,
         _encode_error(error) if error is not None else None,
+        delta.index if delta else 0,
     ]
 
 
 def decode_output(row: list[Any]) -> StepOutput:
-    request_id, token_ids, reason, logprobs, error = row
+    request_id, token_ids, reason, logprobs, error, index = row
     if error is not None:
         return StepOutput(request_id, error=_decode_error(error))
     entries = None
@@ -109,7 +110,7 @@ def decode_output(row: list[Any]) -> StepOutput:
             for chosen, top in logprobs
         )
     finish = FinishReason(reason) if reason is not None else None
-    return StepOutput(request_id, TokenDelta(tuple(token_ids), finish, entries))
+    return StepOutput(request_id, TokenDelta(tuple(token_ids), finish, entries, index))
 
 
 def _encode_error(error: Exception) -> Message:

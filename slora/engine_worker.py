@@ -28,7 +28,10 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
+    """One choice of a request, or all of it."""
+
     request_id: str
+    index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +103,8 @@ class EngineWorker:
                     engine.add(request)
                 except RequestRefused as error:
                     self._deliver([StepOutput(request.request_id, error=error)])
-            case Abort(request_id):
-                engine.abort(request_id)
+            case Abort(request_id, index):
+                engine.abort(request_id, index)
             case Forget(version):
                 engine.forget(version)
             case AskStats(answer):

@@ -45,6 +45,11 @@ class PageMemory:
         self.tables.scales[slot] = torch.from_numpy(packed.scales).to(self.device)
         self._generations[slot] = resident.generation
 
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        """Copies whole pages (source, target). All sources are read before any target is written."""
+        sources, targets = torch.tensor(copies, dtype=torch.int64).to(self.device).unbind(dim=1)
+        self.pages.index_copy_(0, targets, self.pages.index_select(0, sources))
+
     def holds(self, slot: int, generation: int) -> bool:
         """Whether the slot still has the adapter that the work was planned for."""
         return bool(self._generations[slot] == generation)

@@ -49,6 +49,10 @@ class PagePool:
     def num_held(self) -> int:
         return self.num_pages - len(self._free) - self._num_cached
 
+    def is_shared(self, page: int) -> bool:
+        """Whether a held page has more than one reference: nobody may write to it then."""
+        return self._references[page] > 1
+
     def allocate(self, count: int) -> list[int]:
         """Takes `count` free pages, each with one reference."""
         assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free: make room first"

@@ -33,16 +33,17 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """The next tokens of one request. A stop token is included, then finish_reason is STOP."""
+    """The next tokens of choice `index` of a request. A stop token is included, then finish_reason is STOP."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step did for one request: a delta, or the error that ended it."""
+    """What one step did for one choice of a request: a delta, or the error that ended all of the request."""
 
     request_id: str
     delta: TokenDelta | None = None

@@ -48,7 +48,9 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Sampled]:
-        """One token for each chunk of `plan` that samples, in order."""
+        """One token for each of the chunks' `draws`, in order."""
+        if plan.copies:
+            self.memory.copy(plan.copies)
         for load in plan.loads:
             self.memory.load(load.resident, load.packed)
         if not plan.chunks:

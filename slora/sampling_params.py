@@ -7,7 +7,9 @@ from slora.errors import RequestRefused
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_CHOICES = 128
 _MAX_SEED = 2**63
+_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,9 @@ class SamplingParams:
     seed: the same seed gives the same tokens, whatever else shares the batch.
     stop: strings that end the text; matched on decoded text, outside the engine.
     logprobs: None is off; k gives the chosen token's log-probability and the k most likely ones.
+    n: answers to the one prompt, each drawn with a seed of its own (`choice_seed`); the prompt is computed once.
+    best_of: answers that are drawn, of which the n likeliest are kept (by the sum of their tokens'
+        log-probabilities); None means n. The engine draws them all, whoever collects them chooses.
     """
 
     max_tokens: int | None = 16
@@ -31,6 +36,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    n: int = 1
+    best_of: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -48,6 +55,21 @@ class SamplingParams:
         self._check_stops()
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise RequestRefused(f"logprobs is {self.logprobs}; it must be 0 to {MAX_LOGPROBS}", "logprobs")
+        self._check_choices()
+
+    @property
+    def num_choices(self) -> int:
+        """Answers that the engine draws for this request."""
+        return self.n if self.best_of is None else self.best_of
+
+    def _check_choices(self) -> None:
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise RequestRefused(f"n is {self.n}; it must be 1 to {MAX_CHOICES}", "n")
+        if self.best_of is not None and not self.n <= self.best_of <= MAX_CHOICES:
+            raise RequestRefused(
+                f"best_of is {self.best_of}; it must be at least n ({self.n}) and at most {MAX_CHOICES}",
+                "best_of",
+            )
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -56,3 +78,16 @@ class SamplingParams:
             raise RequestRefused("stop has an empty string; every stop string needs a character", "stop")
         if any(token < 0 for token in self.stop_token_ids):
             raise RequestRefused("stop_token_ids has a negative id; ids start at 0", "stop_token_ids")
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of choice `index` of a request with `seed`; choice 0 has the request's own.
+
+    A request of its own with that seed gives the same tokens. Mixed as in SplitMix64 (Steele et al., 2014).
+    """
+    if index == 0:
+        return seed
+    state = (seed + index * 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (state ^ (state >> 31)) >> 1

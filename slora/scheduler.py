@@ -5,7 +5,11 @@ served, with two exceptions: a request whose adapter is still on its way waits a
 it, and when pages run short the newest running requests give way (preemption by recompute: their pages are freed
 and their tokens are computed again later).
 
-Pages are found in this order: free ones, those of idle adapters, those of the newest running request.
+Pages are found in this order: free ones, those of idle adapters, those of the newest running sequence.
+
+A request of several choices runs as one sequence, in as many places of `max_num_seqs` as it has choices, until its
+prompt is computed. Then it forks: the choices share its pages, and each goes its own way from there. One that is
+preempted gives up its references only, and comes back alone.
 
 Plain Python, deterministic given its inputs. Knows no tensor, no clock, no socket.
 """
@@ -27,7 +31,10 @@ from slora_adapters.version import AdapterVersion
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """full_page_bytes: of one page over all layers. max_num_seqs <= max_num_batched_tokens, so every decode fits."""
+    """full_page_bytes: of one page over all layers. max_num_seqs <= max_num_batched_tokens, so every decode fits.
+
+    No request may have more choices than max_num_seqs.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -46,7 +53,8 @@ class Scheduler:
         self._pool = pool
         self._residency = residency
         self._source = source
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[str, list[Sequence]] = {}  # of each request, those that are not over
+        self._num_unfinished = 0
         self._running: list[Sequence] = []  # in order of arrival
         self._ready: list[Sequence] = []  # a heap by arrival: nothing to wait for but pages
         self._awaiting: dict[AdapterVersion, list[Sequence]] = {}  # aside, until the adapter is on the host
@@ -60,7 +68,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._sequences) - len(self._running)
+        return self._num_unfinished - len(self._running)
 
     @property
     def num_awaiting_adapter(self) -> int:
@@ -71,19 +79,23 @@ class Scheduler:
         """Whether a step could do something now; requests that only await an adapter do not count."""
         return bool(self._running or self._ready)
 
-    def find(self, request_id: str) -> Sequence | None:
-        return self._sequences.get(request_id)
+    def find(self, request_id: str) -> list[Sequence]:
+        """The sequences of a request that are not over."""
+        return list(self._sequences.get(request_id, ()))
 
     def add(self, sequence: Sequence) -> None:
         """Raises ContextTooLong if it could not run even alone."""
         self._enqueue(sequence)
-        self._sequences[sequence.request.request_id] = sequence
+        self._register(sequence)
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request wherever it is; unknown or finished ones are no error."""
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
-            self._retire(sequence)
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ends a request, or one choice of it, wherever it is; unknown or finished ones are no error.
+
+        A choice can be ended by those who have seen a token of it: before the fork there are no choices yet.
+        """
+        for sequence in self.find(request_id):
+            if index is None or (sequence.index == index and sequence.num_choices == 1):
+                self._retire(sequence)
 
     def forget(self, version: AdapterVersion) -> None:
         """The adapter was deleted: it leaves now, or with the last request that runs on it or waits for it.
@@ -102,14 +114,17 @@ class Scheduler:
         return plan
 
     def postprocess(self, plan: StepPlan, sampled: list[Sampled]) -> list[StepOutput]:
-        """Takes in the tokens of `plan`, one for each chunk that samples, in order; finished sequences leave."""
+        """Takes in the tokens of `plan`, one for each of the chunks' draws, in order; finished sequences leave."""
         self._release_copied(plan)
         outputs = list(plan.ended)
         tokens = iter(sampled)
         for chunk in plan.chunks:
             chunk.sequence.num_computed += chunk.num_tokens
-            if chunk.samples:
-                outputs.append(self._append(chunk.sequence, next(tokens)))
+            self._fork(chunk)
+            for sequence in chunk.draws:
+                token = next(tokens)
+                if not sequence.done:  # over, if another choice of the request just failed
+                    outputs.append(self._append(sequence, token))
         return outputs
 
     def fail(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
@@ -119,9 +134,7 @@ class Scheduler:
             load.resident.forgotten = True
         self._release_copied(plan)
         outputs = list(plan.ended)
-        for chunk in plan.chunks:
-            outputs.append(StepOutput(chunk.sequence.request.request_id, error=error))
-            self._retire(chunk.sequence)
+        outputs.extend(self._end(chunk.sequence, error) for chunk in plan.chunks if not chunk.sequence.done)
         return outputs
 
     def check(self) -> None:
@@ -134,7 +147,10 @@ class Scheduler:
                 users[seq.resident.version] += 1
         for resident in self._residency:
             assert resident.num_users == users[resident.version], f"{resident.version}: users do not add up"
-        waiting = [s for s in self._sequences.values() if s not in self._running]
+        unfinished = [sequence for group in self._sequences.values() for sequence in group]
+        assert len(unfinished) == self._num_unfinished and all(self._sequences.values())
+        assert self._places_taken() <= self._limits.max_num_seqs, "more sequences run than may"
+        waiting = [s for s in unfinished if s not in self._running]
         assert all(s.blocks.num_pages == 0 and s.resident is None for s in waiting), (
             "a waiting request holds pages"
         )
@@ -184,13 +200,15 @@ class Scheduler:
             sequences = self._awaiting.pop(fetch.version, [])
             if isinstance(fetch, FetchFailed):
                 error = AdapterFetchFailed(fetch.message, fetch.code)
-                plan.ended.extend(self._end(sequence, error) for sequence in sequences)
+                plan.ended.extend(self._end(sequence, error) for sequence in sequences if not sequence.done)
                 continue
             if fetch.version in self._on_host:
                 # Asked for again before the first copy was collected: one is enough.
                 self._source.release(fetch.version)
             self._on_host[fetch.version] = fetch.packed
             for sequence in sequences:
+                if sequence.done:  # it ended with another choice of its request
+                    continue
                 try:
                     self._make_ready(sequence, self._pages_of(fetch.packed))
                 except ContextTooLong as error:
@@ -223,22 +241,41 @@ class Scheduler:
             position += 1
             if num_tokens <= 0:
                 continue
-            if not self._grow(sequence, sequence.num_computed + num_tokens):
+            if not self._grow(sequence, num_tokens, plan):
                 break  # it was the newest left and gave way itself
             plan.chunks.append(_chunk(sequence, num_tokens))
             budget -= num_tokens
         return budget
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Gets the pages for `num_tokens` tokens, from newer sequences if need be. False: it was preempted itself."""
-        missing = sequence.blocks.pages_missing(num_tokens)
-        while not self._residency.make_room(missing):
+    def _grow(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
+        """Gets the pages for the next `num_tokens` tokens, from newer sequences if need be, and a copy of the page
+        they begin in if others read it. False: it was preempted itself."""
+        blocks, start = sequence.blocks, sequence.num_computed
+        missing = blocks.pages_missing(start + num_tokens)
+        # Asked anew each time round: when another choice gives way, the page may be left to this one.
+        while not self._residency.make_room(missing + blocks.must_copy(start, self._pool)):
             victim = self._running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
-        sequence.blocks.extend(self._pool.allocate(missing))
+        if blocks.must_copy(start, self._pool):
+            plan.copies.append(blocks.copy_on_write(start, self._pool))
+        blocks.extend(self._pool.allocate(missing))
         return True
+
+    def _fork(self, chunk: Chunk) -> None:
+        """The choices that begin with this chunk start to run beside the one whose prompt it was."""
+        parent = chunk.sequence
+        for sequence in chunk.forks:
+            sequence.blocks = parent.blocks.fork(self._pool)
+            sequence.num_computed = parent.num_computed
+            sequence.resident = parent.resident
+            if sequence.resident is not None:
+                self._residency.acquire(sequence.resident)
+            self._register(sequence)
+            self._run(sequence)
+        if chunk.samples:
+            parent.num_choices = 1
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue with its tokens but without pages; its arrival keeps its place."""
@@ -249,7 +286,8 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Starts ready sequences in order of arrival, until one does not fit: nobody overtakes it to its pages."""
-        while self._ready and len(self._running) < self._limits.max_num_seqs and budget > 0:
+        places = self._limits.max_num_seqs - self._places_taken()
+        while self._ready and budget > 0:
             sequence = self._ready[0]
             if sequence.done:
                 heapq.heappop(self._ready)
@@ -262,9 +300,13 @@ class Scheduler:
                 self._enqueue(sequence)
                 continue
             num_tokens = min(sequence.num_uncomputed, budget)
-            if not self._start(sequence, num_tokens, plan):
+            if sequence.num_choices > places or not self._start(sequence, num_tokens, plan):
                 break
             budget -= num_tokens
+            places -= sequence.num_choices
+
+    def _places_taken(self) -> int:
+        return sum(sequence.num_choices for sequence in self._running)
 
     def _start(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Takes the pages of its first chunk and of its adapter together, or nothing at all."""
@@ -273,8 +315,11 @@ class Scheduler:
         packed = self._on_host[version] if version is not None and resident is None else None
         kv_pages = sequence.blocks.pages_missing(num_tokens)
         adapter_pages = self._pages_of(packed) if packed is not None else 0
-        # Running sequences will soon want a page each: starting on the very last ones would preempt at once.
-        spare_pages = len(self._running) // sequence.blocks.block_tokens + 1 if self._running else 0
+        # Running sequences will soon want a page each, and choices one as soon as they fork: starting on the very last
+        # ones would preempt at once.
+        spare_pages = 0
+        if self._running:
+            spare_pages = len(self._running) // sequence.blocks.block_tokens + sequence.num_choices
         wanted = kv_pages + adapter_pages + spare_pages
         if not self._residency.make_room(wanted, slots=int(packed is not None), spare=version):
             return False
@@ -322,18 +367,28 @@ class Scheduler:
         if reason is not None:
             self._retire(sequence)
         logprobs = (sampled.logprobs,) if sampled.logprobs is not None else None
-        return StepOutput(request_id, TokenDelta((sampled.token_id,), reason, logprobs))
+        return StepOutput(request_id, TokenDelta((sampled.token_id,), reason, logprobs, sequence.index))
 
     def _end(self, sequence: Sequence, error: Exception) -> StepOutput:
-        self._retire(sequence)
-        return StepOutput(sequence.request.request_id, error=error)
+        """An error ends all of a request, whichever choice it befell."""
+        request_id = sequence.request.request_id
+        self.abort(request_id)
+        return StepOutput(request_id, error=error)
+
+    def _register(self, sequence: Sequence) -> None:
+        self._sequences.setdefault(sequence.request.request_id, []).append(sequence)
+        self._num_unfinished += 1
 
     def _retire(self, sequence: Sequence) -> None:
         """A terminal state: whatever it holds goes back."""
         if sequence.done:
             return
         sequence.done = True
-        del self._sequences[sequence.request.request_id]
+        request_id = sequence.request.request_id
+        self._sequences[request_id].remove(sequence)
+        if not self._sequences[request_id]:
+            del self._sequences[request_id]
+        self._num_unfinished -= 1
         version = sequence.request.adapter
         aside = self._awaiting.get(version, []) if version is not None else []
         if sequence in self._running:
@@ -349,7 +404,7 @@ class Scheduler:
         """A deleted adapter leaves pool and host once no unfinished request names it."""
         if version not in self._forgotten:
             return
-        if any(sequence.request.adapter == version for sequence in self._sequences.values()):
+        if any(group[0].request.adapter == version for group in self._sequences.values()):
             return
         self._forgotten.remove(version)
         self._residency.forget(version)
@@ -372,13 +427,16 @@ class Scheduler:
 
 def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
     resident = sequence.resident
+    samples = num_tokens == sequence.num_uncomputed
+    forks = range(1, sequence.num_choices) if samples else ()
     return Chunk(
         sequence,
         start=sequence.num_computed,
         num_tokens=num_tokens,
-        samples=num_tokens == sequence.num_uncomputed,
+        samples=samples,
         slot=resident.slot if resident is not None else None,
         generation=resident.generation if resident is not None else None,
+        forks=tuple(sequence.fork(index) for index in forks),
     )
 
 

@@ -1,4 +1,6 @@
-"""A request inside the engine: its tokens, how far they are computed, and what it holds.
+"""One choice of a request inside the engine: its tokens, how far they are computed, and what it holds.
+
+A request of several choices is one sequence until its prompt is computed; then it forks.
 
 Invariants:
     tokens    [0, num_prompt) came with the request; [num_prompt, len) were generated
@@ -11,18 +13,25 @@ import itertools
 from slora.block_table import BlockTable
 from slora.request import EngineRequest
 from slora.residency import Resident
+from slora.sampling_params import choice_seed
 
 _arrivals = itertools.count()
 
 
 class Sequence:
-    """`max_tokens` is the request's, or what context and pool leave where it named none."""
+    """`max_tokens` is the request's, or what context and pool leave where it named none.
+
+    index: which choice of the request it is. num_choices: how many it becomes when its prompt is computed; 1 after
+    that, and for those that came out of it.
+    """
 
     __slots__ = (
         "arrival",
         "blocks",
         "done",
+        "index",
         "max_tokens",
+        "num_choices",
         "num_computed",
         "num_prompt",
         "request",
@@ -36,6 +45,8 @@ class Sequence:
         self, request: EngineRequest, max_tokens: int, stop_ids: frozenset[int], seed: int, block_tokens: int
     ) -> None:
         self.arrival = next(_arrivals)
+        self.index = 0
+        self.num_choices = request.sampling.num_choices
         self.request = request
         self.max_tokens = max_tokens
         self.stop_ids = stop_ids
@@ -48,7 +59,16 @@ class Sequence:
         self.done = False
 
     def __lt__(self, other: "Sequence") -> bool:
-        return self.arrival < other.arrival
+        return (self.arrival, self.index) < (other.arrival, other.index)
+
+    def fork(self, index: int) -> "Sequence":
+        """Choice `index` of the same request, in the same place of the queue; it holds nothing yet."""
+        assert self.num_generated == 0, "a request forks when its prompt is computed, not later"
+        block_tokens = self.blocks.block_tokens
+        seed = choice_seed(self.seed, index)
+        choice = Sequence(self.request, self.max_tokens, self.stop_ids, seed, block_tokens)
+        choice.arrival, choice.index, choice.num_choices = self.arrival, index, 1
+        return choice
 
     @property
     def num_uncomputed(self) -> int:

@@ -28,7 +28,8 @@ class _Tile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """token_ids: int64 [T]. sample_rows: int64 [B'], the tokens whose hidden states become logits, in chunk order.
+    """token_ids: int64 [T]. sample_rows: int64 [B'], the tokens whose hidden states become logits, in chunk order,
+    one row for each sequence of `sampling`: a token that several choices begin after is in it several times.
 
     lora is None when nobody in the batch has an adapter; rows of the bare base are in no tile.
     """
@@ -56,7 +57,7 @@ class StepBatch:
         block_tables = _block_tables(chunks)
         contexts = (first_positions + counts).astype(np.int32)
         tiles = list(_cut_tiles(chunks, starts, tile_tokens))
-        rows = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) if chunk.samples]
+        rows = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) for _ in chunk.draws]
         arrays: list[IntArray | npt.NDArray[np.float32]] = [
             _token_ids(chunks, int(starts[-1])),
             positions,
@@ -85,7 +86,7 @@ class StepBatch:
             attention=attention,
             lora=LoraTiles(tile_rows, weights, _max_group_rank(chunks)) if tiles else None,
             sample_rows=sample_rows,
-            sampling=[chunk.sequence for chunk in chunks if chunk.samples],
+            sampling=[sequence for chunk in chunks for sequence in chunk.draws],
         )
 
 

@@ -21,6 +21,7 @@ class Chunk:
     """Tokens `[start, start + num_tokens)` of a sequence are computed in this step.
 
     samples: the chunk reaches the sequence's last token, so a new one is drawn.
+    forks: further choices of the request, which begin here: each draws a token of its own from the same row.
     slot, generation: where its adapter was when the plan was made; None for the bare base.
     """
 
@@ -30,14 +31,25 @@ class Chunk:
     samples: bool
     slot: int | None
     generation: int | None
+    forks: tuple[Sequence, ...] = ()
+
+    @property
+    def draws(self) -> tuple[Sequence, ...]:
+        """Whom a token is drawn for, in order."""
+        return (self.sequence, *self.forks) if self.samples else ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Chunks are ordered by slot, so that the tokens of one adapter lie side by side."""
+    """Chunks are ordered by slot, so that the tokens of one adapter lie side by side.
+
+    copies: (source page, target page), before anything else of the step is written: a source may be somebody else's
+    page by then.
+    """
 
     chunks: list[Chunk] = field(default_factory=list)
     loads: list[AdapterLoad] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
     # Requests that ended before they could run (their adapter could not be fetched, say).
     ended: list[StepOutput] = field(default_factory=list)
 
@@ -48,7 +60,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token drawn for one chunk that samples; None where the logits were not finite."""
+    """The token drawn for one of a chunk's `draws`; None where the logits were not finite."""
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None

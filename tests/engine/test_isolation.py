@@ -18,7 +18,7 @@ from slora_adapters.packing import pack
 from slora_adapters.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import CPU_KERNELS
-from tests.support.driving import Answer, drive, make_engine, make_source, step
+from tests.support.driving import Answer, drive, fill_pages, make_engine, make_source, step
 from tests.support.model_kit import ModelKit
 from tests.support.peft_adapters import make_adapter
 from tests.support.tiny_models import VOCAB_SIZE, make_model
@@ -31,20 +31,6 @@ def ask(name: str, adapter: AdapterVersion | None, length: int = 5, max_tokens: 
     prompt = [rng.randrange(VOCAB_SIZE) for _ in range(length)]
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
     return EngineRequest(name, "t", prompt, adapter, params)
-
-
-def fill_pages(engine: Engine, byte: int) -> None:
-    """Fills all pages with a byte, and each one again when it changes hands. 0xFF makes every number NaN."""
-    pool, memory = engine._pool, engine._runner.memory
-    memory.pages.fill_(byte)
-    allocate = pool.allocate
-
-    def allocate_filled(count: int) -> list[int]:
-        pages = allocate(count)
-        memory.pages[pages] = byte
-        return pages
-
-    pool.allocate = allocate_filled  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)

@@ -18,7 +18,8 @@ SMALL, LARGE = VERSIONS[0], VERSIONS[3]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests come and go in any order, adapters arrive late or never, steps break; pages are short."""
+    """Requests of one or more choices come and go in any order, adapters arrive late or never, steps break; pages are
+    short."""
 
     @initialize(
         num_pages=st.integers(2, 12),
@@ -40,32 +41,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.random = random
         self.count = 0
-        self.unfinished: dict[str, Sequence] = {}
-        self.drawn: dict[str, list[int | None]] = {}
+        self.requests: dict[str, Sequence] = {}
+        self.unfinished: dict[str, set[int]] = {}
+        self.drawn: dict[tuple[str, int], list[int | None]] = {}
         self.deleted: set[AdapterVersion] = set()
 
     def _choose(self, sequence: Sequence) -> int | None:
         token = self.random.choice([None, STOP_TOKEN, *range(1, 30)])
-        self.drawn[sequence.request.request_id].append(token)
+        self.drawn.setdefault((sequence.request.request_id, sequence.index), []).append(token)
         return token
 
     @rule(
         prompt=st.integers(1, 20),
         max_tokens=st.none() | st.integers(1, 20),
         adapter=st.none() | st.sampled_from(VERSIONS),
+        n=st.integers(1, 4),
     )
-    def add(self, prompt: int, max_tokens: int | None, adapter: AdapterVersion | None) -> None:
+    def add(self, prompt: int, max_tokens: int | None, adapter: AdapterVersion | None, n: int) -> None:
         if adapter in self.deleted:
             return
+        n = min(n, self.bench.limits.max_num_seqs)
         self.count += 1
         request_id = str(self.count)
         try:
-            sequence = self.bench.add(request_id, prompt=prompt, max_tokens=max_tokens, adapter=adapter)
+            sequence = self.bench.add(request_id, prompt=prompt, max_tokens=max_tokens, adapter=adapter, n=n)
         except ContextTooLong:
-            assert self.bench.scheduler.find(request_id) is None
+            assert not self.bench.scheduler.find(request_id)
             return
-        self.unfinished[request_id] = sequence
-        self.drawn[request_id] = []
+        self.requests[request_id] = sequence
+        self.unfinished[request_id] = set(range(n))
 
     @precondition(lambda self: self.unfinished)
     @rule(data=st.data())
@@ -74,6 +78,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         del self.unfinished[request_id]
         self.bench.scheduler.abort(request_id)
         self.bench.scheduler.abort(request_id)
+
+    @precondition(lambda self: self._choices_under_way())
+    @rule(data=st.data())
+    def abort_choice(self, data: st.DataObject) -> None:
+        request_id, index = data.draw(st.sampled_from(self._choices_under_way()))
+        self.bench.scheduler.abort(request_id, index)
+        self.bench.scheduler.abort(request_id, index)
+        self._finish(request_id, index)
+
+    def _choices_under_way(self) -> list[tuple[str, int]]:
+        """Those that have drawn a token."""
+        return [choice for choice in self.drawn if choice[1] in self.unfinished.get(choice[0], ())]
+
+    def _finish(self, request_id: str, index: int) -> None:
+        self.unfinished[request_id].remove(index)
+        if not self.unfinished[request_id]:
+            del self.unfinished[request_id]
 
     @rule(version=st.sampled_from(VERSIONS))
     def forget(self, version: AdapterVersion) -> None:
@@ -99,11 +120,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         for output in self.bench.step(breaks=breaks):
             self._take(output)
         aside = self.bench.scheduler.num_awaiting_adapter
-        if waiting_for_nothing and len(self.unfinished) > aside:
+        unfinished = sum(len(self.bench.scheduler.find(request_id)) for request_id in self.unfinished)
+        if waiting_for_nothing and unfinished > aside:
             assert self.bench.last_plan.chunks, "there was work, and nothing was done"
 
     def _take(self, output: StepOutput) -> None:
-        sequence = self.unfinished[output.request_id]
         if output.error is not None:
             assert isinstance(
                 output.error, AdapterFetchFailed | ContextTooLong | RequestFailed | BrokenStep
@@ -111,21 +132,30 @@ class SchedulerMachine(RuleBasedStateMachine):
             del self.unfinished[output.request_id]
             return
         assert output.delta is not None
-        drawn = self.drawn[output.request_id]
+        request_id, index = output.request_id, output.delta.index
+        assert index in self.unfinished[request_id], "a choice that is over spoke again"
+        drawn = self.drawn[request_id, index]
         assert output.delta.token_ids == (drawn[-1],)
-        assert sequence.token_ids[sequence.num_prompt :] == drawn
-        stopped, full = drawn[-1] == STOP_TOKEN, len(drawn) == sequence.max_tokens
+        stopped, full = drawn[-1] == STOP_TOKEN, len(drawn) == self.requests[request_id].max_tokens
         expected = FinishReason.STOP if stopped else FinishReason.LENGTH if full else None
         assert output.delta.finish_reason == expected
+        # One that goes on may be over all the same: another choice of its request failed in this step.
+        left = [one for one in self.bench.scheduler.find(request_id) if one.index == index]
+        assert all(one.token_ids[one.num_prompt :] == drawn for one in left)
         if expected is not None:
-            del self.unfinished[output.request_id]
+            assert not left
+            self._finish(request_id, index)
 
     @invariant()
     def nobody_is_lost_and_no_page_leaks(self) -> None:
         scheduler = self.bench.scheduler
         scheduler.check()
-        assert scheduler.num_running + scheduler.num_waiting == len(self.unfinished)
-        assert all(scheduler.find(request_id) is not None for request_id in self.unfinished)
+        left = {request_id: scheduler.find(request_id) for request_id in self.unfinished}
+        assert scheduler.num_running + scheduler.num_waiting == sum(map(len, left.values()))
+        for request_id, choices in left.items():
+            forked = choices[0].num_choices == 1
+            indexes = {one.index for one in choices} if forked else set(range(choices[0].num_choices))
+            assert self.unfinished[request_id] == indexes, "a choice is lost"
 
     def teardown(self) -> None:
         if not hasattr(self, "bench"):
@@ -340,3 +370,73 @@ def test_a_broken_step_ends_its_own_requests_and_distrusts_what_it_loaded() -> N
     assert output.request_id == "broken" and isinstance(output.error, BrokenStep)
     assert bench.residency.find(SMALL) is None
     assert [one.error for one in run_alone(bench, "late")] == [None] * 3
+
+
+def test_the_choices_of_a_request_share_the_pages_of_its_prompt() -> None:
+    """10 tokens are two whole blocks and a half: that half alone is copied, for all but the last to write in it."""
+    bench = SchedulerBench(PAGES, num_pages=20, max_num_batched_tokens=8)
+    bench.add("a", prompt=10, max_tokens=6, n=3, adapter=SMALL)
+    bench.source.deliver()
+    assert bench.step() == []
+    assert [output.delta and output.delta.index for output in bench.step()] == [0, 1, 2]
+    assert bench.pool.num_held == 1 + 3
+    bench.step()
+    assert bench.num_copies == 2
+    assert bench.pool.num_held == 1 + 2 + 3
+    outputs = list(bench.run_to_end(10))
+    assert [output.delta and output.delta.finish_reason for output in outputs[-3:]] == [
+        FinishReason.LENGTH
+    ] * 3
+    assert bench.num_copies == 2 and bench.pool.num_held == 0
+
+
+def test_a_prompt_of_whole_blocks_is_forked_without_a_copy() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20)
+    bench.add("a", prompt=8, max_tokens=6, n=4)
+    list(bench.run_to_end(10))
+    assert bench.num_copies == 0
+
+
+def test_a_choice_that_gives_way_frees_its_own_pages_only_and_comes_back_alone() -> None:
+    """Two choices of 12 tokens take 5 pages of 4, of which the prompt's first is shared; there are 4."""
+    bench = SchedulerBench(PAGES, num_pages=4)
+    bench.add("a", prompt=5, max_tokens=8, n=2)
+    outputs = list(bench.run_to_end(50))
+    assert bench.scheduler.num_preemptions == 1
+    told = [output.delta.index for output in outputs if output.delta]
+    assert told.count(0) == told.count(1) == 8
+
+
+def test_a_choice_is_aborted_alone_and_a_request_with_all_its_choices() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20)
+    bench.add("a", prompt=6, max_tokens=9, n=3)
+    bench.scheduler.abort("a", 0)  # before there are choices
+    bench.step()
+    bench.scheduler.abort("a", 0)
+    assert [output.delta and output.delta.index for output in bench.step()] == [1, 2]
+    bench.scheduler.abort("a")
+    bench.scheduler.check()
+    assert bench.scheduler.num_running == bench.pool.num_held == 0
+
+
+def test_an_error_of_one_choice_ends_the_request_once() -> None:
+    tokens = iter([1, 1, 1, 1, None, 1])
+    bench = SchedulerBench(PAGES, num_pages=20, choose=lambda sequence: next(tokens))
+    bench.add("a", prompt=6, max_tokens=9, n=3)
+    bench.step()
+    first, second = bench.step()
+    assert first.delta is not None and isinstance(second.error, RequestFailed)
+    assert bench.scheduler.num_running == bench.pool.num_held == 0
+
+
+def test_a_request_waits_for_as_many_places_as_it_has_choices_and_nobody_overtakes_it() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20, max_num_seqs=4)
+    bench.add("first", max_tokens=3)
+    bench.add("four", prompt=2, max_tokens=2, n=4)
+    bench.add("last", max_tokens=2)
+    started = {}
+    for number in range(8):
+        bench.step()
+        for chunk in bench.last_plan.chunks:
+            started.setdefault(chunk.sequence.request.request_id, number)
+    assert started == {"first": 0, "four": 3, "last": 5}

@@ -54,7 +54,8 @@ def make_engine(kit: ModelKit, source: AdapterSource, num_pages: int, **settings
 
 
 def drive(engine: Engine, arrivals: Iterable[list[EngineRequest]]) -> dict[str, Answer]:
-    """Adds each list of requests before another step, then steps until all have ended."""
+    """Adds each list of requests before another step, then steps until all have ended. Answers by request id; where a
+    request has several choices, the second is `<id>/1`, and so on."""
     answers: dict[str, Answer] = defaultdict(Answer)
     for requests in arrivals:
         for request in requests:
@@ -68,4 +69,19 @@ def drive(engine: Engine, arrivals: Iterable[list[EngineRequest]]) -> dict[str, 
 
 def step(engine: Engine, answers: dict[str, Answer]) -> None:
     for output in engine.step():
-        answers[output.request_id].take(output)
+        index = output.delta.index if output.delta is not None else 0
+        answers[f"{output.request_id}/{index}" if index else output.request_id].take(output)
+
+
+def fill_pages(engine: Engine, byte: int) -> None:
+    """Fills all pages with a byte, and each one again when it changes hands. 0xFF makes every number NaN."""
+    pool, memory = engine._pool, engine._runner.memory
+    memory.pages.fill_(byte)
+    allocate = pool.allocate
+
+    def allocate_filled(count: int) -> list[int]:
+        pages = allocate(count)
+        memory.pages[pages] = byte
+        return pages
+
+    pool.allocate = allocate_filled  # type: ignore[method-assign]

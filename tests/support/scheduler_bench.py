@@ -1,10 +1,12 @@
 """A scheduler with a runner that computes nothing but remembers what each page holds.
 
-Each KV place holds the (request, position) that was written last, each adapter page the (version, part) that was
-loaded; a chunk may run only if it finds everything that came before it. So a page that two owners share, or a plan
-that reads what was never computed, fails the step that does it.
+Each KV place holds the mark that was written last, a new one for each token computed; each adapter page the (version,
+part) that was loaded. A chunk may run only if it finds all marks of its sequence, those that it was forked with
+included. So a shared page that is written to, or a plan that reads what was never computed, fails the step that does
+it.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 from slora.page_pool import PagePool
@@ -45,7 +47,10 @@ class SchedulerBench:
         self.scheduler = Scheduler(self.limits, self.pool, self.residency, self.source)
         self.last_plan = StepPlan()
         self._choose = choose
-        self._kv: dict[tuple[int, int], tuple[str, int]] = {}
+        self.num_copies = 0
+        self._marks = itertools.count()
+        self._kv: dict[tuple[int, int], int] = {}
+        self._written: dict[tuple[str, int], list[int]] = {}  # by choice: the mark of each of its tokens
         self._adapter_pages: dict[int, tuple[AdapterVersion, int]] = {}
         self._slots: dict[int, tuple[int, AdapterVersion]] = {}
 
@@ -57,9 +62,10 @@ class SchedulerBench:
         max_tokens: int | None = 1,
         adapter: AdapterVersion | None = None,
         longest: int = 64,
+        n: int = 1,
     ) -> Sequence:
         """`longest`: what max_tokens None means. Raises ContextTooLong."""
-        sampling = SamplingParams(max_tokens=max_tokens)
+        sampling = SamplingParams(max_tokens=max_tokens, n=n)
         request = EngineRequest(request_id, "tenant", [1] * prompt, adapter, sampling)
         sequence = Sequence(request, max_tokens or longest, frozenset([STOP_TOKEN]), 0, BLOCK_TOKENS)
         self.scheduler.add(sequence)
@@ -87,20 +93,29 @@ class SchedulerBench:
     def _check_plan(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self.limits.max_num_batched_tokens
         assert len(plan.chunks) <= self.scheduler.num_running <= self.limits.max_num_seqs
+        assert sum(len(chunk.draws) for chunk in plan.chunks) <= self.limits.max_num_seqs
         sequences = [chunk.sequence for chunk in plan.chunks]
         assert len(set(map(id, sequences))) == len(sequences), "a sequence is twice in a step"
         slots = [chunk.slot if chunk.slot is not None else 1 << 31 for chunk in plan.chunks]
         assert slots == sorted(slots), "tokens of an adapter are not side by side"
         for chunk in plan.chunks:
-            _check_chunk(chunk)
+            self._check_chunk(chunk)
 
     def _run(self, plan: StepPlan) -> list[Sampled]:
+        self._copy(plan.copies)
         for load in plan.loads:
             self._load(load)
         for chunk in plan.chunks:
             self._check_adapter(chunk)
             self._compute(chunk)
-        return [Sampled(self._choose(chunk.sequence)) for chunk in plan.chunks if chunk.samples]
+        return [Sampled(self._choose(sequence)) for chunk in plan.chunks for sequence in chunk.draws]
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        self.num_copies += len(copies)
+        places = [(source, target, offset) for source, target in copies for offset in range(BLOCK_TOKENS)]
+        found = {(target, offset): self._kv.get((source, offset)) for source, target, offset in places}
+        self._write({target for _, target in copies})
+        self._kv |= {place: mark for place, mark in found.items() if mark is not None}
 
     def _load(self, load: AdapterLoad) -> None:
         resident = load.resident
@@ -127,10 +142,13 @@ class SchedulerBench:
         request_id, end = chunk.sequence.request.request_id, chunk.start + chunk.num_tokens
         pages = chunk.sequence.blocks.pages.tolist()
         places = [(pages[t // BLOCK_TOKENS], t % BLOCK_TOKENS) for t in range(end)]
+        marks = self._written.setdefault((request_id, chunk.sequence.index), [])
+        marks[chunk.start :] = [next(self._marks) for _ in range(chunk.num_tokens)]
         self._write({page for page, _ in places[chunk.start :]}, keep_kv=True)
-        self._kv |= {place: (request_id, chunk.start + n) for n, place in enumerate(places[chunk.start :])}
-        known = [self._kv.get(place) for place in places]
-        assert known == [(request_id, position) for position in range(end)], "KV was lost or overwritten"
+        self._kv |= dict(zip(places[chunk.start :], marks[chunk.start :], strict=True))
+        assert [self._kv.get(place) for place in places] == marks, "KV was lost or overwritten"
+        for sequence in chunk.forks:
+            self._written[request_id, sequence.index] = marks.copy()
 
     def _write(self, pages: Iterable[int], *, keep_kv: bool = False) -> None:
         """Whoever writes to a page ends what else was there."""
@@ -140,13 +158,15 @@ class SchedulerBench:
                 for offset in range(BLOCK_TOKENS):
                     self._kv.pop((page, offset), None)
 
-
-def _check_chunk(chunk: Chunk) -> None:
-    sequence = chunk.sequence
-    assert not sequence.done, "an ended request was planned"
-    assert chunk.num_tokens > 0
-    assert chunk.start == sequence.num_computed
-    end = chunk.start + chunk.num_tokens
-    assert end <= len(sequence.token_ids)
-    assert chunk.samples == (end == len(sequence.token_ids))
-    assert sequence.blocks.num_pages * BLOCK_TOKENS >= end
+    def _check_chunk(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        assert not sequence.done, "an ended request was planned"
+        assert chunk.num_tokens > 0
+        assert chunk.start == sequence.num_computed
+        end = chunk.start + chunk.num_tokens
+        assert end <= len(sequence.token_ids)
+        assert chunk.samples == (end == len(sequence.token_ids))
+        assert len(chunk.draws) == (sequence.num_choices if chunk.samples else 0)
+        assert sequence.blocks.num_pages * BLOCK_TOKENS >= end
+        written = sequence.blocks.pages[chunk.start // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)]
+        assert not any(self.pool.is_shared(page) for page in written.tolist()), "a shared page is written to"

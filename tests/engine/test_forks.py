@@ -1,0 +1,127 @@
+"""The choices of a request are what as many requests would say, each with its own seed."""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from slora.request import EngineRequest
+from slora.sampling_params import SamplingParams, choice_seed
+from slora_adapters.version import AdapterVersion
+from tests.support.cpu_kernels import CPU_KERNELS
+from tests.support.driving import Answer, drive, fill_pages, make_engine, make_source, step
+from tests.support.model_kit import ModelKit
+from tests.support.tiny_models import VOCAB_SIZE
+
+Kits = Callable[[str], ModelKit]
+# On both sides of a page's 16 tokens, and longer than two.
+LENGTHS = (1, 15, 16, 17, 40)
+
+
+def ask(name: str, adapter: AdapterVersion | None, n: int, max_tokens: int = 30) -> EngineRequest:
+    rng = random.Random(name)
+    prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice(LENGTHS))]
+    seed = rng.randrange(-(2**63), 2**63)
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True, logprobs=0, n=n)
+    return EngineRequest(name, "t", prompt, adapter, params)
+
+
+def apart(request: EngineRequest) -> list[EngineRequest]:
+    """A request of its own for each choice."""
+    params = request.sampling
+    return [
+        replace(
+            request,
+            request_id=f"{request.request_id}/{index}" if index else request.request_id,
+            sampling=replace(params, n=1, seed=choice_seed(params.seed or 0, index)),
+        )
+        for index in range(params.n)
+    ]
+
+
+def assert_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
+    assert found.keys() == expected.keys()
+    for name, answer in expected.items():
+        assert found[name].error is None and found[name].reason == answer.reason
+        assert found[name].token_ids == answer.token_ids, name
+        assert found[name].logprobs == pytest.approx(answer.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize(
+    ("num_pages", "settings"),
+    [
+        (400, {}),
+        (400, {"max_num_seqs": 9, "max_num_batched_tokens": 11}),
+        (40, {}),
+        (400, {"max_num_seqs": 4}),
+    ],
+    ids=["at ease", "in chunks", "preempted", "few places"],
+)
+def test_choices_equal_requests_of_their_own(
+    kits: Kits, kernels: str, num_pages: int, settings: dict[str, int]
+) -> None:
+    kit = kits("llama")
+    source, versions = make_source(kit)
+    adapters = [None, *list(versions.values())[:4]] * 2
+    requests = [ask(str(number), adapter, n=number % 4 + 1) for number, adapter in enumerate(adapters)]
+    separate = [one for request in requests for one in apart(request)]
+    expected = drive(make_engine(kit, source, 2000, kernels=kernels), [separate])
+
+    engine = make_engine(kit, source, num_pages, kernels=kernels, **settings)
+    fill_pages(engine, 0xFF)
+    found = drive(engine, [requests[at : at + 3] for at in range(0, len(requests), 3)])
+    assert_same(found, expected)
+    assert (engine.stats().preemptions > 0) == (num_pages < 100)
+    stats = engine.stats()
+    assert stats.pages_held == 0 and stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("survivor", [0, 1, 2])
+def test_choices_that_diverge_never_see_each_others_kv(kits: Kits, kernels: str, survivor: int) -> None:
+    """While they run, every page that the survivor does not hold is filled with NaN; then the others are aborted."""
+    kit = kits("llama")
+    source, _ = make_source(kit)
+    request = replace(ask("three", None, n=3), prompt_token_ids=list(range(1, 38)))
+    expected = drive(make_engine(kit, source, 100, kernels=kernels), [apart(request)])
+    engine = make_engine(kit, source, 100, kernels=kernels)
+    engine.add(request)
+    answers: dict[str, Answer] = defaultdict(Answer)
+    for _ in range(6):
+        step(engine, answers)
+    tables = {one.index: one.blocks.pages.tolist() for one in engine._scheduler.find("three")}
+    assert len({tuple(pages[:2]) for pages in tables.values()}) == 1, (
+        "the whole blocks of the prompt are shared"
+    )
+    assert len({pages[2] for pages in tables.values()}) == 3, "the block that they write to is not"
+    others = [page for page in range(100) if page not in tables[survivor]]
+    engine._runner.memory.pages[others] = 0xFF
+    for index in {0, 1, 2} - {survivor}:
+        engine.abort("three", index)
+    engine.check()
+    while engine.num_unfinished:
+        step(engine, answers)
+    name = f"three/{survivor}" if survivor else "three"
+    assert answers[name].token_ids == expected[name].token_ids
+    assert len({tuple(answer.token_ids) for answer in expected.values()}) == 3
+
+
+def test_greedy_choices_are_all_the_same(kits: Kits) -> None:
+    kit = kits("llama")
+    engine = make_engine(kit, make_source(kit)[0], 100)
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, n=3)
+    answers = drive(engine, [[EngineRequest("r", "t", [1, 2, 3], None, params)]])
+    first, *others = (answer.token_ids for answer in answers.values())
+    assert others == [first, first]
+
+
+def test_the_prompt_of_several_choices_is_computed_once(kits: Kits) -> None:
+    kit = kits("llama")
+    engine = make_engine(kit, make_source(kit)[0], 100)
+    params = SamplingParams(max_tokens=4, ignore_eos=True, n=5)
+    drive(engine, [[EngineRequest("r", "t", [1] * 40, None, params)]])
+    stats = engine.stats()
+    assert stats.prompt_tokens == 40 and stats.generated_tokens == 20 and stats.steps == 4
