@@ -24,6 +24,7 @@ from slora_kernels.lora_expand import bind_lora_expand
 from slora_kernels.lora_shrink import bind_lora_shrink
 from slora_kernels.paged_attention_decode import bind_paged_attention_decode
 from slora_kernels.paged_attention_prefill import bind_paged_attention_prefill
+from slora_kernels.quantized_linear import bind_quantized_linear
 from slora_kernels.rms_norm import bind_rms_norm
 from slora_kernels.rotate_and_write_kv import bind_rotate_and_write_kv
 from slora_kernels.silu_mul import bind_silu_mul
@@ -116,8 +117,26 @@ def _bind_attention(shape: ModelShape, pages: torch.Tensor, dtype: torch.dtype) 
     ]
 
 
-def bind_all(dtype: torch.dtype) -> list[Launch]:
-    """Every kernel as Llama-3.1-8B launches it."""
+def _bind_quantized_linears(shape: ModelShape, dtype: torch.dtype, forms: list[torch.dtype]) -> list[Launch]:
+    """Of a decode step, a mixed one and a prefill, with 8-bit weights of each form."""
+    launches = []
+    for form in forms:
+        values = torch.zeros(shape.hidden_size, shape.hidden_size, dtype=torch.int8).view(form)
+        scales = torch.ones(shape.hidden_size)
+        for num_tokens in (_TOKENS, 4 * _TOKENS, 64 * _TOKENS):
+            x = torch.zeros(num_tokens, shape.hidden_size, dtype=dtype)
+            launches.append(bind_quantized_linear(x, values, scales, None)[0])
+    return launches
+
+
+def _quantized_forms(target: GPUTarget) -> list[torch.dtype]:
+    """float8_e4m3fn is known from sm_89 up, and in software on gfx942."""
+    has_float8 = target.backend == "hip" or target.arch >= 89
+    return [torch.int8, torch.float8_e4m3fn] if has_float8 else [torch.int8]
+
+
+def bind_all(dtype: torch.dtype, forms: list[torch.dtype]) -> list[Launch]:
+    """Every kernel as Llama-3.1-8B launches it. forms: the 8-bit numbers that weights may be."""
     shape = _shape_of_llama_8b(dtype)
     pages = torch.zeros(2, shape.page_bytes(16), dtype=torch.uint8)
     x = torch.zeros(_TOKENS, shape.hidden_size, dtype=dtype)
@@ -125,13 +144,13 @@ def bind_all(dtype: torch.dtype) -> list[Launch]:
     launches += _bind_attention(shape, pages, dtype)
     launches += [bind_rms_norm(x, None, x[0], 1e-5)[0], bind_rms_norm(x, x, x[0], 1e-5)[0]]
     launches.append(bind_silu_mul(torch.zeros(_TOKENS, 2 * _INTERMEDIATE, dtype=dtype))[0])
-    return launches
+    return launches + _bind_quantized_linears(shape, dtype, forms)
 
 
 def compile_all(target: str, dtype: str) -> Iterator[CompiledKernel]:
     """Compiles every kernel for one of `TARGETS`; what Triton raises passes through."""
     triton.runtime.driver.set_active(_AbsentGpu(TARGETS[target]))
-    for launch in bind_all(DTYPES[dtype]):
+    for launch in bind_all(DTYPES[dtype], _quantized_forms(TARGETS[target])):
         compiled = launch.compile()
         metadata = compiled.metadata
         assembly = compiled.asm.get("ptx") or compiled.asm["amdgcn"]

@@ -21,6 +21,7 @@ from slora_kernels.batch import AdapterTables, AttentionBatch, AttentionStep, KV
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shrink_tiles
 from slora_kernels.numba_language import compile_worker
+from slora_kernels.quantized_matmuls import quantized_linear
 from slora_kernels.thread_team import ThreadTeam
 
 # A tile of so many tokens goes through torch's matmuls. Our own loops are 2 to 5 times faster at 8 tokens (no
@@ -177,6 +178,9 @@ class NumbaKernels:
         worker, tokens = numba_elementwise.silu_mul_worker, gate_up.shape[0]
         self._run(worker, gate_up.dtype, tokens, (gate_up, out), numbers=gate_up.numel())
         return out
+
+    def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        return quantized_linear(x, values, scales, bias)
 
     def rotate_and_write_kv(
         self,

@@ -56,6 +56,12 @@ class Kernels(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2I] (gate | up) -> [T, I]: silu(gate) * up."""
 
+    def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, K] times (values * scales[:, None]) transposed, plus bias -> [T, N] of x's dtype.
+
+        values int8 or float8_e4m3fn [N, K], scales float32 [N], bias [N] of x's dtype or None.
+        """
+
     def rotate_and_write_kv(
         self,
         qkv: Tensor,

@@ -30,6 +30,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
+def quantized_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, K] times (values [N, K] * scales [N, 1]) transposed, plus bias [N] -> [T, N] of x's dtype."""
+    weight = values.double() * scales.double()[:, None]
+    out = x.double() @ weight.T
+    return (out if bias is None else out + bias.double()).to(x.dtype)
+
+
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """heads [T, num, D] with cos and sin [T, D/2] of its positions; arXiv 2104.09864, halves as in Llama."""
     a, b = heads.double().chunk(2, dim=-1)

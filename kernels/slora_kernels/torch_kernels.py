@@ -14,6 +14,7 @@ from torch import Tensor
 from slora_kernels.batch import AdapterTables, AttentionBatch, AttentionStep, KVGeometry, LoraStep, LoraTiles
 from slora_kernels.layout import LoraSite
 from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shrink_tiles
+from slora_kernels.quantized_matmuls import quantized_linear
 
 # Context tokens per step of the walk: enough to pay for a dozen torch calls, small enough for the caches.
 COLUMN_TOKENS = 256
@@ -187,6 +188,9 @@ class TorchKernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+
+    def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        return quantized_linear(x, values, scales, bias)
 
     def rotate_and_write_kv(
         self,

@@ -10,6 +10,7 @@ from slora_kernels.lora_expand import bind_lora_expand
 from slora_kernels.lora_shrink import TILE_TOKENS, bind_lora_shrink
 from slora_kernels.paged_attention_decode import bind_paged_attention_decode
 from slora_kernels.paged_attention_prefill import bind_paged_attention_prefill
+from slora_kernels.quantized_linear import bind_quantized_linear
 from slora_kernels.rms_norm import bind_rms_norm
 from slora_kernels.rotate_and_write_kv import bind_rotate_and_write_kv
 from slora_kernels.silu_mul import bind_silu_mul
@@ -43,6 +44,11 @@ class TritonKernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         launch, out = bind_silu_mul(gate_up)
+        launch.run()
+        return out
+
+    def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        launch, out = bind_quantized_linear(x, values, scales, bias)
         launch.run()
         return out
 

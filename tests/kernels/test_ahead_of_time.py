@@ -11,6 +11,7 @@ PRODUCTS = {
     "_lora_expand_kernel",
     "_paged_attention_decode_kernel",
     "_paged_attention_prefill_kernel",
+    "_quantized_linear_kernel",
 }
 OTHERS = {"_merge_stretches_kernel", "_rotate_and_write_kv_kernel", "_rms_norm_kernel", "_silu_mul_kernel"}
 
