@@ -12,14 +12,16 @@ if TYPE_CHECKING:
     from slora.answer import Completion, CompletionDelta
     from slora.async_llm import AsyncLLM
     from slora.llm import LLM
+    from slora.lora_adapter import LoraAdapter
 
-__all__ = ["LLM", "AsyncLLM", "Completion", "CompletionDelta", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "Completion", "CompletionDelta", "LoraAdapter", "SamplingParams"]
 
 _MODULES = {
     "AsyncLLM": "slora.async_llm",
     "Completion": "slora.answer",
     "CompletionDelta": "slora.answer",
     "LLM": "slora.llm",
+    "LoraAdapter": "slora.lora_adapter",
 }
 
 

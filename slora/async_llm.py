@@ -13,6 +13,7 @@ request in the engine and frees its pages.
 """
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -22,7 +23,7 @@ from slora.answer import Answer, Completion, CompletionDelta, stream_answer
 from slora.engine import Engine
 from slora.engine_config import EngineConfig
 from slora.engine_info import EngineInfo, EngineStats
-from slora.intake import AdapterPath, Intake, Messages, Prompt
+from slora.intake import AdapterLike, Intake, Messages, Prompt
 from slora.local_engine import LocalEngine
 from slora.sampling_params import SamplingParams
 
@@ -36,7 +37,12 @@ class AsyncLLM:
     """
 
     def __init__(
-        self, model: AdapterPath, *, dtype: str = "auto", device: str = "auto", **settings: int | str | None
+        self,
+        model: str | os.PathLike[str],
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        **settings: int | str | None,
     ) -> None:
         config = EngineConfig(Path(model), dtype=dtype, device=device, **settings)  # type: ignore[arg-type]
         self._engine = LocalEngine()
@@ -58,28 +64,33 @@ class AsyncLLM:
         return await self._engine.stats()
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, adapter: AdapterPath | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, adapter: AdapterLike | None = None
     ) -> Completion:
         """The whole answer to one prompt, as `LLM.generate` gives it; for several, await several at once."""
         return await self._finish(lambda: self._intake.answers([prompt], params, adapter))
 
     async def chat(
-        self, messages: Messages, params: SamplingParams | None = None, adapter: AdapterPath | None = None
+        self, messages: Messages, params: SamplingParams | None = None, adapter: AdapterLike | None = None
     ) -> Completion:
         """The whole answer to one conversation, as `LLM.chat` gives it."""
         return await self._finish(lambda: self._intake.chat_answers([messages], params, adapter))
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, adapter: AdapterPath | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, adapter: AdapterLike | None = None
     ) -> AsyncGenerator[CompletionDelta, None]:
         """As `generate`, piece by piece. Raises when it is first awaited, not when it is called."""
         return self._stream(lambda: self._intake.answers([prompt], params, adapter))
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, adapter: AdapterPath | None = None
+        self, messages: Messages, params: SamplingParams | None = None, adapter: AdapterLike | None = None
     ) -> AsyncGenerator[CompletionDelta, None]:
         """As `chat`, piece by piece."""
         return self._stream(lambda: self._intake.chat_answers([messages], params, adapter))
+
+    async def forget(self, adapter: AdapterLike) -> None:
+        """Drops an adapter from pool and host, as soon as nobody uses it. Tensors are kept until then."""
+        if (version := self._intake.forget(adapter)) is not None:
+            await self._engine.forget(version)
 
     async def close(self) -> None:
         """Ends the engine; what is unfinished fails with EngineUnavailable."""

@@ -33,6 +33,7 @@ def encode_add(request: EngineRequest) -> Message:
         "tenant": request.tenant,
         "prompt": request.prompt_token_ids,
         "adapter": encode_version(request.adapter) if request.adapter is not None else None,
+        "adapter_weight": request.adapter_weight,
         "sampling": {field.name: getattr(sampling, field.name) for field in fields(sampling)},
     }
 
@@ -48,6 +49,7 @@ def decode_add(message: Message) -> EngineRequest:
         prompt_token_ids=message["prompt"],
         adapter=decode_version(adapter) if adapter is not None else None,
         sampling=SamplingParams(**sampling),
+        adapter_weight=message["adapter_weight"],
     )
 
 

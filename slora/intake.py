@@ -5,7 +5,6 @@ several threads. Knows the model's files and the adapters on the host, but no en
 """
 
 import itertools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from slora.generation_defaults import (
     read_model_defaults,
     refuse_unhonoured,
 )
+from slora.lora_adapter import AdapterPath, LoraAdapter, TensorAdapter
 from slora.model_config import ModelConfig
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
@@ -30,12 +30,12 @@ from slora.tokenizer import Tokenizer, compile_chat_template
 from slora_adapters.adapter import AdapterExtras
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.limits import AdapterLimits
-from slora_adapters.peft_directory import TENSORS_NAME, read_adapter
+from slora_adapters.peft_directory import TENSORS_NAME, assemble_adapter, read_adapter
 from slora_adapters.source import DirectorySource
 from slora_adapters.version import AdapterVersion
 
 __all__ = [
-    "AdapterPath",
+    "AdapterLike",
     "Adapters",
     "Intake",
     "Messages",
@@ -45,13 +45,13 @@ __all__ = [
     "as_prompts",
 ]
 
-AdapterPath = str | os.PathLike[str]
 Prompt = str | Sequence[int]
 # One conversation: {"role": ..., "content": ...} turn by turn.
 Messages = Sequence[Mapping[str, Any]]
 # One for all prompts, or one for each. None: the model's own defaults; the bare base.
 Params = SamplingParams | Sequence[SamplingParams] | None
-Adapters = AdapterPath | Sequence[AdapterPath | None] | None
+AdapterLike = LoraAdapter | AdapterPath
+Adapters = AdapterLike | Sequence[AdapterLike | None] | None
 
 _TENANT = "local"
 # What a completion without max_tokens gets, here as over HTTP; an answer in a chat may fill the context.
@@ -65,6 +65,7 @@ class _Served:
     version: AdapterVersion | None
     chat_template: str | None
     defaults: GenerationDefaults
+    weight: float = 1.0
 
 
 class Intake:
@@ -85,7 +86,8 @@ class Intake:
         self._tokenizer = Tokenizer.from_directory(config.model) if has_tokenizer else None
         self._base = _Served(None, None, read_model_defaults(config.model))
         self._max_len = config.max_model_len or self.model.max_positions
-        self._served: dict[tuple[Path, int], _Served] = {}
+        self._served: dict[tuple[Path, int] | TensorAdapter, _Served] = {}
+        self._num_forgotten = 0
         self._lock = Lock()
         self._numbers = itertools.count(1)
 
@@ -141,7 +143,8 @@ class Intake:
             raise RequestRefused("n and best_of above 1 are not answered yet; send the prompt again instead", "n")
         if sampling.stop:
             self._need_tokenizer("stop strings need a tokenizer; use stop_token_ids", "stop")
-        return EngineRequest(str(next(self._numbers)), _TENANT, token_ids, served.version, sampling)
+        request_id = str(next(self._numbers))
+        return EngineRequest(request_id, _TENANT, token_ids, served.version, sampling, served.weight)
 
     def _defaults(self, token_ids: list[int], served: _Served, default_tokens: int | None) -> SamplingParams:
         """What the adapter's generation_config.json says, then the model's, cut to what the context leaves."""
@@ -161,23 +164,39 @@ class Intake:
             raise RequestRefused(f"this model directory has no tokenizer.json, and {why}", param)
         return self._tokenizer
 
-    def _find(self, path: AdapterPath | None) -> _Served:
-        """Reads and validates an adapter when it is first asked for, and again when its file was written anew."""
-        if path is None:
-            return self._base
-        directory = Path(path).resolve()
+    def forget(self, adapter: AdapterLike) -> AdapterVersion | None:
+        """The version that an adapter stands for, which is read anew if it is asked for again; None if it never was."""
         with self._lock:
-            key = (directory, _written_at(directory / TENSORS_NAME))
-            if key not in self._served:
-                self._served[key] = self._add(directory)
-            return self._served[key]
+            served = self._served.get(_key(_named(adapter).content))
+            if served is None:
+                return None
+            self._served = {k: v for k, v in self._served.items() if v.version != served.version}
+            self._num_forgotten += 1
+            return served.version
 
-    def _add(self, directory: Path) -> _Served:
-        adapter = read_adapter(directory, self.source.shape, self.source.limits)
+    def _find(self, adapter: AdapterLike | None) -> _Served:
+        """Reads and validates an adapter when it is first asked for, and again when its file was written anew."""
+        if adapter is None:
+            return self._base
+        named = _named(adapter)
+        with self._lock:
+            key = _key(named.content)
+            if key not in self._served:
+                self._served[key] = self._add(named.content)
+            return replace(self._served[key], weight=named.weight)
+
+    def _add(self, content: Path | TensorAdapter) -> _Served:
+        shape, limits = self.source.shape, self.source.limits
+        if isinstance(content, Path):
+            adapter = read_adapter(content, shape, limits)
+        else:
+            adapter = assemble_adapter(content.config, content.tensors, shape, limits)
         if reasons := refuse_extras(adapter.extras):
             raise AdapterInvalid(tuple(reasons))
+        directory = content.resolve() if isinstance(content, Path) else None
+        # The engine may forget later than we do: what is added from now on is another version, even of equal weights.
+        version = self.source.hold(adapter, directory, f"{_TENANT}/{self._num_forgotten}")
         own = read_generation_defaults(adapter.extras.generation_config)
-        version = self.source.hold(adapter, directory, _TENANT)
         return _Served(version, adapter.extras.chat_template, own.over(self._base.defaults))
 
 
@@ -218,6 +237,13 @@ def _spread(value: Any, count: int, name: str) -> list[Any]:
     return list(value)
 
 
-def _written_at(path: Path) -> int:
-    """Nanoseconds of the last change; 0 where there is no file, which reading it will explain."""
-    return path.stat().st_mtime_ns if path.is_file() else 0
+def _named(adapter: AdapterLike) -> LoraAdapter:
+    return adapter if isinstance(adapter, LoraAdapter) else LoraAdapter(adapter)
+
+
+def _key(content: Path | TensorAdapter) -> tuple[Path, int] | TensorAdapter:
+    """A directory by when its weights were written, in nanoseconds; 0 without any, which reading them will explain."""
+    if isinstance(content, TensorAdapter):
+        return content
+    path = content.resolve() / TENSORS_NAME
+    return path, path.stat().st_mtime_ns if path.is_file() else 0

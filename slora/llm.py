@@ -3,10 +3,11 @@
     llm = LLM("path/to/model")
     outputs = llm.generate(["one", "two"], SamplingParams(max_tokens=8), adapters=["path/to/adapter", None])
 
-Needs no HTTP stack and no database: adapters come from PEFT directories. The engine steps on the caller's thread, while
-a call waits for its answers; `AsyncLLM` is for many callers at once.
+Needs no HTTP stack and no database: adapters are PEFT directories, or tensors (`LoraAdapter`). The engine steps on the
+caller's thread, while a call waits for its answers; `AsyncLLM` is for many callers at once.
 """
 
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from slora.answer import Answer, Completion, CompletionDelta
 from slora.engine import Engine
 from slora.engine_config import EngineConfig
 from slora.engine_info import EngineInfo, EngineStats
-from slora.intake import AdapterPath, Adapters, Intake, Messages, Params, Prompt, as_conversations, as_prompts
+from slora.intake import AdapterLike, Adapters, Intake, Messages, Params, Prompt, as_conversations, as_prompts
 from slora.request import StepOutput
 
 __all__ = ["LLM"]
@@ -25,7 +26,12 @@ class LLM:
     """A model with its pool. Settings not named here are EngineConfig's, by keyword. For one thread at a time."""
 
     def __init__(
-        self, model: AdapterPath, *, dtype: str = "auto", device: str = "auto", **settings: int | str | None
+        self,
+        model: str | os.PathLike[str],
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        **settings: int | str | None,
     ) -> None:
         config = EngineConfig(Path(model), dtype=dtype, device=device, **settings)  # type: ignore[arg-type]
         # Loads happen inside `request`: without other work to go on with, a thread would only add waiting.
@@ -46,8 +52,8 @@ class LLM:
         """Continues every prompt, text or token ids, and returns the answers in the same order.
 
         params: one for all, or one for each; None takes what the adapter's or the model's generation_config.json says.
-        adapters: one PEFT directory (or None) for all, or one for each.
-        Raises RequestRefused naming what can't be served, AdapterInvalid for a directory that is no valid adapter;
+        adapters: one PEFT directory or LoraAdapter (None: the bare base) for all, or one for each.
+        Raises RequestRefused naming what can't be served, AdapterInvalid for what is no valid adapter of this model;
         then no prompt is answered.
         """
         return self._finish(self._intake.answers(as_prompts(prompts), params, adapters))
@@ -72,6 +78,11 @@ class LLM:
     ) -> Iterator[CompletionDelta]:
         """As `chat`, piece by piece."""
         return self._stream(self._intake.chat_answers(as_conversations(messages), params, adapters))
+
+    def forget(self, adapter: AdapterLike) -> None:
+        """Drops an adapter from pool and host, as soon as no open stream uses it. Tensors are kept until then."""
+        if (version := self._intake.forget(adapter)) is not None:
+            self._engine.forget(version)
 
     def check(self) -> None:
         """Proves that no page of the pool is lost."""

@@ -3,19 +3,37 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from slora.errors import RequestRefused
 from slora.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
+
+# As far as an adapter's own scale may go; beyond it outputs only overflow.
+MAX_ADAPTER_WEIGHT = 10_000.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt to continue. `tenant` is who is charged; `adapter` None means the bare base model."""
+    """One prompt to continue. `tenant` is who is charged; `adapter` None means the bare base model.
+
+    adapter_weight: a factor on the adapter's scale: 0 is the base, 1 the adapter as it was trained. It changes the KV
+    of every token, so whatever is kept of a sequence must be kept by adapter and weight.
+    Raises RequestRefused for a weight that is no number or too large.
+    """
 
     request_id: str
     tenant: str
     prompt_token_ids: list[int]
     adapter: AdapterVersion | None
     sampling: SamplingParams
+    adapter_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not abs(self.adapter_weight) <= MAX_ADAPTER_WEIGHT:  # so that NaN is refused, too
+            raise RequestRefused(
+                f"adapter_weight is {self.adapter_weight}; it must be a number of at most {MAX_ADAPTER_WEIGHT:g}, "
+                "positive or negative",
+                "adapter_weight",
+            )
 
 
 class FinishReason(StrEnum):

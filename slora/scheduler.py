@@ -440,9 +440,10 @@ def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
     )
 
 
-def _by_slot(chunk: Chunk) -> tuple[int, int]:
-    """Base rows last: LoRA tiles then cover a prefix of the tokens."""
-    return (chunk.slot if chunk.slot is not None else 1 << 31, chunk.sequence.arrival)
+def _by_slot(chunk: Chunk) -> tuple[int, float, int]:
+    """Base rows last: LoRA tiles then cover a prefix of the tokens. A tile has one weight."""
+    slot = chunk.slot if chunk.slot is not None else 1 << 31
+    return (slot, chunk.sequence.request.adapter_weight, chunk.sequence.arrival)
 
 
 def _never_fits(sequence: Sequence, adapter_pages: int, pool_pages: int) -> ContextTooLong:

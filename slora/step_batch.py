@@ -24,6 +24,7 @@ class _Tile(NamedTuple):
     slot: int
     first_token: int
     num_tokens: int
+    weight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,8 @@ class StepBatch:
             starts,
             contexts,
             block_tables,
-            np.array(tiles, np.int32).reshape(-1, 3),
-            np.ones(len(tiles), np.float32),
+            np.array([tile[:3] for tile in tiles], np.int32).reshape(-1, 3),
+            np.array([tile.weight for tile in tiles], np.float32),
         ]
         ids, pos, kv_slots, sample_rows, query_starts, context_lens, tables, tile_rows, weights = _upload(
             arrays, memory.device
@@ -118,16 +119,20 @@ def _kv_slots(positions: IntArray, counts: IntArray, block_tables: IntArray, blo
 
 
 def _cut_tiles(chunks: list[Chunk], starts: IntArray, tile_tokens: int) -> Iterator[_Tile]:
-    """Runs of tokens of one slot, cut into pieces of at most `tile_tokens`. Chunks come ordered by slot."""
+    """Runs of tokens of one slot and weight, in pieces of at most `tile_tokens`. Chunks come ordered by both."""
     first = 0
     while first < len(chunks) and chunks[first].slot is not None:
-        slot, last = chunks[first].slot, first
-        while last < len(chunks) and chunks[last].slot == slot:
+        slot, weight, last = *_slot_and_weight(chunks[first]), first
+        while last < len(chunks) and _slot_and_weight(chunks[last]) == (slot, weight):
             last += 1
         begin, end = int(starts[first]), int(starts[last])
         for token in range(begin, end, tile_tokens):
-            yield _Tile(slot or 0, token, min(tile_tokens, end - token))
+            yield _Tile(slot or 0, token, min(tile_tokens, end - token), weight)
         first = last
+
+
+def _slot_and_weight(chunk: Chunk) -> tuple[int | None, float]:
+    return chunk.slot, chunk.sequence.request.adapter_weight
 
 
 def _max_group_rank(chunks: list[Chunk]) -> int:

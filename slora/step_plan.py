@@ -41,7 +41,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Chunks are ordered by slot, so that the tokens of one adapter lie side by side.
+    """Chunks are ordered by slot and weight, so that tokens with the same adapter and weight lie side by side.
 
     copies: (source page, target page), before anything else of the step is written: a source may be somebody else's
     page by then.

@@ -7,7 +7,7 @@ them. Pickles (`adapter_model.bin` and the like) are refused by name and never o
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from slora_adapters.adapter import Adapter
+from slora_adapters.adapter import Adapter, AdapterExtras
 from slora_adapters.digest import adapter_digest
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound, Reason
 from slora_adapters.extras import EXTRA_NAMES, read_extras
@@ -50,6 +50,26 @@ def parse_adapter(members: Mapping[str, memoryview], shape: ModelShape, limits: 
     tensors = _parse_tensors(members.get(TENSORS_NAME), limits, reasons)
     extras, extra_reasons = read_extras(members, limits)
     reasons += extra_reasons
+    return _assemble(config, tensors, extras, reasons, shape, limits)
+
+
+def assemble_adapter(
+    raw_config: bytes, tensors: Mapping[str, StoredTensor], shape: ModelShape, limits: AdapterLimits
+) -> Adapter:
+    """An adapter whose tensors are in memory, by the same rules. Raises AdapterInvalid with every reason."""
+    reasons: list[Reason] = []
+    config = _parse_config(memoryview(raw_config), reasons)
+    return _assemble(config, tensors, AdapterExtras(), reasons, shape, limits)
+
+
+def _assemble(
+    config: PeftConfig | None,
+    tensors: Mapping[str, StoredTensor] | None,
+    extras: AdapterExtras,
+    reasons: list[Reason],
+    shape: ModelShape,
+    limits: AdapterLimits,
+) -> Adapter:
     if config is None or tensors is None:
         raise _invalid(reasons)
     pairs, pair_reasons = validate(config, tensors, shape, limits)
