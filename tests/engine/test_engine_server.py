@@ -8,13 +8,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgpack
 import pytest
 
-from slora.engine_messages import encode_add, encode_output
+from slora.engine_messages import decode_add, encode_add, encode_output
 from slora.engine_process import EngineServer
 from slora.engine_worker import Abort, Add, EngineWorker
 from slora.request import EngineRequest, StepOutput, TokenDelta
 from slora.sampling_params import SamplingParams
+from slora_adapters.version import AdapterVersion
 from slora_adapters.wire import encode, read_message, send
 from tests.support.engine_stack import wait_until
 
@@ -109,3 +111,10 @@ def test_a_peer_that_speaks_nonsense_is_dropped_and_others_stay(
 
     asyncio.run(main())
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
+
+
+def test_a_request_is_the_same_at_the_other_end_of_the_wire() -> None:
+    version = AdapterVersion("t", "0" * 64)
+    sampling = SamplingParams(max_tokens=None, stop=("a", "b"), stop_token_ids=(3,), logprobs=2, seed=7)
+    request = EngineRequest("r", "t", [1, 2], version, sampling, adapter_weight=-0.25)
+    assert decode_add(msgpack.unpackb(encode(encode_add(request))[4:])) == request
