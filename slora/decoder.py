@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slora.checkpoint import Checkpoint
 from slora.errors import ConfigError
+from slora.linear import Linear
 from slora.model_config import ModelConfig
 from slora.page_memory import PageMemory
 from slora.rotary import cos_sin_tables
@@ -19,15 +20,6 @@ from slora.step_batch import StepBatch
 from slora_kernels.batch import KVGeometry
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """weight [out, in], out being all modules of the site side by side."""
-
-    weight: Tensor
-    bias: Tensor | None
-    site: LoraSite
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +131,7 @@ class _Forward:
 
     def _apply(self, x: Tensor, linear: Linear) -> Tensor:
         """x W^T + b, plus scale * (x A^T) B^T for the tokens that have an adapter."""
-        out = F.linear(x, linear.weight, linear.bias)
+        out = linear.apply(x, self._kernels)
         if self._lora is not None:
             pages = self._memory.pages
             bridge = self._kernels.shrink(x, pages, linear.site, self._lora)
