@@ -17,7 +17,7 @@ from slora.model_config import ModelConfig
 from slora.page_memory import PageMemory
 from slora.rotary import cos_sin_tables
 from slora.step_batch import StepBatch
-from slora_kernels.batch import KVGeometry
+from slora_kernels.batch import AttentionRule, KVGeometry
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 
@@ -102,7 +102,7 @@ class _Forward:
         self._memory = memory
         self._kernels = kernels
         self._eps = decoder.config.rms_norm_eps
-        self._scale = decoder.config.head_dim**-0.5
+        self._rule = AttentionRule(decoder.config.head_dim**-0.5)
         self._step = kernels.prepare_attention(batch.attention)
         self._lora = kernels.prepare_lora(batch.lora, memory.tables) if batch.lora is not None else None
 
@@ -113,7 +113,7 @@ class _Forward:
         for index, layer in enumerate(layers):
             attended = self._attend(hidden, layer, index)
             hidden = kernels.add_rms_norm(attended, residual, layer.post_attention_norm, eps)
-            gated = kernels.silu_mul(self._apply(hidden, layer.gate_up))
+            gated = kernels.act_mul(self._apply(hidden, layer.gate_up), "silu")
             output = self._apply(gated, layer.down)
             if index + 1 < len(layers):
                 hidden = kernels.add_rms_norm(output, residual, layers[index + 1].input_norm, eps)
@@ -126,7 +126,7 @@ class _Forward:
         query = kernels.rotate_and_write_kv(
             qkv, self._decoder.cos_sin, memory.pages, memory.geometry, index, self._step
         )
-        attended = kernels.attend(query, memory.pages, memory.geometry, index, self._step, self._scale)
+        attended = kernels.attend(query, memory.pages, memory.geometry, index, self._step, self._rule)
         return self._apply(attended, layer.output)
 
     def _apply(self, x: Tensor, linear: Linear) -> Tensor:

@@ -17,7 +17,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from slora_kernels.batch import AdapterTables, AttentionBatch, KVGeometry, LoraTiles
+from slora_kernels.act_mul import bind_act_mul
+from slora_kernels.batch import AdapterTables, AttentionBatch, AttentionRule, KVGeometry, LoraTiles
 from slora_kernels.launch import Launch
 from slora_kernels.layout import LoraSite, ModelShape, lay_out_adapter, llama_shape
 from slora_kernels.lora_expand import bind_lora_expand
@@ -27,7 +28,6 @@ from slora_kernels.paged_attention_prefill import bind_paged_attention_prefill
 from slora_kernels.quantized_linear import bind_quantized_linear
 from slora_kernels.rms_norm import bind_rms_norm
 from slora_kernels.rotate_and_write_kv import bind_rotate_and_write_kv
-from slora_kernels.silu_mul import bind_silu_mul
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -111,8 +111,8 @@ def _bind_attention(shape: ModelShape, pages: torch.Tensor, dtype: torch.dtype) 
     out = torch.zeros(_TOKENS, shape.num_heads * shape.head_dim, dtype=dtype)
     angles = torch.zeros(_CONTEXT, shape.head_dim)
     return [
-        *bind_paged_attention_decode(q, pages, out, geometry, 0, batch, 0.1),
-        bind_paged_attention_prefill(q, pages, out, geometry, 0, batch, 0.1),
+        *bind_paged_attention_decode(q, pages, out, geometry, 0, batch, AttentionRule(0.1)),
+        bind_paged_attention_prefill(q, pages, out, geometry, 0, batch, AttentionRule(0.1)),
         bind_rotate_and_write_kv(qkv, angles, pages, geometry, 0, batch),
     ]
 
@@ -143,7 +143,7 @@ def bind_all(dtype: torch.dtype, forms: list[torch.dtype]) -> list[Launch]:
     launches = [launch for site in shape.layer_sites(0) for launch in _bind_lora(shape, pages, dtype, site)]
     launches += _bind_attention(shape, pages, dtype)
     launches += [bind_rms_norm(x, None, x[0], 1e-5)[0], bind_rms_norm(x, x, x[0], 1e-5)[0]]
-    launches.append(bind_silu_mul(torch.zeros(_TOKENS, 2 * _INTERMEDIATE, dtype=dtype))[0])
+    launches.append(bind_act_mul(torch.zeros(_TOKENS, 2 * _INTERMEDIATE, dtype=dtype), "silu")[0])
     return launches + _bind_quantized_linears(shape, dtype, forms)
 
 

@@ -5,6 +5,7 @@ the tables, a tile is a run of tokens that share a slot, a sequence is a run of 
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -70,7 +71,8 @@ class AttentionBatch:
     query_starts: int32 [B+1].
     context_lens: int32 [B], KV tokens visible to the last token of the sequence's chunk, this step's
     included.
-    block_tables: int32 [B, max_blocks] page ids; entries past a sequence's context are valid ids, never read.
+    block_tables: int32 [B, max_blocks] page ids; entries past a sequence's context, and those wholly behind the
+    window of every token of its chunk, are valid ids whose pages are anybody's.
     positions: int64 [T], position of each token in its sequence.
     kv_slots: int64 [T], page_id * block_tokens + offset: where the token's K and V go.
     max_query: greatest number of query tokens of a sequence; max_context: greatest context length.
@@ -85,6 +87,39 @@ class AttentionBatch:
     kv_slots: Tensor
     max_query: int
     max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """What a token attends to in one layer, and how scores are formed: scale * q k, capped, then masked.
+
+    window: a token sees itself and the window - 1 tokens before it; None: all before it.
+    softcap: s -> softcap * tanh(s / softcap) (arXiv 2408.00118, section 2); None: scores stay as they are.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+    def count_visible(self, context: int) -> int:
+        """Tokens of a context that its last token sees. A window of 4 over 3 tokens: 3; over 9: 4."""
+        return context if self.window is None else min(context, self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryKeyNorm:
+    """RMS norm of each head of q and of k before they are rotated (Qwen3, Gemma 3).
+
+    query, key: [D], float32 or the model dtype.
+    """
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+# What a gated MLP does to its gate: gelu is exact (by erf), gelu_tanh its approximation (arXiv 1606.08415).
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)

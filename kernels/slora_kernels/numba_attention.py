@@ -1,8 +1,8 @@
 """Paged attention on a CPU, decode and prefill alike: a tile of a sequence's queries and one KV head per item.
 
-A tile walks its context in blocks of keys with an online softmax (arXiv 2205.14135), base 2, float32. Decode reads
-keys straight from the pages; a tile of many queries first copies a block of keys, turned, so that its scores are
-sums of whole rows.
+A tile walks what its window shows of its context in blocks of keys with an online softmax (arXiv 2205.14135),
+base 2, float32. Decode reads keys straight from the pages; a tile of many queries first copies a block of keys,
+turned, so that its scores are sums of whole rows.
 """
 
 import numpy as np
@@ -37,7 +37,10 @@ BLOCK_KEYS = 64
 TILE_ROWS = 96
 TURNED_ROWS = 8
 
-_LOW, _ZERO, _ONE = np.float32(-1e30), np.float32(0.0), np.float32(1.0)
+# A window in place of none: behind any context.
+NO_WINDOW = 1 << 40
+
+_LOW, _ZERO, _ONE, _MINUS_TWO = np.float32(-1e30), np.float32(0.0), np.float32(1.0), np.float32(-2.0)
 _LOG2_E = np.float32(np.log2(np.e))
 
 
@@ -112,6 +115,16 @@ def soften(scores: Array, peak: Float) -> Float:
 
 
 @compiled
+def cap_scores(scores: Array, cap: Float) -> None:
+    """scores = cap * tanh(scores / cap), both in base 2."""
+    slope = _MINUS_TWO * _LOG2_E / cap
+    for n in range(scores.shape[0]):
+        small = exp2(abs(scores[n]) * slope)
+        size = cap * (_ONE - small) / (_ONE + small)
+        scores[n] = -size if scores[n] < _ZERO else size
+
+
+@compiled
 def find_peak(scores: Array, low: Float) -> Float:
     peak = low
     for n in range(scores.shape[0]):
@@ -147,17 +160,22 @@ def attend_tile(
     table: Array,
     before: Int,
     group: Int,
+    window: Int,
+    cap: Float,
     block_tokens: Int,
     start: Int,
     side: Int,
 ) -> None:
-    """rows [M, D] scaled queries, row m sees before + m // group + 1 tokens -> sums [M, D], state [M, 2]."""
+    """rows [M, D] scaled queries -> sums [M, D], state [M, 2].
+
+    Row m sees `window` tokens, itself the last, of before + m // group + 1. cap: of its scores; 0: none.
+    """
     num_rows, size = rows.shape
     block = BLOCK_KEYS * size
     scores = scratch[3 * block : 3 * block + num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
     turned = scratch[2 * block : 3 * block].reshape((size, BLOCK_KEYS))
     visible = before + (num_rows - 1) // group + 1
-    for key in range(0, visible, BLOCK_KEYS):
+    for key in range(max(0, before + 1 - window), visible, BLOCK_KEYS):
         count = min(BLOCK_KEYS, visible - key)
         keys = scratch[: count * size].reshape((count, size))
         values = scratch[block : block + count * size].reshape((count, size))
@@ -169,15 +187,34 @@ def attend_tile(
             turn(turned, keys)
             score_by_rows(scores, rows, turned)
         for m in range(num_rows):
-            seen = min(count, before + m // group + 1 - key)
-            if seen > 0:
+            end = before + m // group + 1 - key
+            seen = min(count, end)
+            if cap > _ZERO and seen > 0:
+                cap_scores(scores[m, :seen], cap)
+            if seen > 0 and end <= window:
                 take_in(sums[m], state[m], scores[m, :seen], values[:seen])
+            elif seen > 0 and end - window < seen:
+                first = end - window
+                take_in(sums[m], state[m], scores[m, first:seen], values[first:seen])
 
 
 # Fields of an attention job; tiles [n, 4] are (sequence, first token, tokens, KV tokens before the first).
-Q, PAGES, OUT, TILES, BLOCK_TABLES, SCRATCH, KV_HEADS, GROUP, HEAD_DIM, BLOCK_TOKENS, LAYER_START, SCALE = (
-    range(12)
-)
+(
+    Q,
+    PAGES,
+    OUT,
+    TILES,
+    BLOCK_TABLES,
+    SCRATCH,
+    KV_HEADS,
+    GROUP,
+    HEAD_DIM,
+    BLOCK_TOKENS,
+    LAYER_START,
+    SCALE,
+    WINDOW,
+    SOFTCAP,
+) = range(14)
 
 
 def attend_worker(job: Job) -> None:
@@ -186,6 +223,7 @@ def attend_worker(job: Job) -> None:
     tiles, block_tables = read_int32_matrix(job, TILES), read_int32_matrix(job, BLOCK_TABLES)
     kv_heads, group, size = read_int(job, KV_HEADS), read_int(job, GROUP), read_int(job, HEAD_DIM)
     block_tokens, scale = read_int(job, BLOCK_TOKENS), read_float(job, SCALE) * _LOG2_E
+    window, cap = read_int(job, WINDOW), read_float(job, SOFTCAP) * _LOG2_E
     head_elements = block_tokens * size
     scratch = read_float_matrix(job, SCRATCH)[take_worker(job)]
     item = take_item(job)
@@ -203,7 +241,21 @@ def attend_worker(job: Job) -> None:
         start = read_int(job, LAYER_START) + head * head_elements
         side = kv_heads * head_elements
         rest = scratch[2 * TILE_ROWS * (size + 1) :]
-        attend_tile(rows, sums, state, rest, pages, block_tables[b], before, group, block_tokens, start, side)
+        attend_tile(
+            rows,
+            sums,
+            state,
+            rest,
+            pages,
+            block_tables[b],
+            before,
+            group,
+            window,
+            cap,
+            block_tokens,
+            start,
+            side,
+        )
         for m in range(num_rows):
             column = (head * group + m % group) * size
             write_row(out[first + m // group, column : column + size], sums[m], _ONE / state[m, 1])

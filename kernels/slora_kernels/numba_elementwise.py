@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from slora_kernels.batch import Activation
 from slora_kernels.numba_language import (
     Array,
     Float,
@@ -19,16 +20,30 @@ from slora_kernels.numba_language import (
     widen,
 )
 
-_ZERO, _ONE, _LOG2_E = np.float32(0.0), np.float32(1.0), np.float32(np.log2(np.e))
+_ZERO, _HALF, _ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
+_LOG2_E, _ROOT_HALF = np.float32(np.log2(np.e)), np.float32(np.sqrt(0.5))
+_GELU_SCALE, _GELU_CUBE = np.float32(np.sqrt(8.0 / np.pi)), np.float32(0.044715)
+_E0, _E1, _E2, _E3, _E4 = (
+    np.float32(c) for c in (-1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806)
+)
+_E5, _E6, _E7, _E8, _E9 = (
+    np.float32(c) for c in (0.27886807, -1.13520398, 1.48851587, -0.82215223, 0.17087277)
+)
 
 
 @compiled
-def norm_row(out: Array, x: Array, weight: Array, eps: Float) -> None:
+def measure_norm(x: Array, eps: Float) -> Float:
+    """1 / sqrt(mean(x^2) + eps)."""
     squares = _ZERO
     for i in range(x.shape[0]):
         value = widen(x[i])
         squares += value * value
-    scale = _ONE / np.sqrt(squares / np.float32(x.shape[0]) + eps)
+    return _ONE / np.sqrt(squares / np.float32(x.shape[0]) + eps)
+
+
+@compiled
+def norm_row(out: Array, x: Array, weight: Array, eps: Float) -> None:
+    scale = measure_norm(x, eps)
     for i in range(x.shape[0]):
         out[i] = narrow(widen(x[i]) * scale * widen(weight[i]), out)
 
@@ -39,8 +54,8 @@ def add_to(residual: Array, x: Array) -> None:
         residual[i] = narrow(widen(residual[i]) + widen(x[i]), residual)
 
 
-# Fields of a norm job; X is the residual itself when there is nothing to add.
-X, RESIDUAL, WEIGHT, OUT, EPS, ADDS = range(6)
+# Fields of a norm job; X is the residual itself when there is nothing to add, WIDE whether the weight is float32.
+X, RESIDUAL, WEIGHT, OUT, EPS, ADDS, WIDE = range(7)
 
 
 def rms_norm_worker(job: Job) -> None:
@@ -50,49 +65,82 @@ def rms_norm_worker(job: Job) -> None:
         read_model_matrix(job, RESIDUAL),
         read_model_matrix(job, OUT),
     )
-    weight, eps, adds = read_model_matrix(job, WEIGHT)[0], read_float(job, EPS), read_int(job, ADDS)
-    size = weight.shape[0]
+    weight, wide_weight = read_model_matrix(job, WEIGHT)[0], read_float_matrix(job, WEIGHT)[0]
+    eps, adds, is_wide, size = read_float(job, EPS), read_int(job, ADDS), read_int(job, WIDE), out.shape[1]
     row = take_item(job)
     while row < count_items(job):
         if adds:
             add_to(residual[row, :size], x[row, :size])
-        norm_row(out[row], residual[row, :size], weight, eps)
+        if is_wide:
+            norm_row(out[row], residual[row, :size], wide_weight, eps)
+        else:
+            norm_row(out[row], residual[row, :size], weight, eps)
         row = take_item(job)
+
+
+@compiled
+def sigmoid(value: Float) -> Float:
+    small = exp2(-abs(value) * _LOG2_E)
+    return (_ONE if value >= _ZERO else small) / (_ONE + small)
+
+
+@compiled
+def normal_share(value: Float) -> Float:
+    """The share of a normal distribution below `value`: erfc(-value / sqrt(2)) / 2, within 1.2e-7 of itself.
+
+    Chebyshev fit from Numerical Recipes (2nd edition, section 6.2, erfcc): an erf without a call, so that loops
+    over it become vectors.
+    """
+    z = abs(value) * _ROOT_HALF
+    t = _ONE / (_ONE + _HALF * z)
+    series = _E5 + t * (_E6 + t * (_E7 + t * (_E8 + t * _E9)))
+    series = _E0 + t * (_E1 + t * (_E2 + t * (_E3 + t * (_E4 + t * series))))
+    tail = _HALF * t * exp2((series - z * z) * _LOG2_E)
+    return _ONE - tail if value >= _ZERO else tail
 
 
 @compiled
 def silu_row(out: Array, gate: Array, up: Array) -> None:
     for i in range(out.shape[0]):
         value = widen(gate[i])
-        small = exp2(-abs(value) * _LOG2_E)
-        sigmoid = (_ONE if value >= _ZERO else small) / (_ONE + small)
-        out[i] = narrow(value * sigmoid * widen(up[i]), out)
-
-
-# Fields of an activation job.
-GATE_UP, ACTIVATED = range(2)
-
-
-def silu_mul_worker(job: Job) -> None:
-    """Items: rows."""
-    gate_up, out = read_model_matrix(job, GATE_UP), read_model_matrix(job, ACTIVATED)
-    width = out.shape[1]
-    row = take_item(job)
-    while row < count_items(job):
-        silu_row(out[row], gate_up[row, :width], gate_up[row, width : 2 * width])
-        row = take_item(job)
+        out[i] = narrow(value * sigmoid(value) * widen(up[i]), out)
 
 
 @compiled
-def rotate_head(target: Array, source: Array, angles: Array) -> None:
-    """Rotates the halves of a head; target may be source. angles: cosines, then sines."""
-    half = angles.shape[0] // 2
-    a, b, cos, sin = source[:half], source[half : 2 * half], angles[:half], angles[half:]
-    low, high = target[:half], target[half : 2 * half]
-    for i in range(half):
-        x, y = widen(a[i]), widen(b[i])
-        low[i] = narrow(x * cos[i] - y * sin[i], target)
-        high[i] = narrow(y * cos[i] + x * sin[i], target)
+def gelu_row(out: Array, gate: Array, up: Array) -> None:
+    for i in range(out.shape[0]):
+        value = widen(gate[i])
+        out[i] = narrow(value * normal_share(value) * widen(up[i]), out)
+
+
+@compiled
+def gelu_tanh_row(out: Array, gate: Array, up: Array) -> None:
+    """By (1 + tanh(y)) / 2 = sigmoid(2 y)."""
+    for i in range(out.shape[0]):
+        value = widen(gate[i])
+        factor = sigmoid(_GELU_SCALE * (value + _GELU_CUBE * value * value * value))
+        out[i] = narrow(value * factor * widen(up[i]), out)
+
+
+# Fields of an activation job; ACTIVATION is the place of its name here.
+GATE_UP, ACTIVATED, ACTIVATION = range(3)
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
+
+
+def act_mul_worker(job: Job) -> None:
+    """Items: rows."""
+    gate_up, out = read_model_matrix(job, GATE_UP), read_model_matrix(job, ACTIVATED)
+    width, activation = out.shape[1], read_int(job, ACTIVATION)
+    row = take_item(job)
+    while row < count_items(job):
+        gate, up = gate_up[row, :width], gate_up[row, width : 2 * width]
+        if activation == 0:
+            silu_row(out[row], gate, up)
+        elif activation == 1:
+            gelu_row(out[row], gate, up)
+        else:
+            gelu_tanh_row(out[row], gate, up)
+        row = take_item(job)
 
 
 @compiled
@@ -101,33 +149,96 @@ def copy_row(target: Array, source: Array) -> None:
         target[i] = source[i]
 
 
-# Fields of a rotation job; LAYER_START is where the layer begins in a page.
-QKV, COS_SIN, KV_PAGES, POSITIONS, KV_SLOTS, HEADS, KV_HEADS, BLOCK_TOKENS, LAYER_START = range(9)
+@compiled
+def rotate_head(target: Array, source: Array, angles: Array) -> None:
+    """Rotates the halves of as many dimensions as there are angles; target may be source.
+
+    angles: cosines, then sines.
+    """
+    half = angles.shape[0] // 2
+    a, b, cos, sin = source[:half], source[half : 2 * half], angles[:half], angles[half:]
+    low, high = target[:half], target[half : 2 * half]
+    for i in range(half):
+        x, y = widen(a[i]), widen(b[i])
+        low[i] = narrow(x * cos[i] - y * sin[i], target)
+        high[i] = narrow(y * cos[i] + x * sin[i], target)
+    if 2 * half < source.shape[0]:
+        copy_row(target[2 * half :], source[2 * half :])
+
+
+@compiled
+def norm_and_rotate_head(target: Array, source: Array, angles: Array, weight: Array, eps: Float) -> None:
+    """The same of a head's norm, in one rounding."""
+    scale, half = measure_norm(source, eps), angles.shape[0] // 2
+    a, b, cos, sin = source[:half], source[half : 2 * half], angles[:half], angles[half:]
+    low, high, v, w = target[:half], target[half : 2 * half], weight[:half], weight[half : 2 * half]
+    for i in range(half):
+        x, y = widen(a[i]) * scale * v[i], widen(b[i]) * scale * w[i]
+        low[i] = narrow(x * cos[i] - y * sin[i], target)
+        high[i] = narrow(y * cos[i] + x * sin[i], target)
+    still, rest, gain = target[2 * half :], source[2 * half :], weight[2 * half :]
+    for i in range(rest.shape[0]):
+        still[i] = narrow(widen(rest[i]) * scale * gain[i], target)
+
+
+# Fields of a rotation job; LAYER_START is where the layer begins in a page. COS_SIN has no columns when nothing turns;
+# the last three are there only if NORMED.
+(
+    QKV,
+    COS_SIN,
+    KV_PAGES,
+    POSITIONS,
+    KV_SLOTS,
+    HEADS,
+    KV_HEADS,
+    HEAD_DIM,
+    BLOCK_TOKENS,
+    LAYER_START,
+    NORMED,
+    QUERY_NORM,
+    KEY_NORM,
+    HEAD_EPS,
+) = range(14)
+
+
+@compiled
+def norm_and_rotate_heads(heads: Array, angles: Array, weight: Array, eps: Float) -> None:
+    """heads: of one token, one after the other; in place."""
+    size = weight.shape[0]
+    for start in range(0, heads.shape[0], size):
+        head = heads[start : start + size]
+        norm_and_rotate_head(head, head, angles, weight, eps)
 
 
 def rotate_and_write_kv_worker(job: Job) -> None:
     """Items: tokens."""
     qkv, pages = read_model_matrix(job, QKV), read_model_matrix(job, KV_PAGES)
     cos_sin, positions = read_float_matrix(job, COS_SIN), read_int64_matrix(job, POSITIONS)[0]
-    kv_slots, heads, kv_heads = (
-        read_int64_matrix(job, KV_SLOTS)[0],
-        read_int(job, HEADS),
-        read_int(job, KV_HEADS),
-    )
+    kv_slots, normed = read_int64_matrix(job, KV_SLOTS)[0], read_int(job, NORMED)
+    heads, kv_heads, size = read_int(job, HEADS), read_int(job, KV_HEADS), read_int(job, HEAD_DIM)
     block_tokens, layer_start = read_int(job, BLOCK_TOKENS), read_int(job, LAYER_START)
-    size = cos_sin.shape[1]
+    turning = heads + kv_heads
     token = take_item(job)
     while token < count_items(job):
         row, angles = qkv[token], cos_sin[positions[token]]
-        for head in range(heads):
-            q = row[head * size : head * size + size]
-            rotate_head(q, q, angles)
+        if normed:
+            eps = read_float(job, HEAD_EPS)
+            norm_and_rotate_heads(row[: heads * size], angles, read_float_matrix(job, QUERY_NORM)[0], eps)
+            keys = row[heads * size : turning * size]
+            norm_and_rotate_heads(keys, angles, read_float_matrix(job, KEY_NORM)[0], eps)
+        else:
+            for head in range(heads):
+                q = row[head * size : head * size + size]
+                rotate_head(q, q, angles)
         slot = kv_slots[token]
         page, at = pages[slot // block_tokens], layer_start + slot % block_tokens * size
         for head in range(kv_heads):
             source = (heads + head) * size
             target = at + head * block_tokens * size
-            rotate_head(page[target : target + size], row[source : source + size], angles)
+            if normed:
+                copy_row(page[target : target + size], row[source : source + size])
+            else:
+                rotate_head(page[target : target + size], row[source : source + size], angles)
             source += kv_heads * size
             target += kv_heads * block_tokens * size
             copy_row(page[target : target + size], row[source : source + size])

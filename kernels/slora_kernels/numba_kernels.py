@@ -17,7 +17,17 @@ from numba import types
 from torch import Tensor
 
 from slora_kernels import numba_attention, numba_elementwise, numba_lora
-from slora_kernels.batch import AdapterTables, AttentionBatch, AttentionStep, KVGeometry, LoraStep, LoraTiles
+from slora_kernels.batch import (
+    Activation,
+    AdapterTables,
+    AttentionBatch,
+    AttentionRule,
+    AttentionStep,
+    KVGeometry,
+    LoraStep,
+    LoraTiles,
+    QueryKeyNorm,
+)
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shrink_tiles
 from slora_kernels.numba_language import compile_worker
@@ -37,12 +47,14 @@ EXPAND_COLUMNS = (1024, 256)
 _CARRIERS = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.float16: types.int16}
 _WORKERS = (
     numba_elementwise.rms_norm_worker,
-    numba_elementwise.silu_mul_worker,
+    numba_elementwise.act_mul_worker,
     numba_elementwise.rotate_and_write_kv_worker,
     numba_attention.attend_worker,
     numba_lora.shrink_worker,
     numba_lora.expand_worker,
 )
+# In place of a tensor that is not there.
+_NOTHING = torch.empty(0)
 Worker = Callable[[Any], None]
 Field = Tensor | int | float
 
@@ -169,14 +181,16 @@ class NumbaKernels:
     def _norm(self, rows: tuple[Tensor, Tensor], weight: Tensor, eps: float, *, adds: bool) -> Tensor:
         x = rows[0]
         out = torch.empty(x.shape, dtype=x.dtype)
-        fields = (*rows, weight, out, eps, int(adds))
+        is_wide = weight.dtype == torch.float32
+        fields = (*rows, weight, out, eps, int(adds), int(is_wide))
         self._run(numba_elementwise.rms_norm_worker, x.dtype, x.shape[0], fields, numbers=x.numel())
         return out
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def act_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
-        worker, tokens = numba_elementwise.silu_mul_worker, gate_up.shape[0]
-        self._run(worker, gate_up.dtype, tokens, (gate_up, out), numbers=gate_up.numel())
+        fields = (gate_up, out, numba_elementwise.ACTIVATIONS.index(activation))
+        worker, tokens = numba_elementwise.act_mul_worker, gate_up.shape[0]
+        self._run(worker, gate_up.dtype, tokens, fields, numbers=gate_up.numel())
         return out
 
     def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -185,29 +199,40 @@ class NumbaKernels:
     def rotate_and_write_kv(
         self,
         qkv: Tensor,
-        cos_sin: Tensor,
+        cos_sin: Tensor | None,
         pages: Tensor,
         geometry: KVGeometry,
         layer: int,
         step: AttentionStep,
+        norms: QueryKeyNorm | None = None,
     ) -> Tensor:
+        normed = () if norms is None else (norms.query.float(), norms.key.float(), norms.eps)
         fields = (
             qkv,
-            cos_sin,
+            _NOTHING if cos_sin is None else cos_sin,
             pages.view(geometry.dtype),
             step.batch.positions,
             step.batch.kv_slots,
             geometry.num_heads,
             geometry.num_kv_heads,
+            geometry.head_dim,
             geometry.block_tokens,
             layer * geometry.block_elements,
+            int(norms is not None),
+            *normed,
         )
         worker = numba_elementwise.rotate_and_write_kv_worker
         self._run(worker, geometry.dtype, qkv.shape[0], fields, numbers=qkv.numel())
         return qkv.view(qkv.shape[0], -1, geometry.head_dim)[:, : geometry.num_heads]
 
     def attend(
-        self, q: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: AttentionStep, scale: float
+        self,
+        q: Tensor,
+        pages: Tensor,
+        geometry: KVGeometry,
+        layer: int,
+        step: AttentionStep,
+        rule: AttentionRule,
     ) -> Tensor:
         plan = step.plan
         assert isinstance(plan, AttentionPlan)
@@ -229,10 +254,12 @@ class NumbaKernels:
             geometry.head_dim,
             geometry.block_tokens,
             layer * geometry.block_elements,
-            scale,
+            rule.scale,
+            numba_attention.NO_WINDOW if rule.window is None else rule.window,
+            rule.softcap or 0.0,
         )
         items = tiles.shape[0] * geometry.num_kv_heads
-        numbers = q.numel() * step.batch.max_context
+        numbers = q.numel() * rule.count_visible(step.batch.max_context)
         self._run(numba_attention.attend_worker, geometry.dtype, items, fields, numbers=numbers)
         return out
 

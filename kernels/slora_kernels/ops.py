@@ -11,7 +11,17 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from slora_kernels.batch import AdapterTables, AttentionBatch, AttentionStep, KVGeometry, LoraStep, LoraTiles
+from slora_kernels.batch import (
+    Activation,
+    AdapterTables,
+    AttentionBatch,
+    AttentionRule,
+    AttentionStep,
+    KVGeometry,
+    LoraStep,
+    LoraTiles,
+    QueryKeyNorm,
+)
 from slora_kernels.layout import LoraSite
 
 
@@ -22,7 +32,7 @@ class Kernels(Protocol):
 
         step = kernels.prepare_attention(batch)     # once a step, for all layers
         q = kernels.rotate_and_write_kv(qkv, cos_sin, pages, geometry, layer, step)
-        y = kernels.attend(q, pages, geometry, layer, step, scale)
+        y = kernels.attend(q, pages, geometry, layer, step, rule)
 
         lora = kernels.prepare_lora(tiles, tables)  # once a step, if anybody in it has an adapter
         bridge = kernels.shrink(x, pages, site, lora)
@@ -48,13 +58,16 @@ class Kernels(Protocol):
         """Works out, once a step, what all sites share whose tokens are cut into these tiles."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, H], weight [H] -> [T, H]: x / sqrt(mean(x^2) + eps) * weight, rounded once."""
+        """x [T, H], weight [H] -> [T, H]: x / sqrt(mean(x^2) + eps) * weight, rounded once.
+
+        weight: the dtype of x, or float32 (Gemma's 1 + w is not a number of 8 bits).
+        """
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x in place (rounded to its dtype), then the norm of the new residual. All [T, H]."""
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2I] (gate | up) -> [T, I]: silu(gate) * up."""
+    def act_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """[T, 2I] (gate | up) -> [T, I]: activation(gate) * up."""
 
     def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, K] times (values * scales[:, None]) transposed, plus bias -> [T, N] of x's dtype.
@@ -65,22 +78,33 @@ class Kernels(Protocol):
     def rotate_and_write_kv(
         self,
         qkv: Tensor,
-        cos_sin: Tensor,
+        cos_sin: Tensor | None,
         pages: Tensor,
         geometry: KVGeometry,
         layer: int,
         step: AttentionStep,
+        norms: QueryKeyNorm | None = None,
     ) -> Tensor:
-        """Rotates q and k, writes k and v at `kv_slots`, returns q [T, Hq, D], which may alias qkv.
+        """Norms and rotates q and k, writes k and v at `kv_slots`, returns q [T, Hq, D], which may alias qkv.
 
-        qkv [T, (Hq + 2 Hk) * D]; cos_sin float32 [max_positions, D], cos (D/2) then sin (D/2) of each
-        position; halves are rotated as Llama does: (a, b) -> (a cos - b sin, b cos + a sin).
+        qkv [T, (Hq + 2 Hk) * D]; cos_sin float32 [max_positions, R], R <= D even, cos (R/2) then sin (R/2) of
+        each position. The first R dimensions of a head are rotated, halves of R as Llama does: (a, b) ->
+        (a cos - b sin, b cos + a sin); None: nothing is. norms: of each head, before it is rotated.
         """
 
     def attend(
-        self, q: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: AttentionStep, scale: float
+        self,
+        q: Tensor,
+        pages: Tensor,
+        geometry: KVGeometry,
+        layer: int,
+        step: AttentionStep,
+        rule: AttentionRule,
     ) -> Tensor:
-        """Causal attention of q [T, Hq, D] over the pages of each sequence -> [T, Hq * D]."""
+        """Causal attention of q [T, Hq, D] over the pages of each sequence -> [T, Hq * D].
+
+        Pages that nobody sees, past a context or behind a window, are not read into a result.
+        """
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
         """x [T, in] times A of each tile's adapter, all modules of the site at once -> the bridge."""

@@ -2,20 +2,18 @@
 GPU.
 
 A program takes a sequence, a KV head (its query heads are the rows of the product) and a stretch of the
-context. How a context is cut depends on its own length alone, so a result does not depend on the batch. A
-sequence of one stretch is written at once; the others leave partial sums, which a second kernel merges.
+context that its window shows. How that is cut depends on its own length alone, so a result does not depend on the
+batch. A sequence of one stretch is written at once; the others leave partial sums, which a second kernel merges.
 """
-
-import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from slora_kernels.batch import AttentionBatch, KVGeometry
+from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
 from slora_kernels.launch import Launch, dot_dtype
-from slora_kernels.paged_walk import walk_pages
+from slora_kernels.paged_walk import LOG2_E, base_two_cap, first_visible, walk_pages
 
 # Context tokens per round of the walk.
 BLOCK_TOKENS_WALKED = 64
@@ -26,9 +24,9 @@ MAX_STRETCHES = 16
 
 
 @triton.jit
-def _measure_stretch(context, BLOCK_N: tl.constexpr, MIN_STRETCH: tl.constexpr, MAX_STRETCHES: tl.constexpr):
-    """Tokens per stretch of a context: whole rounds of the walk."""
-    share = tl.cdiv(tl.cdiv(context, MAX_STRETCHES), BLOCK_N) * BLOCK_N
+def _measure_stretch(visible, BLOCK_N: tl.constexpr, MIN_STRETCH: tl.constexpr, MAX_STRETCHES: tl.constexpr):
+    """Tokens per stretch of those that are seen: whole rounds of the walk."""
+    share = tl.cdiv(tl.cdiv(visible, MAX_STRETCHES), BLOCK_N) * BLOCK_N
     return tl.maximum(share, MIN_STRETCH)
 
 
@@ -52,6 +50,8 @@ def _paged_attention_decode_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
     MIN_STRETCH: tl.constexpr,
     MAX_STRETCHES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -62,8 +62,9 @@ def _paged_attention_decode_kernel(
     b, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = tl.load(query_starts + b)
     context = tl.load(context_lens + b)
-    stretch = _measure_stretch(context, BLOCK_N, MIN_STRETCH, MAX_STRETCHES)
-    begin = part * stretch
+    behind = first_visible(context, WINDOW)
+    stretch = _measure_stretch(context - behind, BLOCK_N, MIN_STRETCH, MAX_STRETCHES)
+    begin = behind + part * stretch
     if (tl.load(query_starts + b + 1) - token != 1) | (begin >= context):
         return
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -88,12 +89,14 @@ def _paged_attention_decode_kernel(
         SIDE,
         BLOCK_TOKENS,
         HEAD_DIM,
+        WINDOW,
+        CAP,
         BLOCK_M,
         BLOCK_N,
         BLOCK_D,
         DOT_DTYPE,
     )
-    if context <= stretch:
+    if context - behind <= stretch:
         target = out + (token * HEADS + heads)[:, None] * HEAD_DIM + lanes[None, :]
         tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
     else:
@@ -113,6 +116,7 @@ def _merge_stretches_kernel(
     num_stretches,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
     MIN_STRETCH: tl.constexpr,
     MAX_STRETCHES: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -121,12 +125,13 @@ def _merge_stretches_kernel(
     b, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_starts + b)
     context = tl.load(context_lens + b)
-    stretch = _measure_stretch(context, BLOCK_N, MIN_STRETCH, MAX_STRETCHES)
-    if (tl.load(query_starts + b + 1) - token != 1) | (context <= stretch):
+    visible = context - first_visible(context, WINDOW)
+    stretch = _measure_stretch(visible, BLOCK_N, MIN_STRETCH, MAX_STRETCHES)
+    if (tl.load(query_starts + b + 1) - token != 1) | (visible <= stretch):
         return
     parts = tl.arange(0, MAX_STRETCHES)
     lanes = tl.arange(0, BLOCK_D)
-    used = parts * stretch < context
+    used = parts * stretch < visible
     place = (b * HEADS + head) * num_stretches + parts
     peaks = tl.load(partial_sums + place * 2, mask=used, other=-float("inf"))
     totals = tl.load(partial_sums + place * 2 + 1, mask=used, other=0.0)
@@ -141,9 +146,9 @@ def _merge_stretches_kernel(
     tl.store(target, merged.to(out.dtype.element_ty), mask=lanes < HEAD_DIM)
 
 
-def count_stretches(max_context: int) -> int:
-    """Most stretches of any context up to `max_context`: min(16, one per 128 tokens)."""
-    return min(MAX_STRETCHES, -(-max_context // MIN_STRETCH_TOKENS))
+def count_stretches(most_visible: int) -> int:
+    """Most stretches of any context of which up to `most_visible` tokens are seen: min(16, one per 128)."""
+    return min(MAX_STRETCHES, -(-most_visible // MIN_STRETCH_TOKENS))
 
 
 def bind_paged_attention_decode(
@@ -153,10 +158,11 @@ def bind_paged_attention_decode(
     geometry: KVGeometry,
     layer: int,
     batch: AttentionBatch,
-    scale: float,
+    rule: AttentionRule,
 ) -> list[Launch]:
     """q [T, Hq, D] -> out [T, Hq * D] for sequences of exactly one query; other rows stay as they are."""
-    sequences, stretches = batch.context_lens.shape[0], count_stretches(batch.max_context)
+    sequences = batch.context_lens.shape[0]
+    stretches = count_stretches(rule.count_visible(batch.max_context))
     rows = (sequences, geometry.num_heads, stretches)
     values = torch.empty(*rows, geometry.head_dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(*rows, 2, dtype=torch.float32, device=q.device)
@@ -172,6 +178,7 @@ def bind_paged_attention_decode(
     sizes = {
         "HEADS": geometry.num_heads,
         "HEAD_DIM": geometry.head_dim,
+        "WINDOW": rule.window,
         "MIN_STRETCH": MIN_STRETCH_TOKENS,
         "MAX_STRETCHES": MAX_STRETCHES,
         "BLOCK_N": BLOCK_TOKENS_WALKED,
@@ -185,7 +192,7 @@ def bind_paged_attention_decode(
             "q": q,
             "pages": elements,
             "block_tables": batch.block_tables,
-            "scale": scale * math.log2(math.e),
+            "scale": rule.scale * LOG2_E,
             "layer": layer,
             "page_stride": elements.stride(0),
             "table_stride": batch.block_tables.stride(0),
@@ -195,6 +202,7 @@ def bind_paged_attention_decode(
         | {
             "KV_HEADS": geometry.num_kv_heads,
             "BLOCK_TOKENS": geometry.block_tokens,
+            "CAP": base_two_cap(rule),
             "BLOCK_M": max(16, triton.next_power_of_2(geometry.group_heads)),
             "DOT_DTYPE": dot_dtype(geometry.dtype),
         },

@@ -5,15 +5,13 @@ finds its sequence by bisection in the query starts: the grid is a bound that ne
 a single query token are left to the decode kernel, in any batch, so that their sums are always the same.
 """
 
-import math
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from slora_kernels.batch import AttentionBatch, KVGeometry
+from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
 from slora_kernels.launch import Launch, dot_dtype
-from slora_kernels.paged_walk import walk_pages
+from slora_kernels.paged_walk import LOG2_E, base_two_cap, first_visible, walk_pages
 
 # Rows of the product, query tokens times heads of a group. With 64 context tokens a round and head dim 128 in 16
 # bits, a program takes 40 KiB of an MI300's 64 KiB of LDS, 56 KiB on an A100 and 80 KiB on an H200 (compiled ahead
@@ -54,6 +52,8 @@ def _paged_attention_prefill_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
     TILE_QUERIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -78,19 +78,22 @@ def _paged_attention_prefill_kernel(
     source = q + (first + queries)[:, None] * q_stride + heads[:, None] * HEAD_DIM + lanes[None, :]
     rows_q = tl.load(source, mask=mask, other=0.0).to(tl.float32).to(DOT_DTYPE)
     before = tl.load(context_lens + b) - size
+    begin = first_visible(before + query + 1, WINDOW)
     acc, _, total = walk_pages(
         rows_q,
-        tl.where(real, before + queries + 1, 1),
+        tl.where(real, before + queries + 1, begin + 1),
         pages,
         block_tables + b * table_stride,
         layer * (2 * SIDE) + kv_head * BLOCK_TOKENS * HEAD_DIM,
         page_stride,
-        0,
+        begin,
         before + tl.minimum(query + TILE_QUERIES, size),
         scale,
         SIDE,
         BLOCK_TOKENS,
         HEAD_DIM,
+        WINDOW,
+        CAP,
         BLOCK_M,
         BLOCK_N,
         BLOCK_D,
@@ -107,7 +110,7 @@ def bind_paged_attention_prefill(
     geometry: KVGeometry,
     layer: int,
     batch: AttentionBatch,
-    scale: float,
+    rule: AttentionRule,
 ) -> Launch:
     """q [T, Hq, D] -> out [T, Hq * D] for sequences of two or more queries; other rows stay as they are."""
     sequences = batch.context_lens.shape[0]
@@ -124,7 +127,7 @@ def bind_paged_attention_prefill(
             "query_starts": batch.query_starts,
             "context_lens": batch.context_lens,
             "block_tables": batch.block_tables,
-            "scale": scale * math.log2(math.e),
+            "scale": rule.scale * LOG2_E,
             "layer": layer,
             "num_sequences": sequences,
             "page_stride": elements.stride(0),
@@ -136,6 +139,8 @@ def bind_paged_attention_prefill(
             "KV_HEADS": geometry.num_kv_heads,
             "HEAD_DIM": geometry.head_dim,
             "BLOCK_TOKENS": geometry.block_tokens,
+            "WINDOW": rule.window,
+            "CAP": base_two_cap(rule),
             "TILE_QUERIES": tile_queries,
             "BLOCK_M": rows,
             "BLOCK_N": BLOCK_TOKENS_WALKED,

@@ -5,8 +5,25 @@ Online softmax (arXiv 2205.14135) in base 2, fp32. Slots past the stretch are ne
 the page's last user left there.
 """
 
+import math
+
 import triton
 import triton.language as tl
+
+from slora_kernels.batch import AttentionRule
+
+LOG2_E = math.log2(math.e)
+# Where the running maximum begins: finite, so that a row which sees nothing of a block adds 0 and not NaN.
+_LOWEST = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _cap_scores(scores, CAP: tl.constexpr):
+    """CAP * tanh(scores / CAP); both are in base 2."""
+    # exp2 of a negative number only: it cannot overflow. 2 log2(e) = 2.885.
+    small = tl.exp2(tl.abs(scores) * (-2.8853900817779268 / CAP))
+    size = CAP * (1.0 - small) / (1.0 + small)
+    return tl.where(scores < 0, -size, size)
 
 
 @triton.jit
@@ -23,18 +40,21 @@ def walk_pages(
     SIDE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """q [M, D]; limits int32 [M], tokens that a row sees; each row must see `begin`. scale includes log2(e).
+    """q [M, D]; a row sees WINDOW tokens (None: all) before limits int32 [M]. scale and CAP include log2(e).
 
-    head_start: elements from a page's start to this layer's and head's K; V lies SIDE elements further.
+    Tokens [begin, end) are read: one row at least must see each. head_start: elements from a page's start to this
+    layer's and head's K; V lies SIDE elements further.
     Returns unscaled values [M, D], peaks [M] (base 2) and totals [M].
     """
     lanes = tl.arange(0, BLOCK_D)
-    peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    peak = tl.full((BLOCK_M,), _LOWEST, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in range(begin, end, BLOCK_N):
@@ -46,7 +66,12 @@ def walk_pages(
         k = tl.load(place, mask=mask, other=0.0).to(tl.float32).to(DOT_DTYPE)
         v = tl.load(place + SIDE, mask=mask, other=0.0).to(tl.float32).to(DOT_DTYPE)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(tokens[None, :] < limits[:, None], scores, -float("inf"))
+        if CAP is not None:
+            scores = _cap_scores(scores, CAP)
+        seen = tokens[None, :] < limits[:, None]
+        if WINDOW is not None:
+            seen &= tokens[None, :] >= limits[:, None] - WINDOW
+        scores = tl.where(seen, scores, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
@@ -54,3 +79,17 @@ def walk_pages(
         acc = tl.dot(weights.to(DOT_DTYPE), v, acc * decay[:, None], input_precision="ieee")
         peak = new_peak
     return acc, peak, total
+
+
+@triton.jit
+def first_visible(end, WINDOW: tl.constexpr):
+    """Position of the first token that the one before `end` sees."""
+    first = end * 0
+    if WINDOW is not None:
+        first = tl.maximum(end - WINDOW, 0)
+    return first
+
+
+def base_two_cap(rule: AttentionRule) -> float | None:
+    """The cap of scores that include log2(e)."""
+    return None if rule.softcap is None else rule.softcap * LOG2_E

@@ -7,7 +7,15 @@ implementation's own. Only the bytes that a kernel may read are read.
 import torch
 from torch import Tensor
 
-from slora_kernels.batch import AdapterTables, AttentionBatch, KVGeometry, LoraTiles
+from slora_kernels.batch import (
+    Activation,
+    AdapterTables,
+    AttentionBatch,
+    AttentionRule,
+    KVGeometry,
+    LoraTiles,
+    QueryKeyNorm,
+)
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
 
@@ -24,10 +32,21 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return rms_norm(residual, weight, eps)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def activate(gate: Tensor, activation: Activation) -> Tensor:
+    """Any shape, float64. silu: arXiv 1702.03118; gelu and its tanh approximation: arXiv 1606.08415."""
+    match activation:
+        case "silu":
+            return gate * torch.sigmoid(gate)
+        case "gelu":
+            return gate * 0.5 * torch.erfc(-gate / 2**0.5)
+        case "gelu_tanh":
+            return gate * torch.sigmoid((8 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))
+
+
+def act_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     """[T, 2I] -> [T, I]."""
     gate, up = gate_up.double().chunk(2, dim=-1)
-    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+    return (activate(gate, activation) * up).to(gate_up.dtype)
 
 
 def quantized_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -38,10 +57,19 @@ def quantized_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | N
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """heads [T, num, D] with cos and sin [T, D/2] of its positions; arXiv 2104.09864, halves as in Llama."""
-    a, b = heads.double().chunk(2, dim=-1)
+    """heads float64 [T, num, D], cos and sin [T, R/2] of its positions -> the first R of D dimensions rotated.
+
+    arXiv 2104.09864, with halves of R as pairs, as Llama has it.
+    """
+    half = cos.shape[1]
+    a, b, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
     c, s = cos.double()[:, None], sin.double()[:, None]
-    return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(heads.dtype)
+    return torch.cat((a * c - b * s, b * c + a * s, rest), dim=-1)
+
+
+def norm_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """heads float64 [T, num, D] -> each head's RMS norm."""
+    return heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps) * weight.double()
 
 
 def view_layer(pages: Tensor, geometry: KVGeometry, layer: int) -> Tensor:
@@ -52,45 +80,62 @@ def view_layer(pages: Tensor, geometry: KVGeometry, layer: int) -> Tensor:
 
 
 def rotate_and_write_kv(
-    qkv: Tensor, cos_sin: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, batch: AttentionBatch
+    qkv: Tensor,
+    cos_sin: Tensor | None,
+    pages: Tensor,
+    geometry: KVGeometry,
+    layer: int,
+    batch: AttentionBatch,
+    norms: QueryKeyNorm | None = None,
 ) -> Tensor:
-    """Returns rotated q [T, Hq, D] as a new tensor; mutates pages."""
+    """Returns normed and rotated q [T, Hq, D] as a new tensor; mutates pages."""
     heads = qkv.view(qkv.shape[0], -1, geometry.head_dim)
     sizes = [geometry.num_heads, geometry.num_kv_heads, geometry.num_kv_heads]
     q, k, v = torch.split(heads, sizes, dim=1)
-    cos, sin = cos_sin[batch.positions].chunk(2, dim=-1)
-    k = rotate(k, cos, sin)
+    q, k = q.double(), k.double()
+    if norms is not None:
+        q, k = norm_heads(q, norms.query, norms.eps), norm_heads(k, norms.key, norms.eps)
+    if cos_sin is not None:
+        cos, sin = cos_sin[batch.positions].chunk(2, dim=-1)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     blocks = view_layer(pages, geometry, layer)
     for token, slot in enumerate(batch.kv_slots.tolist()):
         page, offset = divmod(slot, geometry.block_tokens)
-        blocks[page, 0, :, offset] = k[token]
+        blocks[page, 0, :, offset] = k[token].to(geometry.dtype)
         blocks[page, 1, :, offset] = v[token]
-    return rotate(q, cos, sin)
+    return q.to(qkv.dtype)
 
 
 def read_context(
-    pages: Tensor, geometry: KVGeometry, layer: int, block_table: list[int], length: int
+    pages: Tensor, geometry: KVGeometry, layer: int, block_table: list[int], begin: int, end: int
 ) -> tuple[Tensor, Tensor]:
-    """K and V [length, Hk, D] of the first `length` tokens of a sequence."""
+    """K and V [end - begin, Hk, D] of tokens [begin, end) of a sequence."""
     blocks = view_layer(pages, geometry, layer)
-    places = [divmod(t, geometry.block_tokens) for t in range(length)]
+    places = [divmod(t, geometry.block_tokens) for t in range(begin, end)]
     rows = torch.stack([blocks[block_table[block], :, :, offset] for block, offset in places])
     return rows[:, 0], rows[:, 1]
 
 
 def attend(
-    q: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, batch: AttentionBatch, scale: float
+    q: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, batch: AttentionBatch, rule: AttentionRule
 ) -> Tensor:
     """q [T, Hq, D] -> [T, Hq * D]; query head h reads KV head h // group_heads."""
     out = torch.empty_like(q)
     starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
     for b, context in enumerate(contexts):
-        k, v = read_context(pages, geometry, layer, batch.block_tables[b].tolist(), context)
-        k, v = (x.double().repeat_interleave(geometry.group_heads, dim=1) for x in (k, v))
+        before = context - (starts[b + 1] - starts[b])
+        first = before + 1 - rule.count_visible(before + 1)
+        table = batch.block_tables[b].tolist()
+        sides = read_context(pages, geometry, layer, table, first, context)
+        k_all, v_all = (x.double().repeat_interleave(geometry.group_heads, dim=1) for x in sides)
         for token in range(starts[b], starts[b + 1]):
-            visible = context - (starts[b + 1] - 1 - token)
-            scores = torch.einsum("hd,thd->ht", q[token].double(), k[:visible]) * scale
-            out[token] = torch.einsum("ht,thd->hd", scores.softmax(-1), v[:visible]).to(q.dtype)
+            end = before + 1 + token - starts[b]
+            seen = slice(end - rule.count_visible(end) - first, end - first)
+            k, v = k_all[seen], v_all[seen]
+            scores = torch.einsum("hd,thd->ht", q[token].double(), k) * rule.scale
+            if rule.softcap is not None:
+                scores = rule.softcap * torch.tanh(scores / rule.softcap)
+            out[token] = torch.einsum("ht,thd->hd", scores.softmax(-1), v).to(q.dtype)
     return out.flatten(1)
 
 

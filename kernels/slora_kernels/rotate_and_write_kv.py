@@ -1,5 +1,5 @@
-"""Rotates q in place and writes rotated k, and v, into their pages: one read of qkv between GEMM and
-attention.
+"""Norms and rotates q in place and writes normed, rotated k, and v, into their pages: one read of qkv between GEMM
+and attention.
 
 A program takes one token and one KV head: its query heads, its k and its v.
 """
@@ -8,77 +8,124 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slora_kernels.batch import AttentionBatch, KVGeometry
+from slora_kernels.batch import AttentionBatch, KVGeometry, QueryKeyNorm
 from slora_kernels.launch import Launch
+
+
+@triton.jit
+def _turn_heads(
+    source,
+    target,
+    real,
+    angles,
+    weight,
+    eps,
+    HALF: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NORMED: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """source, target: where heads begin [M], of which `real` [M] are there; the first 2 HALF dimensions turn."""
+    halves = tl.arange(0, BLOCK_HALF)
+    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+    turning, staying = halves < HALF, rest < HEAD_DIM
+    at_a, at_rest = source[:, None] + halves[None, :], source[:, None] + rest[None, :]
+    mask_a, mask_rest = real[:, None] & turning[None, :], real[:, None] & staying[None, :]
+    a = tl.load(at_a, mask=mask_a, other=0.0).to(tl.float32)
+    b = tl.load(at_a + HALF, mask=mask_a, other=0.0).to(tl.float32)
+    c = tl.load(at_rest, mask=mask_rest, other=0.0).to(tl.float32)
+    if NORMED:
+        squares = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)
+        factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        a *= factor * tl.load(weight + halves, mask=turning, other=0.0).to(tl.float32)[None, :]
+        b *= factor * tl.load(weight + HALF + halves, mask=turning, other=0.0).to(tl.float32)[None, :]
+        c *= factor * tl.load(weight + rest, mask=staying, other=0.0).to(tl.float32)[None, :]
+    cos = tl.load(angles + halves, mask=turning, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(angles + HALF + halves, mask=turning, other=0.0).to(tl.float32)[None, :]
+    element = target.dtype.element_ty
+    to_a, to_rest = target[:, None] + halves[None, :], target[:, None] + rest[None, :]
+    tl.store(to_a, (a * cos - b * sin).to(element), mask=mask_a)
+    tl.store(to_a + HALF, (b * cos + a * sin).to(element), mask=mask_a)
+    tl.store(to_rest, c.to(element), mask=mask_rest)
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _rotate_and_write_kv_kernel(
     qkv,
     cos_sin,
+    query_norm,
+    key_norm,
     pages,
     positions,
     kv_slots,
+    eps,
     layer,
     qkv_stride,
     page_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    NORMED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
 ):
-    token, kv_head = tl.program_id(0), tl.program_id(1)
+    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    HALF: tl.constexpr = HEAD_DIM // 2
     SIDE: tl.constexpr = KV_HEADS * BLOCK_TOKENS * HEAD_DIM
-    lanes = tl.arange(0, BLOCK_D)
-    inside = lanes < HALF
-    angles = cos_sin + tl.load(positions + token) * HEAD_DIM + lanes
-    cos = tl.load(angles, mask=inside, other=0.0)
-    sin = tl.load(angles + HALF, mask=inside, other=0.0)
     row = qkv + token * qkv_stride
+    angles = cos_sin + tl.load(positions + token) * (2 * HALF)
 
     members = tl.arange(0, BLOCK_G)
-    source = row + (kv_head * GROUP + members)[:, None] * HEAD_DIM + lanes[None, :]
-    mask = (members[:, None] < GROUP) & inside[None, :]
-    a = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-    tl.store(source, (a * cos[None, :] - b * sin[None, :]).to(qkv.dtype.element_ty), mask=mask)
-    tl.store(source + HALF, (b * cos[None, :] + a * sin[None, :]).to(qkv.dtype.element_ty), mask=mask)
+    q, real = row + (kv_head * GROUP + members) * HEAD_DIM, members < GROUP
+    if (HALF > 0) | NORMED:
+        _turn_heads(q, q, real, angles, query_norm, eps, HALF, HEAD_DIM, NORMED, BLOCK_HALF, BLOCK_REST)
 
     slot = tl.load(kv_slots + token)
     start = slot // BLOCK_TOKENS * page_stride + layer * (2 * SIDE) + kv_head * BLOCK_TOKENS * HEAD_DIM
-    target = pages + start + (slot % BLOCK_TOKENS) * HEAD_DIM + lanes
-    key = row + (HEADS + kv_head) * HEAD_DIM + lanes
-    a = tl.load(key, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(key + HALF, mask=inside, other=0.0).to(tl.float32)
-    tl.store(target, (a * cos - b * sin).to(pages.dtype.element_ty), mask=inside)
-    tl.store(target + HALF, (b * cos + a * sin).to(pages.dtype.element_ty), mask=inside)
-    value = key + KV_HEADS * HEAD_DIM
-    tl.store(target + SIDE, tl.load(value, mask=inside, other=0.0), mask=inside)
-    tl.store(target + SIDE + HALF, tl.load(value + HALF, mask=inside, other=0.0), mask=inside)
+    one = tl.arange(0, 1)
+    target = pages + start + (slot % BLOCK_TOKENS) * HEAD_DIM + one
+    key = row + (HEADS + kv_head) * HEAD_DIM + one
+    _turn_heads(key, target, one == 0, angles, key_norm, eps, HALF, HEAD_DIM, NORMED, BLOCK_HALF, BLOCK_REST)
+
+    lanes = tl.arange(0, BLOCK_D)
+    value = key + KV_HEADS * HEAD_DIM + lanes
+    tl.store(target + SIDE + lanes, tl.load(value, mask=lanes < HEAD_DIM, other=0.0), mask=lanes < HEAD_DIM)
 
 
 def bind_rotate_and_write_kv(
-    qkv: Tensor, cos_sin: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, batch: AttentionBatch
+    qkv: Tensor,
+    cos_sin: Tensor | None,
+    pages: Tensor,
+    geometry: KVGeometry,
+    layer: int,
+    batch: AttentionBatch,
+    norms: QueryKeyNorm | None = None,
 ) -> Launch:
     """qkv [T, (Hq + 2 Hk) * D] has its q rotated in place; pages uint8 [num_pages, full_page_bytes] get k and
     v.
 
-    cos_sin float32 [max_positions, D]; kv_slots and positions are int64 [T].
+    cos_sin float32 [max_positions, R], or None: R = 0; kv_slots and positions are int64 [T].
     """
     elements = pages.view(geometry.dtype)
+    rotary = 0 if cos_sin is None else cos_sin.shape[1]
     return Launch(
         _rotate_and_write_kv_kernel,
         (qkv.shape[0], geometry.num_kv_heads),
         {
             "qkv": qkv,
-            "cos_sin": cos_sin,
+            # What stands in for a tensor that is not there is never read.
+            "cos_sin": qkv if cos_sin is None else cos_sin,
+            "query_norm": qkv if norms is None else norms.query,
+            "key_norm": qkv if norms is None else norms.key,
             "pages": elements,
             "positions": batch.positions,
             "kv_slots": batch.kv_slots,
+            "eps": 0.0 if norms is None else norms.eps,
             "layer": layer,
             "qkv_stride": qkv.stride(0),
             "page_stride": elements.stride(0),
@@ -87,8 +134,12 @@ def bind_rotate_and_write_kv(
             "HEADS": geometry.num_heads,
             "KV_HEADS": geometry.num_kv_heads,
             "HEAD_DIM": geometry.head_dim,
+            "HALF": rotary // 2,
+            "NORMED": norms is not None,
             "BLOCK_TOKENS": geometry.block_tokens,
             "BLOCK_G": triton.next_power_of_2(geometry.group_heads),
-            "BLOCK_D": triton.next_power_of_2(geometry.head_dim // 2),
+            "BLOCK_D": triton.next_power_of_2(geometry.head_dim),
+            "BLOCK_HALF": triton.next_power_of_2(max(1, rotary // 2)),
+            "BLOCK_REST": triton.next_power_of_2(max(1, geometry.head_dim - rotary)),
         },
     )

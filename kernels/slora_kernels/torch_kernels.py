@@ -5,13 +5,24 @@ with an online softmax: tiles are sorted by what they see, so those that still h
 only pages that somebody reads are gathered. LoRA loops over tiles, one per distinct adapter in the batch.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slora_kernels.batch import AdapterTables, AttentionBatch, AttentionStep, KVGeometry, LoraStep, LoraTiles
+from slora_kernels.batch import (
+    Activation,
+    AdapterTables,
+    AttentionBatch,
+    AttentionRule,
+    AttentionStep,
+    KVGeometry,
+    LoraStep,
+    LoraTiles,
+    QueryKeyNorm,
+)
 from slora_kernels.layout import LoraSite
 from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shrink_tiles
 from slora_kernels.quantized_matmuls import quantized_linear
@@ -20,28 +31,35 @@ from slora_kernels.quantized_matmuls import quantized_linear
 COLUMN_TOKENS = 256
 # Query tokens per tile of a chunk being prefilled.
 TILE_QUERIES = 64
+# Where a running maximum begins.
+LOWEST = -1e30
 
 
 @dataclass(frozen=True, slots=True)
 class TilePass:
-    """Tiles of one size, longest sight first: n tiles of Q query tokens.
+    """Tiles of one size, longest walk first: n tiles of Q query tokens.
 
     tokens: int64 [n, Q], token of each query; a tile's missing queries repeat its last token.
-    limits: int64 [n, Q], KV tokens that each query sees.
-    rows: int64 [n], row of the block tables. sights: KV tokens that each tile's last query sees.
+    limits: int64 [n, Q], end of what each query sees, in tokens from where its tile's walk begins; it sees
+    `window` of them.
+    page_ids: int64 [n, W], the pages of each tile's walk, as many as the longest has; past its end any valid ids.
+    walks: tokens of each tile's walk, to the last that its last query sees.
     keep: bool [n, Q], which queries are real; None when all are.
     """
 
     tokens: Tensor
     limits: Tensor
-    rows: Tensor
-    sights: list[int]
+    page_ids: Tensor
+    walks: list[int]
     keep: Tensor | None
+    window: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    passes: list[TilePass]
+    """passes: by window and tokens per block, cut when first asked for."""
+
+    passes: dict[tuple[int | None, int], list[TilePass]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,45 +67,54 @@ class LoraPlan:
     tiles: list[TileRanks]
 
 
-def _plan_pass(sequences: list[tuple[int, int, int, int]], queries: int, device: torch.device) -> TilePass:
-    """Cuts sequences (row, first token, tokens, context) into tiles of `queries`."""
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """What a sequence computes in a step: `tokens` tokens from `first` on, after `before` that are in pages."""
+
+    row: int
+    first: int
+    tokens: int
+    before: int
+
+
+def _plan_pass(
+    chunks: list[_Chunk], queries: int, block_tables: Tensor, window: int | None, block_tokens: int
+) -> TilePass:
+    """Cuts chunks into tiles of `queries`."""
+    device = block_tables.device
     tiles = []
-    for row, first, tokens, context in sequences:
-        before = context - tokens
-        for at in range(0, tokens, queries):
-            size = min(queries, tokens - at)
-            tiles.append((before + at + size, row, first + at, size))
+    for chunk in chunks:
+        for at in range(0, chunk.tokens, queries):
+            size = min(queries, chunk.tokens - at)
+            before = chunk.before + at
+            block = 0 if window is None else max(0, before + 1 - window) // block_tokens
+            walk = before + size - block * block_tokens
+            tiles.append((walk, chunk.row, chunk.first + at, size, block))
     tiles.sort(key=lambda tile: (-tile[0], tile[2]))
-    table = torch.tensor(tiles, dtype=torch.int64)
-    sights, rows, firsts, sizes = table.T[..., None]
+    walks, rows, firsts, sizes, blocks = torch.tensor(tiles, dtype=torch.int64).T[..., None]
     offsets = torch.arange(queries)[None]
+    columns = blocks + torch.arange(-(-tiles[0][0] // block_tokens))
+    columns.clamp_(max=block_tables.shape[1] - 1)
     inside = torch.minimum(offsets, sizes - 1)
     return TilePass(
         tokens=(firsts + inside).to(device),
-        limits=(sights - sizes + 1 + inside).to(device),
-        rows=rows[:, 0].to(device),
-        sights=[tile[0] for tile in tiles],
+        limits=(walks - sizes + 1 + inside).to(device),
+        page_ids=block_tables[rows.to(device), columns.to(device)].long(),
+        walks=[tile[0] for tile in tiles],
         keep=None if all(tile[3] == queries for tile in tiles) else (offsets < sizes).to(device),
+        window=window,
     )
 
 
-def _plan_attention(batch: AttentionBatch) -> list[TilePass]:
+def _plan_attention(batch: AttentionBatch, window: int | None, block_tokens: int) -> list[TilePass]:
     """One pass for sequences with a single query (decode), one for longer chunks (prefill)."""
     starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
-    sequences = [
-        (b, starts[b], starts[b + 1] - starts[b], context)
-        for b, context in enumerate(contexts)
-        if starts[b + 1] > starts[b]
-    ]
-    device = batch.query_starts.device
-    decode = [s for s in sequences if s[2] == 1]
-    prefill = [s for s in sequences if s[2] > 1]
-    passes = []
-    if decode:
-        passes.append(_plan_pass(decode, 1, device))
-    if prefill:
-        passes.append(_plan_pass(prefill, min(TILE_QUERIES, batch.max_query), device))
-    return passes
+    sizes = [end - start for start, end in itertools.pairwise(starts)]
+    chunks = [_Chunk(b, starts[b], size, contexts[b] - size) for b, size in enumerate(sizes) if size]
+    tile_queries = min(TILE_QUERIES, batch.max_query)
+    work = ((1, [c for c in chunks if c.tokens == 1]), (tile_queries, [c for c in chunks if c.tokens > 1]))
+    tables = batch.block_tables
+    return [_plan_pass(part, queries, tables, window, block_tokens) for queries, part in work if part]
 
 
 def _view_layer(pages: Tensor, geometry: KVGeometry, layer: int) -> Tensor:
@@ -118,7 +145,8 @@ class _OnlineSoftmax:
     time."""
 
     def __init__(self, rows: tuple[int, int, int], head_dim: int, device: torch.device) -> None:
-        self.peak = torch.full((*rows, 1), -torch.inf, device=device)
+        # Finite, so that a row which sees nothing of a column adds 0 and not NaN.
+        self.peak = torch.full((*rows, 1), LOWEST, device=device)
         self.total = torch.zeros((*rows, 1), device=device)
         self.values = torch.zeros((*rows, head_dim), device=device)
 
@@ -135,30 +163,57 @@ class _OnlineSoftmax:
 
 
 def _attend_pass(
-    work: TilePass, q: Tensor, blocks: Tensor, block_tables: Tensor, geometry: KVGeometry, scale: float
+    work: TilePass, q: Tensor, blocks: Tensor, geometry: KVGeometry, layer: int, rule: AttentionRule
 ) -> Tensor:
-    """q [n, Q, Hk, G, D] of the tiles -> float32 [n, Q, Hk, G, D]. blocks and block_tables as in `_gather_column`."""
+    """q [n, Q, Hk, G, D] of the tiles -> float32 [n, Q, Hk, G, D]. blocks as in `_gather_column`."""
     n, queries, kv_heads, group, head_dim = q.shape
-    block_tokens = geometry.block_tokens
-    rows = q.permute(2, 0, 1, 3, 4).reshape(kv_heads, n, queries * group, head_dim).float() * scale
-    limits = work.limits.repeat_interleave(group, dim=1)
+    block_tokens, window = geometry.block_tokens, work.window
+    rows = q.permute(2, 0, 1, 3, 4).reshape(kv_heads, n, queries * group, head_dim).float() * rule.scale
+    limits = work.limits.repeat_interleave(group, dim=1)[..., None]
     state = _OnlineSoftmax((kv_heads, n, queries * group), head_dim, q.device)
+    block_ids = work.page_ids * geometry.num_layers + layer
     column = max(1, COLUMN_TOKENS // block_tokens) * block_tokens
-    for start in range(0, work.sights[0], column):
-        active = sum(sight > start for sight in work.sights)
-        width = -(-min(column, work.sights[0] - start) // block_tokens)
+    for start in range(0, work.walks[0], column):
+        active = sum(walk > start for walk in work.walks)
+        width = -(-min(column, work.walks[0] - start) // block_tokens)
         first = start // block_tokens
-        block_ids = block_tables[work.rows[:active], first : first + width]
-        seen = start + torch.arange(width * block_tokens, device=q.device)
-        k, v = _gather_column(blocks, block_ids, geometry)
-        hidden = seen >= limits[:active, :, None]
-        scores = torch.matmul(rows[:, :active], k.mT).masked_fill_(hidden, -torch.inf)
-        # A weight of 0 does not silence a NaN, and what lies past a context is anybody's old page.
-        whole = sum(sight >= start + width * block_tokens for sight in work.sights[:active])
-        v[:, whole:].masked_fill_((seen >= limits[whole:active, -1:])[..., None], 0.0)
-        state.add(scores, v)
+        places = start + torch.arange(width * block_tokens, device=q.device)
+        k, v = _gather_column(blocks, block_ids[:active, first : first + width], geometry)
+        hidden = places >= limits[:active]
+        # A weight of 0 does not silence a NaN, and what lies past a context, or behind a window, is anybody's old page.
+        whole = sum(walk >= start + width * block_tokens for walk in work.walks[:active])
+        v[:, whole:].masked_fill_((places >= work.limits[whole:active, -1:])[..., None], 0.0)
+        if window is not None:
+            hidden |= places < limits[:active] - window
+            v.masked_fill_((places < work.limits[:active, :1] - window)[..., None], 0.0)
+        scores = torch.matmul(rows[:, :active], k.mT)
+        if rule.softcap is not None:
+            scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
+        state.add(scores.masked_fill_(hidden, -torch.inf), v)
     out = state.values / state.total
     return out.view(kv_heads, n, queries, group, head_dim).permute(1, 2, 0, 3, 4)
+
+
+def _activate(gate: Tensor, activation: Activation) -> Tensor:
+    if activation == "silu":
+        return F.silu(gate)
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def _norm_heads(heads: Tensor, num_heads: int, norms: QueryKeyNorm) -> Tensor:
+    """heads float32 [T, Hq + Hk, D], queries first."""
+    scale = torch.rsqrt(heads.square().mean(-1, keepdim=True) + norms.eps)
+    query = norms.query.float().expand(num_heads, -1)
+    key = norms.key.float().expand(heads.shape[1] - num_heads, -1)
+    return heads * scale * torch.cat((query, key))
+
+
+def _rotate_heads(heads: Tensor, angles: Tensor) -> Tensor:
+    """heads float32 [T, num, D], angles [T, R] -> the first R dimensions rotated."""
+    half = angles.shape[1] // 2
+    cos, sin = angles[:, None].chunk(2, dim=-1)
+    a, b, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
 
 class TorchKernels:
@@ -173,7 +228,7 @@ class TorchKernels:
         return 0.0
 
     def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
-        return AttentionStep(batch, AttentionPlan(_plan_attention(batch)))
+        return AttentionStep(batch, AttentionPlan({}))
 
     def prepare_lora(self, tiles: LoraTiles, tables: AdapterTables) -> LoraStep:
         return LoraStep(tiles, tables, LoraPlan(plan_tiles(tiles, tables)))
@@ -185,9 +240,9 @@ class TorchKernels:
         residual.add_(x)
         return self.rms_norm(residual, weight, eps)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def act_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+        return (_activate(gate.float(), activation) * up.float()).to(gate_up.dtype)
 
     def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         return quantized_linear(x, values, scales, bias)
@@ -195,17 +250,21 @@ class TorchKernels:
     def rotate_and_write_kv(
         self,
         qkv: Tensor,
-        cos_sin: Tensor,
+        cos_sin: Tensor | None,
         pages: Tensor,
         geometry: KVGeometry,
         layer: int,
         step: AttentionStep,
+        norms: QueryKeyNorm | None = None,
     ) -> Tensor:
         heads = qkv.view(qkv.shape[0], -1, geometry.head_dim)
         turning = geometry.num_heads + geometry.num_kv_heads
-        cos, sin = cos_sin[step.batch.positions][:, None].chunk(2, dim=-1)
-        a, b = heads[:, :turning].float().chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(qkv.dtype)
+        turned = heads[:, :turning]
+        if norms is not None:
+            turned = _norm_heads(turned.float(), geometry.num_heads, norms)
+        if cos_sin is not None:
+            turned = _rotate_heads(turned.float(), cos_sin[step.batch.positions])
+        turned = turned.to(qkv.dtype)
         k, v = turned[:, geometry.num_heads :], heads[:, turning:]
         page = step.batch.kv_slots // geometry.block_tokens
         offset = step.batch.kv_slots % geometry.block_tokens
@@ -215,16 +274,24 @@ class TorchKernels:
         return turned[:, : geometry.num_heads]
 
     def attend(
-        self, q: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: AttentionStep, scale: float
+        self,
+        q: Tensor,
+        pages: Tensor,
+        geometry: KVGeometry,
+        layer: int,
+        step: AttentionStep,
+        rule: AttentionRule,
     ) -> Tensor:
         plan = step.plan
         assert isinstance(plan, AttentionPlan)
+        key = (rule.window, geometry.block_tokens)
+        if key not in plan.passes:
+            plan.passes[key] = _plan_attention(step.batch, *key)
         out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype, device=q.device)
         blocks = pages.view(geometry.dtype).view(-1, geometry.block_elements)
-        block_tables = step.batch.block_tables.long() * geometry.num_layers + layer
         packed = q.reshape(-1, geometry.num_kv_heads, geometry.group_heads, geometry.head_dim)
-        for work in plan.passes:
-            result = _attend_pass(work, packed[work.tokens], blocks, block_tables, geometry, scale)
+        for work in plan.passes[key]:
+            result = _attend_pass(work, packed[work.tokens], blocks, geometry, layer, rule)
             flat = result.to(q.dtype).flatten(2)
             if work.keep is None:
                 out[work.tokens] = flat

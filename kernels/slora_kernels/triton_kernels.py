@@ -4,7 +4,18 @@ prepare."""
 import torch
 from torch import Tensor
 
-from slora_kernels.batch import AdapterTables, AttentionBatch, AttentionStep, KVGeometry, LoraStep, LoraTiles
+from slora_kernels.act_mul import bind_act_mul
+from slora_kernels.batch import (
+    Activation,
+    AdapterTables,
+    AttentionBatch,
+    AttentionRule,
+    AttentionStep,
+    KVGeometry,
+    LoraStep,
+    LoraTiles,
+    QueryKeyNorm,
+)
 from slora_kernels.layout import LoraSite
 from slora_kernels.lora_expand import bind_lora_expand
 from slora_kernels.lora_shrink import TILE_TOKENS, bind_lora_shrink
@@ -13,7 +24,6 @@ from slora_kernels.paged_attention_prefill import bind_paged_attention_prefill
 from slora_kernels.quantized_linear import bind_quantized_linear
 from slora_kernels.rms_norm import bind_rms_norm
 from slora_kernels.rotate_and_write_kv import bind_rotate_and_write_kv
-from slora_kernels.silu_mul import bind_silu_mul
 
 
 class TritonKernels:
@@ -42,8 +52,8 @@ class TritonKernels:
         launch.run()
         return out
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        launch, out = bind_silu_mul(gate_up)
+    def act_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        launch, out = bind_act_mul(gate_up, activation)
         launch.run()
         return out
 
@@ -55,26 +65,33 @@ class TritonKernels:
     def rotate_and_write_kv(
         self,
         qkv: Tensor,
-        cos_sin: Tensor,
+        cos_sin: Tensor | None,
         pages: Tensor,
         geometry: KVGeometry,
         layer: int,
         step: AttentionStep,
+        norms: QueryKeyNorm | None = None,
     ) -> Tensor:
-        bind_rotate_and_write_kv(qkv, cos_sin, pages, geometry, layer, step.batch).run()
+        bind_rotate_and_write_kv(qkv, cos_sin, pages, geometry, layer, step.batch, norms).run()
         return qkv.view(qkv.shape[0], -1, geometry.head_dim)[:, : geometry.num_heads]
 
     def attend(
-        self, q: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, step: AttentionStep, scale: float
+        self,
+        q: Tensor,
+        pages: Tensor,
+        geometry: KVGeometry,
+        layer: int,
+        step: AttentionStep,
+        rule: AttentionRule,
     ) -> Tensor:
         batch = step.batch
         out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype, device=q.device)
         # Which sequence is whose is decided on the device: each kernel passes over the other's sequences.
         if batch.max_query == 1 or batch.context_lens.shape[0] > 1:
-            for launch in bind_paged_attention_decode(q, pages, out, geometry, layer, batch, scale):
+            for launch in bind_paged_attention_decode(q, pages, out, geometry, layer, batch, rule):
                 launch.run()
         if batch.max_query > 1:
-            bind_paged_attention_prefill(q, pages, out, geometry, layer, batch, scale).run()
+            bind_paged_attention_prefill(q, pages, out, geometry, layer, batch, rule).run()
         return out
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:

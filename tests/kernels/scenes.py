@@ -98,9 +98,17 @@ class AttentionScene:
 
 
 def build_attention(
-    geometry: KVGeometry, chunks: Sequence[tuple[int, int]], *, device: str = "cpu", seed: int = 0
+    geometry: KVGeometry,
+    chunks: Sequence[tuple[int, int]],
+    *,
+    window: int | None = None,
+    device: str = "cpu",
+    seed: int = 0,
 ) -> AttentionScene:
-    """Sequences (query tokens, context) over scattered pages; what no context covers is NaN."""
+    """Sequences (query tokens, context) over scattered pages; what no token of a chunk sees is NaN.
+
+    Blocks wholly behind the window of a chunk's first token are gone: their entries name a page of NaN.
+    """
     random = torch.Generator().manual_seed(seed)
     needed = [-(-context // geometry.block_tokens) for _, context in chunks]
     num_pages = sum(needed) + 3
@@ -111,12 +119,14 @@ def build_attention(
     slots: list[int] = []
     for b, (tokens, context) in enumerate(chunks):
         ids = [order.pop() for _ in range(needed[b])]
-        block_tables[b, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        behind = 0 if window is None else max(0, context - tokens + 1 - window)
+        gone = behind // geometry.block_tokens
+        block_tables[b, gone : len(ids)] = torch.tensor(ids[gone:], dtype=torch.int32)
         places = [ids[t // geometry.block_tokens] * geometry.block_tokens for t in range(context)]
         slots += [places[t] + t % geometry.block_tokens for t in range(context - tokens, context)]
         for layer in range(geometry.num_layers):
             blocks = view_layer(pages, geometry, layer)
-            for t in range(context):
+            for t in range(behind, context):
                 values = torch.randn(2, geometry.num_kv_heads, geometry.head_dim, generator=random)
                 blocks[places[t] // geometry.block_tokens, :, :, t % geometry.block_tokens] = values.to(
                     geometry.dtype

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from slora_kernels import reference
-from slora_kernels.batch import AttentionBatch, KVGeometry
+from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
 from slora_kernels.ops import Kernels
 from tests.kernels.scenes import AttentionScene, build_attention, check_close
 
@@ -13,19 +13,49 @@ CHUNKS = [(5, 5), (16, 16), (17, 40), (2, 130), (37, 64)]
 MIXED = [(1, 33), (23, 23), (1, 1), (1, 200), (7, 150)]
 
 
+# Shorter than a block, a block, across blocks and rounds of every walk, longer than any context; and soft caps, tight
+# enough to bend most scores.
+WINDOWS = (3, 16, 77, 400)
+RULES = (*((window, None) for window in WINDOWS), (None, 1.5), (77, 1.5))
+WINDOWED = [(1, 1), (1, 5), (1, 17), (1, 90), (1, 300), (5, 5), (23, 23), (41, 140), (7, 150)]
+# Not powers of two among them (Phi-3 has 96), and as wide as Gemma's.
+WINDOW_HEADS = (
+    (2, 2, 32, 16),
+    (6, 2, 16, 8),
+    (3, 1, 80, 16),
+    (2, 1, 96, 32),
+    (8, 1, 128, 16),
+    (2, 2, 256, 16),
+)
+
+
 def build(
-    heads: tuple[int, int, int, int], dtype: torch.dtype, chunks: list[tuple[int, int]], device: str
+    heads: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    chunks: list[tuple[int, int]],
+    device: str,
+    window: int | None = None,
 ) -> AttentionScene:
     num_heads, num_kv_heads, head_dim, block_tokens = heads
-    return build_attention(
-        KVGeometry(2, num_heads, num_kv_heads, head_dim, block_tokens, dtype), chunks, device=device
-    )
+    geometry = KVGeometry(2, num_heads, num_kv_heads, head_dim, block_tokens, dtype)
+    return build_attention(geometry, chunks, window=window, device=device)
 
 
-def attend(kernels: Kernels, scene: AttentionScene) -> torch.Tensor:
+def make_rule(
+    scene: AttentionScene, window: int | None = None, softcap: float | None = None
+) -> AttentionRule:
+    return AttentionRule(scene.geometry.head_dim**-0.5, window, softcap)
+
+
+def attend(kernels: Kernels, scene: AttentionScene, rule: AttentionRule) -> torch.Tensor:
     step = kernels.prepare_attention(scene.batch)
-    scale = scene.geometry.head_dim**-0.5
-    return kernels.attend(scene.q, scene.pages, scene.geometry, scene.layer, step, scale)
+    return kernels.attend(scene.q, scene.pages, scene.geometry, scene.layer, step, rule)
+
+
+def check_against_twin(kernels: Kernels, scene: AttentionScene, rule: AttentionRule) -> None:
+    expected = reference.attend(scene.q, scene.pages, scene.geometry, scene.layer, scene.batch, rule)
+    assert not expected.isnan().any()
+    check_close(attend(kernels, scene, rule), expected, units=1)
 
 
 @pytest.mark.parametrize("chunks", (DECODES, CHUNKS, MIXED), ids=("decode", "prefill", "mixed"))
@@ -42,17 +72,49 @@ def test_attention_over_scattered_pages_matches_its_twin(
     chunks: list[tuple[int, int]],
 ) -> None:
     scene = build(heads, dtype, chunks, device)
-    scale = scene.geometry.head_dim**-0.5
-    expected = reference.attend(scene.q, scene.pages, scene.geometry, 1, scene.batch, scale)
-    check_close(attend(kernels, scene), expected, units=1)
+    check_against_twin(kernels, scene, make_rule(scene))
 
 
 def test_attention_works_in_half_precision(kernels: Kernels, device: str) -> None:
     scene = build(HEADS[0], torch.float16, MIXED, device)
-    expected = reference.attend(scene.q, scene.pages, scene.geometry, 1, scene.batch, 0.1)
-    step = kernels.prepare_attention(scene.batch)
-    actual = kernels.attend(scene.q, scene.pages, scene.geometry, 1, step, 0.1)
-    check_close(actual, expected, units=1)
+    check_against_twin(kernels, scene, AttentionRule(0.1))
+
+
+def pair_rules_with_heads(
+    *, every: bool
+) -> list[tuple[tuple[int | None, float | None], tuple[int, int, int, int]]]:
+    """Each rule with one shape; with `every`, all with all."""
+    pairs = [(rule, heads) for rule in RULES for heads in WINDOW_HEADS]
+    return pairs if every else pairs[:: len(WINDOW_HEADS) + 1]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_only_what_the_window_shows_counts_and_nothing_behind_it_is_read(
+    kernels: Kernels, device: str, dtype: torch.dtype, soak: bool
+) -> None:
+    for (window, softcap), heads in pair_rules_with_heads(every=soak):
+        scene = build(heads, dtype, WINDOWED, device, window)
+        check_against_twin(kernels, scene, make_rule(scene, window, softcap))
+
+
+def test_a_window_as_long_as_the_context_changes_no_bit(kernels: Kernels, device: str) -> None:
+    scene = build(HEADS[1], torch.float32, MIXED, device)
+    plain = attend(kernels, scene, make_rule(scene))
+    assert torch.equal(attend(kernels, scene, make_rule(scene, window=200)), plain)
+
+
+def test_a_cap_far_above_the_scores_changes_little_and_one_of_nothing_averages(
+    kernels: Kernels, device: str
+) -> None:
+    scene = build(HEADS[0], torch.float32, [(1, 33), (7, 20)], device)
+    plain = attend(kernels, scene, make_rule(scene))
+    # tanh is one minus something, off by 1e-7 of the cap.
+    torch.testing.assert_close(
+        attend(kernels, scene, make_rule(scene, softcap=50.0)), plain, atol=3e-2, rtol=0
+    )
+    flat = attend(kernels, scene, make_rule(scene, softcap=1e-6))
+    equal = attend(kernels, scene, AttentionRule(0.0))
+    torch.testing.assert_close(flat, equal, atol=1e-5, rtol=0)
 
 
 def take_alone(scene: AttentionScene, b: int) -> AttentionScene:
@@ -72,13 +134,15 @@ def take_alone(scene: AttentionScene, b: int) -> AttentionScene:
     return AttentionScene(scene.geometry, scene.pages, alone, scene.q[first:last])
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(
+    ("dtype", "window"), ((torch.float32, None), (torch.bfloat16, None), (torch.float32, 50))
+)
 def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(
-    kernels: Kernels, device: str, dtype: torch.dtype
+    kernels: Kernels, device: str, dtype: torch.dtype, window: int | None
 ) -> None:
-    scene = build(HEADS[1], dtype, MIXED, device)
-    together = attend(kernels, scene)
+    scene = build(HEADS[1], dtype, MIXED, device, window)
+    together = attend(kernels, scene, make_rule(scene, window))
     for b in range(len(MIXED)):
         first, last = scene.batch.query_starts[b : b + 2].tolist()
-        alone = attend(kernels, take_alone(scene, b))
+        alone = attend(kernels, take_alone(scene, b), make_rule(scene, window))
         assert torch.equal(together[first:last], alone)

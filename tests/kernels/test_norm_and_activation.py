@@ -2,10 +2,12 @@ import pytest
 import torch
 
 from slora_kernels import reference
+from slora_kernels.batch import Activation
 from slora_kernels.ops import Kernels
 from tests.kernels.scenes import check_close
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
 SHAPES = ((1, 64), (7, 100), (3, 769))
 
 
@@ -37,15 +39,26 @@ def test_rms_norm_of_a_row_of_zeros_is_zero(kernels: Kernels, device: str) -> No
     assert torch.equal(kernels.rms_norm(x, torch.ones(64, device=device), 1e-6), x)
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_a_norms_weight_may_be_wider_than_its_rows(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, 5, 130, dtype=dtype, device=device)
+    weight = 1 + torch.randn(130, device=device) * 0.1
+    check_close(kernels.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), units=1)
+    expected = reference.add_rms_norm(x, residual.clone(), weight, 1e-6)
+    check_close(kernels.add_rms_norm(x, residual, weight, 1e-6), expected, units=2)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ((1, 64), (5, 1025), (3, 130)))
-def test_silu_mul_matches_its_twin(
-    kernels: Kernels, device: str, dtype: torch.dtype, shape: tuple[int, int]
+def test_act_mul_matches_its_twin(
+    kernels: Kernels, device: str, dtype: torch.dtype, shape: tuple[int, int], activation: Activation
 ) -> None:
     gate_up = torch.randn(shape[0], 2 * shape[1], dtype=dtype, device=device) * 4
-    check_close(kernels.silu_mul(gate_up), reference.silu_mul(gate_up), units=1)
+    check_close(kernels.act_mul(gate_up, activation), reference.act_mul(gate_up, activation), units=1)
 
 
-def test_silu_mul_survives_extreme_gates(kernels: Kernels, device: str) -> None:
-    gate_up = torch.tensor([[-1e4, -100.0, 0.0, 100.0, 1e4] + [1.0] * 5], device=device)
-    check_close(kernels.silu_mul(gate_up), reference.silu_mul(gate_up))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_act_mul_survives_extreme_gates(kernels: Kernels, device: str, activation: Activation) -> None:
+    gate_up = torch.tensor([[-1e12, -1e4, -100.0, 0.0, 100.0, 1e4] + [1.0] * 6], device=device)
+    check_close(kernels.act_mul(gate_up, activation), reference.act_mul(gate_up, activation))

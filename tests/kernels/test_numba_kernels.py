@@ -2,11 +2,12 @@ import pytest
 import torch
 
 from slora_kernels import reference
-from slora_kernels.batch import KVGeometry
+from slora_kernels.batch import AttentionRule, KVGeometry
 from slora_kernels.thread_team import ThreadTeam
 from tests.kernels.scenes import build_attention
 
 numba_kernels = pytest.importorskip("slora_kernels.numba_kernels", reason="numba is an optional extra")
+numba_elementwise = pytest.importorskip("slora_kernels.numba_elementwise")
 
 
 def test_without_openmp_python_threads_give_the_same_bits() -> None:
@@ -27,7 +28,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     for number in (1, 2, 3):
         torch.set_num_threads(number)
         step = kernels.prepare_attention(scene.batch)
-        results.append(kernels.attend(scene.q, scene.pages, geometry, 1, step, 0.1))
+        results.append(kernels.attend(scene.q, scene.pages, geometry, 1, step, AttentionRule(0.1)))
     torch.set_num_threads(threads)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
@@ -39,7 +40,9 @@ def test_a_row_with_a_nan_stays_a_nan(dtype: torch.dtype) -> None:
     x[1, 5] = torch.nan
     norm = kernels.rms_norm(x, torch.ones(64, dtype=dtype), 1e-5)
     assert norm[1].isnan().all() and not norm[[0, 2]].isnan().any()
-    assert torch.equal(kernels.silu_mul(x).isnan(), reference.silu_mul(x).isnan())
+    for activation in numba_elementwise.ACTIVATIONS:
+        expected = reference.act_mul(x, activation)
+        assert torch.equal(kernels.act_mul(x, activation).isnan(), expected.isnan())
 
 
 def test_bfloat16_results_are_rounded_to_nearest_even() -> None:

@@ -2,27 +2,57 @@ import pytest
 import torch
 
 from slora_kernels import reference
-from slora_kernels.batch import KVGeometry
+from slora_kernels.batch import KVGeometry, QueryKeyNorm
 from slora_kernels.ops import Kernels
 from tests.kernels.scenes import build_attention, check_close
 
+# (query heads, KV heads, head dim, block tokens, rotated dimensions); Phi-2 turns 32 of 80, GPT-NeoX a quarter.
+HEADS = (
+    (2, 2, 64, 16, 64),
+    (6, 2, 16, 8, 16),
+    (4, 1, 128, 16, 32),
+    (3, 1, 80, 16, 32),
+    (2, 1, 96, 16, 96),
+    (2, 1, 256, 16, 0),
+)
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
-@pytest.mark.parametrize("heads", ((2, 2, 64, 16), (6, 2, 16, 8), (4, 1, 128, 16)), ids=str)
+
+def make_norms(head_dim: int, dtype: torch.dtype, device: str) -> QueryKeyNorm:
+    random = torch.Generator().manual_seed(2)
+    query, key = (torch.rand(2, head_dim, generator=random) + 0.5).to(dtype).to(device)
+    return QueryKeyNorm(query, key, 1e-6)
+
+
+@pytest.mark.parametrize("norm_dtype", (None, torch.float32, torch.bfloat16), ids=("plain", "wide", "normed"))
+@pytest.mark.parametrize(
+    ("dtype", "heads"),
+    [
+        *((torch.float32, heads) for heads in HEADS),
+        (torch.bfloat16, HEADS[1]),
+        (torch.bfloat16, HEADS[3]),
+        (torch.float16, HEADS[0]),
+    ],
+    ids=str,
+)
 def test_q_is_rotated_and_only_the_slots_of_k_and_v_are_written(
-    kernels: Kernels, device: str, dtype: torch.dtype, heads: tuple[int, int, int, int]
+    kernels: Kernels,
+    device: str,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int, int, int],
+    norm_dtype: torch.dtype | None,
 ) -> None:
-    num_heads, num_kv_heads, head_dim, block_tokens = heads
+    num_heads, num_kv_heads, head_dim, block_tokens, rotated = heads
     geometry = KVGeometry(3, num_heads, num_kv_heads, head_dim, block_tokens, dtype)
     scene = build_attention(geometry, [(1, 1), (1, 17), (5, 21)], device=device)
     random = torch.Generator().manual_seed(1)
     qkv = torch.randn(7, (num_heads + 2 * num_kv_heads) * head_dim, generator=random).to(dtype).to(device)
-    angles = torch.rand(32, head_dim // 2, generator=random) * 6
-    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
+    angles = torch.rand(32, rotated // 2, generator=random) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(device) if rotated else None
+    norms = None if norm_dtype is None else make_norms(head_dim, norm_dtype, device)
     expected_pages = scene.pages.clone()
-    expected = reference.rotate_and_write_kv(qkv, cos_sin, expected_pages, geometry, 1, scene.batch)
+    expected = reference.rotate_and_write_kv(qkv, cos_sin, expected_pages, geometry, 1, scene.batch, norms)
     step = kernels.prepare_attention(scene.batch)
-    q = kernels.rotate_and_write_kv(qkv, cos_sin, scene.pages, geometry, 1, step)
+    q = kernels.rotate_and_write_kv(qkv, cos_sin, scene.pages, geometry, 1, step, norms)
     assert q.shape == (7, num_heads, head_dim)
     check_close(q, expected, units=1)
     # NaN where nobody wrote, and the same values elsewhere.
