@@ -72,9 +72,11 @@ class Engine:
                 "prompt",
             )
         sampling = request.sampling
+        sampling.check_vocabulary(self.info.vocab_size)
         stop_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_ids |= frozenset(self.info.eos_token_ids)
+        self._check_min_tokens(sampling.min_tokens, stop_ids, max_tokens)
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
         self._scheduler.add(Sequence(request, max_tokens, stop_ids, seed, self._config.block_tokens))
         self._prompt_tokens += len(request.prompt_token_ids)
@@ -136,6 +138,18 @@ class Engine:
             raise RequestRefused(
                 f"{field} is {wanted}; this server runs at most {limit} sequences at once (max_num_seqs)",
                 field,
+            )
+
+    def _check_min_tokens(self, min_tokens: int, stop_ids: frozenset[int], max_tokens: int) -> None:
+        if min_tokens > max_tokens:
+            raise RequestRefused(
+                f"min_tokens is {min_tokens}, but there is room for {max_tokens} only (max_model_len)",
+                "min_tokens",
+            )
+        if min_tokens and all(token in stop_ids for token in range(self.info.vocab_size)):
+            raise RequestRefused(
+                f"min_tokens is {min_tokens}, but each of the {self.info.vocab_size} tokens is a stop token",
+                "min_tokens",
             )
 
     def _check_length(self, request: EngineRequest) -> int:

@@ -34,7 +34,9 @@ def encode_add(request: EngineRequest) -> Message:
         "prompt": request.prompt_token_ids,
         "adapter": encode_version(request.adapter) if request.adapter is not None else None,
         "adapter_weight": request.adapter_weight,
-        "sampling": {field.name: getattr(sampling, field.name) for field in fields(sampling)},
+        "sampling": {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+        # The wire's maps have strings for keys.
+        | {"logit_bias": list(sampling.logit_bias.items())},
     }
 
 
@@ -42,6 +44,7 @@ def decode_add(message: Message) -> EngineRequest:
     sampling = dict(message["sampling"])
     sampling["stop"] = tuple(sampling["stop"])
     sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+    sampling["logit_bias"] = dict(sampling["logit_bias"])
     adapter = message["adapter"]
     return EngineRequest(
         request_id=message["id"],

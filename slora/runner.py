@@ -11,6 +11,7 @@ from slora.page_memory import PageMemory
 from slora.request import EngineRequest
 from slora.sampler import sample
 from slora.sampling_params import SamplingParams
+from slora.sampling_table import SamplingTable
 from slora.sequence import Sequence
 from slora.step_batch import StepBatch
 from slora.step_plan import Chunk, Sampled, StepPlan
@@ -41,8 +42,9 @@ class Runner:
         self.num_slots = _MAX_SLOTS
         largest = lay_out_adapter(shape, [config.max_lora_rank] * shape.num_modules)
         self._max_adapter_pages = -(-largest.num_bytes // self.full_page_bytes)
+        self._sampling = SamplingTable(config.max_num_seqs, model.vocab_size, self.device)
         self.memory = self._memory(2)
-        self._try_step(config.token_budget(self.device.type))
+        self._try_step(config.token_budget(self.device.type), config.max_num_seqs)
         self.memory = self._memory(self._num_pages(config))
         self.max_model_len = self._max_model_len(config)
 
@@ -53,11 +55,13 @@ class Runner:
             self.memory.copy(plan.copies)
         for load in plan.loads:
             self.memory.load(load.resident, load.packed)
+        for sequence in plan.started:
+            self._sampling.write(sequence.row, sequence)
         if not plan.chunks:
             return []
         batch = StepBatch.build(plan, self.memory, self.kernels.tile_tokens)
         logits = self._decoder.forward(batch, self.memory, self.kernels)
-        return sample(logits, batch.sampling) if batch.sampling else []
+        return sample(logits, self._sampling, batch.sampling) if batch.sampling else []
 
     def _memory(self, num_pages: int) -> PageMemory:
         return PageMemory(
@@ -98,20 +102,23 @@ class Runner:
             )
         return wanted or min(self.model.max_positions, room)
 
-    def _try_step(self, num_tokens: int) -> None:
+    def _try_step(self, num_tokens: int, num_rows: int) -> None:
         """Runs the largest step once on scratch pages: compiles kernels and shows what activations take.
 
         Every token is its own one-token sequence on page 0; what they write there means nothing.
         """
-        request = EngineRequest("trial", "", [0], None, SamplingParams(temperature=0.0))
+        request = EngineRequest("trial", "", [0], None, SamplingParams(top_p=0.9))
         count = min(num_tokens, 16) if self.device.type == "cpu" else num_tokens
-        chunks = []
-        for _ in range(count):
+        plan = StepPlan()
+        for number in range(count):
             sequence = Sequence(request, 1, frozenset(), 0, self._geometry.block_tokens)
             sequence.blocks.extend([0])
-            chunks.append(Chunk(sequence, 0, 1, samples=True, slot=None, generation=None))
+            if number < num_rows:
+                sequence.row = number
+                plan.started.append(sequence)
+            plan.chunks.append(Chunk(sequence, 0, 1, samples=number < num_rows, slot=None, generation=None))
         self.memory.pages.zero_()
-        self.run(StepPlan(chunks=chunks))
+        self.run(plan)
 
 
 def _check_positions(config: EngineConfig, model: ModelConfig) -> None:

@@ -1,12 +1,17 @@
-"""How one request wants its tokens chosen. Knows no model: limits that depend on one are the engine's."""
+"""How one request wants its tokens chosen. Names and meanings are OpenAI's, and vLLM's where OpenAI has none.
 
-import math
-from dataclasses import dataclass
+Knows no model: what depends on one is checked by `check_vocabulary`, which the engine and the API call.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from slora.errors import RequestRefused
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 128
 _MAX_SEED = 2**63
 _MASK = 2**64 - 1
@@ -17,11 +22,16 @@ class SamplingParams:
     """Raises RequestRefused, naming the field, when a value is out of range.
 
     max_tokens: None means as many as the context and the pool allow.
-    temperature: 0 is greedy; then top_p, top_k and seed change nothing.
-    top_k: 0 is off.
+    temperature: 0 is greedy; then top_p, top_k, min_p and seed change nothing.
+    top_k: 0 is off. top_p: 1 is off. min_p: the least share of the likeliest token's probability; 0 is off.
+    presence_penalty, frequency_penalty: OpenAI's, over the tokens generated so far; 0 is off.
+    repetition_penalty: transformers', over the tokens of prompt and answer; 1 is off.
+    logit_bias: added to the logit of a token id.
+    min_tokens: until so many are generated, no stop token is drawn and no stop string ends the answer.
     seed: the same seed gives the same tokens, whatever else shares the batch.
     stop: strings that end the text; matched on decoded text, outside the engine.
     logprobs: None is off; k gives the chosen token's log-probability and the k most likely ones.
+    prompt_logprobs: the same for each token of the prompt but the first, which nothing comes before.
     n: answers to the one prompt, each drawn with a seed of its own (`choice_seed`); the prompt is computed once.
     best_of: answers that are drawn, of which the n likeliest are kept (by the sum of their tokens'
         log-probabilities); None means n. The engine draws them all, whoever collects them chooses.
@@ -31,36 +41,55 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
     best_of: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise RequestRefused(f"max_tokens is {self.max_tokens}; it must be at least 1", "max_tokens")
-        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 2.0):
-            raise RequestRefused(
-                f"temperature is {self.temperature}; it must be between 0 and 2", "temperature"
-            )
+        self._check_between("temperature", 0, 2)
         if not 0.0 < self.top_p <= 1.0:
             raise RequestRefused(f"top_p is {self.top_p}; it must be above 0 and at most 1", "top_p")
         if self.top_k < 0:
             raise RequestRefused(f"top_k is {self.top_k}; it must be 0 (off) or positive", "top_k")
+        self._check_between("min_p", 0, 1)
+        self._check_between("presence_penalty", -2, 2)
+        self._check_between("frequency_penalty", -2, 2)
+        # Beyond these, logits could leave float32.
+        self._check_between("repetition_penalty", 0.01, 100)
         if self.seed is not None and not -_MAX_SEED <= self.seed < _MAX_SEED:
             raise RequestRefused(f"seed is {self.seed}; it must fit in 64 bits", "seed")
         self._check_stops()
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise RequestRefused(f"logprobs is {self.logprobs}; it must be 0 to {MAX_LOGPROBS}", "logprobs")
+        self._check_bias()
+        self._check_between("logprobs", 0, MAX_LOGPROBS)
+        self._check_between("prompt_logprobs", 0, MAX_LOGPROBS)
         self._check_choices()
 
     @property
     def num_choices(self) -> int:
         """Answers that the engine draws for this request."""
         return self.n if self.best_of is None else self.best_of
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises RequestRefused if a token that is to be biased is none of the model's."""
+        outside = [token for token in self.logit_bias if token >= vocab_size]
+        if outside:
+            raise RequestRefused(
+                f"logit_bias has token id {outside[0]}; this model's ids are 0 to {vocab_size - 1}",
+                "logit_bias",
+            )
 
     def _check_choices(self) -> None:
         if not 1 <= self.n <= MAX_CHOICES:
@@ -71,13 +100,42 @@ class SamplingParams:
                 "best_of",
             )
 
+    def _check_between(self, name: str, least: float, most: float) -> None:
+        value = getattr(self, name)
+        if value is not None and not least <= value <= most:  # no number at all fails as well
+            raise RequestRefused(f"{name} is {value}; it must be between {least} and {most}", name)
+
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestRefused(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS}", "stop")
         if any(not text for text in self.stop):
             raise RequestRefused("stop has an empty string; every stop string needs a character", "stop")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise RequestRefused(
+                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}",
+                "stop_token_ids",
+            )
         if any(token < 0 for token in self.stop_token_ids):
             raise RequestRefused("stop_token_ids has a negative id; ids start at 0", "stop_token_ids")
+        if self.min_tokens < 0:
+            raise RequestRefused(f"min_tokens is {self.min_tokens}; it must be 0 or positive", "min_tokens")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestRefused(
+                f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", "min_tokens"
+            )
+
+    def _check_bias(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestRefused(
+                f"logit_bias has {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIAS}", "logit_bias"
+            )
+        for token, bias in self.logit_bias.items():
+            if token < 0:
+                raise RequestRefused(f"logit_bias has token id {token}; ids start at 0", "logit_bias")
+            if not -100 <= bias <= 100:
+                raise RequestRefused(
+                    f"logit_bias of token {token} is {bias}; it must be between -100 and 100", "logit_bias"
+                )
 
 
 def choice_seed(seed: int, index: int) -> int:

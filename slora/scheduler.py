@@ -56,6 +56,7 @@ class Scheduler:
         self._sequences: dict[str, list[Sequence]] = {}  # of each request, those that are not over
         self._num_unfinished = 0
         self._running: list[Sequence] = []  # in order of arrival
+        self._free_rows = list(range(limits.max_num_seqs))  # of the sampling table
         self._ready: list[Sequence] = []  # a heap by arrival: nothing to wait for but pages
         self._awaiting: dict[AdapterVersion, list[Sequence]] = {}  # aside, until the adapter is on the host
         self._on_host: dict[AdapterVersion, PackedAdapter] = {}  # pinned there for those in `_ready`
@@ -111,6 +112,9 @@ class Scheduler:
         budget = self._continue_running(plan, self._limits.max_num_batched_tokens)
         self._admit(plan, budget)
         plan.chunks.sort(key=_by_slot)
+        for chunk in plan.chunks:
+            for sequence in chunk.forks:  # their first tokens are drawn in this step
+                self._seat(sequence, plan)
         return plan
 
     def postprocess(self, plan: StepPlan, sampled: list[Sampled]) -> list[StepOutput]:
@@ -135,6 +139,7 @@ class Scheduler:
         self._release_copied(plan)
         outputs = list(plan.ended)
         outputs.extend(self._end(chunk.sequence, error) for chunk in plan.chunks if not chunk.sequence.done)
+        self._free_rows.extend(sequence.row for chunk in plan.chunks for sequence in chunk.forks)
         return outputs
 
     def check(self) -> None:
@@ -151,6 +156,8 @@ class Scheduler:
         assert len(unfinished) == self._num_unfinished and all(self._sequences.values())
         assert self._places_taken() <= self._limits.max_num_seqs, "more sequences run than may"
         waiting = [s for s in unfinished if s not in self._running]
+        rows = sorted([*self._free_rows, *(seq.row for seq in self._running)])
+        assert rows == list(range(self._limits.max_num_seqs)), "a row of the sampling table is lost or shared"
         assert all(s.blocks.num_pages == 0 and s.resident is None for s in waiting), (
             "a waiting request holds pages"
         )
@@ -331,6 +338,7 @@ class Scheduler:
         sequence.blocks.extend(self._pool.allocate(kv_pages))
         heapq.heappop(self._ready)
         self._run(sequence)
+        self._seat(sequence, plan)
         self._leave_ready(sequence)
         plan.chunks.append(_chunk(sequence, num_tokens))
         return True
@@ -342,6 +350,10 @@ class Scheduler:
         plan.loads.append(AdapterLoad(resident, packed))
         self.num_loads += 1
         return resident
+
+    def _seat(self, sequence: Sequence, plan: StepPlan) -> None:
+        sequence.row = self._free_rows.pop()
+        plan.started.append(sequence)
 
     def _run(self, sequence: Sequence) -> None:
         """Into the running list, kept in order of arrival; nearly always that is the end."""
@@ -412,6 +424,7 @@ class Scheduler:
 
     def _give_back(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
+        self._free_rows.append(sequence.row)
         sequence.blocks.release(self._pool)
         if sequence.resident is not None:
             self._residency.release(sequence.resident)

@@ -6,6 +6,7 @@ Invariants:
     tokens    [0, num_prompt) came with the request; [num_prompt, len) were generated
     computed  [0, num_computed) have their KV in `blocks`; num_computed < len(token_ids) until it finishes
     a running sequence with an adapter holds one use of `resident`; a waiting one holds nothing
+    a running sequence has `row` of the sampling table to itself
 """
 
 import itertools
@@ -36,6 +37,7 @@ class Sequence:
         "num_prompt",
         "request",
         "resident",
+        "row",
         "seed",
         "stop_ids",
         "token_ids",
@@ -56,6 +58,7 @@ class Sequence:
         self.num_computed = 0
         self.blocks = BlockTable(block_tokens)
         self.resident: Resident | None = None
+        self.row = 0
         self.done = False
 
     def __lt__(self, other: "Sequence") -> bool:

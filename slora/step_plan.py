@@ -45,11 +45,13 @@ class StepPlan:
 
     copies: (source page, target page), before anything else of the step is written: a source may be somebody else's
     page by then.
+    started: sequences that were given a row of the sampling table in this step.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
     loads: list[AdapterLoad] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    started: list[Sequence] = field(default_factory=list)
     # Requests that ended before they could run (their adapter could not be fetched, say).
     ended: list[StepOutput] = field(default_factory=list)
 

@@ -63,6 +63,44 @@ def test_a_request_that_can_never_be_served_is_refused_by_field(
     assert engine.stats().prompt_tokens == 0
 
 
+@pytest.mark.parametrize(
+    ("params", "param", "message"),
+    [
+        (
+            replace(GREEDY, logit_bias={VOCAB_SIZE: 1.0}),
+            "logit_bias",
+            f"logit_bias has token id {VOCAB_SIZE}; this model's ids are 0 to {VOCAB_SIZE - 1}",
+        ),
+        (
+            replace(GREEDY, min_tokens=1, stop_token_ids=tuple(range(VOCAB_SIZE))),
+            "min_tokens",
+            f"each of the {VOCAB_SIZE} tokens is a stop token",
+        ),
+        (
+            replace(GREEDY, max_tokens=None, min_tokens=MAX_POSITIONS),
+            "min_tokens",
+            f"there is room for {MAX_POSITIONS - 3} only",
+        ),
+    ],
+)
+def test_sampling_that_this_model_can_never_do_is_refused_by_field(
+    engine: Engine, params: SamplingParams, param: str, message: str
+) -> None:
+    with pytest.raises(RequestRefused, match=message) as caught:
+        engine.add(ask([1, 2, 3], params))
+    assert caught.value.param == param
+    assert engine.num_unfinished == 0
+
+
+def test_a_stop_token_does_not_come_before_min_tokens(engine: Engine) -> None:
+    free = drive(engine, [[ask([1, 2])]])["r"].token_ids
+    stop, before = free[2], free[: free.index(free[2])]
+    params = replace(GREEDY, min_tokens=6, stop_token_ids=(stop, 100_000))
+    answer = drive(engine, [[ask([1, 2], params)]])["r"]
+    assert answer.token_ids[: len(before)] == before and stop not in answer.token_ids[:6]
+    assert len(answer.token_ids) >= 6
+
+
 def test_a_request_that_can_never_fit_the_pool_is_refused_at_once(kit: ModelKit) -> None:
     source, versions = make_source(kit)
     engine = make_engine(kit, source, num_pages=12)
@@ -100,6 +138,21 @@ def test_a_request_id_in_use_is_refused(engine: Engine) -> None:
         {"top_k": -1},
         {"seed": 2**63},
         {"seed": -(2**63) - 1},
+        {"min_p": -0.1},
+        {"min_p": 1.5},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"frequency_penalty": float("nan")},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("inf")},
+        {"logit_bias": {3: 101.0}},
+        {"logit_bias": {3: float("nan")}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+        {"min_tokens": -1},
+        {"min_tokens": 17},
+        {"stop_token_ids": tuple(range(129))},
+        {"prompt_logprobs": 21},
         {"stop": ("",)},
         {"stop": tuple("abcdefghijklmnopq")},
         {"stop_token_ids": (-1,)},

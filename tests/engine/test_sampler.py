@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -15,14 +16,38 @@ from transformers import (
 from slora.request import EngineRequest
 from slora.sampler import sample
 from slora.sampling_params import SamplingParams
+from slora.sampling_table import SamplingTable
 from slora.sequence import Sequence
+from slora.step_plan import Sampled
 
 VOCAB_SIZE = 24
 
 
-def make_sequence(params: SamplingParams, seed: int = 0, num_tokens: int = 1) -> Sequence:
+def make_sequence(
+    params: SamplingParams,
+    seed: int = 0,
+    num_tokens: int = 1,
+    *,
+    generated: Rows[int] = (),
+    stop_ids: Rows[int] = (),
+) -> Sequence:
+    """A prompt of `num_tokens` times token 0, and then `generated`."""
     request = EngineRequest("r", "t", [0] * num_tokens, None, params)
-    return Sequence(request, 1, frozenset(), seed, 16)
+    sequence = Sequence(request, 1, frozenset(stop_ids), seed, 16)
+    sequence.token_ids.extend(generated)
+    return sequence
+
+
+def make_table(sequences: Rows[Sequence], vocab_size: int = VOCAB_SIZE) -> SamplingTable:
+    table = SamplingTable(len(sequences), vocab_size, torch.device("cpu"))
+    for row, sequence in enumerate(sequences):
+        sequence.row = row
+        table.write(row, sequence)
+    return table
+
+
+def sample_once(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[Sampled]:
+    return sample(logits, make_table(sequences, logits.shape[1]), list(sequences))
 
 
 def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
@@ -30,7 +55,7 @@ def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def tokens_of(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[int | None]:
-    return [sampled.token_id for sampled in sample(logits, list(sequences))]
+    return [sampled.token_id for sampled in sample_once(logits, sequences)]
 
 
 def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -40,6 +65,8 @@ def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         warpers.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
         warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p > 0:
+        warpers.append(MinPLogitsWarper(params.min_p))
     return warpers(torch.zeros(1, 1, dtype=torch.long), logits[None].double())[0].softmax(-1)
 
 
@@ -71,6 +98,8 @@ PARAMS = [
     SamplingParams(temperature=1.5, top_k=9, top_p=0.7),
     SamplingParams(top_k=1),
     SamplingParams(top_k=1000, top_p=0.01),
+    SamplingParams(min_p=0.1),
+    SamplingParams(temperature=1.3, top_k=12, top_p=0.9, min_p=0.05),
 ]
 
 
@@ -111,8 +140,8 @@ def test_draws_over_the_positions_of_one_answer_follow_the_distribution() -> Non
 def test_a_row_draws_the_same_token_alone_and_in_any_batch(seed: int, params: list[SamplingParams]) -> None:
     logits = random_logits(len(params), seed)
     sequences = [make_sequence(one, seed=seed + n, num_tokens=n + 1) for n, one in enumerate(params)]
-    together = sample(logits, sequences)
-    alone = [sample(logits[n : n + 1], [sequence])[0] for n, sequence in enumerate(sequences)]
+    together = sample_once(logits, sequences)
+    alone = [sample_once(logits[n : n + 1], [sequence])[0] for n, sequence in enumerate(sequences)]
     assert [one.token_id for one in together] == [one.token_id for one in alone]
     assert [one.logprobs is None for one in together] == [one.logprobs is None for one in params]
 
@@ -135,7 +164,7 @@ def test_a_tiny_top_p_leaves_the_most_likely_token() -> None:
 def test_logprobs_are_those_of_the_untouched_distribution(temperature: float) -> None:
     logits = random_logits(3, seed=1)
     params = [SamplingParams(temperature=temperature, top_k=2, logprobs=k) for k in (0, 5, None)]
-    rows = sample(logits, [make_sequence(one, seed=7) for one in params])
+    rows = sample_once(logits, [make_sequence(one, seed=7) for one in params])
     expected = logits.log_softmax(-1)
     for row, wanted, sampled in zip(expected, (0, 5), rows, strict=False):
         assert sampled.token_id is not None and sampled.logprobs is not None
@@ -172,7 +201,7 @@ def test_tokens_of_minus_infinity_are_never_drawn() -> None:
 def test_sixteen_bit_logits_are_drawn_from_in_float32(dtype: torch.dtype) -> None:
     logits = random_logits(200).to(dtype)
     sequences = [make_sequence(SamplingParams(top_p=0.9, logprobs=1), seed=n) for n in range(200)]
-    assert sample(logits, sequences) == sample(logits.float(), sequences)
+    assert sample_once(logits, sequences) == sample_once(logits.float(), sequences)
 
 
 def test_negative_and_huge_seeds_draw_like_any_other() -> None:
