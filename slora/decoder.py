@@ -17,7 +17,7 @@ from slora.model_config import ModelConfig
 from slora.page_memory import PageMemory
 from slora.rotary import cos_sin_tables
 from slora.step_batch import StepBatch
-from slora_kernels.batch import AttentionRule, KVGeometry
+from slora_kernels.batch import AttentionRule
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 
@@ -57,17 +57,6 @@ class Decoder:
             else loader.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
         )
         self._cos_sin = cos_sin_tables(config, max_model_len, device)[0]
-
-    def geometry(self, block_tokens: int) -> KVGeometry:
-        config = self.config
-        return KVGeometry(
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_tokens=block_tokens,
-            dtype=self.dtype,
-        )
 
     def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:
         """Writes the step's KV into its pages; returns logits [B', vocab_size] of the rows that sample."""
@@ -149,7 +138,7 @@ class _WeightLoader:
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
-        self._shape = config.shape("float32")
+        self._shape = config.shape(dtype.itemsize)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self._checkpoint.tensor(name, shape).to(device=self._device, dtype=self._dtype)

@@ -9,7 +9,7 @@ import secrets
 from slora.engine_config import EngineConfig
 from slora.engine_info import EngineInfo, EngineStats
 from slora.errors import ContextTooLong, RequestFailed, RequestRefused
-from slora.model_config import ModelConfig
+from slora.model_spec import ModelSpec
 from slora.page_pool import PagePool
 from slora.request import EngineRequest, StepOutput
 from slora.residency import Residency
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Raises ConfigError from the constructor when the model or a setting can't be served."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, source: AdapterSource) -> None:
+    def __init__(self, config: EngineConfig, model: ModelSpec, source: AdapterSource) -> None:
         self._config = config
         self._runner = Runner(config, model)
         num_pages = len(self._runner.memory.pages)

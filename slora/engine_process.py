@@ -30,7 +30,7 @@ from slora.engine_messages import (
 )
 from slora.engine_worker import Abort, Add, AskStats, EngineWorker, Forget, Stop, Wake
 from slora.errors import ConfigError, RequestRefused
-from slora.model_config import ModelConfig
+from slora.model_spec import read_model_spec
 from slora.request import StepOutput
 from slora_adapters.loader_client import LoaderClient
 from slora_adapters.wire import BrokenFrame, encode, read_message
@@ -219,7 +219,7 @@ class EngineProcess:
         """The engine's thread. Whatever escapes ends the process: its parent starts a fresh one."""
         try:
             config = self._config
-            model = ModelConfig.from_directory(config.engine.model)
+            model = read_model_spec(config.engine.model, config.engine.model_impl)
             self._loader = LoaderClient(config.loader_socket, notify=lambda: self._worker.post(Wake()))
             engine = Engine(config.engine, model, self._loader)
         except Exception as error:

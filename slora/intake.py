@@ -23,7 +23,7 @@ from slora.generation_defaults import (
     refuse_unhonoured,
 )
 from slora.lora_adapter import AdapterPath, LoraAdapter, TensorAdapter
-from slora.model_config import ModelConfig
+from slora.model_spec import read_model_spec
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
 from slora.tokenizer import Tokenizer, compile_chat_template
@@ -74,7 +74,7 @@ class Intake:
     def __init__(
         self, config: EngineConfig, *, notify: Callable[[], None] = lambda: None, num_threads: int = 0
     ) -> None:
-        self.model = ModelConfig.from_directory(config.model)
+        self.model = read_model_spec(config.model, config.model_impl)
         dtype = self.model.resolve_dtype(config.dtype)
         limits = AdapterLimits(
             max_lora_rank=config.max_lora_rank, served_dtype=dtype, vocab_size=self.model.vocab_size

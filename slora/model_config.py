@@ -16,7 +16,6 @@ from slora_kernels.layout import ModelShape, llama_shape
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -70,7 +69,7 @@ class ModelConfig:
             raw = read_json_object(path)
         except OSError as error:
             raise ConfigError(f"no model at {directory}: {path} can't be read ({error.strerror})") from error
-        return _parse(raw, _eos_token_ids(raw, directory), path)
+        return _parse(raw, read_eos_token_ids(raw, directory), path)
 
     @property
     def rope_switch(self) -> int | None:
@@ -78,8 +77,8 @@ class ModelConfig:
         scalings = (rope.scaling for rope in self.ropes)
         return next((s.original_max_positions for s in scalings if isinstance(s, LongRopeScaling)), None)
 
-    def shape(self, dtype: str) -> ModelShape:
-        """The sizes that decide page and adapter layout when the model runs in `dtype`."""
+    def shape(self, element_bytes: int) -> ModelShape:
+        """The sizes that decide page and adapter layout."""
         return llama_shape(
             self.num_layers,
             self.hidden_size,
@@ -88,15 +87,8 @@ class ModelConfig:
             self.head_dim,
             self.intermediate_size,
             self.vocab_size,
-            ELEMENT_BYTES[dtype],
+            element_bytes,
         )
-
-    def resolve_dtype(self, requested: str) -> str:
-        """`auto` is the checkpoint's own. Raises ConfigError for a dtype that can't be served."""
-        dtype = self.dtype if requested == "auto" else requested
-        if dtype not in ELEMENT_BYTES:
-            raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(ELEMENT_BYTES)}")
-        return dtype
 
 
 def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> ModelConfig:
@@ -189,7 +181,7 @@ def _reach(rope: Rope) -> int:
     return int(scaling.original_max_positions * scaling.factor) if isinstance(scaling, YarnScaling) else 0
 
 
-def _eos_token_ids(raw: dict[str, Any], directory: Path) -> tuple[int, ...]:
+def read_eos_token_ids(raw: dict[str, Any], directory: Path) -> tuple[int, ...]:
     """generation_config.json wins: that is where chat models list every token that ends a turn."""
     path = directory / "generation_config.json"
     if path.exists():

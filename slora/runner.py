@@ -6,7 +6,7 @@ from slora.checkpoint import Checkpoint
 from slora.decoder import Decoder
 from slora.engine_config import EngineConfig, free_ram_bytes
 from slora.errors import ConfigError
-from slora.model_config import ModelConfig
+from slora.model_spec import ModelSpec
 from slora.page_memory import PageMemory
 from slora.request import EngineRequest
 from slora.sampler import sample
@@ -15,6 +15,7 @@ from slora.sampling_table import SamplingTable
 from slora.sequence import Sequence
 from slora.step_batch import StepBatch
 from slora.step_plan import Chunk, Sampled, StepPlan
+from slora_kernels.batch import KVGeometry
 from slora_kernels.layout import ModelShape, lay_out_adapter
 from slora_kernels.ops import Kernels, select_kernels
 
@@ -26,7 +27,7 @@ _MAX_SLOTS = 1024
 class Runner:
     """The model and the pool's bytes on one device."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
+    def __init__(self, config: EngineConfig, model: ModelSpec) -> None:
         self.device = _resolve_device(config.device)
         self.model = model
         self.dtype_name = model.resolve_dtype(config.dtype)
@@ -34,10 +35,12 @@ class Runner:
         self.kernels = _kernels(config.kernels, self.device)
         _check_positions(config, model)
         wanted_len = config.max_model_len or model.max_positions
-        self._decoder = Decoder(model, Checkpoint(config.model), dtype, self.device, wanted_len)
-        self._geometry = self._decoder.geometry(config.block_tokens)
-        self.kernels.warm_up(self._geometry)
+        if model.decoder is None:
+            raise ConfigError(f"model_type is {model.family!r}, which this version can't compute")
+        self._decoder = Decoder(model.decoder, Checkpoint(config.model), dtype, self.device, wanted_len)
         self._shape = shape = model.shape(self.dtype_name)
+        self._geometry = _geometry(shape, config.block_tokens, dtype)
+        self.kernels.warm_up(self._geometry)
         self.full_page_bytes = shape.num_layers * _page_bytes(shape, config.block_tokens)
         self.num_slots = _MAX_SLOTS
         largest = lay_out_adapter(shape, [config.max_lora_rank] * shape.num_modules)
@@ -121,7 +124,18 @@ class Runner:
         self.run(plan)
 
 
-def _check_positions(config: EngineConfig, model: ModelConfig) -> None:
+def _geometry(shape: ModelShape, block_tokens: int, dtype: torch.dtype) -> KVGeometry:
+    return KVGeometry(
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_tokens=block_tokens,
+        dtype=dtype,
+    )
+
+
+def _check_positions(config: EngineConfig, model: ModelSpec) -> None:
     wanted = config.max_model_len
     if wanted is not None and wanted > model.max_positions:
         raise ConfigError(

@@ -155,6 +155,7 @@ LIGHT = [
     "slora.errors",
     "slora.generation_defaults",
     "slora.model_config",
+    "slora.model_spec",
     "slora.open_streams",
     "slora.request",
     "slora.sampling_params",

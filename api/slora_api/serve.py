@@ -26,7 +26,7 @@ from starlette.types import ASGIApp
 from slora.engine_client import RemoteEngine
 from slora.errors import ConfigError, SloraError
 from slora.generation_defaults import read_model_defaults
-from slora.model_config import ModelConfig
+from slora.model_spec import read_model_spec
 from slora.tokenizer import Tokenizer
 from slora_adapters.catalog import Catalog
 from slora_adapters.database import Database
@@ -67,7 +67,7 @@ class _Model:
 
     def __init__(self, settings: Settings) -> None:
         self.directory = Path(settings.model)
-        self.config = ModelConfig.from_directory(self.directory)
+        self.config = read_model_spec(self.directory, settings.model_impl)
         self.dtype = self.config.resolve_dtype(settings.dtype)
         self.shape = self.config.shape(self.dtype)
         self.name = settings.model_name or self.directory.resolve().name
@@ -148,6 +148,7 @@ def _children(settings: Settings, model: _Model, data: DataDir, sockets: _Socket
             "dtype": settings.dtype,
             "device": settings.device,
             "kernels": settings.kernels,
+            "model_impl": settings.model_impl,
             "pool_bytes": settings.pool_bytes,
             "block_tokens": settings.block_tokens,
             "max_model_len": settings.max_model_len,

@@ -125,6 +125,12 @@ class Settings:
     kernels: str = _setting(
         "auto", "auto, triton, torch or numba", _choice("auto", "triton", "torch", "numba"), metavar="NAME"
     )
+    model_impl: str = _setting(
+        "auto",
+        "whose code computes the model: slora's for the families that it has, or transformers' for any",
+        _choice("auto", "slora", "transformers"),
+        metavar="NAME",
+    )
     admin_key: str = _setting(
         "", "key of the operator; better set in the environment than as a flag, which other users of the machine "
         "can see. Without it one is made and printed once, at the first start", metavar="KEY"

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from demo.tasks import ADAPTERS, TASKS, unseen_sentences
-from slora.model_config import ModelConfig
+from slora.model_spec import read_model_spec
 from slora.tokenizer import Tokenizer
 from tests.api.served import SLORA, Served, environment, running
 from tests.support.oracle import Oracle, Verdict
@@ -83,7 +83,7 @@ def test_unseen_sentences_are_answered_right_and_as_peft_answers_them(
 def judge(answered: list[tuple[tuple[str, str], str]]) -> Verdict:
     """Every answer, its end token included, against transformers + peft."""
     tokenizer = Tokenizer.from_directory(DEMO / "model")
-    eos = ModelConfig.from_directory(DEMO / "model").eos_token_ids[0]
+    eos = read_model_spec(DEMO / "model").eos_token_ids[0]
     # A prefix, because peft makes modules of these names and `double` is already a method of every module.
     oracle = Oracle(DEMO / "model", {f"task_{name}": DEMO / "adapters" / name for name in ADAPTERS})
     verdict = Verdict()

@@ -9,7 +9,7 @@ from slora.engine import Engine
 from slora.engine_info import EngineStats
 from slora.engine_worker import Abort, Add, AskStats, EngineWorker, Forget, Stop, Wake
 from slora.errors import RequestRefused
-from slora.model_config import ModelConfig
+from slora.model_spec import read_model_spec
 from slora.request import EngineRequest, StepOutput
 from slora.sampling_params import SamplingParams
 from slora_adapters.source import DirectorySource
@@ -61,7 +61,7 @@ def stats_of(worker: EngineWorker) -> EngineStats:
 
 def test_an_idle_worker_wakes_for_a_request_and_for_an_adapter_that_arrives(kit: ModelKit) -> None:
     worker, told = make_worker()
-    shape = ModelConfig.from_directory(kit.directory).shape("float32")
+    shape = read_model_spec(kit.directory).shape("float32")
     source = DirectorySource(shape, "float32", notify=lambda: worker.post(Wake()), num_threads=1)
     version = source.add(kit.adapters["odd_rank"])
     with working(worker, make_engine(kit, source, 100)):

@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from slora.errors import ConfigError
 from slora.model_config import ModelConfig
 from slora.model_family import FAMILIES
+from slora.model_spec import ModelSpec
 from slora.rope_config import LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
 from tests.engine.hub_configs import HUB
 from tests.support.tiny_models import MODELS, make_config
@@ -400,7 +401,7 @@ def test_a_directory_that_is_not_there_is_refused_by_name(tmp_path: Path) -> Non
 
 
 def test_a_dtype_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
-    config = read(tmp_path, dtype="float8_e4m3fn")
+    config = ModelSpec.from_config(read(tmp_path, dtype="float8_e4m3fn"))
     with pytest.raises(
         ConfigError, match="dtype is 'float8_e4m3fn'; it must be one of float32, bfloat16, float16"
     ):
@@ -409,6 +410,6 @@ def test_a_dtype_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_shape_has_the_sizes_of_the_config(tmp_path: Path) -> None:
-    shape = read(tmp_path, head_dim=20).shape("bfloat16")
+    shape = ModelSpec.from_config(read(tmp_path, head_dim=20)).shape("bfloat16")
     assert (shape.num_layers, shape.hidden_size, shape.head_dim, shape.element_bytes) == (2, 32, 20, 2)
     assert [linear.out_width for linear in shape.linears] == [80, 40, 40, 32, 64, 64, 32]

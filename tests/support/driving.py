@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from slora.engine import Engine
 from slora.engine_config import EngineConfig
-from slora.model_config import ModelConfig
+from slora.model_spec import read_model_spec
 from slora.request import EngineRequest, FinishReason, StepOutput
 from slora_adapters.source import AdapterSource, DirectorySource
 from slora_adapters.version import AdapterVersion
@@ -38,7 +38,7 @@ class Answer:
 
 def make_source(kit: ModelKit, dtype: str = "float32") -> tuple[DirectorySource, dict[str, AdapterVersion]]:
     """A source that loads at once, and the versions of the kit's adapters by kind."""
-    source = DirectorySource(ModelConfig.from_directory(kit.directory).shape(dtype), dtype, num_threads=0)
+    source = DirectorySource(read_model_spec(kit.directory).shape(dtype), dtype, num_threads=0)
     return source, {kind: source.add(path) for kind, path in kit.adapters.items()}
 
 
@@ -50,7 +50,7 @@ def make_engine(kit: ModelKit, source: AdapterSource, num_pages: int, **settings
         "pool_bytes": kit.pool_bytes(num_pages),
     }
     config = EngineConfig(kit.directory, **{**defaults, **settings})  # type: ignore[arg-type]
-    return Engine(config, ModelConfig.from_directory(kit.directory), source)
+    return Engine(config, read_model_spec(kit.directory), source)
 
 
 def drive(engine: Engine, arrivals: Iterable[list[EngineRequest]]) -> dict[str, Answer]:

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from slora.engine_client import RemoteEngine
-from slora.model_config import ModelConfig
+from slora.model_spec import read_model_spec
 from slora_adapters.bundle import bundle
 from slora_adapters.file_store import FileStore
 from slora_adapters.limits import AdapterLimits
@@ -81,7 +81,7 @@ class EngineStack:
         pool_bytes = kit.pool_bytes(num_pages)
         self._settings = {"device": "cpu", "kernels": "torch", "dtype": "float32", "pool_bytes": pool_bytes}
         self._settings |= settings
-        self._shape = ModelConfig.from_directory(kit.directory).shape("float32")
+        self._shape = read_model_spec(kit.directory).shape("float32")
         self.store = FileStore(root / "store")
         self.versions = {kind: self.put(path) for kind, path in kit.adapters.items()}
         self.loader: ChildProcess | None = None

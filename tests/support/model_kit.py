@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slora.model_config import ModelConfig
+from slora.model_spec import read_model_spec
 from tests.support.oracle import Oracle
 from tests.support.peft_adapters import KINDS, make_adapter
 from tests.support.tiny_models import make_model, write_model
@@ -23,7 +23,7 @@ class ModelKit:
         return self.adapters[adapter] if adapter is not None else None
 
     def pool_bytes(self, num_pages: int, *, dtype: str = "float32", block_tokens: int = 16) -> int:
-        shape = ModelConfig.from_directory(self.directory).shape(dtype)
+        shape = read_model_spec(self.directory).shape(dtype)
         return num_pages * shape.num_layers * shape.page_bytes(block_tokens)
 
 
