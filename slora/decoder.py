@@ -59,9 +59,12 @@ class Decoder:
         self._cos_sin = cos_sin_tables(config, max_model_len, device)[0]
 
     def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:
-        """Writes the step's KV into its pages; returns logits [B', vocab_size] of the rows that sample."""
+        """Writes the step's KV into its pages; returns the hidden states [B', H] of the rows in `sample_rows`."""
         step = _Forward(self, batch, memory, kernels)
-        hidden = step.run(self._layers, F.embedding(batch.token_ids, self._embedding))
+        return step.run(self._layers, F.embedding(batch.token_ids, self._embedding))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, vocab_size] of hidden states [N, H]."""
         return F.linear(hidden, self._lm_head)
 
     @property
@@ -96,7 +99,7 @@ class _Forward:
         self._lora = kernels.prepare_lora(batch.lora, memory.tables) if batch.lora is not None else None
 
     def run(self, layers: list[DecoderLayer], residual: Tensor) -> Tensor:
-        """residual [T, H] is written to; returns the normalised hidden states of the rows that sample [B', H]."""
+        """residual [T, H] is written to; returns the normalised hidden states [B', H] of the rows in `sample_rows`."""
         kernels, eps = self._kernels, self._eps
         hidden = kernels.rms_norm(residual, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):

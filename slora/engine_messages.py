@@ -4,6 +4,7 @@ API to engine:  add, abort, forget, stats
 engine to API:  hello (its EngineInfo, once), status, outputs (one frame a step), stats
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -92,30 +93,42 @@ def decode_stats(message: Message) -> EngineStats:
 
 
 def encode_output(output: StepOutput) -> list[Any]:
-    """[id, token ids, finish reason, logprobs, error, choice]: short, because each step has one for each sequence."""
+    """[id, token ids, finish reason, logprobs, error, choice, prompt's logprobs]: short, because each step has one for
+    each sequence."""
     delta, error = output.delta, output.error
     return [
         output.request_id,
         delta.token_ids if delta else (),
         delta.finish_reason if delta else None,
-        [(entry.logprob, entry.top) for entry in delta.logprobs] if delta and delta.logprobs else None,
+        _encode_logprobs(delta.logprobs) if delta else None,
         _encode_error(error) if error is not None else None,
         delta.index if delta else 0,
+        _encode_logprobs(delta.prompt_logprobs) if delta else None,
     ]
 
 
 def decode_output(row: list[Any]) -> StepOutput:
-    request_id, token_ids, reason, logprobs, error, index = row
+    request_id, token_ids, reason, logprobs, error, index, scored = row
     if error is not None:
         return StepOutput(request_id, error=_decode_error(error))
-    entries = None
-    if logprobs is not None:
-        entries = tuple(
-            TokenLogprobs(chosen, tuple((token, logprob) for token, logprob in top))
-            for chosen, top in logprobs
-        )
+    entries = tuple(entry for entry in _decode_logprobs(logprobs) if entry is not None) or None
     finish = FinishReason(reason) if reason is not None else None
-    return StepOutput(request_id, TokenDelta(tuple(token_ids), finish, entries, index))
+    return StepOutput(
+        request_id, TokenDelta(tuple(token_ids), finish, entries, index, _decode_logprobs(scored))
+    )
+
+
+def _encode_logprobs(entries: Iterable[TokenLogprobs | None] | None) -> list[Any] | None:
+    if not entries:
+        return None
+    return [None if entry is None else (entry.logprob, entry.top) for entry in entries]
+
+
+def _decode_logprobs(rows: list[Any] | None) -> tuple[TokenLogprobs | None, ...]:
+    return tuple(
+        None if row is None else TokenLogprobs(row[0], tuple((token, logprob) for token, logprob in row[1]))
+        for row in rows or ()
+    )
 
 
 def _encode_error(error: Exception) -> Message:

@@ -51,12 +51,17 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """The next tokens of choice `index` of a request. A stop token is included, then finish_reason is STOP."""
+    """The next tokens of choice `index` of a request. A stop token is included, then finish_reason is STOP.
+
+    prompt_logprobs: of the next tokens of the prompt, the very first one's None, in deltas without tokens; all of them
+    come before the answer.
+    """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     index: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from slora.engine_config import EngineConfig, free_ram_bytes
 from slora.errors import ConfigError
 from slora.model_spec import ModelSpec
 from slora.page_memory import PageMemory
+from slora.prompt_scoring import score_prompts
 from slora.request import EngineRequest
 from slora.sampler import sample
 from slora.sampling_params import SamplingParams
@@ -53,7 +54,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Sampled]:
-        """One token for each of the chunks' `draws`, in order."""
+        """One token for each of the chunks' `draws`, in order. What prompts score is noted on their sequences."""
         if plan.copies:
             self.memory.copy(plan.copies)
         for load in plan.loads:
@@ -63,8 +64,12 @@ class Runner:
         if not plan.chunks:
             return []
         batch = StepBatch.build(plan, self.memory, self.kernels.tile_tokens)
-        logits = self._decoder.forward(batch, self.memory, self.kernels)
-        return sample(logits, self._sampling, batch.sampling) if batch.sampling else []
+        hidden = self._decoder.forward(batch, self.memory, self.kernels)
+        num_draws = len(batch.sampling)
+        score_prompts(hidden[num_draws:], batch.prompts, self._decoder.logits)
+        if not num_draws:
+            return []
+        return sample(self._decoder.logits(hidden[:num_draws]), self._sampling, batch.sampling)
 
     def _memory(self, num_pages: int) -> PageMemory:
         return PageMemory(

@@ -124,6 +124,8 @@ class Scheduler:
         tokens = iter(sampled)
         for chunk in plan.chunks:
             chunk.sequence.num_computed += chunk.num_tokens
+            if chunk.sequence.scores:
+                outputs.append(_tell_scores(chunk.sequence))
             self._fork(chunk)
             for sequence in chunk.draws:
                 token = next(tokens)
@@ -451,6 +453,12 @@ def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
         generation=resident.generation if resident is not None else None,
         forks=tuple(sequence.fork(index) for index in forks),
     )
+
+
+def _tell_scores(sequence: Sequence) -> StepOutput:
+    """A piece in each step that finds any: all of a long prompt's at once could be more than a frame may hold."""
+    scores, sequence.scores = tuple(sequence.scores), []
+    return StepOutput(sequence.request.request_id, TokenDelta((), prompt_logprobs=scores))
 
 
 def _by_slot(chunk: Chunk) -> tuple[int, float, int]:

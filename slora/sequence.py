@@ -7,12 +7,13 @@ Invariants:
     computed  [0, num_computed) have their KV in `blocks`; num_computed < len(token_ids) until it finishes
     a running sequence with an adapter holds one use of `resident`; a waiting one holds nothing
     a running sequence has `row` of the sampling table to itself
+    scored    tokens [0, num_scored) of the prompt, where prompt_logprobs were asked for; `scores`: what is not told yet
 """
 
 import itertools
 
 from slora.block_table import BlockTable
-from slora.request import EngineRequest
+from slora.request import EngineRequest, TokenLogprobs
 from slora.residency import Resident
 from slora.sampling_params import choice_seed
 
@@ -35,9 +36,11 @@ class Sequence:
         "num_choices",
         "num_computed",
         "num_prompt",
+        "num_scored",
         "request",
         "resident",
         "row",
+        "scores",
         "seed",
         "stop_ids",
         "token_ids",
@@ -59,6 +62,10 @@ class Sequence:
         self.blocks = BlockTable(block_tokens)
         self.resident: Resident | None = None
         self.row = 0
+        wanted = request.sampling.prompt_logprobs is not None
+        # Nothing comes before the first token that could tell how likely it is.
+        self.scores: list[TokenLogprobs | None] = [None] if wanted else []
+        self.num_scored = 1 if wanted else self.num_prompt
         self.done = False
 
     def __lt__(self, other: "Sequence") -> bool:
@@ -71,6 +78,7 @@ class Sequence:
         seed = choice_seed(self.seed, index)
         choice = Sequence(self.request, self.max_tokens, self.stop_ids, seed, block_tokens)
         choice.arrival, choice.index, choice.num_choices = self.arrival, index, 1
+        choice.scores, choice.num_scored = [], self.num_prompt
         return choice
 
     @property

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slora.page_memory import PageMemory
+from slora.prompt_scoring import PromptRows, find_prompt_rows
 from slora.sequence import Sequence
 from slora.step_plan import Chunk, StepPlan
 from slora_kernels.batch import AttentionBatch, LoraTiles
@@ -32,6 +33,8 @@ class StepBatch:
     """token_ids: int64 [T]. sample_rows: int64 [B'], the tokens whose hidden states become logits, in chunk order,
     one row for each sequence of `sampling`: a token that several choices begin after is in it several times.
 
+    Behind them come the rows of `prompts`: tokens of prompts whose log-probabilities were asked for.
+
     lora is None when nobody in the batch has an adapter; rows of the bare base are in no tile.
     """
 
@@ -40,6 +43,7 @@ class StepBatch:
     lora: LoraTiles | None
     sample_rows: Tensor
     sampling: list[Sequence]
+    prompts: list[PromptRows]
 
     @staticmethod
     def build(plan: StepPlan, memory: PageMemory, tile_tokens: int) -> "StepBatch":
@@ -59,6 +63,9 @@ class StepBatch:
         contexts = (first_positions + counts).astype(np.int32)
         tiles = list(_cut_tiles(chunks, starts, tile_tokens))
         rows = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) for _ in chunk.draws]
+        found = (find_prompt_rows(chunk, int(start)) for chunk, start in zip(chunks, starts, strict=False))
+        prompts = [asked for asked in found if asked is not None]
+        rows.extend(token for asked in prompts for token in asked.tokens)
         arrays: list[IntArray | npt.NDArray[np.float32]] = [
             _token_ids(chunks, int(starts[-1])),
             positions,
@@ -88,6 +95,7 @@ class StepBatch:
             lora=LoraTiles(tile_rows, weights, _max_group_rank(chunks)) if tiles else None,
             sample_rows=sample_rows,
             sampling=[sequence for chunk in chunks for sequence in chunk.draws],
+            prompts=prompts,
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from slora.engine import Engine
 from slora.engine_config import EngineConfig
 from slora.model_spec import read_model_spec
-from slora.request import EngineRequest, FinishReason, StepOutput
+from slora.request import EngineRequest, FinishReason, StepOutput, TokenLogprobs
 from slora_adapters.source import AdapterSource, DirectorySource
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import KERNELS
@@ -20,6 +20,7 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     reason: FinishReason | None = None
     error: Exception | None = None
 
@@ -34,6 +35,9 @@ class Answer:
             self.token_ids.extend(output.delta.token_ids)
             self.logprobs.extend(entry.logprob for entry in output.delta.logprobs or ())
             self.reason = output.delta.finish_reason
+            if output.delta.prompt_logprobs:
+                assert not self.token_ids, "a prompt's scores come before the answer"
+                self.prompt_logprobs.extend(output.delta.prompt_logprobs)
 
 
 def make_source(kit: ModelKit, dtype: str = "float32") -> tuple[DirectorySource, dict[str, AdapterVersion]]:
