@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 from slora.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from slora.answer import Completion, CompletionDelta
+    from slora.answer import Choice, Completion, CompletionDelta
     from slora.async_llm import AsyncLLM
     from slora.llm import LLM
     from slora.lora_adapter import LoraAdapter
 
-__all__ = ["LLM", "AsyncLLM", "Completion", "CompletionDelta", "LoraAdapter", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "Choice", "Completion", "CompletionDelta", "LoraAdapter", "SamplingParams"]
 
 _MODULES = {
     "AsyncLLM": "slora.async_llm",
+    "Choice": "slora.answer",
     "Completion": "slora.answer",
     "CompletionDelta": "slora.answer",
     "LLM": "slora.llm",

@@ -1,34 +1,61 @@
 """The tokens of one request become its answer, piece by piece and whole: one collector for `LLM`, `AsyncLLM`, the API.
 
-Stop strings are matched here, outside the engine: whoever feeds an `Answer` ends the engine's request as soon as a
-delta has a finish_reason. Knows no engine and no HTTP.
+Stop strings are matched here, outside the engine: whoever feeds an `Answer` ends the engine's work on a choice as soon
+as a delta of it has a finish_reason. Knows no engine and no HTTP.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slora.detokenizer import Detokenizer
 from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
+from slora.sampling_params import SamplingParams
 from slora.tokenizer import Tokenizer
 
-__all__ = ["Answer", "Completion", "CompletionDelta", "stream_answer"]
+__all__ = ["Answer", "Choice", "Completion", "CompletionDelta", "stream_answer"]
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """One answer. `token_ids` includes the token that stopped it; `text` does not."""
+class Choice:
+    """One answer to a prompt. `token_ids` includes the token that stopped it; `text` does not."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
-    prompt_token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
 
 
 @dataclass(frozen=True, slots=True)
+class Completion:
+    """A prompt with its answers, as many as SamplingParams.n; with best_of, the likeliest first.
+
+    text, token_ids, finish_reason and logprobs are the first answer's.
+    """
+
+    prompt_token_ids: list[int]
+    choices: tuple[Choice, ...]
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        return self.choices[0].logprobs
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionDelta:
-    """What is new in the answer to prompt `index`; the last one of each answer has a finish_reason.
+    """What is new in answer `choice` to prompt `index`; the last one of each answer has a finish_reason.
 
     text may lag behind token_ids: it is given once no later token can change it.
     """
@@ -38,45 +65,85 @@ class CompletionDelta:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    choice: int = 0
 
 
 class Answer:
     """What one request has produced so far. Without a tokenizer there are tokens but no text.
 
-    cut: a stop string ended the text. Tokens may then have been computed whose text is not shown.
+    request: what the engine is to be asked. It may ask for log-probabilities that the caller did not, to tell which
+    answers are the best.
     """
 
     def __init__(self, request: EngineRequest, tokenizer: Tokenizer | None, index: int = 0) -> None:
-        self.request = request
         self.index = index
-        self.cut = False
+        self._sampling = request.sampling
+        self.request = replace(request, sampling=_with_logprobs(request.sampling))
+        stop = request.sampling.stop
+        self._choices = [_ChoiceSoFar(tokenizer, stop) for _ in range(request.sampling.num_choices)]
+
+    @property
+    def is_over(self) -> bool:
+        return all(choice.reason is not None for choice in self._choices)
+
+    def wants(self, choice: int) -> bool:
+        """Whether that choice goes on. Tokens that come later were on their way when a stop string ended it."""
+        return self._choices[choice].reason is None
+
+    def is_cut(self, choice: int) -> bool:
+        """Whether a stop string ended its text. Tokens may then have been computed whose text is not shown."""
+        return self._choices[choice].is_cut
+
+    def take(self, delta: TokenDelta) -> CompletionDelta:
+        """Takes the next tokens in. With a finish_reason, no more of that choice may come: the engine is to end it."""
+        choice = self._choices[delta.index]
+        text = choice.take(delta)
+        return CompletionDelta(self.index, text, delta.token_ids, choice.reason, delta.logprobs, delta.index)
+
+    def completion(self) -> Completion:
+        kept = self._choices
+        if len(kept) > self._sampling.n:
+            kept = sorted(kept, key=lambda choice: choice.logprob, reverse=True)[: self._sampling.n]
+        with_logprobs = self._sampling.logprobs is not None
+        choices = tuple(choice.finished(with_logprobs=with_logprobs) for choice in kept)
+        return Completion(self.request.prompt_token_ids, choices)
+
+
+class _ChoiceSoFar:
+    """reason: why it is over; None while it goes on."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> None:
+        self.reason: FinishReason | None = None
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._reason = FinishReason.LENGTH
-        self._detokenizer = Detokenizer(tokenizer, request.sampling.stop) if tokenizer is not None else None
+        self._detokenizer = Detokenizer(tokenizer, stop) if tokenizer is not None else None
 
-    def take(self, delta: TokenDelta) -> CompletionDelta:
-        """Takes the next tokens in. With a finish_reason nothing more may come: the engine's request is to be ended."""
+    @property
+    def is_cut(self) -> bool:
+        return self._detokenizer is not None and self._detokenizer.stopped
+
+    @property
+    def logprob(self) -> float:
+        """Of all its tokens together."""
+        return sum(entry.logprob for entry in self._logprobs)
+
+    def take(self, delta: TokenDelta) -> str:
+        """The text that is now certain."""
+        assert self.reason is None, "a choice that is over spoke again"
         text = self._read(delta)
-        reason = FinishReason.STOP if self.cut else delta.finish_reason
+        self.reason = FinishReason.STOP if self.is_cut else delta.finish_reason
         self._text.append(text)
         self._token_ids.extend(delta.token_ids)
         self._logprobs.extend(delta.logprobs or ())
-        self._reason = reason or self._reason
-        return CompletionDelta(self.index, text, delta.token_ids, reason, delta.logprobs)
+        return text
 
-    def completion(self) -> Completion:
-        return Completion(
-            text="".join(self._text),
-            token_ids=self._token_ids,
-            finish_reason=self._reason,
-            prompt_token_ids=self.request.prompt_token_ids,
-            logprobs=self._logprobs if self.request.sampling.logprobs is not None else None,
-        )
+    def finished(self, *, with_logprobs: bool) -> Choice:
+        assert self.reason is not None, "a choice that goes on has no final answer yet"
+        logprobs = self._logprobs if with_logprobs else None
+        return Choice("".join(self._text), self._token_ids, self.reason, logprobs)
 
     def _read(self, delta: TokenDelta) -> str:
-        """The text that is now certain."""
         if self._detokenizer is None:
             return ""
         # The token that stopped the answer is computed and counted, but is no part of its text.
@@ -84,19 +151,29 @@ class Answer:
         text = self._detokenizer.push(delta.token_ids[:num_shown])
         if delta.finish_reason is not None:
             text += self._detokenizer.flush()
-        self.cut = self._detokenizer.stopped
         return text
 
 
 async def stream_answer(
-    deltas: AsyncGenerator[TokenDelta, None], answer: Answer
+    deltas: AsyncGenerator[TokenDelta, None], answer: Answer, end_choice: Callable[[str, int], None]
 ) -> AsyncGenerator[CompletionDelta, None]:
-    """The answer as the engine's `deltas` come in. They are closed, which aborts the request, at a stop string and
-    when this iterator is closed or cancelled.
+    """The answer as the engine's `deltas` come in.
+
+    `end_choice`, the engine's, is called with request id and index when a stop string ends one choice and others go
+    on. The deltas are closed, which aborts the request, when nothing more is wanted, and when this iterator is closed
+    or cancelled.
     """
     async with aclosing(deltas):
         async for delta in deltas:
             new = answer.take(delta)
+            if new.finish_reason is not None and delta.finish_reason is None and not answer.is_over:
+                end_choice(answer.request.request_id, delta.index)
             yield new
-            if new.finish_reason is not None:
+            if answer.is_over:
                 return
+
+
+def _with_logprobs(sampling: SamplingParams) -> SamplingParams:
+    """The best are chosen by the log-probabilities of their tokens, wanted or not."""
+    wanted = sampling.num_choices > sampling.n and sampling.logprobs is None
+    return replace(sampling, logprobs=0) if wanted else sampling

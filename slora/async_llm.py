@@ -78,7 +78,7 @@ class AsyncLLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: AdapterLike | None = None
     ) -> AsyncGenerator[CompletionDelta, None]:
-        """As `generate`, piece by piece. Raises when it is first awaited, not when it is called."""
+        """As `generate`, piece by piece, but not with best_of above n. Raises when it is first awaited, not before."""
         return self._stream(lambda: self._intake.answers([prompt], params, adapter))
 
     def stream_chat(
@@ -100,13 +100,17 @@ class AsyncLLM:
     async def _stream(self, take_in: Callable[[], list[Answer]]) -> AsyncGenerator[CompletionDelta, None]:
         # On a thread, because a long text takes its time to tokenise, and an adapter to read.
         (answer,) = await asyncio.to_thread(take_in)
-        async with aclosing(stream_answer(self._engine.generate(answer.request), answer)) as deltas:
+        answer.request.sampling.refuse_streaming()
+        async with aclosing(self._read(answer)) as deltas:
             async for delta in deltas:
                 yield delta
 
     async def _finish(self, take_in: Callable[[], list[Answer]]) -> Completion:
         (answer,) = await asyncio.to_thread(take_in)
-        async with aclosing(stream_answer(self._engine.generate(answer.request), answer)) as deltas:
+        async with aclosing(self._read(answer)) as deltas:
             async for _ in deltas:
                 pass
         return answer.completion()
+
+    def _read(self, answer: Answer) -> AsyncGenerator[CompletionDelta, None]:
+        return stream_answer(self._engine.generate(answer.request), answer, self._engine.end_choice)

@@ -50,6 +50,9 @@ class EngineClient(Protocol):
         Raises RequestRefused, AdapterFetchFailed, RequestFailed or EngineUnavailable, at any step.
         """
 
+    def end_choice(self, request_id: str, index: int) -> None:
+        """Nothing more of one choice of a request is wanted; the others go on. Over or unknown ones are no error."""
+
     async def stats(self) -> EngineStats:
         """Raises EngineUnavailable."""
 
@@ -101,6 +104,10 @@ class RemoteEngine:
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         return self._streams.read(request, lambda request: self._send(encode_add(request)), self._abort)
 
+    def end_choice(self, request_id: str, index: int) -> None:
+        self._streams.end_choice(request_id, index)
+        self._abort(request_id, index)
+
     async def stats(self) -> EngineStats:
         number = next(self._numbers)
         answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
@@ -115,10 +122,10 @@ class RemoteEngine:
         if self._writer is not None:
             await self._send({"op": "forget", "version": encode_version(version)})
 
-    def _abort(self, request_id: str) -> None:
+    def _abort(self, request_id: str, index: int | None = None) -> None:
         # No await here: this may run while the task is being cancelled.
         if self._writer is not None:
-            write_message(self._writer, {"op": "abort", "id": request_id})
+            write_message(self._writer, {"op": "abort", "id": request_id, "index": index})
 
     async def _send(self, message: Message) -> None:
         writer = self._writer

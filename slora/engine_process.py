@@ -59,13 +59,24 @@ class ProcessConfig:
 
 
 class _Peer:
-    """One connected API process. Its requests are known to the engine as `<peer number>:<request id>`."""
+    """One connected API process. Its requests are known to the engine as `<peer number>:<request id>`.
+
+    unfinished: of each request, the choices that are not over.
+    """
 
     def __init__(self, number: int, writer: asyncio.StreamWriter) -> None:
         self.number = number
-        self.unfinished: set[str] = set()
+        self.unfinished: dict[str, set[int]] = {}
         self._writer = writer
         self._frames: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def end(self, engine_id: str, index: int | None = None) -> None:
+        """A choice of a request is over, or all of it."""
+        left = self.unfinished.get(engine_id, set()) - {index}
+        if index is None or not left:
+            self.unfinished.pop(engine_id, None)
+        else:
+            self.unfinished[engine_id] = left
 
     def send(self, message: Message) -> None:
         if self._writer.is_closing():
@@ -125,8 +136,10 @@ class EngineServer:
             peer = self._peers.get(int(prefix))
             if peer is None:
                 continue
-            if output.error is not None or (output.delta and output.delta.finish_reason is not None):
-                peer.unfinished.discard(output.request_id)
+            if output.delta is None:
+                peer.end(output.request_id)
+            elif output.delta.finish_reason is not None:
+                peer.end(output.request_id, output.delta.index)
             rows.setdefault(peer.number, []).append([request_id, *encode_output(output)[1:]])
         for number, batch in rows.items():
             self._peers[number].send({"op": "outputs", "outputs": batch})
@@ -144,8 +157,8 @@ class EngineServer:
                 self._add(peer, message)
             case "abort":
                 engine_id = f"{peer.number}:{message['id']}"
-                peer.unfinished.discard(engine_id)
-                self._worker.post(Abort(engine_id))
+                peer.end(engine_id, message["index"])
+                self._worker.post(Abort(engine_id, message["index"]))
             case "forget":
                 self._worker.post(Forget(decode_version(message["version"])))
             case "stats":
@@ -160,7 +173,7 @@ class EngineServer:
         except RequestRefused as error:
             self.deliver([StepOutput(engine_id, error=error)])
             return
-        peer.unfinished.add(engine_id)
+        peer.unfinished[engine_id] = set(range(request.sampling.num_choices))
         self._worker.post(Add(request))
 
     def _answer_stats(self, peer: _Peer, number: int) -> None:

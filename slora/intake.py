@@ -139,10 +139,6 @@ class Intake:
         ]
 
     def _request(self, token_ids: list[int], served: _Served, sampling: SamplingParams) -> EngineRequest:
-        if sampling.num_choices > 1:
-            raise RequestRefused(
-                "n and best_of above 1 are not answered yet; send the prompt again instead", "n"
-            )
         if sampling.stop:
             self._need_tokenizer("stop strings need a tokenizer; use stop_token_ids", "stop")
         request_id = str(next(self._numbers))

@@ -67,17 +67,19 @@ class LLM:
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, adapters: Adapters = None
     ) -> Iterator[CompletionDelta]:
-        """As `generate`, but each answer comes piece by piece; a delta's index is its prompt's.
+        """As `generate`, but each answer comes piece by piece; a delta's index is its prompt's, choice which of n.
 
-        Closing the iterator, or dropping it, ends what is unfinished.
+        Raises RequestRefused for best_of above n, too. Closing the iterator, or dropping it, ends what is unfinished.
         """
-        return self._stream(self._intake.answers(as_prompts(prompts), params, adapters))
+        return self._stream(_streamable(self._intake.answers(as_prompts(prompts), params, adapters)))
 
     def stream_chat(
         self, messages: Messages | Sequence[Messages], params: Params = None, adapters: Adapters = None
     ) -> Iterator[CompletionDelta]:
         """As `chat`, piece by piece."""
-        return self._stream(self._intake.chat_answers(as_conversations(messages), params, adapters))
+        return self._stream(
+            _streamable(self._intake.chat_answers(as_conversations(messages), params, adapters))
+        )
 
     def forget(self, adapter: AdapterLike) -> None:
         """Drops an adapter from pool and host, as soon as no open stream uses it. Tensors are kept until then."""
@@ -104,9 +106,15 @@ class LLM:
             while unfinished:
                 while not inbox:
                     self._step()
-                delta = _take(unfinished[inbox[0].request_id], inbox.popleft())
-                if delta.finish_reason is not None:
-                    self._end(answers[delta.index], unfinished)
+                output = inbox.popleft()
+                asked = unfinished.get(output.request_id)
+                if asked is None or (output.delta is not None and not asked.wants(output.delta.index)):
+                    continue  # computed for another stream's sake, after a stop string had ended it
+                delta = _take(asked, output)
+                if asked.is_over:
+                    self._end(asked, unfinished)
+                elif delta.finish_reason is not None:
+                    self._engine.abort(output.request_id, delta.choice)
                 yield delta
         finally:
             for answer in list(unfinished.values()):
@@ -118,10 +126,16 @@ class LLM:
                 self._inboxes[output.request_id].append(output)
 
     def _end(self, answer: Answer, unfinished: dict[str, Answer]) -> None:
-        """Nothing more of it is wanted. A stop string ends an answer that the engine would go on with."""
+        """Nothing more of it is wanted. A stop string may have ended a choice that the engine would go on with."""
         request_id = answer.request.request_id
         del unfinished[request_id], self._inboxes[request_id]
         self._engine.abort(request_id)
+
+
+def _streamable(answers: list[Answer]) -> list[Answer]:
+    for answer in answers:
+        answer.request.sampling.refuse_streaming()
+    return answers
 
 
 def _take(answer: Answer, output: StepOutput) -> CompletionDelta:

@@ -76,6 +76,10 @@ class LocalEngine:
         finally:
             self._loops.pop(request.request_id, None)
 
+    def end_choice(self, request_id: str, index: int) -> None:
+        self._streams.end_choice(request_id, index)
+        self._worker.post(Abort(request_id, index))
+
     async def stats(self) -> EngineStats:
         answer: Future[EngineStats] = Future()
         self._asked.add(answer)

@@ -5,6 +5,7 @@ What both clients of an engine share, whether it is a process behind a socket or
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
 
 from slora.errors import RequestRefused
 from slora.request import EngineRequest, StepOutput, TokenDelta
@@ -16,7 +17,7 @@ class OpenStreams:
     """`put` and `fail` are called on the event loop."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, asyncio.Queue[StepOutput]] = {}
+        self._streams: dict[str, _Stream] = {}
 
     async def read(
         self,
@@ -28,32 +29,53 @@ class OpenStreams:
 
         `abort` is called with its id if this iterator is closed, cancelled or fails sooner.
         """
-        if request.request_id in self._queues:
+        if request.request_id in self._streams:
             raise RequestRefused(f"request id {request.request_id!r} is already running", "request_id")
-        queue: asyncio.Queue[StepOutput] = asyncio.Queue()
-        self._queues[request.request_id] = queue
-        finished = False
+        stream = _Stream(set(range(request.sampling.num_choices)))
+        self._streams[request.request_id] = stream
         try:
             await send(request)
-            while not finished:
-                output = await queue.get()
-                if output.error is not None:
-                    finished = True
-                    raise output.error
-                assert output.delta is not None, "an output has a delta or an error"
-                finished = output.delta.finish_reason is not None
-                yield output.delta
+            while stream.unfinished:
+                delta = stream.take(await stream.queue.get())
+                if delta is not None:
+                    yield delta
         finally:
-            del self._queues[request.request_id]
-            if not finished:
+            del self._streams[request.request_id]
+            if stream.unfinished:
                 abort(request.request_id)
 
+    def end_choice(self, request_id: str, index: int) -> None:
+        """No more deltas of that choice are yielded; the others go on."""
+        if request_id in self._streams:
+            self._streams[request_id].unfinished.discard(index)
+
     def put(self, output: StepOutput) -> None:
-        queue = self._queues.get(output.request_id)
-        if queue is not None:  # gone when it was aborted while tokens were on their way
-            queue.put_nowait(output)
+        stream = self._streams.get(output.request_id)
+        if stream is not None:  # gone when it was aborted while tokens were on their way
+            stream.queue.put_nowait(output)
 
     def fail(self, error: Exception) -> None:
         """Everybody who waits hears so now."""
-        for request_id, queue in self._queues.items():
-            queue.put_nowait(StepOutput(request_id, error=error))
+        for request_id, stream in self._streams.items():
+            stream.queue.put_nowait(StepOutput(request_id, error=error))
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """unfinished: the choices that deltas may still come of."""
+
+    unfinished: set[int]
+    queue: asyncio.Queue[StepOutput] = field(default_factory=asyncio.Queue)
+
+    def take(self, output: StepOutput) -> TokenDelta | None:
+        """Its delta, or None if the choice was ended meanwhile. Raises the error that ended the request."""
+        if output.error is not None:
+            self.unfinished.clear()
+            raise output.error
+        assert output.delta is not None, "an output has a delta or an error"
+        delta = output.delta
+        if delta.index not in self.unfinished:
+            return None
+        if delta.finish_reason is not None:
+            self.unfinished.remove(delta.index)
+        return delta

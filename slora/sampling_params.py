@@ -91,6 +91,15 @@ class SamplingParams:
                 "logit_bias",
             )
 
+    def refuse_streaming(self) -> None:
+        """Raises RequestRefused if the answers can't be known before they are all there."""
+        if self.num_choices > self.n:
+            raise RequestRefused(
+                f"best_of is {self.best_of} and n is {self.n}: which answers are the best is known at their end, so "
+                "they can't be streamed; leave best_of out or don't stream",
+                "best_of",
+            )
+
     def _check_choices(self) -> None:
         if not 1 <= self.n <= MAX_CHOICES:
             raise RequestRefused(f"n is {self.n}; it must be 1 to {MAX_CHOICES}", "n")

@@ -31,35 +31,38 @@ class Admission:
         self.stopping = True
 
     @contextmanager
-    def generation(self, tenant: str, num_prompts: int) -> Iterator[None]:
-        """Holds `num_prompts` places. Raises BadRequest, ServerBusy, TenantBusy or Stopping."""
-        self._check_generation(tenant, num_prompts)
-        self.generations += num_prompts
-        self._by_tenant[tenant] += num_prompts
+    def generation(self, tenant: str, num_prompts: int, answers_each: int = 1) -> Iterator[None]:
+        """Holds a place for each answer. Raises BadRequest, ServerBusy, TenantBusy or Stopping."""
+        num_answers = num_prompts * answers_each
+        self._check_generation(tenant, num_answers, "prompt" if answers_each == 1 else "n")
+        self.generations += num_answers
+        self._by_tenant[tenant] += num_answers
         try:
             yield
         finally:
-            self.generations -= num_prompts
-            self._by_tenant[tenant] -= num_prompts
+            self.generations -= num_answers
+            self._by_tenant[tenant] -= num_answers
             if not self._by_tenant[tenant]:
                 del self._by_tenant[tenant]
 
-    def _check_generation(self, tenant: str, num_prompts: int) -> None:
+    def _check_generation(self, tenant: str, num_answers: int, param: str) -> None:
         if self.stopping:
             raise Stopping
         limit = min(self.max_requests, self.max_per_tenant)
-        if num_prompts > limit:
+        if num_answers > limit:
             raise BadRequest(
-                f"The request has {num_prompts} prompts; this server takes at most {limit}.", "prompt"
+                f"The request wants {num_answers} answers, each prompt's counted; this server takes at most {limit} "
+                "at once. Send fewer prompts, or a smaller `n` and `best_of`.",
+                param,
             )
-        if self._by_tenant[tenant] + num_prompts > self.max_per_tenant:
+        if self._by_tenant[tenant] + num_answers > self.max_per_tenant:
             raise TenantBusy(
-                f"You have {self._by_tenant[tenant]} prompts in progress and may have {self.max_per_tenant} "
+                f"You have {self._by_tenant[tenant]} answers in progress and may have {self.max_per_tenant} "
                 "(max_concurrent_per_tenant); wait for some of them."
             )
-        if self.generations + num_prompts > self.max_requests:
+        if self.generations + num_answers > self.max_requests:
             raise ServerBusy(
-                f"The server works on {self.generations} prompts and takes at most {self.max_requests} "
+                f"The server works on {self.generations} answers and takes at most {self.max_requests} "
                 "(max_concurrent_requests); try again shortly."
             )
 

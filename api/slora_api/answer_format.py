@@ -25,11 +25,13 @@ class Answer:
     text: str = ""
     tokens: list[TokenText] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    logprob: float = 0.0
 
     def add(self, delta: TextDelta) -> None:
         self.text += delta.text
         self.tokens += delta.tokens
         self.finish_reason = delta.finish_reason
+        self.logprob += delta.logprob
 
 
 @dataclass(slots=True)
@@ -142,17 +144,21 @@ class CompletionFormat:
 class ChatFormat:
     """/v1/chat/completions. logprobs: whether they were asked for."""
 
-    def __init__(self, model: str, *, include_usage: bool, logprobs: bool) -> None:
+    def __init__(self, model: str, *, include_usage: bool, logprobs: bool, num_choices: int = 1) -> None:
         self._envelope = _Envelope("chatcmpl", model, include_usage=include_usage)
         self._logprobs = logprobs
+        self._num_choices = num_choices
 
     def opening(self) -> list[Json]:
-        return [self._delta({"role": "assistant", "content": ""}, ())]
+        first = {"role": "assistant", "content": ""}
+        return [self._delta(index, first, ()) for index in range(self._num_choices)]
 
     def chunk(self, delta: TextDelta) -> list[Json]:
-        chunks = [self._delta({"content": delta.text}, delta.tokens)] if delta.text or delta.tokens else []
+        chunks = []
+        if delta.text or delta.tokens:
+            chunks.append(self._delta(delta.index, {"content": delta.text}, delta.tokens))
         if delta.finish_reason is not None:
-            chunks.append(self._delta({}, (), delta.finish_reason))
+            chunks.append(self._delta(delta.index, {}, (), delta.finish_reason))
         return chunks
 
     def usage(self, usage: Usage) -> Json:
@@ -170,9 +176,11 @@ class ChatFormat:
         ]
         return self._envelope.whole("chat.completion", choices) | {"usage": usage.to_json()}
 
-    def _delta(self, delta: Json, tokens: Sequence[TokenText], reason: FinishReason | None = None) -> Json:
+    def _delta(
+        self, index: int, delta: Json, tokens: Sequence[TokenText], reason: FinishReason | None = None
+    ) -> Json:
         logprobs = self._logprobs_json(tokens) if tokens else None
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return self._envelope.chunk("chat.completion.chunk", [choice])
 
     def _logprobs_json(self, tokens: Sequence[TokenText]) -> Json | None:

@@ -3,7 +3,7 @@
 The first delta is awaited before anything is sent, because until then a failure can still be a status of its own.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -11,6 +11,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from slora_api.answer_format import Answer, AnswerFormat, Usage
+from slora_api.prompts import Prompt
 from slora_api.schemas import GenerationFields
 from slora_api.sse import EventStream, unless_disconnected
 from slora_api.text_stream import TextDelta
@@ -27,13 +28,13 @@ async def answer_request(
     deltas: _Deltas,
     shape: AnswerFormat,
     *,
-    prompt_tokens: list[int],
+    prompts: Sequence[Prompt],
     headers: dict[str, str],
 ) -> Response:
-    """Answers with everything in `deltas`, and closes it whatever happens. prompt_tokens: of each prompt."""
-    usage = Usage(sum(prompt_tokens))
+    """Answers with everything in `deltas`, the answers to `prompts`, and closes it whatever happens."""
+    usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
     if not fields.stream:
-        work = _gather(deltas, len(prompt_tokens), usage)
+        work = _gather(deltas, prompts, usage)
         answers = await unless_disconnected(request.receive, work)
         return JSONResponse(shape.whole(answers, usage), headers=headers)
     chunks = _chunks(deltas, shape, usage, include_usage=fields.include_usage)
@@ -41,13 +42,23 @@ async def answer_request(
     return EventStream([first], chunks, headers)
 
 
-async def _gather(deltas: _Deltas, num_answers: int, usage: Usage) -> list[Answer]:
-    answers = [Answer() for _ in range(num_answers)]
+async def _gather(deltas: _Deltas, prompts: Sequence[Prompt], usage: Usage) -> list[Answer]:
+    """The answers that are wanted, those of the first prompt first; all that were computed count as used."""
+    drawn = [[Answer() for _ in range(prompt.sampling.num_choices)] for prompt in prompts]
+    answers = [answer for group in drawn for answer in group]
     async with aclosing(deltas):
         async for delta in deltas:
             usage.completion_tokens += delta.num_tokens
             answers[delta.index].add(delta)
-    return answers
+    groups = zip(drawn, prompts, strict=True)
+    return [answer for group, prompt in groups for answer in _likeliest(group, prompt.sampling.n)]
+
+
+def _likeliest(answers: list[Answer], count: int) -> list[Answer]:
+    """`count` of them, the likeliest first; in the order of their seeds where that is all."""
+    if len(answers) == count:
+        return answers
+    return sorted(answers, key=lambda answer: answer.logprob, reverse=True)[:count]
 
 
 async def _first(chunks: _Chunks) -> dict[str, Any]:

@@ -44,12 +44,13 @@ class Generator:
     async def run(
         self, tenant: str, model: ServedModel, prompts: Sequence[Prompt]
     ) -> AsyncGenerator[TextDelta, None]:
-        """The answers to `prompts`, by index, as they come. Closing it early aborts them all.
+        """The answers to `prompts`, by index, as they come; all prompts want as many, and those of the first one come
+        first. Closing it early aborts them all.
 
         Raises what admission and engine raise; nothing is left running then.
         """
         started_at = time.perf_counter()
-        with self.admission.generation(tenant, len(prompts)):
+        with self.admission.generation(tenant, len(prompts), prompts[0].sampling.num_choices):
             seen_first = False
             async with aclosing(self._streams(tenant, model, prompts)) as deltas:
                 async for delta in deltas:
@@ -69,6 +70,7 @@ class Generator:
             for prompt in prompts
         ]
         streams = [
-            stream_text(self.client, self.tokenizer, request, index) for index, request in enumerate(requests)
+            stream_text(self.client, self.tokenizer, request, index * request.sampling.num_choices)
+            for index, request in enumerate(requests)
         ]
         return streams[0] if len(streams) == 1 else merge_streams(streams)

@@ -75,12 +75,16 @@ def _max_tokens(wanted: int | None, default: int | None, room: int, prompt_token
 
 
 def _sampling(
-    fields: GenerationFields, defaults: GenerationDefaults, max_tokens: int, logprobs: int | None
+    fields: GenerationFields,
+    defaults: GenerationDefaults,
+    info: EngineInfo,
+    max_tokens: int,
+    logprobs: int | None,
 ) -> SamplingParams:
     def choose(sent: float | None, default: float | None, fallback: float) -> float:
         return sent if sent is not None else default if default is not None else fallback
 
-    return SamplingParams(
+    sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=choose(fields.temperature, defaults.temperature, 1.0),
         top_p=choose(fields.top_p, defaults.top_p, 1.0),
@@ -93,7 +97,24 @@ def _sampling(
         ),
         ignore_eos=bool(fields.ignore_eos),
         logprobs=logprobs,
+        n=1 if fields.n is None else fields.n,
+        best_of=fields.best_of if isinstance(fields, CompletionRequest) else None,
     )
+    _check_choices(sampling, info, stream=bool(fields.stream))
+    return sampling
+
+
+def _check_choices(sampling: SamplingParams, info: EngineInfo, *, stream: bool) -> None:
+    """Raises BadRequest or RequestRefused."""
+    wanted, limit = sampling.num_choices, info.max_num_seqs
+    if wanted > limit:
+        param = "n" if sampling.best_of is None else "best_of"
+        raise BadRequest(
+            f"`{param}` is {wanted}; this server computes at most {limit} answers at once (max_num_seqs).",
+            param,
+        )
+    if stream:
+        sampling.refuse_streaming()
 
 
 async def completion_prompts(
@@ -107,7 +128,7 @@ async def completion_prompts(
         room = _room(len(token_ids), info, "prompt")
         default = model.defaults.max_tokens or _COMPLETION_TOKENS
         max_tokens = _max_tokens(body.max_tokens, default, room, len(token_ids), "max_tokens")
-        prompts.append(Prompt(token_ids, _sampling(body, model.defaults, max_tokens, body.logprobs)))
+        prompts.append(Prompt(token_ids, _sampling(body, model.defaults, info, max_tokens, body.logprobs)))
     return prompts
 
 
@@ -123,4 +144,4 @@ async def chat_prompt(
         wanted, param = body.max_completion_tokens, "max_completion_tokens"
     max_tokens = _max_tokens(wanted, model.defaults.max_tokens, room, len(token_ids), param)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return Prompt(token_ids, _sampling(body, model.defaults, max_tokens, logprobs))
+    return Prompt(token_ids, _sampling(body, model.defaults, info, max_tokens, logprobs))

@@ -1,7 +1,7 @@
 """The JSON bodies that this API accepts, and how each becomes what the engine understands.
 
 Nothing is accepted silently: an unknown field is refused by name, and a field of OpenAI's API that is not honoured
-is refused unless it asks for what happens anyway (`n: 1`, `tools: []`, ...). Ranges of sampling values are checked
+is refused unless it asks for what happens anyway (`tools: []`, ...). Ranges of sampling values are checked
 once, by SamplingParams. An explicit null means the same as leaving the field out, as in OpenAI's API.
 
 Knows no adapter, no tokens and no engine.
@@ -27,7 +27,6 @@ _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 # Fields of the openai package that this server does not honour -> the values that ask for nothing. null always does.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
@@ -42,7 +41,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "cache_salt": (),
 }
-_UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+_UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {"echo": (False,), "suffix": ("",)}
 _UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "tools": ([],),
@@ -149,6 +148,7 @@ class GenerationFields(BaseModel):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
+    n: int | None = None
     stop: Annotated[list[_Text] | None, BeforeValidator(_as_list)] = None
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
     ignore_eos: bool | None = None
@@ -176,6 +176,7 @@ class CompletionRequest(GenerationFields):
 
     prompt: Annotated[_Text | list[_Text] | list[int] | list[list[int]], BeforeValidator(_check_prompt)]
     logprobs: int | None = None
+    best_of: int | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -35,7 +35,7 @@ class TokenText:
 class TextDelta:
     """What is new in answer `index`. num_tokens counts every token computed, whether or not its text is shown.
 
-    tokens: empty unless log-probabilities were asked for.
+    tokens, logprob (of all of them together): empty and 0 unless somebody needs log-probabilities.
     """
 
     index: int
@@ -43,6 +43,7 @@ class TextDelta:
     num_tokens: int
     tokens: tuple[TokenText, ...] = ()
     finish_reason: FinishReason | None = None
+    logprob: float = 0.0
 
 
 @dataclass(slots=True)
@@ -71,17 +72,24 @@ class _HeldTokens:
 async def stream_text(
     client: EngineClient, tokenizer: Tokenizer, request: EngineRequest, index: int = 0
 ) -> AsyncGenerator[TextDelta, None]:
-    """The answer to one request. Raises what `EngineClient.generate` raises; the last delta has a finish_reason."""
+    """The answers to one request; the first has that index. The last delta of each has a finish_reason.
+
+    Raises what `EngineClient.generate` raises.
+    """
     answer = Answer(request, tokenizer, index)
-    held = _HeldTokens(tokenizer)
-    async with aclosing(stream_answer(client.generate(request), answer)) as deltas:
+    held_tokens = [_HeldTokens(tokenizer) for _ in range(request.sampling.num_choices)]
+    answered = stream_answer(client.generate(answer.request), answer, client.end_choice)
+    async with aclosing(answered) as deltas:
         async for delta in deltas:
+            is_cut, held = answer.is_cut(delta.choice), held_tokens[delta.choice]
             # A token that ends the answer is computed and counted, but is no part of its text.
-            num_shown = len(delta.token_ids) - (delta.finish_reason is FinishReason.STOP and not answer.cut)
+            num_shown = len(delta.token_ids) - (delta.finish_reason is FinishReason.STOP and not is_cut)
             held.push(delta, num_shown)
-            everything = delta.finish_reason is not None and not answer.cut
-            tokens = held.release(delta.text, everything=everything)
-            yield TextDelta(index, delta.text, len(delta.token_ids), tokens, delta.finish_reason)
+            tokens = held.release(delta.text, everything=delta.finish_reason is not None and not is_cut)
+            logprob = sum(entry.logprob for entry in delta.logprobs or ())
+            yield TextDelta(
+                index + delta.choice, delta.text, len(delta.token_ids), tokens, delta.finish_reason, logprob
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def deltas_of(text: bytes, reason: FinishReason = FinishReason.LENGTH) -> list[T
 class ScriptedEngine:
     """An EngineClient. answers: what each request gets, in order; an exception among them is raised.
 
-    aborted: requests whose answer was closed before its end.
+    aborted: requests whose answer was closed before its end. ended: single choices that were (request id, index).
     """
 
     answers: Sequence[Sequence[TokenDelta | Exception]] = ()
@@ -58,6 +58,7 @@ class ScriptedEngine:
     max_model_len: int = 64
     requests: list[EngineRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    ended: list[tuple[str, int]] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -71,20 +72,26 @@ class ScriptedEngine:
         self.requests.append(request)
         self.on_request(request)
         self.started.set()
-        finished = False
+        unfinished = set(range(request.sampling.num_choices))
         try:
             for item in script:
                 await asyncio.sleep(0)
                 if isinstance(item, Exception):
-                    finished = True
+                    unfinished.clear()
                     raise item
-                finished = item.finish_reason is not None
+                if (request.request_id, item.index) in self.ended:
+                    continue
+                if item.finish_reason is not None:
+                    unfinished.remove(item.index)
                 yield item
             if self.hang:
                 await asyncio.Event().wait()
         finally:
-            if not finished:
+            if unfinished - {index for name, index in self.ended if name == request.request_id}:
                 self.aborted.append(request.request_id)
+
+    def end_choice(self, request_id: str, index: int) -> None:
+        self.ended.append((request_id, index))
 
     async def stats(self) -> EngineStats:
         return EngineStats(1, 2, 0, 100, 60, 30, 10, 5, 1, ("t/abc",), 3, 2, 1, 50, 40, 9)

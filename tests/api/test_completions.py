@@ -3,6 +3,8 @@
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ def platform(shared: Platform) -> Platform:
     engine.answers, engine.hang, engine.ready, engine.max_model_len = [deltas_of(b"Hi!")], False, True, 64
     engine.requests.clear()
     engine.aborted.clear()
+    engine.ended.clear()
     return shared
 
 
@@ -154,6 +157,99 @@ def test_several_prompts_are_answered_by_index(platform: Platform, key: str) -> 
     assert {chunk["choices"][0]["index"] for chunk in streamed} == {0, 1}
 
 
+def interleaved(*texts: bytes) -> list[TokenDelta]:
+    """The choices of one request, a token of each in turn."""
+    choices = [[replace(delta, index=index) for delta in deltas_of(text)] for index, text in enumerate(texts)]
+    steps = zip_longest(*choices)
+    return [delta for step in steps for delta in step if delta is not None]
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+def test_several_choices_are_one_request_to_the_engine_and_answered_by_index(
+    platform: Platform, key: str, path: str, body: dict[str, Any]
+) -> None:
+    platform.engine.answers = [interleaved(b"one", b"three", b"to")]
+    answer = post(platform, key, path, body | {"n": 3}).json()
+    texts = [choice.get("text") or choice["message"]["content"] for choice in answer["choices"]]
+    assert texts == ["one", "three", "to"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert answer["usage"]["completion_tokens"] == 10
+    assert [request.sampling.n for request in platform.engine.requests] == [3]
+    assert platform.engine.aborted == []
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+def test_streamed_choices_come_side_by_side_each_with_its_own_end(
+    platform: Platform, key: str, path: str, body: dict[str, Any]
+) -> None:
+    platform.engine.answers = [interleaved(b"one", b"three", b"to")]
+    chunks = events(
+        post(platform, key, path, body | {"n": 3, "stream": True, "stream_options": {"include_usage": True}})
+    )
+    assert chunks[-1]["usage"]["completion_tokens"] == 10
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    for index, text in enumerate(("one", "three", "to")):
+        own = [choice for choice in choices if choice["index"] == index]
+        pieces = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in own]
+        assert "".join(pieces) == text
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["length"]
+    if path == CHAT:
+        roles = [choice["index"] for choice in choices if "role" in choice["delta"]]
+        assert roles == [0, 1, 2] and [choice["index"] for choice in choices[:3]] == roles
+
+
+def test_several_choices_of_several_prompts_are_counted_through(platform: Platform, key: str) -> None:
+    platform.engine.answers = [interleaved(b"a", b"b")]
+    prompts = {"model": "base", "prompt": ["x", "y", "z"]}
+    body = post(platform, key, COMPLETIONS, prompts | {"n": 2}).json()
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == list(enumerate("ababab"))
+    chunks = events(post(platform, key, COMPLETIONS, prompts | {"n": 2, "stream": True}))
+    assert sorted(chunk["choices"][0]["index"] for chunk in chunks) == list(range(6))
+
+
+def test_a_stop_string_ends_its_own_choice_only(platform: Platform, key: str) -> None:
+    platform.engine.answers = [interleaved(b"a STOP b", b"a longer one", b"STOPx")]
+    body = post(platform, key, COMPLETIONS, PROMPT | {"n": 3, "stop": "STOP"}).json()
+    ends = [(choice["text"], choice["finish_reason"]) for choice in body["choices"]]
+    assert ends == [("a ", "stop"), ("a longer one", "length"), ("", "stop")]
+    (request,) = platform.engine.requests
+    assert platform.engine.ended == [(request.request_id, 2), (request.request_id, 0)]
+    assert platform.engine.aborted == []
+    assert body["usage"]["completion_tokens"] == 6 + 12 + 4
+
+
+def test_the_best_of_several_choices_are_the_likeliest_and_all_are_charged(
+    platform: Platform, key: str
+) -> None:
+    likely = {b"bad": -3.0, b"best": -0.5, b"good": -0.6, b"worst": -9.0}
+    platform.engine.answers = [
+        [
+            replace(delta, logprobs=(TokenLogprobs(list(likely.values())[delta.index], ()),))
+            for delta in interleaved(*likely)
+        ]
+    ]
+    body = post(platform, key, COMPLETIONS, PROMPT | {"n": 2, "best_of": 4}).json()
+    assert [(one["index"], one["text"], one["logprobs"]) for one in body["choices"]] == [
+        (0, "best", None),
+        (1, "good", None),
+    ]
+    assert body["usage"]["completion_tokens"] == 16
+    assert platform.engine.requests[0].sampling.logprobs == 0
+
+
+def test_each_choice_takes_a_place(tmp_path: Path) -> None:
+    engine = ScriptedEngine([[TokenDelta((65,))]], hang=True)
+    with running_platform(tmp_path, engine, max_concurrent_per_tenant=4) as platform:
+        key = platform.key("one")
+        with platform.client(key) as client:
+            body = PROMPT | {"stream": True, "n": 3}
+            first = client.send(client.build_request("POST", COMPLETIONS, json=body), stream=True)
+            assert post(platform, key, COMPLETIONS, PROMPT | {"n": 2}).status_code == 429
+            first.close()
+        wait_until(lambda: platform.services.generator.admission.generations == 0)
+    assert len(engine.aborted) == 1
+
+
 def test_token_ids_reach_the_engine_as_they_are(platform: Platform, key: str) -> None:
     post(platform, key, COMPLETIONS, {"model": "base", "prompt": [7, 256, 0]})
     assert platform.engine.requests[0].prompt_token_ids == [7, 256, 0]
@@ -239,9 +335,14 @@ BAD_BODIES = [
     (PROMPT | {"logprobs": 21}, "logprobs"),
     (PROMPT | {"stop": [""]}, "stop"),
     (PROMPT | {"seed": 2**70}, "seed"),
-    (PROMPT | {"n": 2}, "n"),
+    (PROMPT | {"n": 0}, "n"),
+    (PROMPT | {"n": 129}, "n"),
+    (PROMPT | {"n": 9}, "n"),
+    (PROMPT | {"n": 8, "prompt": ["x"] * 300}, "n"),
     (PROMPT | {"echo": True}, "echo"),
-    (PROMPT | {"best_of": 2}, "best_of"),
+    (PROMPT | {"n": 3, "best_of": 2}, "best_of"),
+    (PROMPT | {"best_of": 9}, "best_of"),
+    (PROMPT | {"best_of": 2, "stream": True}, "best_of"),
     (PROMPT | {"unheard_of": 1}, "unheard_of"),
     (PROMPT | {"prompt": ""}, "prompt"),
     (PROMPT | {"prompt": [257]}, "prompt"),
@@ -593,7 +694,7 @@ FIELDS = [
     *GenerationFields.model_fields,
     "logprobs",
     "top_logprobs",
-    "n",
+    "best_of",
     "tools",
 ]
 

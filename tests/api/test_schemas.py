@@ -55,9 +55,7 @@ def test_fields_that_ask_for_what_happens_anyway_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("schema", "field", "value"),
     [
-        (CompletionRequest, "n", 2),
-        (CompletionRequest, "n", True),
-        (CompletionRequest, "best_of", 3),
+        (ChatRequest, "store", 1),
         (CompletionRequest, "echo", True),
         (CompletionRequest, "suffix", "end"),
         (CompletionRequest, "frequency_penalty", 0.5),
@@ -90,7 +88,8 @@ def test_a_field_that_nobody_knows_is_refused() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("max_tokens", "5"), ("max_tokens", 5.5), ("max_tokens", True), ("temperature", "hot"), ("stream", 1),
-     ("stop", [1]), ("stop_token_ids", [2**40]), ("stop_token_ids", [-1]), ("seed", "x"), ("ignore_eos", "yes")],
+     ("stop", [1]), ("stop_token_ids", [2**40]), ("stop_token_ids", [-1]), ("seed", "x"), ("ignore_eos", "yes"),
+     ("n", True), ("best_of", "2")],
 )  # fmt: skip
 def test_values_are_not_converted_from_other_types(field: str, value: Any) -> None:
     assert field in refusal(CompletionRequest, COMPLETION | {field: value})["loc"]

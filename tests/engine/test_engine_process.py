@@ -4,8 +4,10 @@ import asyncio
 import signal
 import socket
 import tempfile
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,37 @@ def test_a_client_that_vanishes_takes_its_requests_with_it(run: Run, stack: Engi
         await check_cut_short(client, before)
         for outcome in await asyncio.gather(*readers, return_exceptions=True):
             assert isinstance(outcome, EngineUnavailable)
+
+    run(body)
+
+
+def test_a_choice_is_ended_alone_and_the_others_go_on(run: Run, kit: ModelKit) -> None:
+    params = replace(GREEDY, n=3, temperature=1.0, seed=5)
+    expected = drive(make_engine(kit, make_source(kit)[0], 400, kernels="torch"), [[ask("r", None, params)]])
+
+    async def body(client: RemoteEngine) -> None:
+        tokens: dict[int, list[int]] = defaultdict(list)
+        async for delta in client.generate(ask("r", None, params)):
+            tokens[delta.index] += delta.token_ids
+            if delta.index == 1 and len(tokens[1]) == 4:
+                client.end_choice("r", 1)
+        assert tokens == {
+            0: expected["r"].token_ids,
+            1: expected["r/1"].token_ids[:4],
+            2: expected["r/2"].token_ids,
+        }
+        await wait_for_stats(client, idle)
+
+    run(body)
+
+
+def test_closing_an_answer_ends_all_its_choices(run: Run) -> None:
+    async def body(client: RemoteEngine) -> None:
+        before = (await wait_for_stats(client, idle)).generated_tokens
+        async with aclosing(client.generate(ask("r", None, replace(LONG, n=8, temperature=1.0)))) as deltas:
+            await anext(deltas)
+            client.end_choice("r", 3)
+        await check_cut_short(client, before)
 
     run(body)
 

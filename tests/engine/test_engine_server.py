@@ -14,7 +14,7 @@ import pytest
 from slora.engine_messages import decode_add, encode_add, encode_output
 from slora.engine_process import EngineServer
 from slora.engine_worker import Abort, Add, EngineWorker
-from slora.request import EngineRequest, StepOutput, TokenDelta
+from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta
 from slora.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 from slora_adapters.wire import encode, read_message, send
@@ -118,3 +118,24 @@ def test_a_request_is_the_same_at_the_other_end_of_the_wire() -> None:
     sampling = SamplingParams(max_tokens=None, stop=("a", "b"), stop_token_ids=(3,), logprobs=2, seed=7)
     request = EngineRequest("r", "t", [1, 2], version, sampling, adapter_weight=-0.25)
     assert decode_add(msgpack.unpackb(encode(encode_add(request))[4:])) == request
+
+
+def test_a_request_is_unfinished_until_all_its_choices_are_over() -> None:
+    async def main() -> None:
+        worker = PatientWorker()
+        async with listening(worker) as (server, path):
+            _, writer = await asyncio.open_unix_connection(path)
+            for name in ("over", "left"):
+                request = EngineRequest(name, "t", [1], None, SamplingParams(n=3))
+                writer.write(encode(encode_add(request)))
+                writer.write(encode({"op": "abort", "id": name, "index": 1}))
+            await wait_until(lambda: len(worker.posted) == 4)
+            assert worker.posted[1::2] == [Abort("1:over", 1), Abort("1:left", 1)]
+            server.deliver([StepOutput("1:over", TokenDelta((7,), FinishReason.STOP, index=2))])
+            server.deliver([StepOutput("1:left", TokenDelta((7,), FinishReason.STOP, index=2))])
+            server.deliver([StepOutput("1:over", TokenDelta((7,), FinishReason.LENGTH, index=0))])
+            writer.close()
+            await wait_until(lambda: len(worker.posted) > 4)
+            assert worker.posted[4:] == [Abort("1:left")]
+
+    asyncio.run(main())

@@ -1,4 +1,5 @@
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,7 @@ import pytest
 from slora import LLM, SamplingParams
 from slora.errors import ConfigError, RequestRefused
 from slora.request import FinishReason
+from slora.sampling_params import choice_seed
 from slora.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound
 from tests.support.cpu_kernels import KERNELS
@@ -87,6 +89,56 @@ def test_a_stream_gives_every_prompt_its_answer_piece_by_piece(llm: LLM, kit: Mo
         assert [token for delta in own for token in delta.token_ids] == answer.token_ids
         assert [entry for delta in own for entry in delta.logprobs or ()] == answer.logprobs
         assert [delta.finish_reason for delta in own] == [None] * (len(own) - 1) + [answer.finish_reason]
+
+
+def test_each_choice_is_what_a_prompt_of_its_own_would_get(llm: LLM, kit: ModelKit) -> None:
+    params = SamplingParams(max_tokens=12, seed=7, logprobs=1)
+    adapter = kit.adapters["odd_rank"]
+    before = llm.stats().prompt_tokens
+    (answer,) = llm.generate([[5, 6, 7]], replace(params, n=3), adapter)
+    assert llm.stats().prompt_tokens - before == 3
+    apart = [llm.generate([[5, 6, 7]], replace(params, seed=choice_seed(7, n)), adapter)[0] for n in range(3)]
+    assert [choice.token_ids for choice in answer.choices] == [one.token_ids for one in apart]
+    assert [choice.text for choice in answer.choices] == [one.text for one in apart]
+    assert answer.text == answer.choices[0].text and answer.logprobs == answer.choices[0].logprobs
+    llm.check()
+
+
+def test_a_stop_string_ends_its_own_choice_only(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=60, seed=3, n=4, ignore_eos=True)
+    (free,) = llm.generate("fox", params)
+    pairs = (choice.text[5:7] for choice in free.choices)
+    stop = next(pair for pair in pairs if not all(pair in choice.text for choice in free.choices))
+    (stopped,) = llm.generate("fox", replace(params, stop=(stop,)))
+    cut = [choice.text.split(stop)[0] for choice in free.choices]
+    assert [choice.text for choice in stopped.choices] == cut
+    reasons = [choice.finish_reason for choice in stopped.choices]
+    assert reasons == [FinishReason.STOP if stop in one.text else FinishReason.LENGTH for one in free.choices]
+    assert set(reasons) == {FinishReason.STOP, FinishReason.LENGTH}
+    assert llm.stats().pages_held == 0
+
+
+def test_choices_stream_side_by_side(llm: LLM) -> None:
+    prompts, params = ["fox", "dog"], SamplingParams(max_tokens=9, seed=1, n=2)
+    whole = llm.generate(prompts, params)
+    deltas = list(llm.stream(prompts, params))
+    for index, answer in enumerate(whole):
+        for number, choice in enumerate(answer.choices):
+            own = [delta for delta in deltas if (delta.index, delta.choice) == (index, number)]
+            assert "".join(delta.text for delta in own) == choice.text
+            assert own[-1].finish_reason is choice.finish_reason
+
+
+def test_the_best_are_the_likeliest_of_all_that_were_drawn(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=8, seed=4, n=5)
+    (every,) = llm.generate("fox", replace(params, logprobs=0))
+    ranked = sorted(every.choices, key=lambda choice: -sum(entry.logprob for entry in choice.logprobs or ()))
+    (best,) = llm.generate("fox", replace(params, n=2, best_of=5))
+    assert [choice.token_ids for choice in best.choices] == [choice.token_ids for choice in ranked[:2]]
+    assert best.logprobs is None
+    with pytest.raises(RequestRefused, match="best_of is 5 and n is 2") as caught:
+        llm.stream("fox", replace(params, n=2, best_of=5))
+    assert caught.value.param == "best_of"
 
 
 def test_calls_between_the_pieces_of_a_stream_change_nothing(llm: LLM) -> None:

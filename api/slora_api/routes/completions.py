@@ -55,7 +55,7 @@ async def _complete(
         body,
         generator.run(key.tenant, model, prompts),
         shape,
-        prompt_tokens=[len(prompt.token_ids) for prompt in prompts],
+        prompts=prompts,
         headers=model.headers,
     )
 
@@ -72,12 +72,17 @@ async def _chat(
 ) -> Response:
     generator = services.generator
     prompt = await chat_prompt(body, model, generator.tokenizer, services.templates, generator.engine_info())
-    shape = ChatFormat(model.asked_for, include_usage=body.include_usage, logprobs=bool(body.logprobs))
+    shape = ChatFormat(
+        model.asked_for,
+        include_usage=body.include_usage,
+        logprobs=bool(body.logprobs),
+        num_choices=prompt.sampling.num_choices,
+    )
     return await answer_request(
         request,
         body,
         generator.run(key.tenant, model, [prompt]),
         shape,
-        prompt_tokens=[len(prompt.token_ids)],
+        prompts=[prompt],
         headers=model.headers,
     )
