@@ -1,4 +1,6 @@
-"""The Llama family's decoder over flat tokens: fused qkv and gate_up, paged attention, LoRA beside each linear.
+"""The decoder over flat tokens: fused qkv and gate_up, paged attention, LoRA beside each linear.
+
+It serves every family that `ModelConfig` can describe: what differs is data, read when the weights are loaded.
 
 One forward pass serves prefill chunks and decode steps of many sequences at once; there is no batch axis, only the
 tokens of the step. Knows no sequence, no adapter and no page: those are in the batch's tables.
@@ -17,15 +19,22 @@ from slora.model_config import ModelConfig
 from slora.page_memory import PageMemory
 from slora.rotary import cos_sin_tables
 from slora.step_batch import StepBatch
-from slora_kernels.batch import AttentionRule
+from slora_kernels.batch import AttentionRule, QueryKeyNorm
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    input_norm: Tensor
-    post_attention_norm: Tensor
+    """cos_sin: the layer's rope. attention_post_norm, mlp_post_norm: before the outputs join the residual."""
+
+    attention_rule: AttentionRule
+    cos_sin: Tensor
+    query_key_norm: QueryKeyNorm | None
+    attention_norm: Tensor
+    attention_post_norm: Tensor | None
+    mlp_norm: Tensor
+    mlp_post_norm: Tensor | None
     qkv: Linear
     output: Linear
     gate_up: Linear
@@ -43,83 +52,80 @@ class Decoder:
         device: torch.device,
         max_model_len: int,
     ) -> None:
-        _refuse_what_forward_ignores(config)
+        if config.rope_switch is not None:
+            raise ConfigError(
+                f"rope_type is longrope; {config.family!r} with it is not served by this version"
+            )
         self.config = config
         self.dtype = dtype
         self.device = device
-        loader = _WeightLoader(config, checkpoint, dtype, device)
+        loader = _WeightLoader(config, checkpoint, dtype, device, max_model_len)
         self._embedding = loader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        # Rounded as a buffer of the model would be: sqrt(3072) is 55.5 in bfloat16.
+        scale = config.embedding_scale
+        self._embedding_scale = None if scale is None else torch.tensor(scale).to(device=device, dtype=dtype)
         self._layers = [loader.layer(index) for index in range(config.num_layers)]
-        self._norm = loader.tensor("model.norm.weight", config.hidden_size)
+        self._norm = loader.norm("model.norm", config.hidden_size)
         self._lm_head = (
             self._embedding
             if config.tie_word_embeddings
             else loader.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
         )
-        self._cos_sin = cos_sin_tables(config, max_model_len, device)[0]
 
     def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:
         """Writes the step's KV into its pages; returns the hidden states [B', H] of the rows in `sample_rows`."""
-        step = _Forward(self, batch, memory, kernels)
-        return step.run(self._layers, F.embedding(batch.token_ids, self._embedding))
+        hidden = F.embedding(batch.token_ids, self._embedding)
+        if self._embedding_scale is not None:
+            hidden = hidden * self._embedding_scale
+        return _Forward(self.config, batch, memory, kernels).run(self._layers, hidden, self._norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, vocab_size] of hidden states [N, H]."""
-        return F.linear(hidden, self._lm_head)
-
-    @property
-    def norm(self) -> Tensor:
-        return self._norm
-
-    @property
-    def cos_sin(self) -> Tensor:
-        return self._cos_sin
-
-
-def _refuse_what_forward_ignores(config: ModelConfig) -> None:
-    plain = config.activation == "silu" and not any(config.window_of_layer)
-    plain = plain and not (config.qk_norm or config.norm_offset or config.fused_linears or config.rope_switch)
-    if not plain:
-        raise ConfigError(
-            f"model_type is {config.family!r}; this version's decoder has no windows, soft-caps or extra norms yet"
-        )
+        logits = F.linear(hidden, self._lm_head)
+        softcap = self.config.final_softcap
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 class _Forward:
     """One forward pass: what every layer of it shares."""
 
-    def __init__(self, decoder: Decoder, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> None:
-        self._decoder = decoder
+    def __init__(self, config: ModelConfig, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> None:
+        self._activation = config.activation
+        self._eps = config.rms_norm_eps
         self._batch = batch
         self._memory = memory
         self._kernels = kernels
-        self._eps = decoder.config.rms_norm_eps
-        self._rule = AttentionRule(decoder.config.head_dim**-0.5)
         self._step = kernels.prepare_attention(batch.attention)
         self._lora = kernels.prepare_lora(batch.lora, memory.tables) if batch.lora is not None else None
 
-    def run(self, layers: list[DecoderLayer], residual: Tensor) -> Tensor:
+    def run(self, layers: list[DecoderLayer], residual: Tensor, last_norm: Tensor) -> Tensor:
         """residual [T, H] is written to; returns the normalised hidden states [B', H] of the rows in `sample_rows`."""
         kernels, eps = self._kernels, self._eps
-        hidden = kernels.rms_norm(residual, layers[0].input_norm, eps)
+        hidden = kernels.rms_norm(residual, layers[0].attention_norm, eps)
         for index, layer in enumerate(layers):
-            attended = self._attend(hidden, layer, index)
-            hidden = kernels.add_rms_norm(attended, residual, layer.post_attention_norm, eps)
-            gated = kernels.act_mul(self._apply(hidden, layer.gate_up), "silu")
-            output = self._apply(gated, layer.down)
+            attended = self._norm(self._attend(hidden, layer, index), layer.attention_post_norm)
+            hidden = kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps)
+            output = self._norm(self._transform(hidden, layer), layer.mlp_post_norm)
             if index + 1 < len(layers):
-                hidden = kernels.add_rms_norm(output, residual, layers[index + 1].input_norm, eps)
+                hidden = kernels.add_rms_norm(output, residual, layers[index + 1].attention_norm, eps)
         rows = self._batch.sample_rows
-        return kernels.add_rms_norm(output[rows], residual[rows], self._decoder.norm, eps)
+        return kernels.add_rms_norm(output[rows], residual[rows], last_norm, eps)
 
     def _attend(self, hidden: Tensor, layer: DecoderLayer, index: int) -> Tensor:
-        kernels, memory = self._kernels, self._memory
+        kernels, pages, geometry = self._kernels, self._memory.pages, self._memory.geometry
         qkv = self._apply(hidden, layer.qkv)
         query = kernels.rotate_and_write_kv(
-            qkv, self._decoder.cos_sin, memory.pages, memory.geometry, index, self._step
+            qkv, layer.cos_sin, pages, geometry, index, self._step, layer.query_key_norm
         )
-        attended = kernels.attend(query, memory.pages, memory.geometry, index, self._step, self._rule)
+        attended = kernels.attend(query, pages, geometry, index, self._step, layer.attention_rule)
         return self._apply(attended, layer.output)
+
+    def _transform(self, hidden: Tensor, layer: DecoderLayer) -> Tensor:
+        gated = self._kernels.act_mul(self._apply(hidden, layer.gate_up), self._activation)
+        return self._apply(gated, layer.down)
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else self._kernels.rms_norm(x, weight, self._eps)
 
     def _apply(self, x: Tensor, linear: Linear) -> Tensor:
         """x W^T + b, plus scale * (x A^T) B^T for the tokens that have an adapter."""
@@ -135,26 +141,57 @@ class _WeightLoader:
     """Finds a layer's tensors under their Hugging Face names and fuses those that read the same input."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
     ) -> None:
         self._config = config
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
         self._shape = config.shape(dtype.itemsize)
+        self._cos_sin = cos_sin_tables(config, max_model_len, device)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self._checkpoint.tensor(name, shape).to(device=self._device, dtype=self._dtype)
 
+    def norm(self, name: str, width: int) -> Tensor:
+        """A norm's factors; one plus a small number needs more bits than a 16-bit model's."""
+        weight = self.tensor(f"{name}.weight", width)
+        return 1.0 + weight.float() if self._config.norm_offset else weight
+
     def layer(self, index: int) -> DecoderLayer:
-        prefix, hidden = f"model.layers.{index}", self._config.hidden_size
-        config, sites = self._config, self._shape.layer_sites(index)
+        config, prefix = self._config, f"model.layers.{index}"
+        window = config.window_of_layer[index]
         biased = (config.qkv_bias, config.output_bias, config.mlp_bias, config.mlp_bias)
+        sites = zip(self._shape.layer_sites(index), biased, strict=True)
+        qkv, output, gate_up, down = (self._linear(site, biased=bias) for site, bias in sites)
+
+        def norm(place: str) -> Tensor:
+            return self.norm(f"{prefix}.{place}_layernorm", config.hidden_size)
+
         return DecoderLayer(
-            self.tensor(f"{prefix}.input_layernorm.weight", hidden),
-            self.tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
-            *(self._linear(site, biased=bias) for site, bias in zip(sites, biased, strict=True)),
+            attention_rule=AttentionRule(config.attention_scale, window, config.attention_softcap),
+            cos_sin=self._cos_sin[config.rope_of_layer[index]],
+            query_key_norm=self._query_key_norm(f"{prefix}.self_attn") if config.qk_norm else None,
+            attention_norm=norm("input"),
+            attention_post_norm=norm("post_attention") if config.post_norms else None,
+            # Without post norms, the norm before the MLP goes by the name of what it comes after.
+            mlp_norm=norm("pre_feedforward" if config.post_norms else "post_attention"),
+            mlp_post_norm=norm("post_feedforward") if config.post_norms else None,
+            qkv=qkv,
+            output=output,
+            gate_up=gate_up,
+            down=down,
         )
+
+    def _query_key_norm(self, prefix: str) -> QueryKeyNorm:
+        head_dim = self._config.head_dim
+        query, key = (self.norm(f"{prefix}.{name}", head_dim) for name in ("q_norm", "k_norm"))
+        return QueryKeyNorm(query, key, self._config.rms_norm_eps)
 
     def _linear(self, site: LoraSite, *, biased: bool) -> Linear:
         modules = self._shape.modules[site.first_module : site.first_module + len(site.widths)]

@@ -12,10 +12,11 @@ from slora.errors import ConfigError
 from slora.layer_types import read_layer_types, read_windows
 from slora.model_family import FAMILIES, Family
 from slora.rope_config import LongRopeScaling, Rope, YarnScaling, read_ropes
-from slora_kernels.layout import ModelShape, llama_shape
+from slora_kernels.layout import ModelShape, fuse_groups, llama_shape
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
+_FUSED_PATHS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -79,7 +80,7 @@ class ModelConfig:
 
     def shape(self, element_bytes: int) -> ModelShape:
         """The sizes that decide page and adapter layout."""
-        return llama_shape(
+        shape = llama_shape(
             self.num_layers,
             self.hidden_size,
             self.num_heads,
@@ -89,6 +90,7 @@ class ModelConfig:
             self.vocab_size,
             element_bytes,
         )
+        return fuse_groups(shape, *_FUSED_PATHS) if self.fused_linears else shape
 
 
 def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> ModelConfig:

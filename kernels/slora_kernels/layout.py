@@ -19,7 +19,7 @@ Knows no torch: loader and API processes import it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -203,6 +203,16 @@ def llama_shape(
         ),
         groups=((0, 1, 2), (3,), (4, 5), (6,)),
     )
+
+
+def fuse_groups(shape: ModelShape, *paths: str) -> ModelShape:
+    """The same decoder where each group is one linear, called `paths[g]`, with the outputs of all side by side."""
+    members = [[shape.linears[m] for m in group] for group in shape.groups]
+    linears = tuple(
+        LinearShape(path, group[0].in_width, sum(linear.out_width for linear in group))
+        for path, group in zip(paths, members, strict=True)
+    )
+    return replace(shape, linears=linears, groups=tuple((m,) for m in range(len(linears))))
 
 
 @dataclass(frozen=True, slots=True)

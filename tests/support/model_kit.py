@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slora.model_spec import read_model_spec
 from tests.support.oracle import Oracle
-from tests.support.peft_adapters import KINDS, make_adapter
+from tests.support.peft_adapters import FUSED_KINDS, KINDS, make_adapter
 from tests.support.tiny_models import make_model, write_model
 
 # A and B of this size make deltas about as large as the weights that they change.
@@ -27,13 +27,18 @@ class ModelKit:
         return num_pages * shape.num_layers * shape.page_bytes(block_tokens)
 
 
+def kinds_for(model: str) -> Mapping[str, dict[str, object]]:
+    """One adapter of each kind, by fields of LoraConfig, with the names that the model's linears have."""
+    return FUSED_KINDS if model.startswith("phi3") else KINDS
+
+
 def make_kit(
-    root: Path, model: str, kinds: Mapping[str, dict[str, object]] = KINDS, **changes: object
+    root: Path, model: str, kinds: Mapping[str, dict[str, object]] | None = None, **changes: object
 ) -> ModelKit:
-    """`changes`: fields of the model's config."""
+    """`kinds`: None is one of each. `changes`: fields of the model's config."""
     write_model(root / "base", model, **changes)
     adapters = {}
-    for seed, (kind, lora) in enumerate(kinds.items()):
+    for seed, (kind, lora) in enumerate((kinds_for(model) if kinds is None else kinds).items()):
         adapters[kind] = root / kind
         make_adapter(root / kind, make_model(model, **changes), seed=seed, std=_ADAPTER_STD, **lora)
     return ModelKit(root / "base", adapters, Oracle(root / "base", adapters))

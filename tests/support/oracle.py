@@ -44,6 +44,10 @@ class Oracle:
         self, directory: Path, adapters: dict[str, Path], dtype: torch.dtype = torch.float32
     ) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+        rope = self._model.config.rope_parameters
+        self._rope_switch: int | None = (
+            rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
+        )
         for name, path in adapters.items():
             self._load(name, path)
 
@@ -65,8 +69,17 @@ class Oracle:
         return self._model(inputs).logits[0].float()
 
     def answer_logits(self, prompt: Sequence[int], answer: Sequence[int], adapter: str | None) -> Tensor:
-        """float32 [len(answer), vocab_size]: what each token of the answer was chosen from."""
-        return self.logits([*prompt, *answer], adapter)[len(prompt) - 1 : -1]
+        """float32 [len(answer), vocab_size]: what each token of the answer was chosen from.
+
+        Where the rope has other factors for sequences longer than `_rope_switch`, the tokens chosen before that are
+        judged by a pass over what was there then.
+        """
+        tokens = [*prompt, *answer]
+        logits = self.logits(tokens, adapter)
+        if self._rope_switch is not None and len(prompt) <= self._rope_switch < len(tokens):
+            short = self.logits(tokens[: self._rope_switch], adapter)
+            logits = torch.cat((short, logits[self._rope_switch :]))
+        return logits[len(prompt) - 1 : -1]
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int], adapter: str | None) -> Verdict:
         best, tokens = self.answer_logits(prompt, answer, adapter).topk(2, dim=-1)

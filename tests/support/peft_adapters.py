@@ -29,6 +29,18 @@ KINDS: dict[str, dict[str, object]] = {
         "layers_pattern": "layers",
     },
 }
+# The same where q, k and v are one linear and gate and up another.
+FUSED_KINDS: dict[str, dict[str, object]] = {
+    **KINDS,
+    "r8_on_q_and_v": {**KINDS["r8_on_q_and_v"], "target_modules": ["qkv_proj"]},
+    "patterns": {
+        "r": 4,
+        "lora_alpha": 9,
+        "rank_pattern": {"qkv_proj": 9, r"layers\.1\..*up_proj": 2},
+        "alpha_pattern": {"mlp.down_proj": 5, r"layers\.(0|2)\.self_attn\.\w+": 13},
+    },
+    "some_layers": {**KINDS["some_layers"], "target_modules": ["qkv_proj", "gate_up_proj"]},
+}
 
 
 @contextmanager

@@ -9,10 +9,15 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3Config,
 )
 
 VOCAB_SIZE = 128
@@ -39,7 +44,32 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
-_FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 4.0,
+}
+# Sequences cross from one set of factors to the other at the 48th token.
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [1.5, 2.0, 4.0, 6.0, 9.0, 13.0],
+}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+_FAMILIES = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "phi3": Phi3Config,
+    "gemma2": Gemma2Config,
+    "gemma3_text": Gemma3TextConfig,
+}
 
 # By name, the family and the fields of its config.
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
@@ -69,6 +99,64 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
         "qwen2",
         {"num_key_value_heads": 1, "hidden_size": 32, "intermediate_size": 56, "tie_word_embeddings": True},
     ),
+    # Windows are shorter than prompts, and no multiple of a page's 16 tokens.
+    "llama_yarn_rope": ("llama", {"hidden_size": 64, "intermediate_size": 88, "rope_parameters": _YARN}),
+    "mistral_window": ("mistral", {"hidden_size": 64, "intermediate_size": 88, "sliding_window": 21}),
+    "qwen2_late_windows": (
+        "qwen2",
+        {
+            "hidden_size": 64,
+            "intermediate_size": 88,
+            "use_sliding_window": True,
+            "sliding_window": 19,
+            "max_window_layers": 1,
+        },
+    ),
+    "qwen3": (
+        "qwen3",
+        {"hidden_size": 48, "intermediate_size": 72, "head_dim": 24, "tie_word_embeddings": True},
+    ),
+    "qwen3_biased_layer_types": (
+        "qwen3",
+        {
+            "hidden_size": 64,
+            "intermediate_size": 88,
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": [_SLIDING, _FULL, _SLIDING],
+        },
+    ),
+    "phi3_window": ("phi3", {"hidden_size": 64, "intermediate_size": 88, "sliding_window": 23}),
+    # Soft-caps low enough to bend most scores and logits.
+    "gemma2": (
+        "gemma2",
+        {
+            "hidden_size": 64,
+            "intermediate_size": 88,
+            "head_dim": 20,
+            "sliding_window": 18,
+            "query_pre_attn_scalar": 9,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3_text": (
+        "gemma3_text",
+        {
+            "hidden_size": 64,
+            "intermediate_size": 88,
+            "head_dim": 24,
+            "sliding_window": 13,
+            "layer_types": [_SLIDING, _FULL, _SLIDING],
+            "query_pre_attn_scalar": 10,
+            "rope_parameters": {
+                _FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+                _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
 }
 
 
@@ -84,7 +172,9 @@ def make_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            centre = 1.0 if parameter_name.endswith("norm.weight") else 0.0
+            # Gemma stores how far a norm's weight is from one.
+            is_norm = parameter_name.endswith("norm.weight") and not name.startswith("gemma")
+            centre = 1.0 if is_norm else 0.0
             parameter.copy_(torch.randn(parameter.shape, generator=random) * _STD + centre)
     return model
 
