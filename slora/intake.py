@@ -27,12 +27,13 @@ from slora.model_spec import read_model_spec
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
 from slora.tokenizer import Tokenizer, compile_chat_template
-from slora_adapters.adapter import AdapterExtras
+from slora_adapters.adapter import Adapter, AdapterExtras
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft_directory import TENSORS_NAME, assemble_adapter, read_adapter
 from slora_adapters.source import DirectorySource
 from slora_adapters.version import AdapterVersion
+from slora_kernels.layout import ModelShape
 
 __all__ = [
     "AdapterLike",
@@ -43,6 +44,7 @@ __all__ = [
     "Prompt",
     "as_conversations",
     "as_prompts",
+    "read_content",
 ]
 
 Prompt = str | Sequence[int]
@@ -184,13 +186,7 @@ class Intake:
             return replace(self._served[key], weight=named.weight)
 
     def _add(self, content: Path | TensorAdapter) -> _Served:
-        shape, limits = self.source.shape, self.source.limits
-        if isinstance(content, Path):
-            adapter = read_adapter(content, shape, limits)
-        else:
-            adapter = assemble_adapter(content.config, content.tensors, shape, limits)
-        if reasons := refuse_extras(adapter.extras):
-            raise AdapterInvalid(tuple(reasons))
+        adapter = read_content(content, self.source.shape, self.source.limits)
         directory = content.resolve() if isinstance(content, Path) else None
         # The engine may forget later than we do: what is added from now on is another version, even of equal weights.
         version = self.source.hold(adapter, directory, f"{_TENANT}/{self._num_forgotten}")
@@ -198,8 +194,19 @@ class Intake:
         return _Served(version, adapter.extras.chat_template, own.over(self._base.defaults))
 
 
-def refuse_extras(extras: AdapterExtras) -> list[Reason]:
-    """Why the texts beside an adapter can't be honoured: what the server asks of an upload, too."""
+def read_content(content: Path | TensorAdapter, shape: ModelShape, limits: AdapterLimits) -> Adapter:
+    """The adapter, held to what the server asks of an upload. Raises AdapterNotFound, AdapterInvalid."""
+    if isinstance(content, Path):
+        adapter = read_adapter(content, shape, limits)
+    else:
+        adapter = assemble_adapter(content.config, content.tensors, shape, limits)
+    if reasons := _refuse_extras(adapter.extras):
+        raise AdapterInvalid(tuple(reasons))
+    return adapter
+
+
+def _refuse_extras(extras: AdapterExtras) -> list[Reason]:
+    """Why the texts beside an adapter can't be honoured."""
     reasons = refuse_unhonoured(extras.generation_config)
     if extras.chat_template is not None:
         try:

@@ -21,6 +21,7 @@ _HANDLERS = {
     "key list": ("slora_api.commands.key", "show"),
     "key revoke": ("slora_api.commands.key", "revoke"),
     "adapter push": ("slora_api.commands.adapter", "push"),
+    "adapter verify": ("slora.verify_command", "verify"),
     "adapter list": ("slora_api.commands.adapter", "show"),
     "adapter rm": ("slora_api.commands.adapter", "remove"),
     "complete": ("slora_api.commands.complete", "complete"),
@@ -37,6 +38,7 @@ from nothing to an answer:
   slora serve --model DIR
   slora tenant create acme
   slora key create acme --adapter shout
+  slora adapter verify ./my-adapter --model DIR
   slora adapter push ./my-adapter --name shout
   slora complete "hello there"
 """
@@ -85,13 +87,46 @@ def _add_tenants_and_keys(commands: _Commands) -> None:
 
 
 def _add_adapters(commands: _Commands) -> None:
-    adapters = commands.group("adapter", "upload, list and remove LoRA adapters (tenant)")
+    adapters = commands.group("adapter", "verify, upload, list and remove LoRA adapters (tenant)")
+    _add_verify(adapters)
     push = adapters.add("push", "upload a PEFT directory; it can be called as soon as this returns")
     push.add_argument("directory", help="holds adapter_config.json and adapter_model.safetensors")
     push.add_argument("--name", help="name to call it by (default: the directory's name)")
     push.add_argument("--replace", action="store_true", help="take the place of an adapter of the same name")
     adapters.add("list", "list your adapters")
     adapters.add("rm", "remove an adapter").add_argument("name")
+
+
+def _add_verify(adapters: _Commands) -> None:
+    verify = adapters.add("verify", "compare an adapter as it would be served with peft; needs no server")
+    verify.epilog = "The exit code is 0 if they are equal, 1 if not, 2 if the adapter can't be served."
+    verify.add_argument("directory", help="holds adapter_config.json and adapter_model.safetensors")
+    verify.add_argument("--model", metavar="DIR", required=True, help="the base model")
+    verify.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        action="append",
+        help="may be given several times (default: random tokens)",
+    )
+    verify.add_argument(
+        "--max-tokens", type=_positive, default=16, metavar="N", help="of each answer (default 16)"
+    )
+    verify.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
+        help="of both sides (default float32, which tells rounding from a difference)",
+    )  # fmt: skip
+    verify.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
+    verify.add_argument(
+        "--max-lora-rank", type=_positive, default=128, metavar="N", help="the server's limit (default 128)"
+    )
+    verify.add_argument("--json", action="store_true", help="everything, for programs")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("it must be at least 1")
+    return value
 
 
 def _add_complete(commands: _Commands) -> None:
@@ -131,7 +166,9 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; the exit code is 0, 1 for a failure that was explained, 2 for wrong usage."""
+    """Runs one subcommand; the exit code is 0, 1 for a failure that was explained, 2 for wrong usage, unless its
+    help says otherwise.
+    """
     parsed = _make_parser().parse_args(arguments)
     module, function = _HANDLERS[parsed.handler]
     handler: Callable[[argparse.Namespace], int] = getattr(importlib.import_module(module), function)

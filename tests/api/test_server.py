@@ -310,4 +310,4 @@ def test_a_refused_push_prints_the_servers_reasons(server: Served, kit: Kit, tmp
     done = command(
         server, "adapter", "push", str(tmp_path), "--name", "x", SLORA_API_KEY=server.make_key("cli-bad")
     )
-    assert done.returncode == 1 and "DoRA" in done.stderr
+    assert done.returncode == 1 and done.stderr.count("DoRA") == 1, done.stderr

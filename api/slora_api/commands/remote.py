@@ -52,8 +52,9 @@ def tenant_client() -> httpx.Client:
 def _message(response: httpx.Response) -> str:
     try:
         error = response.json()["error"]
-        reasons = "".join(f"\n  {reason['code']}: {reason['message']}" for reason in error.get("reasons", ()))
-        return str(error["message"]) + reasons
+        reasons = [f"  {reason['code']}: {reason['message']}" for reason in error.get("reasons", ())]
+        # An error with reasons has them as its message, too, in one line.
+        return "\n".join(["the server refuses this adapter:", *reasons]) if reasons else str(error["message"])
     except (ValueError, KeyError, TypeError):
         return f"the server answered {response.status_code}, which is not in this API's form; is SLORA_URL right?"
 

@@ -1,0 +1,62 @@
+"""transformers + peft as the judge of what we serve: the same base, the same adapter directory, their arithmetic.
+
+The only module that imports peft, which is optional; the command that needs it loads it by name.
+"""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+__all__ = ["PeftOracle"]
+
+_NAME = "default"
+_PREFIX = "base_model.model."
+
+
+class PeftOracle:
+    """`notes`: what peft warned of when it loaded the adapter. Raises what transformers and peft raise."""
+
+    def __init__(self, model: Path, adapter: Path, dtype: torch.dtype, device: torch.device) -> None:
+        transformers_logging.disable_progress_bar()
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            # autocast_adapter_dtype would hold 16-bit adapters in float32, which is for training.
+            peft = PeftModel.from_pretrained(base, adapter, _NAME, autocast_adapter_dtype=False)
+        self.notes = tuple(str(entry.message) for entry in caught if entry.category is UserWarning)
+        self._model = peft.to(device).eval()
+        self._device = device
+        self._layers = {
+            name.removeprefix(_PREFIX): module
+            for name, module in self._model.named_modules()
+            if isinstance(module, LoraLayer) and _NAME in module.scaling
+        }
+
+    @property
+    def adapted(self) -> frozenset[str]:
+        """Paths of the modules that peft adapts, from the base model's root."""
+        return frozenset(self._layers)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int], *, adapted: bool) -> Tensor:
+        """float32 [T, vocab_size]: row t says what comes after token t, with the adapter or without."""
+        inputs = torch.tensor([list(token_ids)], device=self._device)
+        if adapted:
+            found: Tensor = self._model(inputs).logits[0]
+        else:
+            with self._model.disable_adapter():
+                found = self._model(inputs).logits[0]
+        return found.float().cpu()
+
+    @torch.inference_mode()
+    def delta(self, path: str, inputs: Tensor) -> Tensor:
+        """float32 [T, out]: what peft adds to the output of module `path` for `inputs` [T, in]."""
+        weight: Tensor = self._layers[path].get_delta_weight(_NAME).float().cpu()
+        return inputs.float() @ weight.T
