@@ -1,13 +1,11 @@
-"""Reads a checkpoint's tensors from safetensors files, sharded or not. Never unpickles anything."""
+"""Finds a checkpoint's tensors in its safetensors files, sharded or not. Reads headers only, and unpickles nothing."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-
 from slora.errors import ConfigError
+from slora.safetensors_file import StoredTensor, read_header
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -18,39 +16,41 @@ class Checkpoint:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._files: dict[str, Path] = dict(_locate_tensors(directory))
+        self._tensors: dict[str, StoredTensor] = {}
+        for tensor in _locate_tensors(directory):
+            other = self._tensors.setdefault(tensor.name, tensor)
+            if other is not tensor:
+                raise ConfigError(f"{other.path} and {tensor.path} both hold {tensor.name}")
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._tensors
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`, mapped from its file; its shape must be `shape`."""
-        path = self._files.get(name)
-        if path is None:
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    @property
+    def directory(self) -> Path:
+        return self._directory
+
+    def find(self, name: str, shape: tuple[int, ...] | None = None) -> StoredTensor:
+        """Where the tensor `name` lies; its shape must be `shape`, if that is known."""
+        tensor = self._tensors.get(name)
+        if tensor is None:
             raise ConfigError(f"{self._directory} has no tensor {name!r}, which its config.json calls for")
-        with safe_open(path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        if not tensor.is_floating_point():
-            raise ConfigError(f"{path}: {name} is {tensor.dtype}; only floating-point weights are served")
-        if tuple(tensor.shape) != shape:
+        if shape is not None and tensor.shape != shape:
             raise ConfigError(
-                f"{path}: {name} has shape {list(tensor.shape)}; config.json calls for {list(shape)}"
+                f"{tensor.path}: {name} has shape {list(tensor.shape)}; config.json calls for {list(shape)}"
             )
         return tensor
 
 
-def _locate_tensors(directory: Path) -> Iterator[tuple[str, Path]]:
+def _locate_tensors(directory: Path) -> Iterator[StoredTensor]:
     index = directory / _INDEX
-    files = sorted({directory / _SINGLE}) if not index.exists() else _shards(index)
+    files = [directory / _SINGLE] if not index.exists() else _shards(index)
     for path in files:
         if not path.is_file():
             raise ConfigError(f"{directory} has no {path.name}; only safetensors checkpoints are served")
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                    yield name, path
-        except SafetensorError as error:
-            raise ConfigError(f"{path} is damaged: {error}") from error
+        yield from read_header(path)
 
 
 def _shards(index: Path) -> list[Path]:

@@ -12,16 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slora.checkpoint import Checkpoint
 from slora.errors import ConfigError
 from slora.linear import Linear
 from slora.model_config import ModelConfig
 from slora.page_memory import PageMemory
 from slora.rotary import cos_sin_tables
 from slora.step_batch import StepBatch
+from slora.weight_reader import WeightReader
 from slora_kernels.batch import AttentionRule, QueryKeyNorm
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
+
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +45,12 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Weights on `device` in `dtype`. Loading takes each tensor straight from its file, one layer at a time."""
+    """Weights on `device` in `dtype`. Loading reads each tensor straight to its place in them."""
 
     def __init__(
         self,
         config: ModelConfig,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        device: torch.device,
+        reader: WeightReader,
         max_model_len: int,
     ) -> None:
         if config.rope_switch is not None:
@@ -57,20 +58,21 @@ class Decoder:
                 f"rope_type is longrope; {config.family!r} with it is not served by this version"
             )
         self.config = config
-        self.dtype = dtype
-        self.device = device
-        loader = _WeightLoader(config, checkpoint, dtype, device, max_model_len)
-        self._embedding = loader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.dtype = reader.dtype
+        self.device = reader.device
+        loader = _WeightLoader(config, reader, max_model_len)
+        self._embedding = reader.matrix(_EMBEDDING, config.vocab_size, config.hidden_size)
         # Rounded as a buffer of the model would be: sqrt(3072) is 55.5 in bfloat16.
         scale = config.embedding_scale
-        self._embedding_scale = None if scale is None else torch.tensor(scale).to(device=device, dtype=dtype)
+        self._embedding_scale = None if scale is None else torch.tensor(scale).to(self.device, self.dtype)
         self._layers = [loader.layer(index) for index in range(config.num_layers)]
         self._norm = loader.norm("model.norm", config.hidden_size)
+        # As transformers does: a head that is there and differs was not tied, whatever config.json says.
+        tied = config.tie_word_embeddings and reader.is_absent_or_same(_HEAD, _EMBEDDING)
         self._lm_head = (
-            self._embedding
-            if config.tie_word_embeddings
-            else loader.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+            self._embedding if tied else reader.matrix(_HEAD, config.vocab_size, config.hidden_size)
         )
+        reader.read()
 
     def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:
         """Writes the step's KV into its pages; returns the hidden states [B', H] of the rows in `sample_rows`."""
@@ -140,27 +142,15 @@ class _Forward:
 class _WeightLoader:
     """Finds a layer's tensors under their Hugging Face names and fuses those that read the same input."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_model_len: int,
-    ) -> None:
+    def __init__(self, config: ModelConfig, reader: WeightReader, max_model_len: int) -> None:
         self._config = config
-        self._checkpoint = checkpoint
-        self._dtype = dtype
-        self._device = device
-        self._shape = config.shape(dtype.itemsize)
-        self._cos_sin = cos_sin_tables(config, max_model_len, device)
-
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        return self._checkpoint.tensor(name, shape).to(device=self._device, dtype=self._dtype)
+        self._reader = reader
+        self._shape = config.shape(reader.dtype.itemsize)
+        self._cos_sin = cos_sin_tables(config, max_model_len, reader.device)
 
     def norm(self, name: str, width: int) -> Tensor:
         """A norm's factors; one plus a small number needs more bits than a 16-bit model's."""
-        weight = self.tensor(f"{name}.weight", width)
+        weight = self._reader.vector(f"{name}.weight", width)
         return 1.0 + weight.float() if self._config.norm_offset else weight
 
     def layer(self, index: int) -> DecoderLayer:
@@ -195,6 +185,7 @@ class _WeightLoader:
 
     def _linear(self, site: LoraSite, *, biased: bool) -> Linear:
         modules = self._shape.modules[site.first_module : site.first_module + len(site.widths)]
-        weights = [self.tensor(f"{m.path}.weight", m.out_width, m.in_width) for m in modules]
-        biases = [self.tensor(f"{m.path}.bias", m.out_width) for m in modules] if biased else None
-        return Linear(torch.cat(weights), torch.cat(biases) if biases is not None else None, site)
+        parts = [(f"{m.path}.weight", m.out_width) for m in modules]
+        biases = [self._reader.vector(f"{m.path}.bias", m.out_width) for m in modules] if biased else None
+        bias = torch.cat(biases) if biases is not None else None
+        return Linear(self._reader.linear(parts, site.in_width), bias, site)

@@ -16,6 +16,7 @@ from slora.sampling_table import SamplingTable
 from slora.sequence import Sequence
 from slora.step_batch import StepBatch
 from slora.step_plan import Chunk, Sampled, StepPlan
+from slora.weight_reader import WeightReader
 from slora_kernels.batch import KVGeometry
 from slora_kernels.layout import ModelShape, lay_out_adapter
 from slora_kernels.ops import Kernels, select_kernels
@@ -38,7 +39,8 @@ class Runner:
         wanted_len = config.max_model_len or model.max_positions
         if model.decoder is None:
             raise ConfigError(f"model_type is {model.family!r}, which this version can't compute")
-        self._decoder = Decoder(model.decoder, Checkpoint(config.model), dtype, self.device, wanted_len)
+        reader = WeightReader(Checkpoint(config.model), dtype, self.device)
+        self._decoder = Decoder(model.decoder, reader, wanted_len)
         self._shape = shape = model.shape(self.dtype_name)
         self._geometry = _geometry(shape, config.block_tokens, dtype)
         self.kernels.warm_up(self._geometry)
