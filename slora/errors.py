@@ -7,7 +7,8 @@ SloraError                    (slora_adapters) root of everything that this proj
 │   └── ContextTooLong        prompt plus answer exceed what the model or the pool can hold
 ├── AdapterFetchFailed        the adapter could not be brought to the host; the request is over
 ├── RequestFailed             the engine broke on this request (logits not finite, say); others go on
-└── EngineUnavailable         the engine is gone, starting, or full; try again
+├── EngineUnavailable         the engine is gone, starting, or full; try again
+└── NotComparable             transformers or peft can't load what this engine serves
 """
 
 from slora_adapters.errors import SloraError
@@ -17,6 +18,7 @@ __all__ = [
     "ConfigError",
     "ContextTooLong",
     "EngineUnavailable",
+    "NotComparable",
     "RequestFailed",
     "RequestRefused",
     "SloraError",
@@ -59,3 +61,7 @@ class RequestFailed(SloraError):
 
 class EngineUnavailable(SloraError):
     """The engine is not there: it died, is starting or is shutting down. The request may be sent again."""
+
+
+class NotComparable(SloraError):
+    """The judge of `slora adapter verify` can't load a model or adapter that this engine serves."""

@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from slora.errors import NotComparable
+
 __all__ = ["PeftOracle"]
 
 _NAME = "default"
@@ -21,17 +23,13 @@ _PREFIX = "base_model.model."
 
 
 class PeftOracle:
-    """`notes`: what peft warned of when it loaded the adapter. Raises what transformers and peft raise."""
+    """`notes`: what peft warned of when it loaded the adapter. Raises NotComparable with what either said."""
 
     def __init__(self, model: Path, adapter: Path, dtype: torch.dtype, device: torch.device) -> None:
-        transformers_logging.disable_progress_bar()
-        base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            # autocast_adapter_dtype would hold 16-bit adapters in float32, which is for training.
-            peft = PeftModel.from_pretrained(base, adapter, _NAME, autocast_adapter_dtype=False)
+            self._model = _load(model, adapter, dtype).to(device).eval()
         self.notes = tuple(str(entry.message) for entry in caught if entry.category is UserWarning)
-        self._model = peft.to(device).eval()
         self._device = device
         self._layers = {
             name.removeprefix(_PREFIX): module
@@ -60,3 +58,13 @@ class PeftOracle:
         """float32 [T, out]: what peft adds to the output of module `path` for `inputs` [T, in]."""
         weight: Tensor = self._layers[path].get_delta_weight(_NAME).float().cpu()
         return inputs.float() @ weight.T
+
+
+def _load(model: Path, adapter: Path, dtype: torch.dtype) -> PeftModel:
+    transformers_logging.disable_progress_bar()
+    try:
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True)
+        # autocast_adapter_dtype would hold 16-bit adapters in float32, which is for training.
+        return PeftModel.from_pretrained(base, adapter, _NAME, autocast_adapter_dtype=False)
+    except (OSError, RuntimeError, TypeError, ValueError, LookupError) as error:
+        raise NotComparable(f"transformers and peft can't load {adapter} on {model}: {error}") from error

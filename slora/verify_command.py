@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from slora.errors import ConfigError, RequestRefused
+from slora.errors import ConfigError, NotComparable, RequestRefused
 from slora.verification import ModuleCheck, Question, Verification, verify_adapter
 from slora_adapters.errors import AdapterError, AdapterInvalid, Reason
 
@@ -35,7 +35,7 @@ def verify(arguments: argparse.Namespace) -> int:
         return _give_up([Reason("missing_package", remedy)], as_json=arguments.json)
     except AdapterInvalid as error:
         return _give_up(error.reasons, as_json=arguments.json)
-    except (AdapterError, ConfigError, RequestRefused) as error:
+    except (AdapterError, ConfigError, NotComparable, RequestRefused) as error:
         return _give_up([Reason(_code(error), str(error))], as_json=arguments.json)
     if arguments.json:
         print(json.dumps({"verdict": "equal" if found.equal else "different", **asdict(found)}, indent=2))
@@ -57,7 +57,8 @@ def _question(arguments: argparse.Namespace) -> Question:
 
 
 def _code(error: Exception) -> str:
-    return {ConfigError: "model", RequestRefused: "prompt"}.get(type(error), "adapter")
+    codes = {ConfigError: "model", NotComparable: "not_comparable", RequestRefused: "prompt"}
+    return codes.get(type(error), "adapter")
 
 
 def _give_up(reasons: Sequence[Reason], *, as_json: bool) -> int:

@@ -1,4 +1,5 @@
 import asyncio
+import random
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -166,3 +167,40 @@ def test_a_model_that_cannot_be_served_is_refused_when_it_is_opened(kit: ModelKi
         AsyncLLM(tmp_path)
     with pytest.raises(ConfigError, match="pool_bytes is 1,"):
         AsyncLLM(kit.directory, kernels=KERNELS, pool_bytes=1)
+
+
+def test_a_crowd_of_tasks_that_come_and_go_leaves_every_page_and_every_answer_in_order(
+    kit: ModelKit, *, soak: bool
+) -> None:
+    """Tasks are cancelled at random moments, in a pool too small for all; those that stay get their answers."""
+    adapters = [None, *kit.adapters.values()]
+    work = [([n % 400, 7, n * n % 400], adapters[n % 3]) for n in range(400 if soak else 60)]
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    rng = random.Random(0)
+
+    async def come_and_go(llm: AsyncLLM) -> list[Any]:
+        tasks = []
+        for prompt, adapter in work:
+            tasks.append(asyncio.create_task(llm.generate(prompt, params, adapter)))
+            await asyncio.sleep(rng.choice((0, 0.002)))
+            if rng.random() < 0.4:
+                rng.choice(tasks).cancel()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        stats = await wait_for(llm, lambda stats: stats.running + stats.waiting == 0)
+        assert stats.pages_held == 0
+        assert stats.pages_free + stats.pages_cached == stats.pages_total
+        return answers
+
+    async def main() -> list[Any]:
+        async with AsyncLLM(
+            kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(24), max_model_len=64
+        ) as llm:
+            return await come_and_go(llm)
+
+    answers = run(main())
+    stayed = [index for index, answer in enumerate(answers) if isinstance(answer, Completion)]
+    assert 0 < len(stayed) < len(work)
+    assert all(isinstance(answer, Completion | asyncio.CancelledError) for answer in answers)
+    alone = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(300))
+    expected = alone.generate([work[i][0] for i in stayed], params, [work[i][1] for i in stayed])
+    assert [answers[index] for index in stayed] == expected

@@ -183,3 +183,15 @@ def test_what_cannot_be_served_is_unusable_with_all_its_reasons(
     found = json.loads(verify(tmp_path / "dora", model, "--json"))
     assert found["verdict"] == "unusable"
     assert {"use_dora", "bias"} <= {reason["code"] for reason in found["reasons"]}
+
+
+def test_what_peft_itself_cannot_load_is_not_compared(
+    kit: ModelKit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PEFT wants even ranks for this way to initialise, even where trained weights replace what it makes."""
+    directory = shutil.copytree(kit.adapters["odd_rank"], tmp_path / "orthogonal")
+    config = json.loads((directory / "adapter_config.json").read_text())
+    (directory / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": "orthogonal"}))
+    assert main(["adapter", "verify", str(directory), "--model", str(kit.directory), "--device", "cpu"]) == 2
+    page = capsys.readouterr().out
+    assert "not_comparable: transformers and peft can't load" in page and "rank to be even" in page
