@@ -49,6 +49,7 @@ class AsyncLLM:
         # Adapters load beside the steps of those who are already running.
         self._intake = Intake(config, notify=self._engine.wake, num_threads=2)
         self._engine.start(lambda: Engine(config, self._intake.model, self._intake.source))
+        self._intake.max_model_len = self._engine.info.max_model_len
 
     async def __aenter__(self) -> Self:
         return self

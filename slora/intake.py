@@ -71,7 +71,10 @@ class _Served:
 
 
 class Intake:
-    """`notify` and `num_threads` are DirectorySource's. Raises ConfigError for a model that can't be served."""
+    """`notify` and `num_threads` are DirectorySource's. Raises ConfigError for a model that can't be served.
+
+    max_model_len: of the engine, which knows it once its pool is there; until then the model's own.
+    """
 
     def __init__(
         self, config: EngineConfig, *, notify: Callable[[], None] = lambda: None, num_threads: int = 0
@@ -87,7 +90,7 @@ class Intake:
         has_tokenizer = (config.model / "tokenizer.json").is_file()
         self._tokenizer = Tokenizer.from_directory(config.model) if has_tokenizer else None
         self._base = _Served(None, None, read_model_defaults(config.model))
-        self._max_len = config.max_model_len or self.model.max_positions
+        self.max_model_len = self.model.max_positions
         self._served: dict[tuple[Path, int] | TensorAdapter, _Served] = {}
         self._num_forgotten = 0
         self._lock = Lock()
@@ -147,10 +150,10 @@ class Intake:
         return EngineRequest(request_id, _TENANT, token_ids, served.version, sampling, served.weight)
 
     def _defaults(self, token_ids: list[int], served: _Served, default_tokens: int | None) -> SamplingParams:
-        """What the adapter's generation_config.json says, then the model's, cut to what the context leaves."""
+        """What the adapter's generation_config.json says, then the model's; more than what is left means all of it."""
         max_tokens = served.defaults.max_tokens or default_tokens
-        if max_tokens is not None:
-            max_tokens = max(1, min(max_tokens, self._max_len - len(token_ids)))
+        if max_tokens is not None and max_tokens > self.max_model_len - len(token_ids):
+            max_tokens = None
         sampling = served.defaults.params(max_tokens)
         return sampling if self._tokenizer is not None else replace(sampling, stop=())
 

@@ -37,6 +37,7 @@ class LLM:
         # Loads happen inside `request`: without other work to go on with, a thread would only add waiting.
         self._intake = Intake(config, num_threads=0)
         self._engine = Engine(config, self._intake.model, self._intake.source)
+        self._intake.max_model_len = self._engine.info.max_model_len
         self._inboxes: dict[str, deque[StepOutput]] = {}
 
     @property

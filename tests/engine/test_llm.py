@@ -183,6 +183,17 @@ def test_an_adapter_brings_its_own_template_and_defaults(llm: LLM, kit: ModelKit
     assert [answer] == llm.generate("say fox", SamplingParams(max_tokens=5, temperature=0), tmp_path / "own")
 
 
+def test_defaults_are_cut_to_what_the_pool_leaves(kit: ModelKit, tmp_path: Path) -> None:
+    shutil.copytree(kit.adapters["rslora"], tmp_path / "own")
+    (tmp_path / "own" / "generation_config.json").write_text('{"max_new_tokens": 300, "do_sample": false}')
+    small = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(18))
+    (answer,) = small.generate([1, 2, 3], adapters=tmp_path / "own")
+    assert answer.finish_reason is FinishReason.LENGTH
+    # The last token's KV is never written.
+    room_pages = small.info.num_pages - small.stats().adapter_pages
+    assert len(answer.token_ids) == room_pages * small.info.block_tokens - 3 + 1 < 300
+
+
 def test_an_adapter_whose_texts_an_upload_would_be_refused_for_is_refused_here(
     llm: LLM, kit: ModelKit, tmp_path: Path
 ) -> None:
