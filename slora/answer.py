@@ -79,8 +79,8 @@ class Answer:
         self.index = index
         self._sampling = request.sampling
         self.request = replace(request, sampling=_with_logprobs(request.sampling))
-        stop = request.sampling.stop
-        self._choices = [_ChoiceSoFar(tokenizer, stop) for _ in range(request.sampling.num_choices)]
+        sampling = request.sampling
+        self._choices = [_ChoiceSoFar(tokenizer, sampling) for _ in range(sampling.num_choices)]
 
     @property
     def is_over(self) -> bool:
@@ -112,12 +112,14 @@ class Answer:
 class _ChoiceSoFar:
     """reason: why it is over; None while it goes on."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, sampling: SamplingParams) -> None:
         self.reason: FinishReason | None = None
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._detokenizer = Detokenizer(tokenizer, stop) if tokenizer is not None else None
+        self._detokenizer = (
+            Detokenizer(tokenizer, sampling.stop, sampling.min_tokens) if tokenizer is not None else None
+        )
 
     @property
     def is_cut(self) -> bool:

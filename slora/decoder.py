@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slora.errors import ConfigError
-from slora.linear import Linear
+from slora.linear import Linear, multiply
 from slora.model_config import ModelConfig
 from slora.page_memory import PageMemory
 from slora.rotary import cos_sin_tables
@@ -83,7 +83,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, vocab_size] of hidden states [N, H]."""
-        logits = F.linear(hidden, self._lm_head)
+        logits = multiply(hidden, self._lm_head)
         softcap = self.config.final_softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 

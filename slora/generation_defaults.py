@@ -8,7 +8,7 @@ from how it was tuned.
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,9 @@ _log = logging.getLogger(__name__)
 
 # Fields of transformers' GenerationConfig that change the tokens -> values that ask for nothing. null always does.
 _UNHONOURED: Mapping[str, tuple[Any, ...]] = {
-    "repetition_penalty": (1,),
     "encoder_repetition_penalty": (1,),
     "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,),
-    "min_p": (0,),
     "typical_p": (1,),
     "top_h": (),
     "epsilon_cutoff": (0,),
@@ -38,7 +36,6 @@ _UNHONOURED: Mapping[str, tuple[Any, ...]] = {
     "penalty_alpha": (0,),
     "dola_layers": (),
     "min_length": (0,),
-    "min_new_tokens": (0,),
     "bad_words_ids": ([],),
     "force_words_ids": ([],),
     "constraints": ([],),
@@ -64,27 +61,30 @@ class GenerationDefaults:
     max_tokens: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
 
     def over(self, base: "GenerationDefaults") -> "GenerationDefaults":
         """These defaults, and `base` where they say nothing."""
-        return GenerationDefaults(
-            base.temperature if self.temperature is None else self.temperature,
-            base.top_p if self.top_p is None else self.top_p,
-            base.top_k if self.top_k is None else self.top_k,
-            base.max_tokens if self.max_tokens is None else self.max_tokens,
-            self.stop_token_ids or base.stop_token_ids,
-            self.stop or base.stop,
-        )
+        own = {name: value for name, value in self.said().items() if name not in ("stop", "stop_token_ids")}
+        stops = self.stop_token_ids or base.stop_token_ids, self.stop or base.stop
+        return replace(base, **own, stop_token_ids=stops[0], stop=stops[1])
+
+    def said(self) -> dict[str, Any]:
+        """What is said, by name, as SamplingParams has it."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
     def params(self, max_tokens: int | None) -> SamplingParams:
         """The parameters of a request that names none of its own."""
-        said = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        return SamplingParams(
-            max_tokens,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            **{name: value for name, value in said.items() if value is not None},  # type: ignore[arg-type]
-        )
+        return SamplingParams(**self.cut_to(max_tokens).said() | {"max_tokens": max_tokens})
+
+    def cut_to(self, max_tokens: int | None) -> "GenerationDefaults":
+        """The least that a file asks for gives way to the most that a request leaves."""
+        if max_tokens is None or self.min_tokens is None:
+            return self
+        return replace(self, min_tokens=min(self.min_tokens, max_tokens))
 
 
 def _number(config: Mapping[str, Any], name: str) -> float | None:
@@ -122,6 +122,9 @@ def read_generation_defaults(text: str | None) -> GenerationDefaults:
         temperature=0.0 if greedy else _number(config, "temperature"),
         top_p=_number(config, "top_p"),
         top_k=_whole(config, "top_k"),
+        min_p=_number(config, "min_p"),
+        repetition_penalty=_number(config, "repetition_penalty"),
+        min_tokens=_whole(config, "min_new_tokens"),
         max_tokens=_whole(config, "max_new_tokens") or None,
         stop_token_ids=_several(config, "eos_token_id", int),
         stop=_several(config, "stop_strings", str),
@@ -144,11 +147,8 @@ def read_model_defaults(directory: Path) -> GenerationDefaults:
 
 def _check_ranges(defaults: GenerationDefaults) -> None:
     """Defaults must be values that a request could send."""
-    sent = {
-        name: getattr(defaults, name) for name in ("temperature", "top_p", "top_k", "stop_token_ids", "stop")
-    }
     try:
-        SamplingParams(**{name: value for name, value in sent.items() if value is not None})
+        defaults.params(defaults.max_tokens)
     except RequestRefused as error:
         raise ValueError(error.message) from None
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,4 +30,15 @@ class Linear:
         """x [T, in] -> [T, out] of x's dtype, without what adapters add."""
         if isinstance(self.weight, QuantizedWeight):
             return kernels.quantized_linear(x, self.weight.values, self.weight.scales, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        return multiply(x, self.weight, self.bias)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, in] -> [T, out]: x W^T + b, one row rounded as it would be among others where that costs nothing.
+
+    Measured with oneDNN on AVX-512: bfloat16 rows are the same bits at 2 to 513 rows, but not alone, and two rows take
+    no longer than one. In float32 the first three row counts differ, and four rows take twice as long as one.
+    """
+    if len(x) == 1 and x.dtype is torch.bfloat16 and x.device.type == "cpu":
+        return F.linear(x.repeat(2, 1), weight, bias)[:1]
+    return F.linear(x, weight, bias)

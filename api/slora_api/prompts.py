@@ -27,6 +27,25 @@ _INLINE_CHARS = 8_000
 _COMPLETION_TOKENS = 16
 
 
+# Fields of a body that mean what SamplingParams means by them.
+_AS_SENT = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_tokens",
+    "seed",
+    "ignore_eos",
+    "prompt_logprobs",
+    "n",
+    "best_of",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt, ready for the engine."""
@@ -81,25 +100,17 @@ def _sampling(
     max_tokens: int,
     logprobs: int | None,
 ) -> SamplingParams:
-    def choose(sent: float | None, default: float | None, fallback: float) -> float:
-        return sent if sent is not None else default if default is not None else fallback
-
-    sampling = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=choose(fields.temperature, defaults.temperature, 1.0),
-        top_p=choose(fields.top_p, defaults.top_p, 1.0),
-        top_k=int(choose(fields.top_k, defaults.top_k, 0)),
-        seed=fields.seed,
-        stop=defaults.stop if fields.stop is None else tuple(fields.stop),
-        stop_token_ids=(
-            *(fields.stop_token_ids or ()),
-            *(() if fields.ignore_eos else defaults.stop_token_ids),
-        ),
-        ignore_eos=bool(fields.ignore_eos),
-        logprobs=logprobs,
-        n=1 if fields.n is None else fields.n,
-        best_of=fields.best_of if isinstance(fields, CompletionRequest) else None,
+    values = defaults.cut_to(max_tokens).said()
+    values |= {name: sent for name in _AS_SENT if (sent := getattr(fields, name, None)) is not None}
+    if values.get("top_k") == -1:  # off, in vLLM
+        values["top_k"] = 0
+    values["stop"] = defaults.stop if fields.stop is None else tuple(fields.stop)
+    values["stop_token_ids"] = (
+        *(fields.stop_token_ids or ()),
+        *(() if fields.ignore_eos else defaults.stop_token_ids),
     )
+    sampling = SamplingParams(**values | {"max_tokens": max_tokens, "logprobs": logprobs})
+    sampling.check_vocabulary(info.vocab_size)
     _check_choices(sampling, info, stream=bool(fields.stream))
     return sampling
 

@@ -27,9 +27,6 @@ _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 # Fields of the openai package that this server does not honour -> the values that ask for nothing. null always does.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
     "service_tier": ("auto", "default"),
     "metadata": ({},),
     "store": (False,),
@@ -37,8 +34,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_cache_key": (),
     "prompt_cache_options": ({},),
     "prompt_cache_retention": (),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
     "cache_salt": (),
 }
 _UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {"echo": (False,), "suffix": ("",)}
@@ -126,6 +121,21 @@ def _check_text(value: str) -> str:
 _Text = Annotated[str, AfterValidator(_check_text)]
 
 
+def _check_bias(value: Any) -> Any:
+    """JSON's keys are texts; those of a bias are token ids."""
+    if value is None:
+        return None
+    if isinstance(value, dict) and all(
+        isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 10 for token in value
+    ):
+        return {int(token): bias for token, bias in value.items()}
+    raise PydanticCustomError(
+        "invalid_value",
+        "`logit_bias` must be an object whose keys are token ids, such as {example}.",
+        {"param": "logit_bias", "example": '{"42": -100}'},
+    )
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -147,6 +157,12 @@ class GenerationFields(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_check_bias)] = None
+    min_tokens: int | None = None
     seed: int | None = None
     n: int | None = None
     stop: Annotated[list[_Text] | None, BeforeValidator(_as_list)] = None

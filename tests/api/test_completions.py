@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from slora.errors import AdapterFetchFailed, EngineUnavailable, RequestFailed, RequestRefused
 from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
+from slora.sampling_params import SamplingParams
 from slora_adapters.database import Database
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft_directory import parse_adapter
@@ -255,14 +256,29 @@ def test_token_ids_reach_the_engine_as_they_are(platform: Platform, key: str) ->
     assert platform.engine.requests[0].prompt_token_ids == [7, 256, 0]
 
 
-def test_every_sampling_field_reaches_the_engine(platform: Platform, key: str) -> None:
-    fields = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 11, "ignore_eos": True,
-              "stop_token_ids": [9], "logprobs": 2, "stop": "END", "user": "u"}  # fmt: skip
-    post(platform, key, COMPLETIONS, PROMPT | fields)
-    sampling = platform.engine.requests[0].sampling
-    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (3, 0.5, 0.9, 4)
-    assert (sampling.seed, sampling.ignore_eos, sampling.stop_token_ids) == (11, True, (9,))
-    assert (sampling.logprobs, sampling.stop) == (2, ("END",))
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+def test_every_sampling_field_reaches_the_engine(
+    platform: Platform, key: str, path: str, body: dict[str, Any]
+) -> None:
+    same = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "seed": 11, "ignore_eos": True,
+            "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.2, "min_tokens": 2}  # fmt: skip
+    others = {"logit_bias": {"65": -3, "7": 1.5}, "stop_token_ids": [9], "stop": "END", "user": "u"}
+    logprobs = {"logprobs": 2} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 2}
+    assert post(platform, key, path, body | same | others | logprobs).status_code == 200
+    assert platform.engine.requests[0].sampling == SamplingParams(
+        **same, logit_bias={65: -3, 7: 1.5}, stop_token_ids=(9,), stop=("END",), logprobs=2
+    )
+
+
+def test_a_top_k_of_minus_one_is_off_as_in_vllm(platform: Platform, key: str) -> None:
+    post(platform, key, COMPLETIONS, PROMPT | {"top_k": -1})
+    assert platform.engine.requests[0].sampling.top_k == 0
+
+
+def test_a_stop_string_waits_for_min_tokens(platform: Platform, key: str) -> None:
+    platform.engine.answers = [deltas_of(b"a.b.c.d")]
+    body = post(platform, key, COMPLETIONS, PROMPT | {"stop": ".", "min_tokens": 3, "max_tokens": 9}).json()
+    assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("a.b", "stop")
 
 
 def test_an_answer_is_limited_to_16_tokens_in_completions_and_by_the_context_in_chat(
@@ -332,6 +348,15 @@ BAD_BODIES = [
     (PROMPT | {"temperature": 3}, "temperature"),
     (PROMPT | {"top_p": 0}, "top_p"),
     (PROMPT | {"top_k": -2}, "top_k"),
+    (PROMPT | {"min_p": 1.1}, "min_p"),
+    (PROMPT | {"presence_penalty": 2.5}, "presence_penalty"),
+    (PROMPT | {"frequency_penalty": -3}, "frequency_penalty"),
+    (PROMPT | {"repetition_penalty": 0}, "repetition_penalty"),
+    (PROMPT | {"logit_bias": {"a": 1}}, "logit_bias"),
+    (PROMPT | {"logit_bias": {"1": 101}}, "logit_bias"),
+    (PROMPT | {"logit_bias": {"257": 1}}, "logit_bias"),
+    (PROMPT | {"min_tokens": -1}, "min_tokens"),
+    (PROMPT | {"min_tokens": 17}, "min_tokens"),
     (PROMPT | {"logprobs": 21}, "logprobs"),
     (PROMPT | {"stop": [""]}, "stop"),
     (PROMPT | {"seed": 2**70}, "seed"),
@@ -616,7 +641,8 @@ def test_an_adapters_own_template_and_sampling_defaults_are_used(platform: Platf
     key = platform.key("stylist", "styled")
     members = make_members(
         chat_template_dot_jinja="<<{{ messages[0].content }}>>",
-        generation_config_dot_json='{"do_sample": false, "eos_token_id": [9], "max_new_tokens": 7}',
+        generation_config_dot_json='{"do_sample": false, "eos_token_id": [9], "max_new_tokens": 7, '
+        '"min_new_tokens": 3, "repetition_penalty": 1.05}',
     )
     assert platform.upload(key, "styled", members).status_code == 201
     assert post(platform, key, CHAT, MESSAGES | {"model": "styled"}).status_code == 200
@@ -636,6 +662,9 @@ def test_an_adapters_own_template_and_sampling_defaults_are_used(platform: Platf
     )
     assert (second.sampling.temperature, second.sampling.max_tokens) == (1.0, 2)
     assert (base.sampling.temperature, base.sampling.stop_token_ids) == (1.0, ())
+    assert first.sampling.repetition_penalty == second.sampling.repetition_penalty == 1.05
+    # The least that a file asks for gives way to the most that a request leaves.
+    assert (first.sampling.min_tokens, second.sampling.min_tokens) == (3, 2)
 
 
 def test_metrics_keep_vllms_names_and_show_routes_not_paths(platform: Platform, key: str) -> None:

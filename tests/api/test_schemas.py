@@ -58,9 +58,6 @@ def test_fields_that_ask_for_what_happens_anyway_are_accepted() -> None:
         (ChatRequest, "store", 1),
         (CompletionRequest, "echo", True),
         (CompletionRequest, "suffix", "end"),
-        (CompletionRequest, "frequency_penalty", 0.5),
-        (CompletionRequest, "logit_bias", {"5": 1}),
-        (CompletionRequest, "min_p", 0.1),
         (CompletionRequest, "cache_salt", "mine"),
         (ChatRequest, "tools", [{"type": "function"}]),
         (ChatRequest, "tool_choice", "required"),
@@ -89,10 +86,25 @@ def test_a_field_that_nobody_knows_is_refused() -> None:
     ("field", "value"),
     [("max_tokens", "5"), ("max_tokens", 5.5), ("max_tokens", True), ("temperature", "hot"), ("stream", 1),
      ("stop", [1]), ("stop_token_ids", [2**40]), ("stop_token_ids", [-1]), ("seed", "x"), ("ignore_eos", "yes"),
-     ("n", True), ("best_of", "2")],
+     ("n", True), ("best_of", "2"), ("min_p", "0"), ("min_tokens", 1.5), ("presence_penalty", "1")],
 )  # fmt: skip
 def test_values_are_not_converted_from_other_types(field: str, value: Any) -> None:
     assert field in refusal(CompletionRequest, COMPLETION | {field: value})["loc"]
+
+
+@pytest.mark.parametrize(
+    "bias", [[1], "x", {"a": 1}, {"-1": 1}, {"1.0": 1}, {"": 1}, {"9" * 10: 1}, {"²": 1}]
+)
+def test_a_bias_is_for_token_ids(bias: Any) -> None:
+    assert refusal(ChatRequest, CHAT | {"logit_bias": bias})["ctx"]["param"] == "logit_bias"
+
+
+def test_the_keys_of_a_bias_are_numbers() -> None:
+    assert ChatRequest.model_validate(CHAT | {"logit_bias": {"5": 1, "007": -2.5}}).logit_bias == {
+        5: 1,
+        7: -2.5,
+    }
+    assert "logit_bias" in refusal(ChatRequest, CHAT | {"logit_bias": {"5": "1"}})["loc"]
 
 
 def test_stream_options_without_stream_are_refused() -> None:

@@ -109,6 +109,35 @@ def test_stop_strings_end_the_text_wherever_tokens_fall(
         assert detokenizer.push(tokens) == detokenizer.flush() == ""
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    text=st.text(alphabet="ab ", max_size=25),
+    stop=st.lists(st.text(alphabet="ab ", min_size=1, max_size=5), min_size=1, max_size=3).map(tuple),
+    min_tokens=st.integers(0, 8),
+    data=st.data(),
+)
+def test_no_stop_string_ends_in_the_text_of_the_first_min_tokens(
+    kind: str, text: str, stop: tuple[str, ...], min_tokens: int, data: st.DataObject
+) -> None:
+    tokenizer = tokenizer_of(kind)
+    tokens = tokenizer.encode(text)
+    whole, immune = tokenizer.decode(tokens), len(tokenizer.decode(tokens[:min_tokens]))
+    ends = range(immune + 1, len(whole) + 1)
+    expected = next(
+        (whole[: end - max(map(len, found))] for end in ends if (found := _ending(whole[:end], stop))), whole
+    )
+    detokenizer = Detokenizer(tokenizer, stop, min_tokens)
+    pieces = feed(detokenizer, split(data, tokens))
+    sent = "".join(pieces)
+    # What was certain before is not taken back when a stop string that began there is complete.
+    assert sent == expected
+    assert detokenizer.stopped == (expected != whole)
+
+
+def _ending(text: str, stop: tuple[str, ...]) -> list[str]:
+    return [one for one in stop if text.endswith(one)]
+
+
 @given(text=st.text(alphabet="ab", max_size=20))
 def test_the_start_of_a_stop_string_is_never_sent_before_it_is_known_to_be_none(text: str) -> None:
     stop = "abab"

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from slora.generation_defaults import GenerationDefaults, read_generation_defaults, refuse_unhonoured
+from slora.sampling_params import SamplingParams
 
 
 def test_what_transformers_saves_is_read() -> None:
@@ -13,6 +14,14 @@ def test_what_transformers_saves_is_read() -> None:
         0.7, 0.8, 20, 64, (1, 2), ("END",)
     )
     assert refuse_unhonoured(json.dumps(config)) == []
+
+
+def test_what_has_another_name_here_is_read_too() -> None:
+    config = {"min_p": 0.05, "repetition_penalty": 1.1, "min_new_tokens": 3}
+    defaults = read_generation_defaults(json.dumps(config))
+    assert (defaults.min_p, defaults.repetition_penalty, defaults.min_tokens) == (0.05, 1.1, 3)
+    assert refuse_unhonoured(json.dumps(config)) == []
+    assert defaults.params(2) == SamplingParams(2, min_p=0.05, repetition_penalty=1.1, min_tokens=2)
 
 
 def test_no_sampling_means_the_likeliest_token() -> None:
@@ -34,9 +43,9 @@ def test_no_file_says_nothing() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("repetition_penalty", 1.1),
+        ("no_repeat_ngram_size", 2),
         ("num_beams", 4),
-        ("min_p", 0.05),
+        ("typical_p", 0.9),
         ("bad_words_ids", [[1]]),
         ("min_length", 3),
     ],
@@ -50,6 +59,7 @@ def test_a_setting_that_is_not_honoured_is_refused_by_name(field: str, value: An
 @pytest.mark.parametrize(
     "text",
     ["{", "[]", '{"temperature": "hot"}', '{"temperature": 9}', '{"top_p": 0}', '{"top_k": -1}', '{"top_k": 1.5}',
+     '{"min_p": 2}', '{"repetition_penalty": 0}', '{"min_new_tokens": -1}',
      '{"eos_token_id": "x"}', '{"eos_token_id": [-4]}', '{"max_new_tokens": true}'],
 )  # fmt: skip
 def test_values_that_no_request_could_send_are_refused(text: str) -> None:
