@@ -16,6 +16,8 @@ class EngineConfig:
     dtype: auto (the checkpoint's), float32, bfloat16 or float16. device: auto, cpu or cuda.
     kernels: auto, triton, numba or torch.
     model_impl: auto, slora or transformers: whose code computes the model.
+    quantization: what the weights of the layers' linears are rounded to while they are read: int8 or fp8, each row with
+    its scale; auto takes them as the checkpoint stores them.
     pool_bytes: the one pool for KV and adapters; None is 90% of the GPU memory left after weights and a trial step,
     on a CPU 25% of the free RAM.
     max_model_len: prompt and answer together; None is the model's own, or what the pool holds if that is less.
@@ -28,6 +30,7 @@ class EngineConfig:
     device: str = "auto"
     kernels: str = "auto"
     model_impl: str = "auto"
+    quantization: str = "auto"
     pool_bytes: int | None = None
     block_tokens: int = 16
     max_model_len: int | None = None

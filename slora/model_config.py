@@ -12,6 +12,7 @@ from slora.errors import ConfigError
 from slora.layer_types import read_layer_types, read_windows
 from slora.model_family import FAMILIES, Family
 from slora.rope_config import LongRopeScaling, Rope, YarnScaling, read_ropes
+from slora.stored_quantization import StoredQuantization, read_quantization
 from slora_kernels.layout import ModelShape, fuse_groups, llama_shape
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -31,6 +32,7 @@ class ModelConfig:
     qk_norm: RMSNorm of each query and key head before rotation. post_norms: norms also after attention and MLP, before
     they join the residual. norm_offset: norms multiply by 1 + weight.
     fused_linears: q, k, v are one linear, gate and up another, in the checkpoint and for adapters.
+    quantization: how the checkpoint stores the linears' weights, if not in `dtype`.
     """
 
     family: str
@@ -59,6 +61,7 @@ class ModelConfig:
     mlp_bias: bool
     fused_linears: bool
     tie_word_embeddings: bool
+    quantization: StoredQuantization | None
     dtype: str
     eos_token_ids: tuple[int, ...]
 
@@ -134,16 +137,13 @@ def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> M
         mlp_bias="mlp_bias" in family.bias_fields and fields.flag("mlp_bias"),
         fused_linears=family.fused_linears,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        quantization=read_quantization(fields),
         dtype=fields.text("dtype", fields.text("torch_dtype", "float32")),
         eos_token_ids=eos_token_ids,
     )
 
 
 def _refuse_what_we_do_not_honour(fields: ConfigFields, family: Family) -> None:
-    if "quantization_config" in fields:
-        raise fields.refusal(
-            "quantization_config", "; this version reads float32, bfloat16 and float16 checkpoints"
-        )
     if fields.flag("use_bidirectional_attention"):
         raise fields.refusal("use_bidirectional_attention", "; this version serves causal attention only")
     for name in sorted({"attn_logit_softcapping", "final_logit_softcapping"} - family.softcap_fields):

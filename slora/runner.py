@@ -6,9 +6,11 @@ from slora.checkpoint import Checkpoint
 from slora.decoder import Decoder
 from slora.engine_config import EngineConfig, free_ram_bytes
 from slora.errors import ConfigError
+from slora.model_config import ModelConfig
 from slora.model_spec import ModelSpec
 from slora.page_memory import PageMemory
 from slora.prompt_scoring import score_prompts
+from slora.quantization import FORMS
 from slora.request import EngineRequest
 from slora.sampler import sample
 from slora.sampling_params import SamplingParams
@@ -39,7 +41,7 @@ class Runner:
         wanted_len = config.max_model_len or model.max_positions
         if model.decoder is None:
             raise ConfigError(f"model_type is {model.family!r}, which this version can't compute")
-        reader = WeightReader(Checkpoint(config.model), dtype, self.device)
+        reader = _open_weights(config, model.decoder, dtype, self.device)
         self._decoder = Decoder(model.decoder, reader, wanted_len)
         self._shape = shape = model.shape(self.dtype_name)
         self._geometry = _geometry(shape, config.block_tokens, dtype)
@@ -140,6 +142,30 @@ def _geometry(shape: ModelShape, block_tokens: int, dtype: torch.dtype) -> KVGeo
         block_tokens=block_tokens,
         dtype=dtype,
     )
+
+
+def _open_weights(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> WeightReader:
+    """Raises ConfigError if the weights can't be rounded as asked, or multiplied with on this device."""
+    name, stored = config.quantization, model.quantization
+    if name not in ("auto", *FORMS):
+        raise ConfigError(f"quantization is {name!r}; it must be auto, {' or '.join(FORMS)}")
+    block = stored.block if stored is not None else None
+    by_row = stored.form if stored is not None and block is None else None
+    if by_row is not None and name not in ("auto", by_row):
+        raise ConfigError(
+            f"quantization is {name}, but this checkpoint is stored as {by_row}, and rounding twice loses more than "
+            f"either; leave it at auto, or give the unquantized model"
+        )
+    if "fp8" in (name, by_row) and device.type == "cuda" and not _knows_float8(device):
+        raise ConfigError("weights in fp8 need a GPU of compute capability 8.9 or later; choose int8")
+    form = None if name == "auto" or by_row is not None else FORMS[name][0]
+    return WeightReader(Checkpoint(config.model), dtype, device, form=form, block=block)
+
+
+def _knows_float8(device: torch.device) -> bool:
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _check_positions(config: EngineConfig, model: ModelSpec) -> None:

@@ -149,6 +149,7 @@ def _children(settings: Settings, model: _Model, data: DataDir, sockets: _Socket
             "device": settings.device,
             "kernels": settings.kernels,
             "model_impl": settings.model_impl,
+            "quantization": settings.quantization,
             "pool_bytes": settings.pool_bytes,
             "block_tokens": settings.block_tokens,
             "max_model_len": settings.max_model_len,

@@ -131,6 +131,10 @@ class Settings:
         _choice("auto", "slora", "transformers"),
         metavar="NAME",
     )
+    quantization: str = _setting(
+        "auto", "int8 or fp8 rounds the base model's linears to 8 bits, which halves their memory; auto takes them as "
+        "the checkpoint stores them", _choice("auto", "int8", "fp8"), metavar="FORM",
+    )  # fmt: skip
     admin_key: str = _setting(
         "", "key of the operator; better set in the environment than as a flag, which other users of the machine "
         "can see. Without it one is made and printed once, at the first start", metavar="KEY"

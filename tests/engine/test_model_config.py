@@ -251,7 +251,7 @@ REFUSED = {
     ),
     "quantized": (
         {"quantization_config": {"bits": 4}},
-        "quantization_config is {'bits': 4}; this version reads",
+        "quantization_config.quant_method is None; served are compressed-tensors, fp8, fbgemm_fp8; give the",
     ),
     "dynamic": (
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},

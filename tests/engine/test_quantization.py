@@ -1,0 +1,261 @@
+"""The engine with 8-bit weights beside transformers with the numbers that they stand for."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from demo.tasks import TASKS, unseen_sentences
+from slora import LLM, SamplingParams
+from slora.errors import ConfigError
+from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
+from tests.support.model_kit import ModelKit, make_kit
+from tests.support.oracle import Oracle, Verdict
+from tests.support.peft_adapters import KINDS
+from tests.support.tiny_models import VOCAB_SIZE
+
+FORMS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
+ADAPTERS = {kind: KINDS[kind] for kind in ("r8_on_q_and_v", "patterns")}
+# Prompts, the kind of each one's adapter, and the answers.
+Work = tuple[list[list[int]], list[str | None], list[list[int]]]
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+DEMO = Path(__file__).parents[2] / "demo"
+
+
+def is_linear(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+def round_rows(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    """Numbers and scales [N, 1] by the definition: the largest magnitude of a row becomes the largest number."""
+    dtype, largest = FORMS[form]
+    scales = weight.abs().amax(1, keepdim=True) / largest
+    numbers = weight / scales
+    return (numbers.round() if form == "int8" else numbers).to(dtype), scales
+
+
+def rewrite(source: Path, target: Path, change: Callable[[str, Tensor], dict[str, Tensor]]) -> None:
+    """Copies a checkpoint with other tensors in place of each of its linears' weights."""
+    target.mkdir()
+    for file in ("config.json", "generation_config.json"):
+        (target / file).write_text((source / file).read_text())
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        tensors |= change(name, tensor) if is_linear(name) else {name: tensor}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def set_config(directory: Path, quantization: dict[str, Any]) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
+    return make_kit(tmp_path_factory.mktemp("quantized"), "llama", ADAPTERS, num_hidden_layers=2)
+
+
+def answer(kit: ModelKit, directory: Path, **settings: Any) -> Work:
+    rng = random.Random(3)
+    kinds = [None, *kit.adapters] * 4
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 16, 17, 40)))] for _ in kinds]
+    llm = LLM(directory, pool_bytes=kit.pool_bytes(400), **settings)
+    outputs = llm.generate(prompts, GREEDY, [kit.path(kind) for kind in kinds])
+    return prompts, kinds, [output.token_ids for output in outputs]
+
+
+def judge(kit: ModelKit, exact: Path, work: Work) -> Verdict:
+    return sum(map(Oracle(exact, kit.adapters).judge, work[0], work[2], work[1]), Verdict())
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_are_those_of_the_rounded_weights_with_and_without_adapters(
+    kit: ModelKit, tmp_path: Path, report: Callable[[str], None], form: str, kernels: str
+) -> None:
+    def dequantize(name: str, weight: Tensor) -> dict[str, Tensor]:
+        numbers, scales = round_rows(weight, form)
+        return {name: numbers.float() * scales}
+
+    rewrite(kit.directory, tmp_path / "exact", dequantize)
+    work = answer(kit, kit.directory, quantization=form, kernels=kernels)
+    verdict = judge(kit, tmp_path / "exact", work)
+    report(f"parity of weights in {form} with {kernels} kernels: {verdict}")
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rounding_costs_a_trained_model_next_to_nothing(
+    report: Callable[[str], None], form: str, *, soak: bool
+) -> None:
+    sentences = unseen_sentences(200 if soak else 12)
+    tasks = {None: "echo", DEMO / "adapters" / "reverse": "reverse"}
+    asked = [(sentence, adapter) for adapter in tasks for sentence in sentences]
+    chats = [[{"role": "user", "content": sentence}] for sentence, _ in asked]
+    params = SamplingParams(max_tokens=160, temperature=0.0, logprobs=0)
+    answers = {}
+    for quantization in ("auto", form):
+        llm = LLM(DEMO / "model", quantization=quantization, pool_bytes=64 << 20, kernels=KERNELS)
+        answers[quantization] = llm.chat(chats, params, [adapter for _, adapter in asked])
+    right = sum(
+        output.text == TASKS[tasks[adapter]].apply(sentence)
+        for output, (sentence, adapter) in zip(answers[form], asked, strict=True)
+    )
+    losses = {
+        name: -sum(entry.logprob for output in outputs for entry in output.logprobs or ())
+        / sum(len(output.token_ids) for output in outputs)
+        for name, outputs in answers.items()
+    }
+    report(f"{form} weights: {right} of {len(asked)} answers right; nats a token {losses}")
+    assert right >= 0.95 * len(asked)
+    assert losses[form] <= losses["auto"] + 0.005
+
+
+def compressed(form: str, strategy: str, **weights: Any) -> dict[str, Any]:
+    kind = {"int8": "int", "fp8": "float"}[form]
+    scheme = {
+        "num_bits": 8,
+        "type": kind,
+        "symmetric": True,
+        "strategy": strategy,
+        "dynamic": False,
+        **weights,
+    }
+    group = {"targets": ["Linear"], "weights": scheme, "input_activations": {"num_bits": 8, "type": kind}}
+    return {
+        "quant_method": "compressed-tensors", "format": f"{kind}-quantized", "config_groups": {"group_0": group},
+        "ignore": ["lm_head"], "kv_cache_scheme": None, "quantization_status": "compressed",
+    }  # fmt: skip
+
+
+BLOCK = (16, 32)
+STORED = {
+    "compressed_int8_rows": ("int8", "rows", "weight_scale", compressed("int8", "channel")),
+    "compressed_fp8_tensor": ("fp8", "tensor", "weight_scale", compressed("fp8", "tensor")),
+    "compressed_fp8_blocks": ("fp8", "blocks", "weight_scale", compressed("fp8", "block", block_structure=BLOCK)),
+    "fbgemm_fp8": ("fp8", "rows", "weight_scale", {"quant_method": "fbgemm_fp8"}),
+    "autofp8": ("fp8", "tensor", "weight_scale", {"quant_method": "fp8", "activation_scheme": "static"}),
+    "deepseek_fp8": (
+        "fp8", "blocks", "weight_scale_inv", {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": BLOCK},
+    ),
+}  # fmt: skip
+
+
+def store(weight: Tensor, form: str, sharing: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers, scales as a checkpoint has them, and the weight that they stand for."""
+    rows, columns = weight.shape
+    height, width = {"rows": (1, columns), "tensor": (rows, columns), "blocks": BLOCK}[sharing]
+    padded = torch.zeros(-(-rows // height) * height, -(-columns // width) * width)
+    padded[:rows, :columns] = weight
+    blocks = padded.view(len(padded) // height, height, -1, width).transpose(1, 2)
+    scales = blocks.abs().amax((2, 3)) / FORMS[form][1]
+    spread = scales.repeat_interleave(height, 0).repeat_interleave(width, 1)[:rows, :columns]
+    numbers = weight / spread
+    numbers = (numbers.round() if form == "int8" else numbers).to(FORMS[form][0])
+    return numbers, scales[0] if sharing == "tensor" else scales, numbers.float() * spread
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_checkpoint_of_8_bit_weights_is_served_as_what_it_stands_for(
+    kit: ModelKit, tmp_path: Path, name: str
+) -> None:
+    """The last layer's MLP is left unquantized, as checkpoints do with what suffers most from rounding."""
+    form, sharing, scale_name, config = STORED[name]
+
+    def is_kept(path: str) -> bool:
+        return "layers.1.mlp" in path
+
+    def quantize(path: str, weight: Tensor) -> dict[str, Tensor]:
+        if is_kept(path):
+            return {path: weight}
+        numbers, scales, _ = store(weight, form, sharing)
+        prefix = path.removesuffix("weight")
+        activations = {f"{prefix}input_scale": torch.ones(1)} if sharing == "tensor" else {}
+        return {path: numbers, f"{prefix}{scale_name}": scales, **activations}
+
+    def dequantize(path: str, weight: Tensor) -> dict[str, Tensor]:
+        return {path: weight if is_kept(path) else store(weight, form, sharing)[2]}
+
+    rewrite(kit.directory, tmp_path / "exact", dequantize)
+    rewrite(kit.directory, tmp_path / "stored", quantize)
+    set_config(tmp_path / "stored", config)
+    verdict = judge(kit, tmp_path / "exact", answer(kit, tmp_path / "stored", kernels=KERNELS))
+    assert verdict.equal, verdict
+
+
+REFUSED = {
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4},
+        r"quant_method is 'gptq'; served are compressed-tensors, fp8",
+    ),
+    "packed": ({**compressed("int8", "channel"), "format": "pack-quantized"}, r"format is 'pack-quantized'"),
+    "four_bits": (compressed("int8", "channel", num_bits=4), r"only symmetric 8-bit numbers are served"),
+    "asymmetric": (
+        compressed("int8", "channel", symmetric=False),
+        r"only symmetric 8-bit numbers are served",
+    ),
+    "groups": (
+        compressed("int8", "group", group_size=32),
+        r"strategy is 'group'; served are tensor, channel",
+    ),
+    "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, r"fmt is 'e5m2'; only e4m3 is served"),
+    "sparse": (
+        {**compressed("int8", "channel"), "sparsity_config": {"format": "sparse-24-bitmask"}},
+        r"sparse weights are not served",
+    ),
+    "rotated": ({**compressed("int8", "channel"), "transform_config": {"R1": 1}}, r"transformed weights"),
+    "mixed": (
+        {
+            **compressed("int8", "channel"),
+            "config_groups": {
+                "a": compressed("int8", "channel")["config_groups"]["group_0"],
+                "b": compressed("fp8", "channel")["config_groups"]["group_0"],
+            },
+        },
+        r"all linears must be quantized alike",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_read_is_refused_with_a_remedy(kit: ModelKit, tmp_path: Path, name: str) -> None:
+    config, said = REFUSED[name]
+    rewrite(kit.directory, tmp_path / "stored", lambda path, weight: {path: weight})
+    set_config(tmp_path / "stored", config)
+    with pytest.raises(ConfigError, match=f"quantization_config.*{said}.*; give the unquantized model"):
+        LLM(tmp_path / "stored")
+
+
+def test_scales_that_do_not_fit_their_weight_are_refused(kit: ModelKit, tmp_path: Path) -> None:
+    def quantize(path: str, weight: Tensor) -> dict[str, Tensor]:
+        return {path: round_rows(weight, "int8")[0], f"{path}_scale": torch.ones(3)}
+
+    rewrite(kit.directory, tmp_path / "stored", quantize)
+    set_config(tmp_path / "stored", compressed("int8", "channel"))
+    with pytest.raises(ConfigError, match=r"proj\.weight \[\d+, \d+\] has scales of shape \[3\]"):
+        LLM(tmp_path / "stored")
+
+
+def test_numbers_without_scales_are_refused(kit: ModelKit, tmp_path: Path) -> None:
+    rewrite(kit.directory, tmp_path / "stored", lambda path, weight: {path: round_rows(weight, "int8")[0]})
+    set_config(tmp_path / "stored", compressed("int8", "channel"))
+    with pytest.raises(ConfigError, match=r"proj\.weight is I8, but there is no .*proj\.weight_scale"):
+        LLM(tmp_path / "stored")
+
+
+def test_rounding_twice_is_refused(kit: ModelKit, tmp_path: Path) -> None:
+    rewrite(kit.directory, tmp_path / "stored", lambda path, weight: {path: weight})
+    set_config(tmp_path / "stored", {"quant_method": "fbgemm_fp8"})
+    with pytest.raises(ConfigError, match="quantization is int8, but this checkpoint is stored as fp8"):
+        LLM(tmp_path / "stored", quantization="int8")
+
+
+def test_a_form_that_does_not_exist_is_refused(kit: ModelKit) -> None:
+    with pytest.raises(ConfigError, match="quantization is 'int4'; it must be auto, int8 or fp8"):
+        LLM(kit.directory, quantization="int4")
