@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slora.errors import ConfigError
 from slora.linear import Linear, multiply
+from slora.lora_deltas import LoraDeltas
 from slora.model_config import ModelConfig
 from slora.page_memory import PageMemory
 from slora.rotary import cos_sin_tables
@@ -60,6 +61,7 @@ class Decoder:
         self.config = config
         self.dtype = reader.dtype
         self.device = reader.device
+        self._shape = config.shape(self.dtype.itemsize)
         loader = _WeightLoader(config, reader, max_model_len)
         self._embedding = reader.matrix(_EMBEDDING, config.vocab_size, config.hidden_size)
         # Rounded as a buffer of the model would be: sqrt(3072) is 55.5 in bfloat16.
@@ -76,14 +78,18 @@ class Decoder:
 
     def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:
         """Writes the step's KV into its pages; returns the hidden states [B', H] of the rows in `sample_rows`."""
+        deltas = LoraDeltas(batch.lora, memory, kernels)
         hidden = F.embedding(batch.token_ids, self._embedding)
+        if batch.adapts_embedding:
+            deltas.add_embedding(hidden, batch.token_ids, self._shape.embedding_site)
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale
-        return _Forward(self.config, batch, memory, kernels).run(self._layers, hidden, self._norm)
+        return _Forward(self.config, batch, memory, kernels, deltas).run(self._layers, hidden, self._norm)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[N, vocab_size] of hidden states [N, H]."""
+    def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
+        """[N, vocab_size] of hidden states [N, H]. deltas: of adapters that reach the head, for these rows."""
         logits = multiply(hidden, self._lm_head)
+        deltas.add(logits, hidden, self._shape.head_site)
         softcap = self.config.final_softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
@@ -91,14 +97,21 @@ class Decoder:
 class _Forward:
     """One forward pass: what every layer of it shares."""
 
-    def __init__(self, config: ModelConfig, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: StepBatch,
+        memory: PageMemory,
+        kernels: Kernels,
+        deltas: LoraDeltas,
+    ) -> None:
         self._activation = config.activation
         self._eps = config.rms_norm_eps
         self._batch = batch
         self._memory = memory
         self._kernels = kernels
         self._step = kernels.prepare_attention(batch.attention)
-        self._lora = kernels.prepare_lora(batch.lora, memory.tables) if batch.lora is not None else None
+        self._deltas = deltas
 
     def run(self, layers: list[DecoderLayer], residual: Tensor, last_norm: Tensor) -> Tensor:
         """residual [T, H] is written to; returns the normalised hidden states [B', H] of the rows in `sample_rows`."""
@@ -132,10 +145,7 @@ class _Forward:
     def _apply(self, x: Tensor, linear: Linear) -> Tensor:
         """x W^T + b, plus scale * (x A^T) B^T for the tokens that have an adapter."""
         out = linear.apply(x, self._kernels)
-        if self._lora is not None:
-            pages = self._memory.pages
-            bridge = self._kernels.shrink(x, pages, linear.site, self._lora)
-            self._kernels.expand(out, bridge, pages, linear.site, self._lora)
+        self._deltas.add(out, x, linear.site)
         return out
 
 

@@ -22,6 +22,7 @@ from slora_kernels.batch import AdapterTables, AttentionBatch, AttentionRule, KV
 from slora_kernels.launch import Launch
 from slora_kernels.layout import LoraSite, ModelShape, lay_out_adapter, llama_shape
 from slora_kernels.lora_expand import bind_lora_expand
+from slora_kernels.lora_look_up import bind_lora_look_up
 from slora_kernels.lora_shrink import bind_lora_shrink
 from slora_kernels.paged_attention_decode import bind_paged_attention_decode
 from slora_kernels.paged_attention_prefill import bind_paged_attention_prefill
@@ -88,10 +89,14 @@ def _bind_lora(shape: ModelShape, pages: torch.Tensor, dtype: torch.dtype, site:
         torch.ones(1, shape.num_modules),
     )
     tiles = LoraTiles(torch.tensor([[0, 0, _TOKENS]], dtype=torch.int32), torch.ones(1), 48)
-    x = torch.zeros(_TOKENS, site.in_width, dtype=dtype)
+    if site == shape.embedding_site:
+        token_ids = torch.zeros(_TOKENS, dtype=torch.int64)
+        first, bridge = bind_lora_look_up(token_ids, pages, tables, site, tiles, dtype)
+    else:
+        x = torch.zeros(_TOKENS, site.in_width, dtype=dtype)
+        first, bridge = bind_lora_shrink(x, pages, tables, site, tiles)
     out = torch.zeros(_TOKENS, sum(site.widths), dtype=dtype)
-    shrink, bridge = bind_lora_shrink(x, pages, tables, site, tiles)
-    return [shrink, bind_lora_expand(out, bridge, pages, tables, site, tiles)]
+    return [first, bind_lora_expand(out, bridge, pages, tables, site, tiles)]
 
 
 def _bind_attention(shape: ModelShape, pages: torch.Tensor, dtype: torch.dtype) -> list[Launch]:
@@ -140,7 +145,7 @@ def bind_all(dtype: torch.dtype, forms: list[torch.dtype]) -> list[Launch]:
     shape = _shape_of_llama_8b(dtype)
     pages = torch.zeros(2, shape.page_bytes(16), dtype=torch.uint8)
     x = torch.zeros(_TOKENS, shape.hidden_size, dtype=dtype)
-    launches = [launch for site in shape.layer_sites(0) for launch in _bind_lora(shape, pages, dtype, site)]
+    launches = [launch for site in shape.sites for launch in _bind_lora(shape, pages, dtype, site)]
     launches += _bind_attention(shape, pages, dtype)
     launches += [bind_rms_norm(x, None, x[0], 1e-5)[0], bind_rms_norm(x, x, x[0], 1e-5)[0]]
     launches.append(bind_act_mul(torch.zeros(_TOKENS, 2 * _INTERMEDIATE, dtype=dtype), "silu")[0])

@@ -13,7 +13,13 @@ PRODUCTS = {
     "_paged_attention_prefill_kernel",
     "_quantized_linear_kernel",
 }
-OTHERS = {"_merge_stretches_kernel", "_rotate_and_write_kv_kernel", "_rms_norm_kernel", "_act_mul_kernel"}
+OTHERS = {
+    "_lora_look_up_kernel",
+    "_merge_stretches_kernel",
+    "_rotate_and_write_kv_kernel",
+    "_rms_norm_kernel",
+    "_act_mul_kernel",
+}
 
 
 @pytest.mark.parametrize("target", ("sm_90", "gfx942"))
