@@ -137,9 +137,9 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
             "intermediate_size": 88,
             "head_dim": 20,
             "sliding_window": 18,
-            "query_pre_attn_scalar": 9,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 3,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 2.0,
         },
     ),
     "gemma3_text": (
@@ -150,7 +150,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
             "head_dim": 24,
             "sliding_window": 13,
             "layer_types": [_SLIDING, _FULL, _SLIDING],
-            "query_pre_attn_scalar": 10,
+            "query_pre_attn_scalar": 3,
             "rope_parameters": {
                 _FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
                 _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
@@ -175,7 +175,10 @@ def make_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
             # Gemma stores how far a norm's weight is from one.
             is_norm = parameter_name.endswith("norm.weight") and not name.startswith("gemma")
             centre = 1.0 if is_norm else 0.0
-            parameter.copy_(torch.randn(parameter.shape, generator=random) * _STD + centre)
+            # Gemma's embeddings are scaled up: as wide as others, a token would only ever call for itself.
+            narrow = name.startswith("gemma") and "embed_tokens" in parameter_name
+            std = _STD / 2 if narrow else _STD
+            parameter.copy_(torch.randn(parameter.shape, generator=random) * std + centre)
     return model
 
 
