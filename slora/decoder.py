@@ -24,9 +24,6 @@ from slora_kernels.batch import AttentionRule, QueryKeyNorm
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 
-_EMBEDDING = "model.embed_tokens.weight"
-_HEAD = "lm_head.weight"
-
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
@@ -63,17 +60,20 @@ class Decoder:
         self.device = reader.device
         self._shape = config.shape(self.dtype.itemsize)
         loader = _WeightLoader(config, reader, max_model_len)
-        self._embedding = reader.matrix(_EMBEDDING, config.vocab_size, config.hidden_size)
+        embedding_name = f"{config.stored_root}.embed_tokens.weight"
+        self._embedding = reader.matrix(embedding_name, config.vocab_size, config.hidden_size)
         # Rounded as a buffer of the model would be: sqrt(3072) is 55.5 in bfloat16.
         scale = config.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale).to(self.device, self.dtype)
         self._layers = [loader.layer(index) for index in range(config.num_layers)]
-        self._norm = loader.norm("model.norm", config.hidden_size)
+        self._norm = loader.norm(f"{config.stored_root}.norm", config.hidden_size)
         # As transformers does: a head that is there and differs was not tied, whatever config.json says.
-        tied = config.tie_word_embeddings and reader.is_absent_or_same(_HEAD, _EMBEDDING)
+        head_name = f"{config.stored_root.removesuffix('model')}lm_head.weight"
+        tied = config.tie_word_embeddings and reader.is_absent_or_same(head_name, embedding_name)
         self._lm_head = (
-            self._embedding if tied else reader.matrix(_HEAD, config.vocab_size, config.hidden_size)
+            self._embedding if tied else reader.matrix(head_name, config.vocab_size, config.hidden_size)
         )
+        reader.leave_out(config.left_out)
         reader.read()
 
     def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:
@@ -164,7 +164,7 @@ class _WeightLoader:
         return 1.0 + weight.float() if self._config.norm_offset else weight
 
     def layer(self, index: int) -> DecoderLayer:
-        config, prefix = self._config, f"model.layers.{index}"
+        config, prefix = self._config, f"{self._config.stored_root}.layers.{index}"
         window = config.window_of_layer[index]
         biased = (config.qkv_bias, config.output_bias, config.mlp_bias, config.mlp_bias)
         sites = zip(self._shape.layer_sites(index), biased, strict=True)
@@ -195,7 +195,8 @@ class _WeightLoader:
 
     def _linear(self, site: LoraSite, *, biased: bool) -> Linear:
         modules = self._shape.modules[site.first_module : site.first_module + len(site.widths)]
-        parts = [(f"{m.path}.weight", m.out_width) for m in modules]
-        biases = [self._reader.vector(f"{m.path}.bias", m.out_width) for m in modules] if biased else None
-        bias = torch.cat(biases) if biases is not None else None
-        return Linear(self._reader.linear(parts, site.in_width), bias, site)
+        config, reader = self._config, self._reader
+        rows = {m.path.replace(config.root, config.stored_root, 1): m.out_width for m in modules}
+        weight = reader.linear([(f"{name}.weight", count) for name, count in rows.items()], site.in_width)
+        biases = [reader.vector(f"{name}.bias", count) for name, count in rows.items()] if biased else []
+        return Linear(weight, torch.cat(biases) if biases else None, site)

@@ -13,7 +13,7 @@ from slora import LLM, SamplingParams
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
 from tests.support.model_kit import ModelKit, kinds_for, make_kit
 from tests.support.oracle import Oracle, Verdict
-from tests.support.tiny_models import MODELS, VOCAB_SIZE
+from tests.support.tiny_models import MODELS, SEEING, VOCAB_SIZE
 
 Kits = Callable[[str], ModelKit]
 # On both sides of a page's 16 tokens, and longer than two.
@@ -79,6 +79,18 @@ def test_the_oracle_tells_each_adapter_from_the_base_and_from_each_other(kits: K
         mistaken = Work(work.prompts, [*work.kinds[offset:], *work.kinds[:offset]])
         for prompt, given, kind in zip(mistaken.prompts, answers, mistaken.kinds, strict=True):
             assert kit.oracle.judge(prompt, given.token_ids, kind).wrong > 10
+
+
+def test_the_text_part_of_a_model_that_sees_answers_as_the_whole_model_does(tmp_path: Path) -> None:
+    text_linears = r".*language_model.*_proj"
+    kinds = {
+        "some": {"r": 3, "target_modules": r".*language_model.*(k|up)_proj"},
+        "all": {"r": 5, "target_modules": text_linears},
+    }
+    kit = make_kit(tmp_path, f"gemma3_text{SEEING}", kinds)
+    work = mix(kit, prompts_each=2, seed=6)
+    verdict = judge(kit.oracle, work, answer(LLM(kit.directory, pool_bytes=kit.pool_bytes(400)), kit, work))
+    assert verdict.equal, verdict
 
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
@@ -151,12 +163,15 @@ def test_triton_kernels_in_the_interpreter_answer_as_peft_does(
 
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [("qwen2", "bfloat16"), ("qwen2", "float16"), ("gemma2", "bfloat16"), ("gemma3_text", "bfloat16")],
+)
 def test_sixteen_bit_answers_are_as_near_to_the_truth_as_those_of_transformers(
-    kits: Kits, report: Callable[[str], None], dtype: str, kernels: str
+    kits: Kits, report: Callable[[str], None], model: str, dtype: str, kernels: str
 ) -> None:
     """The truth: log-probabilities in float32 of weights rounded to 16 bits. Both programs round in between."""
-    kit = kits("qwen2")
+    kit = kits(model)
     work = mix(kit, prompts_each=2, seed=4)
     params = replace(GREEDY, max_tokens=32)
     llm = LLM(kit.directory, dtype=dtype, kernels=kernels, pool_bytes=kit.pool_bytes(400, dtype=dtype))
@@ -167,7 +182,7 @@ def test_sixteen_bit_answers_are_as_near_to_the_truth_as_those_of_transformers(
     truth = chosen_logprobs(rounded.in_float32(), work, answers)
     our_error, their_error = (ours - truth).abs(), (theirs - truth).abs()
     report(
-        f"{dtype} with {kernels} kernels, error of log-probabilities: mean {our_error.mean():.5f}, "
+        f"{model} in {dtype} with {kernels} kernels, error of log-probabilities: mean {our_error.mean():.5f}, "
         f"largest {our_error.max():.4f}; of transformers + peft {their_error.mean():.5f}, {their_error.max():.4f}"
     )
     assert our_error.mean() < 1.3 * their_error.mean()

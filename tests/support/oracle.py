@@ -61,7 +61,7 @@ class Oracle:
         self, directory: Path, adapters: dict[str, Path], dtype: torch.dtype = torch.float32
     ) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
-        rope = self._model.config.rope_parameters
+        rope = self._model.config.get_text_config().rope_parameters
         self._rope_switch: int | None = (
             rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
         )

@@ -10,6 +10,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -69,6 +70,14 @@ _FAMILIES = {
     "phi3": Phi3Config,
     "gemma2": Gemma2Config,
     "gemma3_text": Gemma3TextConfig,
+}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
 }
 
 # By name, the family and the fields of its config.
@@ -160,9 +169,16 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
+# The same model as the text part of one that sees images: what its name ends with.
+SEEING = "_seeing"
+
+
 def make_config(name: str, **changes: object) -> PreTrainedConfig:
     """`changes`: fields of the config."""
-    family, fields = MODELS[name]
+    family, fields = MODELS[name.removesuffix(SEEING)]
+    if name.endswith(SEEING):
+        text = {**_COMMON, **fields, **changes}
+        return Gemma3Config(text_config=text, vision_config=_VISION, mm_tokens_per_image=4)
     return _FAMILIES[family](**{**_COMMON, **fields, **changes})
 
 
