@@ -13,10 +13,10 @@ from torch import Tensor
 
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
 from slora_kernels.launch import Launch, dot_dtype
-from slora_kernels.paged_walk import LOG2_E, base_two_cap, first_visible, walk_pages
+from slora_kernels.paged_walk import LOG2_E, base_two_cap, count_round_tokens, first_visible, walk_pages
 
 # Context tokens per round of the walk.
-BLOCK_TOKENS_WALKED = 64
+ROUND_TOKENS = 64
 # A stretch is long enough to pay for the merge, and there are enough of them that one sequence with 8 KV
 # heads makes 128 programs, about as many as an H100 or H200 has multiprocessors.
 MIN_STRETCH_TOKENS = 128
@@ -136,14 +136,17 @@ def _merge_stretches_kernel(
     peaks = tl.load(partial_sums + place * 2, mask=used, other=-float("inf"))
     totals = tl.load(partial_sums + place * 2 + 1, mask=used, other=0.0)
     decay = tl.exp2(peaks - tl.max(peaks, 0))
-    values = tl.load(
-        partial_values + place[:, None] * HEAD_DIM + lanes[None, :],
-        mask=used[:, None] & (lanes[None, :] < HEAD_DIM),
-        other=0.0,
-    )
+    source = partial_values + place[:, None] * HEAD_DIM + lanes[None, :]
+    values = tl.load(source, mask=used[:, None] & (lanes[None, :] < HEAD_DIM), other=0.0)
     merged = tl.sum(values * decay[:, None], 0) / tl.sum(totals * decay, 0)
     target = out + (token * HEADS + head) * HEAD_DIM + lanes
     tl.store(target, merged.to(out.dtype.element_ty), mask=lanes < HEAD_DIM)
+
+
+def _count_round_tokens(geometry: KVGeometry) -> int:
+    """Heads of 80 or 96 are masked, and an MI300 keeps masks in scalar registers: half a round does not spill them."""
+    whole = geometry.head_dim == triton.next_power_of_2(geometry.head_dim)
+    return count_round_tokens(geometry, ROUND_TOKENS if whole else ROUND_TOKENS // 2)
 
 
 def count_stretches(most_visible: int) -> int:
@@ -181,7 +184,7 @@ def bind_paged_attention_decode(
         "WINDOW": rule.window,
         "MIN_STRETCH": MIN_STRETCH_TOKENS,
         "MAX_STRETCHES": MAX_STRETCHES,
-        "BLOCK_N": BLOCK_TOKENS_WALKED,
+        "BLOCK_N": _count_round_tokens(geometry),
         "BLOCK_D": triton.next_power_of_2(geometry.head_dim),
     }
     walk = Launch(
@@ -206,6 +209,7 @@ def bind_paged_attention_decode(
             "BLOCK_M": max(16, triton.next_power_of_2(geometry.group_heads)),
             "DOT_DTYPE": dot_dtype(geometry.dtype),
         },
+        num_warps=4 if geometry.dtype.itemsize == 2 else 8,
     )
     merge = Launch(_merge_stretches_kernel, (sequences, geometry.num_heads), shared, sizes)
     return [walk, merge] if stretches > 1 else [walk]

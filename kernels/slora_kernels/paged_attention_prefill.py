@@ -11,13 +11,20 @@ from torch import Tensor
 
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
 from slora_kernels.launch import Launch, dot_dtype
-from slora_kernels.paged_walk import LOG2_E, base_two_cap, first_visible, walk_pages
+from slora_kernels.paged_walk import LOG2_E, base_two_cap, count_round_tokens, first_visible, walk_pages
 
-# Rows of the product, query tokens times heads of a group. With 64 context tokens a round and head dim 128 in 16
-# bits, a program takes 40 KiB of an MI300's 64 KiB of LDS, 56 KiB on an A100 and 80 KiB on an H200 (compiled ahead
-# of time, not run).
-BLOCK_ROWS = 64
-BLOCK_TOKENS_WALKED = 64
+# Context tokens per round of the walk, and the warps of a program. Compiled ahead of time (not run), no target spills
+# a register with these, an H200 keeps two programs with heads of 128 on a multiprocessor (64 KiB of shared memory
+# each) and an MI300 two on a compute unit (32 KiB of LDS each). Rounds of 64 tokens spill there.
+ROUND_TOKENS = 32
+NUM_WARPS = 8
+
+
+def _count_rows(geometry: KVGeometry) -> int:
+    """Rows of the product: query tokens times heads of a group. float32 is for checking, not for speed."""
+    if geometry.dtype.itemsize == 4:
+        return 16
+    return 128 if geometry.head_dim <= 128 else 64
 
 
 @triton.jit
@@ -114,7 +121,7 @@ def bind_paged_attention_prefill(
 ) -> Launch:
     """q [T, Hq, D] -> out [T, Hq * D] for sequences of two or more queries; other rows stay as they are."""
     sequences = batch.context_lens.shape[0]
-    rows = max(BLOCK_ROWS, triton.next_power_of_2(geometry.group_heads))
+    rows = max(_count_rows(geometry), triton.next_power_of_2(geometry.group_heads))
     tile_queries = rows // geometry.group_heads
     elements = pages.view(geometry.dtype)
     return Launch(
@@ -143,8 +150,9 @@ def bind_paged_attention_prefill(
             "CAP": base_two_cap(rule),
             "TILE_QUERIES": tile_queries,
             "BLOCK_M": rows,
-            "BLOCK_N": BLOCK_TOKENS_WALKED,
+            "BLOCK_N": count_round_tokens(geometry, ROUND_TOKENS),
             "BLOCK_D": triton.next_power_of_2(geometry.head_dim),
             "DOT_DTYPE": dot_dtype(geometry.dtype),
         },
+        num_warps=NUM_WARPS,
     )

@@ -10,9 +10,12 @@ import math
 import triton
 import triton.language as tl
 
-from slora_kernels.batch import AttentionRule
+from slora_kernels.batch import AttentionRule, KVGeometry
 
 LOG2_E = math.log2(math.e)
+# Of K in a round of the walk, and as much of V: with more, heads of 256 spill, or overflow an MI300's 64 KiB of LDS
+# (compiled ahead of time, not run).
+ROUND_BYTES = 16 * 1024
 # Where the running maximum begins: finite, so that a row which sees nothing of a block adds 0 and not NaN.
 _LOWEST = tl.constexpr(-1e30)
 
@@ -88,6 +91,12 @@ def first_visible(end, WINDOW: tl.constexpr):
     if WINDOW is not None:
         first = tl.maximum(end - WINDOW, 0)
     return first
+
+
+def count_round_tokens(geometry: KVGeometry, most: int) -> int:
+    """Context tokens per round of the walk: up to 64 of 128 numbers in 16 bits, 32 of 256."""
+    row_bytes: int = triton.next_power_of_2(geometry.head_dim) * geometry.dtype.itemsize
+    return min(most, ROUND_BYTES // row_bytes)
 
 
 def base_two_cap(rule: AttentionRule) -> float | None:

@@ -1,0 +1,133 @@
+"""What a compiled kernel needs of its GPU, read from what the compilers left: assembly, machine code, metadata.
+
+NVIDIA: the resource usage that the wheel's own cuobjdump finds in the machine code, and the loads of the PTX. AMD: the
+metadata at the end of the assembly, and its loads. Which tensor a load reads is found through its line in the kernel's
+source. Knows no kernel and no limit.
+"""
+
+import linecache
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from triton.backends import nvidia
+
+_CUOBJDUMP = Path(nvidia.__path__[0]) / "bin" / "cuobjdump"
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+# A load through registers, its width a vector's times an element's; and a copy straight to shared memory, in bytes.
+_PTX_LOAD = re.compile(r"\bld\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\s")
+_PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+|\d+)")
+_AMD_LOAD = re.compile(r"\b(?:buffer|global)_load_(\w+)")
+_AMD_WIDTHS = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
+_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', re.MULTILINE)
+# Line 0 is the compiler's own doing: it belongs to the line before.
+_PLACE = re.compile(r"^\s*\.loc\s+(\d+)\s+([1-9]\d*)")
+_POINTER = re.compile(r"tl\.load\((\w+)")
+# In 16-bit numbers only: float32 products, where there are any, round their operands less or not at all.
+_PRODUCT = re.compile(r"(mma\.sync|wgmma|tcgen05\.mma|v_mfma)\S*?[._](?:bf16|f16|kind::f16)")
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKernel:
+    """One launch, compiled for one target.
+
+    case: the model and place that it is launched for.
+    registers: of a thread, 32 bits each. spills: what did not fit them: bytes of a thread's stack on NVIDIA,
+    registers (vector and scalar) on AMD.
+    shared_bytes: shared memory (LDS) of a program.
+    load_bytes: the distinct widths of a thread's global loads, by the first word of the source's `tl.load(...)`;
+    "": of those that the assembly ascribes to another line.
+    product: the instruction of its products of 16-bit numbers: mma.sync, wgmma, tcgen05.mma or v_mfma; None: none.
+    fuses_multiply_add: whether a * b + c may be rounded once.
+    digest: of source and options: equal ones are the same machine code.
+    """
+
+    target: str
+    dtype: str
+    case: str
+    kernel: str
+    num_warps: int
+    num_stages: int
+    registers: int
+    spills: int
+    shared_bytes: int
+    load_bytes: dict[str, tuple[int, ...]]
+    product: str | None
+    fuses_multiply_add: bool
+    binary_bytes: int
+    digest: str
+
+
+def _measure_cubin(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack and local memory of a thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_CUOBJDUMP), "--dump-resource-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = _USAGE.search(printed)
+    assert usage is not None, f"no resource usage in what cuobjdump printed: {printed}"
+    registers, stack, local = map(int, usage.groups())
+    return registers, stack + local
+
+
+def _measure_amd(assembly: str) -> tuple[int, int]:
+    """Vector registers, and spilled registers of either kind."""
+
+    def read(name: str) -> int:
+        found = re.search(rf"^\s*\.{name}:\s*(\d+)", assembly, re.MULTILINE)
+        assert found is not None, f"no .{name} in the assembly's metadata"
+        return int(found[1])
+
+    return read("vgpr_count"), read("vgpr_spill_count") + read("sgpr_spill_count")
+
+
+def _measure_load(line: str) -> int | None:
+    """Bytes that a line of assembly loads, of part of an AMD register 2; None for any other instruction."""
+    if load := _PTX_LOAD.search(line):
+        return int(load[1] or 1) * int(load[2]) // 8
+    if copy := _PTX_COPY.search(line):
+        return int(copy[1], 0)
+    if load := _AMD_LOAD.search(line):
+        return _AMD_WIDTHS.get(load[1], 2)
+    return None
+
+
+def _find_loads(assembly: str) -> dict[str, tuple[int, ...]]:
+    files = {number: str(Path(folder, name)) for number, folder, name in _FILE.findall(assembly)}
+    found: dict[str, set[int]] = {}
+    source = ""
+    for line in assembly.splitlines():
+        if place := _PLACE.match(line):
+            source = linecache.getline(files[place[1]], int(place[2]))
+        elif size := _measure_load(line):
+            pointer = _POINTER.search(source)
+            found.setdefault(pointer[1] if pointer else "", set()).add(size)
+    return {pointer: tuple(sorted(sizes)) for pointer, sizes in sorted(found.items())}
+
+
+def read_compiled(compiled: Any, target: str, dtype: str, case: str) -> CompiledKernel:
+    """`compiled` is Triton's, as `Launch.compile` returns it."""
+    metadata, ptx = compiled.metadata, compiled.asm.get("ptx")
+    assembly = ptx or compiled.asm["amdgcn"]
+    registers, spills = _measure_cubin(compiled.kernel) if ptx else _measure_amd(assembly)
+    product = _PRODUCT.search(assembly)
+    return CompiledKernel(
+        target=target,
+        dtype=dtype,
+        case=case,
+        kernel=metadata.name,
+        num_warps=metadata.num_warps,
+        num_stages=metadata.num_stages,
+        registers=registers,
+        spills=spills,
+        shared_bytes=metadata.shared,
+        load_bytes=_find_loads(assembly),
+        product=product[1] if product else None,
+        fuses_multiply_add=metadata.enable_fp_fusion,
+        binary_bytes=len(compiled.kernel),
+        digest=compiled.hash,
+    )

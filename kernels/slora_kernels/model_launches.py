@@ -1,0 +1,137 @@
+"""Every Triton launch of a step, for the shapes of real models, bound to tensors of zeros.
+
+The shapes are those that strain the kernels differently: Llama-3.1-8B (grouped heads of 128, LoRA of three ranks),
+Gemma-2-9B (heads of 256, soft cap, window, norms in float32, GELU), Phi-3-mini (heads of 96, not a power of two, of
+its own KV each) and Qwen3-8B (norms of heads).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from slora_kernels.act_mul import bind_act_mul
+from slora_kernels.batch import (
+    AdapterTables,
+    AttentionBatch,
+    AttentionRule,
+    KVGeometry,
+    LoraTiles,
+    QueryKeyNorm,
+)
+from slora_kernels.launch import Launch
+from slora_kernels.layout import LoraSite, ModelShape, lay_out_adapter, llama_shape
+from slora_kernels.lora_expand import bind_lora_expand
+from slora_kernels.lora_shrink import bind_lora_shrink
+from slora_kernels.paged_attention_decode import bind_paged_attention_decode
+from slora_kernels.paged_attention_prefill import bind_paged_attention_prefill
+from slora_kernels.quantized_linear import bind_quantized_linear
+from slora_kernels.rms_norm import bind_rms_norm
+from slora_kernels.rotate_and_write_kv import bind_rotate_and_write_kv
+
+RANKS = (8, 16, 64)
+_TOKENS = 16
+_CONTEXT = 8192
+_BLOCK_TOKENS = 16
+_INTERMEDIATE = 14336
+
+Launches = Iterator[tuple[str, Launch]]
+
+
+def _bind_site(
+    shape: ModelShape, pages: Tensor, dtype: torch.dtype, site: LoraSite, rank: int
+) -> list[Launch]:
+    layout = lay_out_adapter(shape, [rank] * shape.num_modules)
+    tables = AdapterTables(
+        torch.zeros(1, 64, dtype=torch.int32),
+        torch.from_numpy(layout.groups)[None],
+        torch.from_numpy(layout.modules)[None],
+        torch.ones(1, shape.num_modules),
+    )
+    tiles = LoraTiles(torch.tensor([[0, 0, _TOKENS]], dtype=torch.int32), torch.ones(1), 3 * rank)
+    x = torch.zeros(_TOKENS, site.in_width, dtype=dtype)
+    out = torch.zeros(_TOKENS, sum(site.widths), dtype=dtype)
+    shrink, bridge = bind_lora_shrink(x, pages, tables, site, tiles)
+    return [shrink, bind_lora_expand(out, bridge, pages, tables, site, tiles)]
+
+
+def _bind_attention(geometry: KVGeometry, rule: AttentionRule, norms: QueryKeyNorm | None) -> list[Launch]:
+    """Of a step in which one sequence decodes and another computes a chunk."""
+    dtype, head_dim = geometry.dtype, geometry.head_dim
+    batch = AttentionBatch(
+        query_starts=torch.tensor([0, 1, _TOKENS], dtype=torch.int32),
+        context_lens=torch.tensor([_CONTEXT, _TOKENS], dtype=torch.int32),
+        block_tables=torch.zeros(2, _CONTEXT // _BLOCK_TOKENS, dtype=torch.int32),
+        positions=torch.zeros(_TOKENS, dtype=torch.int64),
+        kv_slots=torch.zeros(_TOKENS, dtype=torch.int64),
+        max_query=_TOKENS - 1,
+        max_context=_CONTEXT,
+    )
+    pages = torch.zeros(2, geometry.block_elements * dtype.itemsize, dtype=torch.uint8)
+    qkv = torch.zeros(_TOKENS, (geometry.num_heads + 2 * geometry.num_kv_heads) * head_dim, dtype=dtype)
+    q = qkv.view(_TOKENS, -1, head_dim)[:, : geometry.num_heads]
+    out = torch.zeros(_TOKENS, geometry.num_heads * head_dim, dtype=dtype)
+    angles = torch.zeros(_CONTEXT, head_dim)
+    return [
+        *bind_paged_attention_decode(q, pages, out, geometry, 0, batch, rule),
+        bind_paged_attention_prefill(q, pages, out, geometry, 0, batch, rule),
+        bind_rotate_and_write_kv(qkv, angles, pages, geometry, 0, batch, norms),
+    ]
+
+
+def _bind_llama(dtype: torch.dtype) -> Launches:
+    shape = llama_shape(1, 4096, 32, 8, 128, _INTERMEDIATE, 128256, dtype.itemsize)
+    pages = torch.zeros(2, shape.page_bytes(_BLOCK_TOKENS), dtype=torch.uint8)
+    for rank in RANKS:
+        for index, site in enumerate(shape.layer_sites(0)):
+            for launch in _bind_site(shape, pages, dtype, site, rank):
+                yield f"Llama-3.1-8B, site {index}, rank {rank}", launch
+    geometry = KVGeometry(1, 32, 8, 128, _BLOCK_TOKENS, dtype)
+    x = torch.zeros(_TOKENS, shape.hidden_size, dtype=dtype)
+    for launch in (
+        *_bind_attention(geometry, AttentionRule(0.1), None),
+        bind_rms_norm(x, None, x[0], 1e-5)[0],
+        bind_rms_norm(x, x, x[0], 1e-5)[0],
+        bind_act_mul(torch.zeros(_TOKENS, 2 * _INTERMEDIATE, dtype=dtype), "silu")[0],
+    ):
+        yield "Llama-3.1-8B", launch
+
+
+def _bind_gemma(dtype: torch.dtype) -> Launches:
+    geometry = KVGeometry(1, 16, 8, 256, _BLOCK_TOKENS, dtype)
+    x = torch.zeros(_TOKENS, 3584, dtype=dtype)
+    for launch in (
+        *_bind_attention(geometry, AttentionRule(1 / 16, window=4096, softcap=50.0), None),
+        bind_rms_norm(x, x, torch.ones(3584), 1e-6)[0],
+        bind_act_mul(torch.zeros(_TOKENS, 2 * _INTERMEDIATE, dtype=dtype), "gelu_tanh")[0],
+    ):
+        yield "Gemma-2-9B", launch
+
+
+def _bind_phi(dtype: torch.dtype) -> Launches:
+    geometry = KVGeometry(1, 32, 32, 96, _BLOCK_TOKENS, dtype)
+    for launch in _bind_attention(geometry, AttentionRule(0.1, window=2047), None):
+        yield "Phi-3-mini", launch
+
+
+def _bind_qwen(dtype: torch.dtype) -> Launches:
+    norm = torch.ones(128, dtype=dtype)
+    geometry = KVGeometry(1, 32, 8, 128, _BLOCK_TOKENS, dtype)
+    yield "Qwen3-8B", _bind_attention(geometry, AttentionRule(0.1), QueryKeyNorm(norm, norm, 1e-6))[-1]
+
+
+def _bind_quantized_linears(dtype: torch.dtype, forms: list[torch.dtype]) -> Launches:
+    """Of a decode step, a mixed one and a prefill, with 8-bit weights of each form."""
+    for form in forms:
+        values = torch.zeros(4096, 4096, dtype=torch.int8).view(form)
+        for num_tokens in (_TOKENS, 4 * _TOKENS, 64 * _TOKENS):
+            x = torch.zeros(num_tokens, 4096, dtype=dtype)
+            launch, _ = bind_quantized_linear(x, values, torch.ones(4096), None)
+            yield f"Llama-3.1-8B, {form} weights, {num_tokens} tokens", launch
+
+
+def bind_all(dtype: torch.dtype, forms: list[torch.dtype]) -> Launches:
+    """All launches, each with what it is for. forms: the 8-bit numbers that weights may be."""
+    for bound in (_bind_llama, _bind_gemma, _bind_phi, _bind_qwen):
+        yield from bound(dtype)
+    yield from _bind_quantized_linears(dtype, forms)
