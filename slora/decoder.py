@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slora.errors import ConfigError
 from slora.linear import Linear, multiply
+from slora.lora_deltas import LoraDeltas
 from slora.model_config import ModelConfig
 from slora.page_memory import PageMemory
 from slora.rotary import cos_sin_tables
@@ -22,9 +23,6 @@ from slora.weight_reader import WeightReader
 from slora_kernels.batch import AttentionRule, QueryKeyNorm
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
-
-_EMBEDDING = "model.embed_tokens.weight"
-_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +58,38 @@ class Decoder:
         self.config = config
         self.dtype = reader.dtype
         self.device = reader.device
+        self._shape = config.shape(self.dtype.itemsize)
         loader = _WeightLoader(config, reader, max_model_len)
-        self._embedding = reader.matrix(_EMBEDDING, config.vocab_size, config.hidden_size)
+        embedding_name = f"{config.stored_root}.embed_tokens.weight"
+        self._embedding = reader.matrix(embedding_name, config.vocab_size, config.hidden_size)
         # Rounded as a buffer of the model would be: sqrt(3072) is 55.5 in bfloat16.
         scale = config.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale).to(self.device, self.dtype)
         self._layers = [loader.layer(index) for index in range(config.num_layers)]
-        self._norm = loader.norm("model.norm", config.hidden_size)
+        self._norm = loader.norm(f"{config.stored_root}.norm", config.hidden_size)
         # As transformers does: a head that is there and differs was not tied, whatever config.json says.
-        tied = config.tie_word_embeddings and reader.is_absent_or_same(_HEAD, _EMBEDDING)
+        head_name = f"{config.stored_root.removesuffix('model')}lm_head.weight"
+        tied = config.tie_word_embeddings and reader.is_absent_or_same(head_name, embedding_name)
         self._lm_head = (
-            self._embedding if tied else reader.matrix(_HEAD, config.vocab_size, config.hidden_size)
+            self._embedding if tied else reader.matrix(head_name, config.vocab_size, config.hidden_size)
         )
+        reader.leave_out(config.left_out)
         reader.read()
 
     def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:
         """Writes the step's KV into its pages; returns the hidden states [B', H] of the rows in `sample_rows`."""
+        deltas = LoraDeltas(batch.lora, memory, kernels)
         hidden = F.embedding(batch.token_ids, self._embedding)
+        if batch.adapts_embedding:
+            deltas.add_embedding(hidden, batch.token_ids, self._shape.embedding_site)
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale
-        return _Forward(self.config, batch, memory, kernels).run(self._layers, hidden, self._norm)
+        return _Forward(self.config, batch, memory, kernels, deltas).run(self._layers, hidden, self._norm)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[N, vocab_size] of hidden states [N, H]."""
+    def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
+        """[N, vocab_size] of hidden states [N, H]. deltas: of adapters that reach the head, for these rows."""
         logits = multiply(hidden, self._lm_head)
+        deltas.add(logits, hidden, self._shape.head_site)
         softcap = self.config.final_softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
@@ -91,14 +97,21 @@ class Decoder:
 class _Forward:
     """One forward pass: what every layer of it shares."""
 
-    def __init__(self, config: ModelConfig, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: StepBatch,
+        memory: PageMemory,
+        kernels: Kernels,
+        deltas: LoraDeltas,
+    ) -> None:
         self._activation = config.activation
         self._eps = config.rms_norm_eps
         self._batch = batch
         self._memory = memory
         self._kernels = kernels
         self._step = kernels.prepare_attention(batch.attention)
-        self._lora = kernels.prepare_lora(batch.lora, memory.tables) if batch.lora is not None else None
+        self._deltas = deltas
 
     def run(self, layers: list[DecoderLayer], residual: Tensor, last_norm: Tensor) -> Tensor:
         """residual [T, H] is written to; returns the normalised hidden states [B', H] of the rows in `sample_rows`."""
@@ -132,10 +145,7 @@ class _Forward:
     def _apply(self, x: Tensor, linear: Linear) -> Tensor:
         """x W^T + b, plus scale * (x A^T) B^T for the tokens that have an adapter."""
         out = linear.apply(x, self._kernels)
-        if self._lora is not None:
-            pages = self._memory.pages
-            bridge = self._kernels.shrink(x, pages, linear.site, self._lora)
-            self._kernels.expand(out, bridge, pages, linear.site, self._lora)
+        self._deltas.add(out, x, linear.site)
         return out
 
 
@@ -154,7 +164,7 @@ class _WeightLoader:
         return 1.0 + weight.float() if self._config.norm_offset else weight
 
     def layer(self, index: int) -> DecoderLayer:
-        config, prefix = self._config, f"model.layers.{index}"
+        config, prefix = self._config, f"{self._config.stored_root}.layers.{index}"
         window = config.window_of_layer[index]
         biased = (config.qkv_bias, config.output_bias, config.mlp_bias, config.mlp_bias)
         sites = zip(self._shape.layer_sites(index), biased, strict=True)
@@ -185,7 +195,8 @@ class _WeightLoader:
 
     def _linear(self, site: LoraSite, *, biased: bool) -> Linear:
         modules = self._shape.modules[site.first_module : site.first_module + len(site.widths)]
-        parts = [(f"{m.path}.weight", m.out_width) for m in modules]
-        biases = [self._reader.vector(f"{m.path}.bias", m.out_width) for m in modules] if biased else None
-        bias = torch.cat(biases) if biases is not None else None
-        return Linear(self._reader.linear(parts, site.in_width), bias, site)
+        config, reader = self._config, self._reader
+        rows = {m.path.replace(config.root, config.stored_root, 1): m.out_width for m in modules}
+        weight = reader.linear([(f"{name}.weight", count) for name, count in rows.items()], site.in_width)
+        biases = [reader.vector(f"{name}.bias", count) for name, count in rows.items()] if biased else []
+        return Linear(weight, torch.cat(biases) if biases else None, site)

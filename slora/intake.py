@@ -82,7 +82,10 @@ class Intake:
         self.model = read_model_spec(config.model, config.model_impl)
         dtype = self.model.resolve_dtype(config.dtype)
         limits = AdapterLimits(
-            max_lora_rank=config.max_lora_rank, served_dtype=dtype, vocab_size=self.model.vocab_size
+            max_lora_rank=config.max_lora_rank,
+            served_dtype=dtype,
+            vocab_size=self.model.vocab_size,
+            base_directory=config.model,
         )
         self.source = DirectorySource(
             self.model.shape(dtype), dtype, limits, notify=notify, num_threads=num_threads

@@ -6,6 +6,7 @@ For looking at an adapter by itself: no base weights take part. Inputs are rando
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slora.page_memory import PageMemory
@@ -23,9 +24,15 @@ _TOKENS = 5
 _BLOCK_TOKENS = 16
 
 
-def probe_inputs(site: LoraSite, dtype: torch.dtype) -> Tensor:
-    """[T, in] of a standard normal, rounded to `dtype`; a site's own, whoever asks and whenever."""
+def probe_inputs(shape: ModelShape, site: LoraSite, dtype: torch.dtype) -> Tensor:
+    """[T, in] of a standard normal, rounded to `dtype`; for the embedding one-hot rows of random tokens.
+
+    A site's own, whoever asks and whenever.
+    """
     random = torch.Generator().manual_seed(site.group)
+    if site == shape.embedding_site:
+        token_ids = torch.randint(site.in_width, (_TOKENS,), generator=random)
+        return F.one_hot(token_ids, site.in_width).to(dtype)
     return torch.randn((_TOKENS, site.in_width), generator=random).to(dtype)
 
 
@@ -46,12 +53,16 @@ def probe_adapter(
     memory = _load(packed, shape, dtype, device)
     tiles = torch.tensor([[0, 0, _TOKENS]], dtype=torch.int32, device=device)
     weights = torch.tensor([weight], dtype=torch.float32, device=device)
-    step = kernels.prepare_lora(LoraTiles(tiles, weights, _max_rank(packed)), memory.tables)
+    step = kernels.prepare_lora(LoraTiles(tiles, weights, packed.layout.reach.max_group_rank), memory.tables)
     for site in shape.sites:
         if not packed.layout.groups[site.group, 0]:
             continue
         out = torch.zeros((_TOKENS, sum(site.widths)), dtype=dtype, device=device)
-        bridge = kernels.shrink(probe_inputs(site, dtype).to(device), memory.pages, site, step)
+        x = probe_inputs(shape, site, dtype).to(device)
+        if site == shape.embedding_site:
+            bridge = kernels.look_up(x.argmax(dim=1), memory.pages, site, step, dtype)
+        else:
+            bridge = kernels.shrink(x, memory.pages, site, step)
         kernels.expand(out, bridge, memory.pages, site, step)
         deltas = enumerate(torch.split(out.float().cpu(), list(site.widths), dim=1), site.first_module)
         yield from ((module, delta) for module, delta in deltas if packed.layout.modules[module, 0])
@@ -67,9 +78,5 @@ def _load(packed: PackedAdapter, shape: ModelShape, dtype: torch.dtype, device: 
     memory = PageMemory(geometry, shape, page_bytes, num_pages, 1, num_pages, device)
     # Back to front: an order that only the page table knows.
     pages = list(range(num_pages - 1, -1, -1))
-    memory.load(Resident(AdapterVersion("", ""), 0, 1, pages, _max_rank(packed)), packed)
+    memory.load(Resident(AdapterVersion("", ""), 0, 1, pages, packed.layout.reach), packed)
     return memory
-
-
-def _max_rank(packed: PackedAdapter) -> int:
-    return int(packed.layout.groups[:, 0].max())

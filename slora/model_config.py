@@ -3,7 +3,7 @@
 Knows no torch: the API and loader processes read the same file to learn the shapes that adapters must have.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,8 @@ from slora_kernels.layout import ModelShape, fuse_groups, llama_shape
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 _FUSED_PATHS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+# Of a model of several parts, what stands beside the parts' own fields holds for all.
+_SHARED_FIELDS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -32,6 +34,8 @@ class ModelConfig:
     qk_norm: RMSNorm of each query and key head before rotation. post_norms: norms also after attention and MLP, before
     they join the residual. norm_offset: norms multiply by 1 + weight.
     fused_linears: q, k, v are one linear, gate and up another, in the checkpoint and for adapters.
+    root, stored_root: how the decoder's modules, and its tensors in a checkpoint, begin. left_out: how the tensors of
+    other parts of the model begin.
     quantization: how the checkpoint stores the linears' weights, if not in `dtype`.
     """
 
@@ -60,6 +64,9 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     fused_linears: bool
+    root: str
+    stored_root: str
+    left_out: tuple[str, ...]
     tie_word_embeddings: bool
     quantization: StoredQuantization | None
     dtype: str
@@ -93,7 +100,9 @@ class ModelConfig:
             self.vocab_size,
             element_bytes,
         )
-        return fuse_groups(shape, *_FUSED_PATHS) if self.fused_linears else shape
+        if self.fused_linears:
+            shape = fuse_groups(shape, *_FUSED_PATHS)
+        return replace(shape, layers_path=f"{self.root}.layers", embedding_path=f"{self.root}.embed_tokens")
 
 
 def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> ModelConfig:
@@ -101,7 +110,7 @@ def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> M
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise ConfigError(f"{path}: model_type is {model_type!r}; this version serves {', '.join(FAMILIES)}")
-    fields = ConfigFields({**family.defaults, **raw}, path)
+    fields = _fields(raw, family, path)
     _refuse_what_we_do_not_honour(fields, family)
     num_layers, head_dim = fields.whole("num_hidden_layers"), _head_dim(fields)
     max_positions = fields.whole("max_position_embeddings")
@@ -136,11 +145,22 @@ def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> M
         output_bias=attention_bias,
         mlp_bias="mlp_bias" in family.bias_fields and fields.flag("mlp_bias"),
         fused_linears=family.fused_linears,
+        root=family.root,
+        stored_root=family.stored_root,
+        left_out=family.left_out,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         quantization=read_quantization(fields),
         dtype=fields.text("dtype", fields.text("torch_dtype", "float32")),
         eos_token_ids=eos_token_ids,
     )
+
+
+def _fields(raw: dict[str, Any], family: Family, path: Path) -> ConfigFields:
+    top = ConfigFields(raw, path)
+    if family.config_field is None:
+        return ConfigFields({**family.defaults, **raw}, path)
+    shared = {name: raw[name] for name in _SHARED_FIELDS if name in raw}
+    return top.within(family.config_field, {**family.defaults, **top.table(family.config_field), **shared})
 
 
 def _refuse_what_we_do_not_honour(fields: ConfigFields, family: Family) -> None:

@@ -5,7 +5,7 @@ for these fields, or for the ModelConfig that is read with them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 # Which layers have a sliding window: none; all, if sliding_window is set; those from max_window_layers on, if
@@ -22,6 +22,9 @@ class Family:
     qk_norm: RMSNorm of each head before rotation. post_norms: attention and MLP outputs are normalised, too, before
     they join the residual. norm_offset: a norm's weight is stored as its difference from one. scaled_embedding: by
     sqrt(hidden_size). rope_by_layer_type: `rope_parameters` holds a table for each type of layer.
+
+    For a decoder that is part of a larger model, config_field is where config.json describes it, root where modules of
+    transformers have it, stored_root where checkpoints do, and left_out how the other parts' tensors begin.
     """
 
     defaults: Mapping[str, object]
@@ -38,6 +41,10 @@ class Family:
     post_norms: bool = False
     norm_offset: bool = False
     scaled_embedding: bool = False
+    config_field: str | None = None
+    root: str = "model"
+    stored_root: str = "model"
+    left_out: tuple[str, ...] = ()
 
 
 _ATTENTION_BIAS = frozenset({"attention_bias"})
@@ -51,7 +58,7 @@ _GEMMA_DEFAULTS = {
     "tie_word_embeddings": True,
 }
 
-FAMILIES: Mapping[str, Family] = {
+_FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
         bias_fields=_ATTENTION_BIAS | {"mlp_bias"},
@@ -135,5 +142,17 @@ FAMILIES: Mapping[str, Family] = {
         post_norms=True,
         norm_offset=True,
         scaled_embedding=True,
+    ),
+}
+
+FAMILIES: Mapping[str, Family] = {
+    **_FAMILIES,
+    # The larger Gemma 3 see images, too; what they say to text is the text model's.
+    "gemma3": replace(
+        _FAMILIES["gemma3_text"],
+        config_field="text_config",
+        root="model.language_model",
+        stored_root="language_model.model",
+        left_out=("vision_tower.", "multi_modal_projector."),
     ),
 }

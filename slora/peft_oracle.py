@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import Embedding, LoraLayer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -55,9 +55,10 @@ class PeftOracle:
 
     @torch.inference_mode()
     def delta(self, path: str, inputs: Tensor) -> Tensor:
-        """float32 [T, out]: what peft adds to the output of module `path` for `inputs` [T, in]."""
-        weight: Tensor = self._layers[path].get_delta_weight(_NAME).float().cpu()
-        return inputs.float() @ weight.T
+        """float32 [T, out]: what peft adds to the output of module `path` for `inputs` [T, in], one-hot for tokens."""
+        layer = self._layers[path]
+        weight: Tensor = layer.get_delta_weight(_NAME).float().cpu()
+        return inputs.float() @ (weight if isinstance(layer, Embedding) else weight.T)
 
 
 def _load(model: Path, adapter: Path, dtype: torch.dtype) -> PeftModel:

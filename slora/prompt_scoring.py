@@ -44,8 +44,10 @@ def find_prompt_rows(chunk: Chunk, first_token: int) -> PromptRows | None:
     return PromptRows(sequence, first_token + first - 1 - chunk.start, sequence.token_ids[first:end])
 
 
-def score_prompts(hidden: Tensor, asked: list[PromptRows], project: Callable[[Tensor], Tensor]) -> None:
-    """hidden [P, H]: of the rows of `asked`, one behind the other; project: hidden states to logits.
+def score_prompts(
+    hidden: Tensor, asked: list[PromptRows], project: Callable[[Tensor, Sequence], Tensor]
+) -> None:
+    """hidden [P, H]: of the rows of `asked`, one behind the other; project: hidden states of a sequence to logits.
 
     Extends the `scores` of each sequence.
     """
@@ -58,7 +60,7 @@ def score_prompts(hidden: Tensor, asked: list[PromptRows], project: Callable[[Te
             torch.split(hidden[begin:end], _BLOCK_ROWS), torch.split(targets, _BLOCK_ROWS), strict=True
         )
         for block, tokens in blocks:
-            scores = token_logprobs(project(block).float(), tokens, [count] * len(tokens))
+            scores = token_logprobs(project(block, rows.sequence).float(), tokens, [count] * len(tokens))
             rows.sequence.scores.extend(scores)
         rows.sequence.num_scored += len(rows.targets)
         begin = end

@@ -12,21 +12,22 @@ from collections.abc import Iterator
 
 from slora.page_pool import PagePool
 from slora_adapters.version import AdapterVersion
+from slora_kernels.layout import LoraReach
 
 
 class Resident:
     """One adapter in the pool. `(slot, generation)` is what the kernels' work is planned for."""
 
-    __slots__ = ("forgotten", "generation", "max_group_rank", "num_users", "pages", "slot", "version")
+    __slots__ = ("forgotten", "generation", "num_users", "pages", "reach", "slot", "version")
 
     def __init__(
-        self, version: AdapterVersion, slot: int, generation: int, pages: list[int], max_group_rank: int
+        self, version: AdapterVersion, slot: int, generation: int, pages: list[int], reach: LoraReach
     ) -> None:
         self.version = version
         self.slot = slot
         self.generation = generation
         self.pages = pages
-        self.max_group_rank = max_group_rank
+        self.reach = reach
         self.num_users = 0
         self.forgotten = False
 
@@ -64,13 +65,13 @@ class Residency:
             self._evict(next(r for v, r in self._idle.items() if v != spare))
         return True
 
-    def admit(self, version: AdapterVersion, num_pages: int, max_group_rank: int) -> Resident:
+    def admit(self, version: AdapterVersion, num_pages: int, reach: LoraReach) -> Resident:
         """Gives the adapter a slot and pages, held for its first user. The caller has made room and fills them."""
         assert version not in self._residents, f"{version} is already resident"
         slot = self._free_slots.pop()
         self._generations[slot] += 1
         pages = self._pool.allocate(num_pages)
-        resident = Resident(version, slot, self._generations[slot], pages, max_group_rank)
+        resident = Resident(version, slot, self._generations[slot], pages, reach)
         resident.num_users = 1
         self._residents[version] = resident
         return resident

@@ -1,11 +1,13 @@
 """Carries out a plan on the device: loads adapters, builds the batch, runs the decoder, draws the tokens."""
 
 import torch
+from torch import Tensor
 
 from slora.checkpoint import Checkpoint
 from slora.decoder import Decoder
 from slora.engine_config import EngineConfig, free_ram_bytes
 from slora.errors import ConfigError
+from slora.lora_deltas import LoraDeltas
 from slora.model_config import ModelConfig
 from slora.model_spec import ModelSpec
 from slora.page_memory import PageMemory
@@ -16,7 +18,7 @@ from slora.sampler import sample
 from slora.sampling_params import SamplingParams
 from slora.sampling_table import SamplingTable
 from slora.sequence import Sequence
-from slora.step_batch import StepBatch
+from slora.step_batch import StepBatch, tile_prompt_rows
 from slora.step_plan import Chunk, Sampled, StepPlan
 from slora.weight_reader import WeightReader
 from slora_kernels.batch import KVGeometry
@@ -70,10 +72,16 @@ class Runner:
         batch = StepBatch.build(plan, self.memory, self.kernels.tile_tokens)
         hidden = self._decoder.forward(batch, self.memory, self.kernels)
         num_draws = len(batch.sampling)
-        score_prompts(hidden[num_draws:], batch.prompts, self._decoder.logits)
+        score_prompts(hidden[num_draws:], batch.prompts, self._score)
         if not num_draws:
             return []
-        return sample(self._decoder.logits(hidden[:num_draws]), self._sampling, batch.sampling)
+        deltas = LoraDeltas(batch.head_lora, self.memory, self.kernels)
+        return sample(self._decoder.logits(hidden[:num_draws], deltas), self._sampling, batch.sampling)
+
+    def _score(self, hidden: Tensor, sequence: Sequence) -> Tensor:
+        """Logits of rows of a prompt."""
+        tiles = tile_prompt_rows(sequence, len(hidden), self.kernels.tile_tokens, self.device)
+        return self._decoder.logits(hidden, LoraDeltas(tiles, self.memory, self.kernels))
 
     def _memory(self, num_pages: int) -> PageMemory:
         return PageMemory(

@@ -348,7 +348,7 @@ class Scheduler:
     def _load(self, version: AdapterVersion, packed: PackedAdapter, pages: int, plan: StepPlan) -> Resident:
         # From here on the plan owns the host copy: it is released when its bytes have been copied.
         del self._on_host[version]
-        resident = self._residency.admit(version, pages, int(packed.layout.groups[:, 0].max()))
+        resident = self._residency.admit(version, pages, packed.layout.reach)
         plan.loads.append(AdapterLoad(resident, packed))
         self.num_loads += 1
         return resident

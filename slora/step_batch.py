@@ -3,15 +3,14 @@
 Built once a step and read by every layer. Everything travels to the device in one copy.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slora.lora_tiles import Tile, cut_head_tiles, cut_rows, cut_token_tiles, join_reaches
 from slora.page_memory import PageMemory
 from slora.prompt_scoring import PromptRows, find_prompt_rows
 from slora.sequence import Sequence
@@ -21,13 +20,6 @@ from slora_kernels.batch import AttentionBatch, LoraTiles
 IntArray = npt.NDArray[np.integer]
 
 
-class _Tile(NamedTuple):
-    slot: int
-    first_token: int
-    num_tokens: int
-    weight: float
-
-
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """token_ids: int64 [T]. sample_rows: int64 [B'], the tokens whose hidden states become logits, in chunk order,
@@ -35,12 +27,15 @@ class StepBatch:
 
     Behind them come the rows of `prompts`: tokens of prompts whose log-probabilities were asked for.
 
-    lora is None when nobody in the batch has an adapter; rows of the bare base are in no tile.
+    lora is None when nobody in the batch has an adapter; rows of the bare base are in no tile. adapts_embedding: if any
+    adapter of the batch does. head_lora: tiles over the rows of `sampling`, None when no adapter reaches the head.
     """
 
     token_ids: Tensor
     attention: AttentionBatch
     lora: LoraTiles | None
+    adapts_embedding: bool
+    head_lora: LoraTiles | None
     sample_rows: Tensor
     sampling: list[Sequence]
     prompts: list[PromptRows]
@@ -61,7 +56,9 @@ class StepBatch:
         positions = np.arange(starts[-1], dtype=np.int64) + np.repeat(first_positions - starts[:-1], counts)
         block_tables = _block_tables(chunks)
         contexts = (first_positions + counts).astype(np.int32)
-        tiles = list(_cut_tiles(chunks, starts, tile_tokens))
+        reach = join_reaches(chunks)
+        tiles = cut_token_tiles(chunks, tile_tokens)
+        head_tiles = cut_head_tiles(chunks, tile_tokens) if reach.head else []
         rows = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) for _ in chunk.draws]
         found = (find_prompt_rows(chunk, int(start)) for chunk, start in zip(chunks, starts, strict=False))
         prompts = [asked for asked in found if asked is not None]
@@ -74,10 +71,10 @@ class StepBatch:
             starts,
             contexts,
             block_tables,
-            np.array([tile[:3] for tile in tiles], np.int32).reshape(-1, 3),
-            np.array([tile.weight for tile in tiles], np.float32),
+            *_tile_arrays(tiles),
+            *_tile_arrays(head_tiles),
         ]
-        ids, pos, kv_slots, sample_rows, query_starts, context_lens, tables, tile_rows, weights = _upload(
+        ids, pos, kv_slots, sample_rows, query_starts, context_lens, tables, *lora = _upload(
             arrays, memory.device
         )
         attention = AttentionBatch(
@@ -92,7 +89,9 @@ class StepBatch:
         return StepBatch(
             token_ids=ids,
             attention=attention,
-            lora=LoraTiles(tile_rows, weights, _max_group_rank(chunks)) if tiles else None,
+            lora=LoraTiles(lora[0], lora[1], reach.max_group_rank) if tiles else None,
+            adapts_embedding=reach.embedding,
+            head_lora=LoraTiles(lora[2], lora[3], reach.max_group_rank) if head_tiles else None,
             sample_rows=sample_rows,
             sampling=[sequence for chunk in chunks for sequence in chunk.draws],
             prompts=prompts,
@@ -126,26 +125,22 @@ def _kv_slots(positions: IntArray, counts: IntArray, block_tables: IntArray, blo
     return slots
 
 
-def _cut_tiles(chunks: list[Chunk], starts: IntArray, tile_tokens: int) -> Iterator[_Tile]:
-    """Runs of tokens of one slot and weight, in pieces of at most `tile_tokens`. Chunks come ordered by both."""
-    first = 0
-    while first < len(chunks) and chunks[first].slot is not None:
-        slot, weight, last = *_slot_and_weight(chunks[first]), first
-        while last < len(chunks) and _slot_and_weight(chunks[last]) == (slot, weight):
-            last += 1
-        begin, end = int(starts[first]), int(starts[last])
-        for token in range(begin, end, tile_tokens):
-            yield _Tile(slot or 0, token, min(tile_tokens, end - token), weight)
-        first = last
+def tile_prompt_rows(
+    sequence: Sequence, num_rows: int, tile_rows: int, device: torch.device
+) -> LoraTiles | None:
+    """Rows of one sequence, for the output head; None if its adapter does not reach that."""
+    resident = sequence.resident
+    if resident is None or not resident.reach.head:
+        return None
+    tiles = cut_rows((resident.slot, sequence.request.adapter_weight), num_rows, tile_rows)
+    rows, weights = (torch.from_numpy(array).to(device) for array in _tile_arrays(tiles))
+    return LoraTiles(rows, weights, resident.reach.max_group_rank)
 
 
-def _slot_and_weight(chunk: Chunk) -> tuple[int | None, float]:
-    return chunk.slot, chunk.sequence.request.adapter_weight
-
-
-def _max_group_rank(chunks: list[Chunk]) -> int:
-    residents = (chunk.sequence.resident for chunk in chunks)
-    return max((resident.max_group_rank for resident in residents if resident is not None), default=0)
+def _tile_arrays(tiles: list[Tile]) -> list[IntArray | npt.NDArray[np.float32]]:
+    """int32 [num_tiles, 3] and float32 [num_tiles] of `LoraTiles`."""
+    rows = np.array([tile[:3] for tile in tiles], np.int32).reshape(-1, 3)
+    return [rows, np.array([tile.weight for tile in tiles], np.float32)]
 
 
 def _upload(arrays: list[IntArray | npt.NDArray[np.float32]], device: torch.device) -> list[Tensor]:

@@ -128,7 +128,7 @@ class Verification:
 
     dtype: str
     kernels: str
-    num_linears: int
+    num_modules: int
     modules: tuple[ModuleCheck, ...]
     only_here: tuple[str, ...]
     only_peft: tuple[str, ...]
@@ -162,7 +162,12 @@ def verify_adapter(
     spec = read_model_spec(question.model)
     dtype_name = spec.resolve_dtype(question.dtype)
     shape, dtype = spec.shape(dtype_name), getattr(torch, dtype_name)
-    limits = AdapterLimits(question.max_lora_rank, served_dtype=dtype_name, vocab_size=spec.vocab_size)
+    limits = AdapterLimits(
+        question.max_lora_rank,
+        served_dtype=dtype_name,
+        vocab_size=spec.vocab_size,
+        base_directory=question.model,
+    )
     own = served or LoraAdapter(question.directory)
     adapter = read_content(own.content, shape, limits)
     ours = _answer(question, own, adapter, shape, dtype_name)
@@ -177,7 +182,7 @@ def verify_adapter(
     return Verification(
         dtype=dtype_name,
         kernels=ours.kernels,
-        num_linears=shape.num_layers * len(shape.linears),
+        num_modules=shape.num_modules,
         modules=modules,
         only_here=tuple(only_here),
         only_peft=tuple(only_peft),
@@ -224,7 +229,7 @@ def _compare_modules(
         for module in range(site.first_module, site.first_module + len(site.widths)):
             pair = adapter.pairs.get(module)
             if pair is not None and pair.path in judge.adapted:
-                theirs = judge.delta(pair.path, probe_inputs(site, dtype))
+                theirs = judge.delta(pair.path, probe_inputs(shape, site, dtype))
                 deviation = _relative(ours.deltas[pair.path], theirs)
                 checks.append(ModuleCheck(pair.path, pair.rank, pair.scale, deviation))
     return checks

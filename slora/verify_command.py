@@ -74,7 +74,7 @@ def _give_up(reasons: Sequence[Reason], *, as_json: bool) -> int:
 def _page(found: Verification, arguments: argparse.Namespace) -> Iterable[str]:
     yield f"{arguments.directory} on {arguments.model}, {found.dtype}, {found.kernels} kernels, beside peft"
     yield ""
-    yield f"modules: {len(found.modules)} of the base's {found.num_linears} linears are adapted"
+    yield f"modules: {len(found.modules)} of the base's {found.num_modules} are adapted"
     yield from _table(["module", "layers", "rank", "scale", "deviation"], _by_module(found.modules))
     yield ""
     yield "layers: largest deviation of what a module adds, relative to its largest entry"

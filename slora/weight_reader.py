@@ -124,6 +124,10 @@ class WeightReader:
         one, two = self._checkpoint.find(name), self._checkpoint.find(other)
         return one.dtype == two.dtype and one.shape == two.shape and _same_bytes(one, two)
 
+    def leave_out(self, beginnings: tuple[str, ...]) -> None:
+        """Tensors whose names begin so belong to a part of the model that is not served."""
+        self._claimed.update(name for name in self._checkpoint if name.startswith(beginnings))
+
     def read(self) -> None:
         """Fills what `matrix` and `linear` gave out. Refuses a checkpoint that holds more than was asked for."""
         self._refuse_unread()

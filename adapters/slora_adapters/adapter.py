@@ -42,12 +42,16 @@ class AdapterExtras:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """`digest` identifies the arithmetic (`digest.py`); `extras` are not part of it."""
+    """`digest` identifies the arithmetic (`digest.py`); `extras` are not part of it.
+
+    has_copies: whether its file holds the base's own embedding or head, too, which nobody needs any more.
+    """
 
     config: PeftConfig
     pairs: Mapping[ModuleId, LoraPair]
     digest: str
     extras: AdapterExtras
+    has_copies: bool = False
 
     @property
     def max_rank(self) -> int:

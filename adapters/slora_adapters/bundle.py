@@ -1,10 +1,11 @@
 """The files of an adapter as stores keep them: the blob that a digest names.
 
 A blob holds two members: the config, rewritten from the fields that change the arithmetic, and the tensor file as it
-was uploaded. Its key is the digest of the arithmetic (`digest.py`), not of the bytes: whoever reads a blob recomputes
-that digest from what it read, and so checks exactly what it is about to serve. Every blob of one digest computes the
-same, so tenants who upload the same weights share one at rest; what is theirs alone (names, chat template, sampling
-defaults, where they trained) is not in it but in the registry.
+was uploaded, or rewritten without what PEFT copied into it from the base model. Its key is the digest of the
+arithmetic (`digest.py`), not of the bytes: whoever reads a blob recomputes that digest from what it read, and so
+checks exactly what it is about to serve. Every blob of one digest computes the same, so tenants who upload the same
+weights share one at rest; what is theirs alone (names, chat template, sampling defaults, where they trained) is not
+in it but in the registry.
 """
 
 import json
@@ -16,6 +17,7 @@ from slora_adapters.errors import AdapterCorrupt, AdapterInvalid
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft_config import CONFIG_NAME
 from slora_adapters.peft_directory import TENSORS_NAME, parse_adapter
+from slora_adapters.tensor_file import write_tensors
 from slora_kernels.layout import ModelShape
 
 Members = Mapping[str, Path | bytes]
@@ -25,6 +27,9 @@ def bundle(adapter: Adapter, directory: Path | str) -> Members:
     """The members to put into a store, for an adapter that `read_adapter` read from `directory`."""
     # Not sorted: the order of patterns decides which one wins.
     config = json.dumps(adapter.config.to_json(), indent=1).encode()
+    if adapter.has_copies:
+        factors = [tensor for pair in adapter.pairs.values() for tensor in (pair.a, pair.b)]
+        return {CONFIG_NAME: config, TENSORS_NAME: write_tensors(factors)}
     return {CONFIG_NAME: config, TENSORS_NAME: Path(directory) / TENSORS_NAME}
 
 

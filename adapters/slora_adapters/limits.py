@@ -1,6 +1,7 @@
 """What a server accepts of an adapter. Read once at start and handed down; no adapter has a say in it."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +14,7 @@ class AdapterLimits:
     max_text_bytes: each of chat template and generation config.
     served_dtype: if given ("float32", "float16", "bfloat16"), weights that overflow in it are refused.
     vocab_size: if given, an adapter's tokenizer must not define tokens beyond it.
+    base_directory: the base model's; if given, an adapter may carry copies of its embedding and head, as PEFT does.
     """
 
     max_lora_rank: int = 64
@@ -21,3 +23,4 @@ class AdapterLimits:
     max_text_bytes: int = 256 << 10
     served_dtype: str | None = None
     vocab_size: int | None = None
+    base_directory: Path | None = None

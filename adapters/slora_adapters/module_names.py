@@ -10,21 +10,35 @@ from slora_kernels.layout import ModelShape
 ModuleId = int
 
 # PEFT writes the first form. It also loads the adapter's name, "default", before `.weight`; transformers' own
-# integration loads names without the prefix.
-_FACTOR = re.compile(
-    r"(?:base_model\.model\.)?(?P<path>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight", re.DOTALL
+# integration loads names without the prefix. An embedding's factors are parameters, not modules with a weight.
+_PREFIX = r"(?:base_model\.model\.)?"
+_LINEAR_FACTOR = re.compile(rf"{_PREFIX}(?P<path>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight", re.DOTALL)
+_EMBEDDING_FACTOR = re.compile(
+    rf"{_PREFIX}(?P<path>.+)\.lora_embedding_(?P<factor>[AB])(?:\.default)?", re.DOTALL
 )
+_COPY = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:\.base_layer)?\.weight", re.DOTALL)
 
 
 def parse_factor_name(tensor_name: str, shape: ModelShape) -> tuple[ModuleId, str] | None:
     """Which module a tensor belongs to, and whether it is "A" or "B"; None if the name is unknown."""
-    match = _FACTOR.fullmatch(tensor_name)
-    if match is None:
-        return None
-    module_id = _linears_by_path(shape).get(match["path"])
-    return None if module_id is None else (module_id, match["factor"])
+    match = _EMBEDDING_FACTOR.fullmatch(tensor_name)
+    if match is not None:
+        return (shape.embedding_module, match["factor"]) if match["path"] == shape.embedding_path else None
+    match = _LINEAR_FACTOR.fullmatch(tensor_name)
+    module_id = _linears_by_path(shape).get(match["path"]) if match is not None else None
+    return None if match is None or module_id is None else (module_id, match["factor"])
+
+
+def parse_copy_name(tensor_name: str, shape: ModelShape) -> str | None:
+    """The path of the embedding or the head if the tensor is called like the whole matrix of one, else None."""
+    match = _COPY.fullmatch(tensor_name)
+    return (
+        match["path"]
+        if match is not None and match["path"] in (shape.embedding_path, shape.head_path)
+        else None
+    )
 
 
 @cache
 def _linears_by_path(shape: ModelShape) -> Mapping[str, ModuleId]:
-    return {module.path: m for m, module in enumerate(shape.modules[: shape.embedding_module])}
+    return {module.path: m for m, module in enumerate(shape.modules) if m != shape.embedding_module}

@@ -34,7 +34,6 @@ _HARMLESS = frozenset(
         "auto_mapping",
         "base_model_name_or_path",
         "corda_config",
-        "ensure_weight_tying",
         "eva_config",
         "inference_mode",
         "lora_dropout",
@@ -53,6 +52,7 @@ _READ = frozenset(
     {
         "alpha_pattern",
         "bias",
+        "ensure_weight_tying",
         "exclude_modules",
         "init_lora_weights",
         "layers_pattern",
@@ -99,7 +99,8 @@ _PLAIN_PATTERN = re.compile(r"(?:[\w.^-]|\\[.dw-])*\Z", re.ASCII)
 class PeftConfig:
     """The fields of a LoraConfig that decide which modules are adapted, with what rank and scale.
 
-    Patterns keep the file's order, because the first that matches wins.
+    Patterns keep the file's order, because the first that matches wins. ensure_weight_tying is accepted only where it
+    does nothing, and so is not part of the JSON.
     """
 
     rank: int
@@ -111,6 +112,7 @@ class PeftConfig:
     exclude_modules: tuple[str, ...] | str
     layers_to_transform: tuple[int, ...] | None
     layers_pattern: tuple[str, ...]
+    ensure_weight_tying: bool = False
 
     def to_json(self) -> dict[str, object]:
         """The same fields in PEFT's own names, normalised: equal configs give equal JSON."""
@@ -150,6 +152,7 @@ def parse_peft_config(raw: bytes | memoryview) -> tuple[PeftConfig | None, list[
         exclude_modules=reader.names("exclude_modules"),
         layers_to_transform=reader.layers(),
         layers_pattern=reader.layers_pattern(),
+        ensure_weight_tying=reader.flag("ensure_weight_tying"),
     )
     reasons += _refuse_bad_combination(config)
     return (None if reader.broken else config), reasons

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from slora_adapters.adapter import Adapter, AdapterExtras
+from slora_adapters.base_embeddings import find_copies, refuse_other_matrices
 from slora_adapters.digest import adapter_digest
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound, Reason
 from slora_adapters.extras import EXTRA_NAMES, read_extras
@@ -72,11 +73,14 @@ def _assemble(
 ) -> Adapter:
     if config is None or tensors is None:
         raise _invalid(reasons)
-    pairs, pair_reasons = validate(config, tensors, shape, limits)
+    copies = find_copies(tensors, shape)
+    own = {name: tensor for name, tensor in tensors.items() if name not in copies}
+    pairs, pair_reasons = validate(config, own, shape, limits)
     reasons += pair_reasons
+    reasons += refuse_other_matrices((tensors[name] for name in sorted(copies)), shape, limits.base_directory)
     if reasons:
         raise _invalid(reasons)
-    return Adapter(config, pairs, adapter_digest(config, tensors), extras)
+    return Adapter(config, pairs, adapter_digest(config, own), extras, has_copies=bool(copies))
 
 
 def refuse_pickles(names: Iterable[str]) -> list[Reason]:

@@ -1,4 +1,4 @@
-"""Which linears of the base a PEFT config names: the rule by which PEFT places adapters, applied to names
+"""Which modules of the base a PEFT config names: the rule by which PEFT places adapters, applied to names
 alone.
 
 An adapter that names a module which the base lacks, or nothing at all, is refused: served, it would silently
@@ -18,27 +18,33 @@ from slora_kernels.layout import ModelShape
 def resolve_targets(
     config: PeftConfig, shape: ModelShape, budget: StepBudget
 ) -> tuple[frozenset[ModuleId], list[Reason]]:
-    """The linears that the config adapts in a base of this shape, and why they cannot be served."""
+    """The modules that the config adapts in a base of this shape, and why they cannot be served."""
     reasons = list(_refuse_names(config, shape)) if isinstance(config.target_modules, tuple) else []
     reasons += _refuse_layers(config, shape.num_layers)
+    # As in PEFT: all linear layers are those of the layers; the output head must be named.
+    candidates = shape.embedding_module if config.target_modules == ALL_LINEAR else shape.num_modules
     try:
         is_target, is_excluded = _target_rule(config, budget), _name_rule(config.exclude_modules, budget)
         targets = frozenset(
             module_id
-            for module_id, module in enumerate(shape.modules[: shape.embedding_module])
+            for module_id, module in enumerate(shape.modules[:candidates])
             if not is_excluded(module.path) and is_target(module.path)
         )
-        if isinstance(config.target_modules, str) and config.target_modules != ALL_LINEAR:
-            in_pattern = _name_rule(config.target_modules, budget)
-            matched = [name for name in _embeddings(shape) if in_pattern(name) and not is_excluded(name)]
-            reasons += (_embedding_reason(name) for name in matched)
     except ValueError as error:
         return frozenset(), [
             *reasons,
             Reason("target_modules", f"target_modules or exclude_modules: {error}"),
         ]
     if not targets:
-        reasons.append(Reason("matches_nothing", "the config adapts no linear layer of the base model"))
+        reasons.append(Reason("matches_nothing", "the config adapts no module of the base model"))
+    if config.ensure_weight_tying and targets & {shape.embedding_module, shape.head_module}:
+        reasons.append(
+            Reason(
+                "ensure_weight_tying",
+                "ensure_weight_tying is set and the config adapts the embedding or the output head: their factors were "
+                "tied in training, which this server does not do",
+            )
+        )
     return targets, reasons
 
 
@@ -80,18 +86,11 @@ def _suffixes(name: str) -> Iterable[str]:
 
 def _refuse_names(config: PeftConfig, shape: ModelShape) -> Iterable[Reason]:
     known = frozenset(suffix for module in shape.modules for suffix in _suffixes(module.path))
-    embeddings = frozenset(suffix for name in _embeddings(shape) for suffix in _suffixes(name))
     for name in config.target_modules:
-        if name in embeddings:
-            yield _embedding_reason(name)
-        elif name not in known:
+        if name not in known:
             yield Reason(
                 "unknown_module", f"target_modules names {name[:80]!r}, which the base model does not have"
             )
-
-
-def _embeddings(shape: ModelShape) -> tuple[str, str]:
-    return shape.embedding_path, shape.head_path
 
 
 def _refuse_layers(config: PeftConfig, num_layers: int) -> Iterable[Reason]:
@@ -101,10 +100,3 @@ def _refuse_layers(config: PeftConfig, num_layers: int) -> Iterable[Reason]:
             "unknown_module",
             f"{CONFIG_NAME} names layer {beyond[-1]}; the base model has {num_layers} layers (0-based)",
         )
-
-
-def _embedding_reason(name: str) -> Reason:
-    return Reason(
-        "embeddings",
-        f"the config adapts {name!r}; adapters on embeddings or the output head are not supported",
-    )

@@ -1,4 +1,4 @@
-"""Reads one safetensors file from bytes, strictly, without copying.
+"""Reads one safetensors file from bytes, strictly, without copying; writes what was read.
 
 The format: 8 bytes little-endian length of the header; the header, a JSON object name -> {dtype, shape,
 data_offsets}; then the tensors' bytes, which the offsets must cover exactly, with no hole, overlap or
@@ -8,8 +8,10 @@ must stay below 1 MiB (it allows 100 MB), and only the three dtypes of LoRA weig
 Does not know what the tensors mean. bfloat16 has no numpy type, so its values come as uint16 bit patterns.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -58,6 +60,22 @@ def read_tensors(raw: bytes | memoryview) -> dict[str, StoredTensor]:
     spans = {name: _parse_entry(name, entry) for name, entry in header.items()}
     _check_cover(spans, len(body))
     return {name: _view(name, span, body) for name, span in spans.items()}
+
+
+def write_tensors(tensors: Iterable[StoredTensor]) -> bytes:
+    """A safetensors file of these tensors, in the order of their names."""
+    ordered = sorted(tensors, key=lambda tensor: tensor.name)
+    ends = list(accumulate(tensor.values.nbytes for tensor in ordered))
+    header = {
+        tensor.name: {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [end - tensor.values.nbytes, end],
+        }
+        for tensor, end in zip(ordered, ends, strict=True)
+    }
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    return b"".join([len(raw).to_bytes(8, "little"), raw, *(tensor.values.tobytes() for tensor in ordered)])
 
 
 @dataclass(frozen=True, slots=True)

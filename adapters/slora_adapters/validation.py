@@ -21,9 +21,7 @@ from slora_kernels.layout import LinearShape, ModelShape
 # Parts of tensor names that PEFT gives to things that this server does not serve.
 _FOREIGN_TENSORS: Sequence[tuple[str, str, str]] = (
     ("lora_magnitude_vector", "use_dora", "DoRA magnitudes"),
-    ("lora_embedding_", "embeddings", "an adapter on embeddings"),
-    ("embed_tokens.", "embeddings", "trained or resized embeddings"),
-    ("lm_head.", "embeddings", "a trained or resized output head, or an adapter on it"),
+    ("lora_embedding_", "embeddings", "an adapter on an embedding that the base model does not have"),
     ("modules_to_save", "modules_to_save", "a wholly trained module"),
     ("trainable_tokens", "trainable_token_indices", "trained token embeddings"),
     (".bias", "bias", "a trained bias"),
@@ -83,7 +81,7 @@ def _foreign_tensor(name: str) -> Reason:
     for part, code, what in _FOREIGN_TENSORS:
         if part in name:
             return Reason(code, f"tensor {name[:120]!r} is {what}, which is not supported")
-    return Reason("unknown_tensor", f"tensor {name[:120]!r} belongs to no linear layer of the base model")
+    return Reason("unknown_tensor", f"tensor {name[:120]!r} belongs to no module of the base model")
 
 
 def _compare_with_targets(

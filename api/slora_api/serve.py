@@ -81,6 +81,7 @@ class _Model:
             max_tensor_bytes=settings.max_upload_bytes,
             served_dtype=self.dtype,
             vocab_size=self.config.vocab_size,
+            base_directory=self.directory,
         )
 
     def base(self) -> BaseModel:

@@ -122,6 +122,14 @@ class ModelShape:
     def head_module(self) -> int:
         return self.num_modules - 1
 
+    @property
+    def embedding_site(self) -> LoraSite:
+        return self.sites[-2]
+
+    @property
+    def head_site(self) -> LoraSite:
+        return self.sites[-1]
+
     def module_id(self, layer: int, linear: int) -> int:
         """The module that is `linears[linear]` of a layer."""
         return layer * len(self.linears) + linear
@@ -216,6 +224,18 @@ def fuse_groups(shape: ModelShape, *paths: str) -> ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraReach:
+    """What a step must do for an adapter, or for all of its adapters together.
+
+    max_group_rank: the greatest total rank of a site. embedding, head: whether it adapts them.
+    """
+
+    max_group_rank: int
+    embedding: bool
+    head: bool
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterLayout:
     """Where each row of one packed adapter lies, in segments from its first byte.
 
@@ -230,6 +250,11 @@ class AdapterLayout:
     @property
     def num_bytes(self) -> int:
         return self.num_segments * SEGMENT_BYTES
+
+    @property
+    def reach(self) -> LoraReach:
+        embedding, head = (bool(rank) for rank in self.modules[-2:, 0])
+        return LoraReach(int(self.groups[:, 0].max()), embedding=embedding, head=head)
 
 
 def lay_out_adapter(shape: ModelShape, ranks: Sequence[int]) -> AdapterLayout:

@@ -83,7 +83,8 @@ def _lora_expand_kernel(
         acc = tl.dot(y.to(DOT_DTYPE), b.to(tl.float32).to(DOT_DTYPE), acc, input_precision="ieee")
     scale = tl.load(weights + tile) * tl.load(scales + place)
     columns = tl.multiple_of(column_start + segment * SEGMENT, ALIGNMENT) + lanes
-    target = out + (first + tokens)[:, None] * out_stride + columns[None, :]
+    # The head's rows are as long as the vocabulary: a few thousand of them are more numbers than an int32 counts.
+    target = out + (first + tokens).to(tl.int64)[:, None] * out_stride + columns[None, :]
     mask = (tokens[:, None] < size) & inside
     old = tl.load(target, mask=mask, other=0.0).to(tl.float32)
     tl.store(target, (old + acc * scale).to(out.dtype.element_ty), mask=mask)

@@ -22,6 +22,7 @@ from slora_kernels.batch import (
 from slora_kernels.launch import Launch
 from slora_kernels.layout import LoraSite, ModelShape, lay_out_adapter, llama_shape
 from slora_kernels.lora_expand import bind_lora_expand
+from slora_kernels.lora_look_up import bind_lora_look_up
 from slora_kernels.lora_shrink import bind_lora_shrink
 from slora_kernels.paged_attention_decode import bind_paged_attention_decode
 from slora_kernels.paged_attention_prefill import bind_paged_attention_prefill
@@ -49,10 +50,14 @@ def _bind_site(
         torch.ones(1, shape.num_modules),
     )
     tiles = LoraTiles(torch.tensor([[0, 0, _TOKENS]], dtype=torch.int32), torch.ones(1), 3 * rank)
-    x = torch.zeros(_TOKENS, site.in_width, dtype=dtype)
+    if site == shape.embedding_site:
+        token_ids = torch.zeros(_TOKENS, dtype=torch.int64)
+        first, bridge = bind_lora_look_up(token_ids, pages, tables, site, tiles, dtype)
+    else:
+        x = torch.zeros(_TOKENS, site.in_width, dtype=dtype)
+        first, bridge = bind_lora_shrink(x, pages, tables, site, tiles)
     out = torch.zeros(_TOKENS, sum(site.widths), dtype=dtype)
-    shrink, bridge = bind_lora_shrink(x, pages, tables, site, tiles)
-    return [shrink, bind_lora_expand(out, bridge, pages, tables, site, tiles)]
+    return [first, bind_lora_expand(out, bridge, pages, tables, site, tiles)]
 
 
 def _bind_attention(geometry: KVGeometry, rule: AttentionRule, norms: QueryKeyNorm | None) -> list[Launch]:
@@ -83,7 +88,7 @@ def _bind_llama(dtype: torch.dtype) -> Launches:
     shape = llama_shape(1, 4096, 32, 8, 128, _INTERMEDIATE, 128256, dtype.itemsize)
     pages = torch.zeros(2, shape.page_bytes(_BLOCK_TOKENS), dtype=torch.uint8)
     for rank in RANKS:
-        for index, site in enumerate(shape.layer_sites(0)):
+        for index, site in enumerate(shape.sites):
             for launch in _bind_site(shape, pages, dtype, site, rank):
                 yield f"Llama-3.1-8B, site {index}, rank {rank}", launch
     geometry = KVGeometry(1, 32, 8, 128, _BLOCK_TOKENS, dtype)

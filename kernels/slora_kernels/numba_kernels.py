@@ -29,6 +29,7 @@ from slora_kernels.batch import (
     QueryKeyNorm,
 )
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
+from slora_kernels.lora_gather import gather_columns
 from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shrink_tiles
 from slora_kernels.numba_language import compile_worker
 from slora_kernels.quantized_matmuls import quantized_linear
@@ -301,6 +302,11 @@ class NumbaKernels:
         )
         numbers = num_tiles * rank * x.shape[1]
         self._run(numba_lora.shrink_worker, x.dtype, num_tiles * blocks, fields, numbers=numbers)
+
+    def look_up(
+        self, token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
+    ) -> Tensor:
+        return gather_columns(token_ids, pages, site, step, dtype).float()
 
     def expand(self, out: Tensor, bridge: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
         plan = step.plan

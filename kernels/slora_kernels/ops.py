@@ -35,7 +35,7 @@ class Kernels(Protocol):
         y = kernels.attend(q, pages, geometry, layer, step, rule)
 
         lora = kernels.prepare_lora(tiles, tables)  # once a step, if anybody in it has an adapter
-        bridge = kernels.shrink(x, pages, site, lora)
+        bridge = kernels.shrink(x, pages, site, lora)   # of the embedding: kernels.look_up(token_ids, ...)
         kernels.expand(out, bridge, pages, site, lora)
 
     The bridge between shrink and expand belongs to the implementation: pass it on, never look into it.
@@ -108,6 +108,14 @@ class Kernels(Protocol):
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
         """x [T, in] times A of each tile's adapter, all modules of the site at once -> the bridge."""
+
+    def look_up(
+        self, token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
+    ) -> Tensor:
+        """Columns of A of each tile's adapter for its tokens int64 [T], whose x are one-hot -> the bridge.
+
+        dtype: the model's. What is then expanded is the embedding's output.
+        """
 
     def expand(self, out: Tensor, bridge: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
         """out [T, sum(site.widths)] += weight * scale * bridge times B, module by module, in place."""

@@ -5,6 +5,7 @@ implementation's own. Only the bytes that a kernel may read are read.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slora_kernels.batch import (
@@ -163,6 +164,18 @@ def shrink(x: Tensor, pages: Tensor, tables: AdapterTables, site: LoraSite, tile
         a = read_rows(pages, tables.page_table[slot].tolist(), segment, rank, x.shape[1], x.dtype)
         bridge[first : first + tokens, :rank] = x[first : first + tokens].double() @ a.double().T
     return bridge
+
+
+def look_up(
+    token_ids: Tensor,
+    pages: Tensor,
+    tables: AdapterTables,
+    site: LoraSite,
+    tiles: LoraTiles,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Shrink of one-hot rows: token_ids int64 [T] -> float64 [T, max_group_rank]."""
+    return shrink(F.one_hot(token_ids, site.in_width).to(dtype), pages, tables, site, tiles)
 
 
 def expand(

@@ -24,6 +24,7 @@ from slora_kernels.batch import (
     QueryKeyNorm,
 )
 from slora_kernels.layout import LoraSite
+from slora_kernels.lora_gather import gather_columns
 from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shrink_tiles
 from slora_kernels.quantized_matmuls import quantized_linear
 
@@ -305,6 +306,11 @@ class TorchKernels:
         bridge = torch.empty(x.shape[0], step.tiles.max_group_rank, dtype=x.dtype, device=x.device)
         shrink_tiles(x, bridge, pages, plan.tiles, site)
         return bridge
+
+    def look_up(
+        self, token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
+    ) -> Tensor:
+        return gather_columns(token_ids, pages, site, step, dtype)
 
     def expand(self, out: Tensor, bridge: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
         plan = step.plan

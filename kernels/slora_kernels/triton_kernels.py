@@ -18,6 +18,7 @@ from slora_kernels.batch import (
 )
 from slora_kernels.layout import LoraSite
 from slora_kernels.lora_expand import bind_lora_expand
+from slora_kernels.lora_look_up import bind_lora_look_up
 from slora_kernels.lora_shrink import TILE_TOKENS, bind_lora_shrink
 from slora_kernels.paged_attention_decode import bind_paged_attention_decode
 from slora_kernels.paged_attention_prefill import bind_paged_attention_prefill
@@ -96,6 +97,14 @@ class TritonKernels:
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
         launch, bridge = bind_lora_shrink(x, pages, step.tables, site, step.tiles)
+        if step.tiles.max_group_rank:
+            launch.run()
+        return bridge
+
+    def look_up(
+        self, token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
+    ) -> Tensor:
+        launch, bridge = bind_lora_look_up(token_ids, pages, step.tables, site, step.tiles, dtype)
         if step.tiles.max_group_rank:
             launch.run()
         return bridge

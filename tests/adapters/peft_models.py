@@ -41,19 +41,22 @@ def base_config(family: str) -> LlamaConfig | Qwen2Config:
 
 
 def base_model(family: str = "llama") -> PreTrainedModel:
-    """A new model each time, as PEFT changes the one that it is given."""
-    return {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM}[family](base_config(family))
+    """The same weights in a new model each time, as PEFT changes the one that it is given."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM}[family](base_config(family))
 
 
 def deltas_by_peft(directory: Path, family: str = "llama") -> dict[ModuleId, torch.Tensor]:
-    """What PEFT adds to each linear when it loads this directory."""
+    """What PEFT adds to each module's weight when it loads this directory."""
     with peft_adapters.quiet_peft():
         model = PeftModel.from_pretrained(base_model(family), directory)
     found = {}
     for module_id, module in enumerate(SHAPE.modules):
         layer = model.get_submodule("base_model.model." + module.path)
         if hasattr(layer, "lora_A"):
-            found[module_id] = layer.get_delta_weight("default")
+            delta = layer.get_delta_weight("default")
+            found[module_id] = delta.T if module_id == SHAPE.embedding_module else delta
     return found
 
 

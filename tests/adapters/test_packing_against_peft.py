@@ -8,8 +8,9 @@ import torch
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.packing import pack
 from slora_adapters.peft_directory import read_adapter
-from tests.adapters.peft_models import SHAPE, deltas_by_peft, make_adapter
+from tests.adapters.peft_models import SHAPE, base_model, deltas_by_peft, make_adapter
 from tests.adapters.unpacking import unpack
+from tests.support.peft_adapters import EMBEDDING_KINDS
 
 CASES = {
     "defaults": {},
@@ -44,6 +45,10 @@ CASES = {
     "gaussian": {"init_lora_weights": "gaussian"},
     "orthogonal": {"init_lora_weights": "orthogonal"},
     "mica": {"init_lora_weights": "mica"},
+    **EMBEDDING_KINDS,
+    "embedding_by_its_full_name": {"target_modules": ["model.embed_tokens"], "layers_to_transform": [0]},
+    "excluded_head": {"target_modules": ["lm_head", "k_proj"], "exclude_modules": ["lm_head"]},
+    "mica_on_the_embedding": {"target_modules": ["embed_tokens"], "init_lora_weights": "mica", "r": 4},
 }
 
 
@@ -65,7 +70,9 @@ def test_the_order_of_patterns_in_the_file_decides(tmp_path: Path) -> None:
 
 
 def _compare_with_peft(directory: Path, family: str) -> None:
-    adapter = read_adapter(directory, SHAPE, AdapterLimits())
+    (directory / "base").mkdir(exist_ok=True)
+    base_model(family).save_pretrained(directory / "base")
+    adapter = read_adapter(directory, SHAPE, AdapterLimits(base_directory=directory / "base"))
     packed = pack(adapter, SHAPE, "float32")
     deltas = deltas_by_peft(directory, family)
     assert set(adapter.pairs) == set(deltas)

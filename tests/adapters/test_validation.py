@@ -62,8 +62,16 @@ TENSOR_FAULTS = {
         lambda t: t.update({Q0_A.replace("lora_A.weight", "lora_magnitude_vector"): t[Q0_A]}),
         ["use_dora"],
     ),
-    "embedding_adapter": (
+    "embedding_adapter_without_a_target": (
         lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": t[Q0_A]}),
+        ["untargeted_tensors"],
+    ),
+    "embedding_adapter_spelt_like_a_linear": (
+        lambda t: t.update({"base_model.model.model.embed_tokens.lora_A.weight": t[Q0_A]}),
+        ["unknown_tensor"],
+    ),
+    "head_adapter_spelt_like_an_embedding": (
+        lambda t: t.update({"base_model.model.lm_head.lora_embedding_A": t[Q0_A]}),
         ["embeddings"],
     ),
     "resized_embeddings": (
@@ -90,9 +98,11 @@ CONFIG_FAULTS = [
     ({"target_modules": ["q_proj", "down_proj", "fc1"]}, "unknown_module"),
     ({"target_modules": ["proj"]}, "matches_nothing"),
     ({"target_modules": "q_proj"}, "matches_nothing"),
-    ({"target_modules": ["q_proj", "down_proj", "lm_head"]}, "embeddings"),
-    ({"target_modules": ["q_proj", "down_proj", "embed_tokens"]}, "embeddings"),
-    ({"target_modules": r".*(q_proj|down_proj|lm_head)"}, "embeddings"),
+    ({"target_modules": ["q_proj", "down_proj", "lm_head"]}, "missing_tensors"),
+    ({"target_modules": ["q_proj", "down_proj", "embed_tokens"]}, "missing_tensors"),
+    ({"target_modules": r".*(q_proj|down_proj|lm_head)"}, "missing_tensors"),
+    ({"target_modules": ["lm_head"], "ensure_weight_tying": True}, "ensure_weight_tying"),
+    ({"target_modules": r".*embed_tokens", "ensure_weight_tying": True}, "ensure_weight_tying"),
     ({"target_modules": ["model.layers.7.self_attn.q_proj"]}, "unknown_module"),
     ({"layers_to_transform": [0, 1, 2]}, "unknown_module"),
     ({"layers_to_transform": [0]}, "untargeted_tensors"),

@@ -9,7 +9,7 @@ from tests.api.served import Served, serving, write_adapter, write_base
 
 @dataclass(frozen=True)
 class Kit:
-    """A tiny base model and two adapters of it on disk."""
+    """A tiny base model and two adapters of it on disk; the small one reaches the embedding and the head."""
 
     base: Path
     small: Path
@@ -20,7 +20,7 @@ class Kit:
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
     root = tmp_path_factory.mktemp("kit")
     write_base(root / "base")
-    write_adapter(root / "small", seed=1, r=4, target_modules=["q_proj", "v_proj"])
+    write_adapter(root / "small", seed=1, r=4, target_modules=["q_proj", "v_proj", "embed_tokens", "lm_head"])
     write_adapter(root / "wide", seed=2, r=16)
     return Kit(root / "base", root / "small", root / "wide")
 

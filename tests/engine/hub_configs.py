@@ -241,15 +241,33 @@ HUB: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
         "vocab_size": 262144,
     },
-    # The text part of a model that also sees: most of its fields are transformers' defaults.
-    "gemma-3-12b, text part": {
-        "model_type": "gemma3_text",
-        "hidden_size": 3840,
-        "intermediate_size": 15360,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 8,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
+    # Most fields of its text part are transformers' defaults.
+    "gemma-3-12b-it": {
+        "model_type": "gemma3",
+        "eoi_token_index": 256000,
+        "eos_token_id": [1, 106],
+        "image_token_index": 262144,
+        "mm_tokens_per_image": 256,
+        "text_config": {
+            "hidden_size": 3840,
+            "intermediate_size": 15360,
+            "model_type": "gemma3_text",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 8,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "torch_dtype": "bfloat16",
+        "vision_config": {
+            "hidden_size": 1152,
+            "image_size": 896,
+            "intermediate_size": 4304,
+            "model_type": "siglip_vision_model",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 27,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
     },
 }

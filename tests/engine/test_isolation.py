@@ -93,7 +93,9 @@ def move_another_in(engine: Engine, kit: ModelKit, slot: int) -> None:
     shape = engine.info.shape
     packed = pack(read_adapter(kit.adapters["rslora"], shape, AdapterLimits()), shape, "float32")
     pages = engine._pool.allocate(-(-packed.layout.num_bytes // engine.info.full_page_bytes))
-    engine._runner.memory.load(Resident(AdapterVersion("t", "other"), slot, 1 << 40, pages, 8), packed)
+    engine._runner.memory.load(
+        Resident(AdapterVersion("t", "other"), slot, 1 << 40, pages, packed.layout.reach), packed
+    )
     engine._pool.release(pages)
 
 

@@ -56,13 +56,14 @@ def read(directory: Path, generation: Any = None, **changes: Any) -> ModelConfig
 
 def assert_agree(ours: ModelConfig, theirs: PreTrainedConfig) -> None:
     """Whatever transformers reads from a config.json, we read from it, too."""
+    assert ours.family == theirs.model_type
+    theirs = theirs.get_text_config()
     num_layers, head_dim = theirs.num_hidden_layers, getattr(theirs, "head_dim", None)
     head_dim = head_dim or theirs.hidden_size // theirs.num_attention_heads
     window = getattr(theirs, "sliding_window", None)
     implied = ["sliding_attention" if window else "full_attention"] * num_layers
     layer_types = getattr(theirs, "layer_types", None) or implied
     windows = [window if kind == "sliding_attention" else None for kind in layer_types]
-    assert ours.family == theirs.model_type
     assert ours.vocab_size == theirs.vocab_size
     assert ours.num_layers == num_layers
     assert ours.num_heads == theirs.num_attention_heads
@@ -103,9 +104,11 @@ def test_configs_of_known_models_mean_what_they_mean_in_transformers(tmp_path: P
 def test_what_a_config_of_each_family_leaves_out_is_what_transformers_assumes(
     tmp_path: Path, family: str
 ) -> None:
-    fields = {"model_type": family, "vocab_size": 99, "hidden_size": 512, "num_attention_heads": 32}
+    fields = {"vocab_size": 99, "hidden_size": 512, "num_attention_heads": 32}
     fields |= {"num_hidden_layers": 7, "intermediate_size": 96}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+    part = FAMILIES[family].config_field
+    config = {"model_type": family, **(fields if part is None else {part: fields})}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     assert_agree(ModelConfig.from_directory(tmp_path), AutoConfig.from_pretrained(tmp_path))
 
 

@@ -3,7 +3,7 @@
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,14 +13,14 @@ from slora import LLM, SamplingParams
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
 from tests.support.model_kit import ModelKit, kinds_for, make_kit
 from tests.support.oracle import Oracle, Verdict
-from tests.support.tiny_models import MODELS, VOCAB_SIZE
+from tests.support.tiny_models import MODELS, SEEING, VOCAB_SIZE
 
 Kits = Callable[[str], ModelKit]
 # On both sides of a page's 16 tokens, and longer than two.
 LENGTHS = (1, 2, 7, 15, 16, 17, 40)
 # Windows, soft-caps, norms and ropes that the first models do not have.
 FEATURED = [name for name in MODELS if not name.startswith("llama") and name not in ("qwen2", "qwen2_tied")]
-GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True, logprobs=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +40,22 @@ def mix(kit: ModelKit, prompts_each: int, seed: int = 0) -> Work:
     return Work(prompts, kinds)
 
 
-def answer(llm: LLM, kit: ModelKit, work: Work, params: SamplingParams = GREEDY) -> list[list[int]]:
-    adapters = [kit.path(kind) for kind in work.kinds]
-    answers = [output.token_ids for output in llm.generate(work.prompts, params, adapters)]
-    assert all(len(tokens) == params.max_tokens for tokens in answers)
+@dataclass(frozen=True, slots=True)
+class Answer:
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+def answer(llm: LLM, kit: ModelKit, work: Work, params: SamplingParams = GREEDY) -> list[Answer]:
+    outputs = llm.generate(work.prompts, params, [kit.path(kind) for kind in work.kinds])
+    assert all(len(output.token_ids) == params.max_tokens for output in outputs)
     llm.check()
-    return answers
+    return [Answer(o.token_ids, [entry.logprob for entry in o.logprobs or ()]) for o in outputs]
 
 
-def judge(oracle: Oracle, work: Work, answers: list[list[int]]) -> Verdict:
-    verdicts = map(oracle.judge, work.prompts, answers, work.kinds)
-    return sum(verdicts, Verdict())
+def judge(oracle: Oracle, work: Work, answers: list[Answer]) -> Verdict:
+    rows = zip(work.prompts, answers, work.kinds, strict=True)
+    return sum((oracle.judge(p, a.token_ids, kind, a.logprobs) for p, a, kind in rows), Verdict())
 
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
@@ -72,8 +77,20 @@ def test_the_oracle_tells_each_adapter_from_the_base_and_from_each_other(kits: K
     answers = answer(LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(400)), kit, work)
     for offset in range(1, len(work.kinds)):
         mistaken = Work(work.prompts, [*work.kinds[offset:], *work.kinds[:offset]])
-        for row in zip(mistaken.prompts, answers, mistaken.kinds, strict=True):
-            assert kit.oracle.judge(*row).wrong > 10
+        for prompt, given, kind in zip(mistaken.prompts, answers, mistaken.kinds, strict=True):
+            assert kit.oracle.judge(prompt, given.token_ids, kind).wrong > 10
+
+
+def test_the_text_part_of_a_model_that_sees_answers_as_the_whole_model_does(tmp_path: Path) -> None:
+    text_linears = r".*language_model.*_proj"
+    kinds = {
+        "some": {"r": 3, "target_modules": r".*language_model.*(k|up)_proj"},
+        "all": {"r": 5, "target_modules": text_linears},
+    }
+    kit = make_kit(tmp_path, f"gemma3_text{SEEING}", kinds)
+    work = mix(kit, prompts_each=2, seed=6)
+    verdict = judge(kit.oracle, work, answer(LLM(kit.directory, pool_bytes=kit.pool_bytes(400)), kit, work))
+    assert verdict.equal, verdict
 
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
@@ -139,31 +156,33 @@ def test_triton_kernels_in_the_interpreter_answer_as_peft_does(
     kinds = {kind: kinds_for(model)[kind] for kind in ("r8_on_q_and_v", "patterns")}
     kit = make_kit(tmp_path, model, kinds, num_hidden_layers=2)
     work = Work([list(range(17)), [5], [9, 8, 7]], [None, *kinds])
-    params = SamplingParams(max_tokens=64 if soak else 3, temperature=0.0, ignore_eos=True)
+    params = replace(GREEDY, max_tokens=64 if soak else 3)
     llm = LLM(kit.directory, kernels="triton", pool_bytes=kit.pool_bytes(100), max_model_len=128)
     verdict = judge(kit.oracle, work, answer(llm, kit, work, params))
     assert verdict.equal, verdict
 
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [("qwen2", "bfloat16"), ("qwen2", "float16"), ("gemma2", "bfloat16"), ("gemma3_text", "bfloat16")],
+)
 def test_sixteen_bit_answers_are_as_near_to_the_truth_as_those_of_transformers(
-    kits: Kits, report: Callable[[str], None], dtype: str, kernels: str
+    kits: Kits, report: Callable[[str], None], model: str, dtype: str, kernels: str
 ) -> None:
     """The truth: log-probabilities in float32 of weights rounded to 16 bits. Both programs round in between."""
-    kit = kits("qwen2")
+    kit = kits(model)
     work = mix(kit, prompts_each=2, seed=4)
-    params = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True, logprobs=0)
+    params = replace(GREEDY, max_tokens=32)
     llm = LLM(kit.directory, dtype=dtype, kernels=kernels, pool_bytes=kit.pool_bytes(400, dtype=dtype))
-    outputs = llm.generate(work.prompts, params, [kit.path(kind) for kind in work.kinds])
-    ours = torch.tensor([[entry.logprob for entry in output.logprobs or ()] for output in outputs])
-    answers = [output.token_ids for output in outputs]
+    given = answer(llm, kit, work, params)
+    ours, answers = torch.tensor([a.logprobs for a in given]), [a.token_ids for a in given]
     rounded = Oracle(kit.directory, kit.adapters, getattr(torch, dtype))
     theirs = chosen_logprobs(rounded, work, answers)
     truth = chosen_logprobs(rounded.in_float32(), work, answers)
     our_error, their_error = (ours - truth).abs(), (theirs - truth).abs()
     report(
-        f"{dtype} with {kernels} kernels, error of log-probabilities: mean {our_error.mean():.5f}, "
+        f"{model} in {dtype} with {kernels} kernels, error of log-probabilities: mean {our_error.mean():.5f}, "
         f"largest {our_error.max():.4f}; of transformers + peft {their_error.mean():.5f}, {their_error.max():.4f}"
     )
     assert our_error.mean() < 1.3 * their_error.mean()

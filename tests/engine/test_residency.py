@@ -4,7 +4,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from slora.page_pool import PagePool
 from slora.residency import Residency, Resident
 from slora_adapters.version import AdapterVersion
+from slora_kernels.layout import LoraReach
 
+REACH = LoraReach(8, embedding=False, head=False)
 VERSIONS = [AdapterVersion("tenant", f"digest{n}") for n in range(6)]
 versions = st.sampled_from(VERSIONS)
 
@@ -49,7 +51,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     def admit(self, version: AdapterVersion, num_pages: int) -> None:
         if self.residency.find(version) or not self._make_room(num_pages, 1, None):
             return
-        resident = self.residency.admit(version, num_pages, 8)
+        resident = self.residency.admit(version, num_pages, REACH)
         assert len(resident.pages) == num_pages
         assert (resident.slot, resident.generation) not in self.tenancies, "a generation came twice"
         self.tenancies.add((resident.slot, resident.generation))

@@ -16,17 +16,18 @@ from slora.peft_oracle import PeftOracle
 from slora.verification import TOLERANCES, Question, Verification, verify_adapter
 from slora_api.cli import main
 from tests.support.model_kit import ModelKit, make_kit
-from tests.support.peft_adapters import KINDS, make_adapter
+from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS, make_adapter
 from tests.support.tiny_models import make_model, write_model
 from tests.support.tiny_tokenizers import byte_level, write_tokenizer
 
-# Layers times linears that each kind adapts in a model of three layers.
+# Layers times linears that each kind adapts in a model of three layers; the last one embedding and head as well.
 NUM_MODULES = {"odd_rank": 21, "patterns": 21, "rslora": 21, "some_layers": 8, "r8_on_q_and_v": 6}
+NUM_MODULES |= {"both_and_linears": 8}
 
 
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
-    kinds = {kind: KINDS[kind] for kind in NUM_MODULES}
+    kinds = {kind: {**KINDS, **EMBEDDING_KINDS}[kind] for kind in NUM_MODULES}
     kit = make_kit(tmp_path_factory.mktemp("verification"), "llama", kinds, vocab_size=400)
     write_tokenizer(kit.directory, byte_level(vocab_size=400))
     return kit

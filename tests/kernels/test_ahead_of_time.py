@@ -30,6 +30,8 @@ WIDE_LOADS = {
     "_paged_attention_prefill_kernel": {"source", "place"},
     "_rms_norm_kernel": {"x", "weight"},
     "_act_mul_kernel": {"source"},
+    # It gathers single numbers: the rows of A are the embedding's columns.
+    "_lora_look_up_kernel": set(),
     # A few numbers of a head a thread, of which a step has little.
     "_rotate_and_write_kv_kernel": set(),
     # Prefill is bound by its product, and the widening of numbers in registers decides its layout.

@@ -77,6 +77,38 @@ def test_mixed_ranks_in_scattered_pages_match_the_twin(
     assert torch.equal(out[7:10], before[7:10]) and torch.equal(out[30], before[30])
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_an_adapted_embedding_matches_the_twin(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
+    scene = build(dtype, device)
+    site, tiles = scene.shape.embedding_site, build_tiles(RUNS, scene.tables)
+    _, out = make_inputs(scene, site)
+    # The first and the last token of the vocabulary, and those beside a segment's edge.
+    token_ids = torch.arange(TOKENS, device=device) * 37 % site.in_width
+    edges = torch.tensor([0, 63, 64, 127, 128, 255, 256, site.in_width - 1])
+    token_ids[17 : 17 + len(edges)] = edges.to(device)
+    expected, before = out.clone(), out.clone()
+    bridge = reference.look_up(token_ids, scene.pages, scene.tables, site, tiles, dtype)
+    reference.expand(expected, bridge, scene.pages, scene.tables, site, tiles)
+    step = kernels.prepare_lora(tiles, scene.tables)
+    kernels.expand(out, kernels.look_up(token_ids, scene.pages, site, step, dtype), scene.pages, site, step)
+    check_close(out, expected, units=1, size=2)
+    assert torch.equal(out[7:10], before[7:10]) and torch.equal(out[30], before[30])
+    assert not torch.equal(out[10:17], before[10:17]), (
+        "the adapter of this tile has rank 128 here and little elsewhere"
+    )
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_an_adapted_head_matches_the_twin(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
+    scene = build(dtype, device)
+    site, tiles = scene.shape.head_site, build_tiles(RUNS, scene.tables)
+    x, out = make_inputs(scene, site)
+    expected = out.clone()
+    run_twin(scene, tiles, x, expected, site)
+    run_group(kernels, scene, tiles, x, out, site)
+    check_close(out, expected, units=1, size=2)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_rows_longer_than_a_page_and_wide_splits_match_the_twin(
     kernels: Kernels, device: str, dtype: torch.dtype

@@ -8,6 +8,7 @@ from slora.engine import Engine
 from slora.engine_config import EngineConfig
 from slora.model_spec import read_model_spec
 from slora.request import EngineRequest, FinishReason, StepOutput, TokenLogprobs
+from slora_adapters.limits import AdapterLimits
 from slora_adapters.source import AdapterSource, DirectorySource
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import KERNELS
@@ -42,7 +43,8 @@ class Answer:
 
 def make_source(kit: ModelKit, dtype: str = "float32") -> tuple[DirectorySource, dict[str, AdapterVersion]]:
     """A source that loads at once, and the versions of the kit's adapters by kind."""
-    source = DirectorySource(read_model_spec(kit.directory).shape(dtype), dtype, num_threads=0)
+    limits = AdapterLimits(served_dtype=dtype, base_directory=kit.directory)
+    source = DirectorySource(read_model_spec(kit.directory).shape(dtype), dtype, limits, num_threads=0)
     return source, {kind: source.add(path) for kind, path in kit.adapters.items()}
 
 

@@ -2,6 +2,8 @@
 
 Two float32 programs that add in different orders may disagree where two tokens are all but equally likely. Equal
 therefore means: the same token, or a margin between the judge's two best below `MARGIN`; the excused are counted.
+Where our log-probabilities are at hand they must be the judge's, too: they tell what changes scores but no order, and
+what is too small for a token to show.
 """
 
 from collections.abc import Sequence
@@ -17,24 +19,39 @@ from tests.support.peft_adapters import quiet_peft
 
 MARGIN = 1e-4
 MOST_EXCUSED = 1e-3
+LOGPROB_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """positions: tokens judged. excused: they differ from the judge's, who was undecided. wrong: what remains."""
+    """positions: tokens judged. excused: they differ from the judge's, who was undecided. wrong: what remains.
+
+    logprob_error: the farthest that one of our log-probabilities is from the judge's.
+    """
 
     positions: int = 0
     excused: int = 0
     wrong: int = 0
+    logprob_error: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.positions} tokens, {self.excused} excused, {self.wrong} wrong, "
+            f"log-probabilities off by {self.logprob_error:.1e} at most"
+        )
 
     def __add__(self, other: "Verdict") -> "Verdict":
         return Verdict(
-            self.positions + other.positions, self.excused + other.excused, self.wrong + other.wrong
+            self.positions + other.positions,
+            self.excused + other.excused,
+            self.wrong + other.wrong,
+            max(self.logprob_error, other.logprob_error),
         )
 
     @property
     def equal(self) -> bool:
-        return self.wrong == 0 and self.excused <= MOST_EXCUSED * self.positions
+        few_excused = self.excused <= MOST_EXCUSED * self.positions
+        return self.wrong == 0 and few_excused and self.logprob_error < LOGPROB_TOLERANCE
 
 
 class Oracle:
@@ -44,7 +61,7 @@ class Oracle:
         self, directory: Path, adapters: dict[str, Path], dtype: torch.dtype = torch.float32
     ) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
-        rope = self._model.config.rope_parameters
+        rope = self._model.config.get_text_config().rope_parameters
         self._rope_switch: int | None = (
             rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
         )
@@ -81,11 +98,24 @@ class Oracle:
             logits = torch.cat((short, logits[self._rope_switch :]))
         return logits[len(prompt) - 1 : -1]
 
-    def judge(self, prompt: Sequence[int], answer: Sequence[int], adapter: str | None) -> Verdict:
-        best, tokens = self.answer_logits(prompt, answer, adapter).topk(2, dim=-1)
-        differs = tokens[:, 0] != torch.tensor(list(answer))
+    def judge(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        adapter: str | None,
+        logprobs: Sequence[float] | None = None,
+    ) -> Verdict:
+        """logprobs: ours, of the answer's tokens."""
+        logits, tokens = self.answer_logits(prompt, answer, adapter), torch.tensor(list(answer))
+        best, chosen = logits.topk(2, dim=-1)
+        differs = chosen[:, 0] != tokens
         undecided = best[:, 0] - best[:, 1] < MARGIN
-        return Verdict(len(answer), int((differs & undecided).sum()), int((differs & ~undecided).sum()))
+        error = 0.0
+        if logprobs is not None:
+            theirs = logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
+            error = (theirs - torch.tensor(list(logprobs))).abs().max().item()
+        wrong = int((differs & ~undecided).sum())
+        return Verdict(len(answer), int((differs & undecided).sum()), wrong, error)
 
     def _load(self, name: str, path: Path) -> None:
         with quiet_peft():

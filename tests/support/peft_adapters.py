@@ -42,11 +42,34 @@ FUSED_KINDS: dict[str, dict[str, object]] = {
     "some_layers": {**KINDS["some_layers"], "target_modules": ["qkv_proj", "gate_up_proj"]},
 }
 
+# Those that reach the embedding and the output head.
+EMBEDDING_KINDS: dict[str, dict[str, object]] = {
+    "embedding": {"r": 6, "lora_alpha": 12, "target_modules": ["embed_tokens"]},
+    "head": {"r": 3, "lora_alpha": 4, "target_modules": ["lm_head"], "use_rslora": True},
+    "both_and_linears": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": r".*(embed_tokens|lm_head|q_proj|down_proj)",
+        "rank_pattern": {"embed_tokens": 9, "lm_head": 17},
+        "alpha_pattern": {"model.embed_tokens": 5},
+    },
+    # A name in full is taken, whatever the layers are; a suffix of what is in no layer is not.
+    "full_names_pass_the_layer_filter": {
+        "target_modules": ["lm_head", "embed_tokens", "v_proj"],
+        "layers_to_transform": [1],
+    },
+}
+
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
     with warnings.catch_warnings():  # PEFT 0.21 reads an attribute that transformers 5.2x renamed
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        # What it does about embeddings is just what is to be tested.
+        warnings.filterwarnings("ignore", "Setting `save_embedding_layers` to `True`", UserWarning)
+        warnings.filterwarnings(
+            "ignore", "Model has `tie_word_embeddings=True` and a tied layer", UserWarning
+        )
         yield
 
 
@@ -69,5 +92,6 @@ def make_adapter(
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=random) * std)
                 parameter.data = parameter.data.to(dtype)
-    model.save_pretrained(directory)
+    with quiet_peft():
+        model.save_pretrained(directory)
     return model

@@ -10,6 +10,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -69,6 +70,14 @@ _FAMILIES = {
     "phi3": Phi3Config,
     "gemma2": Gemma2Config,
     "gemma3_text": Gemma3TextConfig,
+}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
 }
 
 # By name, the family and the fields of its config.
@@ -137,9 +146,9 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
             "intermediate_size": 88,
             "head_dim": 20,
             "sliding_window": 18,
-            "query_pre_attn_scalar": 9,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 3,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 2.0,
         },
     ),
     "gemma3_text": (
@@ -150,7 +159,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
             "head_dim": 24,
             "sliding_window": 13,
             "layer_types": [_SLIDING, _FULL, _SLIDING],
-            "query_pre_attn_scalar": 10,
+            "query_pre_attn_scalar": 3,
             "rope_parameters": {
                 _FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
                 _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
@@ -160,9 +169,16 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
+# The same model as the text part of one that sees images: what its name ends with.
+SEEING = "_seeing"
+
+
 def make_config(name: str, **changes: object) -> PreTrainedConfig:
     """`changes`: fields of the config."""
-    family, fields = MODELS[name]
+    family, fields = MODELS[name.removesuffix(SEEING)]
+    if name.endswith(SEEING):
+        text = {**_COMMON, **fields, **changes}
+        return Gemma3Config(text_config=text, vision_config=_VISION, mm_tokens_per_image=4)
     return _FAMILIES[family](**{**_COMMON, **fields, **changes})
 
 
@@ -175,7 +191,10 @@ def make_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
             # Gemma stores how far a norm's weight is from one.
             is_norm = parameter_name.endswith("norm.weight") and not name.startswith("gemma")
             centre = 1.0 if is_norm else 0.0
-            parameter.copy_(torch.randn(parameter.shape, generator=random) * _STD + centre)
+            # Gemma's embeddings are scaled up: as wide as others, a token would only ever call for itself.
+            narrow = name.startswith("gemma") and "embed_tokens" in parameter_name
+            std = _STD / 2 if narrow else _STD
+            parameter.copy_(torch.randn(parameter.shape, generator=random) * std + centre)
     return model
 
 

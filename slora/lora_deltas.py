@@ -1,0 +1,29 @@
+"""What adapters add to the base's outputs, site by site: called by whoever computes the base."""
+
+from torch import Tensor
+
+from slora.page_memory import PageMemory
+from slora_kernels.batch import LoraTiles
+from slora_kernels.layout import LoraSite
+from slora_kernels.ops import Kernels
+
+
+class LoraDeltas:
+    """For rows that are cut into `tiles`; with None nothing is added to any of them."""
+
+    def __init__(self, tiles: LoraTiles | None, memory: PageMemory, kernels: Kernels) -> None:
+        self._pages = memory.pages
+        self._kernels = kernels
+        self._step = kernels.prepare_lora(tiles, memory.tables) if tiles is not None else None
+
+    def add(self, out: Tensor, x: Tensor, site: LoraSite) -> None:
+        """out [T, sum(site.widths)] += scale * (x A^T) B^T, with x [T, site.in_width] what the site's linears read."""
+        if self._step is not None:
+            bridge = self._kernels.shrink(x, self._pages, site, self._step)
+            self._kernels.expand(out, bridge, self._pages, site, self._step)
+
+    def add_embedding(self, out: Tensor, token_ids: Tensor, site: LoraSite) -> None:
+        """out [T, H] += scale * (columns of A for token_ids [T])^T B^T. Before a model scales its embeddings."""
+        if self._step is not None:
+            bridge = self._kernels.look_up(token_ids, self._pages, site, self._step, out.dtype)
+            self._kernels.expand(out, bridge, self._pages, site, self._step)

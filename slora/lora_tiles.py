@@ -1,0 +1,69 @@
+"""The LoRA work of a step as tiles: runs of rows that share an adapter and its weight, cut to what kernels take.
+
+The embedding and all linears see every token of the step, the output head only the rows that sample; whoever adapts
+neither embedding nor head costs nothing there. Knows no tensor: `StepBatch` uploads the tiles.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from slora.step_plan import Chunk
+from slora_kernels.layout import LoraReach
+
+
+class Tile(NamedTuple):
+    slot: int
+    first_row: int
+    num_rows: int
+    weight: float
+
+
+def cut_token_tiles(chunks: Sequence[Chunk], tile_rows: int) -> list[Tile]:
+    """Over the step's tokens."""
+    return list(_cut([(_adapter(chunk), chunk.num_tokens) for chunk in chunks], tile_rows))
+
+
+def cut_head_tiles(chunks: Sequence[Chunk], tile_rows: int) -> list[Tile]:
+    """Over the rows that sample, of those adapters that reach the head."""
+    runs = [(_adapter(c) if _reach(c).head else None, len(c.draws)) for c in chunks if c.draws]
+    return list(_cut(runs, tile_rows))
+
+
+def cut_rows(adapter: tuple[int, float], num_rows: int, tile_rows: int) -> list[Tile]:
+    """Over rows that all belong to one slot and weight."""
+    return list(_cut([(adapter, num_rows)], tile_rows))
+
+
+def join_reaches(chunks: Sequence[Chunk]) -> LoraReach:
+    """What the adapters of the step reach, all together."""
+    reaches = [_reach(chunk) for chunk in chunks]
+    return LoraReach(
+        max((reach.max_group_rank for reach in reaches), default=0),
+        embedding=any(reach.embedding for reach in reaches),
+        head=any(reach.head for reach in reaches),
+    )
+
+
+_NOWHERE = LoraReach(0, embedding=False, head=False)
+
+
+def _reach(chunk: Chunk) -> LoraReach:
+    resident = chunk.sequence.resident
+    return resident.reach if resident is not None and chunk.slot is not None else _NOWHERE
+
+
+def _adapter(chunk: Chunk) -> tuple[int, float] | None:
+    return None if chunk.slot is None else (chunk.slot, chunk.sequence.request.adapter_weight)
+
+
+def _cut(runs: Sequence[tuple[tuple[int, float] | None, int]], tile_rows: int) -> Iterator[Tile]:
+    """Runs come ordered by adapter and weight; rows of the base, None, are in no tile."""
+    first = 0
+    for adapter, members in groupby(runs, lambda run: run[0]):
+        end = first + sum(rows for _, rows in members)
+        if adapter is not None:
+            slot, weight = adapter
+            for row in range(first, end, tile_rows):
+                yield Tile(slot, row, min(tile_rows, end - row), weight)
+        first = end
