@@ -1,4 +1,4 @@
-"""`slora adapter verify`: the comparison of `verification.py` on the command line, as a table or as JSON.
+"""`slora adapter verify`: the comparison of `verifier.py` on the command line, as a table or as JSON.
 
 Exit code 0: served as peft means it; 1: not; 2: it cannot be served, or not be compared, and every reason is printed.
 """
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from slora.errors import ConfigError, NotComparable, RequestRefused
-from slora.verification import ModuleCheck, Question, Verification, verify_adapter
+from slora.verification import ModuleCheck, Verification
+from slora.verifier import Question, verify_adapter
 from slora_adapters.errors import AdapterError, AdapterInvalid, Reason
 
 __all__ = ["verify"]

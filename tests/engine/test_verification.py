@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 
 from slora import LoraAdapter
 from slora.peft_oracle import PeftOracle
-from slora.verification import TOLERANCES, Question, Verification, verify_adapter
+from slora.verification import TOLERANCES, Verification
+from slora.verifier import Question, verify_adapter
 from slora_api.cli import main
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS, make_adapter
