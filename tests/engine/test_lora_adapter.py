@@ -17,7 +17,7 @@ from slora_adapters.errors import AdapterInvalid
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
-from tests.support.peft_adapters import KINDS, make_adapter
+from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS, make_adapter
 from tests.support.tiny_models import VOCAB_SIZE, make_model
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -26,7 +26,8 @@ PROMPT = [5, 6, 7]
 
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
-    kinds = {kind: KINDS[kind] for kind in ("odd_rank", "patterns")}
+    kinds = {"odd_rank": KINDS["odd_rank"], "patterns": KINDS["patterns"]}
+    kinds["both_and_linears"] = EMBEDDING_KINDS["both_and_linears"]
     return make_kit(tmp_path_factory.mktemp("lora_adapter"), "llama", kinds)
 
 
@@ -125,7 +126,7 @@ def test_each_request_weighs_its_adapter_as_it_says(
         verdict += judge.judge(prompt, answer.token_ids, kind)
     report(f"parity at several weights with {kernels} kernels: {verdict}")
     assert verdict.equal, verdict
-    assert llm.stats().resident_adapters == llm.stats().adapter_loads == 2
+    assert llm.stats().resident_adapters == llm.stats().adapter_loads == len(kit.adapters)
     llm.check()
 
 
