@@ -9,6 +9,7 @@ import secrets
 from slora.engine_config import EngineConfig
 from slora.engine_info import EngineInfo, EngineStats
 from slora.errors import ContextTooLong, RequestFailed, RequestRefused
+from slora.kv_footprint import KVFootprint
 from slora.model_spec import ModelSpec
 from slora.page_pool import PagePool
 from slora.request import EngineRequest, StepOutput
@@ -32,7 +33,13 @@ class Engine:
         self._pool = PagePool(num_pages)
         self._residency = Residency(self._pool, self._runner.num_slots)
         budget = config.token_budget(self._runner.device.type)
-        limits = SchedulerLimits(config.max_num_seqs, budget, self._runner.full_page_bytes)
+        limits = SchedulerLimits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=budget,
+            full_page_bytes=self._runner.full_page_bytes,
+            footprint=KVFootprint(config.block_tokens, model.window),
+            rope_switch=model.rope_switch,
+        )
         self._scheduler = Scheduler(limits, self._pool, self._residency, source)
         self._num_steps = self._prompt_tokens = self._generated_tokens = 0
         self.info = EngineInfo(

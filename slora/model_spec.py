@@ -75,6 +75,12 @@ class ModelSpec:
     def vocab_size(self) -> int:
         return self.sizes.vocab_size
 
+    @property
+    def window(self) -> int | None:
+        """The most tokens that a token sees in any layer, itself included; None if a layer has no window."""
+        windows = [window for window in self.window_of_layer if window is not None]
+        return max(windows) if windows and len(windows) == len(self.window_of_layer) else None
+
     def shape(self, dtype: str) -> ModelShape:
         """The sizes that decide page and adapter layout when the model runs in `dtype`."""
         return replace(self.sizes, element_bytes=ELEMENT_BYTES[dtype])

@@ -7,6 +7,7 @@ from slora.checkpoint import Checkpoint
 from slora.decoder import Decoder
 from slora.engine_config import EngineConfig, free_ram_bytes
 from slora.errors import ConfigError
+from slora.kv_footprint import KVFootprint
 from slora.lora_deltas import LoraDeltas
 from slora.model_config import ModelConfig
 from slora.model_spec import ModelSpec
@@ -41,6 +42,8 @@ class Runner:
         self.kernels = _kernels(config.kernels, self.device)
         _check_positions(config, model)
         wanted_len = config.max_model_len or model.max_positions
+        # Where longrope's long factors begin in the decoder's table: behind the short ones of each position.
+        self._long_rows = wanted_len
         if model.decoder is None:
             raise ConfigError(f"model_type is {model.family!r}, which this version can't compute")
         reader = _open_weights(config, model.decoder, dtype, self.device)
@@ -69,7 +72,7 @@ class Runner:
             self._sampling.write(sequence.row, sequence)
         if not plan.chunks:
             return []
-        batch = StepBatch.build(plan, self.memory, self.kernels.tile_tokens)
+        batch = StepBatch.build(plan, self.memory, self.kernels.tile_tokens, self._long_rows)
         hidden = self._decoder.forward(batch, self.memory, self.kernels)
         num_draws = len(batch.sampling)
         score_prompts(hidden[num_draws:], batch.prompts, self._score)
@@ -115,12 +118,16 @@ class Runner:
         """Raises ConfigError if the length asked for does not fit the pool; an implied one is cut to it."""
         room = len(self.memory.pages) * config.block_tokens
         wanted = config.max_model_len
-        if wanted is not None and wanted > room:
+        longest = wanted or self.model.max_positions
+        footprint = KVFootprint(config.block_tokens, self.model.window)
+        if footprint.pages(longest) <= len(self.memory.pages):
+            return longest
+        if wanted is not None:
             raise ConfigError(
                 f"max_model_len is {wanted}, but the pool holds {room} tokens; raise pool_bytes to "
                 f"{-(-wanted // config.block_tokens) * self.full_page_bytes} or lower max_model_len"
             )
-        return wanted or min(self.model.max_positions, room)
+        return room
 
     def _try_step(self, num_tokens: int, num_rows: int) -> None:
         """Runs the largest step once on scratch pages: compiles kernels and shows what activations take.

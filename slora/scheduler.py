@@ -11,6 +11,8 @@ A request of several choices runs as one sequence, in as many places of `max_num
 prompt is computed. Then it forks: the choices share its pages, and each goes its own way from there. One that is
 preempted gives up its references only, and comes back alone.
 
+Where every layer has a window, a sequence gives back the blocks that no token to come looks back on.
+
 Plain Python, deterministic given its inputs. Knows no tensor, no clock, no socket.
 """
 
@@ -19,6 +21,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from slora.errors import AdapterFetchFailed, ContextTooLong, RequestFailed
+from slora.kv_footprint import KVFootprint
 from slora.page_pool import PagePool
 from slora.request import FinishReason, StepOutput, TokenDelta
 from slora.residency import Residency, Resident
@@ -33,12 +36,15 @@ from slora_adapters.version import AdapterVersion
 class SchedulerLimits:
     """full_page_bytes: of one page over all layers. max_num_seqs <= max_num_batched_tokens, so every decode fits.
 
-    No request may have more choices than max_num_seqs.
+    No request may have more choices than max_num_seqs. rope_switch: a sequence of more tokens than that is rotated with
+    longrope's long factors, from its first token on.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     full_page_bytes: int
+    footprint: KVFootprint
+    rope_switch: int | None = None
 
 
 class Scheduler:
@@ -146,7 +152,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Proves that no page is lost and every reference has its owner."""
-        held = [page for seq in self._running for page in seq.blocks.pages.tolist()]
+        held = [page for seq in self._running for page in seq.blocks.held]
         self._pool.check([*held, *self._residency.held_pages()], self._residency.cached_pages())
         users: dict[AdapterVersion, int] = defaultdict(int)
         for seq in self._running:
@@ -229,16 +235,21 @@ class Scheduler:
 
     def _fit(self, sequence: Sequence, adapter_pages: int) -> None:
         """Raises ContextTooLong unless both fit an otherwise empty pool; an open-ended request is cut to what does."""
-        room_tokens = (self._pool.num_pages - adapter_pages) * sequence.blocks.block_tokens
-        if sequence.request.sampling.max_tokens is None:
+        footprint, room = self._limits.footprint, self._pool.num_pages - adapter_pages
+        open_ended = sequence.request.sampling.max_tokens is None
+        if open_ended and footprint.chunk_tokens(sequence.num_tokens_at_most, room) < 1:
+            room_tokens = room * footprint.block_tokens
             sequence.max_tokens = min(sequence.max_tokens, max(1, room_tokens - sequence.num_prompt + 1))
-        if sequence.num_tokens_at_most > room_tokens:
-            raise _never_fits(sequence, adapter_pages, self._pool.num_pages)
+        sequence.chunk_limit = footprint.chunk_tokens(sequence.num_tokens_at_most, room)
+        if sequence.chunk_limit < 1:
+            kv_pages = footprint.pages(sequence.num_tokens_at_most)
+            raise _never_fits(sequence.num_tokens_at_most, kv_pages, adapter_pages, self._pool.num_pages)
 
     # -- running ------------------------------------------------------------------------------------------------
 
     def _continue_running(self, plan: StepPlan, budget: int) -> int:
         """Plans the next tokens of running sequences, oldest first; returns the budget left."""
+        self._switch_ropes()
         # A prefill chunk leaves one token for every sequence that decodes, so a long prompt never stalls others.
         reserved = sum(1 for seq in self._running if seq.num_uncomputed == 1)
         position = 0
@@ -246,7 +257,7 @@ class Scheduler:
             sequence = self._running[position]
             if sequence.num_uncomputed == 1:
                 reserved -= 1
-            num_tokens = min(sequence.num_uncomputed, budget - reserved)
+            num_tokens = min(sequence.num_uncomputed, sequence.chunk_limit, budget - reserved)
             position += 1
             if num_tokens <= 0:
                 continue
@@ -256,10 +267,23 @@ class Scheduler:
             budget -= num_tokens
         return budget
 
+    def _switch_ropes(self) -> None:
+        """Those that have grown long begin again: keys of one set of factors don't go with queries of the other."""
+        for sequence in self._running:
+            if not sequence.is_long and self._grew_long(sequence):
+                sequence.is_long = True
+                sequence.blocks.release(self._pool)
+                sequence.num_computed = 0
+
+    def _grew_long(self, sequence: Sequence) -> bool:
+        switch = self._limits.rope_switch
+        return switch is not None and len(sequence.token_ids) > switch
+
     def _grow(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Gets the pages for the next `num_tokens` tokens, from newer sequences if need be, and a copy of the page
         they begin in if others read it. False: it was preempted itself."""
         blocks, start = sequence.blocks, sequence.num_computed
+        blocks.free_before(self._limits.footprint.first_token_seen(start), self._pool)
         missing = blocks.pages_missing(start + num_tokens)
         # Asked anew each time round: when another choice gives way, the page may be left to this one.
         while not self._residency.make_room(missing + blocks.must_copy(start, self._pool)):
@@ -308,7 +332,7 @@ class Scheduler:
                 self._leave_ready(sequence)
                 self._enqueue(sequence)
                 continue
-            num_tokens = min(sequence.num_uncomputed, budget)
+            num_tokens = min(sequence.num_uncomputed, sequence.chunk_limit, budget)
             if sequence.num_choices > places or not self._start(sequence, num_tokens, plan):
                 break
             budget -= num_tokens
@@ -337,6 +361,7 @@ class Scheduler:
         elif packed is not None and version is not None:
             resident = self._load(version, packed, adapter_pages, plan)
         sequence.resident = resident
+        sequence.is_long = self._grew_long(sequence)
         sequence.blocks.extend(self._pool.allocate(kv_pages))
         heapq.heappop(self._ready)
         self._run(sequence)
@@ -467,10 +492,9 @@ def _by_slot(chunk: Chunk) -> tuple[int, float, int]:
     return (slot, chunk.sequence.request.adapter_weight, chunk.sequence.arrival)
 
 
-def _never_fits(sequence: Sequence, adapter_pages: int, pool_pages: int) -> ContextTooLong:
-    kv_pages = -(-sequence.num_tokens_at_most // sequence.blocks.block_tokens)
+def _never_fits(num_tokens: int, kv_pages: int, adapter_pages: int, pool_pages: int) -> ContextTooLong:
     return ContextTooLong(
-        f"this request needs {kv_pages} pages for {sequence.num_tokens_at_most} tokens and {adapter_pages} for its "
+        f"this request needs {kv_pages} pages for {num_tokens} tokens and {adapter_pages} for its "
         f"adapter, but the pool has {pool_pages} (pool_bytes); ask for fewer tokens",
         "max_tokens",
     )

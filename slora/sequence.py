@@ -24,14 +24,17 @@ class Sequence:
     """`max_tokens` is the request's, or what context and pool leave where it named none.
 
     index: which choice of the request it is. num_choices: how many it becomes when its prompt is computed; 1 after
-    that, and for those that came out of it.
+    that, and for those that came out of it. chunk_limit: the most tokens that may be computed of it at a time, for its
+    pages to fit the pool. is_long: its KV is rotated with the long factors of a model that has two sets (longrope).
     """
 
     __slots__ = (
         "arrival",
         "blocks",
+        "chunk_limit",
         "done",
         "index",
+        "is_long",
         "max_tokens",
         "num_choices",
         "num_computed",
@@ -62,6 +65,8 @@ class Sequence:
         self.blocks = BlockTable(block_tokens)
         self.resident: Resident | None = None
         self.row = 0
+        self.chunk_limit = len(self.token_ids)
+        self.is_long = False
         wanted = request.sampling.prompt_logprobs is not None
         # Nothing comes before the first token that could tell how likely it is.
         self.scores: list[TokenLogprobs | None] = [None] if wanted else []
@@ -78,6 +83,7 @@ class Sequence:
         seed = choice_seed(self.seed, index)
         choice = Sequence(self.request, self.max_tokens, self.stop_ids, seed, block_tokens)
         choice.arrival, choice.index, choice.num_choices = self.arrival, index, 1
+        choice.chunk_limit, choice.is_long = self.chunk_limit, self.is_long
         choice.scores, choice.num_scored = [], self.num_prompt
         return choice
 

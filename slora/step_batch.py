@@ -41,8 +41,11 @@ class StepBatch:
     prompts: list[PromptRows]
 
     @staticmethod
-    def build(plan: StepPlan, memory: PageMemory, tile_tokens: int) -> "StepBatch":
-        """Raises RuntimeError if a chunk was planned for an adapter that has since left its slot."""
+    def build(plan: StepPlan, memory: PageMemory, tile_tokens: int, long_rows: int = 0) -> "StepBatch":
+        """Raises RuntimeError if a chunk was planned for an adapter that has since left its slot.
+
+        long_rows: the row of the rotary table at which the positions of long sequences begin.
+        """
         chunks = plan.chunks
         for chunk in chunks:
             if chunk.slot is not None and not memory.holds(chunk.slot, chunk.generation or 0):
@@ -65,7 +68,7 @@ class StepBatch:
         rows.extend(token for asked in prompts for token in asked.tokens)
         arrays: list[IntArray | npt.NDArray[np.float32]] = [
             _token_ids(chunks, int(starts[-1])),
-            positions,
+            _rotary_rows(chunks, positions, counts, long_rows),
             _kv_slots(positions, counts, block_tables, memory.geometry.block_tokens),
             np.array(rows, np.int64),
             starts,
@@ -108,6 +111,14 @@ def _token_ids(chunks: list[Chunk], num_tokens: int) -> IntArray:
         else:
             ids[first:end] = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
     return ids
+
+
+def _rotary_rows(chunks: list[Chunk], positions: IntArray, counts: IntArray, long_rows: int) -> IntArray:
+    if not any(chunk.sequence.is_long for chunk in chunks):
+        return positions
+    offsets = np.array([long_rows * chunk.sequence.is_long for chunk in chunks], np.int64)
+    rows: IntArray = positions + np.repeat(offsets, counts)
+    return rows
 
 
 def _block_tables(chunks: list[Chunk]) -> IntArray:

@@ -73,7 +73,7 @@ class AttentionBatch:
     included.
     block_tables: int32 [B, max_blocks] page ids; entries past a sequence's context, and those wholly behind the
     window of every token of its chunk, are valid ids whose pages are anybody's.
-    positions: int64 [T], position of each token in its sequence.
+    positions: int64 [T], position of each token in its sequence, or the row of the rotary table that stands for it.
     kv_slots: int64 [T], page_id * block_tokens + offset: where the token's K and V go.
     max_query: greatest number of query tokens of a sequence; max_context: greatest context length.
 

@@ -19,17 +19,26 @@ SMALL, LARGE = VERSIONS[0], VERSIONS[3]
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests of one or more choices come and go in any order, adapters arrive late or never, steps break; pages are
-    short."""
+    short; some models have windows or two sets of rotary factors."""
 
     @initialize(
         num_pages=st.integers(2, 12),
         num_slots=st.integers(1, 4),
         max_num_seqs=st.integers(1, 5),
         spare_budget=st.integers(0, 9),
+        window=st.none() | st.integers(1, 10),
+        rope_switch=st.none() | st.integers(1, 16),
         random=st.randoms(use_true_random=False),
     )
     def start(
-        self, num_pages: int, num_slots: int, max_num_seqs: int, spare_budget: int, random: Random
+        self,
+        num_pages: int,
+        num_slots: int,
+        max_num_seqs: int,
+        spare_budget: int,
+        window: int | None,
+        rope_switch: int | None,
+        random: Random,
     ) -> None:
         self.bench = SchedulerBench(
             PAGES,
@@ -37,6 +46,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_slots=num_slots,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + spare_budget,
+            window=window,
+            rope_switch=rope_switch,
             choose=self._choose,
         )
         self.random = random
@@ -440,3 +451,73 @@ def test_a_request_waits_for_as_many_places_as_it_has_choices_and_nobody_overtak
         for chunk in bench.last_plan.chunks:
             started.setdefault(chunk.sequence.request.request_id, number)
     assert started == {"first": 0, "four": 3, "last": 5}
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [(1, 80), (80, 1), (30, 50)])
+@pytest.mark.parametrize("budget", [2, 7, 16])
+def test_a_sequence_of_ten_windows_holds_no_more_than_one_and_its_chunk(
+    budget: int, prompt: int, max_tokens: int
+) -> None:
+    bench = SchedulerBench(PAGES, num_pages=40, max_num_seqs=2, max_num_batched_tokens=budget, window=8)
+    bench.add("long", prompt=prompt, max_tokens=max_tokens)
+    most = 0
+    while bench.scheduler.num_running + bench.scheduler.num_waiting:
+        bench.step()
+        chunks = bench.last_plan.chunks
+        most = max(most, *(len(chunk.sequence.blocks.held) for chunk in chunks))
+        for chunk in chunks:
+            assert len(chunk.sequence.blocks.held) <= 8 // 4 + -(-chunk.num_tokens // 4) + 1
+    assert prompt > 1 or most == 3, "one by one, 8 tokens touch three blocks of 4 at most"
+
+
+def test_a_sequence_longer_than_the_pool_runs_if_its_window_fits() -> None:
+    """5 pages are 20 tokens, of which a window of 9 leaves 8 for a chunk at most: 9 - 1 + 9 may touch 5 blocks."""
+    bench = SchedulerBench(PAGES, num_pages=5, max_num_batched_tokens=16, window=9)
+    bench.add("long", prompt=50, max_tokens=50)
+    outputs = list(bench.run_to_end(100))
+    assert len(outputs) == 50 and bench.scheduler.num_preemptions == 0
+    bench = SchedulerBench(PAGES, num_pages=5, window=9)
+    bench.add("beside its adapter", prompt=50, max_tokens=5, adapter=VERSIONS[2])
+    bench.add("neighbour", prompt=30, max_tokens=5)
+    assert all(output.error is None for output in bench.run_to_end(200))
+
+
+def test_a_sequence_whose_window_does_not_fit_is_refused_and_an_open_ended_one_is_cut() -> None:
+    bench = SchedulerBench(PAGES, num_pages=4, window=14)
+    with pytest.raises(ContextTooLong, match="5 pages for 99 tokens"):
+        bench.add("long", prompt=50, max_tokens=50)
+    bench.add("open", prompt=6, max_tokens=None)
+    assert len(list(bench.run_to_end(50))) == 16 - 6 + 1
+    bench = SchedulerBench(PAGES, num_pages=5, window=14)
+    bench.add("open", prompt=6, max_tokens=None)
+    assert len(list(bench.run_to_end(100))) == 64
+
+
+def test_choices_give_back_what_is_behind_their_own_windows() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20, window=6)
+    bench.add("a", prompt=16, max_tokens=12, n=3)
+    bench.step()
+    assert bench.pool.num_held == 4
+    bench.step()  # two blocks are behind the window of token 16; each choice needs one of its own
+    assert bench.pool.num_held == 4 - 2 + 3
+    assert len(list(bench.run_to_end(20))) == 3 * 10
+    assert bench.num_copies == 0
+
+
+def test_a_sequence_that_grows_long_is_computed_again_from_its_first_token() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20, max_num_batched_tokens=8, rope_switch=10)
+    bench.add("a", prompt=9, max_tokens=6, n=2)
+    starts: list[list[tuple[int, int]]] = []
+    while bench.scheduler.num_running + bench.scheduler.num_waiting:
+        bench.step()
+        starts.append([(chunk.start, chunk.num_tokens) for chunk in bench.last_plan.chunks])
+    # Both have 11 tokens after the third step: the older one is computed anew first, in chunks of what is left.
+    assert starts[:4] == [[(0, 8)], [(8, 1)], [(9, 1), (9, 1)], [(0, 8)]]
+    assert sum(count for step in starts for _, count in step) == 9 + 2 + 2 * (11 + 3)
+    assert bench.pool.num_held == 0
+
+
+def test_a_prompt_that_is_long_from_the_start_is_computed_once() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20, max_num_batched_tokens=8, rope_switch=10)
+    bench.add("a", prompt=17, max_tokens=2)
+    assert len(list(bench.run_to_end(5))) == 2

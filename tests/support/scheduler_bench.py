@@ -2,13 +2,14 @@
 
 Each KV place holds the mark that was written last, a new one for each token computed; each adapter page the (version,
 part) that was loaded. A chunk may run only if it finds all marks of its sequence, those that it was forked with
-included. So a shared page that is written to, or a plan that reads what was never computed, fails the step that does
-it.
+included, up to where its window begins. So a shared page that is written to, a block that is given back too soon, or a
+plan that reads what was never computed fails the step that does it.
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 
+from slora.kv_footprint import KVFootprint
 from slora.page_pool import PagePool
 from slora.request import EngineRequest, StepOutput
 from slora.residency import Residency
@@ -38,9 +39,14 @@ class SchedulerBench:
         num_slots: int = 8,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 16,
+        window: int | None = None,
+        rope_switch: int | None = None,
         choose: Callable[[Sequence], int | None] = lambda sequence: 1,
     ) -> None:
-        self.limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, FULL_PAGE_BYTES)
+        self.footprint = KVFootprint(BLOCK_TOKENS, window)
+        self.limits = SchedulerLimits(
+            max_num_seqs, max_num_batched_tokens, FULL_PAGE_BYTES, self.footprint, rope_switch
+        )
         self.pool = PagePool(num_pages)
         self.residency = Residency(self.pool, num_slots)
         self.source = ScriptedSource(adapters)
@@ -49,6 +55,7 @@ class SchedulerBench:
         self._choose = choose
         self.num_copies = 0
         self._marks = itertools.count()
+        self._long_marks: set[int] = set()  # of tokens that were rotated with the long factors
         self._kv: dict[tuple[int, int], int] = {}
         self._written: dict[tuple[str, int], list[int]] = {}  # by choice: the mark of each of its tokens
         self._adapter_pages: dict[int, tuple[AdapterVersion, int]] = {}
@@ -146,7 +153,12 @@ class SchedulerBench:
         marks[chunk.start :] = [next(self._marks) for _ in range(chunk.num_tokens)]
         self._write({page for page, _ in places[chunk.start :]}, keep_kv=True)
         self._kv |= dict(zip(places[chunk.start :], marks[chunk.start :], strict=True))
-        assert [self._kv.get(place) for place in places] == marks, "KV was lost or overwritten"
+        if chunk.sequence.is_long:
+            self._long_marks.update(marks[chunk.start :])
+        seen = self.footprint.first_token_seen(chunk.start)
+        assert [self._kv.get(place) for place in places[seen:]] == marks[seen:], "KV was lost or overwritten"
+        ropes = {mark in self._long_marks for mark in marks[seen:]}
+        assert ropes == {chunk.sequence.is_long}, "KV of one rope was read with the other"
         for sequence in chunk.forks:
             self._written[request_id, sequence.index] = marks.copy()
 
@@ -168,5 +180,10 @@ class SchedulerBench:
         assert chunk.samples == (end == len(sequence.token_ids))
         assert len(chunk.draws) == (sequence.num_choices if chunk.samples else 0)
         assert sequence.blocks.num_pages * BLOCK_TOKENS >= end
+        switch = self.limits.rope_switch
+        assert sequence.is_long == (switch is not None and len(sequence.token_ids) > switch)
+        held, entries = sequence.blocks.held, sequence.blocks.pages.tolist()
+        assert set(entries) == set(held), "an entry is no page of the sequence"
+        assert len(held) <= self.footprint.pages(end, chunk.num_tokens)
         written = sequence.blocks.pages[chunk.start // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)]
         assert not any(self.pool.is_shared(page) for page in written.tolist()), "a shared page is written to"
