@@ -30,11 +30,12 @@ class Choice:
 class Completion:
     """A prompt with its answers, as many as SamplingParams.n; with best_of, the likeliest first.
 
-    text, token_ids, finish_reason and logprobs are the first answer's.
+    text, token_ids, finish_reason and logprobs are the first answer's. prompt_logprobs: None unless asked for.
     """
 
     prompt_token_ids: list[int]
     choices: tuple[Choice, ...]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def text(self) -> str:
@@ -57,7 +58,8 @@ class Completion:
 class CompletionDelta:
     """What is new in answer `choice` to prompt `index`; the last one of each answer has a finish_reason.
 
-    text may lag behind token_ids: it is given once no later token can change it.
+    text may lag behind token_ids: it is given once no later token can change it. prompt_logprobs: of the next tokens of
+    the prompt, in deltas of their own, before the answer.
     """
 
     index: int
@@ -66,6 +68,7 @@ class CompletionDelta:
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     choice: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
 class Answer:
@@ -80,6 +83,7 @@ class Answer:
         self._sampling = request.sampling
         self.request = replace(request, sampling=_with_logprobs(request.sampling))
         sampling = request.sampling
+        self._scores: list[TokenLogprobs | None] = []
         self._choices = [_ChoiceSoFar(tokenizer, sampling) for _ in range(sampling.num_choices)]
 
     @property
@@ -98,7 +102,16 @@ class Answer:
         """Takes the next tokens in. With a finish_reason, no more of that choice may come: the engine is to end it."""
         choice = self._choices[delta.index]
         text = choice.take(delta)
-        return CompletionDelta(self.index, text, delta.token_ids, choice.reason, delta.logprobs, delta.index)
+        self._scores.extend(delta.prompt_logprobs)
+        return CompletionDelta(
+            self.index,
+            text,
+            delta.token_ids,
+            choice.reason,
+            delta.logprobs,
+            delta.index,
+            delta.prompt_logprobs,
+        )
 
     def completion(self) -> Completion:
         kept = self._choices
@@ -106,7 +119,8 @@ class Answer:
             kept = sorted(kept, key=lambda choice: choice.logprob, reverse=True)[: self._sampling.n]
         with_logprobs = self._sampling.logprobs is not None
         choices = tuple(choice.finished(with_logprobs=with_logprobs) for choice in kept)
-        return Completion(self.request.prompt_token_ids, choices)
+        scores = self._scores if self._sampling.prompt_logprobs is not None else None
+        return Completion(self.request.prompt_token_ids, choices, scores)
 
 
 class _ChoiceSoFar:

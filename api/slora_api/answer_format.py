@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slora.request import FinishReason
-from slora_api.text_stream import TextDelta, TokenText
+from slora_api.prompt_echo import ScoredToken, TokenText
+from slora_api.text_stream import TextDelta
 
 __all__ = ["Answer", "AnswerFormat", "ChatFormat", "CompletionFormat", "Usage"]
 
@@ -26,12 +27,14 @@ class Answer:
     tokens: list[TokenText] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     logprob: float = 0.0
+    scores: tuple[tuple[ScoredToken, ...] | None, ...] = ()
 
     def add(self, delta: TextDelta) -> None:
         self.text += delta.text
         self.tokens += delta.tokens
         self.finish_reason = delta.finish_reason
         self.logprob += delta.logprob
+        self.scores += delta.scores
 
 
 @dataclass(slots=True)
@@ -115,7 +118,7 @@ class CompletionFormat:
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
         choices = [
-            self._choice(index, answer.text, answer.tokens, answer.finish_reason)
+            self._choice(index, answer.text, answer.tokens, answer.finish_reason) | _scores_json(answer)
             for index, answer in enumerate(answers)
         ]
         return self._envelope.whole("text_completion", choices) | {"usage": usage.to_json()}
@@ -130,13 +133,16 @@ class CompletionFormat:
         offset, offsets = self._offsets.get(index, 0), []
         for token in tokens:
             offsets.append(offset)
-            offset += len(token.text)
+            offset += token.width
         self._offsets[index] = offset
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             # The chosen token is always among them, likely or not.
-            "top_logprobs": [{**dict(token.top), token.text: token.logprob} for token in tokens],
+            "top_logprobs": [
+                None if token.logprob is None else {**dict(token.top), token.text: token.logprob}
+                for token in tokens
+            ],
             "text_offset": offsets,
         }
 
@@ -174,7 +180,8 @@ class ChatFormat:
             }
             for index, answer in enumerate(answers)
         ]
-        return self._envelope.whole("chat.completion", choices) | {"usage": usage.to_json()}
+        scores = _scores_json(answers[0])
+        return self._envelope.whole("chat.completion", choices) | {"usage": usage.to_json()} | scores
 
     def _delta(
         self, index: int, delta: Json, tokens: Sequence[TokenText], reason: FinishReason | None = None
@@ -194,5 +201,21 @@ class ChatFormat:
         return {"content": content, "refusal": None}
 
 
-def _token_json(text: str, logprob: float) -> Json:
+def _scores_json(answer: Answer) -> Json:
+    """`prompt_logprobs` in vLLM's form, where they were asked for: for each token of the prompt, tokens by id."""
+    if not answer.scores:
+        return {}
+    places = [
+        None
+        if place is None
+        else {
+            str(token.token_id): {"logprob": token.logprob, "rank": token.rank, "decoded_token": token.text}
+            for token in place
+        }
+        for place in answer.scores
+    ]
+    return {"prompt_logprobs": places}
+
+
+def _token_json(text: str, logprob: float | None) -> Json:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "surrogatepass"))}

@@ -70,7 +70,9 @@ class Generator:
             for prompt in prompts
         ]
         streams = [
-            stream_text(self.client, self.tokenizer, request, index * request.sampling.num_choices)
-            for index, request in enumerate(requests)
+            stream_text(
+                self.client, self.tokenizer, request, index * request.sampling.num_choices, prompt.echo
+            )
+            for index, (request, prompt) in enumerate(zip(requests, prompts, strict=True))
         ]
         return streams[0] if len(streams) == 1 else merge_streams(streams)

@@ -16,6 +16,7 @@ from slora.sampling_params import SamplingParams
 from slora.tokenizer import Tokenizer
 from slora_api.chat_templates import ChatTemplates
 from slora_api.errors import BadRequest
+from slora_api.prompt_echo import PromptEcho
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
 from slora_api.served_model import ServedModel
 
@@ -40,7 +41,6 @@ _AS_SENT = (
     "min_tokens",
     "seed",
     "ignore_eos",
-    "prompt_logprobs",
     "n",
     "best_of",
 )
@@ -52,6 +52,7 @@ class Prompt:
 
     token_ids: list[int]
     sampling: SamplingParams
+    echo: PromptEcho | None = None
 
 
 async def _encode(encode: Callable[[str], list[int]], text: str) -> list[int]:
@@ -99,6 +100,7 @@ def _sampling(
     info: EngineInfo,
     max_tokens: int,
     logprobs: int | None,
+    echo: PromptEcho | None,
 ) -> SamplingParams:
     values = defaults.cut_to(max_tokens).said()
     values |= {name: sent for name in _AS_SENT if (sent := getattr(fields, name, None)) is not None}
@@ -109,7 +111,8 @@ def _sampling(
         *(fields.stop_token_ids or ()),
         *(() if fields.ignore_eos else defaults.stop_token_ids),
     )
-    sampling = SamplingParams(**values | {"max_tokens": max_tokens, "logprobs": logprobs})
+    values |= {"max_tokens": max_tokens, "logprobs": logprobs}
+    sampling = SamplingParams(**values, prompt_logprobs=echo.most_logprobs if echo is not None else None)
     sampling.check_vocabulary(info.vocab_size)
     _check_choices(sampling, info, stream=bool(fields.stream))
     return sampling
@@ -139,8 +142,21 @@ async def completion_prompts(
         room = _room(len(token_ids), info, "prompt")
         default = model.defaults.max_tokens or _COMPLETION_TOKENS
         max_tokens = _max_tokens(body.max_tokens, default, room, len(token_ids), "max_tokens")
-        prompts.append(Prompt(token_ids, _sampling(body, model.defaults, info, max_tokens, body.logprobs)))
+        echo = _echo(body, given, token_ids, tokenizer)
+        if echo is not None and echo.alone:
+            max_tokens = 1  # the engine scores a prompt on its way to a token
+        sampling = _sampling(body, model.defaults, info, max_tokens, body.logprobs, echo)
+        prompts.append(Prompt(token_ids, sampling, echo))
     return prompts
+
+
+def _echo(
+    body: CompletionRequest, given: str | list[int], token_ids: list[int], tokenizer: Tokenizer
+) -> PromptEcho | None:
+    if not body.echo:
+        return None if body.prompt_logprobs is None else PromptEcho(scores=body.prompt_logprobs)
+    text = given if isinstance(given, str) else tokenizer.decode(token_ids)
+    return PromptEcho(text, body.logprobs, body.prompt_logprobs, alone=body.max_tokens == 0)
 
 
 async def chat_prompt(
@@ -155,4 +171,5 @@ async def chat_prompt(
         wanted, param = body.max_completion_tokens, "max_completion_tokens"
     max_tokens = _max_tokens(wanted, model.defaults.max_tokens, room, len(token_ids), param)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return Prompt(token_ids, _sampling(body, model.defaults, info, max_tokens, logprobs))
+    echo = None if body.prompt_logprobs is None else PromptEcho(scores=body.prompt_logprobs)
+    return Prompt(token_ids, _sampling(body, model.defaults, info, max_tokens, logprobs, echo), echo)

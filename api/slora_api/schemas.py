@@ -36,7 +36,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_cache_retention": (),
     "cache_salt": (),
 }
-_UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {"echo": (False,), "suffix": ("",)}
+_UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {"suffix": ("",)}
 _UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "tools": ([],),
@@ -168,6 +168,7 @@ class GenerationFields(BaseModel):
     stop: Annotated[list[_Text] | None, BeforeValidator(_as_list)] = None
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: _Text | None = None
@@ -177,12 +178,18 @@ class GenerationFields(BaseModel):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> "GenerationFields":
+    def _what_needs_a_stream_and_what_forbids_it(self) -> "GenerationFields":
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError(
                 "invalid_value",
                 "`stream_options` is only allowed with `stream: true`.",
                 {"param": "stream_options"},
+            )
+        if self.prompt_logprobs is not None and self.stream:
+            raise PydanticCustomError(
+                "invalid_value",
+                "`prompt_logprobs` is not allowed with `stream: true`.",
+                {"param": "prompt_logprobs"},
             )
         return self
 
@@ -192,6 +199,7 @@ class CompletionRequest(GenerationFields):
 
     prompt: Annotated[_Text | list[_Text] | list[int] | list[list[int]], BeforeValidator(_check_prompt)]
     logprobs: int | None = None
+    echo: bool | None = None
     best_of: int | None = None
 
     @model_validator(mode="before")

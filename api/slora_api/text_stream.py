@@ -9,33 +9,26 @@ Knows no HTTP and no JSON.
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slora.answer import Answer, CompletionDelta, stream_answer
 from slora.engine_client import EngineClient
-from slora.request import EngineRequest, FinishReason
+from slora.request import EngineRequest, FinishReason, TokenLogprobs
 from slora.tokenizer import Tokenizer
+from slora_api.prompt_echo import PromptEcho, ScoredToken, TokenText, echo_tokens, score_tokens
 
-__all__ = ["TextDelta", "TokenText", "merge_streams", "stream_text"]
+__all__ = ["TextDelta", "merge_streams", "stream_text"]
 
 # Deltas that may wait for a slow reader, for each stream; then the engine's iterator is not asked for more.
 _QUEUE_DELTAS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class TokenText:
-    """One token as logprobs show it. top: (text, logprob) of the likeliest tokens, most likely first."""
-
-    text: str
-    logprob: float
-    top: tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class TextDelta:
     """What is new in answer `index`. num_tokens counts every token computed, whether or not its text is shown.
 
-    tokens, logprob (of all of them together): empty and 0 unless somebody needs log-probabilities.
+    tokens, logprob (of all of them together): empty and 0 unless somebody needs log-probabilities. scores: of the
+    prompt, in the first delta of each answer, if they were asked for.
     """
 
     index: int
@@ -44,6 +37,7 @@ class TextDelta:
     tokens: tuple[TokenText, ...] = ()
     finish_reason: FinishReason | None = None
     logprob: float = 0.0
+    scores: tuple[tuple[ScoredToken, ...] | None, ...] = ()
 
 
 @dataclass(slots=True)
@@ -59,7 +53,7 @@ class _HeldTokens:
         for token_id, logprobs in zip(delta.token_ids[:num_shown], delta.logprobs or (), strict=False):
             text = self.tokenizer.token_text(token_id)
             top = tuple((self.tokenizer.token_text(other), logprob) for other, logprob in logprobs.top)
-            self.held.append((self.decoded_chars, TokenText(text, logprobs.logprob, top)))
+            self.held.append((self.decoded_chars, TokenText(text, logprobs.logprob, top, len(text))))
             self.decoded_chars += len(text)
 
     def release(self, text: str, *, everything: bool) -> tuple[TokenText, ...]:
@@ -70,7 +64,11 @@ class _HeldTokens:
 
 
 async def stream_text(
-    client: EngineClient, tokenizer: Tokenizer, request: EngineRequest, index: int = 0
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    request: EngineRequest,
+    index: int = 0,
+    echo: PromptEcho | None = None,
 ) -> AsyncGenerator[TextDelta, None]:
     """The answers to one request; the first has that index. The last delta of each has a finish_reason.
 
@@ -79,8 +77,18 @@ async def stream_text(
     answer = Answer(request, tokenizer, index)
     held_tokens = [_HeldTokens(tokenizer) for _ in range(request.sampling.num_choices)]
     answered = stream_answer(client.generate(answer.request), answer, client.end_choice)
+    prompt = _PromptSoFar(tokenizer, request, echo) if echo is not None else None
     async with aclosing(answered) as deltas:
         async for delta in deltas:
+            if prompt is not None and delta.prompt_logprobs:
+                prompt.scores.extend(delta.prompt_logprobs)
+                continue
+            if prompt is not None and not prompt.was_told(delta.choice):
+                yield await prompt.tell(index, delta.choice)
+            if prompt is not None and prompt.echo.alone:
+                if prompt.was_told_to_all:
+                    return
+                continue
             is_cut, held = answer.is_cut(delta.choice), held_tokens[delta.choice]
             # A token that ends the answer is computed and counted, but is no part of its text.
             num_shown = len(delta.token_ids) - (delta.finish_reason is FinishReason.STOP and not is_cut)
@@ -90,6 +98,43 @@ async def stream_text(
             yield TextDelta(
                 index + delta.choice, delta.text, len(delta.token_ids), tokens, delta.finish_reason, logprob
             )
+
+
+class _PromptSoFar:
+    """What the engine said of the prompt, told once to each answer before anything else of it."""
+
+    def __init__(self, tokenizer: Tokenizer, request: EngineRequest, echo: PromptEcho) -> None:
+        self.echo = echo
+        self.scores: list[TokenLogprobs | None] = []
+        self._tokenizer = tokenizer
+        self._request = request
+        self._first: TextDelta | None = None
+        self._told: set[int] = set()
+
+    def was_told(self, choice: int) -> bool:
+        return choice in self._told
+
+    @property
+    def was_told_to_all(self) -> bool:
+        return len(self._told) == self._request.sampling.num_choices
+
+    async def tell(self, index: int, choice: int) -> TextDelta:
+        self._told.add(choice)
+        if self._first is None:
+            # A long prompt takes its time to read, token by token.
+            self._first = await asyncio.to_thread(self._read)
+        return replace(self._first, index=index + choice)
+
+    def _read(self) -> TextDelta:
+        echo, about = self.echo, (self._tokenizer, self._request.prompt_token_ids, self.scores)
+        return TextDelta(
+            0,
+            echo.text or "",
+            0,
+            echo_tokens(*about, echo.logprobs) if echo.logprobs is not None else (),
+            FinishReason.LENGTH if echo.alone else None,
+            scores=score_tokens(*about, echo.scores) if echo.scores is not None else (),
+        )
 
 
 @dataclass(frozen=True, slots=True)

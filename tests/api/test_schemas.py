@@ -56,7 +56,6 @@ def test_fields_that_ask_for_what_happens_anyway_are_accepted() -> None:
     ("schema", "field", "value"),
     [
         (ChatRequest, "store", 1),
-        (CompletionRequest, "echo", True),
         (CompletionRequest, "suffix", "end"),
         (CompletionRequest, "cache_salt", "mine"),
         (ChatRequest, "tools", [{"type": "function"}]),
