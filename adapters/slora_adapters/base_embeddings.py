@@ -16,7 +16,7 @@ from slora_adapters.errors import Reason
 from slora_adapters.file_mapping import map_file
 from slora_adapters.module_names import parse_copy_name
 from slora_adapters.number_format import convert
-from slora_adapters.tensor_file import StoredTensor, read_tensors
+from slora_adapters.tensor_file import StoredTensor, read_first
 from slora_kernels.layout import ModelShape
 
 _INDEX = "model.safetensors.index.json"
@@ -70,9 +70,8 @@ def _read_base(directory: Path, path: str, shape: ModelShape) -> StoredTensor:
     if index.is_file():
         shards = json.loads(index.read_text())["weight_map"]
         name = next((name for name in names if name in shards), names[0])
-        return read_tensors(map_file(directory / Path(shards[name]).name))[name]
-    tensors = read_tensors(map_file(directory / _SINGLE))
-    return tensors[next((name for name in names if name in tensors), names[0])]
+        return read_first(map_file(directory / Path(shards[name]).name), [name])
+    return read_first(map_file(directory / _SINGLE), names)
 
 
 def _equal(tensor: StoredTensor, own: StoredTensor) -> bool:

@@ -20,6 +20,8 @@ import numpy.typing as npt
 from slora_adapters.strict_json import parse_object
 
 MAX_HEADER_BYTES = 1 << 20
+# A base model's, whose file may hold every expert of every layer: what the reference reader allows.
+MAX_BASE_HEADER_BYTES = 100_000_000
 
 # Safetensors name -> the numpy type that the values are viewed as.
 DTYPES: Mapping[str, np.dtype[Any]] = {
@@ -46,20 +48,24 @@ class StoredTensor:
 
 def read_tensors(raw: bytes | memoryview) -> dict[str, StoredTensor]:
     """All tensors of a safetensors file, by name. Raises ValueError, which says what is wrong."""
-    view = memoryview(raw).cast("B").toreadonly()
-    if len(view) < 8:
-        raise ValueError(f"the file is {len(view)} bytes long, too short for a safetensors header")
-    header_bytes = int.from_bytes(view[:8], "little")
-    if header_bytes > MAX_HEADER_BYTES:
-        raise ValueError(f"the header claims {header_bytes} bytes; at most {MAX_HEADER_BYTES} are accepted")
-    if 8 + header_bytes > len(view):
-        raise ValueError(f"the header claims {header_bytes} bytes, but the file ends after {len(view) - 8}")
-    header = parse_object(view[8 : 8 + header_bytes], source="the header", max_bytes=MAX_HEADER_BYTES)
+    header, body = _read_header(raw, MAX_HEADER_BYTES)
     _check_metadata(header.pop("__metadata__", None))
-    body = view[8 + header_bytes :]
     spans = {name: _parse_entry(name, entry) for name, entry in header.items()}
     _check_cover(spans, len(body))
     return {name: _view(name, span, body) for name, span in spans.items()}
+
+
+def read_first(raw: bytes | memoryview, names: Iterable[str]) -> StoredTensor:
+    """The first of these tensors that is in the file, a base model's: the others may be many and of any dtype.
+
+    Raises ValueError, also if it has none of them.
+    """
+    header, body = _read_header(raw, MAX_BASE_HEADER_BYTES)
+    wanted = tuple(names)
+    name = next((name for name in wanted if name in header), None)
+    if name is None:
+        raise ValueError(f"the file has no tensor {' or '.join(wanted)}")
+    return _view(name, _parse_entry(name, header[name]), body)
 
 
 def write_tensors(tensors: Iterable[StoredTensor]) -> bytes:
@@ -76,6 +82,20 @@ def write_tensors(tensors: Iterable[StoredTensor]) -> bytes:
     }
     raw = json.dumps(header, separators=(",", ":")).encode()
     return b"".join([len(raw).to_bytes(8, "little"), raw, *(tensor.values.tobytes() for tensor in ordered)])
+
+
+def _read_header(raw: bytes | memoryview, max_bytes: int) -> tuple[dict[str, object], memoryview]:
+    """The header's entries by name, and the bytes behind it."""
+    view = memoryview(raw).cast("B").toreadonly()
+    if len(view) < 8:
+        raise ValueError(f"the file is {len(view)} bytes long, too short for a safetensors header")
+    header_bytes = int.from_bytes(view[:8], "little")
+    if header_bytes > max_bytes:
+        raise ValueError(f"the header claims {header_bytes} bytes; at most {max_bytes} are accepted")
+    if 8 + header_bytes > len(view):
+        raise ValueError(f"the header claims {header_bytes} bytes, but the file ends after {len(view) - 8}")
+    header = parse_object(view[8 : 8 + header_bytes], source="the header", max_bytes=max_bytes)
+    return header, view[8 + header_bytes :]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import get_peft_model_state_dict
+from safetensors.torch import save_file
 
 from slora_adapters.adapter import Adapter
 from slora_adapters.bundle import bundle, unbundle
@@ -70,6 +71,15 @@ def store(name: str, tensor: torch.Tensor) -> StoredTensor:
 def test_copies_are_found_in_the_shards_of_a_large_base(tmp_path: Path) -> None:
     base_model().save_pretrained(tmp_path / "base", max_shard_size="20KB")
     assert len(list((tmp_path / "base").glob("*.safetensors"))) > 2
+    make_adapter(tmp_path, **BOTH)
+    assert read(tmp_path, tmp_path / "base").has_copies
+
+
+def test_linears_of_the_base_may_be_of_dtypes_that_adapters_have_not(tmp_path: Path) -> None:
+    model = base_model()
+    model.model.layers[0].mlp.to(torch.float8_e4m3fn)
+    (tmp_path / "base").mkdir()
+    save_file(model.state_dict(), tmp_path / "base" / "model.safetensors")
     make_adapter(tmp_path, **BOTH)
     assert read(tmp_path, tmp_path / "base").has_copies
 

@@ -23,11 +23,11 @@ Kits = Callable[[str], ModelKit]
 @pytest.fixture(scope="module")
 def kits(tmp_path_factory: pytest.TempPathFactory) -> Kits:
     kinds = {**EMBEDDING_KINDS, "r8_on_q_and_v": KINDS["r8_on_q_and_v"]}
-    return cache(lambda model: make_kit(tmp_path_factory.mktemp(model), model, kinds, num_hidden_layers=2))
+    return cache(lambda model: make_kit(tmp_path_factory.mktemp(model), model, kinds))
 
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
-@pytest.mark.parametrize("model", ["llama", "qwen2_tied"])
+@pytest.mark.parametrize("model", ["llama", "qwen2_tied", "gemma2", "gemma3_text"])
 def test_parity_holds_with_chunks_and_preemption(
     kits: Kits, report: Callable[[str], None], model: str, kernels: str, *, soak: bool
 ) -> None:
