@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from slora import LLM, SamplingParams
 from slora.request import EngineRequest
 from slora.step_batch import StepBatch
-from tests.engine.test_parity import Work, answer, judge, mix
+from tests.engine.test_parity import GREEDY, Work, answer, judge, mix
 from tests.engine.test_prompt_logprobs import check_scores
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
 from tests.support.driving import drive, make_engine, make_source
@@ -47,7 +48,7 @@ def test_parity_holds_with_chunks_and_preemption(
 def test_triton_kernels_in_the_interpreter_answer_as_peft_does(kits: Kits) -> None:
     kit = kits("llama")
     work = Work([[3, 1, 4, 1], [5, 9], [2, 6, 5]], ["both_and_linears", "embedding", "head"])
-    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    params = replace(GREEDY, max_tokens=3)
     llm = LLM(kit.directory, kernels="triton", pool_bytes=kit.pool_bytes(100), max_model_len=128)
     verdict = judge(kit.oracle, work, answer(llm, kit, work, params))
     assert verdict.equal, verdict
@@ -73,8 +74,8 @@ def test_the_oracle_hears_each_of_these_adapters(kits: Kits) -> None:
     kit = kits("llama")
     work = mix(kit, prompts_each=1, seed=6)
     answers = answer(LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(400)), kit, work)
-    for prompt, tokens, kind in zip(work.prompts, answers, work.kinds, strict=True):
-        assert kind is None or kit.oracle.judge(prompt, tokens, None).wrong > 10
+    for prompt, given, kind in zip(work.prompts, answers, work.kinds, strict=True):
+        assert kind is None or kit.oracle.judge(prompt, given.token_ids, None).wrong > 10
 
 
 @pytest.mark.parametrize(
