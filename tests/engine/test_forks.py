@@ -51,19 +51,20 @@ def assert_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
 @pytest.mark.parametrize(
-    ("num_pages", "settings"),
+    ("model", "num_pages", "settings"),
     [
-        (400, {}),
-        (400, {"max_num_seqs": 9, "max_num_batched_tokens": 11}),
-        (40, {}),
-        (400, {"max_num_seqs": 4}),
+        ("llama", 400, {}),
+        ("llama", 400, {"max_num_seqs": 9, "max_num_batched_tokens": 11}),
+        ("llama", 40, {}),
+        ("llama", 400, {"max_num_seqs": 4}),
+        ("mistral_window", 40, {"max_num_seqs": 9, "max_num_batched_tokens": 11}),
     ],
-    ids=["at ease", "in chunks", "preempted", "few places"],
+    ids=["at ease", "in chunks", "preempted", "few places", "behind windows"],
 )
 def test_choices_equal_requests_of_their_own(
-    kits: Kits, kernels: str, num_pages: int, settings: dict[str, int]
+    kits: Kits, kernels: str, model: str, num_pages: int, settings: dict[str, int]
 ) -> None:
-    kit = kits("llama")
+    kit = kits(model)
     source, versions = make_source(kit)
     adapters = [None, *list(versions.values())[:4]] * 2
     requests = [ask(str(number), adapter, n=number % 4 + 1) for number, adapter in enumerate(adapters)]

@@ -58,6 +58,25 @@ def test_what_a_page_held_before_reaches_nobody_s_answer(kits: Kits, kernels: st
 
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
+def test_a_block_behind_all_windows_is_read_by_nobody(kits: Kits, kernels: str) -> None:
+    """Born of a doubt: its entry in the block table stays, and 0 * NaN is NaN."""
+    kit = kits("mistral_window")
+    source, versions = make_source(kit)
+    requests = [
+        ask(str(n), one, 20 * n + 1, 60) for n, one in enumerate([None, *list(versions.values())[:2]])
+    ]
+
+    def run(byte: int) -> list[tuple[list[int], list[float]]]:
+        engine = make_engine(kit, source, 60, kernels=kernels, max_num_batched_tokens=9, max_num_seqs=4)
+        fill_pages(engine, byte, on_release=True)
+        answers = drive(engine, [requests])
+        return [(one.token_ids, one.logprobs) for one in answers.values()]
+
+    assert run(0xFF) == run(0)
+    assert all(len(tokens) == 60 for tokens, _ in run(0xFF))
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
 def test_an_adapter_that_overflows_fails_its_own_requests_alone(
     kits: Kits, tmp_path: Path, kernels: str
 ) -> None:

@@ -79,8 +79,11 @@ def step(engine: Engine, answers: dict[str, Answer]) -> None:
         answers[f"{output.request_id}/{index}" if index else output.request_id].take(output)
 
 
-def fill_pages(engine: Engine, byte: int) -> None:
-    """Fills all pages with a byte, and each one again when it changes hands. 0xFF makes every number NaN."""
+def fill_pages(engine: Engine, byte: int, *, on_release: bool = False) -> None:
+    """Fills all pages with a byte, and each one again when it changes hands. 0xFF makes every number NaN.
+
+    on_release: at once when it is given back; not for requests that fork, whose copies may still be taken from it.
+    """
     pool, memory = engine._pool, engine._runner.memory
     memory.pages.fill_(byte)
     allocate = pool.allocate
@@ -90,4 +93,11 @@ def fill_pages(engine: Engine, byte: int) -> None:
         memory.pages[pages] = byte
         return pages
 
+    def release_and_fill(pages: list[int]) -> None:
+        release(pages)
+        memory.pages[[page for page in pages if not pool._references[page]]] = byte
+
+    release = pool.release
     pool.allocate = allocate_filled  # type: ignore[method-assign]
+    if on_release:
+        pool.release = release_and_fill  # type: ignore[assignment, method-assign]
