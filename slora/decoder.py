@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slora.errors import ConfigError
 from slora.linear import Linear, multiply
 from slora.lora_deltas import LoraDeltas
 from slora.model_config import ModelConfig
@@ -51,10 +50,6 @@ class Decoder:
         reader: WeightReader,
         max_model_len: int,
     ) -> None:
-        if config.rope_switch is not None:
-            raise ConfigError(
-                f"rope_type is longrope; {config.family!r} with it is not served by this version"
-            )
         self.config = config
         self.dtype = reader.dtype
         self.device = reader.device

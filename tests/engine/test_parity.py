@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from slora import LLM, SamplingParams
+from slora.model_config import ModelConfig
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
 from tests.support.model_kit import ModelKit, kinds_for, make_kit
 from tests.support.oracle import Oracle, Verdict
@@ -81,6 +82,40 @@ def test_the_oracle_tells_each_adapter_from_the_base_and_from_each_other(kits: K
             assert kit.oracle.judge(prompt, given.token_ids, kind).wrong > 10
 
 
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("model", ["mistral_window", "phi3_window"])
+def test_what_is_behind_every_window_leaves_room_for_sequences_longer_than_the_pool(
+    kits: Kits, model: str, kernels: str
+) -> None:
+    kit = kits(model)
+    rng = random.Random(8)
+    work = Work([[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (40, 9, 70)], [None] * 3)
+    settings = {"max_model_len": 160, "max_num_seqs": 3, "max_num_batched_tokens": 12}
+    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(6), **settings)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    assert 70 + 64 > 6 * 16
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+def test_longrope_is_short_up_to_its_switch_and_long_beyond_whoever_crosses_it(
+    kits: Kits, report: Callable[[str], None], kernels: str
+) -> None:
+    kit = kits("phi3_longrope")
+    switch = ModelConfig.from_directory(kit.directory).rope_switch
+    assert switch == 48
+    rng = random.Random(7)
+    # An answer of 20 tokens stays short, ends at the switch, is one token beyond it, crosses it, or begins there.
+    lengths = (3, switch - 20, switch - 19, switch - 18, switch - 10, switch - 1, switch, switch + 1, 75)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths] * 2
+    work = Work(prompts, [None] * len(lengths) + ["rslora"] * len(lengths))
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 16}
+    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(400), **settings)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work, replace(GREEDY, max_tokens=20)))
+    report(f"longrope on both sides of its switch with {kernels} kernels: {verdict}")
+    assert verdict.equal, verdict
+
+
 def test_the_text_part_of_a_model_that_sees_answers_as_the_whole_model_does(tmp_path: Path) -> None:
     text_linears = r".*language_model.*_proj"
     kinds = {
@@ -149,7 +184,7 @@ def test_parity_holds_when_adapters_are_evicted_and_come_back(kits: Kits, model:
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU is here: Triton runs natively, in test_gpu.py"
 )
-@pytest.mark.parametrize("model", ["llama", "gemma2"])
+@pytest.mark.parametrize("model", ["llama", "phi3_longrope", "gemma2"])
 def test_triton_kernels_in_the_interpreter_answer_as_peft_does(
     tmp_path: Path, model: str, *, soak: bool
 ) -> None:

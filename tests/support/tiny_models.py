@@ -138,6 +138,16 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
     "phi3_window": ("phi3", {"hidden_size": 64, "intermediate_size": 88, "sliding_window": 23}),
+    "phi3_longrope": (
+        "phi3",
+        {
+            "hidden_size": 64,
+            "intermediate_size": 72,
+            "original_max_position_embeddings": 48,
+            "rope_parameters": _LONGROPE,
+            "tie_word_embeddings": True,
+        },
+    ),
     # Soft-caps low enough to bend most scores and logits.
     "gemma2": (
         "gemma2",
