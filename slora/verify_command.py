@@ -32,7 +32,7 @@ def verify(arguments: argparse.Namespace) -> int:
         oracle = importlib.import_module("slora.peft_oracle").PeftOracle
         found = verify_adapter(_question(arguments), oracle)
     except ModuleNotFoundError as error:
-        remedy = f"{error.name} is not installed; it is the judge: pip install 'slora[verify]'"
+        remedy = f"{error.name} is not installed; it is the judge: pip install {error.name}"
         return _give_up([Reason("missing_package", remedy)], as_json=arguments.json)
     except AdapterInvalid as error:
         return _give_up(error.reasons, as_json=arguments.json)

@@ -190,4 +190,4 @@ def test_verify_says_what_to_install_where_peft_is_missing(tmp_path: Path) -> No
     code = "from slora_api.cli import main\nsys.exit(main(['adapter', 'verify', 'a', '--model', 'b']))"
     done = run_python(code, hidden=["peft"])
     assert done.returncode == 2, done.stderr
-    assert "peft is not installed" in done.stdout and "pip install 'slora[verify]'" in done.stdout
+    assert "peft is not installed" in done.stdout and "pip install peft" in done.stdout
