@@ -38,6 +38,11 @@ class StoredTensor:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one index of the first axis."""
+        return math.prod(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
+
 
 def read_header(path: Path) -> list[StoredTensor]:
     """The tensors of a file. Raises ConfigError naming file and tensor for one that is damaged or not safetensors."""

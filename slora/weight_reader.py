@@ -13,12 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
-from queue import SimpleQueue
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,36 +23,17 @@ from slora.checkpoint import Checkpoint
 from slora.errors import ConfigError
 from slora.linear import QuantizedWeight
 from slora.safetensors_file import StoredTensor
-from slora.weight_source import DTYPES, QUANTIZED, Block, WeightSource, spread_scales
+from slora.weight_blocks import RowBlock, read_blocks, read_into
+from slora.weight_source import DTYPES, QUANTIZED, ScaleBlock, WeightSource, spread_scales
 from slora.weight_target import PlainTarget, QuantizedTarget, WeightTarget
 
 _log = logging.getLogger(__name__)
 
-# More than there are cores: a disk that is asked for several blocks at once delivers two to four times as fast.
-_THREADS = 4
 # Bytes of a block, unless one row is longer. Rounding it to 8 bits takes about six times as much for a moment.
 _BLOCK_BYTES = 2 << 20
 # What some checkpoints hold and no arithmetic needs: tables computed from the config, scales of activations and KV.
 _HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$|\.(input|output|k|v|q|kv)_scale$")
 Weight = Tensor | QuantizedWeight
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Rows [first_row, first_row + num_rows) of a stored tensor and of what it fills."""
-
-    source: WeightSource
-    target: WeightTarget
-    first_row: int
-    num_rows: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_rows * _row_bytes(self.source.stored)
-
-    @property
-    def offset(self) -> int:
-        return self.source.stored.offset + self.first_row * _row_bytes(self.source.stored)
 
 
 class WeightReader:
@@ -73,14 +49,14 @@ class WeightReader:
         device: torch.device,
         *,
         form: torch.dtype | None = None,
-        block: Block | None = None,
+        block: ScaleBlock | None = None,
     ) -> None:
         self.dtype = dtype
         self.device = device
         self._checkpoint = checkpoint
         self._form = form
         self._block = block
-        self._blocks: list[_Block] = []
+        self._blocks: list[RowBlock] = []
         self._claimed: set[str] = set()
 
     def vector(self, name: str, width: int) -> Tensor:
@@ -136,7 +112,7 @@ class WeightReader:
         with tqdm(
             total=total, desc="Weights", unit="B", unit_scale=True, leave=False, disable=not _wants_bar()
         ) as bar:
-            for num_bytes in _read_blocks(self._blocks, self.device):
+            for num_bytes in read_blocks(self._blocks, self.device):
                 bar.update(num_bytes)
         self._blocks.clear()
         _log.info("read %.2f GB of weights in %.1f s", total / 1e9, time.perf_counter() - start)
@@ -161,17 +137,17 @@ class WeightReader:
             raise _not_floating(stored)
         tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
         with stored.path.open("rb") as file:
-            _read_into(tensor, stored, file.fileno(), stored.offset)
+            read_into(tensor, stored, file.fileno(), stored.offset)
         return tensor
 
     def _fill(self, source: WeightSource, target: WeightTarget) -> None:
         stored = source.stored
         if stored.dtype not in DTYPES:
             raise _not_floating(stored)
-        step = max(1, _BLOCK_BYTES // _row_bytes(stored))
+        step = max(1, _BLOCK_BYTES // stored.row_bytes)
         num_rows = stored.shape[0]
         for row in range(0, num_rows, step):
-            self._blocks.append(_Block(source, target, row, min(step, num_rows - row)))
+            self._blocks.append(RowBlock(source, target, row, min(step, num_rows - row)))
 
     def _refuse_unread(self) -> None:
         unread = [
@@ -182,10 +158,6 @@ class WeightReader:
                 f"{self._checkpoint.directory} holds {len(unread)} tensors that its config.json does not call for, "
                 f"{unread[0]!r} for one; leaving them out would serve another model"
             )
-
-
-def _row_bytes(stored: StoredTensor) -> int:
-    return stored.num_bytes // stored.shape[0]
 
 
 def _not_floating(stored: StoredTensor) -> ConfigError:
@@ -215,60 +187,3 @@ def _common_form(sources: Sequence[WeightSource]) -> torch.dtype | None:
 
 def _wants_bar() -> bool:
     return sys.stderr.isatty() and _log.isEnabledFor(logging.WARNING)
-
-
-def _read_blocks(blocks: list[_Block], device: torch.device) -> Iterator[int]:
-    """Reads all blocks, in the order in which they lie on the disk; yields the bytes of each that is done."""
-    blocks = sorted(blocks, key=lambda block: (block.source.stored.path, block.offset))
-    largest = max((block.num_bytes for block in blocks), default=0)
-    buffers: SimpleQueue[Tensor] = SimpleQueue()
-    for _ in range(_THREADS):
-        buffers.put(torch.empty(largest, dtype=torch.uint8, pin_memory=device.type == "cuda"))
-    threads = torch.get_num_threads()
-    with ExitStack() as stack:
-        files = {
-            path: stack.enter_context(path.open("rb")).fileno()
-            for path in {block.source.stored.path for block in blocks}
-        }
-        # Rounding runs in our threads; torch must not start a team of its own in each of them.
-        torch.set_num_threads(1)
-        stack.callback(torch.set_num_threads, threads)
-        executor = ThreadPoolExecutor(_THREADS, "slora-weights")
-        stack.callback(executor.shutdown, cancel_futures=True)
-        yield from executor.map(lambda block: _read_block(block, files, buffers), blocks)
-
-
-def _read_block(block: _Block, files: dict[Path, int], buffers: SimpleQueue[Tensor]) -> int:
-    source, stored = block.source, block.source.stored
-    file = files[stored.path]
-    memory = block.target.memory(source.dtype) if source.scales is None else None
-    if memory is not None:
-        _read_into(memory[block.first_row : block.first_row + block.num_rows], stored, file, block.offset)
-        return block.num_bytes
-    buffer = buffers.get()
-    try:
-        rows = buffer[: block.num_bytes].view(source.dtype).view(block.num_rows, -1)
-        _read_into(rows, stored, file, block.offset)
-        decoded, scales = source.decode(block.first_row, rows)
-        if not block.target.write(block.first_row, decoded, scales):
-            raise ConfigError(f"{stored.path}: {stored.name} holds numbers that are not finite")
-    finally:
-        buffers.put(buffer)
-    return block.num_bytes
-
-
-def _read_into(rows: Tensor, stored: StoredTensor, file: int, offset: int) -> None:
-    """Fills contiguous `rows` of a CPU from byte `offset` of the file."""
-    assert rows.is_contiguous(), rows.stride()
-    memory = rows.view(-1).view(torch.uint8).numpy().data
-    done = 0
-    while done < len(memory):
-        try:
-            count = os.preadv(file, [memory[done:]], offset + done)
-        except OSError as error:
-            raise ConfigError(
-                f"{stored.path}: {stored.name} can't be read at byte {offset + done}: {error.strerror}"
-            ) from error
-        if count == 0:
-            raise ConfigError(f"{stored.path} ends at byte {offset + done}, within {stored.name}")
-        done += count

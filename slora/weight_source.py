@@ -14,7 +14,7 @@ DTYPES = {
 }  # fmt: skip
 QUANTIZED = ("I8", "F8_E4M3")
 # A scale for each square of so many rows and columns.
-Block = tuple[int, int]
+ScaleBlock = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class WeightSource:
 
     stored: StoredTensor
     scales: Tensor | None = None
-    block: Block | None = None
+    block: ScaleBlock | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -45,7 +45,7 @@ class WeightSource:
         return rows.float().mul_(factors), None
 
 
-def spread_scales(stored: StoredTensor, scales: Tensor, block: Block | None) -> Tensor:
+def spread_scales(stored: StoredTensor, scales: Tensor, block: ScaleBlock | None) -> Tensor:
     """The scales of a stored weight as `WeightSource` wants them, from one for all, one for each row, or blocks."""
     num_rows, num_columns = stored.shape
     if block is not None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slora import weight_reader
+from slora import weight_blocks, weight_reader
 from slora.checkpoint import Checkpoint
 from slora.errors import ConfigError
 from slora.linear import QuantizedWeight
@@ -25,8 +25,9 @@ TENSORS = {
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """TENSORS in a checkpoint, which is read in blocks of a few rows."""
+    """TENSORS in a checkpoint, which is read in blocks of a few rows and stretches of a few blocks."""
     monkeypatch.setattr(weight_reader, "_BLOCK_BYTES", 400)
+    monkeypatch.setattr(weight_blocks, "_STRETCH_BYTES", 1000)
     save_file(TENSORS, tmp_path / "model.safetensors")
     return tmp_path
 
