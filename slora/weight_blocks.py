@@ -1,8 +1,8 @@
 """Reads blocks of rows from files into memory: a few threads side by side, each through a stretch of a file.
 
 What can be read straight into its weight is; the rest passes through one small buffer a thread. Measured on two busy
-cores, 2 GB in bfloat16 from a disk of 2 GB/s: stretches with an open file each, 2.3 s, as long as plain reads into fresh
-memory take (clearing it alone is 1.4 s of CPU time); threads that share one open file, 4 s; 2 or 8 threads, 3.2 s.
+cores, 2 GB in bfloat16 from a disk of 2 GB/s: stretches with an open file each, 2.3 s, as long as plain reads take into
+fresh memory (clearing it alone is 1.4 s of CPU time); threads that share one open file, 4 s; 2 or 8 threads, 3.2 s.
 """
 
 import os
