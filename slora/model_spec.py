@@ -4,13 +4,14 @@ Knows no torch: the API and loader processes read it too. For a model that our d
 torch (`slora.model_tree`) is asked once.
 """
 
+import importlib
 import json
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from slora.config_fields import read_json_object
 from slora.errors import ConfigError
@@ -18,12 +19,14 @@ from slora.model_config import ModelConfig
 from slora.model_family import FAMILIES
 from slora_kernels.layout import ModelShape
 
-__all__ = ["ELEMENT_BYTES", "MODEL_IMPLS", "ModelSpec", "read_model_spec"]
+__all__ = ["ELEMENT_BYTES", "MODEL_IMPLS", "REFUSED", "ModelSpec", "read_model_spec"]
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MODEL_IMPLS = ("auto", "slora", "transformers")
 # A large configuration on a busy machine: building modules without data takes seconds, importing torch some more.
 _TREE_TIMEOUT_S = 300
+# How slora.model_tree ends when it has said on standard output why the model can't be served.
+REFUSED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,8 @@ def read_model_spec(directory: Path, model_impl: str = "auto") -> ModelSpec:
         raise ConfigError(f"model_impl is {model_impl!r}; it must be one of {', '.join(MODEL_IMPLS)}")
     if model_impl == "slora" or (model_impl == "auto" and _model_type(directory) in FAMILIES):
         return ModelSpec.from_config(ModelConfig.from_directory(directory))
-    return _ask_tree(directory)
+    # A process that has torch finds out for itself; another one must not import it.
+    return _find_tree(directory) if "torch" in sys.modules else _ask_tree(directory)
 
 
 def _model_type(directory: Path) -> str | None:
@@ -114,6 +118,10 @@ def _model_type(directory: Path) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def _find_tree(directory: Path) -> ModelSpec:
+    return cast(ModelSpec, importlib.import_module("slora.model_tree").read_spec(directory))
+
+
 def _ask_tree(directory: Path) -> ModelSpec:
     command = [sys.executable, "-P", "-m", "slora.model_tree", str(directory)]
     try:
@@ -123,6 +131,6 @@ def _ask_tree(directory: Path) -> ModelSpec:
             f"{directory}: reading the model's module tree took more than {_TREE_TIMEOUT_S} s"
         ) from error
     if answer.returncode != 0:
-        lines = answer.stderr.strip().splitlines() or [f"slora.model_tree ended with {answer.returncode}"]
-        raise ConfigError(lines[-1])
+        reason = answer.stdout.strip() if answer.returncode == REFUSED else answer.stderr.strip()
+        raise ConfigError(reason or f"{directory}: slora.model_tree ended with {answer.returncode}")
     return ModelSpec.from_plain(json.loads(answer.stdout))

@@ -32,7 +32,7 @@ from transformers.utils import logging
 from slora.config_fields import read_json_object
 from slora.errors import ConfigError
 from slora.model_config import read_eos_token_ids
-from slora.model_spec import ModelSpec
+from slora.model_spec import REFUSED, ModelSpec
 from slora_kernels.layout import LinearShape, ModelShape
 
 __all__ = ["AttentionCall", "ModelTree", "find_tree", "read_spec"]
@@ -115,9 +115,10 @@ class _Record:
 def read_spec(directory: Path) -> ModelSpec:
     """Everything that engine, API and loader need to know of the model in `directory`. Raises ConfigError."""
     config = read_config(directory)
+    # Before the tree is found: building the model in another dtype changes its config.
+    dtype = config.dtype if config.dtype is not None else torch.float32
     tree = find_tree(config, directory)
     first = tree.calls[0]
-    dtype = config.dtype if config.dtype is not None else torch.float32
     return ModelSpec(
         family=str(config.model_type),
         max_positions=_max_positions(config, directory),
@@ -151,7 +152,7 @@ def read_config(directory: Path) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(directory)
     except (ValueError, KeyError, OSError, TypeError) as error:
-        raise ConfigError(f"{path}: transformers can't read it: {error}") from error
+        raise ConfigError(f"{path}: transformers can't read it: {str(error).splitlines()[0]}") from error
     text = config.get_text_config()
     for name, kind in _rope_types(text):
         if kind not in _ROPE_TYPES:
@@ -321,7 +322,7 @@ def _version() -> str:
 
 
 def main() -> int:
-    """Prints the spec, or one line that says why there is none and exits with 1."""
+    """Prints the spec, or why there is none; then the exit code is `REFUSED`."""
     parser = argparse.ArgumentParser(description="Describe a model that transformers' own classes compute.")
     parser.add_argument("directory", type=Path)
     options = parser.parse_args()
@@ -329,8 +330,8 @@ def main() -> int:
     try:
         spec = read_spec(options.directory)
     except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 1
+        print(error)
+        return REFUSED
     print(json.dumps(asdict(spec)))
     return 0
 

@@ -3,17 +3,15 @@
 import torch
 from torch import Tensor
 
-from slora.checkpoint import Checkpoint
-from slora.decoder import Decoder
 from slora.engine_config import EngineConfig, free_ram_bytes
 from slora.errors import ConfigError
 from slora.kv_footprint import KVFootprint
 from slora.lora_deltas import LoraDeltas
-from slora.model_config import ModelConfig
+from slora.model import ReferenceModel, load_model
+from slora.model_check import check_model
 from slora.model_spec import ModelSpec
 from slora.page_memory import PageMemory
 from slora.prompt_scoring import score_prompts
-from slora.quantization import FORMS
 from slora.request import EngineRequest
 from slora.sampler import sample
 from slora.sampling_params import SamplingParams
@@ -21,7 +19,6 @@ from slora.sampling_table import SamplingTable
 from slora.sequence import Sequence
 from slora.step_batch import StepBatch, tile_prompt_rows
 from slora.step_plan import Chunk, Sampled, StepPlan
-from slora.weight_reader import WeightReader
 from slora_kernels.batch import KVGeometry
 from slora_kernels.layout import ModelShape, lay_out_adapter
 from slora_kernels.ops import Kernels, select_kernels
@@ -44,14 +41,13 @@ class Runner:
         wanted_len = config.max_model_len or model.max_positions
         # Where longrope's long factors begin in the decoder's table: behind the short ones of each position.
         self._long_rows = wanted_len
-        if model.decoder is None:
-            raise ConfigError(f"model_type is {model.family!r}, which this version can't compute")
-        reader = _open_weights(config, model.decoder, dtype, self.device)
-        self._decoder = Decoder(model.decoder, reader, wanted_len)
+        self._model = load_model(config, model, dtype, self.device, wanted_len)
         self._shape = shape = model.shape(self.dtype_name)
         self._geometry = _geometry(shape, config.block_tokens, dtype)
         self.kernels.warm_up(self._geometry)
         self.full_page_bytes = shape.num_layers * _page_bytes(shape, config.block_tokens)
+        if isinstance(self._model, ReferenceModel):
+            check_model(self._model, model, self._geometry, self.full_page_bytes, self.kernels, self.device)
         self.num_slots = _MAX_SLOTS
         largest = lay_out_adapter(shape, [config.max_lora_rank] * shape.num_modules)
         self._max_adapter_pages = -(-largest.num_bytes // self.full_page_bytes)
@@ -73,18 +69,18 @@ class Runner:
         if not plan.chunks:
             return []
         batch = StepBatch.build(plan, self.memory, self.kernels.tile_tokens, self._long_rows)
-        hidden = self._decoder.forward(batch, self.memory, self.kernels)
+        hidden = self._model.forward(batch, self.memory, self.kernels)
         num_draws = len(batch.sampling)
         score_prompts(hidden[num_draws:], batch.prompts, self._score)
         if not num_draws:
             return []
         deltas = LoraDeltas(batch.head_lora, self.memory, self.kernels)
-        return sample(self._decoder.logits(hidden[:num_draws], deltas), self._sampling, batch.sampling)
+        return sample(self._model.logits(hidden[:num_draws], deltas), self._sampling, batch.sampling)
 
     def _score(self, hidden: Tensor, sequence: Sequence) -> Tensor:
         """Logits of rows of a prompt."""
         tiles = tile_prompt_rows(sequence, len(hidden), self.kernels.tile_tokens, self.device)
-        return self._decoder.logits(hidden, LoraDeltas(tiles, self.memory, self.kernels))
+        return self._model.logits(hidden, LoraDeltas(tiles, self.memory, self.kernels))
 
     def _memory(self, num_pages: int) -> PageMemory:
         return PageMemory(
@@ -157,30 +153,6 @@ def _geometry(shape: ModelShape, block_tokens: int, dtype: torch.dtype) -> KVGeo
         block_tokens=block_tokens,
         dtype=dtype,
     )
-
-
-def _open_weights(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> WeightReader:
-    """Raises ConfigError if the weights can't be rounded as asked, or multiplied with on this device."""
-    name, stored = config.quantization, model.quantization
-    if name not in ("auto", *FORMS):
-        raise ConfigError(f"quantization is {name!r}; it must be auto, {' or '.join(FORMS)}")
-    block = stored.block if stored is not None else None
-    by_row = stored.form if stored is not None and block is None else None
-    if by_row is not None and name not in ("auto", by_row):
-        raise ConfigError(
-            f"quantization is {name}, but this checkpoint is stored as {by_row}, and rounding twice loses more than "
-            f"either; leave it at auto, or give the unquantized model"
-        )
-    if "fp8" in (name, by_row) and device.type == "cuda" and not _knows_float8(device):
-        raise ConfigError("weights in fp8 need a GPU of compute capability 8.9 or later; choose int8")
-    form = None if name == "auto" or by_row is not None else FORMS[name][0]
-    return WeightReader(Checkpoint(config.model), dtype, device, form=form, block=block)
-
-
-def _knows_float8(device: torch.device) -> bool:
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _check_positions(config: EngineConfig, model: ModelSpec) -> None:

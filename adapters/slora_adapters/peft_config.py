@@ -31,6 +31,7 @@ ALL_LINEAR = "all-linear"
 # No effect on the arithmetic of a trained adapter: provenance, training, and how weights were initialised.
 _HARMLESS = frozenset(
     {
+        "fan_in_fan_out",  # says how the base stores its weight; A and B lie the same way either way
         "auto_mapping",
         "base_model_name_or_path",
         "corda_config",
@@ -82,7 +83,6 @@ _VARIANTS: Mapping[str, str] = {
     "kasa_config": "KaSA truncates the base weight and inserts a diagonal between A and B",
     "velora_config": "VeLoRA keeps further tensors beside A and B",
     "monteclora_config": "Monteclora samples its weights",
-    "fan_in_fan_out": "it was trained on layers that store transposed weights (Conv1D)",
 }
 
 # Values of init_lora_weights that leave the base model as it is; the others subtract B A from the base weight

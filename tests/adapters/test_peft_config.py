@@ -24,7 +24,6 @@ REFUSED = {
     "kasa_config": {"beta": 1e-4},
     "velora_config": {"num_groups": 4},
     "monteclora_config": {"num_samples": 4},
-    "fan_in_fan_out": True,
     "peft_type": "LOHA",
 }
 

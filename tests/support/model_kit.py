@@ -6,8 +6,8 @@ from pathlib import Path
 
 from slora.model_spec import read_model_spec
 from tests.support.oracle import Oracle
-from tests.support.peft_adapters import FUSED_KINDS, KINDS, make_adapter
-from tests.support.tiny_models import make_model, write_model
+from tests.support.peft_adapters import FUSED_KINDS, KINDS, WHOLE_KINDS, make_adapter
+from tests.support.tiny_models import OTHER_MODELS, make_model, write_model
 
 # A and B of this size make deltas about as large as the weights that they change.
 _ADAPTER_STD = 0.15
@@ -29,6 +29,10 @@ class ModelKit:
 
 def kinds_for(model: str) -> Mapping[str, dict[str, object]]:
     """One adapter of each kind, by fields of LoraConfig, with the names that the model's linears have."""
+    if model == "mixtral":  # of a mixture's linears, those of its attention see every token
+        return {"r8_on_q_and_v": KINDS["r8_on_q_and_v"]}
+    if model in OTHER_MODELS:
+        return WHOLE_KINDS
     return FUSED_KINDS if model.startswith("phi3") else KINDS
 
 
@@ -40,5 +44,8 @@ def make_kit(
     adapters = {}
     for seed, (kind, lora) in enumerate((kinds_for(model) if kinds is None else kinds).items()):
         adapters[kind] = root / kind
-        make_adapter(root / kind, make_model(model, **changes), seed=seed, std=_ADAPTER_STD, **lora)
+        # peft warns if it is not told of linears that lie transposed.
+        transposed = {"fan_in_fan_out": True} if model == "gpt2" else {}
+        base = make_model(model, **changes)
+        make_adapter(root / kind, base, seed=seed, std=_ADAPTER_STD, **transposed, **lora)
     return ModelKit(root / "base", adapters, Oracle(root / "base", adapters))

@@ -61,7 +61,8 @@ class Oracle:
         self, directory: Path, adapters: dict[str, Path], dtype: torch.dtype = torch.float32
     ) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
-        rope = self._model.config.get_text_config().rope_parameters
+        config = self._model.config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or {}
         self._rope_switch: int | None = (
             rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
         )

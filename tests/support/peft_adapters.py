@@ -41,6 +41,17 @@ FUSED_KINDS: dict[str, dict[str, object]] = {
     },
     "some_layers": {**KINDS["some_layers"], "target_modules": ["qkv_proj", "gate_up_proj"]},
 }
+# Of models whose linears have other names: all of them, or all of one layer.
+WHOLE_KINDS: dict[str, dict[str, object]] = {
+    "r16_on_all": {"r": 16, "lora_alpha": 16},
+    "odd_rank": {"r": 5, "lora_alpha": 7},
+    "rslora_in_one_layer": {
+        "r": 7,
+        "lora_alpha": 4,
+        "use_rslora": True,
+        "target_modules": r".*\.1\.(self_attn|attn|attention)\.(q_proj|c_attn|query_key_value)",
+    },
+}
 
 # Those that reach the embedding and the output head.
 EMBEDDING_KINDS: dict[str, dict[str, object]] = {

@@ -4,10 +4,12 @@ Weights are wide (standard deviation 0.15) so that logits differ by more than ro
 zero or one in training stays there: biases and norms are random too, or nobody would notice them missing.
 """
 
+import inspect
 from pathlib import Path
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3Config,
@@ -178,6 +180,31 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     ),
 }
 
+_LLAMA_LIKE = {"hidden_size": 48, "intermediate_size": 72}
+# Computed by transformers' own classes: learned positions, transposed linears, one KV head, fused and interleaved
+# heads, parallel residuals, scaled logits, experts, windows.
+OTHER_MODELS: dict[str, dict[str, object]] = {
+    "opt": {"hidden_size": 32, "ffn_dim": 64, "word_embed_proj_dim": 32},
+    "gpt2": {"hidden_size": 32},
+    "gpt_bigcode": {"hidden_size": 32, "multi_query": True},
+    "gpt_neox": {**_LLAMA_LIKE, "rotary_pct": 0.5},
+    "phi": {**_LLAMA_LIKE, "partial_rotary_factor": 0.5, "num_key_value_heads": 4},
+    "starcoder2": {**_LLAMA_LIKE, "sliding_window": 21, "use_bias": True},
+    "granite": {
+        **_LLAMA_LIKE,
+        "logits_scaling": 3.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.3,
+    },
+    "cohere": {**_LLAMA_LIKE, "logit_scale": 0.4},
+    "stablelm": {
+        **_LLAMA_LIKE,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "olmo2": _LLAMA_LIKE,
+    "mixtral": {**_LLAMA_LIKE, "num_local_experts": 4, "sliding_window": None},
+}
+
 
 # The same model as the text part of one that sees images: what its name ends with.
 SEEING = "_seeing"
@@ -185,6 +212,11 @@ SEEING = "_seeing"
 
 def make_config(name: str, **changes: object) -> PreTrainedConfig:
     """`changes`: fields of the config."""
+    if name in OTHER_MODELS:
+        fields = {**_COMMON, **OTHER_MODELS[name], **changes}
+        kind = CONFIG_MAPPING[name]
+        known = {*kind.attribute_map, *inspect.signature(kind).parameters}
+        return kind(**{field: value for field, value in fields.items() if field in known})
     family, fields = MODELS[name.removesuffix(SEEING)]
     if name.endswith(SEEING):
         text = {**_COMMON, **fields, **changes}
@@ -199,13 +231,17 @@ def make_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             # Gemma stores how far a norm's weight is from one.
-            is_norm = parameter_name.endswith("norm.weight") and not name.startswith("gemma")
+            is_norm = _is_norm(parameter_name) and not name.startswith("gemma")
             centre = 1.0 if is_norm else 0.0
             # Gemma's embeddings are scaled up: as wide as others, a token would only ever call for itself.
             narrow = name.startswith("gemma") and "embed_tokens" in parameter_name
             std = _STD / 2 if narrow else _STD
             parameter.copy_(torch.randn(parameter.shape, generator=random) * std + centre)
     return model
+
+
+def _is_norm(parameter_name: str) -> bool:
+    return parameter_name.endswith(".weight") and ("norm" in parameter_name or ".ln_" in parameter_name)
 
 
 def write_model(
