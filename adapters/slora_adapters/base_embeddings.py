@@ -16,7 +16,7 @@ from slora_adapters.errors import Reason
 from slora_adapters.file_mapping import map_file
 from slora_adapters.module_names import parse_copy_name
 from slora_adapters.number_format import convert
-from slora_adapters.tensor_file import StoredTensor, read_first
+from slora_adapters.tensor_file import StoredTensor, read_shaped
 from slora_kernels.layout import ModelShape
 
 _INDEX = "model.safetensors.index.json"
@@ -46,15 +46,15 @@ def _compare(tensor: StoredTensor, shape: ModelShape, base_directory: Path | Non
     path = parse_copy_name(tensor.name, shape)
     if path is None or base_directory is None:
         return "holds a whole matrix, which cannot be compared with the base model's here"
+    if tensor.shape != (shape.vocab_size, shape.hidden_size):
+        return (
+            f"has shape {list(tensor.shape)}, the base model's is {[shape.vocab_size, shape.hidden_size]}; "
+            "adapters with resized embeddings are not served"
+        )
     try:
         own = _read_base(base_directory, path, shape)
     except (OSError, ValueError, KeyError) as error:
         return f"cannot be compared with the base model's: {error}"
-    if tensor.shape != own.shape:
-        return (
-            f"has shape {list(tensor.shape)}, the base model's is {list(own.shape)}; "
-            "adapters with resized embeddings are not served"
-        )
     if not _equal(tensor, own):
         return (
             "differs from the base model's: the adapter was trained with another embedding matrix, which would have to "
@@ -64,14 +64,33 @@ def _compare(tensor: StoredTensor, shape: ModelShape, base_directory: Path | Non
 
 
 def _read_base(directory: Path, path: str, shape: ModelShape) -> StoredTensor:
-    """The matrix in the checkpoint; a head that is not there is tied to the embedding."""
-    names = (f"{path}.weight", f"{shape.embedding_path}.weight")
+    """The matrix of the embedding or the head. Raises ValueError if the checkpoint does not hold it."""
+    found: dict[str, StoredTensor] = {}
+    for file in _list_files(directory):
+        found |= read_shaped(map_file(file), (shape.vocab_size, shape.hidden_size))
+    embedding, head = _pick(found, shape.embedding_path), _pick(found, shape.head_path)
+    if path == shape.head_path:
+        # Some heads are saved under a name of old; one that is not there at all is tied to the embedding.
+        others = [matrix for matrix in found.values() if matrix is not embedding]
+        own = head or (others[0] if len(others) == 1 else embedding)
+    else:
+        own = embedding
+    if own is None:
+        raise ValueError(f"{directory} has no tensor {path}.weight {[shape.vocab_size, shape.hidden_size]}")
+    return own
+
+
+def _pick(found: Mapping[str, StoredTensor], path: str) -> StoredTensor | None:
+    """Some checkpoints, GPT-2's among them, begin names behind the first dot: what a class without a head saves."""
+    return found.get(f"{path}.weight") or found.get(f"{path.partition('.')[2]}.weight")
+
+
+def _list_files(directory: Path) -> Iterable[Path]:
     index = directory / _INDEX
-    if index.is_file():
-        shards = json.loads(index.read_text())["weight_map"]
-        name = next((name for name in names if name in shards), names[0])
-        return read_first(map_file(directory / Path(shards[name]).name), [name])
-    return read_first(map_file(directory / _SINGLE), names)
+    if not index.is_file():
+        return [directory / _SINGLE]
+    shards = set(json.loads(index.read_text())["weight_map"].values())
+    return [directory / Path(shard).name for shard in sorted(shards)]
 
 
 def _equal(tensor: StoredTensor, own: StoredTensor) -> bool:

@@ -55,17 +55,18 @@ def read_tensors(raw: bytes | memoryview) -> dict[str, StoredTensor]:
     return {name: _view(name, span, body) for name, span in spans.items()}
 
 
-def read_first(raw: bytes | memoryview, names: Iterable[str]) -> StoredTensor:
-    """The first of these tensors that is in the file, a base model's: the others may be many and of any dtype.
+def read_shaped(raw: bytes | memoryview, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
+    """The tensors of this shape in a base model's file, by name; the others may be many and of any dtype.
 
-    Raises ValueError, also if it has none of them.
+    Raises ValueError.
     """
     header, body = _read_header(raw, MAX_BASE_HEADER_BYTES)
-    wanted = tuple(names)
-    name = next((name for name in wanted if name in header), None)
-    if name is None:
-        raise ValueError(f"the file has no tensor {' or '.join(wanted)}")
-    return _view(name, _parse_entry(name, header[name]), body)
+    wanted = {
+        name: entry
+        for name, entry in header.items()
+        if isinstance(entry, dict) and entry.get("shape") == list(shape)
+    }
+    return {name: _view(name, _parse_entry(name, entry), body) for name, entry in wanted.items()}
 
 
 def write_tensors(tensors: Iterable[StoredTensor]) -> bytes:

@@ -84,6 +84,13 @@ def test_linears_of_the_base_may_be_of_dtypes_that_adapters_have_not(tmp_path: P
     assert read(tmp_path, tmp_path / "base").has_copies
 
 
+def test_names_of_the_base_may_begin_behind_the_first_dot(tmp_path: Path, base: Path) -> None:
+    model = base_model()
+    model.model.save_pretrained(tmp_path / "base")
+    make_adapter(tmp_path, r=2, target_modules=["embed_tokens"])
+    assert read(tmp_path, tmp_path / "base").has_copies
+
+
 def test_the_head_of_a_tied_base_is_its_embedding(tmp_path: Path, base: Path) -> None:
     untied = tensors_of_base(base)
     (tmp_path / "base").mkdir()
