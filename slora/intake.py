@@ -95,6 +95,7 @@ class Intake:
         self._base = _Served(None, None, read_model_defaults(config.model))
         self.max_model_len = self.model.max_positions
         self._served: dict[tuple[Path, int] | TensorAdapter, _Served] = {}
+        self._gates: dict[tuple[Path, int] | TensorAdapter, Lock] = {}
         self._num_forgotten = 0
         self._lock = Lock()
         self._numbers = itertools.count(1)
@@ -177,6 +178,7 @@ class Intake:
             if served is None:
                 return None
             self._served = {k: v for k, v in self._served.items() if v.version != served.version}
+            self._gates = {key: gate for key, gate in self._gates.items() if key in self._served}
             self._num_forgotten += 1
             return served.version
 
@@ -185,19 +187,27 @@ class Intake:
         if adapter is None:
             return self._base
         named = _named(adapter)
+        key = _key(named.content)
         with self._lock:
-            key = _key(named.content)
-            if key not in self._served:
-                self._served[key] = self._add(named.content)
-            return replace(self._served[key], weight=named.weight)
+            gate = self._gates.setdefault(key, Lock())
+        with gate:  # read once, however many ask; those who ask for others do not wait
+            served = self._served.get(key) or self._add(key, named.content)
+        return replace(served, weight=named.weight)
 
-    def _add(self, content: Path | TensorAdapter) -> _Served:
+    def _add(self, key: tuple[Path, int] | TensorAdapter, content: Path | TensorAdapter) -> _Served:
+        number = self._num_forgotten
         adapter = read_content(content, self.source.shape, self.source.limits)
         directory = content.resolve() if isinstance(content, Path) else None
         # The engine may forget later than we do: what is added from now on is another version, even of equal weights.
-        version = self.source.hold(adapter, directory, f"{_TENANT}/{self._num_forgotten}")
+        version = self.source.hold(adapter, directory, f"{_TENANT}/{number}")
         own = read_generation_defaults(adapter.extras.generation_config)
-        return _Served(version, adapter.extras.chat_template, own.over(self._base.defaults))
+        served = _Served(version, adapter.extras.chat_template, own.over(self._base.defaults))
+        with self._lock:
+            if (
+                number == self._num_forgotten
+            ):  # else it may just have been forgotten: the next one reads it anew
+                self._served[key] = served
+        return served
 
 
 def read_content(content: Path | TensorAdapter, shape: ModelShape, limits: AdapterLimits) -> Adapter:

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import aclosing, suppress
 from functools import partial
 
@@ -84,7 +84,7 @@ class LocalEngine:
         answer: Future[EngineStats] = Future()
         self._asked.add(answer)
         try:
-            self._post(AskStats(answer.set_result))
+            self._post(AskStats(lambda stats: _settle(answer, stats)))
             return await asyncio.wrap_future(answer)
         finally:
             self._asked.discard(answer)
@@ -125,8 +125,7 @@ class LocalEngine:
             self._gone = reason
         self._deliver([StepOutput(name, error=EngineUnavailable(reason)) for name in list(self._loops)])
         for answer in list(self._asked):
-            with suppress(asyncio.InvalidStateError):  # answered just before
-                answer.set_exception(EngineUnavailable(reason))
+            _settle(answer, EngineUnavailable(reason))
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         """On the engine's thread: one call into each event loop, whatever the number of its requests."""
@@ -142,3 +141,11 @@ class LocalEngine:
     def _put(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
             self._streams.put(output)
+
+
+def _settle(answer: Future[EngineStats], found: EngineStats | Exception) -> None:
+    with suppress(InvalidStateError):  # whoever asked was cancelled, or has been answered
+        if isinstance(found, Exception):
+            answer.set_exception(found)
+        else:
+            answer.set_result(found)

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig
+from safetensors.numpy import load_file
 
-from slora import LLM, AsyncLLM, Completion, SamplingParams
+from slora import LLM, AsyncLLM, Completion, LoraAdapter, SamplingParams
 from slora.engine_info import EngineStats
 from slora.errors import ConfigError, EngineUnavailable, RequestRefused
 from slora_adapters.errors import AdapterNotFound
@@ -144,6 +146,36 @@ def test_what_is_refused_is_refused_alone(llm: AsyncLLM, kit: ModelKit, tmp_path
     assert len(good.token_ids) == 12
     assert isinstance(refused, RequestRefused) and "token id 400" in str(refused)
     assert isinstance(missing, AdapterNotFound)
+
+
+def test_a_cancelled_question_leaves_the_engine_alone(llm: AsyncLLM) -> None:
+    """Born from a bug: the answer to a question that nobody waits for any more ended the engine's thread."""
+
+    async def cancel() -> None:
+        for _ in range(20):
+            question = asyncio.create_task(llm.stats())
+            await asyncio.sleep(0)
+            question.cancel()
+            await asyncio.gather(question, return_exceptions=True)
+        assert len((await llm.generate("fox", GREEDY)).token_ids) == 12
+
+    run(cancel())
+
+
+def test_an_adapter_that_many_ask_for_at_once_is_loaded_once(kit: ModelKit) -> None:
+    path = kit.adapters["odd_rank"]
+    adapter = LoraAdapter.from_tensors(
+        load_file(path / "adapter_model.safetensors"), LoraConfig.from_pretrained(path).to_dict()
+    )
+
+    async def ask() -> None:
+        async with AsyncLLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(300)) as llm:
+            answers = await asyncio.gather(*(llm.generate("fox", GREEDY, adapter) for _ in range(16)))
+            assert (await llm.stats()).adapter_loads == 1
+            await llm.forget(adapter)
+            assert await llm.generate("fox", GREEDY, adapter) == answers[0] == answers[15]
+
+    run(ask())
 
 
 def test_closing_fails_what_is_unfinished_and_what_comes_after(kit: ModelKit) -> None:
