@@ -17,8 +17,8 @@ from slora.config_fields import ConfigFields
 Form = Literal["int8", "fp8"]
 _REMEDY = "give the unquantized model, and quantization int8 or fp8 to have it rounded while it is read"
 _METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8")
-# compressed-tensors' names for 8-bit numbers that are stored as such.
-_FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
+# compressed-tensors' names for 8-bit numbers that are stored as such, or four to a word.
+_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
 _FORMS: dict[object, Form] = {"int": "int8", "float": "fp8"}
 
 

@@ -122,6 +122,8 @@ class WeightReader:
         return self._checkpoint.find(name, shape)
 
     def _source(self, name: str, shape: tuple[int, int]) -> WeightSource:
+        if name not in self._checkpoint and f"{name}_packed" in self._checkpoint:
+            return self._packed_source(name, *shape)
         stored = self._find(name, shape)
         if stored.dtype not in QUANTIZED:
             return WeightSource(stored)
@@ -131,6 +133,15 @@ class WeightReader:
                 scales = self._read_now(self._checkpoint.find(scale_name)).float()
                 return WeightSource(stored, spread_scales(stored, scales, self._block), self._block)
         raise ConfigError(f"{stored.path}: {name} is {stored.dtype}, but there is no {name}_scale")
+
+    def _packed_source(self, name: str, num_rows: int, width: int) -> WeightSource:
+        self._claimed.add(f"{name}_shape")
+        stored = self._find(f"{name}_packed", (num_rows, -(-width // 4)))
+        if stored.dtype != "I32":
+            raise _not_floating(stored)
+        self._claimed.add(f"{name}_scale")
+        scales = self._read_now(self._checkpoint.find(f"{name}_scale")).float()
+        return WeightSource(stored, spread_scales(stored, scales, None), packed_width=width)
 
     def _read_now(self, stored: StoredTensor) -> Tensor:
         if stored.dtype in QUANTIZED or stored.dtype not in DTYPES:
@@ -142,7 +153,7 @@ class WeightReader:
 
     def _fill(self, source: WeightSource, target: WeightTarget) -> None:
         stored = source.stored
-        if stored.dtype not in DTYPES:
+        if stored.dtype not in DTYPES and source.packed_width is None:
             raise _not_floating(stored)
         step = max(1, _BLOCK_BYTES // stored.row_bytes)
         num_rows = stored.shape[0]

@@ -19,22 +19,32 @@ ScaleBlock = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """scales: None, float32 [N] for the rows, or float32 [N / block rows, K / block columns], rounded up."""
+    """scales: None, float32 [N] for the rows, or float32 [N / block rows, K / block columns], rounded up.
+
+    packed_width: K of int8 numbers that are stored four to an int32, each 128 greater; None: they are stored as such.
+    """
 
     stored: StoredTensor
     scales: Tensor | None = None
     block: ScaleBlock | None = None
+    packed_width: int | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        return DTYPES[self.stored.dtype]
+        return torch.int8 if self.packed_width is not None else DTYPES[self.stored.dtype]
 
     @property
     def is_quantized_by_row(self) -> bool:
         return self.scales is not None and self.block is None
 
     def decode(self, first_row: int, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Stored rows [n, K] from `first_row` on -> rows, and the float32 [n] that they are still to be times."""
+        """Stored rows [n, K] from `first_row` on -> rows, and the float32 [n] that they are still to be times.
+
+        Rows may be overwritten.
+        """
+        if self.packed_width is not None:
+            # 128 more or less is the topmost bit; words are little-endian, so bytes are in the order of the columns.
+            rows = rows.bitwise_xor_(-128)[:, : self.packed_width]
         if self.scales is None:
             return rows, None
         if self.block is None:

@@ -139,6 +139,9 @@ STORED = {
     "compressed_int8_rows": ("int8", "rows", "weight_scale", compressed("int8", "channel")),
     "compressed_fp8_tensor": ("fp8", "tensor", "weight_scale", compressed("fp8", "tensor")),
     "compressed_fp8_blocks": ("fp8", "blocks", "weight_scale", compressed("fp8", "block", block_structure=BLOCK)),
+    "compressed_int8_packed": (
+        "int8", "rows", "weight_scale", {**compressed("int8", "channel"), "format": "pack-quantized"},
+    ),
     "fbgemm_fp8": ("fp8", "rows", "weight_scale", {"quant_method": "fbgemm_fp8"}),
     "autofp8": ("fp8", "tensor", "weight_scale", {"quant_method": "fp8", "activation_scheme": "static"}),
     "deepseek_fp8": (
@@ -161,6 +164,15 @@ def store(weight: Tensor, form: str, sharing: str) -> tuple[Tensor, Tensor, Tens
     return numbers, scales[0] if sharing == "tensor" else scales, numbers.float() * spread
 
 
+def pack(path: str, numbers: Tensor) -> dict[str, Tensor]:
+    """As compressed-tensors does: four numbers, each plus 128, to an int32, the first one lowest; rows filled up."""
+    rows, columns = numbers.shape
+    positive = torch.zeros(rows, -(-columns // 4) * 4, dtype=torch.int64)
+    positive[:, :columns] = numbers.long() + 128
+    words = (positive.view(rows, -1, 4) << torch.tensor([0, 8, 16, 24])).sum(-1)
+    return {f"{path}_packed": words.to(torch.int32), f"{path}_shape": torch.tensor([rows, columns])}
+
+
 @pytest.mark.parametrize("name", STORED)
 def test_a_checkpoint_of_8_bit_weights_is_served_as_what_it_stands_for(
     kit: ModelKit, tmp_path: Path, name: str
@@ -176,6 +188,8 @@ def test_a_checkpoint_of_8_bit_weights_is_served_as_what_it_stands_for(
             return {path: weight}
         numbers, scales, _ = store(weight, form, sharing)
         prefix = path.removesuffix("weight")
+        if config.get("format") == "pack-quantized":
+            return {**pack(path, numbers), f"{prefix}{scale_name}": scales}
         activations = {f"{prefix}input_scale": torch.ones(1)} if sharing == "tensor" else {}
         return {path: numbers, f"{prefix}{scale_name}": scales, **activations}
 
@@ -194,7 +208,7 @@ REFUSED = {
         {"quant_method": "gptq", "bits": 4},
         r"quant_method is 'gptq'; served are compressed-tensors, fp8",
     ),
-    "packed": ({**compressed("int8", "channel"), "format": "pack-quantized"}, r"format is 'pack-quantized'"),
+    "marlin": ({**compressed("int8", "channel"), "format": "marlin-24"}, r"format is 'marlin-24'"),
     "four_bits": (compressed("int8", "channel", num_bits=4), r"only symmetric 8-bit numbers are served"),
     "asymmetric": (
         compressed("int8", "channel", symmetric=False),
