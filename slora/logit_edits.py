@@ -29,8 +29,9 @@ def edit_logits(logits: Tensor, rows: SamplingRows, table: SamplingTable) -> Ten
         logits[index] = logits[index].scatter_add_(1, tokens, values)
     if penalised is not None:
         index = torch.from_numpy(penalised).to(logits.device)
-        logits[index] = penalise(
-            logits[index],
+        penalise(
+            logits,
+            index,
             table.seen(rows, penalised),
             rows.fraction(Column.REPETITION, index),
             rows.fraction(Column.PRESENCE, index),
@@ -39,8 +40,19 @@ def edit_logits(logits: Tensor, rows: SamplingRows, table: SamplingTable) -> Ten
     return logits
 
 
-def penalise(logits: Tensor, seen: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
-    """logits [B, V]; seen int32 [B, V]: twice the count in the answer, plus 1 if in the prompt; the others [B, 1]."""
-    scaled = torch.where(logits < 0, logits * repetition, logits / repetition)
-    counts = seen >> 1
-    return torch.where(seen > 0, scaled, logits) - frequency * counts - presence * (counts > 0)
+def penalise(
+    logits: Tensor, index: Tensor, seen: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> None:
+    """In place, the rows `index` int64 [N] of logits [B, V]. seen int32 [N, V]: twice the count in the answer, plus 1
+    if in the prompt; the others [N, 1].
+
+    Only the tokens that were seen are touched: hundreds of a vocabulary of many thousands.
+    """
+    rows, tokens = seen.nonzero(as_tuple=True)
+    counts, places = seen[rows, tokens] >> 1, (index[rows], tokens)
+    repetition, presence, frequency = (
+        column.squeeze(1)[rows] for column in (repetition, presence, frequency)
+    )
+    values = logits[places]
+    scaled = torch.where(values < 0, values * repetition, values / repetition)
+    logits[places] = scaled - frequency * counts - presence * (counts > 0)

@@ -226,6 +226,21 @@ def test_logprobs_come_for_each_token_when_asked_for(llm: LLM) -> None:
     assert llm.generate("fox", GREEDY)[0].logprobs is None
 
 
+def test_the_tokens_of_the_prompt_are_scored_when_asked_for(llm: LLM) -> None:
+    """As they were when they were generated: then they were an answer's, now they are a prompt's."""
+    params = SamplingParams(max_tokens=8, temperature=0.0, logprobs=2)
+    (answer,) = llm.generate("fox", params)
+    longer = [*answer.prompt_token_ids, *answer.token_ids]
+    (scored,) = llm.generate([longer], SamplingParams(max_tokens=2, prompt_logprobs=2))
+    assert scored.prompt_logprobs is not None and scored.prompt_logprobs[0] is None
+    assert len(scored.prompt_logprobs) == len(longer) and answer.prompt_logprobs is None
+    found = scored.prompt_logprobs[len(answer.prompt_token_ids) :]
+    assert answer.logprobs is not None
+    for one, other in zip(found, answer.logprobs, strict=True):
+        assert one is not None and one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
 def test_no_prompts_give_no_answers(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
