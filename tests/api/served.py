@@ -34,9 +34,9 @@ T = TypeVar("T")
 _TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
 
 
-def write_base(directory: Path) -> None:
-    """A tiny random Llama with a tokenizer of one token a character and a chat template."""
-    write_model(directory, "llama", **_SIZES)
+def write_base(directory: Path, model: str = "llama") -> None:
+    """A tiny random model with a tokenizer of one token a character and a chat template."""
+    write_model(directory, model, **_SIZES)
     vocabulary = {("Ġ" if character == " " else character): at for at, character in enumerate(CHARACTERS)}
     fast = FastTokenizer(models.BPE(vocab=vocabulary, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -47,9 +47,9 @@ def write_base(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def write_adapter(directory: Path, *, seed: int, **lora: object) -> Path:
+def write_adapter(directory: Path, *, seed: int, model: str = "llama", **lora: object) -> Path:
     """An adapter of the tiny model, saved by peft."""
-    make_adapter(directory, make_model("llama", **_SIZES), seed=seed, std=0.15, **{"r": 4, **lora})
+    make_adapter(directory, make_model(model, **_SIZES), seed=seed, std=0.15, **{"r": 4, **lora})
     return directory
 
 
