@@ -66,15 +66,15 @@ def _compile(worker: Worker, dtype: torch.dtype) -> Any:
 
 
 def _pack(field: Field) -> tuple[int, int, int]:
-    """The three words of a field; see `numba_language`."""
-    if isinstance(field, Tensor):
-        if field.dim() == 1:
-            return field.data_ptr(), 1, field.shape[0]
-        assert field.stride(-1) == 1, f"rows of stride {field.stride(-1)}"
-        return field.data_ptr(), field.shape[0], field.stride(0)
+    """The three words of a field; see `numba_language`. Numbers first: asking whether they are tensors is slow."""
+    if isinstance(field, int):
+        return field, 0, 0
     if isinstance(field, float):
         return struct.unpack("q", struct.pack("d", field))[0], 0, 0
-    return field, 0, 0
+    if field.dim() == 1:
+        return field.data_ptr(), 1, field.shape[0]
+    assert field.stride(-1) == 1, f"rows of stride {field.stride(-1)}"
+    return field.data_ptr(), field.shape[0], field.stride(0)
 
 
 @cache
