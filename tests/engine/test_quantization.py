@@ -203,6 +203,28 @@ def test_a_checkpoint_of_8_bit_weights_is_served_as_what_it_stands_for(
     assert verdict.equal, verdict
 
 
+def test_weights_with_a_scale_for_each_block_can_be_rounded_again_by_row(
+    kit: ModelKit, tmp_path: Path
+) -> None:
+    form, sharing, scale_name, config = STORED["deepseek_fp8"]
+
+    def quantize(path: str, weight: Tensor) -> dict[str, Tensor]:
+        numbers, scales, _ = store(weight, form, sharing)
+        return {path: numbers, f"{path.removesuffix('weight')}{scale_name}": scales}
+
+    def dequantize(path: str, weight: Tensor) -> dict[str, Tensor]:
+        numbers, scales = round_rows(store(weight, form, sharing)[2], "fp8")
+        return {path: numbers.float() * scales}
+
+    rewrite(kit.directory, tmp_path / "exact", dequantize)
+    rewrite(kit.directory, tmp_path / "stored", quantize)
+    set_config(tmp_path / "stored", config)
+    verdict = judge(
+        kit, tmp_path / "exact", answer(kit, tmp_path / "stored", kernels=KERNELS, quantization="fp8")
+    )
+    assert verdict.equal, verdict
+
+
 REFUSED = {
     "gptq": (
         {"quant_method": "gptq", "bits": 4},
