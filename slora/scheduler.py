@@ -21,6 +21,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from slora.errors import AdapterFetchFailed, ContextTooLong, RequestFailed
+from slora.host_copies import HostCopies
 from slora.kv_footprint import KVFootprint
 from slora.page_pool import PagePool
 from slora.request import FinishReason, StepOutput, TokenDelta
@@ -58,15 +59,12 @@ class Scheduler:
         self._limits = limits
         self._pool = pool
         self._residency = residency
-        self._source = source
+        self._host = HostCopies(source)
         self._sequences: dict[str, list[Sequence]] = {}  # of each request, those that are not over
         self._num_unfinished = 0
         self._running: list[Sequence] = []  # in order of arrival
         self._free_rows = list(range(limits.max_num_seqs))  # of the sampling table
         self._ready: list[Sequence] = []  # a heap by arrival: nothing to wait for but pages
-        self._awaiting: dict[AdapterVersion, list[Sequence]] = {}  # aside, until the adapter is on the host
-        self._on_host: dict[AdapterVersion, PackedAdapter] = {}  # pinned there for those in `_ready`
-        self._ready_users: dict[AdapterVersion, int] = defaultdict(int)
         self._forgotten: set[AdapterVersion] = set()  # deleted, but requests that came before are not over
 
     @property
@@ -79,7 +77,7 @@ class Scheduler:
 
     @property
     def num_awaiting_adapter(self) -> int:
-        return sum(len(group) for group in self._awaiting.values())
+        return self._host.num_awaiting
 
     @property
     def has_work(self) -> bool:
@@ -169,9 +167,7 @@ class Scheduler:
         assert all(s.blocks.num_pages == 0 and s.resident is None for s in waiting), (
             "a waiting request holds pages"
         )
-        assert set(self._on_host) <= {v for v, n in self._ready_users.items() if n}, (
-            "a host copy is pinned in vain"
-        )
+        self._host.check()
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
@@ -182,45 +178,33 @@ class Scheduler:
         if adapter_pages is not None:
             self._make_ready(sequence, adapter_pages)
         elif version is not None:
-            self._awaiting.setdefault(version, []).append(sequence)
-            self._source.request(version)
+            self._host.wait(sequence, version)
 
     def _adapter_pages(self, version: AdapterVersion) -> int | None:
         """Pages that an adapter takes which is in the pool or on the host; None if it is in neither."""
         resident = self._residency.find(version)
         if resident is not None:
             return len(resident.pages)
-        packed = self._on_host.get(version)
+        packed = self._host.find(version)
         return self._pages_of(packed) if packed is not None else None
 
     def _make_ready(self, sequence: Sequence, adapter_pages: int) -> None:
         self._fit(sequence, adapter_pages)
         heapq.heappush(self._ready, sequence)
         if sequence.request.adapter is not None:
-            self._ready_users[sequence.request.adapter] += 1
+            self._host.retain(sequence.request.adapter)
 
     def _leave_ready(self, sequence: Sequence) -> None:
-        """Bookkeeping when a ready sequence starts, moves aside or ends; the last one lets the host copy go."""
-        version = sequence.request.adapter
-        if version is None:
-            return
-        self._ready_users[version] -= 1
-        if self._ready_users[version] == 0:
-            del self._ready_users[version]
-            if self._on_host.pop(version, None) is not None:
-                self._source.release(version)
+        """Bookkeeping when a ready sequence starts, moves aside or ends."""
+        if sequence.request.adapter is not None:
+            self._host.release(sequence.request.adapter)
 
     def _collect_fetches(self, plan: StepPlan) -> None:
-        for fetch in self._source.poll():
-            sequences = self._awaiting.pop(fetch.version, [])
+        for fetch, sequences in self._host.collect():
             if isinstance(fetch, FetchFailed):
                 error = AdapterFetchFailed(fetch.message, fetch.code)
                 plan.ended.extend(self._end(sequence, error) for sequence in sequences if not sequence.done)
                 continue
-            if fetch.version in self._on_host:
-                # Asked for again before the first copy was collected: one is enough.
-                self._source.release(fetch.version)
-            self._on_host[fetch.version] = fetch.packed
             for sequence in sequences:
                 if sequence.done:  # it ended with another choice of its request
                     continue
@@ -228,10 +212,6 @@ class Scheduler:
                     self._make_ready(sequence, self._pages_of(fetch.packed))
                 except ContextTooLong as error:
                     plan.ended.append(self._end(sequence, error))
-            if fetch.version not in self._ready_users:
-                # Everybody who asked for it has gone.
-                del self._on_host[fetch.version]
-                self._source.release(fetch.version)
 
     def _fit(self, sequence: Sequence, adapter_pages: int) -> None:
         """Raises ContextTooLong unless both fit an otherwise empty pool; an open-ended request is cut to what does."""
@@ -345,7 +325,7 @@ class Scheduler:
         """Takes the pages of its first chunk and of its adapter together, or nothing at all."""
         version = sequence.request.adapter
         resident = self._residency.find(version) if version is not None else None
-        packed = self._on_host[version] if version is not None and resident is None else None
+        packed = self._host.find(version) if version is not None and resident is None else None
         kv_pages = sequence.blocks.pages_missing(num_tokens)
         adapter_pages = self._pages_of(packed) if packed is not None else 0
         # Running sequences will soon want a page each, and choices one as soon as they fork: starting on the very last
@@ -359,7 +339,7 @@ class Scheduler:
         if resident is not None:
             self._residency.acquire(resident)
         elif packed is not None and version is not None:
-            resident = self._load(version, packed, adapter_pages, plan)
+            resident = self._load(version, adapter_pages, plan)
         sequence.resident = resident
         sequence.is_long = self._grew_long(sequence)
         sequence.blocks.extend(self._pool.allocate(kv_pages))
@@ -370,9 +350,8 @@ class Scheduler:
         plan.chunks.append(_chunk(sequence, num_tokens))
         return True
 
-    def _load(self, version: AdapterVersion, packed: PackedAdapter, pages: int, plan: StepPlan) -> Resident:
-        # From here on the plan owns the host copy: it is released when its bytes have been copied.
-        del self._on_host[version]
+    def _load(self, version: AdapterVersion, pages: int, plan: StepPlan) -> Resident:
+        packed = self._host.take(version)  # it goes back when its bytes have been copied
         resident = self._residency.admit(version, pages, packed.layout.reach)
         plan.loads.append(AdapterLoad(resident, packed))
         self.num_loads += 1
@@ -429,11 +408,10 @@ class Scheduler:
             del self._sequences[request_id]
         self._num_unfinished -= 1
         version = sequence.request.adapter
-        aside = self._awaiting.get(version, []) if version is not None else []
         if sequence in self._running:
             self._give_back(sequence)
-        elif sequence in aside:
-            aside.remove(sequence)  # the fetch goes on: its bytes may serve the next request
+        elif version is not None and self._host.leave(sequence, version):
+            pass
         elif sequence in self._ready:
             self._leave_ready(sequence)  # its place in the heap is skipped when it comes up
         if version is not None:
@@ -447,7 +425,7 @@ class Scheduler:
             return
         self._forgotten.remove(version)
         self._residency.forget(version)
-        self._source.forget(version)
+        self._host.forget(version)
 
     def _give_back(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
@@ -459,7 +437,7 @@ class Scheduler:
 
     def _release_copied(self, plan: StepPlan) -> None:
         for load in plan.loads:
-            self._source.release(load.resident.version)
+            self._host.give_back(load.resident.version)
 
     def _pages_of(self, packed: PackedAdapter) -> int:
         return -(-packed.layout.num_bytes // self._limits.full_page_bytes)

@@ -93,6 +93,12 @@ class LoaderClient:
     def connected(self) -> bool:
         return self._run is not None
 
+    @property
+    def capacity_bytes(self) -> int | None:
+        """The arena's. Not known while no loader is connected: then all are taken, so that all give up together."""
+        run = self._run
+        return len(run.arena) if run is not None else None
+
     def request(self, version: AdapterVersion) -> None:
         with self._changed:
             if version in self._requests:

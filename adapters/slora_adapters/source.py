@@ -52,6 +52,10 @@ class FetchFailed:
 class AdapterSource(Protocol):
     """Brings adapter versions to the host. All methods are called from one thread; none blocks."""
 
+    @property
+    def capacity_bytes(self) -> int | None:
+        """What copies may take together until they are released; None if only memory limits them."""
+
     def request(self, version: AdapterVersion) -> None:
         """Starts to fetch a version."""
 
@@ -93,6 +97,10 @@ class DirectorySource:
         self._done: deque[Fetched | FetchFailed] = deque()
         self._lock = Lock()
         self._threads = ThreadPoolExecutor(num_threads, "adapter-load") if num_threads else None
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        return None
 
     def add(self, directory: Path | str, tenant: str = "local") -> AdapterVersion:
         """Validates the adapter in a directory and makes it fetchable. Raises as `read_adapter` does."""

@@ -160,8 +160,10 @@ def test_a_request_before_the_loader_is_there_is_answered_when_it_comes(
     version = _v(bench.stock.add(1))
     bench.client.request(version)
     assert not bench.client.connected and bench.client.poll() == []
+    assert bench.client.capacity_bytes is None
     bench.process.start()
     [answer] = bench.answers(1)
+    assert bench.client.capacity_bytes == 1 << 20
     bench.stock.assert_same(version, answer.packed)
 
 

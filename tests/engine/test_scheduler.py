@@ -10,6 +10,7 @@ from slora.request import FinishReason, StepOutput
 from slora.sequence import Sequence
 from slora_adapters.version import AdapterVersion
 from tests.support.scheduler_bench import STOP_TOKEN, BrokenStep, SchedulerBench
+from tests.support.scripted_source import FULL_PAGE_BYTES
 
 VERSIONS = [AdapterVersion("tenant", f"digest{n}") for n in range(5)]
 # The last one fits only a large pool.
@@ -28,6 +29,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_budget=st.integers(0, 9),
         window=st.none() | st.integers(1, 10),
         rope_switch=st.none() | st.integers(1, 16),
+        host_pages=st.none() | st.integers(0, 12),
         random=st.randoms(use_true_random=False),
     )
     def start(
@@ -38,6 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_budget: int,
         window: int | None,
         rope_switch: int | None,
+        host_pages: int | None,
         random: Random,
     ) -> None:
         self.bench = SchedulerBench(
@@ -48,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_seqs + spare_budget,
             window=window,
             rope_switch=rope_switch,
+            host_pages=host_pages,
             choose=self._choose,
         )
         self.random = random
@@ -521,3 +525,51 @@ def test_a_prompt_that_is_long_from_the_start_is_computed_once() -> None:
     bench = SchedulerBench(PAGES, num_pages=20, max_num_batched_tokens=8, rope_switch=10)
     bench.add("a", prompt=17, max_tokens=2)
     assert len(list(bench.run_to_end(5))) == 2
+
+
+def test_more_adapters_than_the_host_holds_are_asked_for_as_earlier_ones_move_on() -> None:
+    """Born from a bug: all were asked for at once, and those that found no room within 30 s failed as unavailable."""
+    versions = [AdapterVersion("tenant", f"one of many {n}") for n in range(30)]
+    bench = SchedulerBench(dict.fromkeys(versions, 2), num_pages=9, max_num_seqs=3, host_pages=8)
+    for version in versions:
+        bench.add(version.digest, prompt=5, max_tokens=9, adapter=version)
+    most, started = 0, []
+    while bench.scheduler.num_running + bench.scheduler.num_waiting:
+        bench.source.deliver()
+        outputs = bench.step()
+        assert all(output.error is None for output in outputs)
+        started += [load.resident.version for load in bench.last_plan.loads]
+        most = max(most, bench.source.wanted_bytes)
+    assert started == versions
+    assert 2 * 2 * FULL_PAGE_BYTES <= most <= bench.source.capacity_bytes
+    assert set(bench.source.num_fetches.values()) == {1} and bench.source.num_pinned == 0
+
+
+def test_an_adapter_too_large_for_its_share_of_the_host_is_asked_for_alone() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20, host_pages=9)
+    for number, version in enumerate([VERSIONS[4], SMALL, VERSIONS[4], LARGE]):
+        bench.add(str(number), adapter=version)
+    assert bench.source.in_flight == {VERSIONS[4]}
+    assert all(output.error is None for output in bench.run_to_end(20))
+
+
+def test_who_waits_unasked_is_asked_for_when_the_one_before_is_aborted() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20, host_pages=0)
+    for number, version in enumerate(VERSIONS[:3]):
+        bench.add(str(number), adapter=version)
+    bench.scheduler.abort("1")
+    assert bench.source.in_flight == {VERSIONS[0]}
+    bench.source.deliver()
+    bench.scheduler.abort("0")
+    bench.step()
+    assert bench.source.in_flight == {VERSIONS[2]}
+    assert [output.request_id for output in bench.run_to_end(5)] == ["2"]
+
+
+def test_who_waits_unasked_is_asked_for_when_the_fetch_before_fails() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20, host_pages=0)
+    for number, version in enumerate(VERSIONS[:2]):
+        bench.add(str(number), adapter=version)
+    bench.source.fail(VERSIONS[0], "corrupt")
+    assert [output.request_id for output in bench.step()] == ["0"]
+    assert bench.source.in_flight == {VERSIONS[1]}

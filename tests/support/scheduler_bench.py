@@ -29,7 +29,9 @@ class BrokenStep(Exception):
 
 
 class SchedulerBench:
-    """`choose` draws the token of a sequence; None stands for logits that are not finite."""
+    """`choose` draws the token of a sequence; None stands for logits that are not finite. host_pages: the pages of all
+    adapters that the host can hold at once.
+    """
 
     def __init__(
         self,
@@ -41,6 +43,7 @@ class SchedulerBench:
         max_num_batched_tokens: int = 16,
         window: int | None = None,
         rope_switch: int | None = None,
+        host_pages: int | None = None,
         choose: Callable[[Sequence], int | None] = lambda sequence: 1,
     ) -> None:
         self.footprint = KVFootprint(BLOCK_TOKENS, window)
@@ -49,7 +52,8 @@ class SchedulerBench:
         )
         self.pool = PagePool(num_pages)
         self.residency = Residency(self.pool, num_slots)
-        self.source = ScriptedSource(adapters)
+        host_bytes = host_pages * FULL_PAGE_BYTES if host_pages is not None else None
+        self.source = ScriptedSource(adapters, host_bytes)
         self.scheduler = Scheduler(self.limits, self.pool, self.residency, self.source)
         self.last_plan = StepPlan()
         self._choose = choose

@@ -39,7 +39,8 @@ class ScriptedSource:
     and both hand out the one copy on the host.
     """
 
-    def __init__(self, num_pages: dict[AdapterVersion, int]) -> None:
+    def __init__(self, num_pages: dict[AdapterVersion, int], capacity_bytes: int | None = None) -> None:
+        self.capacity_bytes = capacity_bytes
         self.in_flight: set[AdapterVersion] = set()
         self.forgotten: set[AdapterVersion] = set()
         self.num_fetches: Counter[AdapterVersion] = Counter()
@@ -52,6 +53,13 @@ class ScriptedSource:
     def num_pinned(self) -> int:
         """Copies handed out and not given back yet."""
         return self._pins.total()
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Of the copies that are handed out, or on their way."""
+        arrived = {one for one in self._arrived if isinstance(one, AdapterVersion)}
+        versions = self.in_flight | arrived | self._copies.keys()
+        return sum(self._num_pages[version] * FULL_PAGE_BYTES for version in versions)
 
     def is_pinned(self, packed: PackedAdapter) -> bool:
         return any(packed is copy for copy in self._copies.values())
