@@ -191,7 +191,7 @@ def _num_kv_heads(fields: ConfigFields) -> int:
 
 
 def _activation(fields: ConfigFields, family: Family) -> Activation:
-    name = fields.text(family.activation_field, "silu")
+    name = fields.text(family.activation_field, family.activation)
     if name not in _ACTIVATIONS:
         raise fields.refusal(family.activation_field, f"; this version serves {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]

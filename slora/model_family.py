@@ -17,11 +17,12 @@ WindowRule = Literal["none", "all", "late", "pattern"]
 class Family:
     """defaults: fields that config.json may leave out, as transformers assumes them.
 
-    qkv_bias: q, k and v have biases by construction. bias_fields: the bias fields that mean something.
-    softcap_fields: likewise. fused_linears: q, k, v and gate, up are one linear each, in checkpoints and for adapters.
-    qk_norm: RMSNorm of each head before rotation. post_norms: attention and MLP outputs are normalised, too, before
-    they join the residual. norm_offset: a norm's weight is stored as its difference from one. scaled_embedding: by
-    sqrt(hidden_size). rope_by_layer_type: `rope_parameters` holds a table for each type of layer.
+    activation: what holds where activation_field is left out or null. qkv_bias: q, k and v have biases by construction.
+    bias_fields, softcap_fields: those that mean something. fused_linears: q, k, v are one linear, gate and up another, in
+    checkpoints and for adapters. partial_rotation: partial_rotary_factor may be below one. rope_aliases: other names of
+    rope types. rope_by_layer_type: `rope_parameters` holds a table for each type of layer. qk_norm: RMSNorm of each head
+    before rotation. post_norms: attention and MLP outputs are normalised, too, before they join the residual.
+    norm_offset: a norm's weight is stored as its difference from one. scaled_embedding: by sqrt(hidden_size).
 
     For a decoder that is part of a larger model, config_field is where config.json describes it, root where modules of
     transformers have it, stored_root where checkpoints do, and left_out how the other parts' tensors begin.
@@ -30,6 +31,7 @@ class Family:
     defaults: Mapping[str, object]
     windows: WindowRule = "none"
     activation_field: str = "hidden_act"
+    activation: str = "silu"
     qkv_bias: bool = False
     bias_fields: frozenset[str] = frozenset()
     softcap_fields: frozenset[str] = frozenset()
@@ -51,7 +53,6 @@ _ATTENTION_BIAS = frozenset({"attention_bias"})
 _GEMMA_DEFAULTS = {
     "num_key_value_heads": 4,
     "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
     "rms_norm_eps": 1e-6,
     "sliding_window": 4096,
     "query_pre_attn_scalar": 256,
@@ -117,6 +118,7 @@ _FAMILIES: Mapping[str, Family] = {
         },
         windows="pattern",
         activation_field="hidden_activation",
+        activation="gelu_pytorch_tanh",
         bias_fields=_ATTENTION_BIAS,
         softcap_fields=frozenset({"attn_logit_softcapping", "final_logit_softcapping"}),
         post_norms=True,
@@ -135,6 +137,7 @@ _FAMILIES: Mapping[str, Family] = {
         },
         windows="pattern",
         activation_field="hidden_activation",
+        activation="gelu_pytorch_tanh",
         bias_fields=_ATTENTION_BIAS,
         softcap_fields=frozenset({"final_logit_softcapping"}),
         rope_by_layer_type=True,

@@ -159,8 +159,10 @@ def test_null_takes_a_default_away_only_where_it_means_none(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "gemma2", "head_dim": 8}))
     assert ModelConfig.from_directory(tmp_path).final_softcap == 30.0
     fields = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": None}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert ModelConfig.from_directory(tmp_path).final_softcap is None
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "hidden_activation": None}))
+    config = ModelConfig.from_directory(tmp_path)
+    assert config.final_softcap is None
+    assert config.activation == "gelu_tanh"
 
 
 def test_what_a_config_leaves_out_is_what_transformers_assumes(tmp_path: Path) -> None:

@@ -26,32 +26,32 @@ LOGPROB_TOLERANCE = 1e-4
 class Verdict:
     """positions: tokens judged. excused: they differ from the judge's, who was undecided. wrong: what remains.
 
-    logprob_error: the farthest that one of our log-probabilities is from the judge's.
+    logprob_error: the farthest that one of our log-probabilities is from the judge's; None where none was given.
     """
 
     positions: int = 0
     excused: int = 0
     wrong: int = 0
-    logprob_error: float = 0.0
+    logprob_error: float | None = None
 
     def __str__(self) -> str:
-        return (
-            f"{self.positions} tokens, {self.excused} excused, {self.wrong} wrong, "
-            f"log-probabilities off by {self.logprob_error:.1e} at most"
-        )
+        tokens = f"{self.positions} tokens, {self.excused} excused, {self.wrong} wrong"
+        if self.logprob_error is None:
+            return tokens
+        return f"{tokens}, log-probabilities off by {self.logprob_error:.1e} at most"
 
     def __add__(self, other: "Verdict") -> "Verdict":
         return Verdict(
             self.positions + other.positions,
             self.excused + other.excused,
             self.wrong + other.wrong,
-            max(self.logprob_error, other.logprob_error),
+            max((e for e in (self.logprob_error, other.logprob_error) if e is not None), default=None),
         )
 
     @property
     def equal(self) -> bool:
         few_excused = self.excused <= MOST_EXCUSED * self.positions
-        return self.wrong == 0 and few_excused and self.logprob_error < LOGPROB_TOLERANCE
+        return self.wrong == 0 and few_excused and (self.logprob_error or 0.0) < LOGPROB_TOLERANCE
 
 
 class Oracle:
@@ -111,7 +111,7 @@ class Oracle:
         best, chosen = logits.topk(2, dim=-1)
         differs = chosen[:, 0] != tokens
         undecided = best[:, 0] - best[:, 1] < MARGIN
-        error = 0.0
+        error = None
         if logprobs is not None:
             theirs = logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
             error = (theirs - torch.tensor(list(logprobs))).abs().max().item()
