@@ -18,10 +18,10 @@ class Family:
     """defaults: fields that config.json may leave out, as transformers assumes them.
 
     activation: what holds where activation_field is left out or null. qkv_bias: q, k and v have biases by construction.
-    bias_fields, softcap_fields: those that mean something. fused_linears: q, k, v are one linear, gate and up another, in
-    checkpoints and for adapters. partial_rotation: partial_rotary_factor may be below one. rope_aliases: other names of
-    rope types. rope_by_layer_type: `rope_parameters` holds a table for each type of layer. qk_norm: RMSNorm of each head
-    before rotation. post_norms: attention and MLP outputs are normalised, too, before they join the residual.
+    bias_fields, softcap_fields: those that mean something. fused_linears: q, k, v are one linear, gate and up another,
+    in checkpoints and for adapters. partial_rotation: partial_rotary_factor may be below one. rope_aliases: other names
+    of rope types. rope_by_layer_type: `rope_parameters` holds a table for each type of layer. qk_norm: RMSNorm of each
+    head before rotation. post_norms: attention and MLP outputs are normalised, too, before they join the residual.
     norm_offset: a norm's weight is stored as its difference from one. scaled_embedding: by sqrt(hidden_size).
 
     For a decoder that is part of a larger model, config_field is where config.json describes it, root where modules of
