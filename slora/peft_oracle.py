@@ -58,7 +58,9 @@ class PeftOracle:
         """float32 [T, out]: what peft adds to the output of module `path` for `inputs` [T, in], one-hot for tokens."""
         layer = self._layers[path]
         weight: Tensor = layer.get_delta_weight(_NAME).float().cpu()
-        return inputs.float() @ (weight if isinstance(layer, Embedding) else weight.T)
+        # Of embeddings, and of GPT-2's Conv1D, weights are [in, out].
+        is_in_out = isinstance(layer, Embedding) or layer.fan_in_fan_out
+        return inputs.float() @ (weight if is_in_out else weight.T)
 
 
 def _load(model: Path, adapter: Path, dtype: torch.dtype) -> PeftModel:

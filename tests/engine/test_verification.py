@@ -76,6 +76,19 @@ def test_adapters_of_every_kind_are_found_equal(
     assert all(check["effect"] > 0.01 for check in found["prompts"])
 
 
+@pytest.mark.parametrize("model", ["phi3_window", "gemma3_text", "gpt2", "gpt_neox"])
+def test_models_of_other_families_are_compared(tmp_path: Path, model: str) -> None:
+    """Fused linears, scaled embeddings, weights that are stored the other way round, transformers' own classes."""
+    write_model(tmp_path / "base", model)
+    make_adapter(tmp_path / "adapter", make_model(model), std=0.15, r=5, fan_in_fan_out=model == "gpt2")
+    found = verify_adapter(
+        Question(tmp_path / "base", tmp_path / "adapter", max_tokens=8, device="cpu"), PeftOracle
+    )
+    assert found.equal, found.problems
+    # All linears, without embedding and head.
+    assert len(found.modules) == found.num_modules - 2
+
+
 def test_sixteen_bits_on_both_sides_are_found_equal(kit: ModelKit) -> None:
     found = compare(kit, "patterns", dtype="bfloat16")
     assert found.equal, found.problems
