@@ -130,7 +130,8 @@ class Scheduler:
             chunk.sequence.num_computed += chunk.num_tokens
             if chunk.sequence.scores:
                 outputs.append(_tell_scores(chunk.sequence))
-            self._fork(chunk)
+            if chunk.forks:
+                self._fork(chunk)
             for sequence in chunk.draws:
                 token = next(tokens)
                 if not sequence.done:  # over, if another choice of the request just failed
@@ -249,6 +250,8 @@ class Scheduler:
 
     def _switch_ropes(self) -> None:
         """Those that have grown long begin again: keys of one set of factors don't go with queries of the other."""
+        if self._limits.rope_switch is None:
+            return
         for sequence in self._running:
             if not sequence.is_long and self._grew_long(sequence):
                 sequence.is_long = True
@@ -262,16 +265,20 @@ class Scheduler:
     def _grow(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Gets the pages for the next `num_tokens` tokens, from newer sequences if need be, and a copy of the page
         they begin in if others read it. False: it was preempted itself."""
-        blocks, start = sequence.blocks, sequence.num_computed
-        blocks.free_before(self._limits.footprint.first_token_seen(start), self._pool)
-        missing = blocks.pages_missing(start + num_tokens)
-        # Asked anew each time round: when another choice gives way, the page may be left to this one.
-        while not self._residency.make_room(missing + blocks.must_copy(start, self._pool)):
+        blocks, start, footprint = sequence.blocks, sequence.num_computed, self._limits.footprint
+        if footprint.window is not None:
+            blocks.free_before(footprint.first_token_seen(start), self._pool)
+        missing, copied = blocks.pages_missing(start + num_tokens), blocks.must_copy(start, self._pool)
+        if not missing and not copied:  # as in nearly every step of a sequence that decodes
+            return True
+        while not self._residency.make_room(missing + copied):
             victim = self._running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
-        if blocks.must_copy(start, self._pool):
+            # When another choice gives way, the page may be left to this one.
+            copied = blocks.must_copy(start, self._pool)
+        if copied:
             plan.copies.append(blocks.copy_on_write(start, self._pool))
         blocks.extend(self._pool.allocate(missing))
         return True
@@ -287,8 +294,7 @@ class Scheduler:
                 self._residency.acquire(sequence.resident)
             self._register(sequence)
             self._run(sequence)
-        if chunk.samples:
-            parent.num_choices = 1
+        parent.num_choices = 1
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue with its tokens but without pages; its arrival keeps its place."""
@@ -299,6 +305,8 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         """Starts ready sequences in order of arrival, until one does not fit: nobody overtakes it to its pages."""
+        if not self._ready:
+            return
         places = self._limits.max_num_seqs - self._places_taken()
         while self._ready and budget > 0:
             sequence = self._ready[0]
@@ -446,7 +454,9 @@ class Scheduler:
 def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
     resident = sequence.resident
     samples = num_tokens == sequence.num_uncomputed
-    forks = range(1, sequence.num_choices) if samples else ()
+    forks: tuple[Sequence, ...] = ()
+    if samples and sequence.num_choices > 1:
+        forks = tuple(sequence.fork(index) for index in range(1, sequence.num_choices))
     return Chunk(
         sequence,
         start=sequence.num_computed,
@@ -454,7 +464,7 @@ def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
         samples=samples,
         slot=resident.slot if resident is not None else None,
         generation=resident.generation if resident is not None else None,
-        forks=tuple(sequence.fork(index) for index in forks),
+        forks=forks,
     )
 
 
