@@ -4,7 +4,7 @@ their connection; adapters are deleted and come back; pages are short throughout
 import asyncio
 import random
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -91,27 +91,36 @@ class Crowd:
                 self.fates["disconnected"] += 1
 
     def _ask(self, client: RemoteEngine, name: str) -> tuple[AsyncGenerator[TokenDelta, None], list[int]]:
-        """A stream, and the tokens that it must bring."""
+        """A stream, and the tokens that each choice of it must bring: without chance they are all the same."""
         question = self._rng.choice(self._questions)
-        params = replace(GREEDY, max_tokens=self._rng.randint(1, MOST_TOKENS))
+        n = self._rng.choice((1, 1, 1, 3))
+        params = replace(GREEDY, max_tokens=self._rng.randint(1, MOST_TOKENS), n=n)
         request = EngineRequest(name, "tenant", question.prompt, question.adapter, params)
         return client.generate(request), question.answer[: params.max_tokens]
 
     async def _end(self, client: RemoteEngine, name: str) -> None:
         stream, expected = self._ask(client, name)
-        tokens = [token async for delta in stream for token in delta.token_ids]
-        assert tokens == expected, f"request {name} got another answer in the crowd"
+        answers: dict[int, list[int]] = defaultdict(list)
+        async for delta in stream:
+            answers[delta.index] += delta.token_ids
+        assert all(tokens == expected for tokens in answers.values()), (
+            f"{name} got another answer in the crowd"
+        )
 
     async def _close(self, client: RemoteEngine, name: str) -> None:
         stream, expected = self._ask(client, name)
-        tokens: list[int] = []
+        answers: dict[int, list[int]] = defaultdict(list)
         enough = self._rng.randint(0, len(expected))
         async with aclosing(stream):
             async for delta in stream:
+                tokens = answers[delta.index]
                 tokens += delta.token_ids
-                if len(tokens) >= enough:
+                if len(tokens) >= enough and delta.index != 1:
                     break
-        assert tokens == expected[: len(tokens)], f"request {name} got another answer in the crowd"
+                if len(tokens) >= enough:
+                    client.end_choice(name, 1)
+        for tokens in answers.values():
+            assert tokens == expected[: len(tokens)], f"request {name} got another answer in the crowd"
 
     async def _cancel(self, client: RemoteEngine, name: str) -> None:
         reading = asyncio.create_task(self._end(client, name))
