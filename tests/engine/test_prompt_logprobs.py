@@ -74,7 +74,7 @@ def test_logits_of_a_long_prompt_are_never_all_there_at_once(
 ) -> None:
     kit = kits("llama")
     engine = make_engine(kit, make_source(kit)[0], 100)
-    decoder = engine._runner._decoder
+    decoder = engine._runner._model
     rows: list[int] = []
     logits = type(decoder).logits
 
