@@ -152,7 +152,7 @@ def test_a_step_that_breaks_ends_its_requests_and_the_engine_goes_on(
 
     engine.forget(versions["odd_rank"])
     source, versions = make_source(kit)
-    engine._scheduler._source = source
+    engine._scheduler._host._source = source
     assert drive(engine, [[ask("a", versions["odd_rank"])]])["a"].token_ids == before.token_ids
 
 
