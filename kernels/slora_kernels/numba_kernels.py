@@ -28,7 +28,7 @@ from slora_kernels.batch import (
     LoraTiles,
     QueryKeyNorm,
 )
-from slora_kernels.layout import SEGMENT_BYTES, LoraSite
+from slora_kernels.layout import SEGMENT_BYTES, LoraSite, TileLimits
 from slora_kernels.lora_gather import gather_columns
 from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shrink_tiles
 from slora_kernels.numba_language import compile_worker
@@ -130,12 +130,12 @@ class NumbaKernels:
     """See `Kernels`. The bridge is float32 [T, max_group_rank]. Tensors are a CPU's, with contiguous rows.
 
     One caller at a time: scratch memory is shared by all calls. A token's LoRA result is the same to the bit alone
-    and in a batch as long as its tile is short of MATMUL_TOKENS; attention's always is.
+    and in a batch as long as its sequence's chunk is as long, or short of MATMUL_TOKENS; attention's always is.
     """
 
     name = "numba"
-    # A tile is either read once for all its tokens or a matmul: the longer the better.
-    tile_tokens = 1 << 30
+    # Of one sequence, the longer the better: from MATMUL_TOKENS on it is a matmul. Those that decode never are.
+    tile_limits = TileLimits(alone=1 << 30, shared=MATMUL_TOKENS // 2)
 
     def __init__(self, team: ThreadTeam | None = None) -> None:
         self._team = team or ThreadTeam()

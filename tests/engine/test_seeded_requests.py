@@ -76,8 +76,7 @@ def check_same(answers: dict[str, Answer], alone: dict[str, Answer]) -> None:
         assert answer.reason == alone[name].reason
 
 
-# numba's kernels are left out in bfloat16: a LoRA tile of many tokens is rounded otherwise than one of few.
-CASES = [("torch", "bfloat16"), *((kernels, "float32") for kernels in CPU_KERNELS)]
+CASES = [(kernels, dtype) for dtype in ("bfloat16", "float32") for kernels in CPU_KERNELS]
 
 
 @pytest.mark.parametrize(("kernels", "dtype"), CASES)
