@@ -92,7 +92,7 @@ def test_a_seeded_request_says_the_same_alone_and_among_63_others_in_any_order(
         alone: dict[str, Answer] = {}
         for request in requests:
             alone |= drive(engine, [[request]])
-        assert len({tuple(answer.token_ids) for answer in alone.values()}) > 0.9 * len(alone)
+        assert len({tuple(answer.token_ids) for answer in alone.values()}) > 0.75 * len(alone)
         for arrivals in ([requests], in_any_order(requests, rng)):
             check_same(drive(engine, arrivals), alone)
     assert engine.stats().preemptions == 0
