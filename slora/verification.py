@@ -9,27 +9,26 @@ from dataclasses import dataclass
 
 __all__ = ["TOLERANCES", "ModuleCheck", "PromptCheck", "Tolerance", "Verification", "find_problems"]
 
-# Of all tokens, how many may differ where the judge is undecided. One always may: few tokens are judged here.
-_MOST_EXCUSED = 1e-3
-
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
     """Differences that rounding explains. logprob: of one token, in nats. delta: of a module's output, relative to its
     largest entry. margin: log-probability between the judge's two best tokens below which either is right.
+    excused: of all tokens, the share that may differ for that reason; one always may, because few are judged.
     """
 
     logprob: float
     delta: float
     margin: float
+    excused: float
 
 
 # Measured on tiny models and the demo: 1e-5 and 1e-6 in float32; in bfloat16, where both sides round after each
-# operation, 0.04 and 0.005.
+# operation, 0.04 and 0.005, and 0 to 2 tokens of 64: two best tokens are often as near as that.
 TOLERANCES: Mapping[str, Tolerance] = {
-    "float32": Tolerance(1e-3, 1e-4, 1e-4),
-    "float16": Tolerance(0.1, 1e-2, 0.2),
-    "bfloat16": Tolerance(0.5, 2e-2, 1.0),
+    "float32": Tolerance(1e-3, 1e-4, 1e-4, 1e-3),
+    "float16": Tolerance(0.1, 1e-2, 0.2, 0.05),
+    "bfloat16": Tolerance(0.5, 2e-2, 1.0, 0.1),
 }
 
 
@@ -100,8 +99,11 @@ def find_problems(
         for check in off
     ]
     excused = sum(check.excused for check in prompts)
-    if excused > max(1.0, _MOST_EXCUSED * sum(check.answer_tokens for check in prompts)):
-        problems.append(f"{excused} tokens differ where peft is undecided; at most one in a thousand may")
+    num_tokens = sum(check.answer_tokens for check in prompts)
+    if excused > max(1.0, limit.excused * num_tokens):
+        problems.append(
+            f"{excused} of {num_tokens} tokens differ where peft is undecided; at most {limit.excused:.1%} may"
+        )
     for number, check in enumerate(prompts, 1):
         if check.wrong:
             problems.append(f"prompt {number}: {check.wrong} of {check.answer_tokens} tokens are not peft's")

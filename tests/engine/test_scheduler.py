@@ -175,7 +175,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "bench"):
             return
-        for output in self.bench.run_to_end(most_steps=2000):
+        for output in self.bench.run_to_end(most_steps=20_000):
             self._take(output)
         assert not self.unfinished, "a request ended without tokens or an error"
         self.bench.source.deliver()
