@@ -43,7 +43,7 @@ PRODUCTS = {
     "_paged_attention_decode_kernel": SMALL_PRODUCTS,
     "_paged_attention_prefill_kernel": LARGE_PRODUCTS,
 }
-QUICK = tuple((target, "bfloat16") for target in SHARED_LIMITS)
+QUICK = (("sm_90", "bfloat16"), ("gfx942", "bfloat16"))
 THOROUGH = tuple((target, dtype) for target in SHARED_LIMITS for dtype in ("bfloat16", "float16", "float32"))
 
 
