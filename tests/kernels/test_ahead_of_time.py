@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,10 +48,12 @@ QUICK = (("sm_90", "bfloat16"), ("gfx942", "bfloat16"))
 THOROUGH = tuple((target, dtype) for target in SHARED_LIMITS for dtype in ("bfloat16", "float16", "float32"))
 
 
-def start_compiling(target: str, dtype: str) -> subprocess.Popen[bytes]:
+def start_compiling(target: str, dtype: str, cache: Path) -> subprocess.Popen[bytes]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     # The launcher states whether multiply-adds are fused: what the environment says must not matter.
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_DEFAULT_FP_FUSION": "0"}
+    # What another checkout compiled names the lines of sources that may be gone.
+    environment |= {"TRITON_CACHE_DIR": str(cache)}
     command = [sys.executable, "-P", "-m", "slora_kernels.ahead_of_time", target, dtype]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -64,11 +67,11 @@ def finish_compiling(process: subprocess.Popen[bytes]) -> list[CompiledKernel]:
 
 
 @pytest.fixture(scope="module")
-def compiled(soak: bool) -> list[CompiledKernel]:
+def compiled(soak: bool, tmp_path_factory: pytest.TempPathFactory) -> list[CompiledKernel]:
     """All launches for the targets of this run, two targets at a time."""
     work, kernels = (THOROUGH if soak else QUICK), []
     for at in range(0, len(work), 2):
-        processes = [start_compiling(*pair) for pair in work[at : at + 2]]
+        processes = [start_compiling(*pair, tmp_path_factory.mktemp("triton")) for pair in work[at : at + 2]]
         for process in processes:
             kernels += finish_compiling(process)
     return kernels
