@@ -66,7 +66,14 @@ class Row:
 def prepare_slora(workload: Workload) -> Generate:
     from slora import LLM, SamplingParams  # noqa: PLC0415 (a contender imports only its own stack)
 
-    llm = LLM(workload.model, dtype=workload.dtype, kernels=workload.kernels, pool_bytes=2 << 30)
+    # The same prompts come again in each repeat: nobody shall find them computed.
+    llm = LLM(
+        workload.model,
+        dtype=workload.dtype,
+        kernels=workload.kernels,
+        pool_bytes=2 << 30,
+        prefix_cache="off",
+    )
     asked = prompts(workload.requests, workload.input_tokens)
     params = SamplingParams(max_tokens=workload.output_tokens, temperature=0.0, ignore_eos=True)
     given: list[str | None] = [_round_robin(workload.adapters, i) for i in range(len(asked))]

@@ -6,7 +6,7 @@ as a delta of it has a finish_reason. Knows no engine and no HTTP.
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from slora.detokenizer import Detokenizer
 from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
@@ -31,11 +31,14 @@ class Completion:
     """A prompt with its answers, as many as SamplingParams.n; with best_of, the likeliest first.
 
     text, token_ids, finish_reason and logprobs are the first answer's. prompt_logprobs: None unless asked for.
+    num_cached_tokens: of the prompt, whose KV was found in the prefix cache. Two completions that say the same are
+    equal, whatever was found.
     """
 
     prompt_token_ids: list[int]
     choices: tuple[Choice, ...]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = field(default=0, compare=False)
 
     @property
     def text(self) -> str:
@@ -59,7 +62,8 @@ class CompletionDelta:
     """What is new in answer `choice` to prompt `index`; the last one of each answer has a finish_reason.
 
     text may lag behind token_ids: it is given once no later token can change it. prompt_logprobs: of the next tokens of
-    the prompt, in deltas of their own, before the answer.
+    the prompt, in deltas of their own, before the answer. num_cached_tokens: of the prompt, told once, with the first
+    token of answer 0.
     """
 
     index: int
@@ -69,6 +73,7 @@ class CompletionDelta:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     choice: int = 0
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    num_cached_tokens: int = 0
 
 
 class Answer:
@@ -84,6 +89,7 @@ class Answer:
         self.request = replace(request, sampling=_with_logprobs(request.sampling))
         sampling = request.sampling
         self._scores: list[TokenLogprobs | None] = []
+        self._num_cached = 0
         self._choices = [_ChoiceSoFar(tokenizer, sampling) for _ in range(sampling.num_choices)]
 
     @property
@@ -103,6 +109,7 @@ class Answer:
         choice = self._choices[delta.index]
         text = choice.take(delta)
         self._scores.extend(delta.prompt_logprobs)
+        self._num_cached += delta.num_cached
         return CompletionDelta(
             self.index,
             text,
@@ -111,6 +118,7 @@ class Answer:
             delta.logprobs,
             delta.index,
             delta.prompt_logprobs,
+            delta.num_cached,
         )
 
     def completion(self) -> Completion:
@@ -120,7 +128,7 @@ class Answer:
         with_logprobs = self._sampling.logprobs is not None
         choices = tuple(choice.finished(with_logprobs=with_logprobs) for choice in kept)
         scores = self._scores if self._sampling.prompt_logprobs is not None else None
-        return Completion(self.request.prompt_token_ids, choices, scores)
+        return Completion(self.request.prompt_token_ids, choices, scores, self._num_cached)
 
 
 class _ChoiceSoFar:

@@ -1,7 +1,8 @@
 """The pages that hold one sequence's KV, in order. Knows no other sequence.
 
 Sequences that forked from one share the pages of what they have in common, each with a reference of its own. A
-shared page is never written: whoever comes to write there gets a copy first.
+shared page is never written: whoever comes to write there gets a copy first. Nor is one that has a name: others may
+come to read it at any time.
 
 Blocks that no token looks back on any more are given back while the sequence runs. What stands in their places is never
 read into a result, but must be the id of a page that holds sound numbers, so it is another one of the sequence's own.
@@ -9,7 +10,8 @@ read into a result, but must be the id of a page that holds sound numbers, so it
 
 import numpy as np
 
-from slora.page_pool import PagePool
+from slora.kv_cache import KVCache
+from slora.tenant import Tenant
 from slora_kernels.layout import Int32Array
 
 
@@ -54,40 +56,58 @@ class BlockTable:
         self.num_pages = end
         self._fill_freed()
 
-    def fork(self, pool: PagePool) -> "BlockTable":
+    def fork(self, kv: KVCache) -> "BlockTable":
         """A table of the same pages, with references of its own."""
         table = BlockTable(self.block_tokens)
-        pool.retain(self.held)
+        kv.retain(self.held)
         table.extend(self.pages.tolist())
         table.num_freed = self.num_freed
         return table
 
-    def free_before(self, token: int, pool: PagePool) -> None:
+    def adopt(self, num_freed: int, pages: list[int]) -> None:
+        """Takes over the references to `pages`, behind `num_freed` blocks that nothing looks back on any more. Only an
+        empty table can.
+
+        Worked example: adopt(2, [7, 9]) gives the entries 7, 7, 7, 9, of which the last two are held.
+        """
+        assert self.num_pages == 0, f"a table of {self.num_pages} pages can't adopt others"
+        self.num_freed = num_freed
+        self.extend([0] * num_freed + pages)
+
+    def free_before(self, token: int, kv: KVCache) -> None:
         """Gives back the blocks that lie wholly before `token`."""
         end = min(token // self.block_tokens, self.num_pages)
         if end > self.num_freed:
-            pool.release(self._array[self.num_freed : end].tolist())
+            kv.release(self._array[self.num_freed : end].tolist())
             self.num_freed = end
             self._fill_freed()
 
-    def must_copy(self, token: int, pool: PagePool) -> bool:
+    def must_copy(self, token: int, kv: KVCache) -> bool:
         """Whether others share the page where the KV of `token` would be written."""
         index = token // self.block_tokens
-        return self.num_freed <= index < self.num_pages and pool.is_shared(int(self._array[index]))
+        if not self.num_freed <= index < self.num_pages:
+            return False
+        page = int(self._array[index])
+        if kv.is_shared(page):
+            return True
+        # Tokens are written once, and a name is given when the last one of a block is there.
+        assert not kv.is_named(page), f"token {token} would be written into page {page}, which has a name"
+        return False
 
-    def copy_on_write(self, token: int, pool: PagePool) -> tuple[int, int]:
-        """A page of its own in place of the shared one of `token`. Returns (source, target): the bytes to copy."""
+    def copy_on_write(self, token: int, kv: KVCache, tenant: Tenant) -> tuple[int, int]:
+        """A page of its own, `tenant`'s, in place of the shared one of `token`. Returns (source, target): the bytes to
+        copy. The source keeps its name, the copy has none."""
         index = token // self.block_tokens
         source = int(self._array[index])
-        (target,) = pool.allocate(1)
-        pool.release([source])
+        (target,) = kv.allocate(1, tenant)
+        kv.release([source])
         self._array[index] = target
         self._fill_freed()
         return source, target
 
-    def release(self, pool: PagePool) -> None:
+    def release(self, kv: KVCache) -> None:
         """Gives every page back."""
-        pool.release(self.held)
+        kv.release(self.held)
         self.num_pages = self.num_freed = 0
 
     def _fill_freed(self) -> None:

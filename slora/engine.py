@@ -5,42 +5,61 @@ Single-threaded: whoever owns it calls `add`, `abort`, `forget` and `step` from 
 
 import logging
 import secrets
+import time
 
+from slora.cost_model import CostModel
 from slora.engine_config import EngineConfig
 from slora.engine_info import EngineInfo, EngineStats
 from slora.errors import ContextTooLong, RequestFailed, RequestRefused
 from slora.kv_footprint import KVFootprint
 from slora.model_spec import ModelSpec
-from slora.page_pool import PagePool
 from slora.request import EngineRequest, StepOutput
-from slora.residency import Residency
 from slora.runner import Runner
-from slora.scheduler import Scheduler, SchedulerLimits
+from slora.sampling_params import SamplingParams
+from slora.scheduler import Scheduler
+from slora.scheduler_config import SchedulerConfig
 from slora.sequence import Sequence
 from slora_adapters.source import AdapterSource
 from slora_adapters.version import AdapterVersion
 
 _log = logging.getLogger(__name__)
 
+_LOAD_SHARE = 0.1
+
 
 class Engine:
-    """Raises ConfigError from the constructor when the model or a setting can't be served."""
+    """Raises ConfigError from the constructor when the model or a setting can't be served.
 
-    def __init__(self, config: EngineConfig, model: ModelSpec, source: AdapterSource) -> None:
+    costs: None measures them here. Given, the same requests make the same steps each time: batches, and so the last bit
+    of what they compute, follow from costs.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model: ModelSpec, source: AdapterSource, costs: CostModel | None = None
+    ) -> None:
         self._config = config
         self._runner = Runner(config, model)
+        if costs is None:
+            costs = self._runner.measure_costs()
         num_pages = len(self._runner.memory.pages)
-        self._pool = PagePool(num_pages)
-        self._residency = Residency(self._pool, self._runner.num_slots)
         budget = config.token_budget(self._runner.device.type)
-        limits = SchedulerLimits(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=budget,
+        scheduler = SchedulerConfig(
+            num_pages=num_pages,
+            num_slots=self._runner.num_slots,
             full_page_bytes=self._runner.full_page_bytes,
             footprint=KVFootprint(config.block_tokens, model.window),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=budget,
             rope_switch=model.rope_switch,
+            load_pages=self._load_pages(costs),
+            swap_pages=self._runner.num_swap_pages,
+            prefix_cache=config.prefix_cache,
+            preemption=config.preemption,
+            scheduling=config.scheduling,
+            eviction=config.eviction,
         )
-        self._scheduler = Scheduler(limits, self._pool, self._residency, source)
+        self._scheduler = Scheduler(scheduler, source, costs)
+        self._tenants = self._scheduler.memory.tenants
         self._num_steps = self._prompt_tokens = self._generated_tokens = 0
         self.info = EngineInfo(
             model_name=config.served_name,
@@ -60,7 +79,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or self.next_deadline_in_s == 0
+
+    @property
+    def next_deadline_in_s(self) -> float | None:
+        """Seconds until somebody may have to be told that a deadline can't be kept; 0 if that is due."""
+        next_s = self._scheduler.next_deadline_s
+        return None if next_s is None else max(0.0, next_s - time.monotonic())
 
     @property
     def num_unfinished(self) -> int:
@@ -84,8 +109,12 @@ class Engine:
         if not sampling.ignore_eos:
             stop_ids |= frozenset(self.info.eos_token_ids)
         self._check_min_tokens(sampling.min_tokens, stop_ids, max_tokens)
+        self._check_width(sampling, stop_ids)
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
-        self._scheduler.add(Sequence(request, max_tokens, stop_ids, seed, self._config.block_tokens))
+        self._tenants.set_share(request.tenant, request.share)
+        tenant = self._tenants.find(request.tenant)
+        sequence = Sequence(request, tenant, max_tokens, stop_ids, seed, self._config.block_tokens)
+        self._scheduler.add(sequence, time.monotonic())
         self._prompt_tokens += len(request.prompt_token_ids)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -98,7 +127,7 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Computes one step. What breaks in it ends the requests of that step, never the engine."""
-        plan = self._scheduler.schedule()
+        plan = self._scheduler.schedule(time.monotonic())
         try:
             sampled = self._runner.run(plan)
         except Exception:
@@ -115,35 +144,62 @@ class Engine:
         self._scheduler.check()
 
     def stats(self) -> EngineStats:
-        residents = list(self._residency)
+        scheduler, memory = self._scheduler, self._scheduler.memory
+        residents = list(memory.residency)
         running = tuple(
             sorted(f"{r.version.tenant}/{r.version.digest[:12]}" for r in residents if r.num_users)
         )
         return EngineStats(
-            running=self._scheduler.num_running,
-            waiting=self._scheduler.num_waiting,
-            awaiting_adapter=self._scheduler.num_awaiting_adapter,
-            pages_total=self._pool.num_pages,
-            pages_free=self._pool.num_free,
-            pages_held=self._pool.num_held,
-            pages_cached=self._pool.num_cached,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            awaiting_adapter=scheduler.num_awaiting_adapter,
+            pages_total=memory.pool.num_pages,
+            pages_free=memory.pool.num_free,
+            pages_held=memory.pool.num_held,
+            pages_cached=memory.pool.num_cached,
             adapter_pages=sum(len(r.pages) for r in residents),
             resident_adapters=len(residents),
             running_adapters=running,
-            adapter_loads=self._scheduler.num_loads,
-            adapter_evictions=self._residency.num_evictions,
-            preemptions=self._scheduler.num_preemptions,
+            adapter_loads=scheduler.supply.num_loads,
+            adapter_evictions=memory.residency.num_evictions,
+            preemptions=scheduler.num_preemptions,
+            prefix_queries=scheduler.prefixes.num_queries,
+            prefix_hits=scheduler.prefixes.num_hits,
+            prefix_evictions=memory.kv.num_evictions,
+            swapped_out_pages=scheduler.swapping.num_pages_out,
+            swapped_in_pages=scheduler.swapping.num_pages_in,
+            swap_pages_total=scheduler.swapping.num_pages,
+            swap_pages_used=scheduler.swapping.num_used,
+            deadline_misses=scheduler.num_deadlines_missed,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             steps=self._num_steps,
         )
 
+    def _load_pages(self, costs: CostModel) -> int:
+        """Of adapters in a step beside decoding: what was asked for, or what makes the shortest step a tenth longer."""
+        runner, num_bytes = self._runner, self._config.load_bytes_per_step
+        if num_bytes is None:
+            num_bytes = int(_LOAD_SHARE * (costs.step_s + costs.decode_s) / costs.load_byte_s)
+        return max(1, num_bytes // runner.full_page_bytes)
+
     def _check_choices(self, request: EngineRequest) -> None:
-        wanted, limit = request.sampling.num_choices, self.info.max_num_seqs
+        wanted, limit = request.sampling.width, self.info.max_num_seqs
         if wanted > limit:
             field = "n" if request.sampling.best_of is None else "best_of"
             raise RequestRefused(
                 f"{field} is {wanted}; this server runs at most {limit} sequences at once (max_num_seqs)",
+                field,
+            )
+
+    def _check_width(self, sampling: SamplingParams, stop_ids: frozenset[int]) -> None:
+        """As many tokens as there are to be beams must be left to go on with."""
+        num_left = self.info.vocab_size - sum(token < self.info.vocab_size for token in stop_ids)
+        if sampling.use_beam_search and sampling.width > num_left:
+            field = "n" if sampling.best_of is None else "best_of"
+            raise RequestRefused(
+                f"{field} is {sampling.width}, but only {num_left} of the {self.info.vocab_size} tokens are no stop "
+                "tokens; ask for fewer beams",
                 field,
             )
 

@@ -5,8 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slora.errors import ConfigError
+from slora.scheduler_config import check_choices
 
 _GIB = 1 << 30
+_LEAST = {
+    "pool_bytes": 1,
+    "block_tokens": 1,
+    "max_model_len": 1,
+    "max_num_seqs": 1,
+    "max_lora_rank": 1,
+    "swap_bytes": 0,
+    "load_bytes_per_step": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +32,16 @@ class EngineConfig:
     on a CPU 25% of the free RAM.
     max_model_len: prompt and answer together; None is the model's own, or what the pool holds if that is less.
     max_num_batched_tokens: the token budget of one step.
+    prefix_cache: whose computed prefixes a request may find: tenant (its own tenant's), public (those of the bare base
+    are everybody's) or off.
+    preemption: how sequences give way when pages run short: swap to the host, recompute, or auto, the cheaper one.
+    swap_bytes: of the host, for the KV of those; 0 is none; None is a quarter of the pool, at most of the free RAM.
+    Taken only as it is needed.
+    scheduling: fair between tenants, or fcfs, first come, first served.
+    eviction: what leaves the pool first: cost (what it takes to bring back, times how often its kind is used again,
+    for each page), lru (least recently used) or size.
+    load_bytes_per_step: of adapters copied into the pool beside one step of others, at least a page; None follows from
+    the machine.
     """
 
     model: Path
@@ -37,12 +57,24 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     max_lora_rank: int = 128
+    prefix_cache: str = "tenant"
+    preemption: str = "auto"
+    swap_bytes: int | None = None
+    scheduling: str = "fair"
+    eviction: str = "lru"
+    load_bytes_per_step: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("pool_bytes", "block_tokens", "max_model_len", "max_num_seqs", "max_lora_rank"):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        check_choices(self)
+        if self.preemption == "swap" and self.swap_bytes == 0:
+            raise ConfigError(
+                "preemption is swap, but swap_bytes is 0: there is nowhere to swap to; raise swap_bytes, or set "
+                "preemption to auto or recompute"
+            )
         if self.block_tokens & (self.block_tokens - 1):
             raise ConfigError(f"block_tokens is {self.block_tokens}; it must be a power of two")
         budget = self.max_num_batched_tokens

@@ -26,7 +26,12 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Gauges as they stand, counters since the engine started."""
+    """Gauges as they stand, counters since the engine started.
+
+    prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache, and found. prefix_evictions:
+    blocks that left it to make room. swapped_out_pages, swapped_in_pages: copied to the host and back. deadline_misses:
+    requests that ended because their first token could not come in time.
+    """
 
     running: int
     waiting: int
@@ -41,6 +46,14 @@ class EngineStats:
     adapter_loads: int
     adapter_evictions: int
     preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    prefix_evictions: int
+    swapped_out_pages: int
+    swapped_in_pages: int
+    swap_pages_total: int
+    swap_pages_used: int
+    deadline_misses: int
     prompt_tokens: int
     generated_tokens: int
     steps: int

@@ -5,23 +5,25 @@ engine to API:  hello (its EngineInfo, once), status, outputs (one frame a step)
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import asdict, astuple, fields
 from typing import Any
 
 from slora.engine_info import EngineInfo, EngineStats
 from slora.errors import (
     AdapterFetchFailed,
     ContextTooLong,
+    DeadlineMissed,
     EngineUnavailable,
     RequestFailed,
     RequestRefused,
 )
 from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta, TokenLogprobs
 from slora.sampling_params import SamplingParams
+from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 4
 
 Message = dict[str, Any]
 
@@ -32,6 +34,9 @@ def encode_add(request: EngineRequest) -> Message:
         "op": "add",
         "id": request.request_id,
         "tenant": request.tenant,
+        "share": astuple(request.share),
+        "priority": request.priority,
+        "deadline_s": request.deadline_s,
         "prompt": request.prompt_token_ids,
         "adapter": encode_version(request.adapter) if request.adapter is not None else None,
         "adapter_weight": request.adapter_weight,
@@ -54,6 +59,9 @@ def decode_add(message: Message) -> EngineRequest:
         adapter=decode_version(adapter) if adapter is not None else None,
         sampling=SamplingParams(**sampling),
         adapter_weight=message["adapter_weight"],
+        share=TenantShare(*message["share"]),
+        priority=message["priority"],
+        deadline_s=message["deadline_s"],
     )
 
 
@@ -93,8 +101,8 @@ def decode_stats(message: Message) -> EngineStats:
 
 
 def encode_output(output: StepOutput) -> list[Any]:
-    """[id, token ids, finish reason, logprobs, error, choice, prompt's logprobs]: short, because each step has one for
-    each sequence."""
+    """[id, token ids, finish reason, logprobs, error, choice, prompt's logprobs, tokens found in the prefix cache]:
+    short, because each step has one for each sequence."""
     delta, error = output.delta, output.error
     return [
         output.request_id,
@@ -104,18 +112,18 @@ def encode_output(output: StepOutput) -> list[Any]:
         _encode_error(error) if error is not None else None,
         delta.index if delta else 0,
         _encode_logprobs(delta.prompt_logprobs) if delta else None,
+        delta.num_cached if delta else 0,
     ]
 
 
 def decode_output(row: list[Any]) -> StepOutput:
-    request_id, token_ids, reason, logprobs, error, index, scored = row
+    request_id, token_ids, reason, logprobs, error, index, scored, num_cached = row
     if error is not None:
         return StepOutput(request_id, error=_decode_error(error))
     entries = tuple(entry for entry in _decode_logprobs(logprobs) if entry is not None) or None
     finish = FinishReason(reason) if reason is not None else None
-    return StepOutput(
-        request_id, TokenDelta(tuple(token_ids), finish, entries, index, _decode_logprobs(scored))
-    )
+    delta = TokenDelta(tuple(token_ids), finish, entries, index, _decode_logprobs(scored), num_cached)
+    return StepOutput(request_id, delta)
 
 
 def _encode_logprobs(entries: Iterable[TokenLogprobs | None] | None) -> list[Any] | None:
@@ -141,7 +149,7 @@ def _encode_error(error: Exception) -> Message:
         }
     if isinstance(error, AdapterFetchFailed):
         return {"kind": "fetch", "message": error.message, "code": error.code}
-    return {"kind": "failed", "message": str(error)}
+    return {"kind": "deadline" if isinstance(error, DeadlineMissed) else "failed", "message": str(error)}
 
 
 def _decode_error(fields: Message) -> Exception:
@@ -152,4 +160,4 @@ def _decode_error(fields: Message) -> Exception:
         return RequestRefused(message, fields["param"], fields["code"])
     if kind == "fetch":
         return AdapterFetchFailed(message, fields["code"])
-    return RequestFailed(message)
+    return DeadlineMissed(message) if kind == "deadline" else RequestFailed(message)

@@ -129,7 +129,8 @@ class EngineServer:
             writer.close()
 
     def deliver(self, outputs: list[StepOutput]) -> None:
-        """The outputs of one step, one frame for each API process that has any."""
+        """The outputs of one step, one frame for each API process that has any, and one for each answer told whole: all
+        of a beam search's together could be more than a frame may hold."""
         rows: dict[int, list[Any]] = {}
         for output in outputs:
             prefix, request_id = output.request_id.split(":", 1)
@@ -140,7 +141,11 @@ class EngineServer:
                 peer.end(output.request_id)
             elif output.delta.finish_reason is not None:
                 peer.end(output.request_id, output.delta.index)
-            rows.setdefault(peer.number, []).append([request_id, *encode_output(output)[1:]])
+            row = [request_id, *encode_output(output)[1:]]
+            if output.delta is not None and len(output.delta.token_ids) > 1:
+                peer.send({"op": "outputs", "outputs": [row]})
+            else:
+                rows.setdefault(peer.number, []).append(row)
         for number, batch in rows.items():
             self._peers[number].send({"op": "outputs", "outputs": batch})
 

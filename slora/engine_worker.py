@@ -76,8 +76,9 @@ class EngineWorker:
         while True:
             command = self._next(engine, waiting_s=None if checked else _IDLE_BEFORE_CHECK_S)
             if command is None and not engine.has_work:
-                engine.check()
-                checked = True
+                if not checked:
+                    engine.check()
+                    checked = True
                 continue
             while command is not None:
                 if isinstance(command, Stop):
@@ -90,7 +91,11 @@ class EngineWorker:
                 self._deliver(outputs)
 
     def _next(self, engine: Engine, waiting_s: float | None) -> Command | None:
-        """The next command; None when there is work to do instead, or nothing came for `waiting_s`."""
+        """The next command; None when there is work to do instead, or nothing came for `waiting_s`, or before somebody
+        must be told that it waits in vain."""
+        deadline_s = engine.next_deadline_in_s
+        if deadline_s is not None:
+            waiting_s = deadline_s if waiting_s is None else min(waiting_s, deadline_s)
         try:
             return self._inbox.get_nowait() if engine.has_work else self._inbox.get(timeout=waiting_s)
         except queue.Empty:

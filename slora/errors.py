@@ -7,6 +7,7 @@ SloraError                    (slora_adapters) root of everything that this proj
 │   └── ContextTooLong        prompt plus answer exceed what the model or the pool can hold
 ├── AdapterFetchFailed        the adapter could not be brought to the host; the request is over
 ├── RequestFailed             the engine broke on this request (logits not finite, say); others go on
+│   └── DeadlineMissed        its first token can't come in the time that it allowed; nothing was computed
 ├── EngineUnavailable         the engine is gone, starting, or full; try again
 └── NotComparable             transformers or peft can't load what this engine serves
 """
@@ -17,6 +18,7 @@ __all__ = [
     "AdapterFetchFailed",
     "ConfigError",
     "ContextTooLong",
+    "DeadlineMissed",
     "EngineUnavailable",
     "NotComparable",
     "RequestFailed",
@@ -57,6 +59,10 @@ class AdapterFetchFailed(SloraError):
 
 class RequestFailed(SloraError):
     """The engine broke on this request; it keeps serving others."""
+
+
+class DeadlineMissed(RequestFailed):
+    """The first token can't come within the time that the request allowed for it; it may be sent again later."""
 
 
 class EngineUnavailable(SloraError):

@@ -10,6 +10,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterator
 
+from slora.fetch_pace import FetchPace
 from slora.sequence import Sequence
 from slora_adapters.packing import PackedAdapter
 from slora_adapters.source import AdapterSource, Fetched, FetchFailed
@@ -20,6 +21,7 @@ class HostCopies:
     """Invariant: an adapter that somebody waits for is asked for, or another one is asked for or pinned."""
 
     def __init__(self, source: AdapterSource) -> None:
+        self.pace = FetchPace()
         self._source = source
         self._awaiting: dict[AdapterVersion, list[Sequence]] = {}
         self._unasked: list[Sequence] = []  # a heap by arrival; those that have moved on are passed over
@@ -59,6 +61,7 @@ class HostCopies:
             self._asked.discard(fetch.version)
             if isinstance(fetch, Fetched):
                 num_bytes = fetch.packed.layout.num_bytes
+                self.pace.count(num_bytes, fetch.seconds)
                 self._copies[fetch.version] = fetch.packed
                 self._pinned_bytes += num_bytes
                 self._largest_bytes = max(self._largest_bytes, num_bytes)

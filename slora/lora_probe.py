@@ -11,6 +11,8 @@ from torch import Tensor
 
 from slora.page_memory import PageMemory
 from slora.residency import Resident
+from slora.step_plan import AdapterLoad
+from slora.tenant import Tenant
 from slora_adapters.packing import PackedAdapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.batch import KVGeometry, LoraTiles
@@ -78,5 +80,8 @@ def _load(packed: PackedAdapter, shape: ModelShape, dtype: torch.dtype, device: 
     memory = PageMemory(geometry, shape, page_bytes, num_pages, 1, num_pages, device)
     # Back to front: an order that only the page table knows.
     pages = list(range(num_pages - 1, -1, -1))
-    memory.load(Resident(AdapterVersion("", ""), 0, 1, pages, packed.layout.reach), packed)
+    resident = Resident(
+        AdapterVersion("", ""), Tenant(""), 0, 1, pages, packed.layout.num_bytes, packed.layout.reach
+    )
+    memory.load(AdapterLoad(resident, packed, 0, num_pages))
     return memory

@@ -21,6 +21,7 @@ from slora.sampling_params import SamplingParams
 from slora.sequence import Sequence
 from slora.step_batch import StepBatch
 from slora.step_plan import Chunk, StepPlan
+from slora.tenant import Tenant
 from slora_kernels.batch import KVGeometry
 from slora_kernels.ops import Kernels
 
@@ -91,7 +92,7 @@ def _through_pages(
 
 def _sequence(prompt: list[int], free_pages: Iterator[int], block_tokens: int) -> Sequence:
     request = EngineRequest("check", "", prompt, None, SamplingParams(temperature=0.0))
-    sequence = Sequence(request, 1, frozenset(), 0, block_tokens)
+    sequence = Sequence(request, Tenant("check"), 1, frozenset(), 0, block_tokens)
     sequence.blocks.extend([next(free_pages) for _ in range(sequence.blocks.pages_missing(len(prompt)))])
     return sequence
 

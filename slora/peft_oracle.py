@@ -4,19 +4,19 @@ The only module that imports peft, which is optional; the command that needs it 
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import Embedding, LoraLayer
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from slora.errors import NotComparable
 
-__all__ = ["PeftOracle"]
+__all__ = ["PeftOracle", "find_rope_switch", "force_answer"]
 
 _NAME = "default"
 _PREFIX = "base_model.model."
@@ -30,6 +30,7 @@ class PeftOracle:
             warnings.simplefilter("always")
             self._model = _load(model, adapter, dtype).to(device).eval()
         self.notes = tuple(str(entry.message) for entry in caught if entry.category is UserWarning)
+        self._rope_switch = find_rope_switch(self._model.config)
         self._device = device
         self._layers = {
             name.removeprefix(_PREFIX): module
@@ -43,15 +44,13 @@ class PeftOracle:
         return frozenset(self._layers)
 
     @torch.inference_mode()
-    def logits(self, token_ids: Sequence[int], *, adapted: bool) -> Tensor:
-        """float32 [T, vocab_size]: row t says what comes after token t, with the adapter or without."""
-        inputs = torch.tensor([list(token_ids)], device=self._device)
+    def logits(self, prompt: Sequence[int], answer: Sequence[int], *, adapted: bool) -> Tensor:
+        """float32 [T, vocab_size] of T tokens of prompt and answer: row t says what comes after token t, with the
+        adapter or without; of an answer, as it was when that token was the last."""
         if adapted:
-            found: Tensor = self._model(inputs).logits[0]
-        else:
-            with self._model.disable_adapter():
-                found = self._model(inputs).logits[0]
-        return found.float().cpu()
+            return force_answer(self._forward, prompt, answer, self._rope_switch)
+        with self._model.disable_adapter():
+            return force_answer(self._forward, prompt, answer, self._rope_switch)
 
     @torch.inference_mode()
     def delta(self, path: str, inputs: Tensor) -> Tensor:
@@ -61,6 +60,44 @@ class PeftOracle:
         # Of embeddings, and of GPT-2's Conv1D, weights are [in, out].
         is_in_out = isinstance(layer, Embedding) or layer.fan_in_fan_out
         return inputs.float() @ (weight if is_in_out else weight.T)
+
+    def _forward(self, token_ids: Sequence[int]) -> Tensor:
+        logits: Tensor = self._model(torch.tensor([list(token_ids)], device=self._device)).logits[0]
+        return logits.float().cpu()
+
+
+def find_rope_switch(config: PreTrainedConfig) -> int | None:
+    """The most tokens of a sequence that uses longrope's short factors; None where nothing switches.
+
+    As transformers reads it: where the switch is must be the judge's own finding, not ours.
+    """
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    by_layer_type = [table for table in rope.values() if isinstance(table, dict)]
+    switches = (
+        int(table["original_max_position_embeddings"])
+        for table in (rope, *by_layer_type)
+        if table.get("rope_type") == "longrope"
+    )
+    return next(switches, None)
+
+
+def force_answer(
+    forward: Callable[[Sequence[int]], Tensor],
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    rope_switch: int | None,
+) -> Tensor:
+    """[T, vocab_size] of T tokens of prompt and answer: row t says what comes after token t.
+
+    forward: one pass over tokens, [their number, vocab_size]. Longrope turns all of a sequence by its length, so what
+    was drawn from at most `rope_switch` tokens is judged by a pass over no more: with a switch of 48, a prompt of 40
+    and an answer of 20, rows 0 to 47 are from a pass over 48 tokens, rows 48 to 59 from one over 60.
+    """
+    tokens = [*prompt, *answer]
+    logits = forward(tokens)
+    if rope_switch is None or not len(prompt) <= rope_switch < len(tokens):
+        return logits
+    return torch.cat((forward(tokens[:rope_switch]), logits[rope_switch:]))
 
 
 def _load(model: Path, adapter: Path, dtype: torch.dtype) -> PeftModel:

@@ -1,47 +1,112 @@
 """Which adapters are in the pool: their pages, their slot in the kernels' tables, and who uses them.
 
-An adapter with users is held; without users it stays as a cached guest until its pages are wanted. A slot has a
-generation that grows each time another adapter moves in, so that work planned for a former tenant of the slot can
-be told from work for the present one.
+An adapter with users is held, and its load is the first of them; without users it stays as a cached guest, offered to
+the evictor, until its pages or its slot are wanted. A slot has a generation that grows each time another adapter moves
+in, so that work planned for a former tenant of the slot can be told from work for the present one.
+
+            advance_load, to the end        last release
+    loading ------------------> in use ------------------> idle --- evicted, for pages or a slot ---> gone
+       |                          ^                          |
+       | abandon_load             +-------- acquire ---------+
+       v
+    gone, with its last user
 
 Knows no torch and no bytes; the runner writes pages and tables when the plan says so.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from functools import partial
 
+from slora.cost_model import CostModel
+from slora.eviction_policy import Content
+from slora.evictor import Evictor
 from slora.page_pool import PagePool
+from slora.tenant import Tenant, Tenants
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LoraReach
 
+# Adapters that were pushed out and did not come back are remembered so far; the oldest are forgiven.
+_MAX_PUSHED_OUT = 4096
+
 
 class Resident:
-    """One adapter in the pool. `(slot, generation)` is what the kernels' work is planned for."""
+    """One adapter in the pool. `(slot, generation)` is what the kernels' work is planned for.
 
-    __slots__ = ("forgotten", "generation", "num_users", "pages", "reach", "slot", "version")
+    num_bytes: of the adapter; its last page may have room left. fetch_s: what it should take to bring it to the host
+    again. num_loaded: pages whose bytes are there, the first ones. is_loading: until the last page is there, or the
+    load is given up; only what is_loaded may be computed with.
+    rank: the evictor's, while it is idle.
+    """
+
+    content = Content.ADAPTER
+
+    __slots__ = (
+        "fetch_s",
+        "forgotten",
+        "generation",
+        "is_loaded",
+        "is_loading",
+        "num_bytes",
+        "num_loaded",
+        "num_users",
+        "pages",
+        "rank",
+        "reach",
+        "slot",
+        "tenant",
+        "ticket",
+        "version",
+    )
 
     def __init__(
-        self, version: AdapterVersion, slot: int, generation: int, pages: list[int], reach: LoraReach
+        self,
+        version: AdapterVersion,
+        tenant: Tenant,
+        slot: int,
+        generation: int,
+        pages: list[int],
+        num_bytes: int,
+        reach: LoraReach,
+        fetch_s: float = 0.0,
     ) -> None:
         self.version = version
+        self.tenant = tenant
         self.slot = slot
         self.generation = generation
         self.pages = pages
+        self.num_bytes = num_bytes
         self.reach = reach
-        self.num_users = 0
+        self.fetch_s = fetch_s
+        self.num_users = 1  # the load
+        self.num_loaded = 0
+        self.is_loading = True
+        self.is_loaded = False
         self.forgotten = False
+        self.ticket = 0
+        self.rank = 0.0
+
+    def __repr__(self) -> str:
+        return f"Resident({self.version}, slot {self.slot}, {len(self.pages)} pages, {self.num_users} users)"
+
+    def reload_s(self, costs: CostModel) -> float:
+        """From where fetches came lately: far away, or the host, which takes next to no time."""
+        return self.fetch_s + costs.load_s(self.num_bytes)
 
 
 class Residency:
-    """The adapters in `pool`, at most `num_slots` of them. Idle ones leave in least-recently-used order."""
+    """The adapters in `pool`, at most `num_slots` of them. Idle ones leave when `evictor` says so, or for a slot."""
 
-    def __init__(self, pool: PagePool, num_slots: int) -> None:
+    def __init__(self, pool: PagePool, evictor: Evictor, tenants: Tenants, num_slots: int) -> None:
         self.num_evictions = 0
         self._pool = pool
+        self._evictor = evictor
+        self._tenants = tenants
         self._residents: dict[AdapterVersion, Resident] = {}
-        self._idle: OrderedDict[AdapterVersion, Resident] = OrderedDict()
+        self._idle: dict[AdapterVersion, Resident] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._generations = [0] * num_slots
+        self._pushed_out: OrderedDict[AdapterVersion, None] = OrderedDict()
 
     def __iter__(self) -> Iterator[Resident]:
         return iter(self._residents.values())
@@ -52,53 +117,102 @@ class Residency:
     def find(self, version: AdapterVersion) -> Resident | None:
         return self._residents.get(version)
 
-    def make_room(self, num_pages: int, *, slots: int = 0, spare: AdapterVersion | None = None) -> bool:
-        """Evicts idle adapters, never `spare`, until that many pages and slots are free. False if it can't be done.
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
 
-        Nothing is evicted in vain: it looks first whether enough is idle.
+    def can_make_room(self, spare: Collection[Resident] = ()) -> bool:
+        """Whether a slot is free, or can be. Idle adapters that leave for their pages meanwhile change nothing."""
+        return bool(self._free_slots) or any(resident not in spare for resident in self._idle.values())
+
+    def make_room(self, taker: Tenant, spare: Collection[Resident] = ()) -> bool:
+        """Until a slot is free: the idle adapter of the lowest rank leaves, never one of `spare`. False if none can.
+
+        It spares those that a tenant's floor protects while there are others. Not beyond that: no share speaks of
+        slots, and whoever waits for one must not wait for a tenant that never comes again.
         """
-        idle_pages = sum(len(r.pages) for v, r in self._idle.items() if v != spare)
-        idle_slots = len(self._idle) - (spare in self._idle)
-        if self._pool.num_free + idle_pages < num_pages or len(self._free_slots) + idle_slots < slots:
+        if self._free_slots:
+            return True
+        idle = [resident for resident in self._idle.values() if resident not in spare]
+        if not idle:
             return False
-        while self._pool.num_free < num_pages or len(self._free_slots) < slots:
-            self._evict(next(r for v, r in self._idle.items() if v != spare))
+        open_to_all = [resident for resident in idle if _may_take(taker, resident)]
+        lowest = min(open_to_all or idle, key=lambda resident: resident.rank)
+        self._evictor.give_up(lowest)
+        self._evict(lowest, taker)
         return True
 
-    def admit(self, version: AdapterVersion, num_pages: int, reach: LoraReach) -> Resident:
-        """Gives the adapter a slot and pages, held for its first user. The caller has made room and fills them."""
+    def admit(
+        self,
+        version: AdapterVersion,
+        tenant: Tenant,
+        num_pages: int,
+        num_bytes: int,
+        reach: LoraReach,
+        fetch_s: float = 0.0,
+    ) -> Resident:
+        """Gives the adapter a slot and pages, held by its load. The caller has made room and fills them."""
         assert version not in self._residents, f"{version} is already resident"
         slot = self._free_slots.pop()
         self._generations[slot] += 1
-        pages = self._pool.allocate(num_pages)
-        resident = Resident(version, slot, self._generations[slot], pages, reach)
-        resident.num_users = 1
+        pages = self._pool.allocate(num_pages, tenant)
+        resident = Resident(version, tenant, slot, self._generations[slot], pages, num_bytes, reach, fetch_s)
         self._residents[version] = resident
         return resident
+
+    def advance_load(self, resident: Resident, num_pages: int) -> None:
+        """That many more of its pages are there. With the last one it is loaded, and the load a user no more."""
+        assert resident.is_loading, f"{resident.version} is not being loaded"
+        resident.num_loaded += num_pages
+        assert resident.num_loaded <= len(resident.pages), (
+            f"{resident.version}: more pages loaded than it has"
+        )
+        if resident.num_loaded == len(resident.pages):
+            resident.is_loaded = True
+            self._pushed_out.pop(resident.version, None)
+            self._end_load(resident)
+
+    def abandon_load(self, resident: Resident) -> None:
+        """The load broke, or nobody wants it any more: the adapter leaves now, or with its last user."""
+        assert resident.is_loading, f"{resident.version} is not being loaded"
+        resident.forgotten = True
+        self._end_load(resident)
 
     def acquire(self, resident: Resident) -> None:
         if resident.num_users == 0:
             del self._idle[resident.version]
+            self._evictor.reuse(resident)
             self._pool.unpark(resident.pages)
         resident.num_users += 1
 
     def release(self, resident: Resident) -> None:
         assert resident.num_users > 0, f"{resident.version} has no user to release"
         resident.num_users -= 1
-        if resident.num_users == 0:
-            self._pool.park(resident.pages)
-            self._idle[resident.version] = resident
-            if resident.forgotten:
-                self._evict(resident)
+        if resident.num_users:
+            return
+        self._pool.park(resident.pages)
+        self._idle[resident.version] = resident
+        if resident.forgotten:
+            self._evict(resident, None)
+        else:
+            resident.rank = self._evictor.rank(resident)
+            self._evictor.offer(resident, partial(self._evict, resident), resident.rank)
 
     def forget(self, version: AdapterVersion) -> None:
         """The adapter was deleted: it leaves now, or with its last user."""
+        self._pushed_out.pop(version, None)
         resident = self._residents.get(version)
         if resident is None:
             return
         resident.forgotten = True
         if resident.num_users == 0:
-            self._evict(resident)
+            self._evict(resident, None)
+
+    def was_pushed_out(self, version: AdapterVersion) -> bool:
+        """Whether it left last time because another tenant took its pages or its slot while it had more than its
+        share: then loading it again is not this tenant's doing. Told until it is loaded again.
+        """
+        return version in self._pushed_out
 
     def held_pages(self) -> Iterator[int]:
         return (page for r in self._residents.values() if r.num_users for page in r.pages)
@@ -106,9 +220,28 @@ class Residency:
     def cached_pages(self) -> Iterator[int]:
         return (page for r in self._idle.values() for page in r.pages)
 
-    def _evict(self, resident: Resident) -> None:
+    def _end_load(self, resident: Resident) -> None:
+        resident.is_loading = False
+        self.release(resident)
+
+    def _evict(self, resident: Resident, taker: Tenant | None) -> None:
+        """taker: who wants its pages or its slot; None if it leaves of itself."""
+        # Asked while the owner has the pages still: a tenant without any does not count in the shares.
+        if taker is not None and taker is not resident.tenant and self._tenants.is_over_share(taker):
+            self._remember_pushed_out(resident.version)
+        self._evictor.withdraw(resident)
         del self._idle[resident.version]
         del self._residents[resident.version]
         self._pool.evict(resident.pages)
         self._free_slots.append(resident.slot)
         self.num_evictions += 1
+
+    def _remember_pushed_out(self, version: AdapterVersion) -> None:
+        self._pushed_out[version] = None
+        if len(self._pushed_out) > _MAX_PUSHED_OUT:
+            self._pushed_out.popitem(last=False)
+
+
+def _may_take(taker: Tenant, resident: Resident) -> bool:
+    owner = resident.tenant
+    return owner is taker or owner.is_above_floor

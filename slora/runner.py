@@ -1,8 +1,10 @@
-"""Carries out a plan on the device: loads adapters, builds the batch, runs the decoder, draws the tokens."""
+"""Carries out a plan on the device: moves pages, loads adapters, builds the batch, runs the decoder, draws tokens."""
 
 import torch
 from torch import Tensor
 
+from slora.cost_measurement import measure_costs
+from slora.cost_model import CostModel
 from slora.engine_config import EngineConfig, free_ram_bytes
 from slora.errors import ConfigError
 from slora.kv_footprint import KVFootprint
@@ -19,17 +21,22 @@ from slora.sampling_table import SamplingTable
 from slora.sequence import Sequence
 from slora.step_batch import StepBatch, tile_prompt_rows
 from slora.step_plan import Chunk, Sampled, StepPlan
+from slora.tenant import Tenant
 from slora_kernels.batch import KVGeometry
 from slora_kernels.layout import ModelShape, lay_out_adapter
 from slora_kernels.ops import Kernels, select_kernels
 
 _CPU_POOL_SHARE = 0.25
 _GPU_POOL_SHARE = 0.9
+_SWAP_SHARE = 0.25
 _MAX_SLOTS = 1024
 
 
 class Runner:
-    """The model and the pool's bytes on one device."""
+    """The model and the pool's bytes on one device.
+
+    num_swap_pages: of the host, for KV that is swapped out.
+    """
 
     def __init__(self, config: EngineConfig, model: ModelSpec) -> None:
         self.device = _resolve_device(config.device)
@@ -52,18 +59,23 @@ class Runner:
         largest = lay_out_adapter(shape, [config.max_lora_rank] * shape.num_modules)
         self._max_adapter_pages = -(-largest.num_bytes // self.full_page_bytes)
         self._sampling = SamplingTable(config.max_num_seqs, model.vocab_size, self.device)
+        budget = config.token_budget(self.device.type)
         self.memory = self._memory(2)
-        self._try_step(config.token_budget(self.device.type), config.max_num_seqs)
-        self.memory = self._memory(self._num_pages(config))
+        self._try_step(budget, config.max_num_seqs)
+        num_pages = self._num_pages(config)
+        self.num_swap_pages = self._num_swap_pages(config, num_pages)
+        self.memory = self._memory(num_pages, self.num_swap_pages)
         self.max_model_len = self._max_model_len(config)
+        self._most = budget, config.max_num_seqs
+
+    def measure_costs(self) -> CostModel:
+        """What steps and copies take here and now. Before anybody has pages: it writes to many."""
+        return measure_costs(self.run, self.memory, *self._most, self.max_model_len)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Sampled]:
         """One token for each of the chunks' `draws`, in order. What prompts score is noted on their sequences."""
-        if plan.copies:
-            self.memory.copy(plan.copies)
-        for load in plan.loads:
-            self.memory.load(load.resident, load.packed)
+        self._move_pages(plan)
         for sequence in plan.started:
             self._sampling.write(sequence.row, sequence)
         if not plan.chunks:
@@ -77,12 +89,21 @@ class Runner:
         deltas = LoraDeltas(batch.head_lora, self.memory, self.kernels)
         return sample(self._model.logits(hidden[:num_draws], deltas), self._sampling, batch.sampling)
 
+    def _move_pages(self, plan: StepPlan) -> None:
+        """What leaves is read before anything is written, what shares a page before others come into its place."""
+        self.memory.swap_out(plan.swaps_out)
+        if plan.copies:
+            self.memory.copy(plan.copies)
+        self.memory.swap_in(plan.swaps_in)
+        for load in plan.loads:
+            self.memory.load(load)
+
     def _score(self, hidden: Tensor, sequence: Sequence) -> Tensor:
         """Logits of rows of a prompt."""
         tiles = tile_prompt_rows(sequence, len(hidden), self.kernels.tile_limits, self.device)
         return self._model.logits(hidden, LoraDeltas(tiles, self.memory, self.kernels))
 
-    def _memory(self, num_pages: int) -> PageMemory:
+    def _memory(self, num_pages: int, num_host_pages: int = 0) -> PageMemory:
         return PageMemory(
             self._geometry,
             self._shape,
@@ -91,6 +112,7 @@ class Runner:
             self.num_slots,
             self._max_adapter_pages,
             self.device,
+            num_host_pages,
         )
 
     def _num_pages(self, config: EngineConfig) -> int:
@@ -109,6 +131,21 @@ class Runner:
                 f"give the pool at least {2 * self.full_page_bytes} bytes"
             )
         return num_pages
+
+    def _num_swap_pages(self, config: EngineConfig, num_pages: int) -> int:
+        """Raises ConfigError if swap_bytes holds no page."""
+        if config.preemption == "recompute":
+            return 0
+        swap_bytes = config.swap_bytes
+        if swap_bytes is None:
+            of_ram = int(free_ram_bytes() * _SWAP_SHARE) // self.full_page_bytes
+            return min(int(num_pages * _SWAP_SHARE), of_ram)
+        if 0 < swap_bytes < self.full_page_bytes:
+            raise ConfigError(
+                f"swap_bytes is {swap_bytes}, but one page of this model takes {self.full_page_bytes}; give at least "
+                f"that, or 0 to swap nothing"
+            )
+        return swap_bytes // self.full_page_bytes
 
     def _max_model_len(self, config: EngineConfig) -> int:
         """Raises ConfigError if the length asked for does not fit the pool; an implied one is cut to it."""
@@ -134,7 +171,7 @@ class Runner:
         count = min(num_tokens, 16) if self.device.type == "cpu" else num_tokens
         plan = StepPlan()
         for number in range(count):
-            sequence = Sequence(request, 1, frozenset(), 0, self._geometry.block_tokens)
+            sequence = Sequence(request, Tenant("trial"), 1, frozenset(), 0, self._geometry.block_tokens)
             sequence.blocks.extend([0])
             if number < num_rows:
                 sequence.row = number

@@ -5,9 +5,11 @@ each row wants lies in the `SamplingTable`; chance is a hash of the request's se
 same request gives the same tokens alone, in any batch, and after a preemption, if the model gives the same logits.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from slora.beam_search import Proposal
 from slora.logit_edits import edit_logits
 from slora.request import TokenLogprobs
 from slora.sampling_params import MAX_LOGPROBS
@@ -20,7 +22,8 @@ from slora.token_draw import race, truncate, weigh
 def sample(logits: Tensor, table: SamplingTable, sequences: list[Sequence]) -> list[Sampled]:
     """Chooses a token for each row of `logits` [B, vocab_size], and counts it in `table`. logits stay as they are.
 
-    A row whose greatest logit is not finite gets no token: the caller must fail that request.
+    A row whose greatest logit is not finite gets no token: the caller must fail that request. A beam gets its likeliest
+    one, which means nothing, and what it proposes.
     """
     rows = table.gather([sequence.row for sequence in sequences])
     logits = logits.float()
@@ -34,8 +37,9 @@ def sample(logits: Tensor, table: SamplingTable, sequences: list[Sequence]) -> l
     # One transfer to the host: the tokens and whether each row was sound.
     tokens, finite = torch.stack((choice, torch.isfinite(best).long())).tolist()
     logprobs = _logprobs(logits, choice, rows)
+    proposals = _proposals(logits, edited, rows, logprobs)
     return [
-        Sampled(token if ok else None, logprobs.get(row))
+        Sampled(token if ok else None, logprobs.get(row), proposals.get(row))
         for row, (token, ok) in enumerate(zip(tokens, finite, strict=True))
     ]
 
@@ -83,3 +87,29 @@ def _logprobs(logits: Tensor, choice: Tensor, rows: SamplingRows) -> dict[int, T
     index = torch.from_numpy(wanting).to(logits.device)
     counts = rows.whole(Column.NUM_LOGPROBS, index).squeeze(1).tolist()
     return dict(zip(wanting.tolist(), token_logprobs(logits[index], choice[index], counts), strict=True))
+
+
+def _proposals(
+    logits: Tensor, edited: Tensor, rows: SamplingRows, told: dict[int, TokenLogprobs]
+) -> dict[int, Proposal]:
+    """By place in the batch, for beams. told: of those who want log-probabilities.
+
+    Rows that propose as many are ranked together: how many others propose must not decide which of two equals is first.
+    """
+    searching = rows.wanting(Want.SEARCH)
+    if searching is None:
+        return {}
+    counts = rows.num_proposed[searching]
+    proposals: dict[int, Proposal] = {}
+    for count in np.unique(counts):
+        places = searching[counts == count]
+        index = torch.from_numpy(places).to(logits.device)
+        plain = logits[index]
+        normaliser = plain.logsumexp(dim=-1, keepdim=True)
+        best = edited[index].topk(int(count), dim=-1)
+        columns = (best.indices, best.values - normaliser, plain.gather(1, best.indices) - normaliser)
+        lists = zip(places.tolist(), *(column.tolist() for column in columns), strict=True)
+        for place, token_ids, scores, logprobs in lists:
+            top = told[place].top if place in told else None
+            proposals[place] = Proposal(token_ids, scores, logprobs, top)
+    return proposals

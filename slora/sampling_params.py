@@ -13,6 +13,18 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 128
+# Its power of any length is a float.
+_MAX_LENGTH_PENALTY = 10
+# What beam search can't do beside it -> the value that asks for nothing.
+_NOT_SEARCHED = {
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
 _MAX_SEED = 2**63
 _MASK = 2**64 - 1
 
@@ -35,6 +47,10 @@ class SamplingParams:
     n: answers to the one prompt, each drawn with a seed of its own (`choice_seed`); the prompt is computed once.
     best_of: answers that are drawn, of which the n likeliest are kept (by the sum of their tokens'
         log-probabilities); None means n. The engine draws them all, whoever collects them chooses.
+    use_beam_search: vLLM's; the n best of a search with best_of beams, in place of chance (`beam_search`). Nothing is
+        known of an answer before the search is over, so all are told whole, at its end.
+    length_penalty: the exponent of its length that a hypothesis' sum of log-probabilities is divided by.
+    early_stopping: whether the search is over as soon as best_of hypotheses have ended.
     """
 
     max_tokens: int | None = 16
@@ -55,6 +71,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -76,11 +95,25 @@ class SamplingParams:
         self._check_between("logprobs", 0, MAX_LOGPROBS)
         self._check_between("prompt_logprobs", 0, MAX_LOGPROBS)
         self._check_choices()
+        self._check_between("length_penalty", -_MAX_LENGTH_PENALTY, _MAX_LENGTH_PENALTY)
+        if self.use_beam_search:
+            self._check_beam_search()
+        elif self.length_penalty != 1 or self.early_stopping:
+            name = "early_stopping" if self.early_stopping else "length_penalty"
+            raise RequestRefused(
+                f"{name} is {getattr(self, name)}, which only a beam search heeds; leave it out or set use_beam_search",
+                name,
+            )
+
+    @property
+    def width(self) -> int:
+        """Sequences that the engine runs side by side for this request."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def num_choices(self) -> int:
-        """Answers that the engine draws for this request."""
-        return self.n if self.best_of is None else self.best_of
+        """Answers that the engine tells of. Of all that it draws, but a search knows its best itself."""
+        return self.n if self.use_beam_search else self.width
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises RequestRefused if a token that is to be biased is none of the model's."""
@@ -92,12 +125,26 @@ class SamplingParams:
             )
 
     def refuse_streaming(self) -> None:
-        """Raises RequestRefused if the answers can't be known before they are all there."""
+        """Raises RequestRefused if which answers are told is known only when all are there."""
         if self.num_choices > self.n:
             raise RequestRefused(
                 f"best_of is {self.best_of} and n is {self.n}: which answers are the best is known at their end, so "
                 "they can't be streamed; leave best_of out or don't stream",
                 "best_of",
+            )
+
+    def _check_beam_search(self) -> None:
+        for name, neutral in _NOT_SEARCHED.items():
+            value = getattr(self, name)
+            if value != neutral:
+                raise RequestRefused(
+                    f"{name} is {value}; beam search draws nothing and penalises nothing: set it to {neutral}",
+                    name,
+                )
+        if self.stop:
+            raise RequestRefused(
+                f"stop has {len(self.stop)} strings; beam search ends hypotheses by token: use stop_token_ids",
+                "stop",
             )
 
     def _check_choices(self) -> None:

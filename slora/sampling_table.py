@@ -29,6 +29,7 @@ class Column(IntEnum):
     POSITION = auto()  # tokens so far: the place of the next one
     TOP_K = auto()  # beyond any vocabulary where off
     NUM_LOGPROBS = auto()
+    NUM_PROPOSED = auto()  # continuations of a beam
     TEMPERATURE = auto()  # 1 in greedy rows
     TOP_P = auto()
     MIN_P = auto()
@@ -45,17 +46,20 @@ class Want(IntFlag):
     PENALTIES = auto()
     EDITS = auto()
     LOGPROBS = auto()
+    SEARCH = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """The rows of one step, gathered: `ints` int64 [B, columns] with `wants` as a host array. Indexes count in B.
+    """The rows of one step, gathered: `numbers` int64 [B, columns]; `wants` and `num_proposed` int64 [B], on the host.
+    Indexes count in B.
 
     keys: int64 [B], a hash of each row's seed and position: the same wherever and whenever the row is drawn.
     """
 
     rows: npt.NDArray[np.int64]
     wants: npt.NDArray[np.int64]
+    num_proposed: npt.NDArray[np.int64]
     numbers: Tensor
     keys: Tensor
 
@@ -96,12 +100,15 @@ class SamplingTable:
         wants |= Want.TRUNCATE if drawn and truncated else 0
         wants |= Want.PENALTIES if penalised else 0
         wants |= Want.LOGPROBS if params.logprobs is not None else 0
+        wants |= Want.SEARCH if params.use_beam_search else 0
         ints, floats = self._ints[row], self._floats[row]
         ints[Column.WANTS] = wants
         ints[Column.SEED] = np.uint64(sequence.seed % 2**64).astype(np.int64)
         ints[Column.POSITION] = len(sequence.token_ids)
         ints[Column.TOP_K] = top_k
         ints[Column.NUM_LOGPROBS] = params.logprobs or 0
+        # However many of the best end a beam, as many as the search is wide do not.
+        ints[Column.NUM_PROPOSED] = min(params.width + len(sequence.stop_ids), self.vocab_size)
         floats[Column.TEMPERATURE] = params.temperature if drawn else 1.0
         floats[Column.TOP_P] = params.top_p
         floats[Column.MIN_P] = params.min_p
@@ -123,6 +130,7 @@ class SamplingTable:
         return SamplingRows(
             index,
             wants,
+            ints[:, Column.NUM_PROPOSED],
             torch.from_numpy(ints).to(self.device),
             torch.from_numpy(keys.view(np.int64)).to(self.device),
         )

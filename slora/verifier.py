@@ -61,7 +61,7 @@ class Judge(Protocol):
     @property
     def adapted(self) -> frozenset[str]: ...
 
-    def logits(self, token_ids: Sequence[int], *, adapted: bool) -> Tensor: ...
+    def logits(self, prompt: Sequence[int], answer: Sequence[int], *, adapted: bool) -> Tensor: ...
 
     def delta(self, path: str, inputs: Tensor) -> Tensor: ...
 
@@ -169,11 +169,11 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _compare_answer(judge: Judge, answer: Completion, text: str | None, margin: float) -> PromptCheck:
-    """By teacher forcing: one pass of the judge over prompt and answer, with the adapter and without."""
+    """By teacher forcing: the judge reads prompt and answer at once, with the adapter and without."""
     prompt, tokens = answer.prompt_token_ids, torch.tensor(answer.token_ids)
-    sequence = [*prompt, *answer.token_ids][:-1]
-    adapted = judge.logits(sequence, adapted=True).log_softmax(dim=-1)
-    base = judge.logits(sequence, adapted=False).log_softmax(dim=-1)
+    read = answer.token_ids[:-1]  # what comes after the last was not asked
+    adapted = judge.logits(prompt, read, adapted=True).log_softmax(dim=-1)
+    base = judge.logits(prompt, read, adapted=False).log_softmax(dim=-1)
     rows = adapted[len(prompt) - 1 :]
     best, favourites = rows.topk(2, dim=-1)
     differs, undecided = favourites[:, 0] != tokens, best[:, 0] - best[:, 1] < margin

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from slora.checkpoint import Checkpoint
 from slora.errors import ConfigError
+from slora.huge_pages import empty_tensor
 from slora.linear import QuantizedWeight
 from slora.safetensors_file import StoredTensor
 from slora.weight_blocks import RowBlock, read_blocks, read_into
@@ -65,7 +66,7 @@ class WeightReader:
 
     def matrix(self, name: str, num_rows: int, width: int) -> Tensor:
         """An embedding or a head [num_rows, width], in the served dtype whatever it is stored in."""
-        weight = torch.empty(num_rows, width, dtype=self.dtype, device=self.device)
+        weight = empty_tensor((num_rows, width), self.dtype, self.device)
         self._fill(self._source(name, (num_rows, width)), PlainTarget(weight))
         return weight
 
@@ -81,10 +82,10 @@ class WeightReader:
         weight: Weight
         sizes = [num_rows for _, num_rows in parts]
         if form is None:
-            weight = torch.empty(num_rows, width, dtype=self.dtype, device=self.device)
+            weight = empty_tensor((num_rows, width), self.dtype, self.device)
             targets = map(PlainTarget, torch.split(weight, sizes))
         else:
-            values = torch.empty(num_rows, width, dtype=form, device=self.device)
+            values = empty_tensor((num_rows, width), form, self.device)
             weight = QuantizedWeight(values, torch.empty(num_rows, device=self.device))
             pairs = zip(torch.split(values, sizes), torch.split(weight.scales, sizes), strict=True)
             targets = (QuantizedTarget(QuantizedWeight(*pair)) for pair in pairs)

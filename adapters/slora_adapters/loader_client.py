@@ -199,7 +199,8 @@ class LoaderClient:
             request.answered = True
             if message["op"] == "loaded":
                 self._held.setdefault(version, deque()).append(run)
-                self._results.append(Fetched(version, decode_loaded(message, run.arena)))
+                seconds = time.monotonic() - request.since
+                self._results.append(Fetched(version, decode_loaded(message, run.arena), seconds))
             else:
                 self._results.append(FetchFailed(version, message["code"], message["message"]))
         self._notify()

@@ -11,6 +11,7 @@ The rules of the seam, for all implementations:
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,10 +35,14 @@ FailureCode = Literal["not_found", "unavailable", "corrupt"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetched:
-    """The adapter lies packed on the host, and stays there until `release(version)`."""
+    """The adapter lies packed on the host, and stays there until `release(version)`.
+
+    seconds: from `request` until it had come; next to none if it was there.
+    """
 
     version: AdapterVersion
     packed: PackedAdapter
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +127,11 @@ class DirectorySource:
             if version in self._in_flight:
                 return
             self._in_flight.add(version)
+        since = time.monotonic()
         if self._threads is None:
-            self._finish(version)
+            self._finish(version, since)
         else:
-            self._threads.submit(self._finish, version)
+            self._threads.submit(self._finish, version, since)
 
     def poll(self) -> list[Fetched | FetchFailed]:
         with self._lock:
@@ -146,9 +152,9 @@ class DirectorySource:
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
 
-    def _finish(self, version: AdapterVersion) -> None:
+    def _finish(self, version: AdapterVersion, since: float) -> None:
         try:
-            result = self._load(version)
+            result = self._load(version, since)
         except Exception as error:  # top of a thread's loop: a bug must fail this request, not hang it
             logger.exception("loading adapter %s failed", version.digest)
             result = FetchFailed(version, "unavailable", f"the adapter could not be loaded: {error}")
@@ -156,7 +162,7 @@ class DirectorySource:
             self._done.append(result)
         self._notify()
 
-    def _load(self, version: AdapterVersion) -> Fetched | FetchFailed:
+    def _load(self, version: AdapterVersion, since: float) -> Fetched | FetchFailed:
         packed, directory = self._packed.get(version), self._directories.get(version)
         if packed is not None:
             return Fetched(version, packed)
@@ -173,4 +179,5 @@ class DirectorySource:
         if adapter.digest != version.digest:
             message = f"the weights in {str(directory)!r} were changed after they were added; add them again"
             return FetchFailed(version, "corrupt", message)
-        return Fetched(version, pack(adapter, self.shape, self.dtype))
+        packed = pack(adapter, self.shape, self.dtype)
+        return Fetched(version, packed, time.monotonic() - since)

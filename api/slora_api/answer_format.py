@@ -39,10 +39,15 @@ class Answer:
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens to be charged; completion_tokens grows as they come."""
+    """Tokens to be charged; completion_tokens grows as they come. cached_tokens: of the prompt, found in the cache."""
 
     prompt_tokens: int
     completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, delta: TextDelta) -> None:
+        self.completion_tokens += delta.num_tokens
+        self.cached_tokens += delta.num_cached
 
     def to_json(self) -> Json:
         total = self.prompt_tokens + self.completion_tokens
@@ -50,6 +55,7 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": total,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 

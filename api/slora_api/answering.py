@@ -48,7 +48,7 @@ async def _gather(deltas: _Deltas, prompts: Sequence[Prompt], usage: Usage) -> l
     answers = [answer for group in drawn for answer in group]
     async with aclosing(deltas):
         async for delta in deltas:
-            usage.completion_tokens += delta.num_tokens
+            usage.add(delta)
             answers[delta.index].add(delta)
     groups = zip(drawn, prompts, strict=True)
     return [answer for group, prompt in groups for answer in _likeliest(group, prompt.sampling.n)]
@@ -74,7 +74,7 @@ async def _chunks(deltas: _Deltas, shape: AnswerFormat, usage: Usage, *, include
     opened = False
     async with aclosing(deltas):
         async for delta in deltas:
-            usage.completion_tokens += delta.num_tokens
+            usage.add(delta)
             if not opened:
                 opened = True
                 for chunk in shape.opening():

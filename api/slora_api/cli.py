@@ -16,6 +16,7 @@ __all__ = ["main"]
 _HANDLERS = {
     "serve": ("slora_api.serve", "main"),
     "tenant create": ("slora_api.commands.tenant", "create"),
+    "tenant set": ("slora_api.commands.tenant", "change"),
     "tenant list": ("slora_api.commands.tenant", "show"),
     "key create": ("slora_api.commands.key", "create"),
     "key list": ("slora_api.commands.key", "show"),
@@ -74,9 +75,10 @@ def _add_serve(commands: _Commands) -> None:
 
 
 def _add_tenants_and_keys(commands: _Commands) -> None:
-    tenants = commands.group("tenant", "create and list tenants (operator)")
-    tenants.add("create", "create a tenant").add_argument("name")
-    tenants.add("list", "list the tenants")
+    tenants = commands.group("tenant", "create, change and list tenants (operator)")
+    _add_share(tenants.add("create", "create a tenant"), lambda default: f" (default {default})")
+    _add_share(tenants.add("set", "change a tenant's share, from its next request on"), lambda _default: "")
+    tenants.add("list", "list the tenants with their shares")
 
     keys = commands.group("key", "create, list and revoke API keys (operator)")
     create = keys.add("create", "create an API key for a tenant and print it; it is shown this once")
@@ -84,6 +86,24 @@ def _add_tenants_and_keys(commands: _Commands) -> None:
     create.add_argument("--adapter", metavar="NAME", help="what model=default means for this key")
     keys.add("list", "list a tenant's keys, without the secrets").add_argument("tenant")
     keys.add("revoke", "revoke a key, at once").add_argument("key_id", help="as in slora_KEYID_..._...")
+
+
+def _add_share(tenant: argparse.ArgumentParser, shown: Callable[[int], str]) -> None:
+    tenant.add_argument("name")
+    tenant.add_argument(
+        "--weight", type=float, metavar="X", help="tokens served, against other tenants'" + shown(1)
+    )
+    tenant.add_argument(
+        "--min-pool-share", type=float, metavar="X",
+        help="fraction of the pool that others can't take from it once it has it" + shown(0),
+    )  # fmt: skip
+    tenant.add_argument(
+        "--max-pool-share", type=float, metavar="X",
+        help="fraction of the pool that it never holds more of" + shown(1),
+    )  # fmt: skip
+    tenant.add_argument(
+        "--priority", type=int, metavar="N", help="class that it is served in; lower goes first" + shown(0)
+    )
 
 
 def _add_adapters(commands: _Commands) -> None:

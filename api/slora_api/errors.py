@@ -31,7 +31,13 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from slora.errors import AdapterFetchFailed, EngineUnavailable, RequestFailed, RequestRefused
+from slora.errors import (
+    AdapterFetchFailed,
+    DeadlineMissed,
+    EngineUnavailable,
+    RequestFailed,
+    RequestRefused,
+)
 from slora_adapters.errors import (
     AdapterCorrupt,
     AdapterInvalid,
@@ -42,6 +48,7 @@ from slora_adapters.errors import (
 )
 
 __all__ = [
+    "SOON_S",
     "ApiError",
     "BadRequest",
     "BodyTooLarge",
@@ -104,12 +111,24 @@ class BodyTooLarge(ApiError):
         self.limit_bytes = limit_bytes
 
 
+# A restarted engine is back within seconds, and a place is free within one answer's time.
+SOON_S = 2
+
+
 class ServerBusy(ApiError):
-    """More at once than the server takes."""
+    """More at once than the server takes. retry_after_s: when there should be a place."""
+
+    def __init__(self, message: str, retry_after_s: int = SOON_S) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class TenantBusy(ApiError):
-    """More at once than one tenant may have."""
+    """More at once than one tenant may have. retry_after_s: when there should be a place."""
+
+    def __init__(self, message: str, retry_after_s: int = SOON_S) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Starting(ApiError):
@@ -137,8 +156,6 @@ class _Rule:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-# A restarted engine is back within seconds, and a slot is free within one answer's time.
-_SOON_S = 2
 _REQUEST, _GONE, _UNAVAILABLE = "invalid_request_error", "not_found_error", "service_unavailable"
 _INTERNAL = _Rule(500, "server_error", "internal_error")
 
@@ -159,12 +176,13 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (RequestValidationError, _Rule(400, _REQUEST)),
     (BodyTooLarge, _Rule(413, _REQUEST, "body_too_large")),
     (AdapterInvalid, _Rule(422, "adapter_invalid", "adapter_invalid")),
-    (TenantBusy, _Rule(429, "rate_limit_error", "rate_limit_exceeded", retry_after_s=_SOON_S)),
-    (ServerBusy, _Rule(503, _UNAVAILABLE, "server_busy", retry_after_s=_SOON_S)),
-    (Starting, _Rule(503, _UNAVAILABLE, "engine_unavailable", retry_after_s=_SOON_S)),
-    (Stopping, _Rule(503, _UNAVAILABLE, "server_stopping", retry_after_s=_SOON_S)),
-    (EngineUnavailable, _Rule(503, _UNAVAILABLE, "engine_unavailable", retry_after_s=_SOON_S)),
-    (StoreUnavailable, _Rule(503, _UNAVAILABLE, "store_unavailable", retry_after_s=_SOON_S)),
+    (TenantBusy, _Rule(429, "rate_limit_error", "rate_limit_exceeded")),
+    (ServerBusy, _Rule(503, _UNAVAILABLE, "server_busy")),
+    (Starting, _Rule(503, _UNAVAILABLE, "engine_unavailable", retry_after_s=SOON_S)),
+    (Stopping, _Rule(503, _UNAVAILABLE, "server_stopping", retry_after_s=SOON_S)),
+    (EngineUnavailable, _Rule(503, _UNAVAILABLE, "engine_unavailable", retry_after_s=SOON_S)),
+    (StoreUnavailable, _Rule(503, _UNAVAILABLE, "store_unavailable", retry_after_s=SOON_S)),
+    (DeadlineMissed, _Rule(503, _UNAVAILABLE, "deadline_missed", retry_after_s=SOON_S)),
     # The same bytes would be read again, and the same request would break the engine's arithmetic again.
     (AdapterCorrupt, _Rule(500, "server_error", "adapter_corrupt", should_retry=False)),
     (RequestFailed, _Rule(500, "server_error", "generation_failed", should_retry=False)),
@@ -175,7 +193,7 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
 # The engine reports an adapter that did not come with a word of its own.
 _FETCH_RULES = {
     "not_found": _Rule(404, _GONE, "model_not_found"),
-    "unavailable": _Rule(503, _UNAVAILABLE, "store_unavailable", retry_after_s=_SOON_S),
+    "unavailable": _Rule(503, _UNAVAILABLE, "store_unavailable", retry_after_s=SOON_S),
     "corrupt": _Rule(500, "server_error", "adapter_corrupt", should_retry=False),
 }
 
@@ -211,8 +229,11 @@ def _headers(rule: _Rule, error: BaseException) -> dict[str, str]:
     headers = dict(rule.headers)
     if isinstance(error, HTTPException) and error.headers:
         headers |= error.headers
-    if rule.retry_after_s is not None:
-        headers["Retry-After"] = str(rule.retry_after_s)
+    retry_after_s = rule.retry_after_s
+    if isinstance(error, ServerBusy | TenantBusy):
+        retry_after_s = error.retry_after_s
+    if retry_after_s is not None:
+        headers["Retry-After"] = str(retry_after_s)
     if rule.should_retry is not None:
         headers["x-should-retry"] = str(rule.should_retry).lower()
     return headers

@@ -15,6 +15,7 @@ from slora_api.errors import Starting
 from slora_api.metrics import Metrics
 from slora_api.prompts import Prompt
 from slora_api.served_model import ServedModel
+from slora_api.service_terms import ServiceTerms
 from slora_api.text_stream import TextDelta, merge_streams, stream_text
 
 __all__ = ["Generator"]
@@ -42,7 +43,7 @@ class Generator:
         return None if self.client.ready else "the engine or its loader is not connected"
 
     async def run(
-        self, tenant: str, model: ServedModel, prompts: Sequence[Prompt]
+        self, terms: ServiceTerms, model: ServedModel, prompts: Sequence[Prompt]
     ) -> AsyncGenerator[TextDelta, None]:
         """The answers to `prompts`, by index, as they come; all prompts want as many, and those of the first one come
         first. Closing it early aborts them all.
@@ -50,9 +51,9 @@ class Generator:
         Raises what admission and engine raise; nothing is left running then.
         """
         started_at = time.perf_counter()
-        with self.admission.generation(tenant, len(prompts), prompts[0].sampling.num_choices):
+        with self.admission.generation(terms.tenant, len(prompts), prompts[0].sampling.width):
             seen_first = False
-            async with aclosing(self._streams(tenant, model, prompts)) as deltas:
+            async with aclosing(self._streams(terms, model, prompts)) as deltas:
                 async for delta in deltas:
                     if not seen_first:
                         seen_first = True
@@ -62,11 +63,20 @@ class Generator:
                     yield delta
 
     def _streams(
-        self, tenant: str, model: ServedModel, prompts: Sequence[Prompt]
+        self, terms: ServiceTerms, model: ServedModel, prompts: Sequence[Prompt]
     ) -> AsyncGenerator[TextDelta, None]:
         # Ids of our own making: what a client sends as its id could be another's.
         requests = [
-            EngineRequest(uuid.uuid4().hex, tenant, prompt.token_ids, model.adapter, prompt.sampling)
+            EngineRequest(
+                uuid.uuid4().hex,
+                terms.tenant,
+                prompt.token_ids,
+                model.adapter,
+                prompt.sampling,
+                share=terms.share,
+                priority=terms.priority,
+                deadline_s=terms.deadline_s,
+            )
             for prompt in prompts
         ]
         streams = [

@@ -104,8 +104,11 @@ class _EngineCollector:
         )
         for name, help_text, value in (
             ("num_preemptions", "Sequences that gave up their pages to others.", stats.preemptions),
-            ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
+            ("prompt_tokens", "Prompt tokens taken in, cached ones too.", stats.prompt_tokens),
+            ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
             ("generation_tokens", "Tokens generated.", stats.generated_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found there.", stats.prefix_hits),
         ):
             counter = CounterMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
             counter.add_metric([self._model], value)
@@ -142,5 +145,21 @@ def _own(stats: EngineStats) -> Iterator[Metric]:
     yield CounterMetricFamily("slora_adapter_loads", "Adapters copied into the pool.", stats.adapter_loads)
     yield CounterMetricFamily(
         "slora_adapter_evictions", "Idle adapters that gave up their pages.", stats.adapter_evictions
+    )
+    yield CounterMetricFamily(
+        "slora_prefix_evictions", "Cached prefix blocks that gave up their pages.", stats.prefix_evictions
+    )
+    swap = GaugeMetricFamily("slora_swap_pages", "Host pages for sequences that gave way.", labels=["state"])
+    swap.add_metric(["free"], stats.swap_pages_total - stats.swap_pages_used)
+    swap.add_metric(["used"], stats.swap_pages_used)
+    yield swap
+    swapped = CounterMetricFamily(
+        "slora_swapped_pages", "Pages copied to the host (out) and back (in).", labels=["direction"]
+    )
+    swapped.add_metric(["out"], stats.swapped_out_pages)
+    swapped.add_metric(["in"], stats.swapped_in_pages)
+    yield swapped
+    yield CounterMetricFamily(
+        "slora_deadline_misses", "Requests whose first token could not come in time.", stats.deadline_misses
     )
     yield CounterMetricFamily("slora_engine_steps", "Steps of the engine.", stats.steps)

@@ -43,7 +43,12 @@ _AS_SENT = (
     "ignore_eos",
     "n",
     "best_of",
+    "use_beam_search",
+    "length_penalty",
+    "early_stopping",
 )
+# What a generation_config.json says of chance is nothing to a search, which has none.
+_OF_CHANCE = ("temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,10 @@ def _sampling(
     echo: PromptEcho | None,
 ) -> SamplingParams:
     values = defaults.cut_to(max_tokens).said()
+    if fields.use_beam_search:
+        values = {name: value for name, value in values.items() if name not in _OF_CHANCE} | {
+            "temperature": 0.0
+        }
     values |= {name: sent for name in _AS_SENT if (sent := getattr(fields, name, None)) is not None}
     if values.get("top_k") == -1:  # off, in vLLM
         values["top_k"] = 0
@@ -120,7 +129,7 @@ def _sampling(
 
 def _check_choices(sampling: SamplingParams, info: EngineInfo, *, stream: bool) -> None:
     """Raises BadRequest or RequestRefused."""
-    wanted, limit = sampling.num_choices, info.max_num_seqs
+    wanted, limit = sampling.width, info.max_num_seqs
     if wanted > limit:
         param = "n" if sampling.best_of is None else "best_of"
         raise BadRequest(

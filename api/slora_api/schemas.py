@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from slora.request import MAX_DEADLINE_S, MAX_PRIORITY
+
 __all__ = [
     "ChatMessage",
     "ChatRequest",
@@ -21,8 +23,10 @@ __all__ = [
     "NewKeyRequest",
     "NewTenantRequest",
     "StreamOptions",
+    "TenantChanges",
 ]
 
+_MAX_DEADLINE_MS = round(MAX_DEADLINE_S * 1000)
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 # Fields of the openai package that this server does not honour -> the values that ask for nothing. null always does.
@@ -149,7 +153,12 @@ class StreamOptions(BaseModel):
 
 
 class GenerationFields(BaseModel):
-    """What both kinds of completion share. None: not given."""
+    """What both kinds of completion share. None: not given.
+
+    priority: vLLM's, among the requests of one tenant; lower is served sooner. deadline_ms: how long the first token
+    may take; a request that can't keep it is answered 503 `deadline_missed` instead. use_beam_search: vLLM's, with
+    best_of beams, or n; temperature is 0 then unless it is sent, and a stream tells each answer whole.
+    """
 
     model_config = _STRICT
     model: _Text
@@ -165,6 +174,10 @@ class GenerationFields(BaseModel):
     min_tokens: int | None = None
     seed: int | None = None
     n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
     stop: Annotated[list[_Text] | None, BeforeValidator(_as_list)] = None
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
     ignore_eos: bool | None = None
@@ -172,6 +185,8 @@ class GenerationFields(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: _Text | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    deadline_ms: Annotated[int, Field(ge=1, le=_MAX_DEADLINE_MS)] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -200,7 +215,6 @@ class CompletionRequest(GenerationFields):
     prompt: Annotated[_Text | list[_Text] | list[int] | list[list[int]], BeforeValidator(_check_prompt)]
     logprobs: int | None = None
     echo: bool | None = None
-    best_of: int | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -266,10 +280,19 @@ class ChatRequest(GenerationFields):
         return self
 
 
-class NewTenantRequest(BaseModel):
-    """POST /admin/tenants."""
+class TenantChanges(BaseModel):
+    """PATCH /admin/tenants/{tenant}: what becomes of its share; None leaves it as it is."""
 
     model_config = _STRICT
+    weight: float | None = None
+    min_pool_share: float | None = None
+    max_pool_share: float | None = None
+    priority: int | None = None
+
+
+class NewTenantRequest(TenantChanges):
+    """POST /admin/tenants. What is left out of its share is as for any other tenant."""
+
     name: str
 
 

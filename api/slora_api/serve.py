@@ -157,6 +157,12 @@ def _children(settings: Settings, model: _Model, data: DataDir, sockets: _Socket
             "max_num_seqs": settings.max_num_seqs,
             "max_num_batched_tokens": settings.max_num_batched_tokens,
             "max_lora_rank": settings.max_lora_rank,
+            "scheduling": settings.scheduling,
+            "prefix_cache": settings.prefix_cache,
+            "eviction": settings.eviction,
+            "preemption": settings.preemption,
+            "swap_bytes": settings.swap_bytes,
+            "load_bytes_per_step": settings.load_bytes_per_step,
         },
     }
     loader = LoaderConfig(

@@ -157,6 +157,32 @@ class Settings:
     max_num_batched_tokens: int | None = _setting(
         None, "most tokens computed in one step", _or_auto(_whole(1)), metavar="N"
     )
+    scheduling: str = _setting(
+        "fair", "who is served next: fair shares the engine between tenants by weight, fcfs goes by arrival",
+        _choice("fair", "fcfs"), metavar="NAME",
+    )  # fmt: skip
+    prefix_cache: str = _setting(
+        "tenant", "whose computed prefixes a request may use: tenant: its own tenant's; public: of the base model, "
+        "everybody's, so that a tenant may learn by timing what others asked; off: nobody's",
+        _choice("off", "tenant", "public"), metavar="NAME",
+    )  # fmt: skip
+    eviction: str = _setting(
+        "lru", "what leaves the pool first of what nobody runs: cost: what should take least time to bring back, if "
+        "it is wanted again at all; lru: what was used longest ago; size: what is largest",
+        _choice("cost", "lru", "size"), metavar="NAME",
+    )  # fmt: skip
+    preemption: str = _setting(
+        "auto", "how a sequence gives way when pages are short: swap to the host, recompute later, or auto, whichever "
+        "takes less time", _choice("auto", "swap", "recompute"), metavar="NAME",
+    )  # fmt: skip
+    swap_bytes: int | None = _setting(
+        None, "host memory for sequences that gave way: auto takes a quarter of the pool's size, 0 is none",
+        _or_auto(byte_size), metavar="SIZE",
+    )  # fmt: skip
+    load_bytes_per_step: int | None = _setting(
+        None, "most adapter bytes copied into the pool beside one step: auto keeps steps from growing by more than a "
+        "tenth", _or_auto(byte_size), metavar="SIZE",
+    )  # fmt: skip
     max_lora_rank: int = _setting(128, "highest rank of an adapter that is accepted", _whole(1), metavar="N")
     host_cache_bytes: int = _setting(
         2**30, "memory for packed adapters on the host", byte_size, metavar="SIZE"

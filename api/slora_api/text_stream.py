@@ -28,7 +28,8 @@ class TextDelta:
     """What is new in answer `index`. num_tokens counts every token computed, whether or not its text is shown.
 
     tokens, logprob (of all of them together): empty and 0 unless somebody needs log-probabilities. scores: of the
-    prompt, in the first delta of each answer, if they were asked for.
+    prompt, in the first delta of each answer, if they were asked for. num_cached: tokens of the prompt that were found
+    in the prefix cache, told once.
     """
 
     index: int
@@ -38,6 +39,7 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     logprob: float = 0.0
     scores: tuple[tuple[ScoredToken, ...] | None, ...] = ()
+    num_cached: int = 0
 
 
 @dataclass(slots=True)
@@ -84,7 +86,8 @@ async def stream_text(
                 prompt.scores.extend(delta.prompt_logprobs)
                 continue
             if prompt is not None and not prompt.was_told(delta.choice):
-                yield await prompt.tell(index, delta.choice)
+                told = await prompt.tell(index, delta.choice)
+                yield replace(told, num_cached=delta.num_cached_tokens) if prompt.echo.alone else told
             if prompt is not None and prompt.echo.alone:
                 if prompt.was_told_to_all:
                     return
@@ -96,8 +99,9 @@ async def stream_text(
             tokens = held.release(delta.text, everything=delta.finish_reason is not None and not is_cut)
             logprob = sum(entry.logprob for entry in delta.logprobs or ())
             yield TextDelta(
-                index + delta.choice, delta.text, len(delta.token_ids), tokens, delta.finish_reason, logprob
-            )
+                index + delta.choice, delta.text, len(delta.token_ids), tokens, delta.finish_reason, logprob,
+                num_cached=delta.num_cached_tokens,
+            )  # fmt: skip
 
 
 class _PromptSoFar:

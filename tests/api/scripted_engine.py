@@ -94,7 +94,9 @@ class ScriptedEngine:
         self.ended.append((request_id, index))
 
     async def stats(self) -> EngineStats:
-        return EngineStats(1, 2, 0, 100, 60, 30, 10, 5, 1, ("t/abc",), 3, 2, 1, 50, 40, 9)
+        return EngineStats(
+            1, 2, 0, 100, 60, 30, 10, 5, 1, ("t/abc",), 3, 2, 1, 90, 32, 7, 5, 4, 20, 6, 2, 50, 40, 9
+        )
 
     async def forget(self, version: AdapterVersion) -> None:
         """Nothing is kept."""

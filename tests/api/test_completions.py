@@ -13,7 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slora.errors import AdapterFetchFailed, EngineUnavailable, RequestFailed, RequestRefused
+from slora.errors import (
+    AdapterFetchFailed,
+    DeadlineMissed,
+    EngineUnavailable,
+    RequestFailed,
+    RequestRefused,
+)
 from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 from slora.sampling_params import SamplingParams
 from slora_adapters.database import Database
@@ -62,6 +68,15 @@ def events(answer: httpx.Response) -> list[Any]:
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-1]]
 
 
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not condition():
@@ -78,7 +93,7 @@ def test_a_completion_has_openais_shape(platform: Platform, key: str) -> None:
         "object": "text_completion",
         "model": "base",
         "choices": [{"index": 0, "text": "Hi!", "logprobs": None, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9},
+        "usage": usage(5, 4),
     }
     assert answer.headers["x-request-id"].startswith("req_") and "openai-processing-ms" in answer.headers
 
@@ -93,7 +108,7 @@ def test_a_chat_completion_has_openais_shape_and_went_through_the_template(
         "object": "chat.completion",
         "model": "base",
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}],
-        "usage": {"prompt_tokens": 11, "completion_tokens": 3, "total_tokens": 14},
+        "usage": usage(11, 3),
     }
     assert bytes(platform.engine.requests[0].prompt_token_ids) == b"[user]hello"
 
@@ -151,7 +166,7 @@ def test_several_prompts_are_answered_by_index(platform: Platform, key: str) -> 
     body = post(platform, key, COMPLETIONS, {"model": "base", "prompt": ["a", "bb", "ccc"]}).json()
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
     assert sorted(choice["text"] for choice in body["choices"]) == sorted(text.decode() for text in texts)
-    assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 11, "total_tokens": 17}
+    assert body["usage"] == usage(6, 11)
     streamed = events(
         post(platform, key, COMPLETIONS, {"model": "base", "prompt": [[1], [2]], "stream": True})
     )
@@ -680,6 +695,9 @@ def test_metrics_keep_vllms_names_and_show_routes_not_paths(platform: Platform, 
         'vllm:num_preemptions_total{model_name="base"}',
         'vllm:prompt_tokens_total{model_name="base"}',
         'vllm:generation_tokens_total{model_name="base"}',
+        'vllm:prompt_tokens_cached_total{model_name="base"}',
+        'vllm:prefix_cache_queries_total{model_name="base"}',
+        'vllm:prefix_cache_hits_total{model_name="base"}',
         'vllm:request_success_total{finished_reason="length",model_name="base"}',
         'vllm:time_to_first_token_seconds_count{model_name="base"}',
         'vllm:e2e_request_latency_seconds_count{model_name="base"}',
@@ -692,6 +710,18 @@ def test_metrics_keep_vllms_names_and_show_routes_not_paths(platform: Platform, 
     ):
         assert name in lines, name
     assert "some-name" not in text
+    # What the scripted engine says of its prefix cache and its swap space.
+    for line in (
+        'vllm:prefix_cache_queries_total{model_name="base"} 90.0',
+        'vllm:prefix_cache_hits_total{model_name="base"} 32.0',
+        "slora_prefix_evictions_total 7.0",
+        'slora_swapped_pages_total{direction="out"} 5.0',
+        'slora_swapped_pages_total{direction="in"} 4.0',
+        'slora_swap_pages{state="free"} 14.0',
+        'slora_swap_pages{state="used"} 6.0',
+        "slora_deadline_misses_total 2.0",
+    ):
+        assert line in text.splitlines(), line
     # The scripted engine: 30 of 100 pages held.
     assert 'vllm:kv_cache_usage_perc{model_name="base"} 0.3' in text
 
@@ -741,6 +771,75 @@ def test_no_json_makes_the_server_fail(
     assert answer.status_code in (200, 400, 404), (body, answer.text)
     if answer.status_code != 200:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+def test_usage_tells_how_much_of_the_prompt_was_cached_once_for_all_answers(
+    platform: Platform, key: str, path: str, body: dict[str, Any]
+) -> None:
+    platform.engine.answers = [
+        [
+            TokenDelta((65,), num_cached=4),
+            TokenDelta((66,), index=1),
+            TokenDelta((67,), FinishReason.LENGTH),
+            TokenDelta((68,), FinishReason.LENGTH, index=1),
+        ]
+    ]
+    num_prompt = 5 if path == COMPLETIONS else 11
+    whole = post(platform, key, path, body | {"n": 2}).json()
+    assert whole["usage"] == usage(num_prompt, 4, 4)
+    options = {"n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    assert events(post(platform, key, path, body | options))[-1]["usage"] == usage(num_prompt, 4, 4)
+
+
+def test_cached_tokens_of_several_prompts_add_up(platform: Platform, key: str) -> None:
+    platform.engine.answers = [
+        [TokenDelta((65,), FinishReason.LENGTH, num_cached=cached)] for cached in (2, 3)
+    ]
+    answer = post(platform, key, COMPLETIONS, PROMPT | {"prompt": ["one", "three"]}).json()
+    assert answer["usage"] == usage(8, 2, 5)
+
+
+def test_cached_tokens_count_when_only_the_prompt_is_told(platform: Platform, key: str) -> None:
+    platform.engine.answers = [[TokenDelta((65,), FinishReason.LENGTH, num_cached=4)]]
+    answer = post(platform, key, COMPLETIONS, PROMPT | {"echo": True, "max_tokens": 0}).json()
+    assert (answer["choices"][0]["text"], answer["usage"]) == ("hello", usage(5, 0, 4))
+    answer = post(platform, key, COMPLETIONS, PROMPT | {"echo": True, "max_tokens": 1}).json()
+    assert (answer["choices"][0]["text"], answer["usage"]) == ("helloA", usage(5, 1, 4))
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+def test_priority_and_deadline_reach_the_engine(
+    platform: Platform, key: str, path: str, body: dict[str, Any]
+) -> None:
+    for fields, expected in (
+        ({}, (0, None)),
+        ({"priority": None, "deadline_ms": None}, (0, None)),
+        ({"priority": -7, "deadline_ms": 1500}, (-7, 1.5)),
+        ({"priority": 1000, "deadline_ms": 86_400_000}, (1000, 86_400.0)),
+    ):
+        assert post(platform, key, path, body | fields).status_code == 200
+        request = platform.engine.requests[-1]
+        assert (request.priority, request.deadline_s) == expected
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+def test_a_missed_deadline_is_a_503_that_may_be_sent_again(
+    platform: Platform, key: str, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    platform.engine.answers = [[DeadlineMissed("the first token would come too late")]]
+    answer = post(platform, key, path, body | {"deadline_ms": 10, "stream": stream})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "deadline_missed")
+    assert int(answer.headers["retry-after"]) > 0 and "x-should-retry" not in answer.headers
+
+
+def test_a_deadline_missed_by_one_of_several_streams_is_an_event(platform: Platform, key: str) -> None:
+    platform.engine.answers = [deltas_of(b"ok"), [TokenDelta((65,)), DeadlineMissed("too late")]]
+    body = PROMPT | {"prompt": ["a", "b"], "stream": True, "deadline_ms": 10}
+    answer = post(platform, key, COMPLETIONS, body)
+    last = json.loads(answer.text.rstrip().split("data: ")[-1])
+    assert (answer.status_code, last["error"]["code"]) == (200, "deadline_missed")
 
 
 def test_the_end_token_alone_is_an_empty_answer(platform: Platform, key: str) -> None:

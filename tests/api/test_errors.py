@@ -1,7 +1,14 @@
 import pytest
 from starlette.exceptions import HTTPException
 
-from slora.errors import AdapterFetchFailed, ContextTooLong, EngineUnavailable, RequestFailed, RequestRefused
+from slora.errors import (
+    AdapterFetchFailed,
+    ContextTooLong,
+    DeadlineMissed,
+    EngineUnavailable,
+    RequestFailed,
+    RequestRefused,
+)
 from slora_adapters.errors import AdapterCorrupt, AdapterInvalid, AdapterNotFound, Reason, StoreUnavailable
 from slora_api import errors
 from slora_api.errors import describe_error
@@ -28,6 +35,7 @@ CASES = [
     (AdapterFetchFailed("x", "unavailable"), 503, "service_unavailable", "store_unavailable"),
     (AdapterFetchFailed("x", "corrupt"), 500, "server_error", "adapter_corrupt"),
     (AdapterCorrupt("x"), 500, "server_error", "adapter_corrupt"),
+    (DeadlineMissed("x"), 503, "service_unavailable", "deadline_missed"),
     (RequestFailed("x"), 500, "server_error", "generation_failed"),
     (HTTPException(404), 404, "not_found_error", "unknown_url"),
     (HTTPException(405), 405, "invalid_request_error", "method_not_allowed"),
@@ -55,9 +63,14 @@ def test_what_can_be_sent_again_says_when_and_what_cannot_says_so() -> None:
     for error, *_ in CASES:
         headers = describe_error(error).headers
         if describe_error(error).status in (429, 503):
-            assert 0 < int(headers["Retry-After"]) <= 120
-        if isinstance(error, errors.Conflict | AdapterCorrupt | RequestFailed):
+            assert 0 < int(headers["Retry-After"]) <= 120 and "x-should-retry" not in headers
+        elif isinstance(error, errors.Conflict | AdapterCorrupt | RequestFailed):
             assert headers["x-should-retry"] == "false"
+
+
+def test_busy_says_after_how_long_there_should_be_a_place() -> None:
+    for error in (errors.TenantBusy("x", 17), errors.ServerBusy("x", 17)):
+        assert describe_error(error).headers["Retry-After"] == "17"
 
 
 def test_an_unforeseen_error_says_nothing_of_itself() -> None:

@@ -62,7 +62,12 @@ def body_of(prompt: Any, **fields: Any) -> dict[str, Any]:
 def test_an_echo_stands_before_the_answer(platform: Platform, key: str, prompt: Any) -> None:
     answer = post(platform, key, COMPLETIONS, body_of(prompt)).json()
     assert answer["choices"][0]["text"] == "helloHi!" and answer["choices"][0]["logprobs"] is None
-    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+    assert answer["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 3,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert platform.engine.requests[0].sampling.prompt_logprobs is None
 
 

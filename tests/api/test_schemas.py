@@ -76,6 +76,16 @@ def test_a_field_that_is_not_honoured_is_refused_by_name(
     assert f"`{field}` is not supported" in error["msg"]
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("priority", 1001), ("priority", 1.5), ("priority", True), ("deadline_ms", 0), ("deadline_ms", 86_400_001),
+     ("deadline_ms", 0.5)],
+)  # fmt: skip
+def test_a_priority_or_deadline_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
+    for schema, body in ((CompletionRequest, COMPLETION), (ChatRequest, CHAT)):
+        assert refusal(schema, body | {field: value})["loc"] == (field,)
+
+
 def test_a_field_that_nobody_knows_is_refused() -> None:
     error = refusal(CompletionRequest, COMPLETION | {"temprature": 1})
     assert error["type"] == "extra_forbidden" and error["loc"] == ("temprature",)

@@ -255,6 +255,12 @@ def test_the_command_line_leads_from_nothing_to_an_answer(server: Served, kit: K
     operator = {"SLORA_ADMIN_KEY": ADMIN_KEY}
     assert command(server, "tenant", "create", "cli", **operator).stdout == "cli\n"
     assert "cli" in command(server, "tenant", "list", **operator).stdout.split()
+    share = ("--weight", "2.5", "--max-pool-share", "0.5", "--priority", "-1")
+    line = "cli  weight 2.5  min_pool_share 0  max_pool_share 0.5  priority -1\n"
+    assert command(server, "tenant", "set", "cli", *share, **operator).stdout == line
+    assert line in command(server, "tenant", "list", **operator).stdout
+    idle = command(server, "tenant", "set", "cli", **operator)
+    assert idle.returncode == 1 and "--min-pool-share" in idle.stderr
     key = command(server, "key", "create", "cli", "--adapter", "voice", **operator).stdout.strip()
     tenant = {"SLORA_API_KEY": key}
     pushed = command(server, "adapter", "push", str(kit.wide), "--name", "voice", **tenant)

@@ -98,7 +98,7 @@ def test_a_step_looks_up_and_adapts_the_head_for_those_alone_who_need_it(
         engine.add(EngineRequest(str(name), "tenant", [1, 2, 3], version, SamplingParams(max_tokens=2)))
     plan = engine._scheduler.schedule()
     for load in plan.loads:
-        engine._runner.memory.load(load.resident, load.packed)
+        engine._runner.memory.load(load)
     batch = StepBatch.build(plan, engine._runner.memory, limits=TileLimits(16, 16))
     assert batch.adapts_embedding == adapts_embedding
     rows = batch.head_lora.tiles[:, 2].tolist() if batch.head_lora is not None else []

@@ -214,7 +214,8 @@ def test_an_aborted_request_frees_its_pages_at_once_and_others_go_on(kit: ModelK
     engine.check()
     stats = engine.stats()
     assert stats.running == 1 and stats.running_adapters == ()
-    assert stats.pages_held == 1 and stats.pages_cached == stats.adapter_pages > 0
+    # Idle now: the adapter, and the two blocks that the request had computed whole.
+    assert stats.pages_held == 1 and stats.pages_cached == stats.adapter_pages + 2 > 2
     assert answers["r"].token_ids + drive(engine, [])["r"].token_ids == alone
 
 
@@ -251,11 +252,12 @@ def test_the_numbers_add_up(kit: ModelKit) -> None:
     stats = engine.stats()
     assert stats.prompt_tokens == 7 * len(requests)
     assert stats.generated_tokens == 10 * len(requests)
-    assert stats.steps == 10
+    assert stats.steps >= 10  # more if adapters come in slices
     assert stats.adapter_loads == stats.resident_adapters == len(versions)
     assert stats.running == stats.waiting == stats.awaiting_adapter == stats.pages_held == 0
     assert stats.pages_free + stats.pages_cached == stats.pages_total == 200
-    assert stats.pages_cached == stats.adapter_pages
+    # Of each request 7 + 9 tokens were computed: one whole block.
+    assert stats.pages_cached == stats.adapter_pages + len(requests)
 
 
 @pytest.mark.parametrize(
@@ -275,6 +277,17 @@ def test_the_numbers_add_up(kit: ModelKit) -> None:
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"device": "tpu"}, "device is 'tpu'; it must be auto, cpu or cuda"),
         ({"kernels": "magic"}, "no kernels named 'magic'; choose auto"),
+        ({"prefix_cache": "shared"}, "prefix_cache is 'shared'; it must be off, tenant or public"),
+        ({"preemption": "wait"}, "preemption is 'wait'; it must be auto, swap or recompute"),
+        ({"scheduling": "lifo"}, "scheduling is 'lifo'; it must be fair or fcfs"),
+        ({"eviction": "random"}, "eviction is 'random'; it must be lru, cost or size"),
+        ({"swap_bytes": -1}, "swap_bytes is -1; it must be at least 0"),
+        ({"swap_bytes": 100}, "swap_bytes is 100, but one page of this model takes .*or 0 to swap nothing"),
+        (
+            {"swap_bytes": 0, "preemption": "swap"},
+            "preemption is swap, but swap_bytes is 0.*raise swap_bytes",
+        ),
+        ({"load_bytes_per_step": 0}, "load_bytes_per_step is 0; it must be at least 1"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_with_the_remedy(

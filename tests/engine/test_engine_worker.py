@@ -8,14 +8,16 @@ import pytest
 from slora.engine import Engine
 from slora.engine_info import EngineStats
 from slora.engine_worker import Abort, Add, AskStats, EngineWorker, Forget, Stop, Wake
-from slora.errors import RequestRefused
+from slora.errors import DeadlineMissed, RequestRefused
 from slora.model_spec import read_model_spec
 from slora.request import EngineRequest, StepOutput
 from slora.sampling_params import SamplingParams
+from slora.tenant import Tenant
 from slora_adapters.source import DirectorySource
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import make_engine, make_source
 from tests.support.model_kit import ModelKit
+from tests.support.scripted_source import ScriptedSource
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 WAIT_S = 30.0
@@ -92,8 +94,20 @@ def test_a_lost_page_ends_the_worker_when_it_is_idle(kit: ModelKit) -> None:
     worker, told = make_worker()
     source, _ = make_source(kit)
     engine = make_engine(kit, source, 100)
-    engine._pool.allocate(1)
+    engine._scheduler.memory.pool.allocate(1, Tenant("lost"))
     worker.post(Add(ask("r")))
     with pytest.raises(AssertionError, match="counted references differ"):
         worker.run(engine)
     assert told.qsize() == 5
+
+
+def test_a_deadline_is_told_when_nothing_else_happens(kit: ModelKit) -> None:
+    """Its adapter never comes, nobody else asks for anything, and still it need not wait for good."""
+    worker, told = make_worker()
+    late = AdapterVersion("t", "never")
+    engine = make_engine(kit, ScriptedSource({late: 1}), 100)
+    with working(worker, engine):
+        worker.post(Add(EngineRequest("r", "t", [1, 2], late, GREEDY, deadline_s=0.2)))
+        output = told.get(timeout=WAIT_S)
+        assert output.request_id == "r" and isinstance(output.error, DeadlineMissed)
+        assert stats_of(worker).deadline_misses == 1

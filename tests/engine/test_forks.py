@@ -11,8 +11,9 @@ from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams, choice_seed
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import CPU_KERNELS
-from tests.support.driving import Answer, drive, fill_pages, make_engine, make_source, step
+from tests.support.driving import Answer, drive, make_engine, make_source, step
 from tests.support.model_kit import ModelKit
+from tests.support.poison import poison
 from tests.support.tiny_models import VOCAB_SIZE
 
 Kits = Callable[[str], ModelKit]
@@ -72,7 +73,7 @@ def test_choices_equal_requests_of_their_own(
     expected = drive(make_engine(kit, source, 2000, kernels=kernels), [separate])
 
     engine = make_engine(kit, source, num_pages, kernels=kernels, **settings)
-    fill_pages(engine, 0xFF)
+    poison(engine)
     found = drive(engine, [requests[at : at + 3] for at in range(0, len(requests), 3)])
     assert_same(found, expected)
     assert (engine.stats().preemptions > 0) == (num_pages < 100)

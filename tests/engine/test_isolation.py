@@ -13,15 +13,18 @@ from slora.request import EngineRequest
 from slora.residency import Resident
 from slora.sampling_params import SamplingParams
 from slora.step_batch import StepBatch
+from slora.step_plan import AdapterLoad
+from slora.tenant import Tenant
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.packing import pack
 from slora_adapters.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import TileLimits
 from tests.support.cpu_kernels import CPU_KERNELS
-from tests.support.driving import Answer, drive, fill_pages, make_engine, make_source, step
+from tests.support.driving import Answer, drive, make_engine, make_source, step
 from tests.support.model_kit import ModelKit
 from tests.support.peft_adapters import make_adapter
+from tests.support.poison import poison
 from tests.support.tiny_models import VOCAB_SIZE, make_model
 
 Kits = Callable[[str], ModelKit]
@@ -48,7 +51,7 @@ def test_what_a_page_held_before_reaches_nobody_s_answer(kits: Kits, kernels: st
     def run(byte: int) -> list[tuple[str, list[int], list[float]]]:
         pool_bytes = kit.pool_bytes(40, dtype=dtype)
         engine = make_engine(kit, source, 0, kernels=kernels, dtype=dtype, pool_bytes=pool_bytes)
-        fill_pages(engine, byte)
+        poison(engine, byte)
         answers = drive(engine, arrivals)
         stats = engine.stats()
         assert stats.preemptions > 0 and stats.adapter_evictions > 0
@@ -69,7 +72,7 @@ def test_a_block_behind_all_windows_is_read_by_nobody(kits: Kits, kernels: str) 
 
     def run(byte: int) -> list[tuple[list[int], list[float]]]:
         engine = make_engine(kit, source, 60, kernels=kernels, max_num_batched_tokens=9, max_num_seqs=4)
-        fill_pages(engine, byte, on_release=True)
+        poison(engine, byte)
         answers = drive(engine, [requests])
         return [(one.token_ids, one.logprobs) for one in answers.values()]
 
@@ -104,7 +107,10 @@ def test_two_tenants_with_the_same_bytes_have_pages_of_their_own(kits: Kits) -> 
     assert mine.digest == yours.digest
     engine = make_engine(kit, source, 500)
     drive(engine, [[ask("a", mine), ask("b", yours)]])
-    first, second = engine._residency.find(mine), engine._residency.find(yours)
+    first, second = (
+        engine._scheduler.memory.residency.find(mine),
+        engine._scheduler.memory.residency.find(yours),
+    )
     assert first is not None and second is not None and not set(first.pages) & set(second.pages)
 
 
@@ -112,11 +118,19 @@ def move_another_in(engine: Engine, kit: ModelKit, slot: int) -> None:
     """What must never happen: the slot of a running request gets another adapter."""
     shape = engine.info.shape
     packed = pack(read_adapter(kit.adapters["rslora"], shape, AdapterLimits()), shape, "float32")
-    pages = engine._pool.allocate(-(-packed.layout.num_bytes // engine.info.full_page_bytes))
-    engine._runner.memory.load(
-        Resident(AdapterVersion("t", "other"), slot, 1 << 40, pages, packed.layout.reach), packed
+    num_pages = -(-packed.layout.num_bytes // engine.info.full_page_bytes)
+    pages = engine._scheduler.memory.pool.allocate(num_pages, Tenant("t"))
+    resident = Resident(
+        AdapterVersion("t", "other"),
+        Tenant("t"),
+        slot,
+        1 << 40,
+        pages,
+        packed.layout.num_bytes,
+        packed.layout.reach,
     )
-    engine._pool.release(pages)
+    engine._runner.memory.load(AdapterLoad(resident, packed, 0, len(pages)))
+    engine._scheduler.memory.pool.release(pages)
 
 
 def test_a_plan_for_an_adapter_that_has_left_its_slot_is_never_computed(kits: Kits) -> None:
@@ -127,7 +141,7 @@ def test_a_plan_for_an_adapter_that_has_left_its_slot_is_never_computed(kits: Ki
     answers: dict[str, Answer] = {"a": Answer()}
     while not answers["a"].token_ids:
         step(engine, answers)
-    resident = engine._residency.find(versions["odd_rank"])
+    resident = engine._scheduler.memory.residency.find(versions["odd_rank"])
     assert resident is not None
     move_another_in(engine, kit, resident.slot)
 
@@ -143,7 +157,7 @@ def test_a_step_that_breaks_ends_its_requests_and_the_engine_goes_on(
     source, versions = make_source(kit)
     engine = make_engine(kit, source, 500)
     before = drive(engine, [[ask("a", versions["odd_rank"])]])["a"]
-    resident = engine._residency.find(versions["odd_rank"])
+    resident = engine._scheduler.memory.residency.find(versions["odd_rank"])
     assert resident is not None
     move_another_in(engine, kit, resident.slot)
 
@@ -153,7 +167,7 @@ def test_a_step_that_breaks_ends_its_requests_and_the_engine_goes_on(
 
     engine.forget(versions["odd_rank"])
     source, versions = make_source(kit)
-    engine._scheduler._host._source = source
+    engine._scheduler.supply._host._source = source
     assert drive(engine, [[ask("a", versions["odd_rank"])]])["a"].token_ids == before.token_ids
 
 
@@ -166,7 +180,7 @@ def test_rows_of_the_base_are_in_no_tile(kits: Kits) -> None:
         engine.add(ask(name, versions.get(name), length=20))
     plan = engine._scheduler.schedule()
     for load in plan.loads:
-        engine._runner.memory.load(load.resident, load.packed)
+        engine._runner.memory.load(load)
     batch = StepBatch.build(plan, engine._runner.memory, limits=TileLimits(16, 16))
     assert batch.lora is not None
     covered = torch.zeros(len(batch.token_ids), dtype=torch.int)

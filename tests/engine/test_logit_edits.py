@@ -16,6 +16,7 @@ from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
 from slora.sampling_table import SamplingTable
 from slora.sequence import Sequence
+from slora.tenant import Tenant
 
 VOCAB_SIZE = 50
 CPU = torch.device("cpu")
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 def make_sequence(
     params: SamplingParams, prompt: list[int], generated: list[int], stop_ids: frozenset[int] = frozenset()
 ) -> Sequence:
-    sequence = Sequence(EngineRequest("r", "t", prompt, None, params), 100, stop_ids, 0, 16)
+    sequence = Sequence(EngineRequest("r", "t", prompt, None, params), Tenant("t"), 100, stop_ids, 0, 16)
     sequence.token_ids.extend(generated)
     return sequence
 

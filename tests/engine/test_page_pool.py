@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slora.page_pool import PagePool
+from slora.tenant import Tenant
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -15,6 +16,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = PagePool(num_pages)
         self.held: Counter[int] = Counter()
         self.cached: set[int] = set()
+        self.tenants = [Tenant(name) for name in "abc"]
+        self.owners: dict[int, Tenant] = {}  # of pages that are free, the last ones
 
     def _some(self, data: st.DataObject, pages: set[int]) -> list[int]:
         return data.draw(st.lists(st.sampled_from(sorted(pages)), unique=True))
@@ -22,13 +25,14 @@ class PoolMachine(RuleBasedStateMachine):
     def _single(self) -> set[int]:
         return {page for page, count in self.held.items() if count == 1}
 
-    @rule(data=st.data())
-    def allocate(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), owner=st.integers(0, 2))
+    def allocate(self, data: st.DataObject, owner: int) -> None:
         count = data.draw(st.integers(0, self.pool.num_free))
-        pages = self.pool.allocate(count)
+        pages = self.pool.allocate(count, self.tenants[owner])
         assert len(set(pages)) == count
         assert not set(pages) & (set(self.held) | self.cached), "a page in use was given away"
         self.held.update(pages)
+        self.owners.update(dict.fromkeys(pages, self.tenants[owner]))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -69,20 +73,34 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_page_is_in_one_state(self) -> None:
-        self.pool.check(self.held.elements(), self.cached)
+        self.pool.check(self.held.elements(), self.cached, self.tenants)
         assert self.pool.num_held == len(self.held)
         assert self.pool.num_cached == len(self.cached)
         assert self.pool.num_free == self.pool.num_pages - len(self.held) - len(self.cached)
+
+    @invariant()
+    def each_tenant_owns_what_was_allocated_for_it(self) -> None:
+        in_use = {*self.held, *self.cached}
+        assert all(self.pool.owner(page) is self.owners[page] for page in in_use)
+        for tenant in self.tenants:
+            assert tenant.num_pages == sum(self.owners[page] is tenant for page in in_use)
+            assert tenant.num_cached == sum(self.owners[page] is tenant for page in self.cached)
+        assert {page for page in range(self.pool.num_pages) if self.pool.is_cached(page)} == self.cached
 
 
 TestPagePool = PoolMachine.TestCase
 
 
 @pytest.fixture
-def pool() -> PagePool:
-    """Pages 0 and 1 held, 2 cached, 3 and 4 free."""
+def tenant() -> Tenant:
+    return Tenant("a")
+
+
+@pytest.fixture
+def pool(tenant: Tenant) -> PagePool:
+    """Pages 0 and 1 held, 2 cached, all three the tenant's; 3 and 4 free."""
     pool = PagePool(5)
-    assert pool.allocate(3) == [2, 1, 0]
+    assert pool.allocate(3, tenant) == [2, 1, 0]
     pool.park([2])
     return pool
 
@@ -124,6 +142,34 @@ def test_a_page_with_two_references_cannot_be_parked(pool: PagePool) -> None:
         pool.park([0])
 
 
-def test_taking_more_than_is_free_fails(pool: PagePool) -> None:
+def test_taking_more_than_is_free_fails(pool: PagePool, tenant: Tenant) -> None:
     with pytest.raises(AssertionError, match="3 pages wanted, 2 free"):
-        pool.allocate(3)
+        pool.allocate(3, tenant)
+
+
+@pytest.mark.parametrize("count", ["num_pages", "num_cached"])
+def test_check_finds_a_tenant_whose_counts_do_not_add_up(pool: PagePool, tenant: Tenant, count: str) -> None:
+    setattr(tenant, count, getattr(tenant, count) + 1)
+    with pytest.raises(AssertionError, match="owns 3 pages, 1 of them cached"):
+        pool.check(held=[0, 1], cached=[2])
+
+
+def test_check_finds_a_tenant_that_owns_nothing_and_thinks_that_it_does(pool: PagePool) -> None:
+    stranger = Tenant("b")
+    stranger.num_pages = 1
+    with pytest.raises(AssertionError, match=r"'b'.* owns 0 pages"):
+        pool.check(held=[0, 1], cached=[2], tenants=[stranger])
+
+
+def test_a_free_page_has_no_owner(pool: PagePool) -> None:
+    with pytest.raises(AssertionError, match="page 4 is free"):
+        pool.owner(4)
+
+
+def test_a_page_that_others_share_stays_with_the_tenant_that_it_was_allocated_for(
+    pool: PagePool, tenant: Tenant
+) -> None:
+    pool.retain([0])
+    pool.release([0])
+    assert pool.owner(0) is tenant
+    assert (tenant.num_pages, tenant.num_cached) == (3, 1)

@@ -19,6 +19,7 @@ from slora.sampling_params import SamplingParams
 from slora.sampling_table import SamplingTable
 from slora.sequence import Sequence
 from slora.step_plan import Sampled
+from slora.tenant import Tenant
 
 VOCAB_SIZE = 24
 
@@ -33,7 +34,7 @@ def make_sequence(
 ) -> Sequence:
     """A prompt of `num_tokens` times token 0, and then `generated`."""
     request = EngineRequest("r", "t", [0] * num_tokens, None, params)
-    sequence = Sequence(request, 1, frozenset(stop_ids), seed, 16)
+    sequence = Sequence(request, Tenant("t"), 1, frozenset(stop_ids), seed, 16)
     sequence.token_ids.extend(generated)
     return sequence
 

@@ -1,26 +1,40 @@
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slora.errors import AdapterFetchFailed, ContextTooLong, RequestFailed
-from slora.request import FinishReason, StepOutput
+from slora.errors import AdapterFetchFailed, ContextTooLong, DeadlineMissed, RequestFailed
+from slora.request import FinishReason, StepOutput, TokenDelta
 from slora.sequence import Sequence
+from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
-from tests.support.scheduler_bench import STOP_TOKEN, BrokenStep, SchedulerBench
+from tests.support.beam_model import search_plainly
+from tests.support.scheduler_bench import BEAM_MODEL, STOP_TOKEN, BrokenStep, SchedulerBench
 from tests.support.scripted_source import FULL_PAGE_BYTES
 
 VERSIONS = [AdapterVersion("tenant", f"digest{n}") for n in range(5)]
 # The last one fits only a large pool.
 PAGES = {version: pages for version, pages in zip(VERSIONS, (1, 1, 2, 3, 9), strict=True)}
 SMALL, LARGE = VERSIONS[0], VERSIONS[3]
+TENANTS = ("tenant", "other", "third")
+
+shares = st.sampled_from(
+    [
+        TenantShare(),
+        TenantShare(weight=3.0),
+        TenantShare(min_share=0.3),
+        TenantShare(max_share=0.6),
+        TenantShare(priority=1),
+    ]
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests of one or more choices come and go in any order, adapters arrive late or never, steps break; pages are
-    short; some models have windows or two sets of rotary factors."""
+    """Requests of one or more choices or beams come and go in any order, adapters arrive late or never, steps break;
+    pages are short; some models have windows or two sets of rotary factors."""
 
     @initialize(
         num_pages=st.integers(2, 12),
@@ -30,6 +44,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         window=st.none() | st.integers(1, 10),
         rope_switch=st.none() | st.integers(1, 16),
         host_pages=st.none() | st.integers(0, 12),
+        shares=st.tuples(shares, shares, shares),
+        options=st.fixed_dictionaries(
+            {
+                "prefix_cache": st.sampled_from(["off", "tenant", "public"]),
+                "preemption": st.sampled_from(["auto", "swap", "recompute"]),
+                "scheduling": st.sampled_from(["fair", "fcfs"]),
+                "eviction": st.sampled_from(["lru", "cost", "size"]),
+                "swap_pages": st.integers(0, 12),
+                "load_pages": st.integers(1, 3),
+            }
+        ),
         random=st.randoms(use_true_random=False),
     )
     def start(
@@ -41,6 +66,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         window: int | None,
         rope_switch: int | None,
         host_pages: int | None,
+        shares: tuple[TenantShare, ...],
+        options: dict[str, Any],
         random: Random,
     ) -> None:
         self.bench = SchedulerBench(
@@ -53,33 +80,61 @@ class SchedulerMachine(RuleBasedStateMachine):
             rope_switch=rope_switch,
             host_pages=host_pages,
             choose=self._choose,
+            **options,
         )
+        self.shares = dict(zip(TENANTS, shares, strict=True))
+        for tenant, share in self.shares.items():
+            self.bench.memory.tenants.set_share(tenant, share)
         self.random = random
         self.count = 0
         self.requests: dict[str, Sequence] = {}
         self.unfinished: dict[str, set[int]] = {}
         self.drawn: dict[tuple[str, int], list[int | None]] = {}
+        self.found: dict[str, list[tuple[int, ...]]] = {}
         self.deleted: set[AdapterVersion] = set()
 
     def _choose(self, sequence: Sequence) -> int | None:
-        token = self.random.choice([None, STOP_TOKEN, *range(1, 30)])
+        if sequence.search is not None:  # whatever token
+            return self.random.choice([None, *[1] * 500])
+        token = self.random.choice([None, STOP_TOKEN, *[1, 2] * 15])
         self.drawn.setdefault((sequence.request.request_id, sequence.index), []).append(token)
         return token
 
     @rule(
-        prompt=st.integers(1, 20),
+        prompt=st.integers(0, 19),
+        last_token=st.integers(1, 2),
         max_tokens=st.none() | st.integers(1, 20),
         adapter=st.none() | st.sampled_from(VERSIONS),
+        tenant=st.sampled_from(TENANTS),
         n=st.integers(1, 4),
+        beams=st.none() | st.none() | st.integers(1, 4),
+        priority=st.integers(0, 1),
+        deadline_s=st.none() | st.sampled_from([0.01, 3.0]),
     )
-    def add(self, prompt: int, max_tokens: int | None, adapter: AdapterVersion | None, n: int) -> None:
+    def add(
+        self,
+        prompt: int,
+        last_token: int,
+        max_tokens: int | None,
+        adapter: AdapterVersion | None,
+        tenant: str,
+        n: int,
+        beams: int | None,
+        **fields: Any,
+    ) -> None:
+        """Prompts of few different tokens, so that many begin alike."""
         if adapter in self.deleted:
             return
-        n = min(n, self.bench.limits.max_num_seqs)
+        tenant = tenant if adapter is None else adapter.tenant
+        fields |= {"tokens": [1] * prompt + [last_token], "tenant": tenant, "share": self.shares[tenant]}
+        most = self.bench.config.max_num_seqs if beams is None else min(beams, self.bench.config.max_num_seqs)
+        n, beams = min(n, most), None if beams is None else most
         self.count += 1
         request_id = str(self.count)
         try:
-            sequence = self.bench.add(request_id, prompt=prompt, max_tokens=max_tokens, adapter=adapter, n=n)
+            sequence = self.bench.add(
+                request_id, max_tokens=max_tokens, adapter=adapter, n=n, beams=beams, **fields
+            )
         except ContextTooLong:
             assert not self.bench.scheduler.find(request_id)
             return
@@ -131,24 +186,31 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(breaks=st.integers(0, 9).map(lambda n: n == 0))
     def step(self, breaks: bool) -> None:
+        self.bench.now += 1.0
         waiting_for_nothing = self.bench.scheduler.has_work
         for output in self.bench.step(breaks=breaks):
             self._take(output)
         aside = self.bench.scheduler.num_awaiting_adapter
         unfinished = sum(len(self.bench.scheduler.find(request_id)) for request_id in self.unfinished)
         if waiting_for_nothing and unfinished > aside:
-            assert self.bench.last_plan.chunks, "there was work, and nothing was done"
+            assert self.bench.last_plan.chunks or self.bench.last_plan.loads, (
+                "there was work, and nothing was done"
+            )
 
     def _take(self, output: StepOutput) -> None:
         if output.error is not None:
             assert isinstance(
-                output.error, AdapterFetchFailed | ContextTooLong | RequestFailed | BrokenStep
+                output.error,
+                AdapterFetchFailed | ContextTooLong | DeadlineMissed | RequestFailed | BrokenStep,
             ), output.error
             del self.unfinished[output.request_id]
             return
         assert output.delta is not None
         request_id, index = output.request_id, output.delta.index
         assert index in self.unfinished[request_id], "a choice that is over spoke again"
+        if self.requests[request_id].search is not None:
+            self._take_hypothesis(request_id, output.delta)
+            return
         drawn = self.drawn[request_id, index]
         assert output.delta.token_ids == (drawn[-1],)
         stopped, full = drawn[-1] == STOP_TOKEN, len(drawn) == self.requests[request_id].max_tokens
@@ -161,6 +223,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not left
             self._finish(request_id, index)
 
+    def _take_hypothesis(self, request_id: str, delta: TokenDelta) -> None:
+        sequence, found = self.requests[request_id], self.found.setdefault(request_id, [])
+        assert delta.finish_reason is not None and delta.index == len(found)
+        found.append(delta.token_ids)
+        self._finish(request_id, delta.index)
+        if request_id in self.unfinished:
+            return
+        assert not self.bench.scheduler.find(request_id), "a beam outlived its search"
+        params = sequence.request.sampling
+        expected = search_plainly(BEAM_MODEL, params, sequence.stop_ids, sequence.max_tokens)
+        assert found == [one.tokens for one in expected]
+
     @invariant()
     def nobody_is_lost_and_no_page_leaks(self) -> None:
         scheduler = self.bench.scheduler
@@ -168,6 +242,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         left = {request_id: scheduler.find(request_id) for request_id in self.unfinished}
         assert scheduler.num_running + scheduler.num_waiting == sum(map(len, left.values()))
         for request_id, choices in left.items():
+            if choices[0].search is not None:  # whose beams the scheduler checks itself
+                continue
             forked = choices[0].num_choices == 1
             indexes = {one.index for one in choices} if forked else set(range(choices[0].num_choices))
             assert self.unfinished[request_id] == indexes, "a choice is lost"
@@ -175,7 +251,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "bench"):
             return
-        for output in self.bench.run_to_end(most_steps=20_000):
+        for output in self.bench.run_to_end(patience=1000):  # beams tell nothing before their end
             self._take(output)
         assert not self.unfinished, "a request ended without tokens or an error"
         self.bench.source.deliver()
@@ -364,7 +440,21 @@ def test_requests_for_one_adapter_share_one_fetch_and_one_copy() -> None:
         bench.add(name, max_tokens=5, adapter=LARGE)
     list(bench.run_to_end(20))
     assert bench.source.num_fetches[LARGE] == 1
-    assert bench.scheduler.num_loads == 1
+    assert bench.scheduler.supply.num_loads == 1
+
+
+def test_an_adapter_is_expected_to_take_as_long_to_come_again_as_fetches_did_lately() -> None:
+    num_pages = {SMALL: 2, LARGE: 6}
+    bench = SchedulerBench(num_pages, num_pages=32)
+    for version, seconds in ((SMALL, 2.0), (LARGE, 0.0)):
+        bench.source.seconds = seconds
+        bench.add(version.digest, adapter=version)
+        bench.step()
+        bench.source.deliver()
+        bench.step()
+    found = [bench.residency.find(version) for version in (SMALL, LARGE)]
+    expected = [one.fetch_s if one is not None else None for one in found]
+    assert expected == pytest.approx([2.0, 0.95 * 2.0 * 6 / (0.95 * 2 + 6)])
 
 
 def test_an_aborted_request_leaves_its_fetch_to_the_next() -> None:
@@ -573,3 +663,95 @@ def test_who_waits_unasked_is_asked_for_when_the_fetch_before_fails() -> None:
     bench.source.fail(VERSIONS[0], "corrupt")
     assert [output.request_id for output in bench.step()] == ["0"]
     assert bench.source.in_flight == {VERSIONS[1]}
+
+
+def test_what_was_reserved_for_a_chunk_that_never_ran_is_not_swapped() -> None:
+    """Born from a bug: a request that gave way while its adapter was loading took its empty pages to the host, and
+    found no room when it came back for them."""
+    bench = SchedulerBench(PAGES, num_pages=14, preemption="swap", swap_pages=20, load_pages=1)
+    bench.add("base", prompt=4, max_tokens=28)
+    bench.step()
+    bench.add("late", prompt=8, max_tokens=4, adapter=VERSIONS[4])
+    bench.source.deliver()
+    bench.step()
+    (late,) = bench.scheduler.find("late")
+    assert late.is_running and late.num_computed == 0 and late.blocks.num_pages == 2
+    while not bench.scheduler.num_preemptions:
+        bench.step()
+    assert not late.is_running and bench.scheduler.swapping.num_pages_out == 0
+    assert all(output.error is None for output in bench.run_to_end(60))
+
+
+def test_searches_that_hold_each_other_s_pages_take_turns() -> None:
+    """Each has beams that run and wait for one that gave way, and all pages are held so: one search gives way whole."""
+    bench = SchedulerBench({}, num_pages=6)
+    for name, tenant in (("a", "x"), ("b", "y"), ("c", "x")):
+        bench.add(name, prompt=4 if name == "a" else 3, max_tokens=8, beams=2, tenant=tenant)
+    outputs = list(bench.run_to_end(100))
+    assert bench.scheduler.num_preemptions > 0
+    assert sorted(output.request_id for output in outputs) == ["a", "b", "c"]
+    assert all(output.error is None for output in outputs)
+
+
+def stay_apart(tokens: tuple[int, ...]) -> list[float]:
+    """Three beams from the first token on, each of which has one continuation that counts."""
+    return [-99.0, 0.0, -60.0, -61.0, -62.0] if tokens else [-99.0, -1.0, -1.1, -1.2, -50.0]
+
+
+def test_a_beam_that_nothing_continues_gives_its_pages_back_at_once() -> None:
+    """Of three beams after the first token one has the best continuations; from there on all three stay apart."""
+
+    def model(tokens: tuple[int, ...]) -> list[float]:
+        falls_behind = len(tokens) == 1 and tokens[0] != 1
+        return [-99.0, -20.0, -21.0, -22.0, -23.0] if falls_behind else stay_apart(tokens[1:])
+
+    bench = SchedulerBench({}, num_pages=20, beam_model=model)
+    bench.add("a", prompt=8, max_tokens=9, beams=3)
+    bench.step()
+    assert bench.pool.num_held == 2
+    bench.step()  # each wrote to a block of its own; two of the three are dropped, and the third forks
+    beams = bench.scheduler.find("a")
+    assert [beam.token_ids[8] for beam in beams] == [1, 1, 1]
+    assert bench.pool.num_held == 2 + 1 and bench.num_copies == 0
+    bench.step()
+    assert bench.pool.num_held == 2 + 3 and bench.num_copies == 2
+
+
+def test_the_beams_of_a_search_have_a_place_each_from_its_start_and_are_charged_for_what_they_draw() -> None:
+    bench = SchedulerBench({}, num_pages=20, max_num_seqs=4)
+    bench.add("first", max_tokens=3, tenant="other")
+    search = bench.add("search", prompt=2, max_tokens=5, beams=4)
+    started = {}
+    for number in range(12):
+        bench.step()
+        for chunk in bench.last_plan.chunks:
+            started.setdefault(chunk.sequence.request.request_id, number)
+    assert started == {"first": 0, "search": 3}
+    length = len(search_plainly(BEAM_MODEL, search.request.sampling, search.stop_ids, 5)[0].tokens)
+    assert length > 1 and search.tenant.service == 2 + 2 * (1 + 4 * (5 - 1))
+
+
+def test_a_beam_whose_logits_are_not_finite_ends_the_search_once() -> None:
+    tokens = iter([1, 1, 1, None, 1, 1])
+    bench = SchedulerBench({}, num_pages=20, choose=lambda sequence: next(tokens))
+    bench.add("a", prompt=6, max_tokens=9, beams=3)
+    bench.step()
+    (output,) = bench.step() or bench.step()
+    assert isinstance(output.error, RequestFailed)
+    assert bench.scheduler.num_running == bench.pool.num_held == 0
+
+
+@pytest.mark.parametrize("way", ["swap", "recompute"])
+def test_a_beam_that_gives_way_is_waited_for_and_proposes_again(way: str) -> None:
+    options = {"preemption": way, "swap_pages": 9, "scheduling": "fcfs"}
+    bench = SchedulerBench({}, num_pages=9, beam_model=stay_apart, **options)
+    bench.add("older", prompt=8, max_tokens=12)
+    search = bench.add("search", prompt=4, max_tokens=8, beams=3)
+    waits = []
+    while bench.scheduler.find("search"):
+        bench.step()
+        waits.append(sum(beam.has_proposed for beam in bench.scheduler.find("search")))
+    assert 0 < max(waits) < 3, "nobody waited"
+    assert bench.scheduler.num_preemptions > 0
+    assert (bench.scheduler.swapping.num_pages_in > 0) == (way == "swap")
+    assert search.done

@@ -176,4 +176,4 @@ def test_a_crowd_that_comes_and_goes_leaves_every_page_free_or_cached(
     assert stats.preemptions > 0 and stats.adapter_evictions > 0
     assert stats.pages_held == 0
     assert stats.pages_free + stats.pages_cached == stats.pages_total == 45
-    assert stats.pages_cached == stats.adapter_pages
+    assert stats.pages_cached >= stats.adapter_pages

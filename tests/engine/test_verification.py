@@ -12,13 +12,14 @@ from peft import LoraConfig
 from safetensors.numpy import load_file
 
 from slora import LoraAdapter
+from slora.model_spec import read_model_spec
 from slora.peft_oracle import PeftOracle
 from slora.verification import TOLERANCES, Verification
 from slora.verifier import Question, verify_adapter
 from slora_api.cli import main
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS, make_adapter
-from tests.support.tiny_models import make_model, write_model
+from tests.support.tiny_models import LONGROPE, make_model, write_model
 from tests.support.tiny_tokenizers import byte_level, write_tokenizer
 
 # Layers times linears that each kind adapts in a model of three layers; the last one embedding and head as well.
@@ -87,6 +88,32 @@ def test_models_of_other_families_are_compared(tmp_path: Path, model: str) -> No
     assert found.equal, found.problems
     # All linears, without embedding and head.
     assert len(found.modules) == found.num_modules - 2
+
+
+# Of one rope for all layers, and of two, one of which switches.
+_FULL_ROPE = {**LONGROPE, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 48}
+_SLIDING_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_TWO_ROPES = {"full_attention": _FULL_ROPE, "sliding_attention": _SLIDING_ROPE}
+LONGROPES: dict[str, dict[str, object]] = {
+    "phi3_longrope": {},
+    "gemma3_text": {"head_dim": 12, "rope_parameters": _TWO_ROPES},
+}
+
+
+@pytest.mark.parametrize("model", LONGROPES)
+def test_tokens_drawn_before_the_switch_of_longrope_are_judged_with_its_short_factors(
+    tmp_path: Path, model: str
+) -> None:
+    """One pass of the judge over all tokens turns the early ones by the long factors, once a false alarm."""
+    write_model(tmp_path / "base", model, **LONGROPES[model])
+    make_adapter(tmp_path / "adapter", make_model(model, **LONGROPES[model]), std=0.15, r=5)
+    found = verify_adapter(
+        Question(tmp_path / "base", tmp_path / "adapter", max_tokens=40, device="cpu"), PeftOracle
+    )
+    assert read_model_spec(tmp_path / "base").rope_switch == 48
+    lengths = [(check.prompt_tokens, check.prompt_tokens + check.answer_tokens) for check in found.prompts]
+    assert {prompt <= 48 < end for prompt, end in lengths} == {True, False}
+    assert found.equal, found.problems
 
 
 def test_sixteen_bits_on_both_sides_are_found_equal(kit: ModelKit) -> None:

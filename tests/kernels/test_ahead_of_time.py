@@ -44,7 +44,7 @@ PRODUCTS = {
     "_paged_attention_decode_kernel": SMALL_PRODUCTS,
     "_paged_attention_prefill_kernel": LARGE_PRODUCTS,
 }
-QUICK = (("sm_90", "bfloat16"), ("gfx942", "bfloat16"))
+QUICK = tuple((target, "bfloat16") for target in SHARED_LIMITS)
 THOROUGH = tuple((target, dtype) for target in SHARED_LIMITS for dtype in ("bfloat16", "float16", "float32"))
 
 
@@ -52,7 +52,8 @@ def start_compiling(target: str, dtype: str, cache: Path) -> subprocess.Popen[by
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     # The launcher states whether multiply-adds are fused: what the environment says must not matter.
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_DEFAULT_FP_FUSION": "0"}
-    # What another checkout compiled names the lines of sources that may be gone.
+    # Triton knows a kernel by its text and line, not by its file: what another checkout compiled names sources that may
+    # be gone, and then no load is ascribed to its tensor.
     environment |= {"TRITON_CACHE_DIR": str(cache)}
     command = [sys.executable, "-P", "-m", "slora_kernels.ahead_of_time", target, dtype]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

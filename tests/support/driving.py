@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from slora.cost_model import CostModel
 from slora.engine import Engine
 from slora.engine_config import EngineConfig
 from slora.model_spec import read_model_spec
@@ -13,6 +14,12 @@ from slora_adapters.source import AdapterSource, DirectorySource
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import KERNELS
 from tests.support.model_kit import ModelKit
+
+# Not measured, so that the same requests make the same steps. A page is copied as fast as two tokens are computed; a
+# step has time for 1 MB of adapters.
+COSTS = CostModel(
+    step_s=0.01, token_s=0.001, decode_s=0.001, context_token_s=1e-6, page_copy_s=0.002, load_byte_s=1e-9
+)
 
 
 @dataclass(slots=True)
@@ -24,6 +31,7 @@ class Answer:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     reason: FinishReason | None = None
     error: Exception | None = None
+    num_cached: int = 0
 
     @property
     def ended(self) -> bool:
@@ -36,6 +44,7 @@ class Answer:
             self.token_ids.extend(output.delta.token_ids)
             self.logprobs.extend(entry.logprob for entry in output.delta.logprobs or ())
             self.reason = output.delta.finish_reason
+            self.num_cached += output.delta.num_cached
             if output.delta.prompt_logprobs:
                 assert not self.token_ids, "a prompt's scores come before the answer"
                 self.prompt_logprobs.extend(output.delta.prompt_logprobs)
@@ -56,7 +65,7 @@ def make_engine(kit: ModelKit, source: AdapterSource, num_pages: int, **settings
         "pool_bytes": kit.pool_bytes(num_pages),
     }
     config = EngineConfig(kit.directory, **{**defaults, **settings})  # type: ignore[arg-type]
-    return Engine(config, read_model_spec(kit.directory), source)
+    return Engine(config, read_model_spec(kit.directory), source, COSTS)
 
 
 def drive(engine: Engine, arrivals: Iterable[list[EngineRequest]]) -> dict[str, Answer]:
@@ -77,27 +86,3 @@ def step(engine: Engine, answers: dict[str, Answer]) -> None:
     for output in engine.step():
         index = output.delta.index if output.delta is not None else 0
         answers[f"{output.request_id}/{index}" if index else output.request_id].take(output)
-
-
-def fill_pages(engine: Engine, byte: int, *, on_release: bool = False) -> None:
-    """Fills all pages with a byte, and each one again when it changes hands. 0xFF makes every number NaN.
-
-    on_release: at once when it is given back; not for requests that fork, whose copies may still be taken from it.
-    """
-    pool, memory = engine._pool, engine._runner.memory
-    memory.pages.fill_(byte)
-    allocate = pool.allocate
-
-    def allocate_filled(count: int) -> list[int]:
-        pages = allocate(count)
-        memory.pages[pages] = byte
-        return pages
-
-    def release_and_fill(pages: list[int]) -> None:
-        release(pages)
-        memory.pages[[page for page in pages if not pool._references[page]]] = byte
-
-    release = pool.release
-    pool.allocate = allocate_filled  # type: ignore[method-assign]
-    if on_release:
-        pool.release = release_and_fill  # type: ignore[assignment, method-assign]

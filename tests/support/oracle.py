@@ -7,6 +7,7 @@ what is too small for a token to show.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from slora.peft_oracle import find_rope_switch, force_answer
 from tests.support.peft_adapters import quiet_peft
 
 MARGIN = 1e-4
@@ -61,11 +63,7 @@ class Oracle:
         self, directory: Path, adapters: dict[str, Path], dtype: torch.dtype = torch.float32
     ) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
-        config = self._model.config.get_text_config()
-        rope = getattr(config, "rope_parameters", None) or {}
-        self._rope_switch: int | None = (
-            rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
-        )
+        self._rope_switch = find_rope_switch(self._model.config)
         for name, path in adapters.items():
             self._load(name, path)
 
@@ -87,17 +85,12 @@ class Oracle:
         return self._model(inputs).logits[0].float()
 
     def answer_logits(self, prompt: Sequence[int], answer: Sequence[int], adapter: str | None) -> Tensor:
-        """float32 [len(answer), vocab_size]: what each token of the answer was chosen from.
+        """float32 [len(answer), vocab_size]: what each token of the answer was chosen from."""
 
-        Where the rope has other factors for sequences longer than `_rope_switch`, the tokens chosen before that are
-        judged by a pass over what was there then.
-        """
-        tokens = [*prompt, *answer]
-        logits = self.logits(tokens, adapter)
-        if self._rope_switch is not None and len(prompt) <= self._rope_switch < len(tokens):
-            short = self.logits(tokens[: self._rope_switch], adapter)
-            logits = torch.cat((short, logits[self._rope_switch :]))
-        return logits[len(prompt) - 1 : -1]
+        def forward(token_ids: Sequence[int]) -> Tensor:
+            return self.logits(token_ids, adapter)
+
+        return force_answer(forward, prompt, answer, self._rope_switch)[len(prompt) - 1 : -1]
 
     def judge(
         self,
@@ -118,9 +111,51 @@ class Oracle:
         wrong = int((differs & ~undecided).sum())
         return Verdict(len(answer), int((differs & undecided).sum()), wrong, error)
 
+    def token_logprobs(
+        self, prompt: Sequence[int], answer: Sequence[int], adapter: str | None
+    ) -> list[float]:
+        """Of the answer's tokens."""
+        logprobs = self.answer_logits(prompt, answer, adapter).log_softmax(dim=-1)
+        found: list[float] = logprobs.gather(1, torch.tensor(list(answer))[:, None])[:, 0].tolist()
+        return found
+
+    @torch.inference_mode()
+    def beam_search(
+        self, prompt: Sequence[int], adapter: str | None, stop_ids: Sequence[int], **settings: object
+    ) -> tuple[list[list[int]], list[float]]:
+        """The answers of transformers' own beam search, best first, each up to its stop token, and their scores.
+
+        settings: GenerationConfig's, two beams or more.
+        """
+        inputs = torch.tensor([list(prompt)])
+        with ExitStack() as without:
+            if isinstance(self._model, PeftModel):
+                if adapter is None:
+                    without.enter_context(self._model.disable_adapter())
+                else:
+                    self._model.set_adapter(adapter)
+            found = self._model.generate(
+                input_ids=inputs,
+                attention_mask=torch.ones_like(inputs),
+                do_sample=False,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_scores=True,
+                eos_token_id=list(stop_ids) or None,
+                **settings,
+            )
+        rows = found.sequences[:, len(prompt) :].tolist()
+        return [_up_to_end(row, stop_ids) for row in rows], found.sequences_scores.tolist()
+
     def _load(self, name: str, path: Path) -> None:
         with quiet_peft():
             if isinstance(self._model, PeftModel):
                 self._model.load_adapter(path, adapter_name=name)
             else:
                 self._model = PeftModel.from_pretrained(self._model, path, adapter_name=name)
+
+
+def _up_to_end(tokens: list[int], stop_ids: Sequence[int]) -> list[int]:
+    """With the stop token, without the padding behind it."""
+    end = next((place for place, token in enumerate(tokens) if token in stop_ids), len(tokens))
+    return tokens[: end + 1]

@@ -1,27 +1,36 @@
 """A scheduler with a runner that computes nothing but remembers what each page holds.
 
-Each KV place holds the mark that was written last, a new one for each token computed; each adapter page the (version,
-part) that was loaded. A chunk may run only if it finds all marks of its sequence, those that it was forked with
-included, up to where its window begins. So a shared page that is written to, a block that is given back too soon, or a
-plan that reads what was never computed fails the step that does it.
+Each KV place holds what the key and value of a token depend on: scope, adapter, its weight, which rotary factors, and
+all tokens up to it. Each adapter page holds the (version, part) that was loaded. A chunk may run only if it finds what
+its own tokens say, up to where its window begins. So a shared page that is written to, a block that is given back too
+soon or found by somebody whose it is not, or a plan that reads what was never computed fails the step that does it.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+from slora.cost_model import CostModel
 from slora.kv_footprint import KVFootprint
-from slora.page_pool import PagePool
 from slora.request import EngineRequest, StepOutput
-from slora.residency import Residency
 from slora.sampling_params import SamplingParams
-from slora.scheduler import Scheduler, SchedulerLimits
+from slora.scheduler import Scheduler
+from slora.scheduler_config import SchedulerConfig
 from slora.sequence import Sequence
 from slora.step_plan import AdapterLoad, Chunk, Sampled, StepPlan
+from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
+from tests.support.beam_model import Model, beam_params, propose, random_model
 from tests.support.scripted_source import FULL_PAGE_BYTES, ScriptedSource
 
 BLOCK_TOKENS = 4
 STOP_TOKEN = 0
+# Of five tokens four go on: as many beams as a search may have here.
+BEAM_MODEL = random_model(5, seed=0)
+NO_SHARE = TenantShare()
+# A page is copied as fast as two tokens are computed.
+COSTS = CostModel(
+    step_s=0.01, token_s=0.001, decode_s=0.001, context_token_s=1e-6, page_copy_s=0.002, load_byte_s=1e-7
+)
 
 
 class BrokenStep(Exception):
@@ -29,8 +38,9 @@ class BrokenStep(Exception):
 
 
 class SchedulerBench:
-    """`choose` draws the token of a sequence; None stands for logits that are not finite. host_pages: the pages of all
-    adapters that the host can hold at once.
+    """`choose` draws the token of a sequence; None stands for logits that are not finite. beam_model: whose chances
+    beams propose by, where `choose` gives them any token. host_pages: the pages of all adapters that the host can hold
+    at once. `options` are SchedulerConfig's.
     """
 
     def __init__(
@@ -42,26 +52,37 @@ class SchedulerBench:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 16,
         window: int | None = None,
-        rope_switch: int | None = None,
         host_pages: int | None = None,
         choose: Callable[[Sequence], int | None] = lambda sequence: 1,
+        beam_model: Model = BEAM_MODEL,
+        costs: CostModel = COSTS,
+        prefix_cache: str = "off",
+        **options: Any,
     ) -> None:
         self.footprint = KVFootprint(BLOCK_TOKENS, window)
-        self.limits = SchedulerLimits(
-            max_num_seqs, max_num_batched_tokens, FULL_PAGE_BYTES, self.footprint, rope_switch
+        self.config = SchedulerConfig(
+            num_pages=num_pages,
+            num_slots=num_slots,
+            full_page_bytes=FULL_PAGE_BYTES,
+            footprint=self.footprint,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            prefix_cache=prefix_cache,
+            **options,
         )
-        self.pool = PagePool(num_pages)
-        self.residency = Residency(self.pool, num_slots)
         host_bytes = host_pages * FULL_PAGE_BYTES if host_pages is not None else None
+        self.adapters = adapters
         self.source = ScriptedSource(adapters, host_bytes)
-        self.scheduler = Scheduler(self.limits, self.pool, self.residency, self.source)
+        self.scheduler = Scheduler(self.config, self.source, costs)
+        self.memory = self.scheduler.memory
+        self.pool, self.residency = self.memory.pool, self.memory.residency
         self.last_plan = StepPlan()
-        self._choose = choose
+        self.now = 0.0
         self.num_copies = 0
-        self._marks = itertools.count()
-        self._long_marks: set[int] = set()  # of tokens that were rotated with the long factors
+        self._choose = choose
+        self._beam_model = beam_model
         self._kv: dict[tuple[int, int], int] = {}
-        self._written: dict[tuple[str, int], list[int]] = {}  # by choice: the mark of each of its tokens
+        self._host_kv: dict[tuple[int, int], int] = {}
         self._adapter_pages: dict[int, tuple[AdapterVersion, int]] = {}
         self._slots: dict[int, tuple[int, AdapterVersion]] = {}
 
@@ -74,16 +95,28 @@ class SchedulerBench:
         adapter: AdapterVersion | None = None,
         longest: int = 64,
         n: int = 1,
+        beams: int | None = None,
+        tenant: str = "tenant",
+        tokens: list[int] | None = None,
+        share: TenantShare = NO_SHARE,
+        **fields: Any,
     ) -> Sequence:
-        """`longest`: what max_tokens None means. Raises ContextTooLong."""
+        """`longest`: what max_tokens None means. beams: the width of a search. tokens: the prompt, in place of its
+        length. Raises ContextTooLong."""
         sampling = SamplingParams(max_tokens=max_tokens, n=n)
-        request = EngineRequest(request_id, "tenant", [1] * prompt, adapter, sampling)
-        sequence = Sequence(request, max_tokens or longest, frozenset([STOP_TOKEN]), 0, BLOCK_TOKENS)
-        self.scheduler.add(sequence)
+        if beams is not None:
+            sampling = beam_params(beams, n, max_tokens, 1.0, early_stopping=False)
+        request = EngineRequest(
+            request_id, tenant, tokens or [1] * prompt, adapter, sampling, share=share, **fields
+        )
+        self.memory.tenants.set_share(tenant, share)
+        owner = self.memory.tenants.find(tenant)
+        sequence = Sequence(request, owner, max_tokens or longest, frozenset([STOP_TOKEN]), 0, BLOCK_TOKENS)
+        self.scheduler.add(sequence, self.now)
         return sequence
 
     def step(self, *, breaks: bool = False) -> list[StepOutput]:
-        plan = self.last_plan = self.scheduler.schedule()
+        plan = self.last_plan = self.scheduler.schedule(self.now)
         self._check_plan(plan)
         if breaks:
             outputs = self.scheduler.fail(plan, BrokenStep())
@@ -92,19 +125,23 @@ class SchedulerBench:
         self.scheduler.check()
         return outputs
 
-    def run_to_end(self, most_steps: int) -> Iterator[StepOutput]:
-        """Steps, with every fetch arriving at once, until nobody is left; outputs as they come."""
-        for _ in range(most_steps):
-            if not self.scheduler.num_running + self.scheduler.num_waiting:
-                return
+    def run_to_end(self, patience: int) -> Iterator[StepOutput]:
+        """Steps, with every fetch arriving at once, until nobody is left; outputs as they come.
+
+        Fails when `patience` steps in a row tell nothing: requests that ever wait for each other would go on for good.
+        """
+        silent = 0
+        while self.scheduler.num_running + self.scheduler.num_waiting:
             self.source.deliver()
-            yield from self.step()
-        raise AssertionError(f"requests are left after {most_steps} steps")
+            outputs = self.step()
+            yield from outputs
+            silent = 0 if outputs else silent + 1
+            assert silent < patience, f"requests are left, and {patience} steps told nothing"
 
     def _check_plan(self, plan: StepPlan) -> None:
-        assert plan.num_tokens <= self.limits.max_num_batched_tokens
-        assert len(plan.chunks) <= self.scheduler.num_running <= self.limits.max_num_seqs
-        assert sum(len(chunk.draws) for chunk in plan.chunks) <= self.limits.max_num_seqs
+        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        assert len(plan.chunks) <= self.scheduler.num_running <= self.config.max_num_seqs
+        assert sum(len(chunk.draws) for chunk in plan.chunks) <= self.config.max_num_seqs
         sequences = [chunk.sequence for chunk in plan.chunks]
         assert len(set(map(id, sequences))) == len(sequences), "a sequence is twice in a step"
         slots = [chunk.slot if chunk.slot is not None else 1 << 31 for chunk in plan.chunks]
@@ -113,29 +150,53 @@ class SchedulerBench:
             self._check_chunk(chunk)
 
     def _run(self, plan: StepPlan) -> list[Sampled]:
+        self._swap_out(plan.swaps_out)
         self._copy(plan.copies)
+        self._swap_in(plan.swaps_in)
         for load in plan.loads:
             self._load(load)
         for chunk in plan.chunks:
             self._check_adapter(chunk)
             self._compute(chunk)
-        return [Sampled(self._choose(sequence)) for chunk in plan.chunks for sequence in chunk.draws]
+        return [self._draw(sequence) for chunk in plan.chunks for sequence in chunk.draws]
+
+    def _draw(self, sequence: Sequence) -> Sampled:
+        token = self._choose(sequence)
+        if token is None or sequence.search is None:
+            return Sampled(token)
+        generated = tuple(sequence.token_ids[sequence.num_prompt :])
+        count = sequence.search.width + len(sequence.stop_ids)
+        return Sampled(token, proposal=propose(self._beam_model, generated, count))
+
+    def _swap_out(self, pairs: list[tuple[int, int]]) -> None:
+        for page, host_page in pairs:
+            for offset in range(BLOCK_TOKENS):
+                _move(self._kv.get((page, offset)), self._host_kv, (host_page, offset))
+
+    def _swap_in(self, pairs: list[tuple[int, int]]) -> None:
+        self._write({page for _, page in pairs})
+        for host_page, page in pairs:
+            for offset in range(BLOCK_TOKENS):
+                _move(self._host_kv.get((host_page, offset)), self._kv, (page, offset))
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         self.num_copies += len(copies)
+        assert len({target for _, target in copies}) == len(copies), "a page is copied to twice"
         places = [(source, target, offset) for source, target in copies for offset in range(BLOCK_TOKENS)]
         found = {(target, offset): self._kv.get((source, offset)) for source, target, offset in places}
         self._write({target for _, target in copies})
-        self._kv |= {place: mark for place, mark in found.items() if mark is not None}
+        self._kv |= {place: content for place, content in found.items() if content is not None}
 
     def _load(self, load: AdapterLoad) -> None:
         resident = load.resident
         assert self.source.is_pinned(load.packed), "a host copy was read after it was released"
         assert len(resident.pages) * FULL_PAGE_BYTES >= len(load.packed.buffer)
-        self._write(resident.pages)
-        for part, page in enumerate(resident.pages):
-            self._adapter_pages[page] = resident.version, part
-        self._slots[resident.slot] = resident.generation, resident.version
+        parts = range(load.first_page, load.first_page + load.num_pages)
+        self._write({resident.pages[part] for part in parts})
+        for part in parts:
+            self._adapter_pages[resident.pages[part]] = resident.version, part
+        if load.is_last:
+            self._slots[resident.slot] = resident.generation, resident.version
 
     def _check_adapter(self, chunk: Chunk) -> None:
         version = chunk.sequence.request.adapter
@@ -150,21 +211,28 @@ class SchedulerBench:
         assert held == [(version, part) for part in range(len(held))], "an adapter's pages were overwritten"
 
     def _compute(self, chunk: Chunk) -> None:
-        request_id, end = chunk.sequence.request.request_id, chunk.start + chunk.num_tokens
+        end = chunk.start + chunk.num_tokens
         pages = chunk.sequence.blocks.pages.tolist()
         places = [(pages[t // BLOCK_TOKENS], t % BLOCK_TOKENS) for t in range(end)]
-        marks = self._written.setdefault((request_id, chunk.sequence.index), [])
-        marks[chunk.start :] = [next(self._marks) for _ in range(chunk.num_tokens)]
+        contents = self._contents(chunk.sequence, end)
         self._write({page for page, _ in places[chunk.start :]}, keep_kv=True)
-        self._kv |= dict(zip(places[chunk.start :], marks[chunk.start :], strict=True))
-        if chunk.sequence.is_long:
-            self._long_marks.update(marks[chunk.start :])
+        self._kv |= dict(zip(places[chunk.start :], contents[chunk.start :], strict=True))
         seen = self.footprint.first_token_seen(chunk.start)
-        assert [self._kv.get(place) for place in places[seen:]] == marks[seen:], "KV was lost or overwritten"
-        ropes = {mark in self._long_marks for mark in marks[seen:]}
-        assert ropes == {chunk.sequence.is_long}, "KV of one rope was read with the other"
-        for sequence in chunk.forks:
-            self._written[request_id, sequence.index] = marks.copy()
+        assert [self._kv.get(place) for place in places[seen:]] == contents[seen:], (
+            "KV was lost or overwritten"
+        )
+
+    def _contents(self, sequence: Sequence, end: int) -> list[int]:
+        """What the KV of tokens [0, end) depends on."""
+        request = sequence.request
+        is_public = self.config.prefix_cache == "public" and request.adapter is None
+        owner = None if is_public else request.tenant
+        content = hash((owner, request.adapter, request.adapter_weight, sequence.is_long))
+        contents = []
+        for token in sequence.token_ids[:end]:
+            content = hash((content, token))
+            contents.append(content)
+        return contents
 
     def _write(self, pages: Iterable[int], *, keep_kv: bool = False) -> None:
         """Whoever writes to a page ends what else was there."""
@@ -182,12 +250,22 @@ class SchedulerBench:
         end = chunk.start + chunk.num_tokens
         assert end <= len(sequence.token_ids)
         assert chunk.samples == (end == len(sequence.token_ids))
-        assert len(chunk.draws) == (sequence.num_choices if chunk.samples else 0)
+        num_draws = 1 if sequence.search is not None else sequence.num_choices
+        assert len(chunk.draws) == (num_draws if chunk.samples else 0)
         assert sequence.blocks.num_pages * BLOCK_TOKENS >= end
-        switch = self.limits.rope_switch
+        switch = self.config.rope_switch
         assert sequence.is_long == (switch is not None and len(sequence.token_ids) > switch)
         held, entries = sequence.blocks.held, sequence.blocks.pages.tolist()
         assert set(entries) == set(held), "an entry is no page of the sequence"
-        assert len(held) <= self.footprint.pages(end, chunk.num_tokens)
+        # Who waits for an adapter to load has pages for a first chunk that may be cut shorter later.
+        most = chunk.num_tokens if sequence.resident is None else sequence.chunk_limit
+        assert len(held) <= self.footprint.pages(sequence.blocks.num_pages * BLOCK_TOKENS, most)
         written = sequence.blocks.pages[chunk.start // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)]
         assert not any(self.pool.is_shared(page) for page in written.tolist()), "a shared page is written to"
+
+
+def _move(content: int | None, memory: dict[tuple[int, int], int], place: tuple[int, int]) -> None:
+    """Places that nobody has written to hold nothing."""
+    memory.pop(place, None)
+    if content is not None:
+        memory[place] = content

@@ -36,11 +36,12 @@ class ScriptedSource:
     """Adapters by version and number of pages. What the engine must not do with a copy fails at once.
 
     A fetch is in flight until it is delivered, not until it is collected: a request in between starts another one,
-    and both hand out the one copy on the host.
+    and both hand out the one copy on the host. seconds: what each is said to have taken.
     """
 
     def __init__(self, num_pages: dict[AdapterVersion, int], capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
+        self.seconds = 0.0
         self.in_flight: set[AdapterVersion] = set()
         self.forgotten: set[AdapterVersion] = set()
         self.num_fetches: Counter[AdapterVersion] = Counter()
@@ -97,4 +98,5 @@ class ScriptedSource:
 
     def _pin(self, version: AdapterVersion) -> Fetched:
         self._pins[version] += 1
-        return Fetched(version, self._copies.setdefault(version, make_packed(self._num_pages[version])))
+        packed = self._copies.setdefault(version, make_packed(self._num_pages[version]))
+        return Fetched(version, packed, self.seconds)

@@ -55,7 +55,7 @@ _YARN = {
     "beta_fast": 4.0,
 }
 # Sequences cross from one set of factors to the other at the 48th token.
-_LONGROPE = {
+LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
     "partial_rotary_factor": 0.75,
@@ -146,7 +146,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
             "hidden_size": 64,
             "intermediate_size": 72,
             "original_max_position_embeddings": 48,
-            "rope_parameters": _LONGROPE,
+            "rope_parameters": LONGROPE,
             "tie_word_embeddings": True,
         },
     ),

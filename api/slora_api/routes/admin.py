@@ -5,9 +5,9 @@ from typing import Any
 from fastapi import APIRouter, status
 
 from slora_api.authentication import Operator
-from slora_api.schemas import NewKeyRequest, NewTenantRequest
+from slora_api.schemas import NewKeyRequest, NewTenantRequest, TenantChanges
 from slora_api.services import Wired
-from slora_api.tenancy import KeyRecord, Tenant
+from slora_api.tenancy import KeyRecord, ShareChanges, Tenant
 
 __all__ = ["router"]
 
@@ -15,7 +15,20 @@ router = APIRouter(prefix="/admin")
 
 
 def _tenant_json(tenant: Tenant) -> dict[str, Any]:
-    return {"object": "tenant", "name": tenant.name, "created": tenant.created_at}
+    share = tenant.share
+    return {
+        "object": "tenant",
+        "name": tenant.name,
+        "created": tenant.created_at,
+        "weight": share.weight,
+        "min_pool_share": share.min_share,
+        "max_pool_share": share.max_share,
+        "priority": share.priority,
+    }
+
+
+def _changes(body: TenantChanges) -> ShareChanges:
+    return ShareChanges(body.weight, body.min_pool_share, body.max_pool_share, body.priority)
 
 
 def _key_json(key: KeyRecord) -> dict[str, Any]:
@@ -32,12 +45,22 @@ def _key_json(key: KeyRecord) -> dict[str, Any]:
 # Plain functions: FastAPI runs them on a thread, since the database may wait for a disk.
 @router.post("/tenants", status_code=status.HTTP_201_CREATED)
 def create_tenant(body: NewTenantRequest, _operator: Operator, services: Wired) -> dict[str, Any]:
-    return _tenant_json(services.tenancy.create_tenant(body.name))
+    return _tenant_json(services.tenancy.create_tenant(body.name, _changes(body)))
 
 
 @router.get("/tenants")
 def list_tenants(_operator: Operator, services: Wired) -> dict[str, Any]:
     return {"object": "list", "data": [_tenant_json(tenant) for tenant in services.tenancy.list_tenants()]}
+
+
+@router.get("/tenants/{tenant}")
+def get_tenant(tenant: str, _operator: Operator, services: Wired) -> dict[str, Any]:
+    return _tenant_json(services.tenancy.find_tenant(tenant))
+
+
+@router.patch("/tenants/{tenant}")
+def change_tenant(tenant: str, body: TenantChanges, _operator: Operator, services: Wired) -> dict[str, Any]:
+    return _tenant_json(services.tenancy.change_share(tenant, _changes(body)))
 
 
 @router.post("/tenants/{tenant}/keys", status_code=status.HTTP_201_CREATED)

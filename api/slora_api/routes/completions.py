@@ -11,6 +11,7 @@ from slora_api.authentication import CurrentKey
 from slora_api.prompts import chat_prompt, completion_prompts
 from slora_api.schemas import ChatRequest, CompletionRequest
 from slora_api.served_model import ServedModel
+from slora_api.service_terms import ServiceTerms
 from slora_api.services import Services, Wired
 from slora_api.tenancy import KeyRecord
 
@@ -53,7 +54,7 @@ async def _complete(
     return await answer_request(
         request,
         body,
-        generator.run(key.tenant, model, prompts),
+        generator.run(ServiceTerms.of(key, body), model, prompts),
         shape,
         prompts=prompts,
         headers=model.headers,
@@ -81,7 +82,7 @@ async def _chat(
     return await answer_request(
         request,
         body,
-        generator.run(key.tenant, model, [prompt]),
+        generator.run(ServiceTerms.of(key, body), model, [prompt]),
         shape,
         prompts=[prompt],
         headers=model.headers,

@@ -1,0 +1,74 @@
+"""What one paged pool for KV and adapters is worth: real bytes, requests at once, sharing, and giving way.
+
+    python -m bench.memory [--parts pool sharing swap] [--quick] [--json FILE]
+
+pool     S-LoRA's S2 trace (ranks 64/32/16/8, 200 adapters, 2 requests/s for 300 s) on the memory of its A10G setting,
+         14,500 tokens of KV. "taken" is what running requests and their adapters hold; "useful" the bytes of real
+         token states and of real adapters. Means over the time in which somebody waits, the first 30 s aside. Static
+         splits are chosen in hindsight: the adapter part with which most ran at once, of all that were tried.
+sharing  KV pages saved by parallel sampling and by beam search, beside the PagedAttention paper's figures. Lengths are
+         synthetic with the paper's means; beams are a random process in its two extremes (bench/beam_process.py).
+swap     bringing back a preempted sequence by copying its pages or by computing it again, over block sizes.
+
+All but the copies of "swap" are simulated: the production scheduler plans every step, nothing is computed.
+"""
+
+import argparse
+from pathlib import Path
+
+from bench.machines import A10G_7B
+from bench.pool_division import Division, compare, s2_division, shifting_trace
+from bench.sharing import sharing_rows
+from bench.swapping import swap_rows
+from bench.table import Row, print_table, write_json
+from bench.traces import S2
+
+Tables = dict[str, list[Row]]
+
+
+def pool_tables(*, quick: bool) -> Tables:
+    duration, step = (60.0, 1024) if quick else (300.0, 256)
+    s2 = s2_division(A10G_7B, 200, 2, duration)
+    tables = {"S2 on an A10G's memory": compare(s2, step)}
+    if not quick:
+        shifting = Division(A10G_7B, S2, shifting_trace(200, 2, duration))
+        tables["the same with popularity that shifts (alpha 1 and 0.1 in turn)"] = compare(shifting, step)
+    return tables
+
+
+def sharing_tables(*, quick: bool) -> Tables:
+    count, sigmas = (20, (1.0,)) if quick else (200, (1.0, 0.7, 1.3))
+    return {f"pages saved by sharing, sigma {sigma}": sharing_rows(count, sigma) for sigma in sigmas}
+
+
+def swap_tables(*, quick: bool) -> Tables:
+    pool_bytes, repeats = (64 << 20, 3) if quick else (512 << 20, 21)
+    tokens = (256,) if quick else (256, 1024)
+    return {f"bringing back {count} tokens": swap_rows(count, pool_bytes, repeats) for count in tokens}
+
+
+TABLES = {"pool": pool_tables, "sharing": sharing_tables, "swap": swap_tables}
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", default=list(TABLES), choices=list(TABLES))
+    parser.add_argument("--quick", action="store_true", help="few and short: to see that it runs")
+    parser.add_argument("--json", type=Path, help="write the rows here as well")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
+    tables: Tables = {}
+    for part in options.parts:
+        made = TABLES[part](quick=options.quick)
+        for title, rows in made.items():
+            print_table(title, rows)
+        tables |= made
+    if options.json:
+        write_json(options.json, tables, {"quick": options.quick})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What became of each request of a replay, and the figures that follow."""
+
+import statistics
+from dataclasses import dataclass
+
+from bench.traces import TraceRequest
+
+# S-LoRA's service-level objective: the first token within six seconds.
+SLO_S = 6.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Times are of the simulation's clock. error: the name of what ended it early, if anything did."""
+
+    request: TraceRequest
+    num_choices: int = 1
+    first_token_s: float | None = None
+    end_s: float | None = None
+    num_tokens: int = 0
+    num_ended: int = 0
+    error: str | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.request.arrival_s
+
+    @property
+    def latency_s(self) -> float | None:
+        return None if self.end_s is None or self.error else self.end_s - self.request.arrival_s
+
+    @property
+    def is_complete(self) -> bool:
+        return self.end_s is not None and self.error is None
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """attainment: share of all requests whose first token came within the SLO; those that were refused or aborted did
+    not. Rates are over the whole time from the first arrival's clock zero to the last answer, the drain included, as
+    S-LoRA counts. Times of nobody are 0.
+    """
+
+    requests: int
+    completed: int
+    errors: dict[str, int]
+    duration_s: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    latency_mean_s: float
+    latency_p50_s: float
+    latency_p99_s: float
+    attainment: float
+
+
+def summarize(outcomes: list[Outcome], slo_s: float = SLO_S) -> Results:
+    complete = [one for one in outcomes if one.is_complete]
+    duration = max((one.end_s for one in outcomes if one.end_s is not None), default=0.0)
+    ttfts = sorted(one.ttft_s for one in outcomes if one.ttft_s is not None)
+    latencies = sorted(one.latency_s for one in outcomes if one.latency_s is not None)
+    errors: dict[str, int] = {}
+    for one in outcomes:
+        if one.error is not None:
+            errors[one.error] = errors.get(one.error, 0) + 1
+    return Results(
+        requests=len(outcomes),
+        completed=len(complete),
+        errors=errors,
+        duration_s=duration,
+        requests_per_s=len(complete) / duration if duration else 0.0,
+        output_tokens_per_s=sum(one.num_tokens for one in complete) / duration if duration else 0.0,
+        ttft_mean_s=statistics.fmean(ttfts) if ttfts else 0.0,
+        ttft_p50_s=percentile(ttfts, 50),
+        ttft_p99_s=percentile(ttfts, 99),
+        latency_mean_s=statistics.fmean(latencies) if latencies else 0.0,
+        latency_p50_s=percentile(latencies, 50),
+        latency_p99_s=percentile(latencies, 99),
+        attainment=sum(t < slo_s for t in ttfts) / len(outcomes) if outcomes else 0.0,
+    )
+
+
+def percentile(ordered: list[float], percent: float) -> float:
+    """The value that `percent` of an ordered list do not exceed (nearest rank)."""
+    if not ordered:
+        return 0.0
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]

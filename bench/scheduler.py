@@ -1,0 +1,80 @@
+"""What the scheduler costs and what its choices bring.
+
+    python -m bench.scheduler [--parts overhead batching fairness abort cold] [--quick] [--json FILE]
+
+overhead  one schedule() with 256 running and 1,000 waiting requests of 200 tenants, over running requests and over
+          adapters that the engine has heard of; one page taken and given back. Real time of one core.
+batching  the same requests under static, dynamic (size and time window) and continuous batching.
+abort     S-LoRA's early abort at twice the capacity, with unknown and with true lengths of the answers.
+fairness  shares of the service: two backlogged tenants of which one sends ten times as much, one that is back from
+          idle, 100 adapters against one.
+cold      tokens of those who decode, while an adapter that nobody had asked for comes every 100 ms at 20 MB/s.
+
+All but "overhead" is simulated on S-LoRA's A10G setting, with virtual time.
+"""
+
+import argparse
+from pathlib import Path
+
+from bench.batching import batching_rows
+from bench.cold_adapters import cold_rows
+from bench.early_abort import abort_rows
+from bench.fairness import fairness_rows
+from bench.overhead import page_rows, schedule_rows
+from bench.table import Row, print_table, write_json
+
+Tables = dict[str, list[Row]]
+
+
+def overhead_tables(*, quick: bool) -> Tables:
+    steps, repeats = (20, 2_000) if quick else (300, 200_000)
+    return {"one step": schedule_rows(steps, quick=quick), "one page": page_rows(repeats)}
+
+
+def batching_tables(*, quick: bool) -> Tables:
+    return {"batching, S2 on an A10G": batching_rows(30.0 if quick else 300.0)}
+
+
+def fairness_tables(*, quick: bool) -> Tables:
+    return {"shares of service": fairness_rows(60.0 if quick else 300.0)}
+
+
+def abort_tables(*, quick: bool) -> Tables:
+    return {"early abort, S2 on an A10G at twice its capacity": abort_rows(30.0 if quick else 300.0)}
+
+
+def cold_tables(*, quick: bool) -> Tables:
+    return {"decoding beside a cold adapter every 100 ms, from afar": cold_rows(400 if quick else 1000)}
+
+
+TABLES = {
+    "overhead": overhead_tables,
+    "batching": batching_tables,
+    "fairness": fairness_tables,
+    "abort": abort_tables,
+    "cold": cold_tables,
+}
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", default=list(TABLES), choices=list(TABLES))
+    parser.add_argument("--quick", action="store_true", help="few and short: to see that it runs")
+    parser.add_argument("--json", type=Path, help="write the rows here as well")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
+    tables: Tables = {}
+    for part in options.parts:
+        made = TABLES[part](quick=options.quick)
+        for title, rows in made.items():
+            print_table(title, rows)
+        tables |= made
+    if options.json:
+        write_json(options.json, tables, {"quick": options.quick})
+
+
+if __name__ == "__main__":
+    main()

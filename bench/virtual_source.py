@@ -1,0 +1,75 @@
+"""An AdapterSource over virtual time: a fetch takes a latency and then its bytes at a bandwidth, a few at a time.
+
+The simulation moves `now`; what would have arrived by then is what `poll` returns.
+"""
+
+import heapq
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+
+from bench.adapter_fleet import AdapterFleet
+from slora_adapters.source import Fetched, FetchFailed
+from slora_adapters.version import AdapterVersion
+
+
+@dataclass(frozen=True, slots=True)
+class FetchCosts:
+    """bytes_per_s: of each fetch; `num_lanes` of them run at once, further ones queue."""
+
+    latency_s: float = 0.0
+    bytes_per_s: float = float("inf")
+    num_lanes: int = 5
+
+
+class VirtualSource:
+    """Everything else about a host, its capacity included, is without limits here."""
+
+    def __init__(self, fleet: AdapterFleet, costs: FetchCosts) -> None:
+        self.now = 0.0
+        self.num_fetches = 0
+        self.fetched_bytes = 0
+        self.capacity_bytes: int | None = None
+        self._fleet = fleet
+        self._costs = costs
+        self._lanes = [0.0] * costs.num_lanes  # when each is free again: a heap
+        self._arrivals: list[tuple[float, int, AdapterVersion]] = []  # a heap by time
+        self._in_flight: dict[AdapterVersion, float] = {}  # when it was asked for
+        self._order = itertools.count()
+        self._pins: Counter[AdapterVersion] = Counter()
+
+    @property
+    def next_arrival(self) -> float | None:
+        return self._arrivals[0][0] if self._arrivals else None
+
+    @property
+    def num_pinned(self) -> int:
+        return self._pins.total()
+
+    def request(self, version: AdapterVersion) -> None:
+        if version in self._in_flight:
+            return
+        num_bytes = self._fleet.num_bytes(version)
+        start = max(self.now, heapq.heappop(self._lanes))
+        done = start + self._costs.latency_s + num_bytes / self._costs.bytes_per_s
+        heapq.heappush(self._lanes, done)
+        heapq.heappush(self._arrivals, (done, next(self._order), version))
+        self._in_flight[version] = self.now
+        self.num_fetches += 1
+        self.fetched_bytes += num_bytes
+
+    def poll(self) -> list[Fetched | FetchFailed]:
+        arrived: list[Fetched | FetchFailed] = []
+        while self._arrivals and self._arrivals[0][0] <= self.now:
+            done, _, version = heapq.heappop(self._arrivals)
+            seconds = done - self._in_flight.pop(version)
+            self._pins[version] += 1
+            arrived.append(Fetched(version, self._fleet.packed(version), seconds))
+        return arrived
+
+    def release(self, version: AdapterVersion) -> None:
+        assert self._pins[version] > 0, f"{version} was released more often than it was fetched"
+        self._pins[version] -= 1
+
+    def forget(self, version: AdapterVersion) -> None:
+        """Nothing is kept here."""

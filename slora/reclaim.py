@@ -1,0 +1,85 @@
+"""Finds pages for those who need them: what is idle leaves first, then running sequences give way."""
+
+from slora.adapter_supply import AdapterSupply
+from slora.kv_footprint import KVFootprint
+from slora.lifecycle import Lifecycle
+from slora.residency import Resident
+from slora.sequence import Sequence
+from slora.step_plan import StepPlan
+from slora.swapping import Swapping
+from slora.tenant import Tenant
+from slora.unified_memory import UnifiedMemory
+
+# Adapters of this many of those who are next are spared while others can leave.
+_LOOK_AHEAD = 8
+
+
+class Reclaim:
+    """Serves one step after the other: what it knows of those who are next is of the step under way."""
+
+    def __init__(
+        self,
+        footprint: KVFootprint,
+        memory: UnifiedMemory,
+        supply: AdapterSupply,
+        lifecycle: Lifecycle,
+        swapping: Swapping,
+    ) -> None:
+        self.num_preemptions = 0
+        self._footprint = footprint
+        self._memory = memory
+        self._supply = supply
+        self._lifecycle = lifecycle
+        self._queue, self._batch = lifecycle.queue, lifecycle.batch
+        self._swapping = swapping
+        self._next: list[Sequence] | None = None
+
+    def begin_step(self) -> None:
+        self._next = None
+
+    @property
+    def upcoming(self) -> list[Sequence]:
+        """Those who are next, as of the first time that this step asks."""
+        if self._next is None:
+            self._next = self._queue.upcoming(_LOOK_AHEAD)
+        return self._next
+
+    def make_room(self, num_pages: int, tenant: Tenant, *, alone: bool) -> bool:
+        """By eviction alone. Adapters of those who are next stay as long as others can leave.
+
+        alone: nobody else runs. Then not even floors protect what is idle: they are kept by whole adapters, so what is
+        left beside them may be less than a request was told, and it would wait for good.
+        """
+        if num_pages <= self._memory.pool.num_free and tenant.max_pages is None:
+            return True
+        evictor = self._memory.evictor
+        if evictor.make_room(num_pages, tenant, self._next_adapters()) or evictor.make_room(
+            num_pages, tenant
+        ):
+            return True
+        return alone and evictor.make_room(num_pages, tenant, ignore_floors=True)
+
+    def victim(self, num_pages: int, tenant: Tenant) -> Sequence:
+        """For a tenant at its ceiling, one of its own."""
+        own_limit = tenant.exceeds(num_pages)
+        return self._queue.victim(s for s in self._batch if s.tenant is tenant or not own_limit)
+
+    def preempt(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Back to the queue with its tokens but without pages of the pool."""
+        self.num_preemptions += 1
+        # A beam's last token is computed again: what it has proposed is asked for once more.
+        sequence.num_computed = min(sequence.num_computed, len(sequence.token_ids) - 1)
+        if plan.withdraw(sequence):
+            self.free_behind_window(sequence)
+            self._swapping.save(sequence, plan)
+        plan.ended.extend(self._lifecycle.back_to_queue(sequence))
+
+    def free_behind_window(self, sequence: Sequence) -> None:
+        footprint = self._footprint
+        if footprint.window is not None:
+            sequence.blocks.free_before(footprint.first_token_seen(sequence.num_computed), self._memory.kv)
+
+    def _next_adapters(self) -> list[Resident]:
+        versions = {one.request.adapter for one in self.upcoming} - {None}
+        found = (self._supply.find(version) for version in versions if version is not None)
+        return [resident for resident in found if resident is not None and not resident.num_users]

@@ -1,0 +1,46 @@
+"""Host pages that keep the KV of sequences which gave way: which are free. Numbers here; their bytes live elsewhere.
+
+Knows no torch and no sequence.
+"""
+
+from collections.abc import Iterable
+
+
+class SwapSpace:
+    """Each of `num_pages` pages is free, or belongs to one sequence. Whoever takes looks at `num_free` first."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        # A stack: the page freed last is written next, while the system still has it in memory.
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._is_free = bytearray(b"\1" * num_pages)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        free = self._free
+        assert count <= len(free), f"{count} host pages wanted, {len(free)} free: look at num_free first"
+        pages = [free.pop() for _ in range(count)]
+        for page in pages:
+            self._is_free[page] = False
+        return pages
+
+    def release(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            assert not self._is_free[page], f"host page {page} is free already"
+            self._is_free[page] = True
+            self._free.append(page)
+
+    def check(self, held: Iterable[int]) -> None:
+        """Proves that every page is free or somebody's, and only one's. Raises AssertionError otherwise.
+
+        held: every page that a sequence has.
+        """
+        pages = sorted([*self._free, *held])
+        assert pages == list(range(self.num_pages)), (
+            f"{len(self._free)} host pages are free, {len(pages) - len(self._free)} held, of {self.num_pages}: "
+            "one is lost, or has two owners"
+        )
+        assert all(self._is_free[page] for page in self._free), "a host page in the free list is not free"

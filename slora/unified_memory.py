@@ -1,0 +1,39 @@
+"""The one pool and those who share it: running KV, cached prefixes and adapters, each tenant within its bounds."""
+
+from slora.cost_model import CostModel
+from slora.eviction_policy import make_policy
+from slora.evictor import Evictor
+from slora.kv_cache import KVCache
+from slora.page_pool import PagePool
+from slora.residency import Residency
+from slora.scheduler_config import SchedulerConfig
+from slora.sequence import Sequence
+from slora.tenant import Tenant, Tenants
+
+
+class UnifiedMemory:
+    """Wires pool, evictor, KV cache and residency; knows how much of it is anybody's."""
+
+    def __init__(self, config: SchedulerConfig, costs: CostModel) -> None:
+        self.tenants = Tenants(config.num_pages)
+        self.pool = PagePool(config.num_pages)
+        self.evictor = Evictor(self.pool, self.tenants, make_policy(config.eviction, costs))
+        self.residency = Residency(self.pool, self.evictor, self.tenants, config.num_slots)
+        self.kv = KVCache(
+            self.pool,
+            self.evictor,
+            config.footprint.block_tokens,
+            enabled=config.prefix_cache != "off",
+            common=Tenant("") if config.prefix_cache == "public" else None,
+        )
+
+    def could_free(self, num_pages: int) -> bool:
+        """Whether so many pages could be had by eviction at best: one look, before anything is moved for it."""
+        return num_pages <= self.pool.num_free + self.pool.num_cached
+
+    def check(self, running: list[Sequence]) -> None:
+        """Proves that no page is lost and every reference has its owner."""
+        held = [page for sequence in running for page in sequence.blocks.held]
+        cached = [*self.residency.cached_pages(), *self.kv.cached_pages()]
+        self.pool.check([*held, *self.residency.held_pages()], cached)
+        self.kv.check()

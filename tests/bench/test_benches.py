@@ -1,0 +1,142 @@
+"""Small runs of what the benches print."""
+
+import numpy as np
+import pytest
+
+from bench.batching import SIZES, batching_rows
+from bench.beam_process import BeamProcess
+from bench.cold_adapters import cold_row
+from bench.early_abort import TWICE, abort_row
+from bench.fairness import back_from_idle, fair_setup, many_adapters, share_rows, ten_times
+from bench.gates import DynamicGate, StaticGate
+from bench.lengths import ALPACA
+from bench.machines import A10G_7B
+from bench.overhead import page_rows, schedule_row
+from bench.request_log import SLO_S
+from bench.sharing import beam_saved, sampling_saved
+from bench.simulate import VALUES, Length, policy_rows, verdict_rows
+from bench.simulation import Setup, Simulation
+from bench.swapping import BLOCK_SIZES, swap_rows
+from bench.table import markdown, print_table
+from bench.traces import S2, TraceRequest, slora_trace
+
+
+def request(arrival_s: float, thread: int) -> TraceRequest:
+    return TraceRequest(arrival_s, 0, None, 16, 4, thread)
+
+
+def test_more_choices_share_more() -> None:
+    saved = [sampling_saved(ALPACA, width, 20, 1.0) for width in (2, 4)]
+    assert 0 < saved[0] < saved[1] < 75
+
+
+def test_beams_that_are_alike_share_less_than_independent_ones() -> None:
+    alike = beam_saved(ALPACA, 4, 20, 1.0, is_alike=True)
+    independent = beam_saved(ALPACA, 4, 20, 1.0, is_alike=False)
+    assert sampling_saved(ALPACA, 4, 20, 1.0) < alike < independent < 75
+
+
+def test_beams_begin_with_one_and_then_keep_their_number() -> None:
+    process = BeamProcess(4, np.random.default_rng(0), is_alike=False)
+    assert process.next_parents() == [0, 0, 0, 0]
+    for _ in range(20):
+        parents = process.next_parents()
+        assert len(parents) == 4 and set(parents) <= {0, 1, 2, 3} and parents == sorted(parents)
+
+
+def test_swapping_small_blocks_layer_by_layer_costs_more_than_computing_again() -> None:
+    rows = swap_rows(64, 16 << 20, 1)
+    assert [row["block"] for row in rows] == list(BLOCK_SIZES)
+    assert rows[0]["by layer ms"] > rows[0]["A10G recompute ms"] > rows[0]["swap ms"]
+    by_layer = [row["by layer ms"] for row in rows[:7]]  # beyond 64 tokens a block is not full any more
+    assert by_layer == sorted(by_layer, reverse=True)
+
+
+def test_a_static_batch_waits_until_it_is_full_and_the_last_one_was_answered() -> None:
+    gate = StaticGate(2, patience_s=5.0)
+    gate.push(request(0.0, 0))
+    assert gate.release(0.0, 0) == []
+    for arrival in (1.0, 2.0):
+        gate.push(request(arrival, int(arrival)))
+    assert [r.thread for r in gate.release(2.0, 0)] == [0, 1]
+    assert gate.release(3.0, 2) == [] and gate.release(4.0, 0) == []
+    assert gate.wake_at() == 7.0
+    assert [r.thread for r in gate.release(7.0, 0)] == [2]
+
+
+def test_a_dynamic_batch_leaves_when_its_window_closes() -> None:
+    gate = DynamicGate(2, window_s=1.0)
+    gate.push(request(0.0, 0))
+    assert gate.release(0.5, 0) == [] and gate.wake_at() == 1.0
+    assert len(gate.release(1.0, 0)) == 1
+    for thread in (1, 2):
+        gate.push(request(3.0, thread))
+    assert gate.release(3.0, 1) == []
+    assert len(gate.release(3.0, 0)) == 2
+
+
+def test_gates_let_every_request_through_in_the_end() -> None:
+    trace = slora_trace(5, 2, 10, lengths=(8, 32))
+    for gate in (StaticGate(SIZES[0]), DynamicGate(SIZES[0], 0.5)):
+        assert Simulation(Setup(A10G_7B, S2.ranks)).run(trace, gate).completed == len(trace)
+
+
+def test_continuous_batching_answers_soonest() -> None:
+    rows = batching_rows(15.0, (1.0,))
+    means = {(row["requests/s"], row["batching"]): row["mean latency s"] for row in rows}
+    for rate in {row["requests/s"] for row in rows}:
+        assert means[rate, "continuous"] < min(means[rate, "static"], means[rate, "dynamic"])
+
+
+def test_the_overhead_is_measured_in_a_steady_state() -> None:
+    row = schedule_row(8, 20, 4, 10, 3)
+    assert (row["running"], row["waiting"]) == (8, 20)
+    assert row["schedule() median ms"] > 0
+    assert all(entry["us a page"] > 0 for entry in page_rows(10))
+
+
+def test_scenes_of_fairness_have_the_tenants_that_they_tell_of() -> None:
+    rates = [sum(r.tenant == t for r in ten_times(60.0)) for t in (0, 1)]
+    assert rates[1] == 10 * rates[0]
+    assert not [r for r in back_from_idle(60.0) if r.tenant == 1 and 10.0 < r.arrival_s < 30.0]
+    adapters = [{r.adapter for r in many_adapters(60.0) if r.tenant == t} for t in (0, 1)]
+    assert len(adapters[0]) > 50 and adapters[1] == {1}
+    assert fair_setup("fair").num_tenants == 2
+
+
+def test_fair_scheduling_gives_backlogged_tenants_equal_shares() -> None:
+    for row in share_rows(fair_setup("fair"), 100.0):
+        # Who was idle finds the other one's requests running, which are not stopped for it.
+        assert row["tenant 1 %"] == pytest.approx(50.0, abs=8.0 if "idle" in row["scene"] else 2.5)
+
+
+def test_first_come_first_served_gives_most_to_who_sends_most() -> None:
+    assert share_rows(fair_setup("fcfs"), 60.0)[0]["tenant 1 %"] > 80
+
+
+def test_early_abort_serves_more_in_time_though_it_serves_fewer() -> None:
+    trace = slora_trace(200, TWICE, 40.0)
+    for scheduling in ("fcfs", "fair"):
+        patient, early = (abort_row(trace, scheduling, deadline, 512) for deadline in (None, SLO_S))
+        assert early["attainment"] > patient["attainment"]
+        assert early["given up"] > 0 == patient["given up"]
+
+
+def test_who_decodes_hardly_notices_cold_adapters() -> None:
+    row = cold_row(A10G_7B, 400)
+    assert row["alone p50 ms"] < row["beside cold p50 ms"] < row["cold p99 ms"]
+    assert 1 < row["over alone"] < 1.2
+
+
+def test_each_policy_is_compared_with_the_default_of_its_scene() -> None:
+    rows = policy_rows(["zipf", "chat"], Length(6.0, 1))
+    assert len(rows) == 2 * sum(len(values) for values in VALUES.values())
+    verdicts = {(row["option"], row["value"]): row for row in verdict_rows(rows)}
+    assert verdicts["eviction", "cost"]["latency x"] == pytest.approx(1.0)
+    assert verdicts["prefix_cache", "off"]["first token x"] > 1.0
+    assert markdown("policies", rows).count("\n") == 2 + 1 + len(rows)
+
+
+def test_a_table_has_a_line_for_each_row(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("numbers", [{"name": "a", "x": 1.5}, {"name": "bb", "x": None}])
+    assert capsys.readouterr().out.splitlines() == ["", "numbers", "name      x", "a     1.500", "bb"]

@@ -1,0 +1,142 @@
+"""The simulation serves a trace with the production scheduler, and says the same each time."""
+
+import pytest
+
+from bench.lengths import ALPACA
+from bench.machines import A10G_7B, CPU_110M, Machine
+from bench.simulation import Policies, PoolMeter, Setup, Simulation
+from bench.traces import S2, TraceRequest, base_trace, slora_trace
+from bench.virtual_source import FetchCosts
+from slora.step_plan import StepPlan
+
+SLOW_FETCH = FetchCosts(latency_s=0.05, bytes_per_s=200e6, num_lanes=2)
+
+
+def request(
+    arrival_s: float = 0.0, *, adapter: int | None = None, prompt: int = 32, output: int = 8, thread: int = 0
+) -> TraceRequest:
+    return TraceRequest(arrival_s, 0, adapter, prompt, output, thread)
+
+
+def test_two_runs_of_one_trace_are_equal_in_every_number() -> None:
+    trace = slora_trace(20, 2, 20)
+    setup = Setup(A10G_7B, S2.ranks, fetch=SLOW_FETCH)
+    runs = []
+    for _ in range(2):
+        meter = PoolMeter()
+        simulation = Simulation(setup, [meter])
+        results = simulation.run(trace)
+        times = [(o.first_token_s, o.end_s, o.num_tokens) for o in simulation.outcomes.values()]
+        runs.append((results, simulation.totals, meter.result(), times))
+    assert runs[0] == runs[1]
+
+
+def test_every_request_is_answered_in_full_and_nothing_is_left_behind() -> None:
+    trace = slora_trace(20, 2, 20)
+    simulation = Simulation(Setup(A10G_7B, S2.ranks, fetch=SLOW_FETCH))
+    results = simulation.run(trace)
+    assert results.completed == len(trace)
+    assert [o.num_tokens for o in simulation.outcomes.values()] == [r.output_tokens for r in trace]
+    simulation.scheduler.check()
+    assert simulation.pool.num_held == 0
+    assert simulation.source.num_pinned == 0
+
+
+def test_an_answer_of_unknown_length_ends_where_the_trace_says() -> None:
+    trace = slora_trace(5, 2, 10, lengths=(8, 64))
+    simulation = Simulation(Setup(A10G_7B, S2.ranks, max_tokens=512))
+    assert simulation.run(trace).completed == len(trace)
+    assert [o.num_tokens for o in simulation.outcomes.values()] == [r.output_tokens for r in trace]
+
+
+def test_the_clock_moves_by_what_steps_cost() -> None:
+    costs = A10G_7B.costs
+    simulation = Simulation(Setup(A10G_7B, S2.ranks))
+    simulation.run([request(prompt=32, output=3)])
+    prefill = costs.step_seconds(32, 0, 0, 0, 0)
+    decode = costs.step_seconds(0, 1, 33, 0, 0) + costs.step_seconds(0, 1, 34, 0, 0)
+    assert simulation.now == pytest.approx(prefill + decode)
+
+
+def test_an_adapter_that_is_far_away_delays_its_request_by_the_fetch() -> None:
+    far = Setup(A10G_7B, (8,), fetch=FetchCosts(latency_s=1.0, bytes_per_s=16 * 2**20))
+    waits = Simulation(far).run([request(adapter=0)]).ttft_mean_s
+    at_once = Simulation(Setup(A10G_7B, (8,))).run([request(adapter=0)]).ttft_mean_s
+    assert waits == pytest.approx(2.0 + at_once)  # rank 8 is 16 MiB: one second, and the latency
+
+
+def test_fetches_wait_for_a_lane() -> None:
+    """Two lanes, four adapters of a second each: the last two arrive after two seconds."""
+    setup = Setup(A10G_7B, (8,), fetch=FetchCosts(bytes_per_s=16 * 2**20, num_lanes=2))
+    simulation = Simulation(setup)
+    simulation.run([request(adapter=i, thread=i) for i in range(4)])
+    waits = [o.first_token_s for o in simulation.outcomes.values()]
+    assert [int(w) for w in waits if w is not None] == [1, 1, 2, 2]
+
+
+def test_a_turn_of_a_chat_finds_what_was_said_before() -> None:
+    turns = [
+        TraceRequest(0.0, 0, 0, 320, 64, thread=1, shared_tokens=256),
+        TraceRequest(30.0, 0, 0, 320 + 64 + 32, 16, thread=1, shared_tokens=256),
+        TraceRequest(60.0, 0, 0, 320, 16, thread=2, shared_tokens=256),
+        TraceRequest(90.0, 1, 1, 320, 16, thread=1, shared_tokens=256),
+    ]
+    simulation = Simulation(Setup(A10G_7B, (8,)))
+    simulation.run(turns)
+    # 383 tokens of the first turn were computed, 23 blocks; the other thread shares 16 blocks; another adapter none.
+    assert simulation.scheduler.prefixes.num_hits == 23 * 16 + 256
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_what_gives_way_is_swapped_or_computed_again_as_told(preemption: str) -> None:
+    setup = Setup(A10G_7B, (8,), swap_share=1.0, policies=Policies(preemption=preemption, prefix_cache="off"))
+    simulation = Simulation(setup)
+    trace = slora_trace(4, 4, 30)
+    simulation.run(trace)
+    assert simulation.scheduler.num_preemptions > 0
+    prompts = sum(r.prompt_tokens for r in trace)
+    if preemption == "swap":
+        assert simulation.totals.swapped_pages > 0 and simulation.totals.prefill_tokens <= 1.02 * prompts
+    else:
+        assert simulation.totals.swapped_pages == 0 and simulation.totals.prefill_tokens > 1.02 * prompts
+
+
+def test_a_request_that_comes_too_late_for_its_deadline_is_given_up() -> None:
+    simulation = Simulation(Setup(A10G_7B, (8,), max_num_seqs=1, deadline_s=2.0))
+    results = simulation.run([request(prompt=32, output=200), request(0.1, prompt=32, thread=1)])
+    assert results.completed == 1 and results.errors == {"DeadlineMissed": 1}
+    late = simulation.outcomes["request-1"]
+    assert late.first_token_s is None and late.end_s is not None and 1.9 < late.end_s < 2.2
+
+
+def test_the_pool_is_shared_by_kv_and_adapters_almost_without_waste() -> None:
+    meter = PoolMeter(5.0)
+    Simulation(Setup(A10G_7B, S2.ranks), [meter]).run(slora_trace(200, 4, 20))
+    use = meter.result()
+    assert use.seconds > 5
+    assert use.useful_share > 0.97
+    assert use.held_share > 0.9
+    assert 0.05 < use.adapter_share < 0.5
+
+
+def test_choices_of_a_request_share_its_prompt() -> None:
+    held: list[int] = []
+
+    class Watch:
+        def observe(self, simulation: Simulation, plan: StepPlan, seconds: float) -> None:
+            held.append(simulation.pool.num_held)
+
+    simulation = Simulation(Setup(CPU_110M, (8,), num_choices=4), [Watch()])
+    simulation.run([request(prompt=160, output=8)])
+    assert max(held) == 10 + 4
+    (outcome,) = simulation.outcomes.values()
+    assert outcome.num_tokens == 4 * 8
+
+
+@pytest.mark.parametrize("machine", [A10G_7B, CPU_110M])
+def test_more_load_never_shortens_the_mean_latency(machine: Machine) -> None:
+    means = []
+    for rate in (0.2, 20.0):
+        simulation = Simulation(Setup(machine, (8,)))
+        means.append(simulation.run(base_trace(60, rate, ALPACA)).latency_mean_s)
+    assert means[0] < means[1]

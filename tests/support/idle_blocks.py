@@ -1,0 +1,93 @@
+"""Cached prefixes reduced to what an evictor sees of them: blocks of one page that hide the blocks before them.
+
+A block may leave when it is idle and no block that follows it is. Keys, tokens and their matching are not modelled.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+from slora.cost_model import CostModel
+from slora.eviction_policy import Content
+from slora.evictor import Evictor
+from slora.page_pool import PagePool
+from slora.tenant import Tenant
+
+
+class IdleBlock:
+    """One page of a prefix. Idle when it has no user; not `is_here` when it has been evicted."""
+
+    content = Content.PREFIX
+
+    def __init__(self, page: int, tenant: Tenant, parent: "IdleBlock | None") -> None:
+        self.pages = [page]
+        self.tenant = tenant
+        self.parent = parent
+        self.num_users = 1
+        self.num_idle_children = 0
+        self.is_here = True
+        self.ticket = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_here and self.num_users == 0
+
+    def reload_s(self, costs: CostModel) -> float:
+        return costs.prefill_s(16)
+
+    def chain(self) -> "list[IdleBlock]":
+        """From its root to itself."""
+        return [*self.parent.chain(), self] if self.parent else [self]
+
+
+class IdleBlocks:
+    """The blocks of `pool`: in use by somebody, or idle and offered as soon as nothing idle follows them."""
+
+    def __init__(self, pool: PagePool, evictor: Evictor) -> None:
+        self._pool = pool
+        self._evictor = evictor
+        self._blocks: list[IdleBlock] = []
+
+    def __iter__(self) -> Iterator[IdleBlock]:
+        return iter(self._blocks)
+
+    def extend(self, parent: IdleBlock | None, count: int, tenant: Tenant) -> list[IdleBlock]:
+        """New blocks after `parent`, with one user. There is room."""
+        chain = []
+        for page in self._pool.allocate(count, tenant):
+            parent = IdleBlock(page, tenant, parent)
+            chain.append(parent)
+        self._blocks += chain
+        return chain
+
+    def acquire(self, block: IdleBlock) -> None:
+        assert block.is_here
+        if block.is_idle:
+            self._evictor.reuse(block)
+            self._pool.unpark(block.pages)
+            self._unhide(block.parent)
+        block.num_users += 1
+
+    def release(self, block: IdleBlock) -> None:
+        block.num_users -= 1
+        if block.num_users:
+            return
+        self._pool.park(block.pages)
+        if block.parent is not None:
+            block.parent.num_idle_children += 1
+            self._evictor.withdraw(block.parent)
+        self._offer_if_open(block)
+
+    def _offer_if_open(self, block: IdleBlock) -> None:
+        if block.is_idle and not block.num_idle_children:
+            self._evictor.offer(block, partial(self._evict, block), self._evictor.rank(block))
+
+    def _unhide(self, parent: IdleBlock | None) -> None:
+        if parent is not None:
+            parent.num_idle_children -= 1
+            self._offer_if_open(parent)
+
+    def _evict(self, block: IdleBlock, taker: Tenant) -> None:
+        self._pool.evict(block.pages)
+        block.is_here = False
+        self._blocks.remove(block)
+        self._unhide(block.parent)

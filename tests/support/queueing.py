@@ -1,0 +1,27 @@
+"""Sequences that wait, for tests of queues: nothing of them is ever computed."""
+
+from slora.request import EngineRequest
+from slora.sampling_params import SamplingParams
+from slora.sequence import Sequence
+from slora.tenant import Tenant
+from slora.tenant_share import TenantShare
+from slora_adapters.version import AdapterVersion
+
+BLOCK_TOKENS = 4
+NO_SHARE = TenantShare()
+
+
+def make_tenant(name: str, share: TenantShare = NO_SHARE, service: float = 0.0) -> Tenant:
+    tenant = Tenant(name)
+    tenant.share = share
+    tenant.service = service
+    return tenant
+
+
+def make_sequence(
+    tenant: Tenant, priority: int = 0, prompt: int = 1, adapter: AdapterVersion | None = None
+) -> Sequence:
+    """Each one arrives after those made before it."""
+    sampling = SamplingParams(max_tokens=1)
+    request = EngineRequest("r", tenant.name, [1] * prompt, adapter, sampling, priority=priority)
+    return Sequence(request, tenant, 1, frozenset(), 0, BLOCK_TOKENS)
