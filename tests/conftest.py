@@ -5,8 +5,13 @@ import sys
 from collections.abc import Callable
 
 import pytest
-import torch
 from hypothesis import settings
+
+# As `slora serve` sets it, read when torch is loaded: beside other busy programs, threads that spin while they wait
+# made this run ten times as long.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+import torch
 
 # Triton reads this when a kernel is defined, and transformers imports triton.
 if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
