@@ -7,7 +7,7 @@ parts are made of, and how they are stepped, is written in this file and nowhere
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from bench.adapter_fleet import AdapterFleet
@@ -32,14 +32,18 @@ STOP_TOKEN = 2
 LOAD_SHARE = 0.1  # the engine's
 
 
+def _default(option: str) -> str:
+    return str(next(field.default for field in fields(SchedulerConfig) if field.name == option))
+
+
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """The engine's own options; see SchedulerConfig."""
+    """The engine's own options and their defaults; see SchedulerConfig."""
 
-    scheduling: str = "fair"
-    eviction: str = "cost"
-    preemption: str = "auto"
-    prefix_cache: str = "tenant"
+    scheduling: str = _default("scheduling")
+    eviction: str = _default("eviction")
+    preemption: str = _default("preemption")
+    prefix_cache: str = _default("prefix_cache")
 
 
 @dataclass(frozen=True, slots=True)
