@@ -9,15 +9,18 @@ words a field: address, rows and pitch of a tensor seen as a matrix of contiguou
 type of the job's own pointer is that of the model. Arithmetic is float32 throughout.
 
 Rows are sliced before the loop that runs over them: indexing a matrix inside it keeps LLVM from vectorising (8
-times slower, measured). numba's cache looks at the file of a worker alone: after editing this file, `touch` theirs.
+times slower, measured).
 """
 
+import hashlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import cfunc, config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
@@ -49,10 +52,26 @@ def compiled(function: Function) -> Function:
 
 def compile_worker(worker: Callable[[Job], None], carrier: Any) -> Any:
     """The worker as a C function `void(void *job)` for numbers carried as `carrier`, cached on disk."""
-    return cfunc(types.void(types.CPointer(carrier)), cache=True, **_OPTIONS)(worker)
+    user_choice = config.CACHE_DIR
+    config.CACHE_DIR = str(_cache_directory(user_choice))
+    try:
+        return cfunc(types.void(types.CPointer(carrier)), cache=True, **_OPTIONS)(worker)
+    finally:
+        config.CACHE_DIR = user_choice
 
 
-def _emitted(function: Callable[..., Any]) -> Callable[..., Any]:
+def _cache_directory(user_choice: str) -> Path:
+    """One for each state of these sources: numba itself looks at the worker's file alone, and would go on with what it
+    compiled before another one of them was changed."""
+    here = Path(__file__).parent
+    root = Path(user_choice) if user_choice else here / "__pycache__"
+    if not user_choice and not os.access(here, os.W_OK):
+        root = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "slora"
+    sources = b"".join(path.read_bytes() for path in sorted(here.glob("numba_*.py")))
+    return root / f"numba-{hashlib.sha256(sources).hexdigest()[:16]}"
+
+
+def emitted(function: Callable[..., Any]) -> Callable[..., Any]:
     """numba's intrinsic, whose first argument its callers do not pass."""
     return cast(Callable[..., Any], intrinsic(function))
 
@@ -61,7 +80,7 @@ def _point(builder: Any, job: Any, index: Any, word: Any) -> Any:
     return builder.gep(builder.bitcast(job, word.as_pointer()), [index])
 
 
-@_emitted
+@emitted
 def _add_one(typing: Any, job: Job, word: int) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", _point(builder, args[0], args[1], _I64), _I64(1), "monotonic")
@@ -69,7 +88,7 @@ def _add_one(typing: Any, job: Job, word: int) -> Any:
     return types.int64(job, types.int64), emit
 
 
-@_emitted
+@emitted
 def _read_word(typing: Any, job: Job, word: int) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(_point(builder, args[0], args[1], _I64))
@@ -77,7 +96,7 @@ def _read_word(typing: Any, job: Job, word: int) -> Any:
     return types.int64(job, types.int64), emit
 
 
-@_emitted
+@emitted
 def _read_double(typing: Any, job: Job, word: int) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(_point(builder, args[0], args[1], _F64))
@@ -109,23 +128,23 @@ def _emit_matrix(job: Any, element: Any) -> Any:
     return matrix(job, types.int64), emit
 
 
-@_emitted
+@emitted
 def read_model_matrix(typing: Any, job: Job, field: int) -> Any:
     """A tensor of the model's dtype, [rows, pitch]."""
     return _emit_matrix(job, job.dtype)
 
 
-@_emitted
+@emitted
 def read_float_matrix(typing: Any, job: Job, field: int) -> Any:
     return _emit_matrix(job, types.float32)
 
 
-@_emitted
+@emitted
 def read_int32_matrix(typing: Any, job: Job, field: int) -> Any:
     return _emit_matrix(job, types.int32)
 
 
-@_emitted
+@emitted
 def read_int64_matrix(typing: Any, job: Job, field: int) -> Any:
     return _emit_matrix(job, types.int64)
 
@@ -157,11 +176,17 @@ def read_float(job: Job, field: int) -> Float:
     return np.float32(_read_double(job, NUM_WORDS + field * FIELD_WORDS))
 
 
-def _widen(builder: Any, element: Any, value: Any) -> Any:
+def widen_value(builder: Any, element: Any, value: Any, lanes: int = 1) -> Any:
+    """float32 of a number, or of a vector of `lanes` of them."""
+
+    def of(kind: Any) -> Any:
+        return kind if lanes == 1 else ir.VectorType(kind, lanes)
+
     if element == types.uint16:
-        return builder.bitcast(builder.shl(builder.zext(value, _I32), _I32(16)), _F32)
+        bits = _I32(16) if lanes == 1 else ir.Constant(of(_I32), [16] * lanes)
+        return builder.bitcast(builder.shl(builder.zext(value, of(_I32)), bits), of(_F32))
     if element == types.int16:
-        return builder.fpext(builder.bitcast(value, ir.HalfType()), _F32)
+        return builder.fpext(builder.bitcast(value, of(ir.HalfType())), of(_F32))
     return value
 
 
@@ -183,17 +208,17 @@ def _narrow(builder: Any, element: Any, value: Any) -> Any:
     return value
 
 
-@_emitted
+@emitted
 def widen(typing: Any, value: Any) -> Any:
     """An element of the model's dtype as float32."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _widen(builder, value, args[0])
+        return widen_value(builder, value, args[0])
 
     return types.float32(value), emit
 
 
-@_emitted
+@emitted
 def narrow(typing: Any, value: Float, array: Array) -> Any:
     """A float32 as an element of `array`, rounded to nearest even."""
 
@@ -203,7 +228,7 @@ def narrow(typing: Any, value: Float, array: Array) -> Any:
     return array.dtype(types.float32, array), emit
 
 
-@_emitted
+@emitted
 def _prefetch(typing: Any, array: Array, index: int) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(array)(context, builder, args[0]).data
@@ -222,7 +247,7 @@ def prefetch(array: Array) -> None:
         _prefetch(array, i)
 
 
-@_emitted
+@emitted
 def _from_bits(typing: Any, bits: int) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], _F32)

@@ -4,18 +4,21 @@ Such tiles are bound by reading the weights, so an item is a stretch of rows (sh
 (expand) of one tile, and few tiles still keep all threads busy. Long tiles are matmuls and go through torch.
 """
 
+from slora_kernels.numba_blocks import (
+    LANES,
+    add_dots_of_four,
+    add_dots_of_one,
+    add_four_weighted,
+    add_one_weighted,
+)
 from slora_kernels.numba_language import (
     Array,
     Float,
     Int,
     Job,
-    add_four_rows,
-    add_row,
     clear,
     compiled,
     count_items,
-    dot,
-    dot_four,
     narrow,
     prefetch,
     read_float_matrix,
@@ -39,37 +42,31 @@ def find_segment(pages: Array, table: Array, segment: Int, segment_size: Int) ->
 def shrink_row(
     sums: Array, x: Array, pages: Array, table: Array, segment: Int, segment_size: Int, width: Int
 ) -> None:
-    """sums [t] = x [t, :width] times the row that begins at `segment`, page by page."""
+    """sums [t, 1] += x [t, :width] times the row that begins at `segment`, page by page."""
     done = 0
     while done < width:
         page, start = find_segment(pages, table, segment + done // segment_size, segment_size)
-        row = pages[page, start : min(start + width - done, pages.shape[1])]
-        for t in range(sums.shape[0]):
-            part = dot(x[t, done : done + row.shape[0]], row)
-            sums[t] = part if done == 0 else sums[t] + part
-        done += row.shape[0]
+        count = min(width - done, pages.shape[1] - start)
+        add_dots_of_one(sums, x[:, done:], pages[page, start:], count)
+        done += count
 
 
 @compiled
 def shrink_rows(
     sums: Array, x: Array, pages: Array, table: Array, segment: Int, segment_size: Int, width: Int
 ) -> None:
-    """sums [t, n] = x [t, :width] times n rows, one after the other from `segment` on: four at a time in a page."""
+    """sums [t, n] += x [t, :width] times n rows, one after the other from `segment` on: four at a time in a page."""
     row_segments = (width + segment_size - 1) // segment_size
     pitch, n = row_segments * segment_size, 0
     while n < sums.shape[1]:
         at = segment + n * row_segments
         page, start = find_segment(pages, table, at, segment_size)
         if n + 4 <= sums.shape[1] and start + 4 * pitch <= pages.shape[1]:
-            rows = pages[page, start : start + 4 * pitch].reshape((4, pitch))
             prefetch(pages[page, start + 4 * pitch : min(start + 8 * pitch, pages.shape[1])])
-            for t in range(sums.shape[0]):
-                sums[t, n], sums[t, n + 1], sums[t, n + 2], sums[t, n + 3] = dot_four(
-                    x[t, :width], rows[0], rows[1], rows[2], rows[3]
-                )
+            add_dots_of_four(sums[:, n:], x, pages[page, start:], pitch, width)
             n += 4
         else:
-            shrink_row(sums[:, n], x, pages, table, at, segment_size, width)
+            shrink_row(sums[:, n:], x, pages, table, at, segment_size, width)
             n += 1
 
 
@@ -99,67 +96,60 @@ def shrink_worker(job: Job) -> None:
         rank, segment = groups[slot, 0], groups[slot, 1]
         if row < rank:
             sums = bridge[first : first + tokens, row : min(row + block_rows, rank)]
+            for t in range(tokens):
+                clear(sums[t])
             at = segment + row * row_segments
             shrink_rows(sums, x[first : first + tokens], pages, page_table[slot], at, segment_size, width)
         item = take_item(job)
 
 
 @compiled
-def add_adapter_row(
-    sums: Array, weights: Array, pages: Array, table: Array, segment: Int, segment_size: Int
+def expand_row(
+    sums: Array, factors: Array, pages: Array, table: Array, segment: Int, segment_size: Int, size: Int
 ) -> None:
-    """sums [t, size] += weights [t] * the numbers that begin at `segment`, page by page."""
+    """sums [t, size] += factors [t, 1] * the numbers that begin at `segment`, page by page."""
     done = 0
-    while done < sums.shape[1]:
+    while done < size:
         page, start = find_segment(pages, table, segment + done // segment_size, segment_size)
-        row = pages[page, start : min(start + sums.shape[1] - done, pages.shape[1])]
-        for t in range(sums.shape[0]):
-            add_row(sums[t, done : done + row.shape[0]], weights[t], row)
-        done += row.shape[0]
+        count = min(size - done, pages.shape[1] - start)
+        add_one_weighted(sums[:, done:], factors, pages[page, start:], count)
+        done += count
 
 
 @compiled
 def expand_columns(
     sums: Array,
-    weights: Array,
+    factors: Array,
     pages: Array,
     table: Array,
     segment: Int,
     row_segments: Int,
     segment_size: Int,
+    size: Int,
 ) -> None:
-    """sums [t, size] += weights [t, rank] times rows whose columns begin at `segment`, `row_segments` apart.
+    """sums [t, size] += factors [t, rank] times rows whose columns begin at `segment`, `row_segments` apart.
 
     Four rows at a time where all four lie in one page.
     """
-    size, rank, r = sums.shape[1], weights.shape[1], 0
+    rank, r = factors.shape[1], 0
     pitch = row_segments * segment_size
     while r < rank:
         at = segment + r * row_segments
-        page, a = find_segment(pages, table, at, segment_size)
-        b, c, d = a + pitch, a + 2 * pitch, a + 3 * pitch
-        if r + 4 <= rank and d + size <= pages.shape[1]:
-            row = pages[page]
+        page, start = find_segment(pages, table, at, segment_size)
+        if r + 4 <= rank and start + 3 * pitch + size <= pages.shape[1]:
             for k in range(4, 8):
-                prefetch(row[a + k * pitch : min(a + k * pitch + size, pages.shape[1])])
-            for t in range(sums.shape[0]):
-                add_four_rows(
-                    sums[t],
-                    weights[t, r : r + 4],
-                    row[a : a + size],
-                    row[b : b + size],
-                    row[c : c + size],
-                    row[d : d + size],
-                )
+                row = start + k * pitch
+                prefetch(pages[page, row : min(row + size, pages.shape[1])])
+            add_four_weighted(sums, factors[:, r:], pages[page, start:], pitch, size)
             r += 4
         else:
-            add_adapter_row(sums, weights[:, r], pages, table, at, segment_size)
+            expand_row(sums, factors[:, r:], pages, table, at, segment_size, size)
             r += 1
 
 
 @compiled
 def add_scaled(out: Array, sums: Array, scale: Float) -> None:
-    for i in range(sums.shape[0]):
+    for i in range(out.shape[0]):
         out[i] = narrow(widen(out[i]) + scale * sums[i], out)
 
 
@@ -200,8 +190,9 @@ def expand_worker(job: Job) -> None:
         member, out_column, column, size = blocks[item % blocks.shape[0]]
         rank, row = modules[slot, 3 * member], modules[slot, 3 * member + 1]
         if rank > 0:
-            sums = scratch[: tokens * size].reshape((tokens, size))
-            clear(scratch[: tokens * size])
+            pitch = (size + LANES - 1) // LANES * LANES
+            sums = scratch[: tokens * pitch].reshape((-1, pitch))
+            clear(scratch[: tokens * pitch])
             expand_columns(
                 sums,
                 bridge[first : first + tokens, row : row + rank],
@@ -210,6 +201,7 @@ def expand_worker(job: Job) -> None:
                 modules[slot, 3 * member + 2] + column // segment_size,
                 (widths[0, member] + segment_size - 1) // segment_size,
                 segment_size,
+                size,
             )
             for t in range(tokens):
                 scale = weights[0, tile] * scales[slot, member]
