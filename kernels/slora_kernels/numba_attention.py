@@ -7,6 +7,7 @@ turned, so that its scores are sums of whole rows.
 
 import numpy as np
 
+from slora_kernels.numba_blocks import LANES, add_four_dots, add_one_dot, gather_rows
 from slora_kernels.numba_language import (
     Array,
     Float,
@@ -21,6 +22,7 @@ from slora_kernels.numba_language import (
     dot_four,
     exp2,
     narrow,
+    prefetch,
     read_float,
     read_float_matrix,
     read_int,
@@ -139,15 +141,96 @@ def multiply(row: Array, factor: Float) -> None:
 
 
 @compiled
-def take_in(sums: Array, state: Array, scores: Array, values: Array) -> None:
-    """One row's step of the online softmax; state is (peak, total)."""
+def weigh(sums: Array, state: Array, scores: Array) -> None:
+    """One row's scores become weights, and what it has summed up so far shrinks to their scale."""
     peak = find_peak(scores, state[0])
     decay = exp2(state[0] - peak)
     state[0] = peak
     state[1] = state[1] * decay + soften(scores, peak)
     if decay < _ONE:
         multiply(sums, decay)
+
+
+@compiled
+def take_in(sums: Array, state: Array, scores: Array, values: Array) -> None:
+    """One row's step of the online softmax; state is (peak, total)."""
+    weigh(sums, state, scores)
     add_rows(sums, scores, values)
+
+
+@compiled
+def score_run(scores: Array, rows: Array, keys: Array) -> None:
+    """scores [M, n] += rows [M, D] times the n keys that begin in `keys`, one behind the other."""
+    size, n = rows.shape[1], 0
+    while n + 4 <= scores.shape[1]:
+        add_four_dots(scores[:, n:], rows, keys[n * size :], size, size)
+        n += 4
+    while n < scores.shape[1]:
+        add_one_dot(scores[:, n:], rows, keys[n * size :], size, size)
+        n += 1
+
+
+@compiled
+def count_run(key: Int, end: Int, block_tokens: Int) -> Int:
+    """Keys from `key` on that lie behind each other in its page."""
+    return min(block_tokens - key % block_tokens, end - key)
+
+
+@compiled
+def attend_token(
+    rows: Array,
+    sums: Array,
+    state: Array,
+    scratch: Array,
+    pages: Array,
+    table: Array,
+    first: Int,
+    visible: Int,
+    group: Int,
+    cap: Float,
+    block_tokens: Int,
+    start: Int,
+    side: Int,
+) -> None:
+    """rows [M, D] scaled queries of one token, which sees the keys from `first` up to `visible` -> sums, state.
+
+    They are of several KV heads, `group` rows each, that follow each other in a page: it is read from end to end.
+    start: where the K of the first of them begin in a page; their V lie `side` behind.
+    """
+    num_rows, size = rows.shape
+    head_elements, num_heads = block_tokens * size, num_rows // group
+    block = scratch[: num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
+    for key in range(first, visible, BLOCK_KEYS):
+        end = min(key + BLOCK_KEYS, visible)
+        scores = block[:, : end - key]
+        for m in range(num_rows):
+            clear(scores[m])
+        at = key
+        while at < end:
+            count, offset = count_run(at, end, block_tokens), at % block_tokens * size
+            page = pages[table[at // block_tokens]]
+            prefetch(page[start + side : start + side + num_heads * head_elements])
+            if at + count < visible:
+                ahead = pages[table[(at + count) // block_tokens]]
+                prefetch(ahead[start : start + num_heads * head_elements])
+            for head in range(num_heads):
+                mine = scores[head * group : (head + 1) * group, at - key : at - key + count]
+                keys = page[start + head * head_elements + offset :]
+                score_run(mine, rows[head * group :], keys)
+            at += count
+        for m in range(num_rows):
+            if cap > _ZERO:
+                cap_scores(scores[m], cap)
+            weigh(sums[m], state[m], scores[m])
+        at = key
+        while at < end:
+            count, offset = count_run(at, end, block_tokens), at % block_tokens * size
+            page = pages[table[at // block_tokens]]
+            for head in range(num_heads):
+                m = head * group
+                values = page[start + side + head * head_elements + offset :]
+                gather_rows(sums[m : m + group], scores[m : m + group, at - key :], values, size, count)
+            at += count
 
 
 @compiled
@@ -198,7 +281,8 @@ def attend_tile(
                 take_in(sums[m], state[m], scores[m, first:seen], values[first:seen])
 
 
-# Fields of an attention job; tiles [n, 4] are (sequence, first token, tokens, KV tokens before the first).
+# Fields of an attention job; tiles [n, 4] are (sequence, first token, tokens, KV tokens before the first). ITEM_HEADS:
+# KV heads of an item, a divisor of them all.
 (
     Q,
     PAGES,
@@ -214,51 +298,77 @@ def attend_tile(
     SCALE,
     WINDOW,
     SOFTCAP,
-) = range(14)
+    ITEM_HEADS,
+) = range(15)
 
 
 def attend_worker(job: Job) -> None:
-    """Items: tiles times KV heads."""
+    """Items: tiles times groups of KV heads."""
     q, pages, out = read_model_matrix(job, Q), read_model_matrix(job, PAGES), read_model_matrix(job, OUT)
     tiles, block_tables = read_int32_matrix(job, TILES), read_int32_matrix(job, BLOCK_TABLES)
     kv_heads, group, size = read_int(job, KV_HEADS), read_int(job, GROUP), read_int(job, HEAD_DIM)
     block_tokens, scale = read_int(job, BLOCK_TOKENS), read_float(job, SCALE) * _LOG2_E
     window, cap = read_int(job, WINDOW), read_float(job, SOFTCAP) * _LOG2_E
-    head_elements = block_tokens * size
+    item_heads = read_int(job, ITEM_HEADS)
+    head_elements, side = block_tokens * size, kv_heads * block_tokens * size
     scratch = read_float_matrix(job, SCRATCH)[take_worker(job)]
+    all_rows = scratch[: TILE_ROWS * size].reshape((TILE_ROWS, size))
+    all_sums = scratch[TILE_ROWS * size : 2 * TILE_ROWS * size].reshape((TILE_ROWS, size))
+    all_state = scratch[2 * TILE_ROWS * size : 2 * TILE_ROWS * (size + 1)].reshape((TILE_ROWS, 2))
+    rest = scratch[2 * TILE_ROWS * (size + 1) :]
     item = take_item(job)
     while item < count_items(job):
-        tile = item // kv_heads
+        tile, head = item * item_heads // kv_heads, item * item_heads % kv_heads
         b, first, tokens, before = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2], tiles[tile, 3]
-        head, num_rows = item % kv_heads, tokens * group
-        rows = scratch[: num_rows * size].reshape((num_rows, size))
-        sums = scratch[TILE_ROWS * size : (TILE_ROWS + num_rows) * size].reshape((num_rows, size))
-        state = scratch[2 * TILE_ROWS * size : 2 * (TILE_ROWS * size + num_rows)].reshape((num_rows, 2))
-        load_queries(rows, q[first : first + tokens], head * group, group, scale)
-        clear(scratch[TILE_ROWS * size : (TILE_ROWS + num_rows) * size])
+        head_rows = tokens * group
+        num_rows = item_heads * head_rows
+        rows, sums, state = all_rows[:num_rows], all_sums[:num_rows], all_state[:num_rows]
+        for h in range(item_heads):
+            mine = rows[h * head_rows : (h + 1) * head_rows]
+            load_queries(mine, q[first : first + tokens], (head + h) * group, group, scale)
         for m in range(num_rows):
+            clear(sums[m])
             state[m, 0], state[m, 1] = _LOW, _ZERO
-        start = read_int(job, LAYER_START) + head * head_elements
-        side = kv_heads * head_elements
-        rest = scratch[2 * TILE_ROWS * (size + 1) :]
-        attend_tile(
-            rows,
-            sums,
-            state,
-            rest,
-            pages,
-            block_tables[b],
-            before,
-            group,
-            window,
-            cap,
-            block_tokens,
-            start,
-            side,
-        )
+        start, table = read_int(job, LAYER_START) + head * head_elements, block_tables[b]
+        if tokens == 1 and size % LANES == 0:
+            first_key, visible = max(0, before + 1 - window), before + 1
+            attend_token(
+                rows,
+                sums,
+                state,
+                rest,
+                pages,
+                table,
+                first_key,
+                visible,
+                group,
+                cap,
+                block_tokens,
+                start,
+                side,
+            )
+        else:
+            for h in range(item_heads):
+                low, high = h * head_rows, (h + 1) * head_rows
+                attend_tile(
+                    rows[low:high],
+                    sums[low:high],
+                    state[low:high],
+                    rest,
+                    pages,
+                    table,
+                    before,
+                    group,
+                    window,
+                    cap,
+                    block_tokens,
+                    start + h * head_elements,
+                    side,
+                )
         for m in range(num_rows):
-            column = (head * group + m % group) * size
-            write_row(out[first + m // group, column : column + size], sums[m], _ONE / state[m, 1])
+            row = m % head_rows
+            column = ((head + m // head_rows) * group + row % group) * size
+            write_row(out[first + row // group, column : column + size], sums[m], _ONE / state[m, 1])
         item = take_item(job)
 
 

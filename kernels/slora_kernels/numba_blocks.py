@@ -85,20 +85,28 @@ def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(function, [a, b, c])
 
 
-def _sum_lanes(builder: Any, value: Any) -> Any:
-    """Halves upon halves, always in this order."""
-    width = LANES
-    while width > 1:
-        width //= 2
-        nothing = ir.Constant(value.type, ir.Undefined)
-        low, high = (
-            builder.shuffle_vector(
-                value, nothing, ir.Constant(ir.VectorType(_I32, width), list(range(start, start + width)))
-            )
-            for start in (0, width)
-        )
-        value = builder.fadd(low, high)
-    return builder.extract_element(value, _I32(0))
+def _join(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+    """The lanes of a, and behind them those of b, that are named."""
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
+
+
+def _sum_lanes(builder: Any, vectors: list[Any]) -> Any:
+    """One lane for each of the vectors: the sum of its lanes, half upon half. All of them take about as many
+    instructions together as three would one by one."""
+    while len(vectors) & (len(vectors) - 1):
+        vectors = [*vectors, ir.Constant(_VECTOR, None)]
+    part = LANES  # lanes that each sum is spread over
+    while part > 1:
+        part //= 2
+        if len(vectors) > 1:
+            low = [lane for lane in range(2 * LANES) if lane % (2 * part) < part]
+            pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
+        else:
+            low = [lane for lane in range(vectors[0].type.count) if lane % (2 * part) < part]
+            pairs = [(vectors[0], vectors[0])]
+        high = [lane + part for lane in low]
+        vectors = [builder.fadd(_join(builder, a, b, low), _join(builder, a, b, high)) for a, b in pairs]
+    return vectors[0]
 
 
 def _emit_dots(tokens: int, rows: int) -> Callable[..., None]:
@@ -132,16 +140,50 @@ def _emit_dots(tokens: int, rows: int) -> Callable[..., None]:
             with cgutils.if_unlikely(builder, builder.icmp_signed(">", left, _I64(0))):
                 lanes = ir.Constant(_INDEXES, list(range(LANES)))
                 step(whole, builder.icmp_signed("<", lanes, _splat(builder, builder.trunc(left, _I32))))
-            for (t, r), total in totals.items():
-                column = _I64(r)
-                before = target.load_one(t, column)
-                after = builder.fadd(before, _sum_lanes(builder, builder.load(total)))
-                target.store(t, column, after)
+            found = _sum_lanes(builder, [builder.load(total) for total in totals.values()])
+            row = ir.VectorType(_F32, rows)
+            for t in range(tokens):
+                place = target.pointer(t, _I64(0), row)
+                mine = _join(builder, found, found, list(range(t * rows, (t + 1) * rows)))
+                builder.store(builder.fadd(builder.load(place, align=4), mine), place, align=4)
             return context.get_dummy_value()
 
         return types.void(sums, x, weights, types.int64, types.int64), emit
 
     return dots
+
+
+def _emit_gathers(tokens: int, vectors: int) -> Callable[..., None]:
+    """sums [tokens, vectors * LANES] += factors [tokens, count] times `count` rows, one after the other."""
+
+    @emitted
+    def gathers(typing: Any, sums: Array, factors: Array, weights: Array, pitch: Int, count: Int) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kinds = signature.args
+            target = _Memory(context, builder, kinds[0], args[0])
+            factors_of = _Memory(context, builder, kinds[1], args[1])
+            rows_of = _Memory(context, builder, kinds[2], args[2], args[3])
+            starts = [_I64(v * LANES) for v in range(vectors)]
+            totals = {
+                (t, v): cgutils.alloca_once_value(builder, target.load(t, start))
+                for t in range(tokens)
+                for v, start in enumerate(starts)
+            }
+            with cgutils.for_range(builder, args[4]) as loop:
+                first = builder.mul(loop.index, args[3])
+                rows = [rows_of.load(0, builder.add(first, start)) for start in starts]
+                for t in range(tokens):
+                    factor = _splat(builder, factors_of.load_one(t, loop.index))
+                    for v in range(vectors):
+                        total = totals[t, v]
+                        builder.store(_fused(builder, factor, rows[v], builder.load(total)), total)
+            for (t, v), total in totals.items():
+                target.store(t, starts[v], builder.load(total))
+            return context.get_dummy_value()
+
+        return types.void(sums, factors, weights, types.int64, types.int64), emit
+
+    return gathers
 
 
 def _emit_additions(tokens: int, rows: int) -> Callable[..., None]:
@@ -173,70 +215,51 @@ def _emit_additions(tokens: int, rows: int) -> Callable[..., None]:
     return additions
 
 
-# Sums, factors and a row of numbers each fill the registers: 16 of 32, or half of 16.
-_FOUR = 4 if LANES == 16 else 2
-_dots_wide, _dots_two, _dots_one = _emit_dots(_FOUR, 4), _emit_dots(2, 4), _emit_dots(1, 4)
-_dots_wide_row, _dots_two_row, _dots_one_row = _emit_dots(_FOUR, 1), _emit_dots(2, 1), _emit_dots(1, 1)
-_add_wide, _add_two, _add_one = _emit_additions(_FOUR, 4), _emit_additions(2, 4), _emit_additions(1, 4)
-_add_wide_row, _add_two_row, _add_one_row = (
-    _emit_additions(_FOUR, 1),
-    _emit_additions(2, 1),
-    _emit_additions(1, 1),
-)
+# Sums take 16 of 32 registers, or half of 16.
+_MOST_TOKENS = 4 if LANES == 16 else 2
+
+
+def _for_tokens(emit: Callable[[int], Callable[..., None]]) -> Callable[..., None]:
+    """A function of sums, of what is multiplied, both a row a token, of weights, and of three numbers."""
+    most, three, two, one = emit(_MOST_TOKENS), emit(3), emit(2), emit(1)
+
+    @compiled
+    def run(sums: Array, x: Array, weights: Array, pitch: Int, count: Int) -> None:
+        tokens, t = sums.shape[0], 0
+        while t + _MOST_TOKENS <= tokens:
+            most(sums[t:], x[t:], weights, pitch, count)
+            t += _MOST_TOKENS
+        if tokens - t == 3:
+            three(sums[t:], x[t:], weights, pitch, count)
+        elif tokens - t == 2:
+            two(sums[t:], x[t:], weights, pitch, count)
+        elif tokens - t == 1:
+            one(sums[t:], x[t:], weights, pitch, count)
+
+    return run
+
+
+# sums [t, 4] += x [t, count] times the four rows that begin in `weights`, `pitch` apart; the same of one row.
+add_four_dots = _for_tokens(lambda tokens: _emit_dots(tokens, 4))
+add_one_dot = _for_tokens(lambda tokens: _emit_dots(tokens, 1))
+# sums [t, count] += factors [t, 4] times four rows; the same of one row. Both sums and rows are read in whole vectors:
+# there must be room for as much beyond `count`, which only sums are spoilt by.
+add_four_rows_to_each = _for_tokens(lambda tokens: _emit_additions(tokens, 4))
+add_one_row_to_each = _for_tokens(lambda tokens: _emit_additions(tokens, 1))
+_gather_four = _for_tokens(lambda tokens: _emit_gathers(tokens, 4))
+_gather_one = _for_tokens(lambda tokens: _emit_gathers(tokens, 1))
 
 
 @compiled
-def add_dots_of_four(sums: Array, x: Array, weights: Array, pitch: Int, count: Int) -> None:
-    """sums [t, 4] += x [t, count] times the four rows that begin in `weights`, `pitch` apart."""
-    tokens, t = sums.shape[0], 0
-    while t + _FOUR <= tokens:
-        _dots_wide(sums[t:], x[t:], weights, pitch, count)
-        t += _FOUR
-    if t + 2 <= tokens:
-        _dots_two(sums[t:], x[t:], weights, pitch, count)
-        t += 2
-    if t < tokens:
-        _dots_one(sums[t:], x[t:], weights, pitch, count)
+def gather_rows(sums: Array, factors: Array, weights: Array, size: Int, count: Int) -> None:
+    """sums [t, size] += factors [t, count] times `count` rows of `size` numbers, one behind the other.
 
-
-@compiled
-def add_dots_of_one(sums: Array, x: Array, weights: Array, count: Int) -> None:
-    """The same of one row."""
-    tokens, t = sums.shape[0], 0
-    while t + _FOUR <= tokens:
-        _dots_wide_row(sums[t:], x[t:], weights, 0, count)
-        t += _FOUR
-    if t + 2 <= tokens:
-        _dots_two_row(sums[t:], x[t:], weights, 0, count)
-        t += 2
-    if t < tokens:
-        _dots_one_row(sums[t:], x[t:], weights, 0, count)
-
-
-@compiled
-def add_four_weighted(sums: Array, factors: Array, weights: Array, pitch: Int, count: Int) -> None:
-    """sums [t, count] += factors [t, 4] times four rows. sums and rows are written and read in whole vectors: beyond
-    `count` there must be room for as much."""
-    tokens, t = sums.shape[0], 0
-    while t + _FOUR <= tokens:
-        _add_wide(sums[t:], factors[t:], weights, pitch, count)
-        t += _FOUR
-    if t + 2 <= tokens:
-        _add_two(sums[t:], factors[t:], weights, pitch, count)
-        t += 2
-    if t < tokens:
-        _add_one(sums[t:], factors[t:], weights, pitch, count)
-
-
-@compiled
-def add_one_weighted(sums: Array, factors: Array, weights: Array, count: Int) -> None:
-    """The same of one row."""
-    tokens, t = sums.shape[0], 0
-    while t + _FOUR <= tokens:
-        _add_wide_row(sums[t:], factors[t:], weights, 0, count)
-        t += _FOUR
-    if t + 2 <= tokens:
-        _add_two_row(sums[t:], factors[t:], weights, 0, count)
-        t += 2
-    if t < tokens:
-        _add_one_row(sums[t:], factors[t:], weights, 0, count)
+    `size` must be a multiple of LANES.
+    """
+    column = 0
+    while column + 4 * LANES <= size:
+        _gather_four(sums[:, column:], factors, weights[column:], size, count)
+        column += 4 * LANES
+    while column < size:
+        _gather_one(sums[:, column:], factors, weights[column:], size, count)
+        column += LANES

@@ -31,6 +31,7 @@ from slora_kernels.batch import (
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite, TileLimits
 from slora_kernels.lora_gather import gather_columns
 from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shrink_tiles
+from slora_kernels.numba_attention import TILE_ROWS
 from slora_kernels.numba_language import compile_worker
 from slora_kernels.quantized_matmuls import quantized_linear
 from slora_kernels.thread_team import ThreadTeam
@@ -100,6 +101,17 @@ def _cut_queries(batch: AttentionBatch, tile_queries: int) -> Tensor:
             tiles.append((b, starts[b] + at, min(tile_queries, tokens - at), context - tokens + at))
     tiles.sort(key=lambda tile: -tile[2] * (tile[3] + tile[2]))
     return torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
+
+
+def _share_heads(num_tiles: int, num_heads: int, group: int, max_query: int) -> int:
+    """KV heads of one item. Where all decode, as many as leave work for all threads: their keys lie side by side."""
+    if max_query > 1:
+        return 1
+    fitting = [
+        heads for heads in range(1, num_heads + 1) if num_heads % heads == 0 and heads * group <= TILE_ROWS
+    ]
+    enough = ITEMS_PER_THREAD * torch.get_num_threads()
+    return max((heads for heads in fitting if num_tiles * num_heads // heads >= enough), default=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +251,9 @@ class NumbaKernels:
         assert isinstance(plan, AttentionPlan)
         group = geometry.group_heads
         if group not in plan.queries:
-            plan.queries[group] = _cut_queries(step.batch, max(1, numba_attention.TILE_ROWS // group))
+            plan.queries[group] = _cut_queries(step.batch, max(1, TILE_ROWS // group))
         tiles = plan.queries[group]
+        item_heads = _share_heads(len(tiles), geometry.num_kv_heads, group, step.batch.max_query)
         out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype)
         assert q.stride(1) == geometry.head_dim and q.stride(2) == 1
         fields = (
@@ -258,8 +271,9 @@ class NumbaKernels:
             rule.scale,
             numba_attention.NO_WINDOW if rule.window is None else rule.window,
             rule.softcap or 0.0,
+            item_heads,
         )
-        items = tiles.shape[0] * geometry.num_kv_heads
+        items = tiles.shape[0] * geometry.num_kv_heads // item_heads
         numbers = q.numel() * rule.count_visible(step.batch.max_context)
         self._run(numba_attention.attend_worker, geometry.dtype, items, fields, numbers=numbers)
         return out

@@ -6,10 +6,10 @@ Such tiles are bound by reading the weights, so an item is a stretch of rows (sh
 
 from slora_kernels.numba_blocks import (
     LANES,
-    add_dots_of_four,
-    add_dots_of_one,
-    add_four_weighted,
-    add_one_weighted,
+    add_four_dots,
+    add_four_rows_to_each,
+    add_one_dot,
+    add_one_row_to_each,
 )
 from slora_kernels.numba_language import (
     Array,
@@ -47,7 +47,7 @@ def shrink_row(
     while done < width:
         page, start = find_segment(pages, table, segment + done // segment_size, segment_size)
         count = min(width - done, pages.shape[1] - start)
-        add_dots_of_one(sums, x[:, done:], pages[page, start:], count)
+        add_one_dot(sums, x[:, done:], pages[page, start:], 0, count)
         done += count
 
 
@@ -63,7 +63,7 @@ def shrink_rows(
         page, start = find_segment(pages, table, at, segment_size)
         if n + 4 <= sums.shape[1] and start + 4 * pitch <= pages.shape[1]:
             prefetch(pages[page, start + 4 * pitch : min(start + 8 * pitch, pages.shape[1])])
-            add_dots_of_four(sums[:, n:], x, pages[page, start:], pitch, width)
+            add_four_dots(sums[:, n:], x, pages[page, start:], pitch, width)
             n += 4
         else:
             shrink_row(sums[:, n:], x, pages, table, at, segment_size, width)
@@ -112,7 +112,7 @@ def expand_row(
     while done < size:
         page, start = find_segment(pages, table, segment + done // segment_size, segment_size)
         count = min(size - done, pages.shape[1] - start)
-        add_one_weighted(sums[:, done:], factors, pages[page, start:], count)
+        add_one_row_to_each(sums[:, done:], factors, pages[page, start:], 0, count)
         done += count
 
 
@@ -140,7 +140,7 @@ def expand_columns(
             for k in range(4, 8):
                 row = start + k * pitch
                 prefetch(pages[page, row : min(row + size, pages.shape[1])])
-            add_four_weighted(sums, factors[:, r:], pages[page, start:], pitch, size)
+            add_four_rows_to_each(sums, factors[:, r:], pages[page, start:], pitch, size)
             r += 4
         else:
             expand_row(sums, factors[:, r:], pages, table, at, segment_size, size)
