@@ -58,9 +58,13 @@ class Admission:
         self._load_pages = 0  # of adapters that may still be loaded in this step
 
     def continue_loads(self, plan: StepPlan) -> None:
-        """Beside those who decode, a slice in each step; alone, all at once."""
-        decoding = any(one.resident is None or one.resident.is_loaded for one in self._batch)
-        most = self._config.load_pages if decoding else self._memory.pool.num_pages
+        """Beside those who decode, a slice in each step, larger where more wait for their adapters than decode; alone,
+        all at once."""
+        num_waiting = sum(one.resident is not None and not one.resident.is_loaded for one in self._batch)
+        num_decoding = len(self._batch) - num_waiting
+        most = self._memory.pool.num_pages
+        if num_decoding:
+            most = self._config.load_pages * max(1, num_waiting // num_decoding)
         self._load_pages = self._supply.advance(plan, most)
 
     def admit(self, plan: StepPlan, budget: int) -> None:

@@ -224,6 +224,22 @@ def test_alone_an_adapter_loads_at_once() -> None:
     assert late.num_generated == 1
 
 
+def test_the_more_wait_for_adapters_beside_few_who_decode_the_larger_the_slices() -> None:
+    """Else one short answer is over before the adapters of all the others, who came with it, are there."""
+    bench = SchedulerBench({LARGE: 20}, num_pages=60, load_pages=1)
+    for name in "ab":
+        bench.add(name, max_tokens=30)
+    bench.step()
+    for number in range(5):
+        bench.add(f"late{number}", prompt=5, max_tokens=2, adapter=LARGE, tenant="other")
+    bench.source.deliver()
+    loaded = []
+    for _ in range(3):
+        bench.step()
+        loaded.append(sum(load.num_pages for load in bench.last_plan.loads))
+    assert loaded == [1, 2, 2], "5 wait for 2, so twice as much from the step on in which that is known"
+
+
 def test_those_behind_a_request_whose_adapter_loads_start_beside_it() -> None:
     bench = SchedulerBench({LARGE: 9}, num_pages=60, load_pages=1, scheduling="fcfs")
     bench.add("running", max_tokens=30)
