@@ -8,9 +8,10 @@ batching  the same requests under static, dynamic (size and time window) and con
 abort     S-LoRA's early abort at twice the capacity, with unknown and with true lengths of the answers.
 fairness  shares of the service: two backlogged tenants of which one sends ten times as much, one that is back from
           idle, 100 adapters against one.
-cold      tokens of those who decode, while an adapter that nobody had asked for comes every 100 ms at 20 MB/s.
+cold      tokens of those who decode, while an adapter that nobody had asked for comes every 100 ms at 20 MB/s;
+          the same with the real engine of a small model.
 
-All but "overhead" is simulated on S-LoRA's A10G setting, with virtual time.
+Simulated on S-LoRA's A10G setting, with virtual time, but for "overhead" and the last table of "cold".
 """
 
 import argparse
@@ -20,6 +21,7 @@ from bench.batching import batching_rows
 from bench.cold_adapters import cold_rows
 from bench.early_abort import abort_rows
 from bench.fairness import fairness_rows
+from bench.live_cold_adapters import live_cold_rows
 from bench.overhead import page_rows, schedule_rows
 from bench.table import Row, print_table, write_json
 
@@ -44,7 +46,10 @@ def abort_tables(*, quick: bool) -> Tables:
 
 
 def cold_tables(*, quick: bool) -> Tables:
-    return {"decoding beside a cold adapter every 100 ms, from afar": cold_rows(400 if quick else 1000)}
+    return {
+        "decoding beside a cold adapter every 100 ms, from afar": cold_rows(400 if quick else 1000),
+        "the same, measured": live_cold_rows(30 if quick else 400, 1 if quick else 3),
+    }
 
 
 TABLES = {

@@ -69,7 +69,7 @@ def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     if logits.device.type != "cpu" or whole == 0:
         best, token = logits.max(dim=-1)
         return best, token
-    blocks = logits[:, :whole].unflatten(1, (-1, _BLOCK))
+    blocks = logits[:, :whole].reshape(len(logits), -1, _BLOCK)
     best, block = blocks.amax(dim=-1).max(dim=-1)
     token = block * _BLOCK + blocks[torch.arange(len(logits)), block].argmax(dim=-1)
     if whole < logits.shape[1]:

@@ -1,0 +1,45 @@
+"""An AdapterSource whose fetches take as long as they would from afar, on the real clock."""
+
+import heapq
+import itertools
+import time
+
+from bench.virtual_source import FetchCosts
+from slora_adapters.source import AdapterSource, Fetched, FetchFailed
+from slora_adapters.version import AdapterVersion
+
+
+class PacedSource:
+    """Passes on what `source` gives at once, later: a latency and then its bytes at a bandwidth, a few at a time."""
+
+    capacity_bytes: int | None = None
+
+    def __init__(self, source: AdapterSource, costs: FetchCosts) -> None:
+        self._source = source
+        self._costs = costs
+        self._lanes = [0.0] * costs.num_lanes  # when each is free again: a heap
+        self._arrivals: list[tuple[float, int, Fetched | FetchFailed]] = []  # a heap by time
+        self._order = itertools.count()
+
+    def request(self, version: AdapterVersion) -> None:
+        self._source.request(version)
+        for fetch in self._source.poll():
+            seconds = self._costs.latency_s
+            if isinstance(fetch, Fetched):
+                seconds += fetch.packed.layout.num_bytes / self._costs.bytes_per_s
+                fetch = Fetched(fetch.version, fetch.packed, seconds)
+            done = max(time.monotonic(), heapq.heappop(self._lanes)) + seconds
+            heapq.heappush(self._lanes, done)
+            heapq.heappush(self._arrivals, (done, next(self._order), fetch))
+
+    def poll(self) -> list[Fetched | FetchFailed]:
+        arrived = []
+        while self._arrivals and self._arrivals[0][0] <= time.monotonic():
+            arrived.append(heapq.heappop(self._arrivals)[2])
+        return arrived
+
+    def release(self, version: AdapterVersion) -> None:
+        self._source.release(version)
+
+    def forget(self, version: AdapterVersion) -> None:
+        self._source.forget(version)
