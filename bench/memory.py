@@ -6,8 +6,9 @@ pool     S-LoRA's S2 trace (ranks 64/32/16/8, 200 adapters, 2 requests/s for 300
          14,500 tokens of KV. "taken" is what running requests and their adapters hold; "useful" the bytes of real
          token states and of real adapters. Means over the time in which somebody waits, the first 30 s aside. Static
          splits are chosen in hindsight: the adapter part with which most ran at once, of all that were tried.
-sharing  KV pages saved by parallel sampling and by beam search, beside the PagedAttention paper's figures. Lengths are
-         synthetic with the paper's means; beams are a random process in its two extremes (bench/beam_process.py).
+sharing  KV pages saved by parallel sampling and by beam search, beside the PagedAttention paper's figures, and what
+         other ways to count the same would give. Lengths are synthetic with the paper's means (bench/lengths.py); what
+         beams propose is random, in its two extremes and in between (bench/next_tokens.py).
 swap     bringing back a preempted sequence by copying its pages or by computing it again, over block sizes.
 
 All but the copies of "swap" are simulated: the production scheduler plans every step, nothing is computed.
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from bench.machines import A10G_7B
 from bench.pool_division import Division, compare, s2_division, shifting_trace
-from bench.sharing import sharing_rows
+from bench.sharing import counting_rows, sharing_rows
 from bench.swapping import swap_rows
 from bench.table import Row, print_table, write_json
 from bench.traces import S2
@@ -37,8 +38,13 @@ def pool_tables(*, quick: bool) -> Tables:
 
 
 def sharing_tables(*, quick: bool) -> Tables:
-    count, sigmas = (20, (1.0,)) if quick else (200, (1.0, 0.7, 1.3))
-    return {f"pages saved by sharing, sigma {sigma}": sharing_rows(count, sigma) for sigma in sigmas}
+    count, counted = (10, 50) if quick else (200, 1000)
+    return {
+        f"pages saved by sharing, searches of {count} requests": sharing_rows(count),
+        f"pages saved by sampling, % of those of {counted} requests, by what is counted": counting_rows(
+            counted
+        ),
+    }
 
 
 def swap_tables(*, quick: bool) -> Tables:

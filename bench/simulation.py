@@ -7,26 +7,22 @@ parts are made of, and how they are stepped, is written in this file and nowhere
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
 from bench.adapter_fleet import AdapterFleet
 from bench.machines import Machine
+from bench.next_tokens import NextTokens
 from bench.request_log import Outcome, Results, summarize
 from bench.traces import Trace, TraceRequest
 from bench.virtual_source import FetchCosts, VirtualSource
-from slora.eviction_policy import LeastRecentlyUsed
-from slora.evictor import Evictor
-from slora.kv_cache import KVCache
 from slora.kv_footprint import KVFootprint
-from slora.page_pool import PagePool
 from slora.request import EngineRequest, StepOutput
 from slora.sampling_params import SamplingParams
 from slora.scheduler import Scheduler
 from slora.scheduler_config import SchedulerConfig
 from slora.sequence import Sequence
 from slora.step_plan import Sampled, StepPlan
-from slora.tenant import Tenants
 
 STOP_TOKEN = 2
 LOAD_SHARE = 0.1  # the engine's
@@ -53,7 +49,8 @@ class Setup:
     ranks, num_tenants: of the adapters, see AdapterFleet. num_slots: the most adapters in the pool.
     max_tokens: None tells the engine how long each answer will be (as S-LoRA's bench does); a number is what every
     request allows, and the answer's true end comes as a stop token.
-    num_choices: answers to each request, all of the same length. deadline_s: of every request, for its first token.
+    num_choices: answers to each request, all of the same length. beams: what as many beams of a search propose by; None
+    draws the answers. deadline_s: of every request, for its first token.
     load_pages: of adapters that a step loads beside decoding; None is the engine's rule, what makes a step a tenth
     longer. swap_share: pages of the host, over those of the pool.
     """
@@ -67,6 +64,7 @@ class Setup:
     fetch: FetchCosts = field(default_factory=FetchCosts)
     max_tokens: int | None = None
     num_choices: int = 1
+    beams: NextTokens | None = None
     deadline_s: float | None = None
     load_pages: int | None = None
     swap_share: float = 0.25
@@ -95,13 +93,6 @@ def build_scheduler(setup: Setup, source: VirtualSource) -> Scheduler:
 def _load_pages(machine: Machine) -> int:
     costs = machine.costs
     return max(1, int(LOAD_SHARE * costs.step_s / costs.load_byte_s) // machine.full_page_bytes)
-
-
-def uncached_kv(num_pages: int, block_tokens: int) -> KVCache:
-    """KV pages for those who handle tables themselves: a pool of its own, and no prefix cache."""
-    tenants, pool = Tenants(num_pages), PagePool(num_pages)
-    evictor = Evictor(pool, tenants, LeastRecentlyUsed())
-    return KVCache(pool, evictor, block_tokens, enabled=False)
 
 
 class Gate(Protocol):
@@ -208,7 +199,12 @@ class Simulation:
             f"tenant-{request.tenant}",
             request.prompt(),
             None if request.adapter is None else self.fleet.version(request.adapter),
-            SamplingParams(max_tokens=max_tokens, n=setup.num_choices),
+            SamplingParams(
+                max_tokens=max_tokens,
+                temperature=0.0,
+                n=setup.num_choices,
+                use_beam_search=setup.beams is not None,
+            ),
             deadline_s=setup.deadline_s,
         )
         tenant = self.scheduler.memory.tenants.find(engine_request.tenant)
@@ -263,6 +259,10 @@ class Simulation:
 
     def _draw(self, sequence: Sequence) -> Sampled:
         token, stops_after = self._tokens[sequence.request.request_id]
+        if sequence.search is not None and self.setup.beams is not None:
+            thread = self.outcomes[sequence.request.request_id].request.thread
+            answer = sequence.token_ids[sequence.num_prompt :]
+            return replace(token, proposal=self.setup.beams.propose(thread, answer, sequence.search.width))
         return self._stop if sequence.num_generated + 1 == stops_after else token
 
     def _take_in(self, outputs: list[StepOutput]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bench.lengths import SHAREGPT, SIGMA, LengthPair
+from bench.lengths import SHAREGPT, LengthPair
 
 # Token ids below are left to special tokens: a simulated model stops at one of them.
 FIRST_TOKEN = 16
@@ -147,10 +147,10 @@ def chat_trace(
     return sorted(trace, key=lambda request: (request.arrival_s, request.thread))
 
 
-def base_trace(count: int, rate: float, lengths: LengthPair, *, sigma: float = SIGMA, seed: int = 0) -> Trace:
-    """Poisson arrivals for the bare base model, all of one tenant. sigma: of the lengths."""
+def base_trace(count: int, rate: float, lengths: LengthPair, *, seed: int = 0) -> Trace:
+    """Poisson arrivals for the bare base model, all of one tenant."""
     random = np.random.default_rng(seed)
-    prompts, outputs = lengths.draw(count, random, sigma)
+    prompts, outputs = lengths.draw(count, random)
     columns = zip(gamma_arrivals(count, rate, 1.0, random), prompts, outputs, strict=True)
     return [TraceRequest(now, 0, None, prompt, output, i) for i, (now, prompt, output) in enumerate(columns)]
 

@@ -1,21 +1,27 @@
 """Small runs of what the benches print."""
 
-import numpy as np
 import pytest
 
 from bench.batching import SIZES, batching_rows
-from bench.beam_process import BeamProcess
 from bench.cold_adapters import cold_row
 from bench.early_abort import TWICE, abort_row
 from bench.fairness import back_from_idle, fair_setup, many_adapters, share_rows, ten_times
 from bench.gates import DynamicGate, StaticGate
-from bench.lengths import ALPACA
-from bench.machines import A10G_7B
+from bench.machines import A10G_7B, A100_7B
 from bench.overhead import page_rows, schedule_row
 from bench.request_log import SLO_S
-from bench.sharing import beam_saved, sampling_saved
+from bench.sharing import (
+    BEAMS,
+    ON_ALPACA,
+    WIDTHS,
+    Blocks,
+    SharingMeter,
+    counting_rows,
+    measure,
+    sharing_rows,
+)
 from bench.simulate import VALUES, Length, policy_rows, verdict_rows
-from bench.simulation import Setup, Simulation
+from bench.simulation import Policies, Setup, Simulation
 from bench.swapping import BLOCK_SIZES, swap_rows
 from bench.table import markdown, print_table
 from bench.traces import S2, TraceRequest, slora_trace
@@ -26,22 +32,37 @@ def request(arrival_s: float, thread: int) -> TraceRequest:
 
 
 def test_more_choices_share_more() -> None:
-    saved = [sampling_saved(ALPACA, width, 20, 1.0) for width in (2, 4)]
+    saved = [measure(ON_ALPACA, width, 20).total.percent for width in (2, 4)]
     assert 0 < saved[0] < saved[1] < 75
 
 
 def test_beams_that_are_alike_share_less_than_independent_ones() -> None:
-    alike = beam_saved(ALPACA, 4, 20, 1.0, is_alike=True)
-    independent = beam_saved(ALPACA, 4, 20, 1.0, is_alike=False)
-    assert sampling_saved(ALPACA, 4, 20, 1.0) < alike < independent < 75
+    alike, _, independent = (measure(ON_ALPACA, 4, 20, beams).total.percent for beams in BEAMS.values())
+    assert measure(ON_ALPACA, 4, 20).total.percent < alike < independent < 75
 
 
-def test_beams_begin_with_one_and_then_keep_their_number() -> None:
-    process = BeamProcess(4, np.random.default_rng(0), is_alike=False)
-    assert process.next_parents() == [0, 0, 0, 0]
-    for _ in range(20):
-        parents = process.next_parents()
-        assert len(parents) == 4 and set(parents) <= {0, 1, 2, 3} and parents == sorted(parents)
+def test_what_is_saved_is_counted_in_each_way_by_hand() -> None:
+    """Two choices of one request: 40 tokens of prompt, 25 of answer, blocks of 16. While the third one fills up there
+    are 2 + 2 blocks instead of 6, then 2 + 4 instead of 8; the KV of the last token is never computed."""
+    meter = SharingMeter(every=1)
+    setup = Setup(A100_7B, (8,), num_choices=2, policies=Policies(prefix_cache="off"))
+    Simulation(setup, [meter]).run([TraceRequest(0.0, 0, None, 40, 25, 0)])
+    prompt, *answer = meter.by_step
+    assert prompt == Blocks(3, 3)  # not forked yet
+    assert answer == [Blocks(4, 6)] * 8 + [Blocks(6, 8)] * 16
+    assert meter.total == Blocks(3 + 8 * 4 + 16 * 6, 3 + 8 * 6 + 16 * 8)
+    assert meter.with_partial == Blocks(3 + 8 * 3 + 16 * 5, 3 + 8 * 6 + 16 * 8)
+    assert meter.by_request == {"request-0": meter.total} and meter.at_end == {"request-0": Blocks(6, 8)}
+
+
+def test_every_row_of_sharing_tells_what_was_saved_and_what_the_paper_saved() -> None:
+    shared, counted = sharing_rows(1), counting_rows(1)
+    assert len(shared) == 3 * len(WIDTHS) and len(counted) == 7 * len(WIDTHS)
+    assert len({row["lengths"] for row in counted}) == 7
+    for row in (*shared, *counted):
+        saved = [value for name, value in row.items() if "%" in name or "step" in name]
+        assert saved and all(isinstance(value, float) and 0 <= value < 100 for value in saved)
+    assert [row["paper"] for row in counted[:3]] == [6.1, 8.5, 9.8]
 
 
 def test_swapping_small_blocks_layer_by_layer_costs_more_than_computing_again() -> None:

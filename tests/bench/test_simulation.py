@@ -4,6 +4,7 @@ import pytest
 
 from bench.lengths import ALPACA
 from bench.machines import A10G_7B, CPU_110M, Machine
+from bench.next_tokens import NextTokens
 from bench.simulation import Policies, PoolMeter, Setup, Simulation
 from bench.traces import S2, TraceRequest, base_trace, slora_trace
 from bench.virtual_source import FetchCosts
@@ -131,6 +132,28 @@ def test_choices_of_a_request_share_its_prompt() -> None:
     assert max(held) == 10 + 4
     (outcome,) = simulation.outcomes.values()
     assert outcome.num_tokens == 4 * 8
+
+
+def test_a_search_is_the_production_one_and_its_beams_share_all_but_their_ends() -> None:
+    """Beams that expect nothing in common soon have a common past; alike ones keep what once told them apart."""
+    held: dict[str, list[int]] = {}
+    for name, beams in (("alike", NextTokens(0)), ("independent", NextTokens(None))):
+
+        class Watch:
+            def observe(
+                self, simulation: Simulation, plan: StepPlan, seconds: float, name: str = name
+            ) -> None:
+                assert all(chunk.sequence.search is not None for chunk in plan.chunks)
+                held.setdefault(name, []).append(simulation.pool.num_held)
+
+        setup = Setup(CPU_110M, (8,), num_choices=4, beams=beams, policies=Policies(prefix_cache="off"))
+        simulation = Simulation(setup, [Watch()])
+        assert simulation.run([request(prompt=160, output=160)]).completed == 1
+        (outcome,) = simulation.outcomes.values()
+        assert outcome.num_tokens == 4 * 160
+        simulation.scheduler.check()
+        assert simulation.pool.num_held == 0
+    assert held["independent"][-1] < held["alike"][-1] < 10 + 4 * 10
 
 
 @pytest.mark.parametrize("machine", [A10G_7B, CPU_110M])

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from bench.lengths import ALPACA, MAX_TOKENS, SHAREGPT, LengthPair
+from bench.lengths import ALPACA, MAX_TOKENS, SHAREGPT, SHAREGPT_SHAPED, LengthPair
 from bench.traces import base_trace, chat_trace, merge, offered_tokens_per_s, slora_trace, zipf_trace
 
 
@@ -46,6 +46,17 @@ def test_lengths_have_the_means_of_the_paper_and_a_tail(pair: LengthPair) -> Non
         assert np.median(lengths) < 0.75 * mean
         assert 10 * mean < max(lengths) <= MAX_TOKENS or max(lengths) == MAX_TOKENS
         assert min(lengths) >= 1
+
+
+def test_lengths_of_a_known_shape_lie_as_those_of_the_list_do() -> None:
+    """In units of the mean; nobody's answer is longer than 1,024 tokens there, and half of the prompts have 58."""
+    prompts, outputs = SHAREGPT_SHAPED.draw(5000, np.random.default_rng(0))
+    assert (np.mean(prompts), np.mean(outputs)) == pytest.approx((161.31, 337.99), abs=0.05)
+    assert np.median(prompts) / 161.31 == pytest.approx(58 / 136, abs=0.04)
+    assert np.quantile(outputs, (0.1, 0.5, 0.9)) / 337.99 == pytest.approx(
+        [70 / 472, 473 / 472, 868 / 472], abs=0.04
+    )
+    assert max(outputs) <= 1024 / 472 * 1.02 * 337.99
 
 
 def test_zipf_gives_the_first_adapter_its_share() -> None:
