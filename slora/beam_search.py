@@ -138,9 +138,9 @@ class BeamSearch:
             if token_id in self._stop_ids or is_last:
                 if rank < self.width:
                     self._finish(one, token_id)
-            elif len(going_on) < self.width:
+            else:
                 going_on.append(one)
-            if rank + 1 >= self.width and (is_last or len(going_on) == self.width):
+            if len(going_on) == self.width or (is_last and rank + 1 == self.width):
                 break
         if not going_on or self._is_decided(going_on[0].total):
             return None

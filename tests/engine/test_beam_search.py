@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora.beam_search import BeamSearch, Hypothesis
+from slora.beam_search import BeamSearch, Hypothesis, Proposal
 from slora.request import FinishReason
 from slora.sampling_params import SamplingParams
 from tests.support.beam_model import Model, beam_params, propose, random_model, search_plainly
@@ -139,3 +139,75 @@ def test_a_beam_that_takes_its_proposal_back_is_waited_for() -> None:
     search.withdraw(0)
     search.withdraw(0)
     assert not search.is_ready and search.has_proposed(1) and not search.has_proposed(0)
+
+
+# Two tokens end a hypothesis, four do not.
+END, STOP, A, B, C, D = range(6)
+
+
+def start(width: int, *, length_penalty: float = 0.0, early_stopping: bool = False) -> BeamSearch:
+    params = beam_params(width, width, 9, length_penalty, early_stopping=early_stopping)
+    return BeamSearch(params, frozenset([END, STOP]))
+
+
+def say(search: BeamSearch, beam: int, **chances: float) -> None:
+    """Proposes tokens by their names, the likeliest first."""
+    ids = {"end": END, "stop": STOP, "a": A, "b": B, "c": C, "d": D}
+    scores = list(chances.values())
+    search.propose(beam, Proposal([ids[name] for name in chances], scores, scores))
+
+
+def test_what_ends_behind_the_first_ones_is_no_hypothesis() -> None:
+    """Of a width of 2 the third continuation: with it there would be two, and the search would be over."""
+    search = start(2, early_stopping=True)
+    say(search, 0, end=-0.1, a=-0.5, stop=-0.6, b=-0.7)
+    assert search.advance(9) is not None
+    assert [one.token_ids for one in search.best(2)] == [(END,)]
+
+
+def test_a_search_is_over_when_its_best_beam_could_only_draw_level() -> None:
+    search = start(1)
+    say(search, 0, end=-1.0, a=-1.0)
+    assert search.advance(9) is None
+
+
+@pytest.mark.parametrize("best", [-1.5, -1.15])
+def test_only_the_best_hypotheses_count_for_when_a_search_is_over(best: float) -> None:
+    """Three have ended, the worst of which, -3, is forgotten: what goes on must beat -1.2."""
+    search = start(2)
+    say(search, 0, a=-0.1, stop=-3.0, b=-4.0)
+    assert search.advance(9) is not None
+    say(search, 0, end=-0.2, c=-1.0, d=-1.02)
+    say(search, 1, end=-8.0, a=-9.0, b=-9.0)
+    assert search.advance(9) is not None and search.beams == [0, 1]
+    say(search, 0, end=-0.1, a=-0.9, b=-8.0)
+    say(search, 1, a=best + 1.12, b=-8.0, c=-8.0)
+    assert (search.advance(9) is None) == (best < -1.2)
+    assert [one.token_ids for one in search.best(9)] == [(A, END), (A, C, END)]
+
+
+def test_of_equals_the_first_comes_first() -> None:
+    """Hypotheses by when they ended, continuations by their beams, places in a proposal by their order."""
+    search = start(3)
+    say(search, 0, a=-1.0, end=-1.0, stop=-1.0, c=-1.0, b=-1.0)
+    survivors = search.advance(9)
+    assert survivors is not None and survivors.kept == {0: A}
+    assert [(fork.beam, fork.token_id) for fork in survivors.forks] == [(1, C), (2, B)]
+    for beam in search.beams:
+        say(search, beam, d=-0.5, a=-0.5, b=-2.0)
+    survivors = search.advance(9)
+    assert survivors is not None and survivors.kept == {0: D, 1: D} and search.beams == [0, 2, 1]
+    assert survivors.forks == [(0, 2, A)] and survivors.dropped == [2]
+    assert [one.token_ids for one in search.best(3)] == [(END,), (STOP,)]
+
+
+def test_a_hypothesis_is_told_with_what_the_model_said_not_with_what_the_request_added() -> None:
+    """A bias of 2 on the second token: it is ranked with it, and told without."""
+    search = start(1)
+    search.propose(0, Proposal([A, END], [1.0, -0.4], [-1.0, -0.4], ((END, -0.4),)))
+    assert search.advance(9) is not None
+    search.propose(0, Proposal([END, A], [-0.1, -2.0], [-0.1, -2.0], ((END, -0.1),)))
+    assert search.advance(9) is None
+    (best,) = search.best(1)
+    assert best.score == pytest.approx(0.9) and best.logprobs is not None
+    assert [entry.logprob for entry in best.logprobs] == [-1.0, -0.1]
