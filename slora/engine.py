@@ -186,7 +186,7 @@ class Engine:
     def _check_choices(self, request: EngineRequest) -> None:
         wanted, limit = request.sampling.width, self.info.max_num_seqs
         if wanted > limit:
-            field = "n" if request.sampling.best_of is None else "best_of"
+            field = request.sampling.width_param
             raise RequestRefused(
                 f"{field} is {wanted}; this server runs at most {limit} sequences at once (max_num_seqs)",
                 field,
@@ -196,7 +196,7 @@ class Engine:
         """As many tokens as there are to be beams must be left to go on with."""
         num_left = self.info.vocab_size - sum(token < self.info.vocab_size for token in stop_ids)
         if sampling.use_beam_search and sampling.width > num_left:
-            field = "n" if sampling.best_of is None else "best_of"
+            field = sampling.width_param
             raise RequestRefused(
                 f"{field} is {sampling.width}, but only {num_left} of the {self.info.vocab_size} tokens are no stop "
                 "tokens; ask for fewer beams",

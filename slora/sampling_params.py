@@ -111,6 +111,11 @@ class SamplingParams:
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def width_param(self) -> str:
+        """The field that says so."""
+        return "n" if self.best_of is None else "best_of"
+
+    @property
     def num_choices(self) -> int:
         """Answers that the engine tells of. Of all that it draws, but a search knows its best itself."""
         return self.n if self.use_beam_search else self.width

@@ -54,10 +54,15 @@ class Admission:
         self.stopping = True
 
     @contextmanager
-    def generation(self, tenant: str, num_prompts: int, answers_each: int = 1) -> Iterator[None]:
-        """Holds a place for each answer. Raises BadRequest, ServerBusy, TenantBusy or Stopping."""
+    def generation(
+        self, tenant: str, num_prompts: int, answers_each: int = 1, param: str = "n"
+    ) -> Iterator[None]:
+        """Holds a place for each answer. Raises BadRequest, ServerBusy, TenantBusy or Stopping.
+
+        param: the field that asks for several answers to each prompt.
+        """
         num_answers = num_prompts * answers_each
-        self._check_generation(tenant, num_answers, "prompt" if answers_each == 1 else "n")
+        self._check_generation(tenant, num_answers, "prompt" if answers_each == 1 else param)
         with _taken(num_answers, self._generations, self._generations_of[tenant]):
             yield
 

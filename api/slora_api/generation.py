@@ -51,7 +51,8 @@ class Generator:
         Raises what admission and engine raise; nothing is left running then.
         """
         started_at = time.perf_counter()
-        with self.admission.generation(terms.tenant, len(prompts), prompts[0].sampling.width):
+        sampling = prompts[0].sampling
+        with self.admission.generation(terms.tenant, len(prompts), sampling.width, sampling.width_param):
             seen_first = False
             async with aclosing(self._streams(terms, model, prompts)) as deltas:
                 async for delta in deltas:

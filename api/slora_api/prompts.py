@@ -131,7 +131,7 @@ def _check_choices(sampling: SamplingParams, info: EngineInfo, *, stream: bool) 
     """Raises BadRequest or RequestRefused."""
     wanted, limit = sampling.width, info.max_num_seqs
     if wanted > limit:
-        param = "n" if sampling.best_of is None else "best_of"
+        param = sampling.width_param
         raise BadRequest(
             f"`{param}` is {wanted}; this server computes at most {limit} answers at once (max_num_seqs).",
             param,
