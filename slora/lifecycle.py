@@ -97,7 +97,8 @@ class Lifecycle:
         self.unfinished.add(sequence)
         self.batch.join(sequence)
 
-    def back_to_queue(self, sequence: Sequence) -> list[StepOutput]:
+    def back_to_queue(self, sequence: Sequence) -> ContextTooLong | None:
+        """It waits again. Returns why it can't, if its tenant's ceiling has come down: then it is to be ended."""
         sequence.num_preemptions += 1
         self._give_back(sequence)
         if sequence.search is not None:
@@ -105,9 +106,9 @@ class Lifecycle:
         sequence.num_computed = sequence.num_named = 0
         try:
             self._enqueue(sequence)
-        except ContextTooLong as error:  # its tenant's ceiling has come down meanwhile
-            return [self.end(sequence, error)]
-        return []
+        except ContextTooLong as error:
+            return error
+        return None
 
     def end(self, sequence: Sequence, error: Exception) -> StepOutput:
         """An error ends all of a request, whichever choice it befell."""
@@ -184,7 +185,8 @@ class Lifecycle:
             self._supply.retain(sequence.request.adapter)
 
     def _fit(self, sequence: Sequence, adapter_pages: int) -> None:
-        """Raises ContextTooLong unless both fit what its tenant may hold; an open-ended request is cut to what does.
+        """Raises ContextTooLong unless both fit what its tenant may hold; an open-ended request is cut to what does,
+        but not below what it has already, which its tenant's ceiling may have come down on.
 
         Beams wait for each other, so all of a search must fit at once, each at its full length and with nothing shared:
         then whatever else holds pages can give way to them, and the last of them finds its own.
@@ -195,7 +197,8 @@ class Lifecycle:
         open_ended = sequence.request.sampling.max_tokens is None
         if open_ended and footprint.chunk_tokens(sequence.num_tokens_at_most, room) < 1:
             room_tokens = room * footprint.block_tokens
-            sequence.max_tokens = min(sequence.max_tokens, max(1, room_tokens - sequence.num_prompt + 1))
+            most_tokens = max(room_tokens - sequence.num_prompt, sequence.num_generated) + 1
+            sequence.max_tokens = min(sequence.max_tokens, most_tokens)
         sequence.chunk_limit = footprint.chunk_tokens(sequence.num_tokens_at_most, room)
         if sequence.chunk_limit < 1:
             raise self._never_fits(sequence, width, adapter_pages, most)

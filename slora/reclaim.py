@@ -65,14 +65,19 @@ class Reclaim:
         return self._queue.victim(s for s in self._batch if s.tenant is tenant or not own_limit)
 
     def preempt(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Back to the queue with its tokens but without pages of the pool."""
+        """Back to the queue with its tokens but without pages of the pool; or to its end, if it can't come back."""
         self.num_preemptions += 1
         # A beam's last token is computed again: what it has proposed is asked for once more.
         sequence.num_computed = min(sequence.num_computed, len(sequence.token_ids) - 1)
         if plan.withdraw(sequence):
             self.free_behind_window(sequence)
             self._swapping.save(sequence, plan)
-        plan.ended.extend(self._lifecycle.back_to_queue(sequence))
+        error = self._lifecycle.back_to_queue(sequence)
+        if error is not None:
+            # All of its request ends, what this step was to compute of other choices too: their pages go to others.
+            for choice in self._lifecycle.unfinished.find(sequence.request.request_id):
+                plan.withdraw(choice)
+            plan.ended.append(self._lifecycle.end(sequence, error))
 
     def free_behind_window(self, sequence: Sequence) -> None:
         footprint = self._footprint

@@ -175,8 +175,10 @@ class Scheduler:
         residents = self.supply.distrust(plan)
         restored = self.swapping.distrust()
         for sequence in self._batch:
-            if sequence.resident in residents or sequence in restored:
-                outputs.extend(self._lifecycle.back_to_queue(sequence))
+            if not sequence.done and (sequence.resident in residents or sequence in restored):
+                misfit = self._lifecycle.back_to_queue(sequence)
+                if misfit is not None:
+                    outputs.append(self._lifecycle.end(sequence, misfit))
         self.swapping.settle()
         return outputs
 
@@ -230,7 +232,7 @@ class Scheduler:
         ):
             victim = self._reclaim.victim(missing + copied, sequence.tenant)
             self._reclaim.preempt(victim, plan)
-            if victim is sequence:
+            if not sequence.is_running:  # nor is it, if a choice of its request gave way and can't come back
                 return False
             # When another choice gives way, the page may be left to this one.
             copied = blocks.must_copy(start, kv)

@@ -721,12 +721,14 @@ def test_the_beams_of_a_search_have_a_place_each_from_its_start_and_are_charged_
     bench = SchedulerBench({}, num_pages=20, max_num_seqs=4)
     bench.add("first", max_tokens=3, tenant="other")
     search = bench.add("search", prompt=2, max_tokens=5, beams=4)
-    started = {}
+    started, seated = {}, []
     for number in range(12):
         bench.step()
+        seated += bench.last_plan.started
         for chunk in bench.last_plan.chunks:
             started.setdefault(chunk.sequence.request.request_id, number)
     assert started == {"first": 0, "search": 3}
+    assert len(seated) > 1 + 4 and len(set(map(id, seated))) == len(seated), "a row was filled in twice"
     length = len(search_plainly(BEAM_MODEL, search.request.sampling, search.stop_ids, 5)[0].tokens)
     assert length > 1 and search.tenant.service == 2 + 2 * (1 + 4 * (5 - 1))
 
@@ -755,3 +757,44 @@ def test_a_beam_that_gives_way_is_waited_for_and_proposes_again(way: str) -> Non
     assert bench.scheduler.num_preemptions > 0
     assert (bench.scheduler.swapping.num_pages_in > 0) == (way == "swap")
     assert search.done
+
+
+def lower_ceiling(bench: SchedulerBench, *, max_share: float) -> None:
+    bench.memory.tenants.set_share("tenant", TenantShare(max_share=max_share))
+
+
+@pytest.mark.parametrize("beams", [None, 3])
+@pytest.mark.parametrize("max_tokens", [None, 24], ids=["open-ended", "of 24 tokens"])
+@pytest.mark.parametrize("way", ["swap", "recompute"])
+def test_who_has_more_than_a_ceiling_that_came_down_ends_with_an_error(
+    way: str, max_tokens: int | None, beams: int | None
+) -> None:
+    """Born from two bugs. What was open-ended waited for good: it was cut to less than it had. And of a request whose
+    second choice could not come back, the first one was computed in pages that others had by then."""
+    bench = SchedulerBench({}, num_pages=36, beam_model=stay_apart, preemption=way, swap_pages=9)
+    bench.add("cut", prompt=4, max_tokens=max_tokens, n=3 if beams is None else 1, beams=beams)
+    bench.add("other", prompt=4, max_tokens=30, tenant="other")
+    for _ in range(9):
+        bench.step()
+    assert bench.memory.tenants.find("tenant").num_pages > 6
+    lower_ceiling(bench, max_share=6 / 36)
+    ends = {output.request_id: output for output in bench.run_to_end(100)}
+    error = ends["cut"].error
+    assert isinstance(error, ContextTooLong) and "its tenant may hold 6 of the pool" in str(error)
+    assert ends["other"].error is None
+    assert bench.scheduler.num_running == bench.pool.num_held == 0
+
+
+def test_a_search_ends_for_all_beams_where_one_that_came_back_has_to() -> None:
+    """Its tenant's ceiling came down while it ran: the beam that gave way to an older request has room for 3 pages,
+    12 tokens and the one that is never computed."""
+    bench = SchedulerBench({}, num_pages=18, beam_model=stay_apart, scheduling="fcfs", preemption="recompute")
+    bench.add("older", prompt=40, max_tokens=8, tenant="other")
+    search = bench.add("search", prompt=4, max_tokens=None, beams=3)
+    while not search.num_generated:
+        bench.step()
+    lower_ceiling(bench, max_share=0.5)
+    ends = {output.request_id: output for output in bench.run_to_end(100)}
+    assert bench.scheduler.num_preemptions > 0
+    delta = ends["search"].delta
+    assert delta is not None and len(delta.token_ids) == 12 - 4 + 1
