@@ -798,3 +798,14 @@ def test_a_search_ends_for_all_beams_where_one_that_came_back_has_to() -> None:
     assert bench.scheduler.num_preemptions > 0
     delta = ends["search"].delta
     assert delta is not None and len(delta.token_ids) == 12 - 4 + 1
+
+
+def test_forks_of_a_search_that_was_aborted_meanwhile_are_not_started() -> None:
+    """Their rows may be those of others by then."""
+    bench = SchedulerBench({}, num_pages=20, beam_model=stay_apart)
+    bench.add("a", prompt=4, max_tokens=9, beams=3)
+    bench.step()
+    assert bench.scheduler.num_running == 3
+    bench.scheduler.abort("a")
+    bench.step()
+    assert bench.last_plan.started == [] and bench.pool.num_held == 0
