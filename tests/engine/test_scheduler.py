@@ -809,3 +809,12 @@ def test_forks_of_a_search_that_was_aborted_meanwhile_are_not_started() -> None:
     bench.scheduler.abort("a")
     bench.step()
     assert bench.last_plan.started == [] and bench.pool.num_held == 0
+
+
+def test_what_a_search_found_cached_is_told_once_with_its_best_answer() -> None:
+    bench = SchedulerBench({}, num_pages=20, prefix_cache="tenant")
+    found = []
+    for name in ("first", "second"):
+        bench.add(name, prompt=9, max_tokens=4, n=2, beams=3)
+        found.append([o.delta.num_cached for o in bench.run_to_end(20) if o.delta is not None])
+    assert found == [[0, 0], [8, 0]]
