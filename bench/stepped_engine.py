@@ -1,0 +1,65 @@
+"""An engine whose steps are made one by one on the caller's thread, its adapters packed on the host beforehand."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slora import SamplingParams
+from slora.engine import Engine
+from slora.engine_config import EngineConfig
+from slora.model_spec import read_model_spec
+from slora.request import EngineRequest, StepOutput
+from slora_adapters.peft_directory import read_adapter
+from slora_adapters.source import DirectorySource
+
+
+class SteppedEngine:
+    """settings: EngineConfig's. One adapter for each of `adapters`, its own copy even where a directory comes twice."""
+
+    def __init__(self, model: Path, adapters: Sequence[Path], settings: dict[str, Any]) -> None:
+        # The same prompts come again and again: nobody shall find them computed.
+        config = EngineConfig(model, **{"prefix_cache": "off", **settings})
+        spec = read_model_spec(model, config.model_impl)
+        dtype = spec.resolve_dtype(config.dtype)
+        shape = spec.shape(dtype)
+        source = DirectorySource(shape, dtype, num_threads=0)
+        read = {path: read_adapter(path, shape, source.limits) for path in set(adapters)}
+        # A version is one tenant's: the same weights of two tenants are two adapters, on the host and in the pool.
+        self._versions = [
+            source.hold(read[path], tenant=f"tenant-{index}") for index, path in enumerate(adapters)
+        ]
+        self.engine = Engine(config, spec, source)
+        self._numbers = itertools.count()
+        self._unfinished: list[str] = []
+
+    def add(self, prompts: Sequence[list[int]], adapters: Sequence[int | None], output_tokens: int) -> None:
+        """adapters: by number, of each prompt; None is the base."""
+        params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+        for prompt, number in zip(prompts, adapters, strict=True):
+            version = None if number is None else self._versions[number]
+            request = EngineRequest(str(next(self._numbers)), "bench", prompt, version, params)
+            self.engine.add(request)
+            self._unfinished.append(request.request_id)
+
+    def step(self) -> list[StepOutput]:
+        """Raises what ended a request."""
+        outputs = self.engine.step()
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+        return outputs
+
+    def drop(self) -> None:
+        """Ends what is unfinished."""
+        for number in self._unfinished:
+            self.engine.abort(number)
+        self._unfinished.clear()
+
+    def finish(self) -> int:
+        """The number of tokens that came until nothing was left to do."""
+        count = 0
+        while self.engine.num_unfinished:
+            count += len(self.step())
+        self._unfinished.clear()
+        return count

@@ -1,0 +1,200 @@
+"""Tokens per second of all contenders over the same requests, in rounds: each runs once in each round, in turn.
+
+Our own base runs in the process that serves the adapters, in the same rounds: what adapters cost is a ratio of one
+round, and so is the floor. Medians over the rounds.
+"""
+
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from bench.contender import ContenderFailed, ContenderProcess, Launch, Measured
+from bench.contenders.answering import Run, Setup
+from bench.floor import adapters_s, single_step_s
+from bench.machine_rates import MachineRates, RateMeter
+from bench.table import Row
+from bench.workload import prompts
+
+# So many adapters are given out in turn; of more, each request draws one, all equally popular.
+_IN_TURN = 64
+BASE = "slora base"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    name: str
+    input_tokens: int
+    output_tokens: int
+
+    @property
+    def length(self) -> int:
+        return self.input_tokens + self.output_tokens
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (Shape("decode", 64, 64), Shape("prefill", 1024, 16), Shape("long", 4080, 16))
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """A model and its adapters on disk. element_bytes: of a weight of `dtype`."""
+
+    model: Path
+    adapters: list[Path]
+    dtype: str
+
+    @property
+    def element_bytes(self) -> int:
+        torch_dtype: torch.dtype = getattr(torch, self.dtype)
+        return torch_dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured of one fleet. launches: how contenders start, or why they can't; by name."""
+
+    num_adapters: int
+    shapes: Sequence[Shape]
+    batches: Sequence[int]
+    rounds: int
+    threads: int
+    pool_bytes: int
+    launches: dict[str, Launch | str]
+
+
+@dataclass(slots=True)
+class _Cell:
+    """One shape and batch. runs: by contender. floors: the floor's seconds by round."""
+
+    shape: Shape
+    batch: int
+    runs: dict[str, list[Measured]] = field(default_factory=dict)
+    floors: list[float] = field(default_factory=list)
+    single_steps: list[float] = field(default_factory=list)
+
+    def note(self, name: str, measured: Measured) -> None:
+        self.runs.setdefault(name, []).append(measured)
+
+
+def give_out(num_adapters: int, batch: int, number: int) -> list[int | None]:
+    """Adapters of the requests of round `number`."""
+    if num_adapters == 0:
+        return [None] * batch
+    if num_adapters <= _IN_TURN:
+        return [index % num_adapters for index in range(batch)]
+    draw = random.Random(number)
+    return [draw.randrange(num_adapters) for _ in range(batch)]
+
+
+def throughput_rows(fleet: Fleet, plan: Plan, logs: Path) -> list[Row]:
+    """Rows of all shapes and batches for one dtype and number of adapters, contenders that failed with their reason."""
+    cells = [_Cell(shape, batch) for shape in plan.shapes for batch in plan.batches]
+    meter = RateMeter(getattr(torch, fleet.dtype))
+    with ExitStack() as stack:
+        contenders, reasons = _start(fleet, plan, logs, stack)
+        for cell in cells:
+            for number in range(plan.rounds + 1):  # the first is a warm-up
+                _run_round(fleet, plan, cell, contenders, meter.measure(), number)
+    key = {"dtype": fleet.dtype, "adapters": plan.num_adapters}
+    rows = [{**key, **row} for cell in cells for row in _rows(plan, cell, contenders)]
+    return rows + [
+        {**key, "contender": name, "version": f"not measured: {why}"} for name, why in reasons.items()
+    ]
+
+
+def _start(
+    fleet: Fleet, plan: Plan, logs: Path, stack: ExitStack
+) -> tuple[dict[str, ContenderProcess], dict[str, str]]:
+    paths = [str(fleet.adapters[index % len(fleet.adapters)]) for index in range(plan.num_adapters)]
+    length = max(shape.length for shape in plan.shapes)
+    batch = max(plan.batches)
+    setup = Setup(str(fleet.model), paths, fleet.dtype, plan.threads, length, batch, plan.pool_bytes)
+    contenders, reasons = {}, {}
+    for name, launch in plan.launches.items():
+        if isinstance(launch, str):
+            reasons[name] = launch
+            continue
+        try:
+            contenders[name] = ContenderProcess(launch, setup, logs / f"{name}.log")
+        except ContenderFailed as error:
+            reasons[name] = str(error)
+        else:
+            stack.callback(contenders[name].stop)
+    return contenders, reasons
+
+
+def _run_round(
+    fleet: Fleet,
+    plan: Plan,
+    cell: _Cell,
+    contenders: dict[str, ContenderProcess],
+    rates: MachineRates,
+    number: int,
+) -> None:
+    shape, given = cell.shape, give_out(plan.num_adapters, cell.batch, number)
+    asked = prompts(cell.batch, shape.input_tokens)
+    bare: list[int | None] = [None] * cell.batch
+    for name, run_name, adapters in _runs(plan, given, bare):
+        if name not in contenders:
+            continue
+        measured = contenders[name].run(Run(asked, adapters, shape.output_tokens))
+        if measured.tokens != cell.batch * shape.output_tokens:
+            raise RuntimeError(f"{name} made {measured.tokens} tokens of {cell.batch * shape.output_tokens}")
+        if number:
+            cell.note(run_name, measured)
+    if number and BASE in cell.runs:
+        extra_s = adapters_s(given, shape.input_tokens, shape.output_tokens, fleet.element_bytes, rates)
+        cell.floors.append(cell.runs[BASE][-1].seconds + extra_s)
+        cell.single_steps.append(single_step_s(fleet.element_bytes, rates))
+
+
+def _runs(
+    plan: Plan, given: list[int | None], bare: list[int | None]
+) -> Iterator[tuple[str, str, list[int | None]]]:
+    """Contender, what the run is called, and its adapters."""
+    yield "slora", BASE, bare
+    for name in plan.launches:
+        if plan.num_adapters or name != "slora":
+            yield name, name, given
+
+
+def _rows(plan: Plan, cell: _Cell, contenders: dict[str, ContenderProcess]) -> Iterator[Row]:
+    ours = cell.runs.get("slora" if plan.num_adapters else BASE, [])
+    for name, runs in cell.runs.items():
+        contender = contenders["slora" if name == BASE else name]
+        is_peer = name not in ("slora", BASE)
+        rates = [measured.tokens_per_s for measured in runs]
+        of_floor = of_read = None
+        if name == "slora":
+            of_floor = statistics.median(f / r.seconds for f, r in zip(cell.floors, runs, strict=True))
+        if name == BASE and cell.batch == 1 and cell.shape.output_tokens >= cell.shape.input_tokens:
+            of_read = statistics.median(
+                r.tokens * s / r.seconds for s, r in zip(cell.single_steps, runs, strict=True)
+            )
+        yield {
+            "shape": cell.shape.name,
+            "batch": cell.batch,
+            "contender": name,
+            "tokens/s": statistics.median(rates),
+            "min": min(rates),
+            "max": max(rates),
+            "prompt+output tokens/s": statistics.median(rates) * cell.shape.length / cell.shape.output_tokens,
+            "of floor": of_floor,
+            "of read": of_read,
+            "ours over it": _over(ours, runs) if is_peer and ours else None,
+            "peak RSS MiB": max(r.peak_rss_mib for r in runs),
+            "ready s": contender.ready_s,
+            "version": contender.version,
+        }
+
+
+def _over(ours: list[Measured], theirs: list[Measured]) -> float:
+    """Median over the rounds of how many times as fast ours is."""
+    return statistics.median(b.seconds / a.seconds for a, b in zip(ours, theirs, strict=True))
