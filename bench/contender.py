@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,22 +71,23 @@ class ContenderProcess:
     def run(self, run: Run) -> Measured:
         return Measured(**self._ask(asdict(run)))
 
-    def stop(self) -> None:
+    def stop(self) -> int:
+        """Its exit code: it ends when its standard input does."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        code = self._process.wait(60)
         self._process.stdout.close()
+        return code
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
-        try:
+        with suppress(BrokenPipeError):
             print(json.dumps(message), file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            line = ""
-        else:
-            line = self._process.stdout.readline()
+        line = self._process.stdout.readline()
         if not line:
+            code = self.stop()
             last = self._log.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-            raise ContenderFailed(f"{self.name} ended with {self._process.wait(60)}: {last[0]:.200}")
+            raise ContenderFailed(f"{self.name} ended with {code}: {last[0]:.200}")
         answer: dict[str, Any] = json.loads(line)
         return answer

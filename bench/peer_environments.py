@@ -19,7 +19,9 @@ import torch
 from bench.contender import ROOT, SOURCES, Launch
 
 HOME = ROOT / ".bench-peers"
-_FAILED = "failed.txt"
+_INSTALLED, _FAILED = "installed.txt", "failed.txt"
+# The index has them for CUDA's torch only: beside a CPU build they fail when imported, and what runs here needs none.
+_UNUSABLE = ("torchvision", "torchaudio", "torchcodec")
 # What the linker finds by itself, or a distribution puts in its usual places.
 _TCMALLOC = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
 _LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
@@ -61,7 +63,7 @@ def launch_peer(name: str, threads: int, kv_bytes: int) -> Launch | str:
     folder = HOME / name
     if (folder / _FAILED).exists():
         return (folder / _FAILED).read_text().strip()
-    if not (folder / "installed.txt").exists():
+    if not (folder / _INSTALLED).exists():
         return "not installed; `make bench-peers` does it"
     return Launch(name, peer.module, folder / "bin" / "python", _vllm_environment(threads, kv_bytes))
 
@@ -71,18 +73,20 @@ def install(peer: Peer, torch_version: str) -> str | None:
     if peer.packages is None:
         return peer.reason
     folder = HOME / peer.name
-    if (folder / "installed.txt").exists():
+    if (folder / _INSTALLED).exists():
         return None
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
     constraints = folder / "constraints.txt"
     constraints.write_text(f"{torch_version}\n")
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "-c", str(constraints)]
-    done = subprocess.run([*pip, *peer.packages], capture_output=True, text=True, check=False)
+    pip = [str(folder / "bin" / "python"), "-m", "pip"]
+    wanted = [*pip, "install", "--quiet", "-c", str(constraints), *peer.packages]
+    done = subprocess.run(wanted, capture_output=True, text=True, check=False)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["pip said nothing"]
         (folder / _FAILED).write_text(f"pip could not install {' '.join(peer.packages)}: {last[0]}\n")
         return last[0]
-    (folder / "installed.txt").write_text("\n".join(peer.packages) + "\n")
+    subprocess.run([*pip, "uninstall", "--quiet", "--yes", *_UNUSABLE], check=True)
+    (folder / _INSTALLED).write_text("\n".join(peer.packages) + "\n")
     return None
 
 

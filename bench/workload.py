@@ -89,10 +89,10 @@ def write_adapter(directory: Path, index: int, dtype: torch.dtype) -> None:
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def prompts(count: int, length: int) -> list[list[int]]:
+def prompts(count: int, length: int, vocab_size: int = VOCAB) -> list[list[int]]:
     """`count` prompts of `length` random token ids, none of them special."""
     draw = random.Random(42)
-    return [[draw.randrange(3, VOCAB) for _ in range(length)] for _ in range(count)]
+    return [[draw.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
 
 
 def _normal(*shape: int) -> torch.Tensor:

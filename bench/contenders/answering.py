@@ -6,11 +6,11 @@ Needs nothing but Python, because every contender's environment is another.
 
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 
@@ -61,5 +61,14 @@ def answer(prepare: Callable[[Setup], Contender]) -> None:
 
 
 def _peak_rss_mib() -> int:
-    """Of this process; of one that starts others, the largest of those that ended is not counted."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    """Of this process and those that it has started, the sum of their peaks."""
+    tree = [os.getpid()]
+    for parent in tree:  # grows as children are found
+        for listed in Path(f"/proc/{parent}/task").glob("*/children"):
+            tree += [int(child) for child in listed.read_text().split()]
+    return sum(_peak_kib(process_id) for process_id in tree) // 1024
+
+
+def _peak_kib(process_id: int) -> int:
+    lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))

@@ -2,21 +2,207 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import bench.peer_environments as peer_environments
 from bench.bars import verdict_rows
-from bench.contender import ContenderFailed, ContenderProcess, Launch, slora_launch
+from bench.contender import ROOT, ContenderFailed, ContenderProcess, Launch, slora_launch
 from bench.contenders.answering import Run, Setup
 from bench.engine_footprint import read_pss_bytes
 from bench.floor import adapter_numbers, adapters_s, single_step_s
 from bench.machine_rates import MachineRates, RateMeter
 from bench.step_clock import REST, StepClock, Timed
-from bench.step_profile import OVERHEAD, PARTS, Scene, profile_rows
+from bench.step_profile import EXPAND, PARTS, SHRINK, Scene, profile_rows, timed_functions
 from bench.stepped_engine import SteppedEngine
 from bench.throughput import BASE, give_out
-from bench.workload import write_adapter, write_model
-from slora_kernels.ops import select_kernels
+from bench.workload import write_adapter
+from tests.support.model_kit import ModelKit, make_kit
+
+_RATES = MachineRates(read_bytes_per_s=1e9, flops=1e12)
+_SETTINGS = {"dtype": "float32", "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
+    lora = {"r": 8, "target_modules": ["q_proj", "down_proj"]}
+    return make_kit(tmp_path_factory.mktemp("kit"), "llama", {"one": lora})
+
+
+def make_engine(kit: ModelKit, kernels: str, copies: int) -> SteppedEngine:
+    settings = {**_SETTINGS, "kernels": kernels, "pool_bytes": kit.pool_bytes(64)}
+    return SteppedEngine(kit.directory, [kit.adapters["one"]] * copies, settings)
+
+
+def test_the_floor_counts_the_weights_that_are_on_disk(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "a", 2, torch.bfloat16)
+    header = (tmp_path / "a" / "adapter_model.safetensors").read_bytes()
+    size = int.from_bytes(header[:8], "little")
+    tensors = json.loads(header[8 : 8 + size])
+    ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
+    assert adapter_numbers(2) * 2 == max(ends)
+
+
+def test_an_adapter_that_several_use_is_read_once_a_token_and_multiplied_for_each() -> None:
+    numbers = adapter_numbers(0)
+    one = adapters_s([0, None], 3, 2, 2, _RATES)
+    two = adapters_s([0, 0], 3, 2, 2, _RATES)
+    assert one == pytest.approx(2 * numbers * 2 / 1e9 + 2 * numbers * 4 / 1e12)
+    assert two - one == pytest.approx(2 * numbers * 4 / 1e12)
+    assert adapters_s([None], 3, 2, 2, _RATES) == 0
+
+
+def test_a_single_step_reads_the_weights_but_for_the_embedding() -> None:
+    assert single_step_s(2, _RATES) == pytest.approx(2 * 100_073_472 / 1e9)
+
+
+def test_the_machine_is_measured_in_what_it_does() -> None:
+    rates = RateMeter(torch.float32, read_bytes=1 << 20).measure(1)
+    assert rates.read_bytes_per_s > 0 and rates.flops > rates.read_bytes_per_s
+
+
+def test_few_adapters_are_given_out_in_turn_and_many_are_drawn_anew_in_each_round() -> None:
+    assert give_out(0, 3, 1) == [None] * 3
+    assert give_out(2, 5, 1) == give_out(2, 5, 2) == [0, 1, 0, 1, 0]
+    first, second = give_out(1000, 64, 1), give_out(1000, 64, 2)
+    assert first != second and first == give_out(1000, 64, 1)
+    assert len(set(first)) > 50 and all(index is not None and 0 <= index < 1000 for index in first)
+
+
+class Clockwork:
+    def outer(self) -> int:
+        return self.inner() + 1
+
+    @staticmethod
+    def still() -> int:
+        return 2
+
+    def inner(self) -> int:
+        return 1
+
+
+def test_a_part_of_a_step_does_not_count_what_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(100))
+    monkeypatch.setattr("bench.step_clock.time.perf_counter", lambda: float(next(ticks)))
+    clock = StepClock()
+    timed = [Timed(Clockwork, "outer", "a"), Timed(Clockwork, "inner", "b"), Timed(Clockwork, "still", "b")]
+    before = dict(vars(Clockwork))
+    with clock.timing(timed), clock.step():
+        assert Clockwork().outer() + Clockwork.still() == 4
+    assert clock.steps == [{"a": 2.0, "b": 2.0, REST: 3.0}]
+    assert dict(vars(Clockwork)) == before
+
+
+def test_a_function_that_was_renamed_is_told_and_none_stays_timed() -> None:
+    before = dict(vars(Clockwork))
+    timed = [Timed(Clockwork, "outer", "a"), Timed(Clockwork, "gone", "b")]
+    with pytest.raises(AttributeError, match="Clockwork has no gone"), StepClock().timing(timed):
+        pass
+    assert dict(vars(Clockwork)) == before
+
+
+@pytest.mark.parametrize("kernels", ["numba", "torch"])
+def test_the_parts_of_a_step_are_the_engines_own(kit: ModelKit, kernels: str) -> None:
+    if kernels == "numba":
+        pytest.importorskip("numba")
+    stepped = make_engine(kit, kernels, 2)
+    bare, adapted = profile_rows(stepped, [Scene(0, 3, 5), Scene(2, 3, 5)], 3, 1)
+    assert [part for part in PARTS if adapted[part] == 0] == []
+    assert [part for part in PARTS if bare[part] == 0] == [SHRINK, EXPAND]
+    assert 0 < adapted["overhead %"] < 100
+    stepped.engine.check()
+    assert not stepped.engine.num_unfinished
+
+
+def test_everything_that_is_timed_exists_in_both_kernels_for_a_cpu() -> None:
+    pytest.importorskip("numba")
+    for name in ("numba", "torch"):
+        with StepClock().timing(timed_functions(name)):
+            pass
+
+
+def test_each_copy_of_an_adapter_is_an_adapter_of_its_own(kit: ModelKit) -> None:
+    stepped = make_engine(kit, "torch", 3)
+    stepped.add([[1, 2]] * 4, [0, 1, 2, None], 2)
+    assert stepped.finish() == 8
+    assert stepped.engine.stats().adapter_loads == 3
+
+
+def make_setup(kit: ModelKit) -> Setup:
+    adapters = [str(kit.adapters["one"])]
+    return Setup(str(kit.directory), adapters, "float32", 1, 64, 4, kit.pool_bytes(64))
+
+
+@pytest.mark.parametrize("name", ["slora", "peft"])
+def test_contenders_generate_what_they_are_asked_for(kit: ModelKit, name: str, tmp_path: Path) -> None:
+    launch = slora_launch(1) if name == "slora" else peer_environments.launch_peer(name, 1, 1 << 30)
+    assert isinstance(launch, Launch)
+    contender = ContenderProcess(launch, make_setup(kit), tmp_path / "log")
+    measured = contender.run(Run([[1, 2, 3]] * 3, [0, 0, 0], 5))
+    assert measured.tokens == 15 and measured.tokens_per_s > 0 and measured.peak_rss_mib > 50
+    assert contender.ready_s > 0 and ("torch" if name == "slora" else "peft") in contender.version
+    assert contender.stop() == 0
+
+
+def test_a_contender_that_ends_says_its_last_words(kit: ModelKit, tmp_path: Path) -> None:
+    launch = Launch("broken", "bench.contenders.not_there", Path(sys.executable), {"PYTHONPATH": str(ROOT)})
+    with pytest.raises(ContenderFailed, match=r"broken ended with 1: .*not_there"):
+        ContenderProcess(launch, make_setup(kit), tmp_path / "log")
+
+
+def test_a_peer_that_is_not_there_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_environments, "HOME", tmp_path)
+    assert peer_environments.launch_peer("vllm", 1, 1 << 30) == "not installed; `make bench-peers` does it"
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "failed.txt").write_text("no such package\n")
+    assert peer_environments.launch_peer("vllm", 1, 1 << 30) == "no such package"
+    (tmp_path / "vllm" / "failed.txt").unlink()
+    (tmp_path / "vllm" / "installed.txt").touch()
+    launch = peer_environments.launch_peer("vllm", 2, 3 << 30)
+    assert isinstance(launch, Launch) and launch.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    # Nothing of this project but the bench may be found on a peer's path.
+    assert [path.name for path in Path(launch.environment["PYTHONPATH"]).iterdir()] == ["bench"]
+
+
+def test_a_process_takes_the_memory_that_it_has_written_to() -> None:
+    before, _ = read_pss_bytes(os.getpid())
+    block = bytearray(64 << 20)
+    block[:: os.sysconf("SC_PAGE_SIZE")] = b"x" * len(range(0, len(block), os.sysconf("SC_PAGE_SIZE")))
+    after, shared = read_pss_bytes(os.getpid())
+    assert after - before > 60 << 20 and shared < after
+
+
+def test_bars_judge_the_rows_that_they_are_for() -> None:
+    key = {"dtype": "bfloat16", "shape": "decode", "batch": 64}
+    rows = [
+        {**key, "adapters": 0, "contender": "vllm", "ours over it": 0.95},
+        {**key, "adapters": 0, "contender": "vllm", "ours over it": 0.95, "batch": 1},
+        {**key, "adapters": 8, "contender": "vllm", "ours over it": 10.0},
+        {**key, "adapters": 8, "contender": "peft", "ours over it": 5.1},
+        {**key, "adapters": 32, "contender": "peft", "ours over it": 5.1},
+        {**key, "adapters": 1, "contender": "peft", "ours over it": 0.1},
+        {**key, "adapters": 8, "contender": "slora", "of floor": 0.89},
+        {**key, "adapters": 0, "contender": BASE, "of read": 0.5, "batch": 1},
+        {"dtype": "bfloat16", "batch": 64, "adapters": 8, "overhead %": 5.5},
+        {"dtype": "bfloat16", "batch": 1, "adapters": 8, "overhead %": 50.0},
+        {"dtype": "bfloat16", "beside MiB": 399.0, "ready s": 5.1},
+        {"dtype": "bfloat16", "adapters": 8, "contender": "llama.cpp", "version": "not measured: no wheel"},
+    ]
+    seen = [(row["bar"], row["wanted"], row["verdict"]) for row in verdict_rows(rows)]
+    assert seen == [
+        ("base over vLLM's", ">= 1", "MISSED"),
+        ("base over vLLM's", ">= 0.9", "met"),
+        ("adapters over the floor", ">= 0.9", "MISSED"),
+        ("adapters over vLLM's", ">= 10", "met"),
+        ("adapters over peft's", ">= 5", "met"),
+        ("adapters over peft's", ">= 10", "MISSED"),
+        ("one request over its reads", ">= 0.4", "met"),
+        ("overhead %", "<= 5", "MISSED"),
+        ("PSS beside weights and pool", "<= 400", "met"),
+        ("ready", "<= 5", "MISSED"),
+    ]
+    assert re.fullmatch(r"bfloat16, decode, batch 64, 0 adapters", verdict_rows(rows)[0]["where"])
