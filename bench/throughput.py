@@ -7,7 +7,6 @@ round, and so is the floor. Medians over the rounds.
 import random
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from bench.contenders.answering import Run, Setup
 from bench.floor import adapters_s, single_step_s
 from bench.machine_rates import MachineRates, RateMeter
 from bench.table import Row
-from bench.workload import prompts
+from bench.workload import VOCAB, prompts
 
 # So many adapters are given out in turn; of more, each request draws one, all equally popular.
 _IN_TURN = 64
@@ -49,6 +48,7 @@ class Fleet:
     model: Path
     adapters: list[Path]
     dtype: str
+    vocab_size: int = VOCAB
 
     @property
     def element_bytes(self) -> int:
@@ -93,73 +93,95 @@ def give_out(num_adapters: int, batch: int, number: int) -> list[int | None]:
     return [draw.randrange(num_adapters) for _ in range(batch)]
 
 
+@dataclass(slots=True)
+class _Field:
+    """Who takes part. reasons: of those who do not, or not any more. started: whoever did."""
+
+    active: dict[str, ContenderProcess] = field(default_factory=dict)
+    started: dict[str, ContenderProcess] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def enter(self, launch: Launch, setup: Setup, log: Path) -> None:
+        try:
+            contender = ContenderProcess(launch, setup, log)
+        except ContenderFailed as error:
+            self.reasons[launch.name] = str(error)
+        else:
+            self.active[launch.name] = self.started[launch.name] = contender
+
+    def leave(self, name: str, error: ContenderFailed) -> None:
+        del self.active[name]
+        self.reasons[name] = str(error)
+
+    def stop(self) -> None:
+        for contender in self.started.values():
+            contender.stop()
+
+
 def throughput_rows(fleet: Fleet, plan: Plan, logs: Path) -> list[Row]:
-    """Rows of all shapes and batches for one dtype and number of adapters, contenders that failed with their reason."""
+    """Rows of all shapes and batches for one dtype and number of adapters, then who was not measured, and why.
+
+    Raises ContenderFailed if it is our own engine that failed.
+    """
     cells = [_Cell(shape, batch) for shape in plan.shapes for batch in plan.batches]
+    torch.set_num_threads(plan.threads)
     meter = RateMeter(getattr(torch, fleet.dtype))
-    with ExitStack() as stack:
-        contenders, reasons = _start(fleet, plan, logs, stack)
+    contenders = _Field()
+    try:
+        _start(fleet, plan, logs, contenders)
         for cell in cells:
             for number in range(plan.rounds + 1):  # the first is a warm-up
                 _run_round(fleet, plan, cell, contenders, meter.measure(), number)
+    finally:
+        contenders.stop()
     key = {"dtype": fleet.dtype, "adapters": plan.num_adapters}
-    rows = [{**key, **row} for cell in cells for row in _rows(plan, cell, contenders)]
-    return rows + [
-        {**key, "contender": name, "version": f"not measured: {why}"} for name, why in reasons.items()
-    ]
+    rows = [{**key, **row} for cell in cells for row in _rows(plan, cell, contenders.started)]
+    reasons = contenders.reasons.items()
+    return rows + [{**key, "contender": name, "version": f"not measured: {why}"} for name, why in reasons]
 
 
-def _start(
-    fleet: Fleet, plan: Plan, logs: Path, stack: ExitStack
-) -> tuple[dict[str, ContenderProcess], dict[str, str]]:
+def _start(fleet: Fleet, plan: Plan, logs: Path, contenders: _Field) -> None:
     paths = [str(fleet.adapters[index % len(fleet.adapters)]) for index in range(plan.num_adapters)]
     length = max(shape.length for shape in plan.shapes)
-    batch = max(plan.batches)
-    setup = Setup(str(fleet.model), paths, fleet.dtype, plan.threads, length, batch, plan.pool_bytes)
-    contenders, reasons = {}, {}
+    setup = Setup(
+        str(fleet.model), paths, fleet.dtype, plan.threads, length, max(plan.batches), plan.pool_bytes
+    )
     for name, launch in plan.launches.items():
         if isinstance(launch, str):
-            reasons[name] = launch
-            continue
-        try:
-            contenders[name] = ContenderProcess(launch, setup, logs / f"{name}.log")
-        except ContenderFailed as error:
-            reasons[name] = str(error)
+            contenders.reasons[name] = launch
         else:
-            stack.callback(contenders[name].stop)
-    return contenders, reasons
+            contenders.enter(launch, setup, logs / f"{name}-{plan.num_adapters}.log")
 
 
 def _run_round(
-    fleet: Fleet,
-    plan: Plan,
-    cell: _Cell,
-    contenders: dict[str, ContenderProcess],
-    rates: MachineRates,
-    number: int,
+    fleet: Fleet, plan: Plan, cell: _Cell, contenders: _Field, rates: MachineRates, number: int
 ) -> None:
     shape, given = cell.shape, give_out(plan.num_adapters, cell.batch, number)
-    asked = prompts(cell.batch, shape.input_tokens)
-    bare: list[int | None] = [None] * cell.batch
-    for name, run_name, adapters in _runs(plan, given, bare):
-        if name not in contenders:
+    asked = prompts(cell.batch, shape.input_tokens, fleet.vocab_size)
+    for name, run_name, adapters in _runs(plan, given):
+        if name not in contenders.active:
             continue
-        measured = contenders[name].run(Run(asked, adapters, shape.output_tokens))
+        try:
+            measured = contenders.active[name].run(Run(asked, adapters, shape.output_tokens))
+        except ContenderFailed as error:
+            if name == "slora":
+                raise
+            contenders.leave(name, error)
+            cell.runs.pop(run_name, None)  # fewer rounds than the others' are no comparison
+            continue
         if measured.tokens != cell.batch * shape.output_tokens:
             raise RuntimeError(f"{name} made {measured.tokens} tokens of {cell.batch * shape.output_tokens}")
         if number:
             cell.note(run_name, measured)
-    if number and BASE in cell.runs:
+    if number:
         extra_s = adapters_s(given, shape.input_tokens, shape.output_tokens, fleet.element_bytes, rates)
         cell.floors.append(cell.runs[BASE][-1].seconds + extra_s)
         cell.single_steps.append(single_step_s(fleet.element_bytes, rates))
 
 
-def _runs(
-    plan: Plan, given: list[int | None], bare: list[int | None]
-) -> Iterator[tuple[str, str, list[int | None]]]:
+def _runs(plan: Plan, given: list[int | None]) -> Iterator[tuple[str, str, list[int | None]]]:
     """Contender, what the run is called, and its adapters."""
-    yield "slora", BASE, bare
+    yield "slora", BASE, [None] * len(given)
     for name in plan.launches:
         if plan.num_adapters or name != "slora":
             yield name, name, given

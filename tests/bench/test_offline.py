@@ -19,7 +19,7 @@ from bench.machine_rates import MachineRates, RateMeter
 from bench.step_clock import REST, StepClock, Timed
 from bench.step_profile import EXPAND, PARTS, SHRINK, Scene, profile_rows, timed_functions
 from bench.stepped_engine import SteppedEngine
-from bench.throughput import BASE, give_out
+from bench.throughput import BASE, Fleet, Plan, Shape, give_out, throughput_rows
 from bench.workload import write_adapter
 from tests.support.model_kit import ModelKit, make_kit
 
@@ -152,6 +152,31 @@ def test_a_contender_that_ends_says_its_last_words(kit: ModelKit, tmp_path: Path
     launch = Launch("broken", "bench.contenders.not_there", Path(sys.executable), {"PYTHONPATH": str(ROOT)})
     with pytest.raises(ContenderFailed, match=r"broken ended with 1: .*not_there"):
         ContenderProcess(launch, make_setup(kit), tmp_path / "log")
+
+
+def test_a_row_tells_what_adapters_cost_and_who_was_not_measured(kit: ModelKit, tmp_path: Path) -> None:
+    broken = Launch("broken", "bench.contenders.not_there", Path(sys.executable), {"PYTHONPATH": str(ROOT)})
+    mute = Launch("mute", "tests.bench.mute_contender", Path(sys.executable), {"PYTHONPATH": str(ROOT)})
+    launches: dict[str, Launch | str] = {
+        "slora": slora_launch(1),
+        "broken": broken,
+        "mute": mute,
+        "no": "why",
+    }
+    shapes = [Shape("small", 4, 4)]
+    plan = Plan(2, shapes, (1, 3), 2, 1, kit.pool_bytes(64), launches)
+    fleet = Fleet(kit.directory, [kit.adapters["one"]], "float32", vocab_size=100)
+    rows = throughput_rows(fleet, plan, tmp_path)
+    seen = [(row.get("batch"), row["contender"]) for row in rows]
+    assert seen == [(1, BASE), (1, "slora"), (3, BASE), (3, "slora")] + [
+        (None, name) for name in ("broken", "no", "mute")
+    ]
+    for row in rows[:4]:
+        assert row["min"] <= row["tokens/s"] <= row["max"]
+        assert (row["of floor"] is not None) == (row["contender"] == "slora")
+        assert (row["of read"] is not None) == (row["contender"] == BASE and row["batch"] == 1)
+    reasons = [row["version"] for row in rows[4:]]
+    assert "not_there" in reasons[0] and reasons[1] == "not measured: why" and "mute ended" in reasons[2]
 
 
 def test_a_peer_that_is_not_there_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
