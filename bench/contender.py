@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -49,7 +50,11 @@ def slora_launch(threads: int) -> Launch:
 
 
 class ContenderProcess:
-    """ready_s: from its start until it would have served. Raises ContenderFailed from the constructor and `run`."""
+    """ready_s: from its start until it would have served. Raises ContenderFailed from the constructor and `run`.
+
+    Between its answers it is stopped, with all that it has started: threads of an idle one that look for work would
+    take the cores from the others.
+    """
 
     def __init__(self, launch: Launch, setup: Setup, log: Path) -> None:
         self.name = launch.name
@@ -64,6 +69,8 @@ class ContenderProcess:
                 stderr=errors,
                 env={**inherited, **launch.environment},
                 text=True,
+                # A group of this session: should we die, the system wakes the group and hangs up on it.
+                process_group=0,
             )
         self.version: str = self._ask(asdict(setup))["version"]
         self.ready_s = time.perf_counter() - start
@@ -74,6 +81,7 @@ class ContenderProcess:
     def stop(self) -> int:
         """Its exit code: it ends when its standard input does."""
         assert self._process.stdin is not None and self._process.stdout is not None
+        self._signal(signal.SIGCONT)
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         code = self._process.wait(60)
@@ -82,6 +90,7 @@ class ContenderProcess:
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
+        self._signal(signal.SIGCONT)
         with suppress(BrokenPipeError):
             print(json.dumps(message), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
@@ -89,5 +98,10 @@ class ContenderProcess:
             code = self.stop()
             last = self._log.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
             raise ContenderFailed(f"{self.name} ended with {code}: {last[0]:.200}")
+        self._signal(signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, number)

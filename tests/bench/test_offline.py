@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,16 @@ def test_contenders_generate_what_they_are_asked_for(kit: ModelKit, name: str, t
     measured = contender.run(Run([[1, 2, 3]] * 3, [0, 0, 0], 5))
     assert measured.tokens == 15 and measured.tokens_per_s > 0 and measured.peak_rss_mib > 50
     assert contender.ready_s > 0 and ("torch" if name == "slora" else "peft") in contender.version
+    assert contender.stop() == 0
+
+
+def test_a_contender_is_stopped_between_its_runs(kit: ModelKit, tmp_path: Path) -> None:
+    launch = Launch("mute", "tests.bench.mute_contender", Path(sys.executable), {"PYTHONPATH": str(ROOT)})
+    contender = ContenderProcess(launch, make_setup(kit), tmp_path / "log")
+    state, deadline = Path(f"/proc/{contender.version}/stat"), time.monotonic() + 60
+    while " T " not in state.read_text():
+        assert time.monotonic() < deadline, "it goes on"
+        time.sleep(0.01)
     assert contender.stop() == 0
 
 
