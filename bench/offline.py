@@ -95,7 +95,7 @@ PARTS: dict[str, Callable[[Fleet, argparse.Namespace, Path], list[Row]]] = {
 
 
 def describe(options: argparse.Namespace) -> dict[str, Any]:
-    rates = {}
+    rates: dict[str, float] = {}
     torch.set_num_threads(options.threads)
     for dtype in options.dtypes:
         seen = RateMeter(getattr(torch, dtype)).measure()
