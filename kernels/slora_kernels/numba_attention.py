@@ -202,9 +202,8 @@ def attend_token(
     block = scratch[: num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
     for key in range(first, visible, BLOCK_KEYS):
         end = min(key + BLOCK_KEYS, visible)
-        scores = block[:, : end - key]
         for m in range(num_rows):
-            clear(scores[m])
+            clear(block[m])
         at = key
         while at < end:
             count, offset = count_run(at, end, block_tokens), at % block_tokens * size
@@ -214,14 +213,16 @@ def attend_token(
                 ahead = pages[table[(at + count) // block_tokens]]
                 prefetch(ahead[start : start + num_heads * head_elements])
             for head in range(num_heads):
-                mine = scores[head * group : (head + 1) * group, at - key : at - key + count]
+                mine = block[head * group : (head + 1) * group, at - key : at - key + count]
                 keys = page[start + head * head_elements + offset :]
                 score_run(mine, rows[head * group :], keys)
             at += count
         for m in range(num_rows):
+            # A row first, then what it sees of it: the compiler must know that its numbers lie side by side.
+            scores = block[m, : end - key]
             if cap > _ZERO:
-                cap_scores(scores[m], cap)
-            weigh(sums[m], state[m], scores[m])
+                cap_scores(scores, cap)
+            weigh(sums[m], state[m], scores)
         at = key
         while at < end:
             count, offset = count_run(at, end, block_tokens), at % block_tokens * size
@@ -229,7 +230,7 @@ def attend_token(
             for head in range(num_heads):
                 m = head * group
                 values = page[start + side + head * head_elements + offset :]
-                gather_rows(sums[m : m + group], scores[m : m + group, at - key :], values, size, count)
+                gather_rows(sums[m : m + group], block[m : m + group, at - key :], values, size, count)
             at += count
 
 

@@ -47,7 +47,7 @@ _OPTIONS: dict[str, Any] = {"fastmath": True, "error_model": "numpy", "_nrt": Fa
 
 def compiled(function: Function) -> Function:
     """numba's njit with the options that all kernels share."""
-    return cast(Function, njit(nogil=True, **_OPTIONS)(function))
+    return cast(Function, njit(nogil=True, forceinline=True, **_OPTIONS)(function))
 
 
 def compile_worker(worker: Callable[[Job], None], carrier: Any) -> Any:
