@@ -28,7 +28,7 @@ def sample(logits: Tensor, table: SamplingTable, sequences: list[Sequence]) -> l
     one, which means nothing, and what it proposes.
     """
     rows = table.gather([sequence.row for sequence in sequences])
-    logits = logits.float()
+    logits = table.widen(logits)
     edited = edit_logits(logits, rows, table)
     best, choice = _likeliest(edited)
     drawing = rows.wanting(Want.DRAW)

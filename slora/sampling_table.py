@@ -88,6 +88,16 @@ class SamplingTable:
         self._edits = _TokenEdits(num_rows)
         # int32 [num_rows, vocab_size]: twice the times that the answer has the token, plus 1 if the prompt has it.
         self._seen: Tensor | None = None
+        self._wide = torch.empty(0, vocab_size)
+
+    def widen(self, logits: Tensor) -> Tensor:
+        """float32 of logits [B, vocab_size]. On a CPU in memory that the next call overwrites: to have the system clear
+        fresh megabytes in each step takes longer than to fill them."""
+        if logits.device.type != "cpu" or logits.dtype == torch.float32:
+            return logits.float()
+        if len(self._wide) < len(logits):
+            self._wide = torch.empty(len(logits), self.vocab_size)
+        return self._wide[: len(logits)].copy_(logits)
 
     def write(self, row: int, sequence: Sequence) -> None:
         """A sequence starts in `row`, for the first time or again with what it has generated so far."""
