@@ -68,6 +68,14 @@ class AdapterSupply:
     def release(self, version: AdapterVersion) -> None:
         self._host.release(version)
 
+    def prefetch(self, version: AdapterVersion) -> None:
+        """To the host, behind all that requests wait for; not at all while that has no room beside it."""
+        self._host.prefetch(version)
+
+    def take_prefetched(self) -> list[Fetched | FetchFailed]:
+        """What was fetched ahead and has been collected since the last call. The caller releases each copy."""
+        return self._host.take_prefetched()
+
     def collect(self) -> Iterator[tuple[Fetched | FetchFailed, list[Sequence]]]:
         """What has arrived on the host or failed, with those who waited for it."""
         return self._host.collect()

@@ -120,7 +120,8 @@ class Admission:
         # ones would preempt at once.
         spare_pages = len(self._batch) // self._config.footprint.block_tokens + sequence.num_choices
         spare_pages = 0 if alone or within_floor else spare_pages
-        if not within_floor and not self._memory.could_free(needs.new_pages + spare_pages):
+        num_pages = needs.new_pages + spare_pages
+        if not within_floor and not self._memory.could_free(num_pages, tenant, alone=alone):
             return False
         version = sequence.request.adapter
         resident = self._supply.find(version) if version is not None else None
@@ -129,11 +130,16 @@ class Admission:
         if needs.num_found:
             self._prefixes.adopt(sequence, needs.num_found)
         has_room = not needs.loads or residency.can_make_room()
-        while has_room and not self._reclaim.make_room(needs.new_pages, tenant, alone=alone):
+        over_pins = False
+        while has_room and not self._reclaim.make_room(
+            needs.new_pages, tenant, alone=alone, over_pins=over_pins
+        ):
             others = [s for s in self._batch if s.tenant is not tenant and s.tenant.is_above_floor]
-            has_room = within_floor and bool(others)
-            if has_room:
+            has_room = within_floor and not over_pins
+            if has_room and others:
                 self._reclaim.preempt(self._queue.victim(others), plan)
+            else:
+                over_pins = True
         if not has_room:
             sequence.blocks.release(self._memory.kv)
             sequence.num_computed = sequence.num_named = 0
@@ -193,11 +199,12 @@ class Admission:
         self._reclaim.preempt(self._queue.victim(others), plan)
         return True
 
-    def load_ahead(self, plan: StepPlan) -> None:
-        """Brings adapters of those who are next to the pool while pages are free that nobody else wants soon."""
+    def load_ahead(self, plan: StepPlan) -> int:
+        """Brings adapters of those who are next to the pool while pages are free that nobody else wants soon. Returns
+        how many pages of adapters may still be loaded in this step."""
         free_pages = self._memory.pool.num_free - len(self._batch)
         if self._load_pages <= 0 or free_pages <= 0 or not len(self._queue):
-            return
+            return self._load_pages
         for sequence in self._reclaim.upcoming:
             version = sequence.request.adapter
             if version is None or sequence not in self._queue or self._supply.find(version) is not None:
@@ -206,6 +213,7 @@ class Admission:
             if num_pages is None or num_pages > free_pages or sequence.tenant.exceeds(num_pages):
                 continue
             if self._load_pages <= 0 or not self._memory.residency.has_free_slot:
-                return
+                break
             self._load(version, sequence.tenant, plan)
             free_pages -= num_pages
+        return self._load_pages

@@ -13,6 +13,7 @@ from slora.engine_info import EngineInfo, EngineStats
 from slora.errors import ContextTooLong, RequestFailed, RequestRefused
 from slora.kv_footprint import KVFootprint
 from slora.model_spec import ModelSpec
+from slora.pin import Pin
 from slora.request import EngineRequest, StepOutput
 from slora.runner import Runner
 from slora.sampling_params import SamplingParams
@@ -79,12 +80,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or self.next_deadline_in_s == 0
+        return self._scheduler.has_work or self.next_due_in_s == 0
 
     @property
-    def next_deadline_in_s(self) -> float | None:
-        """Seconds until somebody may have to be told that a deadline can't be kept; 0 if that is due."""
-        next_s = self._scheduler.next_deadline_s
+    def next_due_in_s(self) -> float | None:
+        """Seconds until a deadline can't be kept any more, or a pinned adapter is tried again; 0 if that is due."""
+        next_s = self._scheduler.next_due_s
         return None if next_s is None else max(0.0, next_s - time.monotonic())
 
     @property
@@ -125,6 +126,12 @@ class Engine:
         """An adapter was deleted: it leaves the pool now, or with the last request that uses it."""
         self._scheduler.forget(version)
 
+    def set_pins(self, pins: list[Pin]) -> None:
+        """These adapters and no others are brought to the pool before anybody asks for them, and stay."""
+        for pin in pins:
+            self._tenants.set_share(pin.version.tenant, pin.share)
+        self._scheduler.set_pins(pin.version for pin in pins)
+
     def step(self) -> list[StepOutput]:
         """Computes one step. What breaks in it ends the requests of that step, never the engine."""
         plan = self._scheduler.schedule(time.monotonic())
@@ -162,6 +169,9 @@ class Engine:
             running_adapters=running,
             adapter_loads=scheduler.supply.num_loads,
             adapter_evictions=memory.residency.num_evictions,
+            pinned_adapters=scheduler.pins.num_wanted,
+            pinned_loaded=scheduler.pins.num_loaded,
+            pin_failures=scheduler.pins.num_failures,
             preemptions=scheduler.num_preemptions,
             prefix_queries=scheduler.prefixes.num_queries,
             prefix_hits=scheduler.prefixes.num_hits,

@@ -7,7 +7,7 @@ ends), fails what was in flight with EngineUnavailable, and connects again when 
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,10 +18,12 @@ from slora.engine_messages import (
     decode_output,
     decode_stats,
     encode_add,
+    encode_pins,
     encode_version,
 )
 from slora.errors import EngineUnavailable
 from slora.open_streams import OpenStreams
+from slora.pin import Pin
 from slora.request import EngineRequest, TokenDelta
 from slora_adapters.version import AdapterVersion
 from slora_adapters.wire import BrokenFrame, read_message, write_message
@@ -59,6 +61,12 @@ class EngineClient(Protocol):
     async def forget(self, version: AdapterVersion) -> None:
         """An adapter was deleted. An engine that is not there has nothing to forget."""
 
+    async def set_pins(self, pins: Sequence[Pin]) -> None:
+        """These adapters and no others are to be in the pool; an engine that starts again has to be told again.
+
+        Raises EngineUnavailable.
+        """
+
 
 class RemoteEngine:
     """An EngineClient over a Unix socket. `run` must be running for as long as it is used."""
@@ -71,6 +79,7 @@ class RemoteEngine:
         self._streams = OpenStreams()
         self._asked: dict[int, asyncio.Future[EngineStats]] = {}
         self._numbers = itertools.count()
+        self._on_hello: Callable[[], None] = lambda: None
 
     @property
     def ready(self) -> bool:
@@ -82,8 +91,9 @@ class RemoteEngine:
             raise EngineUnavailable("the engine is starting")
         return self._info
 
-    async def run(self) -> None:
-        """Connects, and again after each loss, until cancelled."""
+    async def run(self, on_hello: Callable[[], None] = lambda: None) -> None:
+        """Connects, and again after each loss, until cancelled. on_hello: called whenever an engine has said hello."""
+        self._on_hello = on_hello
         while True:
             try:
                 reader, writer = await asyncio.open_unix_connection(self._socket, limit=_MAX_FRAME_BUFFER)
@@ -122,6 +132,9 @@ class RemoteEngine:
         if self._writer is not None:
             await self._send({"op": "forget", "version": encode_version(version)})
 
+    async def set_pins(self, pins: Sequence[Pin]) -> None:
+        await self._send(encode_pins(pins))
+
     def _abort(self, request_id: str, index: int | None = None) -> None:
         # No await here: this may run while the task is being cancelled.
         if self._writer is not None:
@@ -148,6 +161,7 @@ class RemoteEngine:
                     answer.set_result(decode_stats(message))
             case "hello":
                 self._info = decode_info(message)
+                self._on_hello()
             case "status":
                 self._loader_connected = message["loader"]
 

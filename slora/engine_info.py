@@ -30,7 +30,8 @@ class EngineStats:
 
     prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache, and found. prefix_evictions:
     blocks that left it to make room. swapped_out_pages, swapped_in_pages: copied to the host and back. deadline_misses:
-    requests that ended because their first token could not come in time.
+    requests that ended because their first token could not come in time. pinned_loaded: of the pinned adapters, those
+    that are in the pool. pin_failures: times that one could not be fetched or loaded.
     """
 
     running: int
@@ -45,6 +46,9 @@ class EngineStats:
     running_adapters: tuple[str, ...]
     adapter_loads: int
     adapter_evictions: int
+    pinned_adapters: int
+    pinned_loaded: int
+    pin_failures: int
     preemptions: int
     prefix_queries: int
     prefix_hits: int

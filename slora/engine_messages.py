@@ -1,6 +1,6 @@
 """The frames between API and engine as plain maps, and back. `op` names the kind; both ends use only this module.
 
-API to engine:  add, abort, forget, stats
+API to engine:  add, abort, forget, pins (all of them, in place of those before), stats
 engine to API:  hello (its EngineInfo, once), status, outputs (one frame a step), stats
 """
 
@@ -17,13 +17,14 @@ from slora.errors import (
     RequestFailed,
     RequestRefused,
 )
+from slora.pin import Pin
 from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta, TokenLogprobs
 from slora.sampling_params import SamplingParams
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 Message = dict[str, Any]
 
@@ -71,6 +72,14 @@ def encode_version(version: AdapterVersion) -> list[str]:
 
 def decode_version(pair: list[str]) -> AdapterVersion:
     return AdapterVersion(*pair)
+
+
+def encode_pins(pins: Iterable[Pin]) -> Message:
+    return {"op": "pins", "pins": [[encode_version(pin.version), astuple(pin.share)] for pin in pins]}
+
+
+def decode_pins(message: Message) -> list[Pin]:
+    return [Pin(decode_version(version), TenantShare(*share)) for version, share in message["pins"]]
 
 
 def encode_info(info: EngineInfo) -> Message:

@@ -23,12 +23,13 @@ from slora.engine_config import EngineConfig
 from slora.engine_messages import (
     Message,
     decode_add,
+    decode_pins,
     decode_version,
     encode_info,
     encode_output,
     encode_stats,
 )
-from slora.engine_worker import Abort, Add, AskStats, EngineWorker, Forget, Stop, Wake
+from slora.engine_worker import Abort, Add, AskStats, EngineWorker, Forget, SetPins, Stop, Wake
 from slora.errors import ConfigError, RequestRefused
 from slora.model_spec import read_model_spec
 from slora.request import StepOutput
@@ -166,6 +167,8 @@ class EngineServer:
                 self._worker.post(Abort(engine_id, message["index"]))
             case "forget":
                 self._worker.post(Forget(decode_version(message["version"])))
+            case "pins":
+                self._worker.post(SetPins(decode_pins(message)))
             case "stats":
                 self._answer_stats(peer, message["number"])
             case op:

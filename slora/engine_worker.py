@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from slora.engine import Engine
 from slora.engine_info import EngineStats
 from slora.errors import RequestRefused
+from slora.pin import Pin
 from slora.request import EngineRequest, StepOutput
 from slora_adapters.version import AdapterVersion
 
@@ -40,6 +41,11 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
+class SetPins:
+    pins: list[Pin]
+
+
+@dataclass(frozen=True, slots=True)
 class AskStats:
     """`answer` is called on the engine's thread."""
 
@@ -56,7 +62,7 @@ class Stop:
     pass
 
 
-Command = Add | Abort | Forget | AskStats | Wake | Stop
+Command = Add | Abort | Forget | SetPins | AskStats | Wake | Stop
 
 
 class EngineWorker:
@@ -91,11 +97,11 @@ class EngineWorker:
                 self._deliver(outputs)
 
     def _next(self, engine: Engine, waiting_s: float | None) -> Command | None:
-        """The next command; None when there is work to do instead, or nothing came for `waiting_s`, or before somebody
-        must be told that it waits in vain."""
-        deadline_s = engine.next_deadline_in_s
-        if deadline_s is not None:
-            waiting_s = deadline_s if waiting_s is None else min(waiting_s, deadline_s)
+        """The next command; None when there is work to do instead, or nothing came for `waiting_s`, or before
+        something is due."""
+        due_s = engine.next_due_in_s
+        if due_s is not None:
+            waiting_s = due_s if waiting_s is None else min(waiting_s, due_s)
         try:
             return self._inbox.get_nowait() if engine.has_work else self._inbox.get(timeout=waiting_s)
         except queue.Empty:
@@ -112,5 +118,7 @@ class EngineWorker:
                 engine.abort(request_id, index)
             case Forget(version):
                 engine.forget(version)
+            case SetPins(pins):
+                engine.set_pins(pins)
             case AskStats(answer):
                 answer(engine.stats())

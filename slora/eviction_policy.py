@@ -28,6 +28,11 @@ class Evictable(Protocol):
     def content(self) -> Content: ...
 
     @property
+    def is_pinned(self) -> bool:
+        """Changes only while it is not offered."""
+        ...
+
+    @property
     def pages(self) -> list[int]:
         """What its leaving frees."""
         ...

@@ -1,7 +1,8 @@
 """Copies of adapters on the host that requests wait for: asked for in order of arrival, pinned while they are needed.
 
 The host holds only so many. A load that finds no room there waits a while and then fails, so no more is asked for at a
-time than has room beside what is pinned; those who came later are asked for when earlier ones have moved on.
+time than has room beside what is pinned; those who came later are asked for when earlier ones have moved on. What is
+fetched ahead, before anybody waits for it, comes behind them all.
 
 Knows the source and who waits, but no pool and no page.
 """
@@ -28,6 +29,8 @@ class HostCopies:
         self._asked: set[AdapterVersion] = set()
         self._copies: dict[AdapterVersion, PackedAdapter] = {}
         self._users: dict[AdapterVersion, int] = defaultdict(int)
+        self._ahead: set[AdapterVersion] = set()
+        self._come_ahead: list[Fetched | FetchFailed] = []
         self._pinned_bytes = 0
         self._largest_bytes = 0
 
@@ -55,6 +58,20 @@ class HostCopies:
             del self._awaiting[version]
         return True
 
+    def prefetch(self, version: AdapterVersion) -> None:
+        """For nobody who waits yet: asked for if there is room beside what others wait for, else not."""
+        if version not in self._asked:
+            if self._unasked or not self._has_room():
+                return
+            self._asked.add(version)
+            self._source.request(version)
+        self._ahead.add(version)
+
+    def take_prefetched(self) -> list[Fetched | FetchFailed]:
+        """What was fetched ahead and has been collected since the last call. The caller releases each copy."""
+        come, self._come_ahead = self._come_ahead, []
+        return come
+
     def collect(self) -> Iterator[tuple[Fetched | FetchFailed, list[Sequence]]]:
         """What has arrived or failed, with those who waited for it. A copy that nobody retains then is let go."""
         for fetch in self._source.poll():
@@ -65,6 +82,11 @@ class HostCopies:
                 self._copies[fetch.version] = fetch.packed
                 self._pinned_bytes += num_bytes
                 self._largest_bytes = max(self._largest_bytes, num_bytes)
+            if fetch.version in self._ahead:
+                self._ahead.remove(fetch.version)
+                self._come_ahead.append(fetch)
+                if isinstance(fetch, Fetched):
+                    self.retain(fetch.version)
             yield fetch, self._awaiting.pop(fetch.version, [])
             if fetch.version not in self._users:
                 self._drop(fetch.version)

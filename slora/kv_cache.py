@@ -36,6 +36,7 @@ class CachedBlock:
     """
 
     content = Content.PREFIX
+    is_pinned = False
 
     __slots__ = ("_num_tokens", "adapter", "key", "pages", "parent", "rank", "tenant", "ticket")
 

@@ -8,16 +8,17 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import aclosing, suppress
 from functools import partial
 
 from slora.engine import Engine
 from slora.engine_info import EngineInfo, EngineStats
-from slora.engine_worker import Abort, Add, AskStats, Command, EngineWorker, Forget, Stop, Wake
+from slora.engine_worker import Abort, Add, AskStats, Command, EngineWorker, Forget, SetPins, Stop, Wake
 from slora.errors import EngineUnavailable
 from slora.open_streams import OpenStreams
+from slora.pin import Pin
 from slora.request import EngineRequest, StepOutput, TokenDelta
 from slora_adapters.version import AdapterVersion
 
@@ -91,6 +92,9 @@ class LocalEngine:
 
     async def forget(self, version: AdapterVersion) -> None:
         self._worker.post(Forget(version))
+
+    async def set_pins(self, pins: Sequence[Pin]) -> None:
+        self._post(SetPins(list(pins)))
 
     async def _send(self, request: EngineRequest) -> None:
         self._loops[request.request_id] = asyncio.get_running_loop()

@@ -44,20 +44,21 @@ class Reclaim:
             self._next = self._queue.upcoming(_LOOK_AHEAD)
         return self._next
 
-    def make_room(self, num_pages: int, tenant: Tenant, *, alone: bool) -> bool:
+    def make_room(self, num_pages: int, tenant: Tenant, *, alone: bool, over_pins: bool = False) -> bool:
         """By eviction alone. Adapters of those who are next stay as long as others can leave.
 
-        alone: nobody else runs. Then not even floors protect what is idle: they are kept by whole adapters, so what is
-        left beside them may be less than a request was told, and it would wait for good.
+        alone: nobody else runs. Then neither floors nor pins protect what is idle. Floors are kept by whole adapters,
+        so what is left beside them may be less than a request was told; and no request was told of pins. It would wait
+        for good. over_pins: pins don't protect, but floors do.
         """
         if num_pages <= self._memory.pool.num_free and tenant.max_pages is None:
             return True
         evictor = self._memory.evictor
-        if evictor.make_room(num_pages, tenant, self._next_adapters()) or evictor.make_room(
-            num_pages, tenant
-        ):
+        if evictor.make_room(num_pages, tenant, self.next_adapters()) or evictor.make_room(num_pages, tenant):
             return True
-        return alone and evictor.make_room(num_pages, tenant, ignore_floors=True)
+        if not alone and not over_pins:
+            return False
+        return evictor.make_room(num_pages, tenant, ignore_floors=alone, ignore_pins=True)
 
     def victim(self, num_pages: int, tenant: Tenant) -> Sequence:
         """For a tenant at its ceiling, one of its own."""
@@ -84,7 +85,8 @@ class Reclaim:
         if footprint.window is not None:
             sequence.blocks.free_before(footprint.first_token_seen(sequence.num_computed), self._memory.kv)
 
-    def _next_adapters(self) -> list[Resident]:
+    def next_adapters(self) -> list[Resident]:
+        """The idle ones of those who are next."""
         versions = {one.request.adapter for one in self.upcoming} - {None}
         found = (self._supply.find(version) for version in versions if version is not None)
         return [resident for resident in found if resident is not None and not resident.num_users]

@@ -36,7 +36,7 @@ class Resident:
     num_bytes: of the adapter; its last page may have room left. fetch_s: what it should take to bring it to the host
     again. num_loaded: pages whose bytes are there, the first ones. is_loading: until the last page is there, or the
     load is given up; only what is_loaded may be computed with.
-    rank: the evictor's, while it is idle.
+    is_pinned: it is to stay as long as anything else can leave. rank: the evictor's, while it is idle.
     """
 
     content = Content.ADAPTER
@@ -47,6 +47,7 @@ class Resident:
         "generation",
         "is_loaded",
         "is_loading",
+        "is_pinned",
         "num_bytes",
         "num_loaded",
         "num_users",
@@ -83,6 +84,7 @@ class Resident:
         self.is_loading = True
         self.is_loaded = False
         self.forgotten = False
+        self.is_pinned = False
         self.ticket = 0
         self.rank = 0.0
 
@@ -95,10 +97,14 @@ class Resident:
 
 
 class Residency:
-    """The adapters in `pool`, at most `num_slots` of them. Idle ones leave when `evictor` says so, or for a slot."""
+    """The adapters in `pool`, at most `num_slots` of them. Idle ones leave when `evictor` says so, or for a slot.
+
+    num_pinned, num_pinned_pages: of adapters that are pinned, idle or not.
+    """
 
     def __init__(self, pool: PagePool, evictor: Evictor, tenants: Tenants, num_slots: int) -> None:
         self.num_evictions = 0
+        self.num_pinned = self.num_pinned_pages = 0
         self._pool = pool
         self._evictor = evictor
         self._tenants = tenants
@@ -128,14 +134,15 @@ class Residency:
     def make_room(self, taker: Tenant, spare: Collection[Resident] = ()) -> bool:
         """Until a slot is free: the idle adapter of the lowest rank leaves, never one of `spare`. False if none can.
 
-        It spares those that a tenant's floor protects while there are others. Not beyond that: no share speaks of
-        slots, and whoever waits for one must not wait for a tenant that never comes again.
+        It spares pins, and those that a tenant's floor protects, while there are others. Not beyond that: no share
+        speaks of slots, and whoever waits for one must not wait for a tenant that never comes again.
         """
         if self._free_slots:
             return True
         idle = [resident for resident in self._idle.values() if resident not in spare]
         if not idle:
             return False
+        idle = [resident for resident in idle if not resident.is_pinned] or idle
         open_to_all = [resident for resident in idle if _may_take(taker, resident)]
         lowest = min(open_to_all or idle, key=lambda resident: resident.rank)
         self._evictor.give_up(lowest)
@@ -196,7 +203,15 @@ class Residency:
             self._evict(resident, None)
         else:
             resident.rank = self._evictor.rank(resident)
-            self._evictor.offer(resident, partial(self._evict, resident), resident.rank)
+            self._offer(resident)
+
+    def pin(self, resident: Resident) -> None:
+        assert not resident.is_pinned, f"{resident.version} is pinned already"
+        self._set_pinned(resident, is_pinned=True)
+
+    def unpin(self, resident: Resident) -> None:
+        assert resident.is_pinned, f"{resident.version} is not pinned"
+        self._set_pinned(resident, is_pinned=False)
 
     def forget(self, version: AdapterVersion) -> None:
         """The adapter was deleted: it leaves now, or with its last user."""
@@ -220,6 +235,18 @@ class Residency:
     def cached_pages(self) -> Iterator[int]:
         return (page for r in self._idle.values() for page in r.pages)
 
+    def _set_pinned(self, resident: Resident, *, is_pinned: bool) -> None:
+        is_offered = resident.ticket != 0
+        self._evictor.withdraw(resident)
+        resident.is_pinned = is_pinned
+        self.num_pinned += 1 if is_pinned else -1
+        self.num_pinned_pages += len(resident.pages) if is_pinned else -len(resident.pages)
+        if is_offered:
+            self._offer(resident)
+
+    def _offer(self, resident: Resident) -> None:
+        self._evictor.offer(resident, partial(self._evict, resident), resident.rank)
+
     def _end_load(self, resident: Resident) -> None:
         resident.is_loading = False
         self.release(resident)
@@ -230,6 +257,8 @@ class Residency:
         if taker is not None and taker is not resident.tenant and self._tenants.is_over_share(taker):
             self._remember_pushed_out(resident.version)
         self._evictor.withdraw(resident)
+        if resident.is_pinned:
+            self._set_pinned(resident, is_pinned=False)
         del self._idle[resident.version]
         del self._residents[resident.version]
         self._pool.evict(resident.pages)

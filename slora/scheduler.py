@@ -18,6 +18,7 @@ Where every layer has a window, a sequence gives back the blocks that no token t
 Plain Python, deterministic given its inputs, the time among them. Knows no tensor, no socket.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from slora.adapter_supply import AdapterSupply
@@ -28,6 +29,7 @@ from slora.cost_model import CostModel
 from slora.deadlines import Deadlines
 from slora.errors import DeadlineMissed, RequestFailed
 from slora.lifecycle import Lifecycle
+from slora.pins import Pins
 from slora.prefix_cache import PrefixCache
 from slora.reclaim import Reclaim
 from slora.request import FinishReason, StepOutput, TokenDelta, TokenLogprobs
@@ -45,11 +47,12 @@ class Scheduler:
     """Owns the sequences and, through them, every held page of `memory`.
 
     Its parts, each of which knows those before it: memory, supply (adapters), prefixes, swapping, lifecycle (where each
-    sequence is), reclaim (who gives way), admission (who starts).
+    sequence is), reclaim (who gives way), admission (who starts), pins (what is there before anybody asks).
     """
 
     def __init__(self, config: SchedulerConfig, source: AdapterSource, costs: CostModel) -> None:
         self.num_deadlines_missed = 0
+        self._is_at_rest = True
         self.memory = UnifiedMemory(config, costs)
         self.supply = AdapterSupply(self.memory.residency, source, config.full_page_bytes)
         self.prefixes = PrefixCache(
@@ -74,6 +77,7 @@ class Scheduler:
             self.swapping,
             self._charges,
         )
+        self.pins = Pins(self.memory, self.supply, self._reclaim, self._batch)
 
     @property
     def num_running(self) -> int:
@@ -93,13 +97,19 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could do something now; requests that only await an adapter do not count."""
-        return bool(len(self._batch) or len(self._lifecycle.queue) or self.supply.num_loading)
+        """Whether a step could do something now; requests that only await an adapter do not count.
+
+        Pins count until a step has done nothing: what the one before left may be room for them.
+        """
+        if len(self._batch) or len(self._lifecycle.queue) or self.supply.num_loading:
+            return True
+        return not self._is_at_rest and not self.pins.is_complete
 
     @property
-    def next_deadline_s(self) -> float | None:
+    def next_due_s(self) -> float | None:
         """On the clock of `schedule`: then it should be called, even if nothing else has come up."""
-        return self._deadlines.next_s
+        times = (self._deadlines.next_s, self.pins.next_try_s)
+        return min((time for time in times if time is not None), default=None)
 
     def find(self, request_id: str) -> list[Sequence]:
         """The sequences of a request that are not over."""
@@ -116,8 +126,13 @@ class Scheduler:
         """Ends a request, or one choice of it, wherever it is; unknown or finished ones are no error."""
         self._lifecycle.abort(request_id, index)
 
+    def set_pins(self, versions: Iterable[AdapterVersion]) -> None:
+        """These adapters and no others are brought to the pool before anybody asks for them, and stay."""
+        self.pins.want(versions)
+
     def forget(self, version: AdapterVersion) -> None:
         """The adapter was deleted: it leaves now, or with the last request that runs on it or waits for it."""
+        self.pins.forget(version)
         self._lifecycle.forget(version)
 
     def schedule(self, now: float = 0.0) -> StepPlan:
@@ -134,12 +149,13 @@ class Scheduler:
         self._admission.admit(plan, budget)
         while self._is_stuck(plan) and self._admission.make_way(plan):
             self._admission.admit(plan, budget)
-        self._admission.load_ahead(plan)
+        self.pins.bring(plan, self._admission.load_ahead(plan), now)
         plan.chunks.sort(key=_by_slot)
         for chunk in plan.chunks:
             for sequence in chunk.forks:  # their first tokens are drawn in this step
                 self._batch.seat(sequence)
                 plan.started.append(sequence)
+        self._is_at_rest = not (plan.chunks or plan.loads or plan.ended)
         return plan
 
     def postprocess(self, plan: StepPlan, sampled: list[Sampled]) -> list[StepOutput]:
@@ -173,6 +189,7 @@ class Scheduler:
                 self._batch.unseat(sequence)
         # What was to be brought to the pool can't be trusted; who started on it without computing yet starts again.
         residents = self.supply.distrust(plan)
+        self.pins.fail(residents)
         restored = self.swapping.distrust()
         for sequence in self._batch:
             if not sequence.done and (sequence.resident in residents or sequence in restored):
@@ -186,6 +203,7 @@ class Scheduler:
         """Proves that no page is lost and every reference has its owner."""
         self.memory.check(list(self._batch))
         self.supply.check()
+        self.pins.check()
         self._lifecycle.check()
 
     def _is_stuck(self, plan: StepPlan) -> bool:

@@ -27,9 +27,14 @@ class UnifiedMemory:
             common=Tenant("") if config.prefix_cache == "public" else None,
         )
 
-    def could_free(self, num_pages: int) -> bool:
-        """Whether so many pages could be had by eviction at best: one look, before anything is moved for it."""
-        return num_pages <= self.pool.num_free + self.pool.num_cached
+    def could_free(self, num_pages: int, tenant: Tenant, *, alone: bool = False) -> bool:
+        """Whether `tenant` could have so many pages by eviction at best: one look, before anything is moved for it.
+
+        alone: nobody else runs, so pins may leave.
+        """
+        return num_pages <= self.pool.num_free + self.evictor.num_evictable(
+            num_pages, tenant, ignore_pins=alone
+        )
 
     def check(self, running: list[Sequence]) -> None:
         """Proves that no page is lost and every reference has its owner."""

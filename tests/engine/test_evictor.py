@@ -243,6 +243,7 @@ class Guest:
         self.pages = pages
         self.tenant = tenant
         self.ticket = 0
+        self.is_pinned = False
         self._reload_s = reload_s
 
     def __repr__(self) -> str:

@@ -17,6 +17,7 @@ class IdleBlock:
     """One page of a prefix. Idle when it has no user; not `is_here` when it has been evicted."""
 
     content = Content.PREFIX
+    is_pinned = False
 
     def __init__(self, page: int, tenant: Tenant, parent: "IdleBlock | None") -> None:
         self.pages = [page]
