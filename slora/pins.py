@@ -187,7 +187,7 @@ class Pins:
         return sum(1 + one.blocks.pages_missing(len(one.token_ids)) for one in self._batch)
 
     def _has_room(self, version: AdapterVersion, spare: list[Resident], num_wanted_soon: int) -> bool:
-        """Whether it could be loaded now. Its size is not known before it was on the host: it is fetched to learn it."""
+        """Whether it could be loaded now. Its size is not known before it was on the host: a fetch tells."""
         num_pages = self._supply.num_pages(version) or self._wanted[version].num_pages
         if num_pages is None:
             return True

@@ -25,8 +25,16 @@ class Catalog:
         self.registry = registry
         self.store = store
 
-    def publish(self, tenant: str, name: str, adapter: Adapter, directory: Path | str) -> Change:
-        """Stores a validated adapter, read from `directory`, and points the tenant's name at it.
+    def publish(
+        self,
+        tenant: str,
+        name: str,
+        adapter: Adapter,
+        directory: Path | str,
+        packed_bytes: int | None = None,
+    ) -> Change:
+        """Stores a validated adapter, read from `directory`, and points the tenant's name at it. packed_bytes: what it
+        takes as it is served.
 
         When it returns, both are durable. Takes as long, and answers the same, whether or not somebody else has
         stored these weights before. Raises BadAdapterName, StoreUnavailable.
@@ -34,7 +42,7 @@ class Catalog:
         check_adapter_name(name)
         version = AdapterVersion(tenant, adapter.digest)
         details = AdapterDetails(
-            adapter.max_rank, adapter.target_modules, adapter.tensor_bytes, adapter.extras
+            adapter.max_rank, adapter.target_modules, adapter.tensor_bytes, adapter.extras, packed_bytes
         )
         with self.registry.reservation(version.digest) as reservation:
             self.store.put(version.digest, bundle(adapter, directory))

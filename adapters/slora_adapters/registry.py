@@ -5,6 +5,9 @@ version whose last name is gone is orphaned: engines may forget it. A blob that 
 be deleted, but only through `collect`, which holds the write lock meanwhile: an upload of the same weights that goes
 on at the same time has reserved the digest first, and keeps its blob.
 
+A name may be pinned: what it stands for is to be in the pool of every engine before anybody asks. The pin stays with
+the name when that moves, and goes with it.
+
 Knows no store and no weights: `catalog.py` puts both together. Whether a tenant exists is not its business either.
 """
 
@@ -12,9 +15,9 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from sqlite3 import Connection
 
 from slora_adapters.adapter import AdapterExtras
@@ -51,33 +54,51 @@ _MIGRATIONS = (
     ) STRICT;
     CREATE INDEX adapter_reservations_by_digest ON adapter_reservations (digest);
     """,
+    """
+    ALTER TABLE adapters ADD COLUMN packed_bytes INTEGER;
+    ALTER TABLE adapters ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0;
+    CREATE INDEX adapters_pinned ON adapters (tenant, name) WHERE pinned;
+    """,
 )
 
 _COLUMNS = (
     "tenant, name, digest, rank, target_modules, num_bytes, "
-    "chat_template, generation_config, created_at, updated_at"
+    "chat_template, generation_config, created_at, updated_at, packed_bytes, pinned"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterDetails:
-    """What is known of the weights that a name stands for. num_bytes: of their tensors."""
+    """What is known of the weights that a name stands for.
+
+    num_bytes: of their tensors. packed_bytes: as they are served; None if published by a release that did not keep it.
+    """
 
     rank: int
     target_modules: tuple[str, ...]
     num_bytes: int
     extras: AdapterExtras
+    packed_bytes: int | None = None
+
+    @property
+    def pool_bytes(self) -> int:
+        """What they take in a pool, as far as that is known."""
+        return self.num_bytes if self.packed_bytes is None else self.packed_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRecord:
-    """A name of a tenant. created_at: when the name was first put; updated_at: when it was last moved (Unix time)."""
+    """A name of a tenant. created_at: when the name was first put; updated_at: when it was last moved (Unix time).
+
+    pinned: it is to be in the pool before anybody asks.
+    """
 
     name: str
     version: AdapterVersion
     details: AdapterDetails
     created_at: float
     updated_at: float
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,16 +163,17 @@ class Registry:
             if reservation is not None and not _give_back(connection, reservation, now):
                 raise StoreUnavailable("the upload took too long, so its space was given up; upload again")
             old = _find(connection, tenant, name)
-            created_at = old.created_at if old else now
+            created_at, pinned = (old.created_at, old.pinned) if old else (now, False)
             modules = json.dumps(details.target_modules)
             connection.execute(
-                f"REPLACE INTO adapters ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                f"REPLACE INTO adapters ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     *(tenant, name, version.digest, details.rank, modules, details.num_bytes),
                     *(extras.chat_template, extras.generation_config, created_at, now),
+                    *(details.packed_bytes, pinned),
                 ),
             )
-            record = AdapterRecord(name, version, details, created_at, now)
+            record = AdapterRecord(name, version, details, created_at, now, pinned)
             return self._change(connection, record, old.version if old else None)
 
     def delete(self, tenant: str, name: str) -> Change:
@@ -162,6 +184,32 @@ class Registry:
                 raise _not_found(name)
             connection.execute("DELETE FROM adapters WHERE tenant = ? AND name = ?", (tenant, name))
             return self._change(connection, old, old.version)
+
+    def pin(
+        self, tenant: str, name: str, check: Callable[[AdapterRecord, Sequence[AdapterRecord]], None]
+    ) -> AdapterRecord:
+        """`check` is told what is to be pinned, and what is pinned besides; raising, it keeps the name unpinned. A name
+        that is pinned stays so, unchecked. Raises AdapterNotFound.
+        """
+        with self._database.transaction() as connection:
+            record = _find(connection, tenant, name)
+            if record is None:
+                raise _not_found(name)
+            if not record.pinned:
+                check(record, [_record(*row) for row in connection.execute(_PINNED)])
+            return _set_pinned(connection, record, pinned=True)
+
+    def unpin(self, tenant: str, name: str) -> AdapterRecord:
+        """A name that is not pinned stays so. Raises AdapterNotFound."""
+        with self._database.transaction() as connection:
+            record = _find(connection, tenant, name)
+            if record is None:
+                raise _not_found(name)
+            return _set_pinned(connection, record, pinned=False)
+
+    def pinned(self) -> Sequence[AdapterRecord]:
+        """All names that are pinned, by tenant and name."""
+        return [_record(*row) for row in self._database.read(_PINNED)]
 
     @contextmanager
     def reservation(self, digest: str) -> Iterator[str]:
@@ -207,6 +255,17 @@ class Registry:
         return connection.execute(query, (digest,)).fetchone() is not None
 
 
+_PINNED = f"SELECT {_COLUMNS} FROM adapters WHERE pinned ORDER BY tenant, name"
+
+
+def _set_pinned(connection: Connection, record: AdapterRecord, *, pinned: bool) -> AdapterRecord:
+    connection.execute(
+        "UPDATE adapters SET pinned = ? WHERE tenant = ? AND name = ?",
+        (pinned, record.version.tenant, record.name),
+    )
+    return replace(record, pinned=pinned)
+
+
 def _find(connection: Connection, tenant: str, name: str) -> AdapterRecord | None:
     query = f"SELECT {_COLUMNS} FROM adapters WHERE tenant = ? AND name = ?"
     row = connection.execute(query, (tenant, name)).fetchone()
@@ -231,10 +290,12 @@ def _record(
     generation_config: str | None,
     created_at: float,
     updated_at: float,
+    packed_bytes: int | None,
+    pinned: int,
 ) -> AdapterRecord:
     extras = AdapterExtras(chat_template, generation_config)
-    details = AdapterDetails(rank, tuple(json.loads(target_modules)), num_bytes, extras)
-    return AdapterRecord(name, AdapterVersion(tenant, digest), details, created_at, updated_at)
+    details = AdapterDetails(rank, tuple(json.loads(target_modules)), num_bytes, extras, packed_bytes)
+    return AdapterRecord(name, AdapterVersion(tenant, digest), details, created_at, updated_at, bool(pinned))
 
 
 def _not_found(name: str) -> AdapterNotFound:

@@ -25,6 +25,8 @@ _HANDLERS = {
     "adapter verify": ("slora.verify_command", "verify"),
     "adapter list": ("slora_api.commands.adapter", "show"),
     "adapter rm": ("slora_api.commands.adapter", "remove"),
+    "adapter pin": ("slora_api.commands.adapter", "pin"),
+    "adapter unpin": ("slora_api.commands.adapter", "unpin"),
     "complete": ("slora_api.commands.complete", "complete"),
     "health": ("slora_api.commands.health", "health"),
 }
@@ -32,7 +34,7 @@ _HANDLERS = {
 _EPILOG = """\
 environment:
   SLORA_URL        the server to talk to (default: port SLORA_PORT, or 8000, of this machine)
-  SLORA_ADMIN_KEY  the operator's key; tenant and key need it
+  SLORA_ADMIN_KEY  the operator's key; tenant, key and adapter pin need it
   SLORA_API_KEY    a tenant's key; adapter and complete need it
 
 from nothing to an answer:
@@ -107,7 +109,9 @@ def _add_share(tenant: argparse.ArgumentParser, shown: Callable[[int], str]) -> 
 
 
 def _add_adapters(commands: _Commands) -> None:
-    adapters = commands.group("adapter", "verify, upload, list and remove LoRA adapters (tenant)")
+    adapters = commands.group(
+        "adapter", "verify, upload, list and remove LoRA adapters (tenant), pin them (operator)"
+    )
     _add_verify(adapters)
     push = adapters.add("push", "upload a PEFT directory; it can be called as soon as this returns")
     push.add_argument("directory", help="holds adapter_config.json and adapter_model.safetensors")
@@ -115,6 +119,13 @@ def _add_adapters(commands: _Commands) -> None:
     push.add_argument("--replace", action="store_true", help="take the place of an adapter of the same name")
     adapters.add("list", "list your adapters")
     adapters.add("rm", "remove an adapter").add_argument("name")
+    for name, help_text in (
+        ("pin", "keep a tenant's adapter in the page pool, there before anybody asks (operator)"),
+        ("unpin", "let it leave the pool like any other (operator)"),
+    ):
+        pin = adapters.add(name, help_text)
+        pin.add_argument("name")
+        pin.add_argument("--tenant", required=True, metavar="T", help="whose adapter it is")
 
 
 def _add_verify(adapters: _Commands) -> None:

@@ -7,6 +7,7 @@ SloraError (the project's root)
 │   ├── ModelNotFound      unknown, or somebody else's; the same words for both
 │   ├── NotFound           a tenant, key or adapter that is not there
 │   ├── Conflict           the name is taken
+│   ├── PinsFull           no more adapters may be pinned
 │   ├── BadRequest         a field or body that cannot be used
 │   ├── BodyTooLarge       more bytes than the limit
 │   ├── ServerBusy         too much at once on this server
@@ -58,6 +59,7 @@ __all__ = [
     "Forbidden",
     "ModelNotFound",
     "NotFound",
+    "PinsFull",
     "ServerBusy",
     "Starting",
     "Stopping",
@@ -94,6 +96,10 @@ class NotFound(ApiError):
 
 class Conflict(ApiError):
     """The name is taken by something else; sending the same again cannot help."""
+
+
+class PinsFull(ApiError):
+    """Pins would take more of the pool than they may; the message has the figures."""
 
 
 class BadRequest(ApiError):
@@ -171,6 +177,7 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (AdapterNotFound, _Rule(404, _GONE, "model_not_found")),
     (BadAdapterName, _Rule(400, _REQUEST, "invalid_name")),
     (Conflict, _Rule(409, "conflict_error", "name_taken", should_retry=False)),
+    (PinsFull, _Rule(409, "conflict_error", "pins_full", should_retry=False)),
     (BadRequest, _Rule(400, _REQUEST)),
     (RequestRefused, _Rule(400, _REQUEST)),
     (RequestValidationError, _Rule(400, _REQUEST)),

@@ -139,6 +139,13 @@ def _own(stats: EngineStats) -> Iterator[Metric]:
     yield pages
     yield GaugeMetricFamily("slora_adapter_pages", "Pages that hold adapters.", stats.adapter_pages)
     yield GaugeMetricFamily("slora_resident_adapters", "Adapters in the pool.", stats.resident_adapters)
+    yield GaugeMetricFamily("slora_pinned_adapters", "Adapters that are pinned.", stats.pinned_adapters)
+    yield GaugeMetricFamily(
+        "slora_pinned_adapters_loaded", "Pinned adapters that are in the pool.", stats.pinned_loaded
+    )
+    yield CounterMetricFamily(
+        "slora_pin_failures", "Times that a pinned adapter could not be brought there.", stats.pin_failures
+    )
     yield GaugeMetricFamily(
         "slora_requests_awaiting_adapter", "Sequences whose adapter is being fetched.", stats.awaiting_adapter
     )

@@ -21,15 +21,15 @@ from slora_adapters.catalog import Catalog
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft_directory import read_adapter
-from slora_adapters.registry import AdapterRecord, check_adapter_name
-from slora_adapters.version import AdapterVersion
+from slora_adapters.registry import AdapterRecord, Change, check_adapter_name
 from slora_api.chat_templates import ChatTemplates
 from slora_api.errors import BadRequest, Conflict, ModelNotFound
+from slora_api.pinning import Pinning
 from slora_api.served_model import ServedModel
 from slora_api.tenancy import KeyRecord
-from slora_kernels.layout import ModelShape
+from slora_kernels.layout import ModelShape, lay_out_adapter
 
-__all__ = ["DEFAULT_MODEL", "BaseModel", "ModelCatalog"]
+__all__ = ["DEFAULT_MODEL", "BaseModel", "ModelCatalog", "adapter_json"]
 
 # The name that stands for the key's own adapter.
 DEFAULT_MODEL = "default"
@@ -52,12 +52,18 @@ class ModelCatalog:
     """The models of all tenants, each tenant's for itself."""
 
     def __init__(
-        self, base: BaseModel, adapters: Catalog, templates: ChatTemplates, client: EngineClient
+        self,
+        base: BaseModel,
+        adapters: Catalog,
+        templates: ChatTemplates,
+        client: EngineClient,
+        pinning: Pinning,
     ) -> None:
         self._base = base
         self._adapters = adapters
         self._templates = templates
         self._client = client
+        self._pinning = pinning
 
     def find_model(self, key: KeyRecord, name: str) -> ServedModel:
         """What `name` means for this key. Raises ModelNotFound."""
@@ -79,11 +85,11 @@ class ModelCatalog:
         return self._base_model() if record is None else self._adapter_model(record)
 
     def list_adapters(self, tenant: str) -> list[Json]:
-        return [_adapter_json(record) for record in self._adapters.registry.list(tenant)]
+        return [adapter_json(record) for record in self._adapters.registry.list(tenant)]
 
     def describe_adapter(self, tenant: str, name: str) -> Json:
         """Raises ModelNotFound."""
-        return _adapter_json(self._find_adapter(tenant, name))
+        return adapter_json(self._find_adapter(tenant, name))
 
     async def publish(self, tenant: str, name: str, directory: Path, *, replace: bool = False) -> Json:
         """Validates the PEFT adapter in `directory`, stores it durably, and points the name at it.
@@ -96,10 +102,12 @@ class ModelCatalog:
         await self._check_extras(adapter)
         if not replace:
             self._check_not_taken(tenant, name, adapter)
-        change = await asyncio.to_thread(self._adapters.publish, tenant, name, adapter, directory)
-        if change.orphaned is not None:
-            await self._forget(change.orphaned)
-        return _adapter_json(change.record)
+        packed_bytes = lay_out_adapter(self._base.shape, adapter.ranks(self._base.shape)).num_bytes
+        change = await asyncio.to_thread(
+            self._adapters.publish, tenant, name, adapter, directory, packed_bytes
+        )
+        await self._tell(change)
+        return adapter_json(change.record)
 
     async def delete(self, tenant: str, name: str) -> None:
         """Raises ModelNotFound."""
@@ -107,13 +115,15 @@ class ModelCatalog:
             change = await asyncio.to_thread(self._adapters.withdraw, tenant, name)
         except AdapterNotFound:
             raise ModelNotFound(name) from None
-        if change.orphaned is not None:
-            await self._forget(change.orphaned)
+        await self._tell(change)
 
-    async def _forget(self, version: AdapterVersion) -> None:
+    async def _tell(self, change: Change) -> None:
         """The name has moved already; an engine that just died has nothing to forget."""
-        with suppress(EngineUnavailable):
-            await self._client.forget(version)
+        if change.orphaned is not None:
+            with suppress(EngineUnavailable):
+                await self._client.forget(change.orphaned)
+        if change.record.pinned:
+            self._pinning.refresh()
 
     def _resolve(self, key: KeyRecord, name: str) -> AdapterRecord | None:
         """The adapter that `name` means for this key; None for the base model. Raises ModelNotFound."""
@@ -182,7 +192,7 @@ def _digest_text(record: AdapterRecord) -> str:
     return f"sha256:{record.version.digest}"
 
 
-def _adapter_json(record: AdapterRecord) -> Json:
+def adapter_json(record: AdapterRecord) -> Json:
     """An adapter as /v1/adapters shows it."""
     details = record.details
     return {
@@ -194,6 +204,7 @@ def _adapter_json(record: AdapterRecord) -> Json:
         "bytes": details.num_bytes,
         "chat_template": details.extras.chat_template is not None,
         "generation_config": details.extras.generation_config is not None,
+        "pinned": record.pinned,
         "created": int(record.created_at),
         "updated": int(record.updated_at),
     }

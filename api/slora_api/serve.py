@@ -44,6 +44,7 @@ from slora_api.demo import describe_demo, set_up_demo
 from slora_api.generation import Generator
 from slora_api.metrics import Metrics
 from slora_api.model_catalog import DEFAULT_MODEL, BaseModel, ModelCatalog
+from slora_api.pinning import Pinning
 from slora_api.services import Services
 from slora_api.settings import SettingRefused, Settings, read_settings, unknown_variables
 from slora_api.supervisor import Child, Supervisor
@@ -207,10 +208,13 @@ async def _open_services(
         max_per_tenant=settings.max_concurrent_per_tenant,
         max_uploads=settings.max_concurrent_uploads,
     )
+    tenancy = Tenancy(database, pepper)
+    pinning = Pinning(adapters.registry, tenancy, client)
     return Services(
         settings,
-        Tenancy(database, pepper),
-        ModelCatalog(model.base(), adapters, templates, client),
+        tenancy,
+        ModelCatalog(model.base(), adapters, templates, client, pinning),
+        pinning,
         Uploads(data.quarantine),
         templates,
         Generator(client, model.tokenizer, admission, Metrics(model.name)),
@@ -303,7 +307,8 @@ async def _serve(settings: Settings) -> None:
             services.generator.admission,
             [
                 asyncio.create_task(supervisor.run()),
-                asyncio.create_task(client.run()),
+                asyncio.create_task(client.run(services.pinning.refresh)),
+                asyncio.create_task(services.pinning.run()),
                 asyncio.create_task(_announce(services, data, _url(listener), admin_key)),
             ],
         )

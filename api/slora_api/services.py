@@ -8,6 +8,7 @@ from fastapi import Depends, Request
 from slora_api.chat_templates import ChatTemplates
 from slora_api.generation import Generator
 from slora_api.model_catalog import ModelCatalog
+from slora_api.pinning import Pinning
 from slora_api.settings import Settings
 from slora_api.tenancy import Tenancy
 from slora_api.uploads import Uploads
@@ -22,6 +23,7 @@ class Services:
     settings: Settings
     tenancy: Tenancy
     catalog: ModelCatalog
+    pinning: Pinning
     uploads: Uploads
     templates: ChatTemplates
     generator: Generator

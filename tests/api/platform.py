@@ -22,6 +22,7 @@ from slora_api.chat_templates import ChatTemplates
 from slora_api.generation import Generator
 from slora_api.metrics import Metrics
 from slora_api.model_catalog import BaseModel, ModelCatalog
+from slora_api.pinning import Pinning
 from slora_api.services import Services
 from slora_api.settings import Settings
 from slora_api.tenancy import Tenancy
@@ -88,9 +89,10 @@ def running_platform(directory: Path, engine: ScriptedEngine, **settings: Any) -
     templates = ChatTemplates(tokenizer)
     limits = AdapterLimits(max_lora_rank=chosen.max_lora_rank, vocab_size=257)
     base = BaseModel("base", SHAPE, limits, GenerationDefaults(), 1)
-    catalog = ModelCatalog(
-        base, Catalog(Registry(database), FileStore(directory / "adapters")), templates, engine
-    )
+    tenancy, registry = Tenancy(database, pepper), Registry(database)
+    pinning = Pinning(registry, tenancy, engine)
+    adapters = Catalog(registry, FileStore(directory / "adapters"))
+    catalog = ModelCatalog(base, adapters, templates, engine, pinning)
     admission = Admission(
         max_requests=chosen.max_concurrent_requests,
         max_per_tenant=chosen.max_concurrent_per_tenant,
@@ -98,8 +100,9 @@ def running_platform(directory: Path, engine: ScriptedEngine, **settings: Any) -
     )
     services = Services(
         chosen,
-        Tenancy(database, pepper),
+        tenancy,
         catalog,
+        pinning,
         Uploads(directory / "quarantine"),
         templates,
         Generator(engine, tokenizer, admission, Metrics("base")),

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from slora.engine_info import EngineInfo, EngineStats
+from slora.pin import Pin
 from slora.request import EngineRequest, FinishReason, TokenDelta
 from slora.tokenizer import Tokenizer
 from slora_adapters.version import AdapterVersion
@@ -95,8 +96,11 @@ class ScriptedEngine:
 
     async def stats(self) -> EngineStats:
         return EngineStats(
-            1, 2, 0, 100, 60, 30, 10, 5, 1, ("t/abc",), 3, 2, 1, 90, 32, 7, 5, 4, 20, 6, 2, 50, 40, 9
+            1, 2, 0, 100, 60, 30, 10, 5, 1, ("t/abc",), 3, 2, 4, 3, 5, 1, 90, 32, 7, 5, 4, 20, 6, 2, 50, 40, 9
         )
 
     async def forget(self, version: AdapterVersion) -> None:
+        """Nothing is kept."""
+
+    async def set_pins(self, pins: Sequence[Pin]) -> None:
         """Nothing is kept."""

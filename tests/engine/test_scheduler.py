@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from slora.errors import AdapterFetchFailed, ContextTooLong, DeadlineMissed, RequestFailed
 from slora.request import FinishReason, StepOutput, TokenDelta
+from slora.residency import Resident
 from slora.sequence import Sequence
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
@@ -34,11 +35,11 @@ shares = st.sampled_from(
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests of one or more choices or beams come and go in any order, adapters arrive late or never, steps break;
-    pages are short; some models have windows or two sets of rotary factors."""
+    pages are short, and the operator pins adapters; some models have windows or two sets of rotary factors."""
 
     @initialize(
         num_pages=st.integers(2, 12),
-        num_slots=st.integers(1, 4),
+        num_slots=st.integers(1, 5),
         max_num_seqs=st.integers(1, 5),
         spare_budget=st.integers(0, 9),
         window=st.none() | st.integers(1, 10),
@@ -92,6 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.drawn: dict[tuple[str, int], list[int | None]] = {}
         self.found: dict[str, list[tuple[int, ...]]] = {}
         self.deleted: set[AdapterVersion] = set()
+        self.pinned: set[AdapterVersion] = set()
 
     def _choose(self, sequence: Sequence) -> int | None:
         if sequence.search is not None:  # whatever token
@@ -170,6 +172,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def forget(self, version: AdapterVersion) -> None:
         self.bench.scheduler.forget(version)
         self.deleted.add(version)
+        self.pinned.discard(version)
+
+    @rule(versions=st.sets(st.sampled_from(VERSIONS), max_size=3))
+    def set_pins(self, versions: set[AdapterVersion]) -> None:
+        self.pinned = versions - self.deleted
+        self.bench.scheduler.set_pins(sorted(self.pinned, key=str))
 
     @precondition(lambda self: self.bench.source.in_flight)
     @rule(data=st.data())
@@ -188,14 +196,33 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, breaks: bool) -> None:
         self.bench.now += 1.0
         waiting_for_nothing = self.bench.scheduler.has_work
+        kept = self._idle_pins() if self._pins_must_stay() else []
+        crowd, num_preemptions = self._crowd(), self.bench.scheduler.num_preemptions
         for output in self.bench.step(breaks=breaks):
             self._take(output)
+        if len(crowd & self._crowd()) > 1 and self.bench.scheduler.num_preemptions == num_preemptions:
+            assert all(self.bench.residency.find(one.version) is one for one in kept), (
+                "a pinned adapter left while others ran"
+            )
         aside = self.bench.scheduler.num_awaiting_adapter
         unfinished = sum(len(self.bench.scheduler.find(request_id)) for request_id in self.unfinished)
         if waiting_for_nothing and unfinished > aside:
             assert self.bench.last_plan.chunks or self.bench.last_plan.loads, (
                 "there was work, and nothing was done"
             )
+
+    def _idle_pins(self) -> list[Resident]:
+        residents = list(self.bench.residency)
+        return [one for one in residents if one.is_pinned and one.is_loaded and not one.num_users]
+
+    def _pins_must_stay(self) -> bool:
+        """Whether neither slots nor somebody's share can be why one leaves beside others who run."""
+        are_bounded = any(tenant.is_bounded for tenant in self.bench.memory.tenants)
+        return not are_bounded and self.bench.config.num_slots >= len(VERSIONS)
+
+    def _crowd(self) -> set[str]:
+        found = (self.bench.scheduler.find(request_id) for request_id in self.unfinished)
+        return {one.request.request_id for choices in found for one in choices if one.is_running}
 
     def _take(self, output: StepOutput) -> None:
         if output.error is not None:
@@ -254,12 +281,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         for output in self.bench.run_to_end(patience=1000):  # beams tell nothing before their end
             self._take(output)
         assert not self.unfinished, "a request ended without tokens or an error"
-        self.bench.source.deliver()
-        self.bench.step()
-        self.bench.scheduler.check()
+        self._come_to_rest()
         assert self.bench.pool.num_held == 0
         assert self.bench.source.num_pinned == 0, "a host copy was never released"
         assert all(self.bench.residency.find(version) is None for version in self.deleted)
+        if self._pins_must_stay():
+            self._check_that_pins_are_back()
+
+    def _come_to_rest(self) -> None:
+        """Steps as an engine without requests does: when there is work, something has arrived, or a pause is over."""
+        scheduler, source = self.bench.scheduler, self.bench.source
+        self.bench.step()
+        for _ in range(100):
+            if not (source.in_flight or scheduler.has_work or scheduler.pins.next_try_s):
+                return
+            self.bench.now = max(self.bench.now, scheduler.pins.next_try_s or 0.0)
+            source.deliver()
+            self.bench.step()
+        raise AssertionError("the engine never comes to rest")
+
+    def _check_that_pins_are_back(self) -> None:
+        residency = self.bench.residency
+        for version in self.pinned:
+            too_many = residency.num_pinned_pages + PAGES[version] > self.bench.pool.num_pages // 2
+            resident = residency.find(version)
+            assert too_many or (resident is not None and resident.is_loaded), f"{version} did not come back"
 
 
 TestScheduler = SchedulerMachine.TestCase

@@ -1,4 +1,7 @@
-"""`slora adapter`: a tenant's adapters. A push streams the files; they are never read into memory whole."""
+"""`slora adapter`: a tenant's adapters. A push streams the files; they are never read into memory whole.
+
+What pins and unpins is the operator.
+"""
 
 import argparse
 from contextlib import ExitStack
@@ -6,9 +9,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from slora_api.commands.remote import CommandFailed, check, explained, tenant_client
+from slora_api.commands.remote import CommandFailed, admin_client, check, explained, tenant_client
 
-__all__ = ["push", "remove", "show"]
+__all__ = ["pin", "push", "remove", "show", "unpin"]
 
 # Multipart field -> the file that peft and transformers write.
 _REQUIRED = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
@@ -29,9 +32,10 @@ def _find_files(directory: Path) -> dict[str, Path]:
 
 def _summary(adapter: dict[str, Any]) -> str:
     modules = ",".join(adapter["target_modules"])
-    return (
+    line = (
         f"{adapter['name']}  rank {adapter['rank']}  {adapter['bytes']} bytes  {modules}  {adapter['digest']}"
     )
+    return line + "  pinned" if adapter["pinned"] else line
 
 
 @explained
@@ -60,3 +64,19 @@ def remove(arguments: argparse.Namespace) -> None:
     with tenant_client() as client:
         check(client.delete(f"/v1/adapters/{quote(arguments.name, safe='')}"))
     print(f"{arguments.name} removed")
+
+
+def _pin_path(arguments: argparse.Namespace) -> str:
+    return f"/admin/tenants/{quote(arguments.tenant, safe='')}/adapters/{quote(arguments.name, safe='')}/pin"
+
+
+@explained
+def pin(arguments: argparse.Namespace) -> None:
+    with admin_client() as client:
+        print(_summary(check(client.put(_pin_path(arguments)))))
+
+
+@explained
+def unpin(arguments: argparse.Namespace) -> None:
+    with admin_client() as client:
+        print(_summary(check(client.delete(_pin_path(arguments)))))

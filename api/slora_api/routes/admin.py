@@ -1,10 +1,12 @@
-"""/admin: tenants and keys, for the operator."""
+"""/admin: tenants, keys and pinned adapters, for the operator."""
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, status
 
 from slora_api.authentication import Operator
+from slora_api.model_catalog import adapter_json
 from slora_api.schemas import NewKeyRequest, NewTenantRequest, TenantChanges
 from slora_api.services import Wired
 from slora_api.tenancy import KeyRecord, ShareChanges, Tenant
@@ -59,8 +61,22 @@ def get_tenant(tenant: str, _operator: Operator, services: Wired) -> dict[str, A
 
 
 @router.patch("/tenants/{tenant}")
-def change_tenant(tenant: str, body: TenantChanges, _operator: Operator, services: Wired) -> dict[str, Any]:
-    return _tenant_json(services.tenancy.change_share(tenant, _changes(body)))
+async def change_tenant(
+    tenant: str, body: TenantChanges, _operator: Operator, services: Wired
+) -> dict[str, Any]:
+    changed = await asyncio.to_thread(services.tenancy.change_share, tenant, _changes(body))
+    services.pinning.refresh()
+    return _tenant_json(changed)
+
+
+@router.put("/tenants/{tenant}/adapters/{name}/pin")
+async def pin_adapter(tenant: str, name: str, _operator: Operator, services: Wired) -> dict[str, Any]:
+    return adapter_json(await services.pinning.pin(tenant, name))
+
+
+@router.delete("/tenants/{tenant}/adapters/{name}/pin")
+async def unpin_adapter(tenant: str, name: str, _operator: Operator, services: Wired) -> dict[str, Any]:
+    return adapter_json(await services.pinning.unpin(tenant, name))
 
 
 @router.post("/tenants/{tenant}/keys", status_code=status.HTTP_201_CREATED)

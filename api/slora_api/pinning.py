@@ -1,0 +1,130 @@
+"""Which adapters the operator pins, within which bounds, and how the engine hears of it.
+
+The database has the pins; the engine is told all of them at once: when it says hello, and after each change of a pin,
+of a pinned name or of a tenant's share. One task reads and tells, so what the engine hears last is what was read last.
+
+Pins take at most half of the pool, and of one tenant at most its max_pool_share, when they are made. A tenant that
+moves a pinned name to larger weights is not refused; the engine keeps to the bounds, and what is beyond them is loaded
+when it is asked for, like any other adapter.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from slora.engine_client import EngineClient
+from slora.engine_info import EngineInfo
+from slora.errors import EngineUnavailable
+from slora.pin import Pin
+from slora.tenant_share import DEFAULT_SHARE
+from slora_adapters.errors import AdapterNotFound, StoreUnavailable
+from slora_adapters.registry import AdapterRecord, Registry
+from slora_api.errors import NotFound, PinsFull
+from slora_api.tenancy import Tenancy, Tenant
+
+__all__ = ["Pinning"]
+
+_log = logging.getLogger(__name__)
+
+_PAUSE_S = 1.0
+
+
+class Pinning:
+    """Lives on one event loop. `run` must be running for the engine to hear of anything."""
+
+    def __init__(self, registry: Registry, tenancy: Tenancy, client: EngineClient) -> None:
+        self._registry = registry
+        self._tenancy = tenancy
+        self._client = client
+        self._is_stale = asyncio.Event()
+
+    async def pin(self, tenant: str, name: str) -> AdapterRecord:
+        """Again changes nothing. Raises NotFound, PinsFull, and EngineUnavailable before the pool's size is known."""
+        record = await asyncio.to_thread(self._pin, tenant, name)
+        self.refresh()
+        return record
+
+    async def unpin(self, tenant: str, name: str) -> AdapterRecord:
+        """Again changes nothing. Raises NotFound."""
+        record = await asyncio.to_thread(self._unpin, tenant, name)
+        self.refresh()
+        return record
+
+    def refresh(self) -> None:
+        """Something has changed, or there is another engine."""
+        self._is_stale.set()
+
+    async def run(self) -> None:
+        """Tells the engine, until cancelled."""
+        while True:
+            await self._is_stale.wait()
+            self._is_stale.clear()
+            try:
+                await self._client.set_pins(await asyncio.to_thread(self._read))
+            except EngineUnavailable:
+                pass  # the next one says hello
+            except StoreUnavailable as error:
+                _log.error("the engine can't be told what is pinned: %s; trying again", error)
+                await asyncio.sleep(_PAUSE_S)
+                self.refresh()
+
+    def _pin(self, tenant: str, name: str) -> AdapterRecord:
+        owner, info = self._tenancy.find_tenant(tenant), self._client.info
+        try:
+            return self._registry.pin(
+                tenant, name, lambda record, others: _check_room(record, others, owner, info)
+            )
+        except AdapterNotFound:
+            raise _no_adapter(tenant, name) from None
+
+    def _unpin(self, tenant: str, name: str) -> AdapterRecord:
+        self._tenancy.find_tenant(tenant)
+        try:
+            return self._registry.unpin(tenant, name)
+        except AdapterNotFound:
+            raise _no_adapter(tenant, name) from None
+
+    def _read(self) -> list[Pin]:
+        shares = {tenant.name: tenant.share for tenant in self._tenancy.list_tenants()}
+        versions = dict.fromkeys(record.version for record in self._registry.pinned())
+        return [Pin(version, shares.get(version.tenant, DEFAULT_SHARE)) for version in versions]
+
+
+def _check_room(
+    record: AdapterRecord, others: Iterable[AdapterRecord], owner: Tenant, info: EngineInfo
+) -> None:
+    """Raises PinsFull. Names of one tenant for the same weights share their pages."""
+    num_pages = {one.version: _pages(one, info) for one in (*others, record)}
+    own = sum(count for version, count in num_pages.items() if version.tenant == owner.name)
+    # Rounded as the engine does.
+    most_own = int(owner.share.max_share * info.num_pages + 1e-6)
+    _check_sum(
+        own, most_own, f"of tenant `{owner.name}`", "its max_pool_share", record, info, "raise max_pool_share"
+    )
+    _check_sum(
+        sum(num_pages.values()),
+        info.num_pages // 2,
+        "of all tenants",
+        "half",
+        record,
+        info,
+        "raise pool_bytes",
+    )
+
+
+def _check_sum(
+    wanted: int, most: int, whose: str, bound: str, record: AdapterRecord, info: EngineInfo, remedy: str
+) -> None:
+    if wanted > most:
+        raise PinsFull(
+            f"With `{record.name}` ({_pages(record, info)} pages) the pins {whose} would take {wanted} pages; they may "
+            f"take {most} of the pool's {info.num_pages} ({bound}). Unpin others, or {remedy}."
+        )
+
+
+def _pages(record: AdapterRecord, info: EngineInfo) -> int:
+    return -(-record.details.pool_bytes // info.full_page_bytes)
+
+
+def _no_adapter(tenant: str, name: str) -> NotFound:
+    return NotFound(f"The tenant `{tenant[:128]}` has no adapter `{name[:128]}`.")
