@@ -121,7 +121,9 @@ class Admission:
         spare_pages = len(self._batch) // self._config.footprint.block_tokens + sequence.num_choices
         spare_pages = 0 if alone or within_floor else spare_pages
         num_pages = needs.new_pages + spare_pages
-        if not within_floor and not self._memory.could_free(num_pages, tenant, alone=alone):
+        if not within_floor and not self._memory.could_free(
+            num_pages, tenant, ignore_pins=self._reclaim.may_take_pins(sequence)
+        ):
             return False
         version = sequence.request.adapter
         resident = self._supply.find(version) if version is not None else None
@@ -131,9 +133,7 @@ class Admission:
             self._prefixes.adopt(sequence, needs.num_found)
         has_room = not needs.loads or residency.can_make_room()
         over_pins = False
-        while has_room and not self._reclaim.make_room(
-            needs.new_pages, tenant, alone=alone, over_pins=over_pins
-        ):
+        while has_room and not self._reclaim.make_room(needs.new_pages, sequence, over_pins=over_pins):
             others = [s for s in self._batch if s.tenant is not tenant and s.tenant.is_above_floor]
             has_room = within_floor and not over_pins
             if has_room and others:

@@ -44,21 +44,30 @@ class Reclaim:
             self._next = self._queue.upcoming(_LOOK_AHEAD)
         return self._next
 
-    def make_room(self, num_pages: int, tenant: Tenant, *, alone: bool, over_pins: bool = False) -> bool:
-        """By eviction alone. Adapters of those who are next stay as long as others can leave.
+    def make_room(self, num_pages: int, sequence: Sequence, *, over_pins: bool = False) -> bool:
+        """By eviction alone. Adapters of those who are next stay as long as others can leave, pins and floors longer.
 
-        alone: nobody else runs. Then neither floors nor pins protect what is idle. Floors are kept by whole adapters,
-        so what is left beside them may be less than a request was told; and no request was told of pins. It would wait
-        for good. over_pins: pins don't protect, but floors do.
+        Where nobody else runs, not even floors protect what is idle: they are kept by whole adapters, so what is left
+        beside them may be less than a request was told, and it would wait for good. over_pins: pins don't protect.
         """
+        tenant = sequence.tenant
         if num_pages <= self._memory.pool.num_free and tenant.max_pages is None:
             return True
         evictor = self._memory.evictor
         if evictor.make_room(num_pages, tenant, self.next_adapters()) or evictor.make_room(num_pages, tenant):
             return True
-        if not alone and not over_pins:
+        if not over_pins and not self.may_take_pins(sequence):
             return False
+        alone = self._batch.is_left_to(sequence)
         return evictor.make_room(num_pages, tenant, ignore_floors=alone, ignore_pins=True)
+
+    def may_take_pins(self, sequence: Sequence) -> bool:
+        """Whether it has nobody to wait for: others leave sooner or later, but not those of tenants with a floor, who
+        go ahead of it as long as they are below. No request was told of pins."""
+        return self._batch.is_left_to(sequence) or all(
+            one is sequence or (one.tenant.min_pages > 0 and one.tenant is not sequence.tenant)
+            for one in self._batch
+        )
 
     def victim(self, num_pages: int, tenant: Tenant) -> Sequence:
         """For a tenant at its ceiling, one of its own."""

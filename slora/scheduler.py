@@ -245,9 +245,7 @@ class Scheduler:
         missing, copied = blocks.pages_missing(start + num_tokens), blocks.must_copy(start, kv)
         if not missing and not copied:  # as in nearly every step of a sequence that decodes
             return True
-        while not self._reclaim.make_room(
-            missing + copied, sequence.tenant, alone=self._batch.is_left_to(sequence)
-        ):
+        while not self._reclaim.make_room(missing + copied, sequence):
             victim = self._reclaim.victim(missing + copied, sequence.tenant)
             self._reclaim.preempt(victim, plan)
             if not sequence.is_running:  # nor is it, if a choice of its request gave way and can't come back

@@ -27,13 +27,13 @@ class UnifiedMemory:
             common=Tenant("") if config.prefix_cache == "public" else None,
         )
 
-    def could_free(self, num_pages: int, tenant: Tenant, *, alone: bool = False) -> bool:
+    def could_free(self, num_pages: int, tenant: Tenant, *, ignore_pins: bool = False) -> bool:
         """Whether `tenant` could have so many pages by eviction at best: one look, before anything is moved for it.
 
-        alone: nobody else runs, so pins may leave.
+        ignore_pins: what is pinned may leave, too.
         """
         return num_pages <= self.pool.num_free + self.evictor.num_evictable(
-            num_pages, tenant, ignore_pins=alone
+            num_pages, tenant, ignore_pins=ignore_pins
         )
 
     def check(self, running: list[Sequence]) -> None:

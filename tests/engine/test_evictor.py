@@ -142,46 +142,112 @@ class PoolOfTenants(RuleBasedStateMachine):
         self.residency.forget(resident.version)
         assert (self.residency.find(resident.version) is None) == (resident.num_users == 0)
 
-    @rule(name=names, num_pages=st.integers(0, 26), data=st.data())
-    def room_is_made(self, name: str, num_pages: int, data: st.DataObject) -> None:
-        self._make_room(num_pages, self.tenants.find(name), self._some_idle(data))
+    @precondition(lambda self: len(self.residency) > 0)
+    @rule(data=st.data())
+    def an_adapter_is_pinned_or_unpinned(self, data: st.DataObject) -> None:
+        resident = data.draw(st.sampled_from(list(self.residency)))
+        if resident.is_pinned:
+            self.residency.unpin(resident)
+        else:
+            self.residency.pin(resident)
+
+    @rule(
+        name=names,
+        num_pages=st.integers(0, 26),
+        ignore_floors=st.booleans(),
+        ignore_pins=st.booleans(),
+        data=st.data(),
+    )
+    def room_is_made(
+        self, name: str, num_pages: int, ignore_floors: bool, ignore_pins: bool, data: st.DataObject
+    ) -> None:
+        self._make_room(
+            num_pages,
+            self.tenants.find(name),
+            self._some_idle(data),
+            ignore_floors=ignore_floors,
+            ignore_pins=ignore_pins,
+        )
 
     # -- what must hold ----------------------------------------------------------------------------------------
 
-    def _make_room(self, num_pages: int, tenant: Tenant, spare: Collection[Evictable] = ()) -> bool:
+    def _make_room(
+        self,
+        num_pages: int,
+        tenant: Tenant,
+        spare: Collection[Evictable] = (),
+        *,
+        ignore_floors: bool = False,
+        ignore_pins: bool = False,
+    ) -> bool:
         owned = {other: other.num_pages for other in self.tenants}
         largest: dict[Tenant, int] = defaultdict(int)
         for item in self._idle():
             largest[item.tenant] = max(largest[item.tenant], len(item.pages))
         spared_pages = [page for item in spare for page in item.pages if self.pool.is_cached(page)]
-        num_evictions, promised = self.evictor.num_evictions, self._surely_freed(tenant, spare)
-        own_idle = tenant.num_cached - sum(self.pool.owner(page) is tenant for page in spared_pages)
-        in_reach = (
-            tenant.pages_over_ceiling(num_pages) <= own_idle and num_pages <= self.pool.num_free + promised
+        num_evictions, pinned = self.evictor.num_evictions, [one for one in self._idle() if one.is_pinned]
+        to_pay = tenant.pages_over_ceiling(num_pages)
+        promised = self._surely_freed(
+            tenant, spare, to_pay, ignore_floors=ignore_floors, ignore_pins=ignore_pins
         )
-        if self.evictor.make_room(num_pages, tenant, spare):
+        at_best = self.pool.num_free + self.evictor.num_evictable(num_pages, tenant, ignore_pins=ignore_pins)
+        own_idle = tenant.num_cached - sum(self.pool.owner(page) is tenant for page in spared_pages)
+        in_reach = to_pay <= own_idle and num_pages <= self.pool.num_free + promised
+        could = self.evictor.could_make_room(num_pages, tenant, spare)
+        if self.evictor.make_room(
+            num_pages, tenant, spare, ignore_floors=ignore_floors, ignore_pins=ignore_pins
+        ):
+            assert could or ignore_floors or ignore_pins
             assert num_pages <= self.pool.num_free
+            assert num_pages <= at_best, "less was said to be there at best"
             assert (
                 num_pages == 0 or tenant.max_pages is None or tenant.num_pages + num_pages <= tenant.max_pages
             )
         else:
             assert self.evictor.num_evictions == num_evictions, "something was evicted in vain"
-            assert not in_reach, "there was room to make"
+            assert not in_reach and not could, "there was room to make"
+        self._check_that_pins_left_last(pinned, tenant, spare, ignore_pins=ignore_pins)
         for other, before in owned.items():
-            if other is not tenant and other.num_pages < before:
+            if other is not tenant and other.num_pages < before and not ignore_floors:
                 assert other.num_pages > other.min_pages - largest[other], "a floor was cut into deeply"
         assert all(self.pool.is_cached(page) for page in spared_pages), "a spared item left"
         return num_pages <= self.pool.num_free and not tenant.pages_over_ceiling(num_pages)
 
-    def _surely_freed(self, taker: Tenant, spare: Collection[Evictable]) -> int:
-        """The least that must leave before each other tenant is at its floor."""
+    def _surely_freed(
+        self,
+        taker: Tenant,
+        spare: Collection[Evictable],
+        to_pay: int,
+        *,
+        ignore_floors: bool,
+        ignore_pins: bool,
+    ) -> int:
+        """The least that must leave before each other tenant is at its floor. to_pay: of the taker's own."""
         freed = 0
         for owner in self.tenants:
             idle = [item for item in self._idle() if item.tenant is owner and item not in spare]
-            num_pages = sum(len(item.pages) for item in idle)
-            allowed = max(0, owner.num_pages - owner.min_pages)
-            freed += num_pages if owner is taker else min(num_pages, allowed)
+            num_pages = sum(len(item.pages) for item in idle if ignore_pins or not item.is_pinned)
+            allowed = num_pages if ignore_floors else max(0, owner.num_pages - owner.min_pages)
+            freed += max(num_pages, to_pay) if owner is taker else min(num_pages, allowed)
         return freed
+
+    def _check_that_pins_left_last(
+        self,
+        pinned: list[Resident | IdleBlock],
+        taker: Tenant,
+        spare: Collection[Evictable],
+        *,
+        ignore_pins: bool,
+    ) -> None:
+        left = [one for one in pinned if not one.ticket]
+        others = [one for one in self._idle() if not one.is_pinned and one not in spare]
+        if any(one.tenant is taker for one in left):
+            assert not any(one.tenant is taker for one in others), "it had something else to pay with"
+        if any(one.tenant is not taker for one in left):
+            assert ignore_pins
+            assert not any(one.tenant is taker or one.tenant.is_above_floor for one in others), (
+                "something else could have left"
+            )
 
     def _idle(self) -> list[Resident | IdleBlock]:
         adapters = [resident for resident in self.residency if not resident.num_users]
@@ -225,7 +291,7 @@ class PoolOfTenants(RuleBasedStateMachine):
         for name in NAMES:
             self.tenants.set_share(name, TenantShare())
         room = self.pool.num_free + self.pool.num_cached
-        assert self._make_room(room, self.tenants.find("a"))
+        assert self._make_room(room, self.tenants.find("a"), ignore_pins=True)
         assert (self.pool.num_free, self.pool.num_cached) == (room, 0)
 
 
@@ -270,9 +336,12 @@ class House:
         tenant: str = "owner",
         reload_s: float = 1.0,
         content: Content = Content.ADAPTER,
+        *,
+        is_pinned: bool = False,
     ) -> Guest:
         owner = self.tenants.find(tenant)
         guest = Guest(name, self.pool.allocate(num_pages, owner), owner, reload_s, content)
+        guest.is_pinned = is_pinned
         self.pool.park(guest.pages)
         self.offer(guest)
         return guest
@@ -280,8 +349,10 @@ class House:
     def offer(self, guest: Guest) -> None:
         self.evictor.offer(guest, partial(self._leave, guest), self.evictor.rank(guest))
 
-    def need(self, num_free: int, tenant: str = "taker", spare: Collection[Evictable] = ()) -> bool:
-        return self.evictor.make_room(num_free, self.tenants.find(tenant), spare)
+    def need(
+        self, num_free: int, tenant: str = "taker", spare: Collection[Evictable] = (), **options: bool
+    ) -> bool:
+        return self.evictor.make_room(num_free, self.tenants.find(tenant), spare, **options)
 
     def _leave(self, guest: Guest, taker: Tenant) -> None:
         self.pool.evict(guest.pages)

@@ -34,19 +34,24 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.users: dict[AdapterVersion, int] = {}  # loads included
         self.idle: list[AdapterVersion] = []  # least recently used first
         self.leaving: set[AdapterVersion] = set()  # deleted or broken, and in use
+        self.pinned: set[AdapterVersion] = set()
         self.tenancies: set[tuple[int, int]] = set()
 
     def _spared(self, data: st.DataObject) -> list[Resident]:
         chosen = data.draw(st.lists(st.sampled_from(self.idle), unique=True)) if self.idle else []
         return [self._resident(version) for version in chosen]
 
-    def _see_who_left(self, spare: Collection[Resident]) -> None:
-        left = [version for version in self.idle if not self.residency.find(version)]
+    def _see_who_left(self, spare: Collection[Resident], *, for_slot: bool = False) -> None:
+        """The oldest; of those that are pinned, for a slot alone, and only when there is no other."""
+        left = {version for version in self.idle if not self.residency.find(version)}
         spared = [resident.version for resident in spare]
-        assert left == [version for version in self.idle if version not in spared][: len(left)], (
-            "not the oldest"
-        )
+        open_to_all = [version for version in self.idle if version not in spared]
+        order = [version for version in open_to_all if version not in self.pinned]
+        if for_slot:
+            order += [version for version in open_to_all if version in self.pinned]
+        assert left == set(order[: len(left)]), "not the oldest, or a pinned one"
         self.idle = [version for version in self.idle if version not in left]
+        self.pinned -= left
 
     @rule(wanted=st.integers(0, 12), data=st.data())
     def room_is_made_for_pages(self, wanted: int, data: st.DataObject) -> None:
@@ -66,7 +71,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert self.residency.can_make_room(spare) == possible
         assert self.residency.make_room(self.sequences, spare) == possible
         assert before - len(self.residency) == (possible and num_free == 0), "one leaves if one must"
-        self._see_who_left(spare)
+        self._see_who_left(spare, for_slot=True)
 
     @rule(version=versions, num_pages=st.integers(0, 4))
     def an_adapter_comes(self, version: AdapterVersion, num_pages: int) -> None:
@@ -79,7 +84,15 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert (resident.slot, resident.generation) not in self.tenancies, "a generation came twice"
             self.tenancies.add((resident.slot, resident.generation))
             self.users[version] = 1
-        self._see_who_left(())
+        self._see_who_left((), for_slot=True)
+
+    @precondition(lambda self: self.idle or self.users)
+    @rule(data=st.data())
+    def one_is_pinned_or_unpinned(self, data: st.DataObject) -> None:
+        version = data.draw(st.sampled_from([*self.idle, *self.users]))
+        change = self.residency.unpin if version in self.pinned else self.residency.pin
+        change(self._resident(version))
+        self.pinned ^= {version}
 
     def _resident(self, version: AdapterVersion) -> Resident:
         resident = self.residency.find(version)
@@ -136,6 +149,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         del self.users[version]
         if version in self.leaving:
             self.leaving.remove(version)
+            self.pinned.discard(version)
         else:
             self.idle.append(version)
 
@@ -144,6 +158,8 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.residency.forget(version)
         if version in self.users:
             self.leaving.add(version)
+        else:
+            self.pinned.discard(version)
         self.idle = [one for one in self.idle if one != version]
 
     @rule(count=st.integers(1, 4))
@@ -164,6 +180,10 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.pool.check(held, self.residency.cached_pages(), [self.tenant, self.sequences])
         self.evictor.check()
         assert {resident.version for resident in residents} == {*self.idle, *self.users}
+        pinned = [resident for resident in residents if resident.is_pinned]
+        assert {resident.version for resident in pinned} == self.pinned
+        assert self.residency.num_pinned == len(pinned)
+        assert self.residency.num_pinned_pages == sum(len(resident.pages) for resident in pinned)
         assert all(resident.num_users == self.users.get(resident.version, 0) for resident in residents)
         assert all(bool(resident.ticket) == (resident.version in self.idle) for resident in residents)
         assert len({resident.slot for resident in residents}) == len(residents) <= self.num_slots
@@ -334,6 +354,31 @@ def test_for_a_slot_a_tenant_may_give_up_what_its_own_floor_protects(house: Hous
     house.load("z")
     assert house.residency.make_room(house.tenants.find("safe"))
     assert not house.is_here(own)
+
+
+def test_for_a_slot_a_pinned_adapter_leaves_after_one_that_a_floor_protects(house: House) -> None:
+    house.tenants.set_share("safe", TenantShare(min_share=0.1))
+    pinned, safe = house.load("x"), house.load("y", tenant="safe")
+    house.residency.pin(pinned)
+    house.residency.acquire(house.load("z"))
+    taker = house.tenants.find("taker")
+    assert house.residency.make_room(taker)
+    assert house.is_here(pinned) and not house.is_here(safe)
+    house.residency.acquire(house.load("w"))
+    assert house.residency.make_room(taker), "nobody must wait for a slot that is idle"
+    assert not house.is_here(pinned)
+
+
+def test_an_adapter_that_is_pinned_or_unpinned_keeps_the_rank_that_it_fell_idle_with() -> None:
+    house = House(LeastRecentlyUsed())
+    first, second = house.load("x"), house.load("y")
+    house.residency.pin(first)
+    assert house.evictor.make_room(90, house.tenants.find("taker"))
+    assert house.is_here(first) and not house.is_here(second)
+    third = house.load("z")
+    house.residency.unpin(first)
+    assert house.evictor.make_room(90, house.tenants.find("taker"))
+    assert house.is_here(third) and not house.is_here(first)
 
 
 def test_without_an_idle_adapter_there_is_no_room_for_a_slot(house: House) -> None:
