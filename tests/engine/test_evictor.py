@@ -507,6 +507,52 @@ def test_a_tenant_below_its_ceiling_takes_what_has_been_idle_for_longest() -> No
     assert house.left == ["other's"]
 
 
+def test_what_is_pinned_stays_and_is_not_counted_on_unless_pins_are_ignored_and_nothing_else_is_left() -> (
+    None
+):
+    house = House()
+    house.guest("pinned", 10, is_pinned=True)
+    house.guest("other", 20)
+    assert not house.need(91) and house.left == []
+    assert house.need(90) and house.left == ["other"]
+    house.guest("newer", 20)
+    assert house.need(91, ignore_pins=True)
+    assert house.left == ["other", "newer", "pinned"]
+
+
+def test_a_floor_protects_a_pin_of_its_tenant_from_those_who_ignore_pins() -> None:
+    house = House()
+    house.tenants.set_share("owner", TenantShare(min_share=0.1))
+    house.guest("pinned", 10, is_pinned=True)
+    assert not house.need(91, ignore_pins=True)
+    assert not house.need(91, ignore_floors=True)
+    assert house.left == []
+    assert house.need(91, ignore_pins=True, ignore_floors=True)
+
+
+def test_at_its_ceiling_a_tenant_pays_with_its_own_pins_when_it_has_nothing_else() -> None:
+    house = House()
+    house.tenants.set_share("owner", TenantShare(max_share=0.3))
+    house.guest("pinned", 10, is_pinned=True)
+    house.guest("theirs", 10, tenant="other", is_pinned=True)
+    house.guest("own", 10)
+    assert house.need(20, tenant="owner") and house.left == ["own"]
+    assert house.need(21, tenant="owner") and house.left == ["own", "pinned"]
+    assert not house.need(31, tenant="owner")
+
+
+def test_what_a_tenant_pays_at_its_ceiling_counts_towards_what_it_wants() -> None:
+    house = House()
+    house.tenants.set_share("owner", TenantShare(max_share=0.3))
+    pinned = house.guest("pinned", 10, is_pinned=True)
+    house.guest("theirs", 10, tenant="other", is_pinned=True)
+    house.pool.allocate(20, house.tenants.find("owner"))
+    house.pool.allocate(60, house.tenants.find("other"))
+    assert not house.need(1, tenant="other"), "what is pinned leaves for nobody else"
+    assert not house.need(1, tenant="owner", spare=[pinned])
+    assert house.need(10, tenant="owner") and house.left == ["pinned"]
+
+
 def test_a_share_that_comes_later_holds_for_what_is_idle_already() -> None:
     house = House()
     house.guest("x", 10)
