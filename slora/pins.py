@@ -173,7 +173,7 @@ class Pins:
     def _pin(self, resident: Resident) -> None:
         """Whoever brought it here."""
         num_pages = self._residency.num_pinned_pages + len(resident.pages)
-        if not resident.is_pinned and not resident.forgotten and num_pages <= self._most_pages:
+        if not resident.is_pinned and num_pages <= self._most_pages:
             self._residency.pin(resident)
 
     def _spare(self) -> list[Resident]:

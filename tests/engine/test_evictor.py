@@ -511,10 +511,10 @@ def test_what_is_pinned_stays_and_is_not_counted_on_unless_pins_are_ignored_and_
     None
 ):
     house = House()
-    house.guest("pinned", 10, is_pinned=True)
+    pinned = house.guest("pinned", 10, is_pinned=True)
     house.guest("other", 20)
     assert not house.need(91) and house.left == []
-    assert house.need(90) and house.left == ["other"]
+    assert house.need(90, spare=[pinned]) and house.left == ["other"], "spared and pinned, it is counted once"
     house.guest("newer", 20)
     assert house.need(91, ignore_pins=True)
     assert house.left == ["other", "newer", "pinned"]
@@ -539,6 +539,18 @@ def test_at_its_ceiling_a_tenant_pays_with_its_own_pins_when_it_has_nothing_else
     assert house.need(20, tenant="owner") and house.left == ["own"]
     assert house.need(21, tenant="owner") and house.left == ["own", "pinned"]
     assert not house.need(31, tenant="owner")
+
+
+def test_what_could_leave_at_best_is_without_pins_save_those_that_a_tenant_would_pay_with() -> None:
+    house = House()
+    owner, taker = house.tenants.find("owner"), house.tenants.find("taker")
+    house.tenants.set_share("owner", TenantShare(max_share=0.3))
+    house.guest("pinned", 20, is_pinned=True)
+    house.guest("other", 10, tenant="other")
+    evictor = house.evictor
+    assert [evictor.num_evictable(count, taker, ignore_pins=False) for count in (10, 99)] == [10, 10]
+    assert [evictor.num_evictable(count, owner, ignore_pins=False) for count in (10, 15, 99)] == [10, 15, 30]
+    assert evictor.num_evictable(10, taker, ignore_pins=True) == 30
 
 
 def test_what_a_tenant_pays_at_its_ceiling_counts_towards_what_it_wants() -> None:
