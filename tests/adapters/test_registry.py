@@ -1,6 +1,7 @@
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,14 @@ import pytest
 from slora_adapters.adapter import AdapterExtras
 from slora_adapters.database import Database
 from slora_adapters.errors import AdapterNotFound, BadAdapterName, StoreUnavailable
-from slora_adapters.registry import RESERVATION_S, AdapterDetails, Registry, check_adapter_name
+from slora_adapters.registry import (
+    _MIGRATIONS,
+    RESERVATION_S,
+    AdapterDetails,
+    AdapterRecord,
+    Registry,
+    check_adapter_name,
+)
 from slora_adapters.version import AdapterVersion
 
 D1, D2 = "1" * 64, "2" * 64
@@ -161,3 +169,74 @@ def test_of_many_puts_and_deletes_at_once_references_are_never_miscounted(regist
         list(threads.map(use, range(6)))
     assert registry.list("t0") == registry.list("t1") == []
     assert registry.collect(D1, lambda digest: None) and registry.collect(D2, lambda digest: None)
+
+
+def anything(record: AdapterRecord, others: Sequence[AdapterRecord]) -> None:
+    """May be pinned."""
+
+
+class Refused(Exception):
+    pass
+
+
+def nothing(record: AdapterRecord, others: Sequence[AdapterRecord]) -> None:
+    raise Refused
+
+
+def test_a_pin_stays_with_its_name_when_that_moves_and_goes_with_it(registry: Registry) -> None:
+    for tenant in ("t1", "t2"):
+        registry.put("a", _v(tenant), DETAILS)
+    assert registry.pin("t1", "a", anything) == registry.get("t1", "a")
+    larger = replace(DETAILS, packed_bytes=9999)
+    moved = registry.put("a", _v("t1", D2), larger).record
+    assert moved.pinned and registry.pinned() == [moved] == registry.list("t1")
+    assert not registry.get("t2", "a").pinned, "another tenant's name is another name"
+    assert registry.delete("t1", "a").record.pinned
+    assert registry.pinned() == []
+    assert not registry.put("a", _v("t1"), DETAILS).record.pinned, "it is a new name"
+
+
+def test_to_pin_or_unpin_twice_is_to_do_it_once(registry: Registry) -> None:
+    registry.put("a", _v("t1"), DETAILS)
+    assert not registry.unpin("t1", "a").pinned
+    assert registry.pin("t1", "a", anything) == registry.pin("t1", "a", nothing), "it is pinned already"
+    assert registry.unpin("t1", "a") == registry.unpin("t1", "a") == registry.get("t1", "a")
+    assert registry.pinned() == []
+
+
+def test_what_may_not_be_pinned_is_not(registry: Registry) -> None:
+    for tenant, name in (("t2", "c"), ("t1", "b"), ("t1", "a")):
+        registry.put(name, _v(tenant), DETAILS)
+    told: list[tuple[str, list[str]]] = []
+    for tenant, name in (("t2", "c"), ("t1", "b")):
+        registry.pin(tenant, name, lambda one, others: told.append((one.name, [o.name for o in others])))
+    assert told == [("c", []), ("b", ["c"])]
+    with pytest.raises(Refused):
+        registry.pin("t1", "a", nothing)
+    assert [record.name for record in registry.pinned()] == ["b", "c"]
+    with pytest.raises(AdapterNotFound):
+        registry.pin("t1", "c", anything)
+    with pytest.raises(AdapterNotFound):
+        registry.unpin("t1", "c")
+
+
+def test_names_of_an_older_release_are_not_pinned_and_their_size_is_that_of_their_tensors(
+    tmp_path: Path,
+) -> None:
+    database = Database(tmp_path / "slora.db")
+    database.migrate("registry", _MIGRATIONS[:1])
+    with database.transaction() as connection:
+        connection.execute(
+            "INSERT INTO adapters VALUES ('t1', 'old', ?, 8, '[\"q_proj\"]', 4096, NULL, NULL, 1.0, 2.0)",
+            (D1,),
+        )
+    registry = Registry(database)
+    old = registry.get("t1", "old")
+    assert not old.pinned and registry.list("t1") == [old]
+    assert (old.version, old.created_at, old.updated_at) == (_v("t1"), 1.0, 2.0)
+    assert old.details.packed_bytes is None and old.details.pool_bytes == 4096
+    assert registry.pin("t1", "old", anything).pinned and registry.pinned() == [replace(old, pinned=True)]
+    known = replace(old.details, packed_bytes=8192)
+    assert registry.put("old", _v("t1"), known).record.details.pool_bytes == 8192
+    assert registry.get("t1", "old").details == known and registry.get("t1", "old").pinned
+    database.close()

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from slora.engine_info import EngineInfo, EngineStats
+from slora.errors import EngineUnavailable
 from slora.pin import Pin
 from slora.request import EngineRequest, FinishReason, TokenDelta
 from slora.tokenizer import Tokenizer
@@ -50,6 +51,7 @@ class ScriptedEngine:
     """An EngineClient. answers: what each request gets, in order; an exception among them is raised.
 
     aborted: requests whose answer was closed before its end. ended: single choices that were (request id, index).
+    pins: what it was told, each time.
     """
 
     answers: Sequence[Sequence[TokenDelta | Exception]] = ()
@@ -60,6 +62,7 @@ class ScriptedEngine:
     requests: list[EngineRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     ended: list[tuple[str, int]] = field(default_factory=list)
+    pins: list[list[Pin]] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -103,4 +106,6 @@ class ScriptedEngine:
         """Nothing is kept."""
 
     async def set_pins(self, pins: Sequence[Pin]) -> None:
-        """Nothing is kept."""
+        if not self.ready:
+            raise EngineUnavailable("it is not there")
+        self.pins.append(list(pins))

@@ -16,6 +16,7 @@ import pytest
 
 from slora_api.cli import main
 from tests.api.conftest import Kit
+from tests.api.platform import FIELDS
 from tests.api.served import ADMIN_KEY, Served, environment, serving, wait_for
 from tests.api.test_server import upload
 
@@ -96,6 +97,60 @@ def test_a_killed_engine_fails_what_was_in_flight_clearly_and_comes_back(mortal:
         assert client.post("/v1/completions", json=SHORT | {"model": "mine"}).json()["choices"] == before
     with mortal.client(ADMIN_KEY) as operator:
         assert 'slora_process_restarts_total{process="engine"} 1.0' in operator.get("/metrics").text
+
+
+def read_metric(served: Served, name: str) -> float | None:
+    """None while the engine is not there."""
+    with served.client(ADMIN_KEY) as operator:
+        lines = operator.get("/metrics").text.splitlines()
+    return next((float(line.split()[1]) for line in lines if line.startswith(name + " ")), None)
+
+
+def wait_for_metric(served: Served, name: str, value: float) -> None:
+    wait_for(lambda: read_metric(served, name) == value or None, served.alive)
+
+
+def test_a_pinned_adapter_is_there_before_anybody_asks_and_again_when_its_engine_was_killed(
+    mortal: Served, kit: Kit
+) -> None:
+    key = mortal.make_key("pins", "mine")
+    upload(mortal, key, "mine", kit.small)
+    with mortal.client(ADMIN_KEY) as operator:
+        assert operator.put("/admin/tenants/pins/adapters/mine/pin").json()["pinned"]
+        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
+        kill(mortal, ENGINE)
+        wait_for(lambda: None if is_ready(mortal) else True)
+        mortal.wait_until_ready()
+        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
+        assert read_metric(mortal, "slora_adapter_loads_total") == 1
+        with mortal.client(key) as client:
+            assert client.post("/v1/completions", json=SHORT | {"model": "mine"}).status_code == 200
+        assert read_metric(mortal, "slora_adapter_loads_total") == 1, "the request had to load it"
+        operator.delete("/admin/tenants/pins/adapters/mine/pin")
+        wait_for_metric(mortal, "slora_pinned_adapters", 0)
+        assert read_metric(mortal, "slora_resident_adapters") == 1, "it leaves when its pages are wanted"
+
+
+def test_a_pin_follows_its_name_to_other_weights_and_ends_when_that_is_deleted(
+    mortal: Served, kit: Kit
+) -> None:
+    key = mortal.make_key("moves")
+    upload(mortal, key, "name", kit.small)
+    with mortal.client(ADMIN_KEY) as operator, mortal.client(key) as client:
+        operator.put("/admin/tenants/moves/adapters/name/pin").raise_for_status()
+        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
+        loads = read_metric(mortal, "slora_adapter_loads_total")
+        assert loads is not None
+        files = {FIELDS[path.name]: path.read_bytes() for path in kit.wide.iterdir() if path.name in FIELDS}
+        moved = client.post("/v1/adapters", data={"name": "name", "replace": "true"}, files=files)
+        assert moved.status_code == 201 and moved.json()["pinned"]
+        wait_for_metric(mortal, "slora_adapter_loads_total", loads + 1)
+        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
+        assert read_metric(mortal, "slora_pinned_adapters") == 1
+        assert client.post("/v1/completions", json=SHORT | {"model": "name"}).status_code == 200
+        assert read_metric(mortal, "slora_adapter_loads_total") == loads + 1
+        client.delete("/v1/adapters/name").raise_for_status()
+        wait_for_metric(mortal, "slora_pinned_adapters", 0)
 
 
 def test_a_killed_loader_is_noticed_and_comes_back(mortal: Served, kit: Kit) -> None:

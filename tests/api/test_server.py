@@ -266,6 +266,12 @@ def test_the_command_line_leads_from_nothing_to_an_answer(server: Served, kit: K
     pushed = command(server, "adapter", "push", str(kit.wide), "--name", "voice", **tenant)
     assert pushed.returncode == 0 and pushed.stdout.startswith("voice  rank 16")
     assert command(server, "adapter", "list", **tenant).stdout == pushed.stdout
+    pinned = command(server, "adapter", "pin", "voice", "--tenant", "cli", **operator)
+    assert (pinned.returncode, pinned.stdout) == (0, pushed.stdout[:-1] + "  pinned\n")
+    assert command(server, "adapter", "list", **tenant).stdout == pinned.stdout
+    assert command(server, "adapter", "unpin", "voice", "--tenant", "cli", **operator).stdout == pushed.stdout
+    nobodys = command(server, "adapter", "pin", "voice", "--tenant", "nobody", **operator)
+    assert (nobodys.returncode, nobodys.stderr) == (1, "slora: There is no tenant `nobody`.\n")
 
     said = command(server, "complete", "hello", "--temperature", "0", "--max-tokens", "10", **tenant)
     client = connect(server, key)

@@ -8,8 +8,10 @@ import pytest
 from slora.engine import Engine
 from slora.engine_config import EngineConfig
 from slora.errors import AdapterFetchFailed, ConfigError, ContextTooLong, RequestRefused
+from slora.pin import Pin
 from slora.request import EngineRequest, FinishReason
 from slora.sampling_params import SamplingParams
+from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import Answer, drive, make_engine, make_source, step
 from tests.support.model_kit import ModelKit
@@ -240,6 +242,25 @@ def test_a_deleted_adapter_leaves_the_pool(kit: ModelKit) -> None:
     assert stats.resident_adapters == stats.pages_cached == 0 and stats.pages_free == 200
     error = drive(engine, [[EngineRequest("b", "t", [1], version, GREEDY)]])["b"].error
     assert isinstance(error, AdapterFetchFailed)
+
+
+def test_a_pinned_adapter_answers_as_one_that_was_asked_for_and_its_tenant_has_its_share(
+    kit: ModelKit,
+) -> None:
+    source, versions = make_source(kit)
+    request = EngineRequest("r", "local", [1, 2], versions["odd_rank"], GREEDY)
+    asked_for = drive(make_engine(kit, source, 200), [[request]])["r"].token_ids
+    engine = make_engine(kit, source, 200)
+    engine.set_pins([Pin(versions["odd_rank"], TenantShare(max_share=0.01))])
+    for _ in range(3):
+        engine.step()
+    assert (engine.stats().pinned_adapters, engine.stats().pinned_loaded) == (1, 0), "2 pages are its ceiling"
+    engine.set_pins([Pin(versions["odd_rank"])])
+    for _ in range(3):
+        engine.step()
+    assert (engine.stats().pinned_loaded, engine.stats().prompt_tokens) == (1, 0)
+    assert drive(engine, [[request]])["r"].token_ids == asked_for
+    assert engine.stats().adapter_loads == 1
 
 
 def test_the_numbers_add_up(kit: ModelKit) -> None:

@@ -10,15 +10,19 @@ from slora.engine_info import EngineStats
 from slora.engine_messages import (
     decode_add,
     decode_output,
+    decode_pins,
     decode_stats,
     encode_add,
     encode_output,
+    encode_pins,
     encode_stats,
 )
 from slora.errors import AdapterFetchFailed, ContextTooLong, DeadlineMissed, RequestFailed, RequestRefused
+from slora.pin import Pin
 from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta
 from slora.sampling_params import SamplingParams
 from slora.tenant_share import TenantShare
+from slora_adapters.version import AdapterVersion
 from slora_adapters.wire import encode
 
 REQUEST = EngineRequest("r", "t", [1, 2], None, SamplingParams())
@@ -82,6 +86,17 @@ def test_an_error_keeps_its_class_and_words(error: Exception) -> None:
     arrived = decode_output(over_the_wire(encode_output(StepOutput("r", error=error)))).error
     assert type(arrived) is type(error) and str(arrived) == str(error)
     assert vars(arrived) == vars(error)
+
+
+def test_pins_arrive_with_the_shares_of_their_tenants() -> None:
+    pins = [
+        Pin(
+            AdapterVersion("t", "a" * 64), TenantShare(weight=2.0, min_share=0.1, max_share=0.5, priority=-3)
+        ),
+        Pin(AdapterVersion("u", "b" * 64)),
+    ]
+    assert decode_pins(over_the_wire(encode_pins(pins))) == pins
+    assert decode_pins(over_the_wire(encode_pins([]))) == []
 
 
 def test_numbers_arrive_by_name() -> None:

@@ -17,6 +17,7 @@ from slora.engine_client import RemoteEngine
 from slora.engine_info import EngineStats
 from slora.engine_messages import encode_add
 from slora.errors import AdapterFetchFailed, ContextTooLong, EngineUnavailable, RequestRefused
+from slora.pin import Pin
 from slora.request import EngineRequest, FinishReason, TokenDelta
 from slora.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
@@ -247,6 +248,23 @@ def test_a_deleted_adapter_leaves_the_engine(run: Run, stack: EngineStack) -> No
         assert after.resident_adapters == before.resident_adapters - 1
         # It was not deleted from the store: it may come back.
         await collect(client.generate(ask("b", version)))
+
+    run(body)
+
+
+def test_what_is_pinned_over_the_socket_is_there_before_anybody_asks(run: Run, stack: EngineStack) -> None:
+    version = stack.versions["odd_rank"]
+
+    async def body(client: RemoteEngine) -> None:
+        before = await client.stats()
+        await client.set_pins([Pin(version)])
+        pinned = await wait_for_stats(client, lambda stats: stats.pinned_loaded == 1)
+        await collect(client.generate(ask("r", version)))
+        after = await client.stats()
+        assert after.adapter_loads == pinned.adapter_loads
+        assert (after.prompt_tokens, pinned.pinned_adapters) == (before.prompt_tokens + 3, 1)
+        await client.set_pins([])
+        await wait_for_stats(client, lambda stats: stats.pinned_adapters == stats.pinned_loaded == 0)
 
     run(body)
 

@@ -7,9 +7,10 @@ import pytest
 
 from slora.engine import Engine
 from slora.engine_info import EngineStats
-from slora.engine_worker import Abort, Add, AskStats, EngineWorker, Forget, Stop, Wake
+from slora.engine_worker import Abort, Add, AskStats, EngineWorker, Forget, SetPins, Stop, Wake
 from slora.errors import DeadlineMissed, RequestRefused
 from slora.model_spec import read_model_spec
+from slora.pin import Pin
 from slora.request import EngineRequest, StepOutput
 from slora.sampling_params import SamplingParams
 from slora.tenant import Tenant
@@ -111,3 +112,31 @@ def test_a_deadline_is_told_when_nothing_else_happens(kit: ModelKit) -> None:
         output = told.get(timeout=WAIT_S)
         assert output.request_id == "r" and isinstance(output.error, DeadlineMissed)
         assert stats_of(worker).deadline_misses == 1
+
+
+class WatchedSource(ScriptedSource):
+    """`asked` has what is asked for."""
+
+    def __init__(self, num_pages: dict[AdapterVersion, int]) -> None:
+        super().__init__(num_pages)
+        self.asked: queue.SimpleQueue[AdapterVersion] = queue.SimpleQueue()
+
+    def request(self, version: AdapterVersion) -> None:
+        super().request(version)
+        self.asked.put(version)
+
+
+def test_a_pinned_adapter_that_did_not_come_is_asked_for_again_when_nothing_else_happens(
+    kit: ModelKit,
+) -> None:
+    worker, _ = make_worker()
+    version = AdapterVersion("t", "late")
+    source = WatchedSource({version: 1})
+    with working(worker, make_engine(kit, source, 100)):
+        worker.post(SetPins([Pin(version)]))
+        assert source.asked.get(timeout=WAIT_S) == version
+        source.fail(version, "unavailable")
+        worker.post(Wake())
+        assert source.asked.get(timeout=WAIT_S) == version
+        stats = stats_of(worker)
+        assert (stats.pinned_adapters, stats.pinned_loaded, stats.pin_failures) == (1, 0, 1)
