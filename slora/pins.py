@@ -167,7 +167,7 @@ class Pins:
                 if self._supply.num_pages(version) is None:
                     self._supply.prefetch(version)
                 else:
-                    spare.append(self._load(version, spare))
+                    spare.add(self._load(version, spare))
                     num_pages = self._supply.advance(plan, num_pages)
 
     def _pin(self, resident: Resident) -> None:
@@ -176,17 +176,17 @@ class Pins:
         if not resident.is_pinned and num_pages <= self._most_pages:
             self._residency.pin(resident)
 
-    def _spare(self) -> list[Resident]:
+    def _spare(self) -> set[Resident]:
         """What must not leave for a pin: idle adapters of those who are next, and other pins."""
         found = (self._residency.find(version) for version in self._wanted)
         pinned = [resident for resident in found if resident is not None and resident.is_pinned]
-        return [*self._reclaim.next_adapters(), *pinned]
+        return {*self._reclaim.next_adapters(), *pinned}
 
     def _num_wanted_soon(self) -> int:
         """Pages that those who run want for the rest of their prompts, and one more for each."""
         return sum(1 + one.blocks.pages_missing(len(one.token_ids)) for one in self._batch)
 
-    def _has_room(self, version: AdapterVersion, spare: list[Resident], num_wanted_soon: int) -> bool:
+    def _has_room(self, version: AdapterVersion, spare: set[Resident], num_wanted_soon: int) -> bool:
         """Whether it could be loaded now. Its size is not known before it was on the host: a fetch tells."""
         num_pages = self._supply.num_pages(version) or self._wanted[version].num_pages
         if num_pages is None:
@@ -199,7 +199,7 @@ class Pins:
             and self._evictor.could_make_room(num_pages, tenant, spare)
         )
 
-    def _load(self, version: AdapterVersion, spare: list[Resident]) -> Resident:
+    def _load(self, version: AdapterVersion, spare: set[Resident]) -> Resident:
         tenant, num_pages = self._memory.tenants.find(version.tenant), self._supply.num_pages(version)
         assert num_pages is not None, f"{version} is not on the host"
         has_pages = self._evictor.make_room(num_pages, tenant, spare)

@@ -20,6 +20,7 @@ CASES = [
     (errors.NotFound("x"), 404, "not_found_error", "not_found"),
     (AdapterNotFound("x"), 404, "not_found_error", "model_not_found"),
     (errors.Conflict("x"), 409, "conflict_error", "name_taken"),
+    (errors.PinsFull("x"), 409, "conflict_error", "pins_full"),
     (errors.BadRequest("x", "field", "code"), 400, "invalid_request_error", "code"),
     (RequestRefused("x", "field"), 400, "invalid_request_error", None),
     (ContextTooLong("x", "prompt"), 400, "invalid_request_error", "context_length_exceeded"),
@@ -64,7 +65,7 @@ def test_what_can_be_sent_again_says_when_and_what_cannot_says_so() -> None:
         headers = describe_error(error).headers
         if describe_error(error).status in (429, 503):
             assert 0 < int(headers["Retry-After"]) <= 120 and "x-should-retry" not in headers
-        elif isinstance(error, errors.Conflict | AdapterCorrupt | RequestFailed):
+        elif isinstance(error, errors.Conflict | errors.PinsFull | AdapterCorrupt | RequestFailed):
             assert headers["x-should-retry"] == "false"
 
 

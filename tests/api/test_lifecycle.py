@@ -131,7 +131,7 @@ def test_a_pinned_adapter_is_there_before_anybody_asks_and_again_when_its_engine
         assert read_metric(mortal, "slora_resident_adapters") == 1, "it leaves when its pages are wanted"
 
 
-def test_a_pin_follows_its_name_to_other_weights_and_ends_when_that_is_deleted(
+def test_a_pin_follows_its_name_and_its_tenants_share_and_ends_when_the_name_is_deleted(
     mortal: Served, kit: Kit
 ) -> None:
     key = mortal.make_key("moves")
@@ -149,6 +149,13 @@ def test_a_pin_follows_its_name_to_other_weights_and_ends_when_that_is_deleted(
         assert read_metric(mortal, "slora_pinned_adapters") == 1
         assert client.post("/v1/completions", json=SHORT | {"model": "name"}).status_code == 200
         assert read_metric(mortal, "slora_adapter_loads_total") == loads + 1
+        operator.patch("/admin/tenants/moves", json={"max_pool_share": 0}).raise_for_status()
+        files = {FIELDS[path.name]: path.read_bytes() for path in kit.small.iterdir() if path.name in FIELDS}
+        client.post("/v1/adapters", data={"name": "name", "replace": "true"}, files=files).raise_for_status()
+        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 0)
+        wait_for_metric(mortal, "slora_pinned_adapters", 1)
+        operator.patch("/admin/tenants/moves", json={"max_pool_share": 1}).raise_for_status()
+        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
         client.delete("/v1/adapters/name").raise_for_status()
         wait_for_metric(mortal, "slora_pinned_adapters", 0)
 
