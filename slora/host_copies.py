@@ -61,7 +61,7 @@ class HostCopies:
     def prefetch(self, version: AdapterVersion) -> None:
         """For nobody who waits yet: asked for if there is room beside what others wait for, else not."""
         if version not in self._asked:
-            if self._unasked or not self._has_room():
+            if not self._has_room():  # as it is while anybody waits to be asked for
                 return
             self._asked.add(version)
             self._source.request(version)

@@ -61,13 +61,16 @@ def test_a_pinned_adapter_is_loaded_in_slices_beside_those_who_decode() -> None:
     bench = SchedulerBench(PAGES, num_pages=12, load_pages=1)
     bench.add("decodes", max_tokens=9)
     bench.step()
-    bench.scheduler.set_pins([LARGE])
+    bench.scheduler.set_pins([LARGE, SMALL])
     bench.step()
     bench.source.deliver()
     for number in range(3):
         assert not is_loaded(bench, LARGE)
         assert [output.request_id for output in bench.step()] == ["decodes"], number
+        assert bench.residency.find(SMALL) is None, "it holds pages before its turn"
     assert is_loaded(bench, LARGE)
+    list(bench.run_to_end(9))
+    assert is_loaded(bench, SMALL)
 
 
 def test_a_pin_leaves_those_who_run_the_pages_of_their_prompts() -> None:
@@ -110,6 +113,16 @@ def test_a_pinned_adapter_stays_while_others_can_give_way() -> None:
         assert output.error is None
         assert is_loaded(bench, LARGE)
     assert bench.scheduler.num_preemptions > 0, "there was no need"
+
+
+def test_nobody_starts_on_the_last_pages_that_are_not_pinned() -> None:
+    """Of 8 pages 3 are pinned and 2 run, which soon become 3: another one of 3 would have to give way at once."""
+    bench = SchedulerBench(PAGES, num_pages=8, max_num_batched_tokens=40)
+    pin(bench, LARGE)
+    bench.add("runs", prompt=8, max_tokens=3)
+    bench.add("waits", prompt=11, max_tokens=2)
+    assert [output.error for output in bench.run_to_end(9)] == [None] * 5
+    assert bench.scheduler.num_preemptions == 0
 
 
 def test_a_request_that_needs_the_last_page_has_it_and_the_pin_comes_back_by_itself() -> None:
@@ -211,6 +224,13 @@ def test_a_pin_that_cannot_be_fetched_is_tried_again_after_growing_pauses_and_lo
     bench.source.deliver()
     bench.step()
     assert is_loaded(bench, SMALL)
+    # Once it has come, it all begins again.
+    assert bench.memory.evictor.make_room(8, bench.memory.tenants.find("other"), ignore_pins=True)
+    bench.step()
+    with caplog.at_level(logging.WARNING, "slora.pins"):
+        bench.source.fail(SMALL, "unavailable")
+        bench.step()
+    assert bench.scheduler.next_due_s == bench.now + 1 and len(caplog.records) == 2
 
 
 def test_a_pin_whose_load_broke_comes_back_but_not_at_once() -> None:
