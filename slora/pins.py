@@ -30,7 +30,7 @@ _LONGEST_PAUSE_S = 60.0
 
 
 class _Wish:
-    """num_pages: that the adapter takes, once it has been on the host. num_failures: since it came last.
+    """num_pages: that the adapter takes, once it has been on the host. num_failures: since it was loaded last.
 
     paused_until_s: when it is tried again; None if nothing keeps it from being tried now.
     """
@@ -111,6 +111,13 @@ class Pins:
         for version in at_hand:
             self._supply.release(version)
 
+    def settle(self, plan: StepPlan) -> None:
+        """The step has run: what it loaded to the end is there, whoever wanted it."""
+        for load in plan.loads:
+            wish = self._wanted.get(load.resident.version)
+            if wish is not None and load.is_last:
+                wish.num_failures = 0
+
     def fail(self, residents: Iterable[Resident]) -> None:
         """The step that was to load them broke: they come back, but not at once."""
         for resident in residents:
@@ -138,7 +145,6 @@ class Pins:
                 continue
             at_hand.append(fetch.version)
             if wish is not None:
-                wish.num_failures = 0
                 wish.num_pages = self._supply.pages_of(fetch.packed)
         return at_hand
 
@@ -147,7 +153,7 @@ class Pins:
         if not wish.num_failures:
             _log.warning(
                 "adapter %s of tenant %s is pinned and can't be fetched (%s): %s; it is tried again, and this is not "
-                "told again before it has come",
+                "told again before it is in the pool",
                 fetch.version.digest, fetch.version.tenant, fetch.code, fetch.message,
             )  # fmt: skip
         wish.pause(self._now)

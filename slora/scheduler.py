@@ -161,6 +161,7 @@ class Scheduler:
     def postprocess(self, plan: StepPlan, sampled: list[Sampled]) -> list[StepOutput]:
         """Takes in the tokens of `plan`, one for each of the chunks' draws, in order; finished sequences leave."""
         self.supply.settle(plan)
+        self.pins.settle(plan)
         self.swapping.settle()
         outputs = list(plan.ended)
         tokens = iter(sampled)

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from slora import LLM, AsyncLLM, Completion, LoraAdapter, SamplingParams
 from slora.engine_info import EngineStats
 from slora.errors import ConfigError, EngineUnavailable, RequestRefused
+from slora.pin import Pin
 from slora_adapters.errors import AdapterNotFound
 from tests.support.cpu_kernels import KERNELS
 from tests.support.engine_stack import WAIT_S
@@ -176,6 +177,20 @@ def test_an_adapter_that_many_ask_for_at_once_is_loaded_once(kit: ModelKit) -> N
             assert await llm.generate("fox", GREEDY, adapter) == answers[0] == answers[15]
 
     run(ask())
+
+
+def test_an_engine_of_this_process_takes_pins_like_a_remote_one(llm: AsyncLLM, kit: ModelKit) -> None:
+    (answer,) = llm._intake.answers([[1, 2]], None, kit.adapters["rslora"])
+    assert answer.request.adapter is not None
+    pin = Pin(answer.request.adapter)
+
+    async def pinned() -> None:
+        await llm._engine.set_pins([pin])
+        await wait_for(llm, lambda stats: stats.pinned_loaded == stats.pinned_adapters == 1)
+        await llm._engine.set_pins([])
+        await wait_for(llm, lambda stats: stats.pinned_adapters == 0)
+
+    run(pinned())
 
 
 def test_closing_fails_what_is_unfinished_and_what_comes_after(kit: ModelKit) -> None:

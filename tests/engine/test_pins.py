@@ -233,17 +233,18 @@ def test_a_pin_that_cannot_be_fetched_is_tried_again_after_growing_pauses_and_lo
     assert bench.scheduler.next_due_s == bench.now + 1 and len(caplog.records) == 2
 
 
-def test_a_pin_whose_load_broke_comes_back_but_not_at_once() -> None:
+def test_a_pin_whose_load_broke_comes_back_after_growing_pauses() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     bench.scheduler.set_pins([SMALL])
-    bench.step()
-    bench.source.deliver()
-    bench.step(breaks=True)
-    assert bench.residency.find(SMALL) is None and bench.residency.num_pinned == 0
-    come_to_rest(bench)
-    assert bench.scheduler.pins.num_failures == 1 and bench.source.num_fetches[SMALL] == 1
-    assert bench.scheduler.next_due_s == bench.now + 1
-    bench.now += 1
+    for number, pause_s in enumerate((1, 2, 4), 1):
+        bench.step()
+        bench.source.deliver()
+        bench.step(breaks=True)
+        assert bench.residency.find(SMALL) is None and bench.residency.num_pinned == 0
+        come_to_rest(bench)
+        assert (bench.scheduler.pins.num_failures, bench.source.num_fetches[SMALL]) == (number, number)
+        assert bench.scheduler.next_due_s == bench.now + pause_s
+        bench.now += pause_s
     come_to_rest(bench)
     assert is_loaded(bench, SMALL)
 
