@@ -106,10 +106,14 @@ class Pins:
         """Goes on with what is missing. num_pages: of adapters that may still be loaded in this step."""
         self._now = now
         at_hand = self._take_prefetched()
-        if self._residency.num_pinned < len(self._wanted):
-            self._bring_missing(plan, num_pages)
+        missing = (
+            self._bring_from_host(plan, num_pages) if self._residency.num_pinned < len(self._wanted) else []
+        )
+        # Before others are asked for: on a small host there may be room for one only.
         for version in at_hand:
             self._supply.release(version)
+        for version in missing:
+            self._supply.prefetch(version)
 
     def settle(self, plan: StepPlan) -> None:
         """The step has run: what it loaded to the end is there, whoever wanted it."""
@@ -161,7 +165,9 @@ class Pins:
     def _is_missing(self, version: AdapterVersion) -> bool:
         return self._residency.find(version) is None
 
-    def _bring_missing(self, plan: StepPlan, num_pages: int) -> None:
+    def _bring_from_host(self, plan: StepPlan, num_pages: int) -> list[AdapterVersion]:
+        """Begins to load what has room and is on the host; returns those that have room and are not."""
+        missing = []
         spare, num_wanted_soon = self._spare(), self._num_wanted_soon()
         for version, wish in self._wanted.items():
             resident = self._residency.find(version)
@@ -171,10 +177,11 @@ class Pins:
                 continue
             elif self._has_room(version, spare, num_wanted_soon):
                 if self._supply.num_pages(version) is None:
-                    self._supply.prefetch(version)
+                    missing.append(version)
                 else:
                     spare.add(self._load(version, spare))
                     num_pages = self._supply.advance(plan, num_pages)
+        return missing
 
     def _pin(self, resident: Resident) -> None:
         """Whoever brought it here."""

@@ -268,6 +268,13 @@ def test_a_pin_for_which_there_is_no_room_keeps_nothing_on_the_host_from_those_w
     assert is_loaded(bench, LARGE) and bench.source.num_fetches[LARGE] == 2
 
 
+def test_a_pin_that_is_too_large_leaves_the_host_to_the_next() -> None:
+    """Born from a bug: the next was asked for while the copy of the first still lay there, and then never again."""
+    bench = SchedulerBench(PAGES, num_pages=4, host_pages=0)
+    pin(bench, LARGE, SMALL)
+    assert is_loaded(bench, SMALL) and bench.residency.find(LARGE) is None
+
+
 def test_pins_are_fetched_behind_what_requests_wait_for() -> None:
     bench = SchedulerBench(PAGES, num_pages=8, host_pages=0)
     for number in (1, 2):

@@ -45,7 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         window=st.none() | st.integers(1, 10),
         rope_switch=st.none() | st.integers(1, 16),
         host_pages=st.none() | st.integers(0, 12),
-        shares=st.tuples(shares, shares, shares),
+        shares=st.just((TenantShare(),) * 3) | st.tuples(shares, shares, shares),
         options=st.fixed_dictionaries(
             {
                 "prefix_cache": st.sampled_from(["off", "tenant", "public"]),
@@ -196,11 +196,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, breaks: bool) -> None:
         self.bench.now += 1.0
         waiting_for_nothing = self.bench.scheduler.has_work
-        kept = self._idle_pins() if self._pins_must_stay() else []
+        kept = [] if self._are_bounded() else self._idle_pins()
+        num_residents, num_loads = len(self.bench.residency), self.bench.scheduler.supply.num_loads
         crowd, num_preemptions = self._crowd(), self.bench.scheduler.num_preemptions
         for output in self.bench.step(breaks=breaks):
             self._take(output)
-        if len(crowd & self._crowd()) > 1 and self.bench.scheduler.num_preemptions == num_preemptions:
+        num_loads = self.bench.scheduler.supply.num_loads - num_loads
+        has_slots = num_residents + num_loads <= self.bench.config.num_slots
+        stayed = crowd & self._crowd() if self.bench.scheduler.num_preemptions == num_preemptions else set()
+        if len(stayed) > 1 and has_slots:
             assert all(self.bench.residency.find(one.version) is one for one in kept), (
                 "a pinned adapter left while others ran"
             )
@@ -215,10 +219,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         residents = list(self.bench.residency)
         return [one for one in residents if one.is_pinned and one.is_loaded and not one.num_users]
 
-    def _pins_must_stay(self) -> bool:
-        """Whether neither slots nor somebody's share can be why one leaves beside others who run."""
-        are_bounded = any(tenant.is_bounded for tenant in self.bench.memory.tenants)
-        return not are_bounded and self.bench.config.num_slots >= len(VERSIONS)
+    def _are_bounded(self) -> bool:
+        """Whether somebody's share may be why a pin is not there."""
+        return any(tenant.is_bounded for tenant in self.bench.memory.tenants)
 
     def _crowd(self) -> set[str]:
         found = (self.bench.scheduler.find(request_id) for request_id in self.unfinished)
@@ -285,7 +288,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.bench.pool.num_held == 0
         assert self.bench.source.num_pinned == 0, "a host copy was never released"
         assert all(self.bench.residency.find(version) is None for version in self.deleted)
-        if self._pins_must_stay():
+        if not self._are_bounded():
             self._check_that_pins_are_back()
 
     def _come_to_rest(self) -> None:
@@ -304,6 +307,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         residency = self.bench.residency
         for version in self.pinned:
             too_many = residency.num_pinned_pages + PAGES[version] > self.bench.pool.num_pages // 2
+            too_many = too_many or residency.num_pinned == self.bench.config.num_slots
             resident = residency.find(version)
             assert too_many or (resident is not None and resident.is_loaded), f"{version} did not come back"
 
