@@ -106,6 +106,7 @@ class Pins:
         """Goes on with what is missing. num_pages: of adapters that may still be loaded in this step."""
         self._now = now
         at_hand = self._take_prefetched()
+        num_pages = 0 if self._wanted and self._reclaim.is_short else num_pages
         missing = (
             self._bring_from_host(plan, num_pages) if self._residency.num_pinned < len(self._wanted) else []
         )

@@ -139,6 +139,27 @@ def test_a_request_that_needs_the_last_page_has_it_and_the_pin_comes_back_by_its
     assert is_loaded(bench, LARGE) and find(bench, LARGE).is_pinned
 
 
+def test_who_gave_way_three_times_does_not_do_so_for_a_pin_again() -> None:
+    """Born from a bug: with less room than without pins, a request and a search gave way to each other for good."""
+    bench = SchedulerBench(PAGES, num_pages=8, max_num_batched_tokens=40)
+    pin(bench, LARGE)
+    bench.add("runs", max_tokens=16)
+    bench.step()
+    tired = bench.add("tired", prompt=16, max_tokens=3)
+    bench.step()
+    assert not tired.is_running and is_loaded(bench, LARGE)
+    tired.num_preemptions = 3
+    bench.step()
+    assert tired.is_running and bench.residency.find(LARGE) is None
+    while bench.scheduler.find("tired"):
+        bench.source.deliver()
+        bench.step()
+        assert bench.residency.find(LARGE) is None, "it came back before its time"
+    list(bench.run_to_end(30))
+    come_to_rest(bench)
+    assert is_loaded(bench, LARGE)
+
+
 def test_pins_hold_at_most_half_of_the_pool_and_what_is_beyond_is_an_adapter_like_any_other() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     pin(bench, LARGE, VERSIONS[2])
