@@ -145,7 +145,7 @@ def test_who_gave_way_three_times_does_not_do_so_for_a_pin_again() -> None:
     pin(bench, LARGE)
     bench.add("runs", max_tokens=16)
     bench.step()
-    tired = bench.add("tired", prompt=16, max_tokens=3)
+    tired = bench.add("tired", prompt=17, max_tokens=3)
     bench.step()
     assert not tired.is_running and is_loaded(bench, LARGE)
     tired.num_preemptions = 3
