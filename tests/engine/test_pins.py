@@ -141,11 +141,11 @@ def test_a_request_that_needs_the_last_page_has_it_and_the_pin_comes_back_by_its
 
 def test_who_gave_way_three_times_does_not_do_so_for_a_pin_again() -> None:
     """Born from a bug: with less room than without pins, a request and a search gave way to each other for good."""
-    bench = SchedulerBench(PAGES, num_pages=8, max_num_batched_tokens=40)
+    bench = SchedulerBench(PAGES, num_pages=9, max_num_batched_tokens=40)
     pin(bench, LARGE)
-    bench.add("runs", max_tokens=16)
+    bench.add("runs", prompt=5, max_tokens=3)
     bench.step()
-    tired = bench.add("tired", prompt=17, max_tokens=3)
+    tired = bench.add("tired", prompt=17, max_tokens=4)
     bench.step()
     assert not tired.is_running and is_loaded(bench, LARGE)
     tired.num_preemptions = 3
