@@ -22,11 +22,13 @@ from slora_adapters.version import AdapterVersion
 
 
 class _Needs(NamedTuple):
-    """num_found: blocks of its KV that are in the prefix cache. new_pages: what must be free. most_pages: by how much
-    its tenant's held pages may grow. loads: its adapter is on the host only."""
+    """num_found: blocks of its KV that are in the prefix cache. num_tokens: of its first chunk; num_held: tokens that
+    it gets pages for. new_pages: what must be free. most_pages: by how much its tenant's held pages may grow. loads:
+    its adapter is on the host only."""
 
     num_found: int
     num_tokens: int
+    num_held: int
     new_pages: int
     most_pages: int
     loads: bool
@@ -99,7 +101,10 @@ class Admission:
         num_found = self._prefixes.count(sequence) if swapped is None else 0
         num_computed = num_found * block_tokens if swapped is None else swapped.num_computed
         num_tokens = min(len(sequence.token_ids) - num_computed, sequence.chunk_limit, budget)
-        num_blocks = -(-(num_computed + num_tokens) // block_tokens)
+        num_held = num_computed + num_tokens
+        if sequence.is_overdue:
+            num_held = self._most_held(sequence, num_computed)
+        num_blocks = -(-num_held // block_tokens)
         num_present = num_found if swapped is None else swapped.num_freed
         version = sequence.request.adapter
         resident = self._supply.find(version) if version is not None else None
@@ -109,7 +114,15 @@ class Admission:
         # What is cached so far, and will be held.
         taken = self._prefixes.num_pages(num_found)
         taken += adapter_pages if resident is not None and not resident.num_users else 0
-        return _Needs(num_found, num_tokens, new_pages, new_pages + taken, loads)
+        return _Needs(num_found, num_tokens, num_held, new_pages, new_pages + taken, loads)
+
+    def _most_held(self, sequence: Sequence, num_computed: int) -> int:
+        """Tokens whose pages are as many as it ever needs at once until its next token: with a window it then takes
+        one ahead for each that it gives back."""
+        footprint, num_tokens = self._config.footprint, len(sequence.token_ids)
+        first_block = footprint.first_token_seen(num_computed) // footprint.block_tokens
+        most_blocks = first_block + footprint.pages(num_tokens, sequence.chunk_limit)
+        return min(num_tokens, most_blocks * footprint.block_tokens)
 
     def _take(self, sequence: Sequence, needs: _Needs, plan: StepPlan) -> bool:
         """Holds what is there of it and makes room for the rest; or nothing at all."""
@@ -160,7 +173,7 @@ class Admission:
             self._swapping.restore(sequence, plan)
         elif not sequence.num_preemptions:
             self._prefixes.count_hits(sequence)
-        missing = sequence.blocks.pages_missing(sequence.num_computed + needs.num_tokens)
+        missing = sequence.blocks.pages_missing(needs.num_held)
         sequence.blocks.extend(self._memory.kv.allocate(missing, sequence.tenant))
         self._batch.seat(sequence)
         plan.started.append(sequence)

@@ -80,6 +80,7 @@ class FairQueue:
         furthest along, for its own tokens made the counter large, and most of what was computed is lost.
 
         Tenants above their floors come first, then those of late priority classes; within the tenant its own priority.
+        Whoever is overdue comes last of its class.
         """
         candidates = list(running)
         held: dict[Tenant, int] = {s.tenant: s.tenant.num_pages - s.tenant.num_cached for s in candidates}
@@ -87,10 +88,12 @@ class FairQueue:
         page_share = sum(held.values()) / weights  # for a weight of 1
         over_share = {tenant for tenant, pages in held.items() if pages >= tenant.share.weight * page_share}
 
-        def standing(sequence: Sequence) -> tuple[bool, int, bool, int, Sequence]:
+        def standing(sequence: Sequence) -> tuple[bool, int, bool, bool, int, Sequence]:
             tenant = sequence.tenant
             above_floor, priority = tenant.is_above_floor, tenant.share.priority
-            return above_floor, priority, tenant in over_share, -sequence.num_computed, sequence
+            if sequence.is_overdue:
+                return above_floor, priority, False, False, 0, sequence
+            return above_floor, priority, True, tenant in over_share, -sequence.num_computed, sequence
 
         tenant = max(candidates, key=standing).tenant
         return max((one for one in candidates if one.tenant is tenant), key=_yields)
@@ -106,5 +109,7 @@ def _turn(tenant: Tenant) -> tuple[int, float]:
     return tenant.share.priority, tenant.service
 
 
-def _yields(sequence: Sequence) -> tuple[int, int, Sequence]:
-    return sequence.request.priority, -sequence.num_computed, sequence
+def _yields(sequence: Sequence) -> tuple[int, bool, int, Sequence]:
+    if sequence.is_overdue:
+        return sequence.request.priority, False, 0, sequence
+    return sequence.request.priority, True, -sequence.num_computed, sequence

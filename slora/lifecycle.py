@@ -99,7 +99,7 @@ class Lifecycle:
 
     def back_to_queue(self, sequence: Sequence) -> ContextTooLong | None:
         """It waits again. Returns why it can't, if its tenant's ceiling has come down: then it is to be ended."""
-        sequence.num_preemptions += 1
+        sequence.note_preemption()
         self._give_back(sequence)
         if sequence.search is not None:
             sequence.search.withdraw(sequence.index)

@@ -12,8 +12,6 @@ from slora.unified_memory import UnifiedMemory
 
 # Adapters of this many of those who are next are spared while others can leave.
 _LOOK_AHEAD = 8
-# Who gave way so often does not do so for a pin again: without pins it might have had to give way to nobody.
-_MOST_PREEMPTIONS = 3
 
 
 class Reclaim:
@@ -65,8 +63,8 @@ class Reclaim:
 
     def may_take_pins(self, sequence: Sequence) -> bool:
         """Whether it has nobody to wait for: others leave sooner or later, but not those of tenants with a floor, who
-        go ahead of it as long as they are below; or whether it gave way too often. No request was told of pins."""
-        if sequence.num_preemptions >= _MOST_PREEMPTIONS:
+        go ahead of it as long as they are below; or whether it is overdue. No request was told of pins."""
+        if sequence.is_overdue:
             return True
         return self._batch.is_left_to(sequence) or all(
             one is sequence or (one.tenant.min_pages > 0 and one.tenant is not sequence.tenant)
@@ -75,8 +73,8 @@ class Reclaim:
 
     @property
     def is_short(self) -> bool:
-        """Whether somebody runs or is next who gave way too often: then nothing is to be brought here for nobody."""
-        return any(one.num_preemptions >= _MOST_PREEMPTIONS for one in (*self._batch, *self.upcoming))
+        """Whether somebody who is overdue runs or is next: then nothing is to be brought here for nobody."""
+        return any(one.is_overdue for one in (*self._batch, *self.upcoming))
 
     def victim(self, num_pages: int, tenant: Tenant) -> Sequence:
         """For a tenant at its ceiling, one of its own."""

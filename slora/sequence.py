@@ -26,6 +26,8 @@ from slora.sampling_params import choice_seed
 from slora.tenant import Tenant
 
 _arrivals = itertools.count()
+# Who gave way so often without a token of its own in between goes first.
+_MOST_SETBACKS = 3
 
 
 class SwappedBlocks(NamedTuple):
@@ -42,7 +44,8 @@ class Sequence:
     index: which choice of the request it is, or which beam. num_choices: how many it becomes when its prompt is
     computed; 1 after that, and for those that came out of it. chunk_limit: the most tokens that may be computed of it
     at a time, for its pages to fit the pool. is_long: its KV is rotated with the long factors of a model that has two
-    sets (longrope). num_cached: tokens of the prompt that were found computed when it first started.
+    sets (longrope). num_cached: tokens of the prompt that were found computed when it first started. furthest: its
+    tokens when it gave way last; num_setbacks: how often it did with no more of them than before.
     """
 
     __slots__ = (
@@ -51,6 +54,7 @@ class Sequence:
         "blocks",
         "chunk_limit",
         "done",
+        "furthest",
         "index",
         "is_long",
         "is_running",
@@ -63,6 +67,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt",
         "num_scored",
+        "num_setbacks",
         "request",
         "resident",
         "row",
@@ -97,7 +102,7 @@ class Sequence:
         self.num_computed = 0
         self.num_cached = 0
         self.num_charged = 0
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_setbacks = self.furthest = 0
         self.blocks = BlockTable(block_tokens)
         self.block_keys: list[bytes] = []
         self.num_named = 0
@@ -128,6 +133,18 @@ class Sequence:
         choice.chunk_limit, choice.is_long = self.chunk_limit, self.is_long
         choice.scores, choice.num_scored = [], self.num_prompt
         return choice
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether it gave way so often without a token in between that it might do so for good: two sequences can each
+        be started at the other's cost. From then on it starts with all pages that it needs up to its next token, and
+        gives way last; among its like who came first does not give way at all. So somebody comes to a token."""
+        return self.num_setbacks >= _MOST_SETBACKS
+
+    def note_preemption(self) -> None:
+        self.num_preemptions += 1
+        self.num_setbacks = self.num_setbacks + 1 if len(self.token_ids) == self.furthest else 1
+        self.furthest = len(self.token_ids)
 
     @property
     def num_uncomputed(self) -> int:

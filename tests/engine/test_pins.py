@@ -148,7 +148,7 @@ def test_who_gave_way_three_times_does_not_do_so_for_a_pin_again() -> None:
     tired = bench.add("tired", prompt=17, max_tokens=4)
     bench.step()
     assert not tired.is_running and is_loaded(bench, LARGE)
-    tired.num_preemptions = 3
+    tired.num_setbacks = 3
     bench.step()
     assert tired.is_running and bench.residency.find(LARGE) is None
     while bench.scheduler.find("tired"):

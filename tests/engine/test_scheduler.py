@@ -197,7 +197,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.bench.now += 1.0
         waiting_for_nothing = self.bench.scheduler.has_work
         sequences = [one for request_id in self.unfinished for one in self.bench.scheduler.find(request_id)]
-        is_short = any(one.num_preemptions >= 3 for one in sequences)
+        is_short = any(one.is_overdue for one in sequences)
         kept = [] if is_short or self._are_bounded() else self._idle_pins()
         num_residents, num_loads = len(self.bench.residency), self.bench.scheduler.supply.num_loads
         crowd, num_preemptions = self._crowd(), self.bench.scheduler.num_preemptions

@@ -257,8 +257,10 @@ class SchedulerBench:
         assert sequence.is_long == (switch is not None and len(sequence.token_ids) > switch)
         held, entries = sequence.blocks.held, sequence.blocks.pages.tolist()
         assert set(entries) == set(held), "an entry is no page of the sequence"
-        # Who waits for an adapter to load has pages for a first chunk that may be cut shorter later.
-        most = chunk.num_tokens if sequence.resident is None else sequence.chunk_limit
+        # Who waits for an adapter to load has pages for a first chunk that may be cut shorter later, who is overdue all
+        # that it ever needs.
+        is_exact = sequence.resident is None and not sequence.is_overdue
+        most = chunk.num_tokens if is_exact else sequence.chunk_limit
         assert len(held) <= self.footprint.pages(sequence.blocks.num_pages * BLOCK_TOKENS, most)
         written = sequence.blocks.pages[chunk.start // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)]
         assert not any(self.pool.is_shared(page) for page in written.tolist()), "a shared page is written to"
