@@ -11,6 +11,7 @@ from slora.cost_model import CostModel
 from slora.engine_config import EngineConfig
 from slora.engine_info import EngineInfo, EngineStats
 from slora.errors import ContextTooLong, RequestFailed, RequestRefused
+from slora.huge_pages import touch
 from slora.kv_footprint import KVFootprint
 from slora.model_spec import ModelSpec
 from slora.pin import Pin
@@ -42,6 +43,8 @@ class Engine:
         self._runner = Runner(config, model)
         if costs is None:
             costs = self._runner.measure_costs()
+        if config.pool_bytes is not None:  # else it is a share of what is free, which others may need first
+            touch(self._runner.memory.pages)
         num_pages = len(self._runner.memory.pages)
         budget = config.token_budget(self._runner.device.type)
         scheduler = SchedulerConfig(

@@ -29,7 +29,7 @@ class EngineConfig:
     quantization: what the weights of the layers' linears are rounded to while they are read: int8 or fp8, each row with
     its scale; auto takes them as the checkpoint stores them.
     pool_bytes: the one pool for KV and adapters; None is 90% of the GPU memory left after weights and a trial step,
-    on a CPU 25% of the free RAM.
+    on a CPU 25% of the free RAM. A CPU's is taken from the system at start if it is named, else as it is used.
     max_model_len: prompt and answer together; None is the model's own, or what the pool holds if that is less.
     max_num_batched_tokens: the token budget of one step.
     prefix_cache: whose computed prefixes a request may find: tenant (its own tenant's), public (those of the bare base
