@@ -26,11 +26,13 @@ class ConfigFields:
         """`complaint` follows the field and its value: "; it must be ..."."""
         return self._refuse(name, self._fields.get(name), complaint)
 
-    def whole(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+    def whole(self, name: str, default: int | None = None, *, least: int = 1, most: int | None = None) -> int:
         value = self._value(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             kind = "a positive whole number" if least == 1 else f"a whole number from {least}"
             raise self._refuse(name, value, f"; it must be {kind}")
+        if most is not None and value > most:
+            raise self._refuse(name, value, f"; it must be {most} at most")
         return value
 
     def optional_whole(self, name: str) -> int | None:

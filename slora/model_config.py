@@ -21,6 +21,7 @@ _FUSED_PATHS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "m
 # Of a model of several parts, what stands beside the parts' own fields holds for all.
 _SHARED_FIELDS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,8 @@ def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> M
         raise ConfigError(f"{path}: model_type is {model_type!r}; this version serves {', '.join(FAMILIES)}")
     fields = _fields(raw, family, path)
     _refuse_what_we_do_not_honour(fields, family)
-    num_layers, head_dim = fields.whole("num_hidden_layers"), _head_dim(fields)
+    # Each layer is listed, before anything tells whether the weights are there.
+    num_layers, head_dim = fields.whole("num_hidden_layers", most=_MOST_LAYERS), _head_dim(fields)
     max_positions = fields.whole("max_position_embeddings")
     layer_types = read_layer_types(fields, family.windows, num_layers)
     ropes, rope_of_layer = read_ropes(fields, family, head_dim, layer_types)

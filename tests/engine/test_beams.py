@@ -94,10 +94,10 @@ def check_parity(oracle: Oracle, asked: list[Asked], answers: dict[str, Answer])
     [
         ("llama", 600, {}),
         ("llama", 600, {"max_num_seqs": 5, "max_num_batched_tokens": 9}),
-        ("llama", 36, {"preemption": "recompute"}),
-        ("llama", 36, {"preemption": "recompute", "prefix_cache": "off"}),
-        ("llama", 36, {"preemption": "swap", "swap_bytes": 4 << 20}),
-        ("mistral_window", 36, {"max_num_seqs": 11, "max_num_batched_tokens": 13}),
+        ("llama", 42, {"preemption": "recompute"}),
+        ("llama", 42, {"preemption": "recompute", "prefix_cache": "off"}),
+        ("llama", 42, {"preemption": "swap", "swap_bytes": 4 << 20}),
+        ("mistral_window", 42, {"max_num_seqs": 11, "max_num_batched_tokens": 13}),
     ],
     ids=["at ease", "in chunks", "computed again", "computed again alone", "swapped", "behind windows"],
 )

@@ -391,6 +391,13 @@ def test_a_config_of_any_content_is_served_or_refused_but_breaks_nothing(
         assert "config.json" in str(error)
 
 
+def test_layers_beyond_all_models_are_refused_before_they_are_listed(tmp_path: Path) -> None:
+    """Born from a config of random content that took all of the machine's memory."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1 << 40}))
+    with pytest.raises(ConfigError, match=r"num_hidden_layers is 1099511627776; it must be 10000 at most"):
+        ModelConfig.from_directory(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "\xff"])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_a_file_that_is_no_table_is_refused_by_name(tmp_path: Path, name: str, text: str) -> None:
