@@ -14,17 +14,12 @@ swap     bringing back a preempted sequence by copying its pages or by computing
 All but the copies of "swap" are simulated: the production scheduler plans every step, nothing is computed.
 """
 
-import argparse
-from pathlib import Path
-
 from bench.machines import A10G_7B
+from bench.parts import Tables, run_parts
 from bench.pool_division import Division, compare, s2_division, shifting_trace
 from bench.sharing import counting_rows, sharing_rows
 from bench.swapping import swap_rows
-from bench.table import Row, print_table, write_json
 from bench.traces import S2
-
-Tables = dict[str, list[Row]]
 
 
 def pool_tables(*, quick: bool) -> Tables:
@@ -56,25 +51,5 @@ def swap_tables(*, quick: bool) -> Tables:
 TABLES = {"pool": pool_tables, "sharing": sharing_tables, "swap": swap_tables}
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", default=list(TABLES), choices=list(TABLES))
-    parser.add_argument("--quick", action="store_true", help="few and short: to see that it runs")
-    parser.add_argument("--json", type=Path, help="write the rows here as well")
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = parse_options()
-    tables: Tables = {}
-    for part in options.parts:
-        made = TABLES[part](quick=options.quick)
-        for title, rows in made.items():
-            print_table(title, rows)
-        tables |= made
-    if options.json:
-        write_json(options.json, tables, {"quick": options.quick})
-
-
 if __name__ == "__main__":
-    main()
+    run_parts(__doc__, TABLES)

@@ -14,18 +14,13 @@ cold      tokens of those who decode, while an adapter that nobody had asked for
 Simulated on S-LoRA's A10G setting, with virtual time, but for "overhead" and the last table of "cold".
 """
 
-import argparse
-from pathlib import Path
-
 from bench.batching import batching_rows
 from bench.cold_adapters import cold_rows
 from bench.early_abort import abort_rows
 from bench.fairness import fairness_rows
 from bench.live_cold_adapters import live_cold_rows
 from bench.overhead import page_rows, schedule_rows
-from bench.table import Row, print_table, write_json
-
-Tables = dict[str, list[Row]]
+from bench.parts import Tables, run_parts
 
 
 def overhead_tables(*, quick: bool) -> Tables:
@@ -61,25 +56,5 @@ TABLES = {
 }
 
 
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", default=list(TABLES), choices=list(TABLES))
-    parser.add_argument("--quick", action="store_true", help="few and short: to see that it runs")
-    parser.add_argument("--json", type=Path, help="write the rows here as well")
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = parse_options()
-    tables: Tables = {}
-    for part in options.parts:
-        made = TABLES[part](quick=options.quick)
-        for title, rows in made.items():
-            print_table(title, rows)
-        tables |= made
-    if options.json:
-        write_json(options.json, tables, {"quick": options.quick})
-
-
 if __name__ == "__main__":
-    main()
+    run_parts(__doc__, TABLES)

@@ -66,11 +66,11 @@ class Runner:
         self.num_swap_pages = self._num_swap_pages(config, num_pages)
         self.memory = self._memory(num_pages, self.num_swap_pages)
         self.max_model_len = self._max_model_len(config)
-        self._most = budget, config.max_num_seqs
+        self._largest_step = budget, config.max_num_seqs
 
     def measure_costs(self) -> CostModel:
         """What steps and copies take here and now. Before anybody has pages: it writes to many."""
-        return measure_costs(self.run, self.memory, *self._most, self.max_model_len)
+        return measure_costs(self.run, self.memory, *self._largest_step, self.max_model_len)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Sampled]:

@@ -18,8 +18,6 @@ from slora_kernels.numba_language import (
     compiled,
     copy_widened,
     count_items,
-    dot,
-    dot_four,
     exp2,
     narrow,
     prefetch,
@@ -63,13 +61,18 @@ def load_queries(rows: Array, q: Array, first_head: Int, group: Int, scale: Floa
 
 
 @compiled
+def count_run(key: Int, end: Int, block_tokens: Int) -> Int:
+    """Keys from `key` on that lie behind each other in its page."""
+    return min(block_tokens - key % block_tokens, end - key)
+
+
+@compiled
 def load_block(target: Array, pages: Array, table: Array, key: Int, block_tokens: Int, start: Int) -> None:
     """target [n, D] = K (or V) of tokens key to key + n, page by page; `start`: where the head's lie in a page."""
     size, done = target.shape[1], 0
     while done < target.shape[0]:
-        offset = (key + done) % block_tokens
-        count = min(block_tokens - offset, target.shape[0] - done)
-        first = start + offset * size
+        count = count_run(key + done, key + target.shape[0], block_tokens)
+        first = start + (key + done) % block_tokens * size
         run = target[done : done + count].reshape(count * size)
         copy_widened(run, pages[table[(key + done) // block_tokens], first : first + count * size])
         done += count
@@ -82,20 +85,6 @@ def turn(target: Array, source: Array) -> None:
         row = target[i]
         for n in range(source.shape[0]):
             row[n] = source[n, i]
-
-
-@compiled
-def score_by_dots(scores: Array, rows: Array, keys: Array) -> None:
-    """scores [M, n] = rows [M, D] times keys [n, D]."""
-    n = keys.shape[0]
-    whole = n - n % 4
-    for m in range(rows.shape[0]):
-        for k in range(0, whole, 4):
-            scores[m, k], scores[m, k + 1], scores[m, k + 2], scores[m, k + 3] = dot_four(
-                rows[m], keys[k], keys[k + 1], keys[k + 2], keys[k + 3]
-            )
-        for k in range(whole, n):
-            scores[m, k] = dot(rows[m], keys[k])
 
 
 @compiled
@@ -168,12 +157,6 @@ def score_run(scores: Array, rows: Array, keys: Array) -> None:
     while n < scores.shape[1]:
         add_one_dot(scores[:, n:], rows, keys[n * size :], size, size)
         n += 1
-
-
-@compiled
-def count_run(key: Int, end: Int, block_tokens: Int) -> Int:
-    """Keys from `key` on that lie behind each other in its page."""
-    return min(block_tokens - key % block_tokens, end - key)
 
 
 @compiled
@@ -266,7 +249,9 @@ def attend_tile(
         load_block(keys, pages, table, key, block_tokens, start)
         load_block(values, pages, table, key, block_tokens, start + side)
         if num_rows < TURNED_ROWS:
-            score_by_dots(scores, rows, keys)
+            for m in range(num_rows):
+                clear(scores[m])
+            score_run(scores[:, :count], rows, keys.reshape(count * size))
         else:
             turn(turned, keys)
             score_by_rows(scores, rows, turned)

@@ -71,6 +71,16 @@ class _Memory:
         self._builder.store(value, self.pointer(row, column, kind), align=self._size)
 
 
+def _operands(context: Any, builder: Any, signature: Any, args: Any) -> tuple[_Memory, _Memory, _Memory]:
+    """Of a block's arguments: the sums, what is multiplied, and the rows of weights, `pitch` (the fourth) apart."""
+    sums, x, weights = signature.args[:3]
+    return (
+        _Memory(context, builder, sums, args[0]),
+        _Memory(context, builder, x, args[1]),
+        _Memory(context, builder, weights, args[2], args[3]),
+    )
+
+
 def _splat(builder: Any, value: Any) -> Any:
     """All lanes the same."""
     nothing = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
@@ -115,10 +125,7 @@ def _emit_dots(tokens: int, rows: int) -> Callable[..., None]:
     @emitted
     def dots(typing: Any, sums: Array, x: Array, weights: Array, pitch: Int, count: Int) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            kinds = signature.args
-            target = _Memory(context, builder, kinds[0], args[0])
-            tokens_of = _Memory(context, builder, kinds[1], args[1])
-            rows_of = _Memory(context, builder, kinds[2], args[2], args[3])
+            target, tokens_of, rows_of = _operands(context, builder, signature, args)
             totals = {
                 (t, r): cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, None))
                 for t in range(tokens)
@@ -159,10 +166,7 @@ def _emit_gathers(tokens: int, vectors: int) -> Callable[..., None]:
     @emitted
     def gathers(typing: Any, sums: Array, factors: Array, weights: Array, pitch: Int, count: Int) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            kinds = signature.args
-            target = _Memory(context, builder, kinds[0], args[0])
-            factors_of = _Memory(context, builder, kinds[1], args[1])
-            rows_of = _Memory(context, builder, kinds[2], args[2], args[3])
+            target, factors_of, rows_of = _operands(context, builder, signature, args)
             starts = [_I64(v * LANES) for v in range(vectors)]
             totals = {
                 (t, v): cgutils.alloca_once_value(builder, target.load(t, start))
@@ -192,10 +196,7 @@ def _emit_additions(tokens: int, rows: int) -> Callable[..., None]:
     @emitted
     def additions(typing: Any, sums: Array, factors: Array, weights: Array, pitch: Int, count: Int) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            kinds = signature.args
-            target = _Memory(context, builder, kinds[0], args[0])
-            factors_of = _Memory(context, builder, kinds[1], args[1])
-            rows_of = _Memory(context, builder, kinds[2], args[2], args[3])
+            target, factors_of, rows_of = _operands(context, builder, signature, args)
             factor = {
                 (t, r): _splat(builder, factors_of.load_one(t, _I64(r)))
                 for t in range(tokens)
@@ -220,7 +221,7 @@ _MOST_TOKENS = 4 if LANES == 16 else 2
 
 
 def _for_tokens(emit: Callable[[int], Callable[..., None]]) -> Callable[..., None]:
-    """A function of sums, of what is multiplied, both a row a token, of weights, and of three numbers."""
+    """A function of sums, of what is multiplied, both a row a token, of weights, of their pitch, and of a count."""
     most, three, two, one = emit(_MOST_TOKENS), emit(3), emit(2), emit(1)
 
     @compiled

@@ -15,6 +15,7 @@ times slower, measured).
 import hashlib
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -60,6 +61,7 @@ def compile_worker(worker: Callable[[Job], None], carrier: Any) -> Any:
         config.CACHE_DIR = user_choice
 
 
+@cache
 def _cache_directory(user_choice: str) -> Path:
     """One for each state of these sources: numba itself looks at the worker's file alone, and would go on with what it
     compiled before another one of them was changed."""
@@ -271,27 +273,6 @@ def exp2(x: Float) -> Float:
     series = _ONE + f * (_C1 + f * (_C2 + f * (_C3 + f * (_C4 + f * (_C5 + f * (_C6 + f * _C7))))))
     power = _from_bits((whole + np.int32(127)) << np.int32(23))
     return series * power if x >= _LOWEST else _ZERO
-
-
-@compiled
-def dot(a: Array, b: Array) -> Float:
-    total = _ZERO
-    for i in range(b.shape[0]):
-        total += widen(a[i]) * widen(b[i])
-    return total
-
-
-@compiled
-def dot_four(x: Array, a: Array, b: Array, c: Array, d: Array) -> tuple[Float, Float, Float, Float]:
-    """x times each of four rows: x is read, and the loop entered, once."""
-    p, q, r, s = _ZERO, _ZERO, _ZERO, _ZERO
-    for i in range(x.shape[0]):
-        value = widen(x[i])
-        p += value * widen(a[i])
-        q += value * widen(b[i])
-        r += value * widen(c[i])
-        s += value * widen(d[i])
-    return p, q, r, s
 
 
 @compiled
