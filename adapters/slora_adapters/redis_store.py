@@ -14,6 +14,7 @@ Needs the package redis, so only `store_url.py` loads this module.
 """
 
 import json
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +35,11 @@ UPLOAD_EXPIRY_S = 3600
 # A warm copy that nobody reads is gone after this time.
 WARM_EXPIRY_S = 24 * 3600
 _READ_ATTEMPTS = 3
+# An upload is refused if Redis takes longer to bring it to its disk; busy disks stall for tens of seconds.
+_DISK_WAIT_S = 60.0
+# One question's part of that, well within the socket's time; and the pause between two questions that do not wait.
+_DISK_QUESTION_S = 5.0
+_DISK_PAUSE_S = 0.01
 
 # KEYS: manifest, then the new chunks. ARGV: members, upload, seconds to live (0: for ever), first part of chunk keys.
 # Returns 0 if a chunk is missing, else 1. The chunks that the manifest named before are deleted.
@@ -197,18 +203,32 @@ class RedisStore:
             pipeline.execute()
 
     def _wait_for_disk(self, connection: "redis.Redis[bytes]") -> None:
-        """From Redis 7.2 on, waits until the append-only file is on disk. Before, `appendfsync everysec` survives the
-        death of Redis at once, and that of the machine after a second; `always` survives both at once."""
+        """Waits until what was put survives the death of Redis; from Redis 7.2 on, that of its machine, too.
+
+        Before 7.2 Redis can't be asked to wait for its disk. `appendfsync always` answers after the disk. `everysec`
+        answers earlier: while an earlier fsync goes on, it keeps what it was told in a buffer of its own, for up to two
+        seconds, and its death loses that. So this waits until the buffer is empty, which leaves the second that
+        everysec is about for the death of the machine.
+        """
         if not self._durable:
             return
+        deadline = time.monotonic() + _DISK_WAIT_S
+        while not self._is_kept(connection):
+            if time.monotonic() > deadline:
+                raise StoreUnavailable(f"Redis took longer than {_DISK_WAIT_S:.0f} s to write to its disk")
+
+    def _is_kept(self, connection: "redis.Redis[bytes]") -> bool:
+        """Whether all of the connection's writes are in the append-only file; waits a moment for it."""
         try:
-            synced, _ = connection.execute_command("WAITAOF", 1, 0, 10_000)
+            synced, _ = connection.execute_command("WAITAOF", 1, 0, int(_DISK_QUESTION_S * 1000))
+            return bool(synced)
         except redis.ResponseError as error:
             if "unknown command" not in str(error).lower():
                 raise
-        else:
-            if not synced:
-                raise StoreUnavailable("Redis took longer than 10 s to write to its disk")
+        if connection.info("persistence").get("aof_buffer_length", 0) == 0:
+            return True
+        time.sleep(_DISK_PAUSE_S)
+        return False
 
     def _setting(self, name: str) -> str | None:
         """Hosted Redis often forbids CONFIG; then nobody can tell."""

@@ -1,6 +1,7 @@
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from slora_adapters.store_url import open_store
 from tests.redis_server import DURABLE, RedisServer
 
 DIGEST = "ab" * 32
+OTHER_DIGEST = "cd" * 32
 BIG = os.urandom(CHUNK_BYTES * 2 + 5)
 
 
@@ -20,6 +22,22 @@ def test_what_was_put_survives_the_death_of_redis(redis_server: RedisServer) -> 
     redis_server.kill()
     redis_server.start()
     assert {name: bytes(view) for name, view in store.fetch(DIGEST).items()} == {"a": b"small", "b": BIG}
+    store.close()
+
+
+def test_what_was_put_while_the_disk_is_busy_survives_the_death_of_redis(redis_server: RedisServer) -> None:
+    """While an fsync goes on, Redis answers before it has written: an answer alone means nothing."""
+    store = open_store(redis_server.url)
+    with redis_server.client() as client, redis_server.stalled_fsync():
+        store.put(OTHER_DIGEST, {"a": b"the first write asks for an fsync"})
+        while not client.info("persistence")["aof_pending_bio_fsync"]:
+            time.sleep(0.01)
+        client.set("unwritten", "x")
+        assert client.info("persistence")["aof_buffer_length"] > 0
+        store.put(DIGEST, {"a": b"small"})
+        redis_server.kill()
+    redis_server.start()
+    assert bytes(store.fetch(DIGEST)["a"]) == b"small"
     store.close()
 
 
@@ -105,6 +123,6 @@ def test_a_full_redis_refuses_an_upload_and_keeps_what_it_has(make_redis: Callab
     store = open_store(server.url)
     store.put(DIGEST, {"a": b"small"})
     with pytest.raises(StoreUnavailable, match="maxmemory"):
-        store.put("cd" * 32, {"b": BIG + BIG})
+        store.put(OTHER_DIGEST, {"b": BIG + BIG})
     assert bytes(store.fetch(DIGEST)["a"]) == b"small"
     store.close()

@@ -1,6 +1,7 @@
 """The demo as a newcomer gets it: `slora serve --demo demo`, default kernels, one key for each tenant."""
 
 import json
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,6 +59,23 @@ def test_the_same_prompt_is_answered_by_each_keys_own_adapter(demo: Served, keys
     answers = {tenant: ask(demo, key, PROMPT) for tenant, key in keys.items()}
     assert answers == {tenant: TASKS[task_of(tenant)].apply(PROMPT) for tenant in keys}
     assert len(set(answers.values())) == len(keys) >= 7
+
+
+def test_an_empty_answer_in_a_terminal_is_explained(demo: Served, keys: dict[str, str]) -> None:
+    """This model was trained on chat messages alone, and ends at once after anything else."""
+
+    def complete(*options: str) -> subprocess.CompletedProcess[str]:
+        variables = {"SLORA_URL": demo.url, "SLORA_API_KEY": keys["upper"]}
+        command = [*SLORA, "complete", "good morning", "--temperature", "0", *options]
+        return subprocess.run(
+            command, env=environment(**variables), capture_output=True, text=True, check=True
+        )
+
+    bare = complete()
+    assert bare.stdout == "\n"
+    assert "without a word; a model trained on chat messages needs --chat" in bare.stderr
+    chat = complete("--chat")
+    assert (chat.stdout, chat.stderr) == (TASKS["upper"].apply("good morning") + "\n", "")
 
 
 def test_unseen_sentences_are_answered_right_and_as_peft_answers_them(

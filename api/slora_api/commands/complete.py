@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,12 @@ def complete(arguments: argparse.Namespace) -> None:
         if not response.is_success:
             response.read()
             check(response)
+        is_empty = True
         for chunk in _chunks(response):
-            print(_text(chunk), end="", flush=True)
+            text = _text(chunk)
+            is_empty = is_empty and not text
+            print(text, end="", flush=True)
     print()
+    if is_empty:
+        hint = "" if arguments.chat else "; a model trained on chat messages needs --chat"
+        print(f"slora: the model ended its answer without a word{hint}", file=sys.stderr)
