@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from slora.step_plan import Chunk
-from slora_kernels.layout import LoraReach, TileLimits
+from slora_kernels.layout import LoraReach
 
 
 class Tile(NamedTuple):
@@ -19,20 +19,20 @@ class Tile(NamedTuple):
     weight: float
 
 
-def cut_token_tiles(chunks: Sequence[Chunk], limits: TileLimits) -> list[Tile]:
+def cut_token_tiles(chunks: Sequence[Chunk], tile_tokens: int) -> list[Tile]:
     """Over the step's tokens."""
-    return list(_cut([(_adapter(chunk), chunk.num_tokens) for chunk in chunks], limits))
+    return list(_cut([(_adapter(chunk), chunk.num_tokens) for chunk in chunks], tile_tokens))
 
 
-def cut_head_tiles(chunks: Sequence[Chunk], limits: TileLimits) -> list[Tile]:
+def cut_head_tiles(chunks: Sequence[Chunk], tile_tokens: int) -> list[Tile]:
     """Over the rows that sample, of those adapters that reach the head."""
     runs = [(_adapter(c) if _reach(c).head else None, len(c.draws)) for c in chunks if c.draws]
-    return list(_cut(runs, limits))
+    return list(_cut(runs, tile_tokens))
 
 
-def cut_rows(adapter: tuple[int, float], num_rows: int, limits: TileLimits) -> list[Tile]:
+def cut_rows(adapter: tuple[int, float], num_rows: int, tile_tokens: int) -> list[Tile]:
     """Over rows that all belong to one slot and weight."""
-    return list(_cut([(adapter, num_rows)], limits))
+    return list(_cut([(adapter, num_rows)], tile_tokens))
 
 
 def join_reaches(chunks: Sequence[Chunk]) -> LoraReach:
@@ -57,22 +57,13 @@ def _adapter(chunk: Chunk) -> tuple[int, float] | None:
     return None if chunk.slot is None else (chunk.slot, chunk.sequence.request.adapter_weight)
 
 
-def _cut(runs: Sequence[tuple[tuple[int, float] | None, int]], limits: TileLimits) -> Iterator[Tile]:
+def _cut(runs: Sequence[tuple[tuple[int, float] | None, int]], tile_tokens: int) -> Iterator[Tile]:
     """Runs come ordered by adapter and weight; rows of the base, None, are in no tile."""
     first = 0
     for adapter, members in groupby(runs, lambda run: run[0]):
-        start = first
-        for _, rows in members:
-            if adapter is not None and rows > limits.shared:
-                yield from _cut_run(adapter, start, first, limits.shared)
-                yield from _cut_run(adapter, first, first + rows, limits.alone)
-                start = first + rows
-            first += rows
+        end = first + sum(rows for _, rows in members)
         if adapter is not None:
-            yield from _cut_run(adapter, start, first, limits.shared)
-
-
-def _cut_run(adapter: tuple[int, float], start: int, end: int, tile_rows: int) -> Iterator[Tile]:
-    slot, weight = adapter
-    for row in range(start, end, tile_rows):
-        yield Tile(slot, row, min(tile_rows, end - row), weight)
+            slot, weight = adapter
+            for row in range(first, end, tile_tokens):
+                yield Tile(slot, row, min(tile_tokens, end - row), weight)
+        first = end

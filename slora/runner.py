@@ -80,7 +80,7 @@ class Runner:
             self._sampling.write(sequence.row, sequence)
         if not plan.chunks:
             return []
-        batch = StepBatch.build(plan, self.memory, self.kernels.tile_limits, self._long_rows)
+        batch = StepBatch.build(plan, self.memory, self.kernels.tile_tokens, self._long_rows)
         hidden = self._model.forward(batch, self.memory, self.kernels)
         num_draws = len(batch.sampling)
         score_prompts(hidden[num_draws:], batch.prompts, self._score)
@@ -100,7 +100,7 @@ class Runner:
 
     def _score(self, hidden: Tensor, sequence: Sequence) -> Tensor:
         """Logits of rows of a prompt."""
-        tiles = tile_prompt_rows(sequence, len(hidden), self.kernels.tile_limits, self.device)
+        tiles = tile_prompt_rows(sequence, len(hidden), self.kernels.tile_tokens, self.device)
         return self._model.logits(hidden, LoraDeltas(tiles, self.memory, self.kernels))
 
     def _memory(self, num_pages: int, num_host_pages: int = 0) -> PageMemory:

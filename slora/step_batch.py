@@ -16,7 +16,6 @@ from slora.prompt_scoring import PromptRows, find_prompt_rows
 from slora.sequence import Sequence
 from slora.step_plan import Chunk, StepPlan
 from slora_kernels.batch import AttentionBatch, LoraTiles
-from slora_kernels.layout import TileLimits
 
 IntArray = npt.NDArray[np.integer]
 
@@ -42,7 +41,7 @@ class StepBatch:
     prompts: list[PromptRows]
 
     @staticmethod
-    def build(plan: StepPlan, memory: PageMemory, limits: TileLimits, long_rows: int = 0) -> "StepBatch":
+    def build(plan: StepPlan, memory: PageMemory, tile_tokens: int, long_rows: int = 0) -> "StepBatch":
         """Raises RuntimeError if a chunk was planned for an adapter that has since left its slot.
 
         long_rows: the row of the rotary table at which the positions of long sequences begin.
@@ -61,8 +60,8 @@ class StepBatch:
         block_tables = _block_tables(chunks)
         contexts = (first_positions + counts).astype(np.int32)
         reach = join_reaches(chunks)
-        tiles = cut_token_tiles(chunks, limits)
-        head_tiles = cut_head_tiles(chunks, limits) if reach.head else []
+        tiles = cut_token_tiles(chunks, tile_tokens)
+        head_tiles = cut_head_tiles(chunks, tile_tokens) if reach.head else []
         rows = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) for _ in chunk.draws]
         found = (find_prompt_rows(chunk, int(start)) for chunk, start in zip(chunks, starts, strict=False))
         prompts = [asked for asked in found if asked is not None]
@@ -138,13 +137,13 @@ def _kv_slots(positions: IntArray, counts: IntArray, block_tables: IntArray, blo
 
 
 def tile_prompt_rows(
-    sequence: Sequence, num_rows: int, limits: TileLimits, device: torch.device
+    sequence: Sequence, num_rows: int, tile_tokens: int, device: torch.device
 ) -> LoraTiles | None:
     """Rows of one sequence, for the output head; None if its adapter does not reach that."""
     resident = sequence.resident
     if resident is None or not resident.reach.head:
         return None
-    tiles = cut_rows((resident.slot, sequence.request.adapter_weight), num_rows, limits)
+    tiles = cut_rows((resident.slot, sequence.request.adapter_weight), num_rows, tile_tokens)
     rows, weights = (torch.from_numpy(array).to(device) for array in _tile_arrays(tiles))
     return LoraTiles(rows, weights, resident.reach.max_group_rank)
 

@@ -44,18 +44,6 @@ class LinearShape:
 
 
 @dataclass(frozen=True, slots=True)
-class TileLimits:
-    """The most tokens of one LoRA tile: of one chunk of a sequence alone, and where several chunks share a tile.
-
-    An implementation that multiplies long tiles in another way than short ones keeps the shared ones short: how a
-    token's numbers are rounded must not depend on who else uses its adapter.
-    """
-
-    alone: int
-    shared: int
-
-
-@dataclass(frozen=True, slots=True)
 class LoraSite:
     """One place of the model where modules read the same input: one shrink, and one expand, serve them all.
 

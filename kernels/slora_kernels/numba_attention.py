@@ -37,6 +37,9 @@ BLOCK_KEYS = 64
 TILE_ROWS = 96
 TURNED_ROWS = 8
 
+# Keys and values are asked for so many numbers before they are read.
+AHEAD = 1024
+
 # A window in place of none: behind any context.
 NO_WINDOW = 1 << 40
 
@@ -213,7 +216,16 @@ def attend_token(
             for head in range(num_heads):
                 m = head * group
                 values = page[start + side + head * head_elements + offset :]
-                gather_rows(sums[m : m + group], block[m : m + group, at - key :], values, size, count)
+                gather_rows(
+                    sums[m : m + group],
+                    block[m : m + group, at - key :],
+                    values,
+                    size,
+                    AHEAD,
+                    _ONE,
+                    size,
+                    count,
+                )
             at += count
 
 

@@ -12,17 +12,51 @@ from typing import Any
 
 import llvmlite.binding
 from llvmlite import ir
-from numba import types
+from numba import config, types
 from numba.core import cgutils
 
-from slora_kernels.numba_language import Array, Int, compiled, emitted, widen_value
+from slora_kernels.numba_language import (
+    CACHE_LINE_BYTES,
+    Array,
+    Float,
+    Int,
+    compiled,
+    emitted,
+    narrow_value,
+    widen_value,
+)
+
+
+def _has(feature: str) -> bool:
+    """Of the machine that numba compiles for: this one, unless its NUMBA_CPU_NAME or NUMBA_CPU_FEATURES say another."""
+    if config.CPU_FEATURES is not None:
+        return f"+{feature}" in config.CPU_FEATURES.split(",")
+    return config.CPU_NAME is None and bool(llvmlite.binding.get_host_cpu_features().get(feature))
+
+
+class _Bfloat16(ir.Type):  # type: ignore[misc]
+    """LLVM's own, which llvmlite does not know; carried as 16 bits everywhere else."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bfloat16)
+
+    def __hash__(self) -> int:
+        return hash(_Bfloat16)
+
 
 # Machines with AVX-512 have 32 registers of 16 numbers; a block's sums take 16 of them. Others have 16 of 8.
-LANES = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
-_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+LANES = 16 if _has("avx512f") else 8
+# Two products of bfloat16 and their sum for each lane, in one instruction, as exact as float32.
+_PAIRS = LANES == 16 and _has("avx512bf16")
+_I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_BYTES = ir.IntType(8).as_pointer()
 _VECTOR = ir.VectorType(_F32, LANES)
 _INDEXES = ir.VectorType(_I32, LANES)
-_MASK = ir.VectorType(ir.IntType(1), LANES)
+# Rows of attention and of adapters are too short for the machine to see the next one coming.
+_PREFETCH = ir.FunctionType(ir.VoidType(), [_BYTES, _I32, _I32, _I32])
 
 
 class _Memory:
@@ -49,26 +83,39 @@ class _Memory:
 
     def load(self, row: int, column: Any, mask: Any = None) -> Any:
         """float32 lanes from `column` on; where the mask is false, zeros, and nothing is read."""
-        builder, lanes = self._builder, ir.VectorType(self._stored, LANES)
-        pointer = self.pointer(row, column, lanes)
+        return widen_value(self._builder, self._element, self.load_stored(row, column, LANES, mask), LANES)
+
+    def load_stored(self, row: int, column: Any, lanes: int, mask: Any = None) -> Any:
+        """The same, as they are stored."""
+        builder, kind = self._builder, ir.VectorType(self._stored, lanes)
+        pointer = self.pointer(row, column, kind)
         if mask is None:
-            raw = builder.load(pointer, align=self._size)
-        else:
-            suffix = "f32" if self._stored == _F32 else f"i{8 * self._size}"
-            function = cgutils.get_or_insert_function(
-                builder.module,
-                ir.FunctionType(lanes, [lanes.as_pointer(), _I32, _MASK, lanes]),
-                f"llvm.masked.load.v{LANES}{suffix}.p0",
-            )
-            raw = builder.call(function, [pointer, _I32(self._size), mask, ir.Constant(lanes, None)])
-        return widen_value(builder, self._element, raw, LANES)
+            return builder.load(pointer, align=self._size)
+        suffix = "f32" if self._stored == _F32 else f"i{8 * self._size}"
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(kind, [kind.as_pointer(), _I32, mask.type, kind]),
+            f"llvm.masked.load.v{lanes}{suffix}.p0",
+        )
+        return builder.call(function, [pointer, _I32(self._size), mask, ir.Constant(kind, None)])
+
+    def prefetch(self, row: int, column: Any) -> None:
+        """Asks for the numbers around `column`, wherever that is: behind the last one, nothing comes of it."""
+        function = cgutils.get_or_insert_function(self._builder.module, _PREFETCH, "llvm.prefetch.p0")
+        arguments = [self.pointer(row, column, ir.IntType(8)), _I32(0), _I32(3), _I32(1)]
+        self._builder.call(function, arguments)
+
+    def lines(self, columns: list[Any]) -> list[Any]:
+        """Of vectors that begin at `columns`, side by side, those where a cache line begins."""
+        return columns[:: max(1, CACHE_LINE_BYTES // (LANES * self._size))]
 
     def load_one(self, row: int, column: Any) -> Any:
         return self._builder.load(self.pointer(row, column, self._stored))
 
     def store(self, row: int, column: Any, value: Any) -> None:
-        kind = value.type
-        self._builder.store(value, self.pointer(row, column, kind), align=self._size)
+        """value: float32 lanes."""
+        narrow = narrow_value(self._builder, self._element, value, LANES)
+        self._builder.store(narrow, self.pointer(row, column, narrow.type), align=self._size)
 
 
 def _operands(context: Any, builder: Any, signature: Any, args: Any) -> tuple[_Memory, _Memory, _Memory]:
@@ -81,11 +128,11 @@ def _operands(context: Any, builder: Any, signature: Any, args: Any) -> tuple[_M
     )
 
 
-def _splat(builder: Any, value: Any) -> Any:
+def _splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
     """All lanes the same."""
-    nothing = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
+    nothing = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
     first = builder.insert_element(nothing, value, _I32(0))
-    return builder.shuffle_vector(first, nothing, ir.Constant(_INDEXES, None))
+    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(_I32, lanes), None))
 
 
 def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -119,34 +166,57 @@ def _sum_lanes(builder: Any, vectors: list[Any]) -> Any:
     return vectors[0]
 
 
+def _pair_products(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c of bfloat16 a and b in pairs: lane i of the sums takes in numbers 2i and 2i + 1."""
+    kind = ir.VectorType(_Bfloat16(), 2 * LANES)
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(_VECTOR, [_VECTOR, kind, kind]), "llvm.x86.avx512bf16.dpbf16ps.512"
+    )
+    return builder.call(function, [c, builder.bitcast(a, kind), builder.bitcast(b, kind)])
+
+
 def _emit_dots(tokens: int, rows: int) -> Callable[..., None]:
     """sums [tokens, rows] += x [tokens, count] times `rows` rows of weights."""
 
     @emitted
     def dots(typing: Any, sums: Array, x: Array, weights: Array, pitch: Int, count: Int) -> Any:
+        in_pairs = _PAIRS and x.dtype == weights.dtype == types.uint16
+        lanes, multiply = (2 * LANES, _pair_products) if in_pairs else (LANES, _fused)
+
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             target, tokens_of, rows_of = _operands(context, builder, signature, args)
+            next_rows = builder.mul(args[3], _I64(rows))
             totals = {
                 (t, r): cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, None))
                 for t in range(tokens)
                 for r in range(rows)
             }
 
+            def load(memory: _Memory, row: int, column: Any, mask: Any) -> Any:
+                return (
+                    memory.load_stored(row, column, lanes, mask)
+                    if in_pairs
+                    else memory.load(row, column, mask)
+                )
+
             def step(column: Any, mask: Any = None) -> None:
-                numbers = [tokens_of.load(t, column, mask) for t in range(tokens)]
                 for r in range(rows):
-                    weight = rows_of.load(r, column, mask)
+                    rows_of.prefetch(r, builder.add(column, next_rows))
+                numbers = [load(tokens_of, t, column, mask) for t in range(tokens)]
+                for r in range(rows):
+                    weight = load(rows_of, r, column, mask)
                     for t in range(tokens):
                         total = totals[t, r]
-                        builder.store(_fused(builder, numbers[t], weight, builder.load(total)), total)
+                        builder.store(multiply(builder, numbers[t], weight, builder.load(total)), total)
 
-            whole = builder.and_(args[4], _I64(-LANES))
-            with cgutils.for_range_slice(builder, _I64(0), whole, _I64(LANES)) as (column, _):
+            whole = builder.and_(args[4], _I64(-lanes))
+            with cgutils.for_range_slice(builder, _I64(0), whole, _I64(lanes)) as (column, _):
                 step(column)
             left = builder.sub(args[4], whole)
             with cgutils.if_unlikely(builder, builder.icmp_signed(">", left, _I64(0))):
-                lanes = ir.Constant(_INDEXES, list(range(LANES)))
-                step(whole, builder.icmp_signed("<", lanes, _splat(builder, builder.trunc(left, _I32))))
+                indexes = ir.Constant(ir.VectorType(_I32, lanes), list(range(lanes)))
+                end = _splat(builder, builder.trunc(left, _I32), lanes)
+                step(whole, builder.icmp_signed("<", indexes, end))
             found = _sum_lanes(builder, [builder.load(total) for total in totals.values()])
             row = ir.VectorType(_F32, rows)
             for t in range(tokens):
@@ -161,81 +231,71 @@ def _emit_dots(tokens: int, rows: int) -> Callable[..., None]:
 
 
 def _emit_gathers(tokens: int, vectors: int) -> Callable[..., None]:
-    """sums [tokens, vectors * LANES] += factors [tokens, count] times `count` rows, one after the other."""
+    """target [tokens, vectors * LANES] += scale * factors [tokens, count] times `count` rows."""
 
     @emitted
-    def gathers(typing: Any, sums: Array, factors: Array, weights: Array, pitch: Int, count: Int) -> Any:
+    def gathers(
+        typing: Any,
+        target: Array,
+        factors: Array,
+        weights: Array,
+        pitch: Int,
+        ahead: Int,
+        scale: Float,
+        count: Int,
+    ) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            target, factors_of, rows_of = _operands(context, builder, signature, args)
+            results, factors_of, rows_of = _operands(context, builder, signature, args)
             starts = [_I64(v * LANES) for v in range(vectors)]
             totals = {
-                (t, v): cgutils.alloca_once_value(builder, target.load(t, start))
+                (t, v): cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, None))
                 for t in range(tokens)
-                for v, start in enumerate(starts)
+                for v in range(vectors)
             }
-            with cgutils.for_range(builder, args[4]) as loop:
+            with cgutils.for_range(builder, args[6]) as loop:
                 first = builder.mul(loop.index, args[3])
+                for start in rows_of.lines(starts):
+                    rows_of.prefetch(0, builder.add(builder.add(first, start), args[4]))
                 rows = [rows_of.load(0, builder.add(first, start)) for start in starts]
                 for t in range(tokens):
                     factor = _splat(builder, factors_of.load_one(t, loop.index))
                     for v in range(vectors):
                         total = totals[t, v]
                         builder.store(_fused(builder, factor, rows[v], builder.load(total)), total)
+            scale = _splat(builder, args[5])
             for (t, v), total in totals.items():
-                target.store(t, starts[v], builder.load(total))
+                before = results.load(t, starts[v])
+                results.store(t, starts[v], _fused(builder, scale, builder.load(total), before))
             return context.get_dummy_value()
 
-        return types.void(sums, factors, weights, types.int64, types.int64), emit
+        return types.void(
+            target, factors, weights, types.int64, types.int64, types.float32, types.int64
+        ), emit
 
     return gathers
 
 
-def _emit_additions(tokens: int, rows: int) -> Callable[..., None]:
-    """sums [tokens, count] += factors [tokens, rows] times `rows` rows of weights; one row after the other."""
-
-    @emitted
-    def additions(typing: Any, sums: Array, factors: Array, weights: Array, pitch: Int, count: Int) -> Any:
-        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            target, factors_of, rows_of = _operands(context, builder, signature, args)
-            factor = {
-                (t, r): _splat(builder, factors_of.load_one(t, _I64(r)))
-                for t in range(tokens)
-                for r in range(rows)
-            }
-            with cgutils.for_range_slice(builder, _I64(0), args[4], _I64(LANES)) as (column, _):
-                weight = [rows_of.load(r, column) for r in range(rows)]
-                for t in range(tokens):
-                    total = target.load(t, column)
-                    for r in range(rows):
-                        total = _fused(builder, factor[t, r], weight[r], total)
-                    target.store(t, column, total)
-            return context.get_dummy_value()
-
-        return types.void(sums, factors, weights, types.int64, types.int64), emit
-
-    return additions
-
-
 # Sums take 16 of 32 registers, or half of 16.
-_MOST_TOKENS = 4 if LANES == 16 else 2
+_MOST_SUMS = 16 if LANES == 16 else 8
+_MOST_TOKENS = _MOST_SUMS // 4
 
 
 def _for_tokens(emit: Callable[[int], Callable[..., None]]) -> Callable[..., None]:
-    """A function of sums, of what is multiplied, both a row a token, of weights, of their pitch, and of a count."""
+    """A function of sums and of what is multiplied, both a row a token, then of a block's other arguments."""
     most, three, two, one = emit(_MOST_TOKENS), emit(3), emit(2), emit(1)
 
     @compiled
-    def run(sums: Array, x: Array, weights: Array, pitch: Int, count: Int) -> None:
+    def run(sums: Array, x: Array, *rest: Any) -> None:
         tokens, t = sums.shape[0], 0
         while t + _MOST_TOKENS <= tokens:
-            most(sums[t:], x[t:], weights, pitch, count)
+            most(sums[t:], x[t:], *rest)
             t += _MOST_TOKENS
         if tokens - t == 3:
-            three(sums[t:], x[t:], weights, pitch, count)
+            three(sums[t:], x[t:], *rest)
         elif tokens - t == 2:
-            two(sums[t:], x[t:], weights, pitch, count)
+            two(sums[t:], x[t:], *rest)
         elif tokens - t == 1:
-            one(sums[t:], x[t:], weights, pitch, count)
+            one(sums[t:], x[t:], *rest)
 
     return run
 
@@ -243,24 +303,39 @@ def _for_tokens(emit: Callable[[int], Callable[..., None]]) -> Callable[..., Non
 # sums [t, 4] += x [t, count] times the four rows that begin in `weights`, `pitch` apart; the same of one row.
 add_four_dots = _for_tokens(lambda tokens: _emit_dots(tokens, 4))
 add_one_dot = _for_tokens(lambda tokens: _emit_dots(tokens, 1))
-# sums [t, count] += factors [t, 4] times four rows; the same of one row. Both sums and rows are read in whole vectors:
-# there must be room for as much beyond `count`, which only sums are spoilt by.
-add_four_rows_to_each = _for_tokens(lambda tokens: _emit_additions(tokens, 4))
-add_one_row_to_each = _for_tokens(lambda tokens: _emit_additions(tokens, 1))
+_gather_sixteen, _gather_eight = _emit_gathers(1, _MOST_SUMS), _emit_gathers(2, _MOST_SUMS // 2)
 _gather_four = _for_tokens(lambda tokens: _emit_gathers(tokens, 4))
 _gather_one = _for_tokens(lambda tokens: _emit_gathers(tokens, 1))
 
 
 @compiled
-def gather_rows(sums: Array, factors: Array, weights: Array, size: Int, count: Int) -> None:
-    """sums [t, size] += factors [t, count] times `count` rows of `size` numbers, one behind the other.
+def gather_rows(
+    target: Array,
+    factors: Array,
+    weights: Array,
+    pitch: Int,
+    ahead: Int,
+    scale: Float,
+    size: Int,
+    count: Int,
+) -> None:
+    """target [t, size] += scale * factors [t, count] times `count` rows of `size` numbers, `pitch` apart.
 
-    `size` must be a multiple of LANES.
+    Both target and rows are read, and target is written, in whole vectors: there must be room for as much beyond
+    `size`. What lies `ahead` numbers from what is read is asked for.
     """
     column = 0
+    if target.shape[0] == 1:
+        while column + _MOST_SUMS * LANES <= size:
+            _gather_sixteen(target[:, column:], factors, weights[column:], pitch, ahead, scale, count)
+            column += _MOST_SUMS * LANES
+    elif target.shape[0] == 2:
+        while column + _MOST_SUMS // 2 * LANES <= size:
+            _gather_eight(target[:, column:], factors, weights[column:], pitch, ahead, scale, count)
+            column += _MOST_SUMS // 2 * LANES
     while column + 4 * LANES <= size:
-        _gather_four(sums[:, column:], factors, weights[column:], size, count)
+        _gather_four(target[:, column:], factors, weights[column:], pitch, ahead, scale, count)
         column += 4 * LANES
     while column < size:
-        _gather_one(sums[:, column:], factors, weights[column:], size, count)
+        _gather_one(target[:, column:], factors, weights[column:], pitch, ahead, scale, count)
         column += LANES

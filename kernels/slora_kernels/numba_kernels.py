@@ -1,13 +1,13 @@
 """The fast CPU path: kernels that numba compiles at run time, so no compiler is needed at install or at run time.
 
-Tiles of few tokens and attention run in our own workers on torch's threads; a long tile, a prefill's, is a matmul
-over rows copied out of the pages, which torch does better.
+Our own workers run on torch's threads. Of a decode step of 40 ms, preparing their calls anew each time was 2: what all
+calls of a step share is worked out once.
 """
 
 import struct
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -28,17 +28,15 @@ from slora_kernels.batch import (
     LoraTiles,
     QueryKeyNorm,
 )
-from slora_kernels.layout import SEGMENT_BYTES, LoraSite, TileLimits
+from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 from slora_kernels.lora_gather import gather_columns
-from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shrink_tiles
 from slora_kernels.numba_attention import TILE_ROWS
 from slora_kernels.numba_language import compile_worker
 from slora_kernels.quantized_matmuls import quantized_linear
 from slora_kernels.thread_team import ThreadTeam
 
-# A tile of so many tokens goes through torch's matmuls. Our own loops are 2 to 5 times faster at 8 tokens (no
-# copy of the weights), and level at 64 (rank 8 to 64, bf16, one Zen 5 thread).
-MATMUL_TOKENS = 64
+# The most tokens of a LoRA tile: what they read and write stays in a core's own cache.
+TILE_TOKENS = 64
 # Reading fewer numbers than this takes less time than waking a second thread (about 10 us).
 SERIAL_NUMBERS = 65536
 # Items of a LoRA job are made smaller until there are this many for each thread.
@@ -59,6 +57,8 @@ _WORKERS = (
 _NOTHING = torch.empty(0)
 Worker = Callable[[Any], None]
 Field = Tensor | int | float
+# A field as a job holds it; see `numba_language`.
+Words = tuple[int, int, int]
 
 
 @cache
@@ -66,8 +66,8 @@ def _compile(worker: Worker, dtype: torch.dtype) -> Any:
     return compile_worker(worker, _CARRIERS[dtype])
 
 
-def _pack(field: Field) -> tuple[int, int, int]:
-    """The three words of a field; see `numba_language`. Numbers first: asking whether they are tensors is slow."""
+def _pack(field: Field) -> Words:
+    """Numbers first: asking whether they are tensors is slow."""
     if isinstance(field, int):
         return field, 0, 0
     if isinstance(field, float):
@@ -78,17 +78,31 @@ def _pack(field: Field) -> tuple[int, int, int]:
     return field.data_ptr(), field.shape[0], field.stride(0)
 
 
-@cache
-def _cut_columns(widths: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor]:
+def _page_words(pages: Tensor, element_bytes: int) -> Words:
+    """The pool, as pages of the model's numbers."""
+    return pages.data_ptr(), pages.shape[0], pages.shape[1] // element_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnBlocks:
     """Blocks of expand, int32 [n, 4]: member of the group, first column in out, in the member, and columns.
 
-    Beside them the widths, int32 [1, members].
+    widths: int32 [1, members].
     """
+
+    table: Tensor
+    widths: Tensor
+    words: tuple[Words, Words]
+
+
+@cache
+def _cut_columns(widths: tuple[int, ...], columns: int) -> ColumnBlocks:
     blocks, start = [], 0
     for member, width in enumerate(widths):
         blocks += [(member, start + c, c, min(columns, width - c)) for c in range(0, width, columns)]
         start += width
-    return torch.tensor(blocks, dtype=torch.int32), torch.tensor([widths], dtype=torch.int32)
+    table, row = torch.tensor(blocks, dtype=torch.int32), torch.tensor([widths], dtype=torch.int32)
+    return ColumnBlocks(table, row, (_pack(table), _pack(row)))
 
 
 def _cut_queries(batch: AttentionBatch, tile_queries: int) -> Tensor:
@@ -123,31 +137,32 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoraPlan:
-    """short: the tiles of few tokens; long: those that are matmuls."""
+    """Fields that all sites of a step share, as words. groups, modules, scales: of the first site; pitch: of a slot."""
 
-    short: LoraTiles | None
-    long: list[TileRanks]
+    num_tiles: int
+    rank: int
+    tiles: Words
+    weights: Words
+    page_table: Words
+    groups: Words
+    modules: Words
+    scales: Words
 
 
-def _split_tiles(tiles: LoraTiles, tables: AdapterTables) -> LoraPlan:
-    is_long = tiles.tiles[:, 2] >= MATMUL_TOKENS
-    if not is_long.any():
-        return LoraPlan(tiles, [])
-    long = LoraTiles(tiles.tiles[is_long], tiles.weights[is_long], tiles.max_group_rank)
-    short = LoraTiles(tiles.tiles[~is_long], tiles.weights[~is_long], tiles.max_group_rank)
-    return LoraPlan(short if len(short.weights) else None, plan_tiles(long, tables))
+def _shift(field: Words, numbers: int) -> Words:
+    """A matrix of 4-byte numbers without its first columns."""
+    return field[0] + 4 * numbers, field[1], field[2]
 
 
 class NumbaKernels:
     """See `Kernels`. The bridge is float32 [T, max_group_rank]. Tensors are a CPU's, with contiguous rows.
 
-    One caller at a time: scratch memory is shared by all calls. A token's LoRA result is the same to the bit alone
-    and in a batch as long as its sequence's chunk is as long, or short of MATMUL_TOKENS; attention's always is.
+    One caller at a time: scratch memory is shared by all calls. A token's results are the same to the bit alone and
+    in a batch.
     """
 
     name = "numba"
-    # Of one sequence, the longer the better: from MATMUL_TOKENS on it is a matmul. Those that decode never are.
-    tile_limits = TileLimits(alone=1 << 30, shared=MATMUL_TOKENS // 2)
+    tile_tokens = TILE_TOKENS
 
     def __init__(self, team: ThreadTeam | None = None) -> None:
         self._team = team or ThreadTeam()
@@ -164,11 +179,15 @@ class NumbaKernels:
         self, worker: Worker, dtype: torch.dtype, items: int, fields: tuple[Field, ...], *, numbers: int
     ) -> None:
         """Runs a worker over its items; `numbers` is about how many numbers it reads, all together."""
+        words = [word for field in fields for word in _pack(field)]
+        self._start(worker, dtype, items, words, numbers=numbers)
+
+    def _start(
+        self, worker: Worker, dtype: torch.dtype, items: int, words: Sequence[int], *, numbers: int
+    ) -> None:
         if items == 0:
             return
-        job = array("q", (0, 0, items))
-        for field in fields:
-            job.extend(_pack(field))
+        job = array("q", (0, 0, items, *words))
         threads = 1 if numbers < SERIAL_NUMBERS else min(torch.get_num_threads(), items)
         self._team.run(_compile(worker, dtype).address, job.buffer_info()[0], threads)
 
@@ -183,7 +202,13 @@ class NumbaKernels:
         return AttentionStep(batch, AttentionPlan({}))
 
     def prepare_lora(self, tiles: LoraTiles, tables: AdapterTables) -> LoraStep:
-        return LoraStep(tiles, tables, _split_tiles(tiles, tables))
+        plan = LoraPlan(
+            tiles.tiles.shape[0],
+            tiles.max_group_rank,
+            *map(_pack, (tiles.tiles, tiles.weights, tables.page_table)),
+            *map(_pack, (tables.groups.flatten(1), tables.modules.flatten(1), tables.scales)),
+        )
+        return LoraStep(tiles, tables, plan)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm((x, x), weight, eps, adds=False)
@@ -281,41 +306,26 @@ class NumbaKernels:
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
         plan = step.plan
         assert isinstance(plan, LoraPlan)
-        bridge = torch.empty(x.shape[0], step.tiles.max_group_rank)
-        if plan.short is not None:
-            self._shrink_short(x, bridge, pages, step.tables, site, plan.short)
-        shrink_tiles(x, bridge, pages, plan.long, site)
-        return bridge
-
-    def _shrink_short(
-        self,
-        x: Tensor,
-        bridge: Tensor,
-        pages: Tensor,
-        tables: AdapterTables,
-        site: LoraSite,
-        tiles: LoraTiles,
-    ) -> None:
-        num_tiles, rank = tiles.tiles.shape[0], tiles.max_group_rank
+        tokens, width, element_bytes = x.shape[0], x.shape[1], x.element_size()
+        bridge = torch.empty(tokens, plan.rank)
         coarse, fine = SHRINK_ROWS
-        enough = num_tiles * -(-rank // coarse) >= ITEMS_PER_THREAD * torch.get_num_threads()
-        rows = coarse if enough else fine
-        blocks = -(-rank // rows)
-        groups = tables.groups.flatten(1)[:, site.group * 2 :]
-        fields = (
-            x,
-            pages.view(x.dtype),
-            bridge,
-            tiles.tiles,
-            tables.page_table,
-            groups,
-            x.shape[1],
-            SEGMENT_BYTES // x.element_size(),
-            blocks,
-            rows,
+        rows = coarse if self._is_enough(plan.num_tiles * -(-plan.rank // coarse)) else fine
+        blocks = -(-plan.rank // rows)
+        words = (
+            *(x.data_ptr(), tokens, x.stride(0)),
+            *_page_words(pages, element_bytes),
+            *(bridge.data_ptr(), tokens, plan.rank),
+            *plan.tiles,
+            *plan.page_table,
+            *_shift(plan.groups, 2 * site.group),
+            *(width, 0, 0),
+            *(SEGMENT_BYTES // element_bytes, 0, 0),
+            *(blocks, 0, 0),
+            *(rows, 0, 0),
         )
-        numbers = num_tiles * rank * x.shape[1]
-        self._run(numba_lora.shrink_worker, x.dtype, num_tiles * blocks, fields, numbers=numbers)
+        numbers = plan.num_tiles * plan.rank * width
+        self._start(numba_lora.shrink_worker, x.dtype, plan.num_tiles * blocks, words, numbers=numbers)
+        return bridge
 
     def look_up(
         self, token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
@@ -325,38 +335,29 @@ class NumbaKernels:
     def expand(self, out: Tensor, bridge: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
         plan = step.plan
         assert isinstance(plan, LoraPlan)
-        if plan.short is not None:
-            self._expand_short(out, bridge, pages, step.tables, site, plan.short)
-        expand_tiles(out, bridge, pages, plan.long, site)
-
-    def _expand_short(
-        self,
-        out: Tensor,
-        bridge: Tensor,
-        pages: Tensor,
-        tables: AdapterTables,
-        site: LoraSite,
-        tiles: LoraTiles,
-    ) -> None:
-        num_tiles, widths = tiles.tiles.shape[0], site.widths
+        widest, element_bytes = max(site.widths), out.element_size()
         coarse, fine = EXPAND_COLUMNS
-        enough = num_tiles * -(-max(widths) // coarse) >= ITEMS_PER_THREAD * torch.get_num_threads()
-        columns = coarse if enough else fine
-        blocks, width_row = _cut_columns(widths, columns)
-        fields = (
-            out,
-            pages.view(out.dtype),
-            bridge,
-            tiles.tiles,
-            tiles.weights,
-            tables.page_table,
-            tables.modules.flatten(1)[:, site.first_module * 3 :],
-            tables.scales[:, site.first_module :],
-            blocks,
-            width_row,
-            self._reserve(MATMUL_TOKENS * columns),
-            SEGMENT_BYTES // out.element_size(),
+        columns = coarse if self._is_enough(plan.num_tiles * -(-widest // coarse)) else fine
+        blocks = _cut_columns(site.widths, columns)
+        words = (
+            *(out.data_ptr(), out.shape[0], out.stride(0)),
+            *_page_words(pages, element_bytes),
+            *(bridge.data_ptr(), bridge.shape[0], bridge.stride(0)),
+            *plan.tiles,
+            *plan.weights,
+            *plan.page_table,
+            *_shift(plan.modules, 3 * site.first_module),
+            *_shift(plan.scales, site.first_module),
+            *blocks.words[0],
+            *blocks.words[1],
+            *_pack(self._reserve(TILE_TOKENS * columns)),
+            *(SEGMENT_BYTES // element_bytes, 0, 0),
         )
-        items = num_tiles * blocks.shape[0]
-        numbers = num_tiles * tiles.max_group_rank * max(widths)
-        self._run(numba_lora.expand_worker, out.dtype, items, fields, numbers=numbers)
+        numbers = plan.num_tiles * plan.rank * widest
+        self._start(
+            numba_lora.expand_worker, out.dtype, plan.num_tiles * len(blocks.table), words, numbers=numbers
+        )
+
+    def _is_enough(self, items: int) -> bool:
+        """Whether all threads stay busy with so many items."""
+        return items >= ITEMS_PER_THREAD * torch.get_num_threads()

@@ -192,21 +192,30 @@ def widen_value(builder: Any, element: Any, value: Any, lanes: int = 1) -> Any:
     return value
 
 
-def _round_bfloat16(builder: Any, value: Any) -> Any:
+def _round_bfloat16(builder: Any, value: Any, of: Callable[[Any], Any]) -> Any:
     """To nearest, ties to even; NaN stays NaN although a carry would run through its bits."""
-    bits = builder.bitcast(value, _I32)
-    odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
-    rounded = builder.lshr(builder.add(builder.add(bits, odd), _I32(0x7FFF)), _I32(16))
-    magnitude = builder.and_(bits, _I32(0x7FFFFFFF))
-    is_nan = builder.icmp_unsigned(">", magnitude, _I32(0x7F800000))
-    return builder.trunc(builder.select(is_nan, _I32(0x7FC0), rounded), _I16)
+
+    def constant(number: int, kind: Any = _I32) -> Any:
+        return ir.Constant(of(kind), [number] * of(kind).count if of(kind) is not kind else number)
+
+    bits = builder.bitcast(value, of(_I32))
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, odd), constant(0x7FFF)), constant(16))
+    magnitude = builder.and_(bits, constant(0x7FFFFFFF))
+    is_nan = builder.icmp_unsigned(">", magnitude, constant(0x7F800000))
+    return builder.trunc(builder.select(is_nan, constant(0x7FC0), rounded), of(_I16))
 
 
-def _narrow(builder: Any, element: Any, value: Any) -> Any:
+def narrow_value(builder: Any, element: Any, value: Any, lanes: int = 1) -> Any:
+    """float32 numbers, one or a vector of `lanes`, rounded to nearest even."""
+
+    def of(kind: Any) -> Any:
+        return kind if lanes == 1 else ir.VectorType(kind, lanes)
+
     if element == types.uint16:
-        return _round_bfloat16(builder, value)
+        return _round_bfloat16(builder, value, of)
     if element == types.int16:
-        return builder.bitcast(builder.fptrunc(value, ir.HalfType()), _I16)
+        return builder.bitcast(builder.fptrunc(value, of(ir.HalfType())), of(_I16))
     return value
 
 
@@ -225,7 +234,7 @@ def narrow(typing: Any, value: Float, array: Array) -> Any:
     """A float32 as an element of `array`, rounded to nearest even."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _narrow(builder, array.dtype, args[0])
+        return narrow_value(builder, array.dtype, args[0])
 
     return array.dtype(types.float32, array), emit
 

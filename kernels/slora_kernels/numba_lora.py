@@ -4,12 +4,13 @@ Such tiles are bound by reading the weights, so an item is a stretch of rows (sh
 (expand) of one tile, and few tiles still keep all threads busy. Long tiles are matmuls and go through torch.
 """
 
+import numpy as np
+
 from slora_kernels.numba_blocks import (
     LANES,
     add_four_dots,
-    add_four_rows_to_each,
     add_one_dot,
-    add_one_row_to_each,
+    gather_rows,
 )
 from slora_kernels.numba_language import (
     Array,
@@ -20,7 +21,6 @@ from slora_kernels.numba_language import (
     compiled,
     count_items,
     narrow,
-    prefetch,
     read_float_matrix,
     read_int,
     read_int32_matrix,
@@ -29,6 +29,10 @@ from slora_kernels.numba_language import (
     take_worker,
     widen,
 )
+
+# Columns of B are asked for so many numbers before they are read.
+AHEAD = 256
+_ONE = np.float32(1.0)
 
 
 @compiled
@@ -62,7 +66,6 @@ def shrink_rows(
         at = segment + n * row_segments
         page, start = find_segment(pages, table, at, segment_size)
         if n + 4 <= sums.shape[1] and start + 4 * pitch <= pages.shape[1]:
-            prefetch(pages[page, start + 4 * pitch : min(start + 8 * pitch, pages.shape[1])])
             add_four_dots(sums[:, n:], x, pages[page, start:], pitch, width)
             n += 4
         else:
@@ -112,12 +115,12 @@ def expand_row(
     while done < size:
         page, start = find_segment(pages, table, segment + done // segment_size, segment_size)
         count = min(size - done, pages.shape[1] - start)
-        add_one_row_to_each(sums[:, done:], factors, pages[page, start:], 0, count)
+        gather_rows(sums[:, done:], factors, pages[page, start:], 0, AHEAD, _ONE, count, 1)
         done += count
 
 
 @compiled
-def expand_columns(
+def expand_pieces(
     sums: Array,
     factors: Array,
     pages: Array,
@@ -127,24 +130,49 @@ def expand_columns(
     segment_size: Int,
     size: Int,
 ) -> None:
-    """sums [t, size] += factors [t, rank] times rows whose columns begin at `segment`, `row_segments` apart.
-
-    Four rows at a time where all four lie in one page.
-    """
+    """sums [t, size] += factors [t, rank] times rows whose columns begin at `segment`, `row_segments` apart: as many
+    at a time as lie in one page."""
     rank, r = factors.shape[1], 0
     pitch = row_segments * segment_size
     while r < rank:
         at = segment + r * row_segments
         page, start = find_segment(pages, table, at, segment_size)
-        if r + 4 <= rank and start + 3 * pitch + size <= pages.shape[1]:
-            for k in range(4, 8):
-                row = start + k * pitch
-                prefetch(pages[page, row : min(row + size, pages.shape[1])])
-            add_four_rows_to_each(sums, factors[:, r:], pages[page, start:], pitch, size)
-            r += 4
-        else:
+        room = pages.shape[1] - start - size
+        if room < 0:
             expand_row(sums, factors[:, r:], pages, table, at, segment_size, size)
             r += 1
+        else:
+            count = min(rank - r, room // pitch + 1)
+            gather_rows(sums, factors[:, r:], pages[page, start:], pitch, AHEAD, _ONE, size, count)
+            r += count
+
+
+@compiled
+def expand_columns(
+    out: Array,
+    factors: Array,
+    scale: Float,
+    pages: Array,
+    table: Array,
+    segment: Int,
+    row_segments: Int,
+    segment_size: Int,
+    size: Int,
+    scratch: Array,
+) -> None:
+    """out [t, size] += scale * factors [t, rank] times rows whose columns begin at `segment`, `row_segments` apart."""
+    rank, pitch = factors.shape[1], row_segments * segment_size
+    page, start = find_segment(pages, table, segment, segment_size)
+    if size % LANES == 0 and start + (rank - 1) * pitch + size <= pages.shape[1]:
+        gather_rows(out, factors, pages[page, start:], pitch, AHEAD, scale, size, rank)
+        return
+    room = (size + LANES - 1) // LANES * LANES
+    numbers = scratch[: factors.shape[0] * room]
+    clear(numbers)
+    sums = numbers.reshape((-1, room))
+    expand_pieces(sums, factors, pages, table, segment, row_segments, segment_size, size)
+    for t in range(factors.shape[0]):
+        add_scaled(out[t, :size], sums[t], scale)
 
 
 @compiled
@@ -190,20 +218,16 @@ def expand_worker(job: Job) -> None:
         member, out_column, column, size = blocks[item % blocks.shape[0]]
         rank, row = modules[slot, 3 * member], modules[slot, 3 * member + 1]
         if rank > 0:
-            pitch = (size + LANES - 1) // LANES * LANES
-            sums = scratch[: tokens * pitch].reshape((-1, pitch))
-            clear(scratch[: tokens * pitch])
             expand_columns(
-                sums,
+                out[first : first + tokens, out_column:],
                 bridge[first : first + tokens, row : row + rank],
+                weights[0, tile] * scales[slot, member],
                 pages,
                 page_table[slot],
                 modules[slot, 3 * member + 2] + column // segment_size,
                 (widths[0, member] + segment_size - 1) // segment_size,
                 segment_size,
                 size,
+                scratch,
             )
-            for t in range(tokens):
-                scale = weights[0, tile] * scales[slot, member]
-                add_scaled(out[first + t, out_column : out_column + size], sums[t], scale)
         item = take_item(job)

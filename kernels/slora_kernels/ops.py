@@ -22,7 +22,7 @@ from slora_kernels.batch import (
     LoraTiles,
     QueryKeyNorm,
 )
-from slora_kernels.layout import LoraSite, TileLimits
+from slora_kernels.layout import LoraSite
 
 
 class Kernels(Protocol):
@@ -45,8 +45,8 @@ class Kernels(Protocol):
     def name(self) -> str: ...
 
     @property
-    def tile_limits(self) -> TileLimits:
-        """What the batch builder may put into one LoRA tile."""
+    def tile_tokens(self) -> int:
+        """The most tokens of one LoRA tile."""
 
     def warm_up(self, geometry: KVGeometry) -> float:
         """Compiles what a first step of this dtype would otherwise wait for; returns the seconds that it took."""

@@ -23,7 +23,7 @@ from slora_kernels.batch import (
     LoraTiles,
     QueryKeyNorm,
 )
-from slora_kernels.layout import LoraSite, TileLimits
+from slora_kernels.layout import LoraSite
 from slora_kernels.lora_gather import gather_columns
 from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shrink_tiles
 from slora_kernels.quantized_matmuls import quantized_linear
@@ -222,7 +222,7 @@ class TorchKernels:
 
     name = "torch"
     # A tile is a matmul: the longer the better.
-    tile_limits = TileLimits(alone=1 << 30, shared=1 << 30)
+    tile_tokens = 1 << 30
 
     def warm_up(self, geometry: KVGeometry) -> float:
         """Nothing to compile."""

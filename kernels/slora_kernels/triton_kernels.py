@@ -16,7 +16,7 @@ from slora_kernels.batch import (
     LoraTiles,
     QueryKeyNorm,
 )
-from slora_kernels.layout import LoraSite, TileLimits
+from slora_kernels.layout import LoraSite
 from slora_kernels.lora_expand import bind_lora_expand
 from slora_kernels.lora_look_up import bind_lora_look_up
 from slora_kernels.lora_shrink import TILE_TOKENS, bind_lora_shrink
@@ -31,7 +31,7 @@ class TritonKernels:
     """See `Kernels`. The bridge is float32 planes [splits, T, rank], summed by expand."""
 
     name = "triton"
-    tile_limits = TileLimits(alone=TILE_TOKENS, shared=TILE_TOKENS)
+    tile_tokens = TILE_TOKENS
 
     def warm_up(self, geometry: KVGeometry) -> float:
         """Nothing yet: a GPU compiles at the first launch, which takes real tensors."""

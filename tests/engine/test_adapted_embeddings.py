@@ -10,7 +10,6 @@ import pytest
 from slora import LLM, SamplingParams
 from slora.request import EngineRequest
 from slora.step_batch import StepBatch
-from slora_kernels.layout import TileLimits
 from tests.engine.test_parity import GREEDY, Work, answer, judge, mix
 from tests.engine.test_prompt_logprobs import check_scores
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
@@ -99,7 +98,7 @@ def test_a_step_looks_up_and_adapts_the_head_for_those_alone_who_need_it(
     plan = engine._scheduler.schedule()
     for load in plan.loads:
         engine._runner.memory.load(load)
-    batch = StepBatch.build(plan, engine._runner.memory, limits=TileLimits(16, 16))
+    batch = StepBatch.build(plan, engine._runner.memory, tile_tokens=16)
     assert batch.adapts_embedding == adapts_embedding
     rows = batch.head_lora.tiles[:, 2].tolist() if batch.head_lora is not None else []
     assert sum(rows) == head_rows

@@ -153,9 +153,8 @@ def test_long_tiles_beside_short_ones_match_the_twin(
     kernels: Kernels, device: str, dtype: torch.dtype
 ) -> None:
     scene = build(dtype, device)
-    runs = [(0, 0, 1), (3, 1, 70), (1, 71, 2)]
-    if kernels.tile_limits.alone < 70:
-        runs = [(0, 0, 1), *((3, at, min(16, 71 - at)) for at in range(1, 71, 16)), (1, 71, 2)]
+    longest = min(70, kernels.tile_tokens)
+    runs = [(0, 0, 1), *((3, at, min(longest, 71 - at)) for at in range(1, 71, longest)), (1, 71, 2)]
     tiles = build_tiles(runs, scene.tables)
     site = scene.shape.layer_sites(1)[QKV]
     x, out = make_inputs(scene, site, 73)
