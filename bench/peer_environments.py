@@ -115,7 +115,8 @@ def _bench_alone() -> Path:
     folder = HOME / "path"
     folder.mkdir(parents=True, exist_ok=True)
     link = folder / "bench"
-    if not link.is_symlink():
+    if link.resolve() != ROOT / "bench":  # a folder that was moved has a link to where it was
+        link.unlink(missing_ok=True)
         link.symlink_to(ROOT / "bench")
     return folder
 

@@ -7,7 +7,8 @@ turned, so that its scores are sums of whole rows.
 
 import numpy as np
 
-from slora_kernels.numba_blocks import LANES, add_four_dots, add_one_dot, gather_rows
+from slora_kernels.numba_dots import add_four_dots, add_one_dot
+from slora_kernels.numba_gathers import gather_rows
 from slora_kernels.numba_language import (
     Array,
     Float,
@@ -30,6 +31,7 @@ from slora_kernels.numba_language import (
     take_worker,
     widen,
 )
+from slora_kernels.numba_vectors import LANES
 
 # Keys per block: with head dim 64 keys and values are 16 KiB each as float32, beside the scores in L2.
 BLOCK_KEYS = 64

@@ -78,9 +78,14 @@ def _pack(field: Field) -> Words:
     return field.data_ptr(), field.shape[0], field.stride(0)
 
 
-def _page_words(pages: Tensor, element_bytes: int) -> Words:
-    """The pool, as pages of the model's numbers."""
-    return pages.data_ptr(), pages.shape[0], pages.shape[1] // element_bytes
+def _bridge_dtype(dtype: torch.dtype) -> torch.dtype:
+    """As `numba_language.read_bridge_matrix` has it."""
+    return dtype if dtype == torch.bfloat16 else torch.float32
+
+
+def _as_numbers(rows: Tensor, element_bytes: int) -> Words:
+    """Rows of something else, the pool's pages say, as the model's numbers."""
+    return rows.data_ptr(), rows.shape[0], rows.stride(0) * rows.element_size() // element_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +160,7 @@ def _shift(field: Words, numbers: int) -> Words:
 
 
 class NumbaKernels:
-    """See `Kernels`. The bridge is float32 [T, max_group_rank]. Tensors are a CPU's, with contiguous rows.
+    """See `Kernels`. The bridge is [T, max_group_rank], see `_bridge_dtype`. Tensors are a CPU's, with contiguous rows.
 
     One caller at a time: scratch memory is shared by all calls. A token's results are the same to the bit alone and
     in a batch.
@@ -307,13 +312,13 @@ class NumbaKernels:
         plan = step.plan
         assert isinstance(plan, LoraPlan)
         tokens, width, element_bytes = x.shape[0], x.shape[1], x.element_size()
-        bridge = torch.empty(tokens, plan.rank)
+        bridge = torch.empty(tokens, plan.rank, dtype=_bridge_dtype(x.dtype))
         coarse, fine = SHRINK_ROWS
         rows = coarse if self._is_enough(plan.num_tiles * -(-plan.rank // coarse)) else fine
         blocks = -(-plan.rank // rows)
         words = (
             *(x.data_ptr(), tokens, x.stride(0)),
-            *_page_words(pages, element_bytes),
+            *_as_numbers(pages, element_bytes),
             *(bridge.data_ptr(), tokens, plan.rank),
             *plan.tiles,
             *plan.page_table,
@@ -322,6 +327,7 @@ class NumbaKernels:
             *(SEGMENT_BYTES // element_bytes, 0, 0),
             *(blocks, 0, 0),
             *(rows, 0, 0),
+            *_pack(self._reserve(TILE_TOKENS * rows)),
         )
         numbers = plan.num_tiles * plan.rank * width
         self._start(numba_lora.shrink_worker, x.dtype, plan.num_tiles * blocks, words, numbers=numbers)
@@ -330,7 +336,7 @@ class NumbaKernels:
     def look_up(
         self, token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
     ) -> Tensor:
-        return gather_columns(token_ids, pages, site, step, dtype).float()
+        return gather_columns(token_ids, pages, site, step, dtype).to(_bridge_dtype(dtype))
 
     def expand(self, out: Tensor, bridge: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
         plan = step.plan
@@ -339,9 +345,10 @@ class NumbaKernels:
         coarse, fine = EXPAND_COLUMNS
         columns = coarse if self._is_enough(plan.num_tiles * -(-widest // coarse)) else fine
         blocks = _cut_columns(site.widths, columns)
+        packed = plan.rank * numba_lora.PACKED_PITCH
         words = (
             *(out.data_ptr(), out.shape[0], out.stride(0)),
-            *_page_words(pages, element_bytes),
+            *_as_numbers(pages, element_bytes),
             *(bridge.data_ptr(), bridge.shape[0], bridge.stride(0)),
             *plan.tiles,
             *plan.weights,
@@ -350,7 +357,7 @@ class NumbaKernels:
             *_shift(plan.scales, site.first_module),
             *blocks.words[0],
             *blocks.words[1],
-            *_pack(self._reserve(TILE_TOKENS * columns)),
+            *_as_numbers(self._reserve(packed), element_bytes),
             *(SEGMENT_BYTES // element_bytes, 0, 0),
         )
         numbers = plan.num_tiles * plan.rank * widest

@@ -142,6 +142,12 @@ def read_float_matrix(typing: Any, job: Job, field: int) -> Any:
 
 
 @emitted
+def read_bridge_matrix(typing: Any, job: Job, field: int) -> Any:
+    """bfloat16 in a model of bfloat16, where pairs of products may be one instruction; else float32."""
+    return _emit_matrix(job, job.dtype if job.dtype == types.uint16 else types.float32)
+
+
+@emitted
 def read_int32_matrix(typing: Any, job: Job, field: int) -> Any:
     return _emit_matrix(job, types.int32)
 

@@ -4,14 +4,8 @@ Such tiles are bound by reading the weights, so an item is a stretch of rows (sh
 (expand) of one tile, and few tiles still keep all threads busy. Long tiles are matmuls and go through torch.
 """
 
-import numpy as np
-
-from slora_kernels.numba_blocks import (
-    LANES,
-    add_four_dots,
-    add_one_dot,
-    gather_rows,
-)
+from slora_kernels.numba_dots import add_four_dots, add_one_dot
+from slora_kernels.numba_gathers import gather_rows
 from slora_kernels.numba_language import (
     Array,
     Float,
@@ -21,18 +15,26 @@ from slora_kernels.numba_language import (
     compiled,
     count_items,
     narrow,
+    prefetch,
+    read_bridge_matrix,
     read_float_matrix,
     read_int,
     read_int32_matrix,
     read_model_matrix,
     take_item,
     take_worker,
-    widen,
 )
+from slora_kernels.numba_vectors import LANES
 
 # Columns of B are asked for so many numbers before they are read.
 AHEAD = 256
-_ONE = np.float32(1.0)
+# From so many tokens on, rows of B are first brought together, so many columns at a time: 64 rows fill two thirds of
+# the innermost cache. Where they lie, their pitch is often a multiple of 4 KiB, and then all of them want the same few
+# places of it.
+PACKED_TOKENS = 8
+PACKED_COLUMNS = 256
+PACKED_AHEAD = 4
+PACKED_PITCH = PACKED_COLUMNS + 2 * LANES
 
 
 @compiled
@@ -74,7 +76,7 @@ def shrink_rows(
 
 
 # Fields of a shrink job. groups begins at the site's entry of slot 0.
-X, PAGES, BRIDGE, TILES, PAGE_TABLE, GROUPS, WIDTH, SEGMENT_SIZE, BLOCKS, BLOCK_ROWS = range(10)
+X, PAGES, BRIDGE, TILES, PAGE_TABLE, GROUPS, WIDTH, SEGMENT_SIZE, BLOCKS, BLOCK_ROWS, SUMS = range(11)
 
 
 def shrink_worker(job: Job) -> None:
@@ -82,7 +84,7 @@ def shrink_worker(job: Job) -> None:
     x, pages, bridge = (
         read_model_matrix(job, X),
         read_model_matrix(job, PAGES),
-        read_float_matrix(job, BRIDGE),
+        read_bridge_matrix(job, BRIDGE),
     )
     tiles, page_table = read_int32_matrix(job, TILES), read_int32_matrix(job, PAGE_TABLE)
     groups, width, segment_size = (
@@ -92,59 +94,41 @@ def shrink_worker(job: Job) -> None:
     )
     blocks, block_rows = read_int(job, BLOCKS), read_int(job, BLOCK_ROWS)
     row_segments = (width + segment_size - 1) // segment_size
+    scratch = read_float_matrix(job, SUMS)[take_worker(job)]
     item = take_item(job)
     while item < count_items(job):
         tile, row = item // blocks, item % blocks * block_rows
         slot, first, tokens = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2]
         rank, segment = groups[slot, 0], groups[slot, 1]
         if row < rank:
-            sums = bridge[first : first + tokens, row : min(row + block_rows, rank)]
-            for t in range(tokens):
-                clear(sums[t])
-            at = segment + row * row_segments
+            rows = min(block_rows, rank - row)
+            numbers = scratch[: tokens * rows]
+            clear(numbers)
+            sums, at = numbers.reshape((-1, rows)), segment + row * row_segments
             shrink_rows(sums, x[first : first + tokens], pages, page_table[slot], at, segment_size, width)
+            for t in range(tokens):
+                copy_narrowed(bridge[first + t, row : row + rows], sums[t])
         item = take_item(job)
 
 
 @compiled
-def expand_row(
-    sums: Array, factors: Array, pages: Array, table: Array, segment: Int, segment_size: Int, size: Int
+def pack_rows(
+    packed: Array, pages: Array, table: Array, segment: Int, row_segments: Int, segment_size: Int, size: Int
 ) -> None:
-    """sums [t, size] += factors [t, 1] * the numbers that begin at `segment`, page by page."""
-    done = 0
-    while done < size:
-        page, start = find_segment(pages, table, segment + done // segment_size, segment_size)
-        count = min(size - done, pages.shape[1] - start)
-        gather_rows(sums[:, done:], factors, pages[page, start:], 0, AHEAD, _ONE, count, 1)
-        done += count
-
-
-@compiled
-def expand_pieces(
-    sums: Array,
-    factors: Array,
-    pages: Array,
-    table: Array,
-    segment: Int,
-    row_segments: Int,
-    segment_size: Int,
-    size: Int,
-) -> None:
-    """sums [t, size] += factors [t, rank] times rows whose columns begin at `segment`, `row_segments` apart: as many
-    at a time as lie in one page."""
-    rank, r = factors.shape[1], 0
-    pitch = row_segments * segment_size
-    while r < rank:
-        at = segment + r * row_segments
-        page, start = find_segment(pages, table, at, segment_size)
-        room = pages.shape[1] - start - size
-        if room < 0:
-            expand_row(sums, factors[:, r:], pages, table, at, segment_size, size)
-            r += 1
-        else:
-            count = min(rank - r, room // pitch + 1)
-            gather_rows(sums, factors[:, r:], pages[page, start:], pitch, AHEAD, _ONE, size, count)
-            r += count
+    """packed [rank, ...] = rows whose first `size` columns begin at `segment`, `row_segments` apart."""
+    for r in range(packed.shape[0]):
+        target, done = packed[r], 0
+        while done < size:
+            at = segment + r * row_segments + done // segment_size
+            page, start = find_segment(pages, table, at, segment_size)
+            count = min(size - done, pages.shape[1] - start)
+            ahead = start + PACKED_AHEAD * row_segments * segment_size
+            prefetch(pages[page, min(ahead, pages.shape[1]) : min(ahead + count, pages.shape[1])])
+            source = pages[page, start : start + count]
+            piece = target[done : done + count]
+            for i in range(count):
+                piece[i] = source[i]
+            done += count
 
 
 @compiled
@@ -160,25 +144,27 @@ def expand_columns(
     size: Int,
     scratch: Array,
 ) -> None:
-    """out [t, size] += scale * factors [t, rank] times rows whose columns begin at `segment`, `row_segments` apart."""
+    """out [t, size] += scale * factors [t, rank] times rows whose columns begin at `segment`, `row_segments` apart.
+
+    They are read where they lie if they lie in one page and few tokens want them.
+    """
     rank, pitch = factors.shape[1], row_segments * segment_size
     page, start = find_segment(pages, table, segment, segment_size)
-    if size % LANES == 0 and start + (rank - 1) * pitch + size <= pages.shape[1]:
+    if factors.shape[0] < PACKED_TOKENS and start + (rank - 1) * pitch + size <= pages.shape[1]:
         gather_rows(out, factors, pages[page, start:], pitch, AHEAD, scale, size, rank)
         return
-    room = (size + LANES - 1) // LANES * LANES
-    numbers = scratch[: factors.shape[0] * room]
-    clear(numbers)
-    sums = numbers.reshape((-1, room))
-    expand_pieces(sums, factors, pages, table, segment, row_segments, segment_size, size)
-    for t in range(factors.shape[0]):
-        add_scaled(out[t, :size], sums[t], scale)
+    packed = scratch[: rank * PACKED_PITCH]
+    rows = packed.reshape((-1, PACKED_PITCH))
+    for column in range(0, size, PACKED_COLUMNS):
+        width, at = min(PACKED_COLUMNS, size - column), segment + column // segment_size
+        pack_rows(rows, pages, table, at, row_segments, segment_size, width)
+        gather_rows(out[:, column:], factors, packed, PACKED_PITCH, 0, scale, width, rank)
 
 
 @compiled
-def add_scaled(out: Array, sums: Array, scale: Float) -> None:
-    for i in range(out.shape[0]):
-        out[i] = narrow(widen(out[i]) + scale * sums[i], out)
+def copy_narrowed(target: Array, sums: Array) -> None:
+    for i in range(sums.shape[0]):
+        target[i] = narrow(sums[i], target)
 
 
 # Fields of an expand job. modules and scales begin at the entries of the site's first module of slot 0; blocks [n, 4]
@@ -194,7 +180,7 @@ def add_scaled(out: Array, sums: Array, scale: Float) -> None:
     E_SCALES,
     E_BLOCKS,
     E_WIDTHS,
-    E_SUMS,
+    E_PACKED,
     E_SEGMENT_SIZE,
 ) = range(12)
 
@@ -204,13 +190,13 @@ def expand_worker(job: Job) -> None:
     out, pages, bridge = (
         read_model_matrix(job, E_OUT),
         read_model_matrix(job, E_PAGES),
-        read_float_matrix(job, E_BRIDGE),
+        read_bridge_matrix(job, E_BRIDGE),
     )
     tiles, page_table = read_int32_matrix(job, E_TILES), read_int32_matrix(job, E_PAGE_TABLE)
     weights, scales = read_float_matrix(job, E_WEIGHTS), read_float_matrix(job, E_SCALES)
     modules, blocks = read_int32_matrix(job, E_MODULES), read_int32_matrix(job, E_BLOCKS)
     widths, segment_size = read_int32_matrix(job, E_WIDTHS), read_int(job, E_SEGMENT_SIZE)
-    scratch = read_float_matrix(job, E_SUMS)[take_worker(job)]
+    scratch = read_model_matrix(job, E_PACKED)[take_worker(job)]
     item = take_item(job)
     while item < count_items(job):
         tile = item // blocks.shape[0]
