@@ -148,17 +148,19 @@ def expand_columns(
 
     They are read where they lie if they lie in one page and few tokens want them.
     """
-    rank, pitch = factors.shape[1], row_segments * segment_size
+    rank, pitch, columns, ahead = factors.shape[1], row_segments * segment_size, size, AHEAD
     page, start = find_segment(pages, table, segment, segment_size)
-    if factors.shape[0] < PACKED_TOKENS and start + (rank - 1) * pitch + size <= pages.shape[1]:
-        gather_rows(out, factors, pages[page, start:], pitch, AHEAD, scale, size, rank)
-        return
-    packed = scratch[: rank * PACKED_PITCH]
-    rows = packed.reshape((-1, PACKED_PITCH))
-    for column in range(0, size, PACKED_COLUMNS):
-        width, at = min(PACKED_COLUMNS, size - column), segment + column // segment_size
-        pack_rows(rows, pages, table, at, row_segments, segment_size, width)
-        gather_rows(out[:, column:], factors, packed, PACKED_PITCH, 0, scale, width, rank)
+    is_packed = factors.shape[0] >= PACKED_TOKENS or start + (rank - 1) * pitch + size > pages.shape[1]
+    weights = pages[page, start:]
+    if is_packed:
+        weights, pitch, columns, ahead = scratch[: rank * PACKED_PITCH], PACKED_PITCH, PACKED_COLUMNS, 0
+    # One call, because it is compiled anew wherever it stands.
+    for column in range(0, size, columns):
+        width, at = min(columns, size - column), segment + column // segment_size
+        if is_packed:
+            rows = weights.reshape((-1, PACKED_PITCH))
+            pack_rows(rows, pages, table, at, row_segments, segment_size, width)
+        gather_rows(out[:, column:], factors, weights, pitch, ahead, scale, width, rank)
 
 
 @compiled
