@@ -57,11 +57,15 @@ class FileStore:
             try:
                 return {path.name: map_file(path) for path in sorted(self._folder(digest).iterdir())}
             except FileNotFoundError:
+                self._check_there()
                 raise AdapterNotFound(f"the store holds no adapter {digest[:12]}") from None
 
     def exists(self, digest: str) -> bool:
         with _as_unavailable(self.root):
-            return self._folder(digest).exists()
+            if self._folder(digest).exists():
+                return True
+            self._check_there()
+            return False
 
     def delete(self, digest: str) -> None:
         with _as_unavailable(self.root):
@@ -69,6 +73,7 @@ class FileStore:
             try:
                 os.rename(self._folder(digest), trash)
             except FileNotFoundError:
+                self._check_there()
                 return
             _sync_folder(self._folder(digest).parent)
             shutil.rmtree(trash, ignore_errors=True)
@@ -89,6 +94,11 @@ class FileStore:
 
     def close(self) -> None:
         """Nothing is kept open."""
+
+    def _check_there(self) -> None:
+        """Tells a store without a blob from a place without a store, such as a disk that is not mounted."""
+        if not self._tmp.is_dir():
+            raise StoreUnavailable(f"there is no store any more in {str(self.root)!r}; is its disk mounted?")
 
     def _folder(self, digest: str) -> Path:
         return self._blobs / digest[:2] / check_digest(digest)

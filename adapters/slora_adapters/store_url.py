@@ -2,46 +2,64 @@
 
 import importlib
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
 from slora_adapters.file_store import FileStore
 from slora_adapters.store import Store
 from slora_adapters.tiered_store import TieredStore
 
+# fsspec has two names for files.
+_FILE_SCHEMES = ("file", "local")
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
+# What fsspec could open, and nobody should keep adapters in.
+_NO_STORES = {
+    "hf": "adapters are only read from the Hugging Face hub: slora adapter push hf://ORG/REPO",
+    "http": "web pages can't be written",
+    "https": "web pages can't be written",
+    "memory": "what one process keeps in its memory no other sees, and it ends with the process",
+}
 
 
 def open_store(url: str, warm_url: str | None = None) -> Store:
     """Opens a durable store, with an optional warm tier in front of it.
 
-    `url`: a path or file:///path, or redis://, rediss://, unix:// (a Redis with append-only file and noeviction).
-    `warm_url`: a Redis of any settings, whose contents may vanish. Raises ValueError for other URLs, StoreUnavailable
-    if the durable store does not answer or could lose data; a warm tier that is down is left out until it answers.
+    `url`: a path or file:///path; redis://, rediss://, unix:// (a Redis with append-only file and noeviction); or what
+    fsspec has a filesystem for, such as s3://bucket/folder. `warm_url`: a Redis of any settings, whose contents may
+    vanish. Raises ValueError for other URLs, StoreUnavailable if the durable store does not answer or could lose data;
+    a warm tier that is down is left out until it answers.
     """
-    durable = _open_durable(url)
-    if warm_url is None:
-        return durable
-    if urlsplit(warm_url).scheme not in _REDIS_SCHEMES:
+    if warm_url is not None and urlsplit(warm_url).scheme not in _REDIS_SCHEMES:
         schemes = ", ".join(f"{scheme}://" for scheme in _REDIS_SCHEMES)
         raise ValueError(f"the warm tier must be a Redis ({schemes}), not {urlsplit(warm_url).scheme!r}")
-    return TieredStore(durable, _open_redis(warm_url, durable=False))
+    durable = _open_durable(url)
+    return durable if warm_url is None else TieredStore(durable, _open_redis(warm_url, durable=False))
 
 
 def _open_durable(url: str) -> Store:
     parts = urlsplit(url)
+    if "://" not in url:
+        return FileStore(Path(url))
+    if parts.scheme in _FILE_SCHEMES:
+        if parts.netloc not in ("", "localhost"):
+            raise ValueError(f"{parts.scheme}:// names files of this machine, as in {parts.scheme}:///path")
+        return FileStore(Path(unquote(parts.path)))
     if parts.scheme in _REDIS_SCHEMES:
         return _open_redis(url, durable=True)
-    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
-        return FileStore(Path(unquote(parts.path)))
-    if "://" in url:
-        raise ValueError(f"stores are a path, file:///path or redis://host; {parts.scheme!r} is not known")
-    return FileStore(Path(url))
+    if why := _NO_STORES.get(parts.scheme):
+        raise ValueError(f"{parts.scheme}:// can't be a store of adapters: {why}")
+    return cast(Store, _load("object_store", "objects", parts.scheme).open_object_store(url))
 
 
 def _open_redis(url: str, *, durable: bool) -> Store:
-    try:
-        module = importlib.import_module("slora_adapters.redis_store")
-    except ModuleNotFoundError as error:
-        raise ValueError("a redis:// store needs the package redis: pip install 'slora[redis]'") from error
+    module = _load("redis_store", "redis", urlsplit(url).scheme)
     return cast(Store, module.open_redis_store(url, durable=durable))
+
+
+def _load(module: str, extra: str, scheme: str) -> Any:
+    try:
+        return importlib.import_module(f"slora_adapters.{module}")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"a {scheme}:// store needs the package {error.name}: pip install 'slora[{extra}]'"
+        ) from error

@@ -1,60 +1,170 @@
 """One contract, every store."""
 
+import os
 import secrets
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Barrier
+from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
+from slora_adapters.object_store import RANGE_BYTES, ObjectStore
 from slora_adapters.redis_store import CHUNK_BYTES, open_redis_store
 from slora_adapters.store import Store
 from slora_adapters.store_url import open_store
+from slora_adapters.tiered_store import TieredStore
 from tests.redis_server import DURABLE
+from tests.support import shared_files
 
+assert shared_files  # it registers shared://
 DIGEST, OTHER = "ab" * 32, "cd" * 32
-BIG = secrets.token_bytes(CHUNK_BYTES * 2 + 17)
+BIG = secrets.token_bytes(max(CHUNK_BYTES, RANGE_BYTES) * 2 + 17)
 
 
-def _file(tmp_path: Path, make_redis) -> Store:
-    return open_store(str(tmp_path / "store"))
+@dataclass(frozen=True)
+class Place:
+    """Where a store is. open: opens it, also a second time, as another process would; lose: takes it away.
+
+    urls: what another process needs for `open_store`, if one can. mixes: members may come from several puts.
+    """
+
+    open: Callable[[], Store]
+    lose: Callable[[], None]
+    urls: tuple[str, ...] = ()
+    mixes: bool = False
 
 
-def _redis(tmp_path: Path, make_redis) -> Store:
-    return open_store(make_redis(*DURABLE).url)
+class RacelessMemory(MemoryFileSystem):
+    """fsspec's, which stumbles over a file that goes while it lists them; with a memory of its own."""
+
+    cachable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store: dict[str, Any] = {}
+        self.pseudo_dirs = [""]
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        while True:
+            try:
+                return super().ls(path, detail, **kwargs)
+            except KeyError:
+                continue
 
 
-def _redis_tcp(tmp_path: Path, make_redis) -> Store:
-    return open_store(make_redis(*DURABLE).tcp_url)
+def _at(url: str, lose: Callable[[], None], *, mixes: bool = False) -> Place:
+    return Place(lambda: open_store(url), lose, (url,), mixes)
 
 
-def _warm_redis(tmp_path: Path, make_redis) -> Store:
-    return open_redis_store(make_redis().url, durable=False)
+def _file(tmp_path: Path, make_redis) -> Place:
+    return _at(f"file://{tmp_path}/store", lambda: shutil.rmtree(tmp_path / "store"), mixes=True)
 
 
-def _tiered(tmp_path: Path, make_redis) -> Store:
-    return open_store(f"file://{tmp_path / 'store'}", make_redis().url)
+def _redis(tmp_path: Path, make_redis) -> Place:
+    server = make_redis(*DURABLE)
+    return _at(server.url, server.kill)
 
 
-def _tiered_without_its_warm_tier(tmp_path: Path, make_redis) -> Store:
+def _redis_tcp(tmp_path: Path, make_redis) -> Place:
+    server = make_redis(*DURABLE)
+    return _at(server.tcp_url, server.kill)
+
+
+def _warm_redis(tmp_path: Path, make_redis) -> Place:
+    server = make_redis()
+    return Place(lambda: open_redis_store(server.url, durable=False), server.kill)
+
+
+def _objects(tmp_path: Path, make_redis) -> Place:
+    return _at(f"shared://{tmp_path}/objects", lambda: shutil.rmtree(tmp_path / "objects"))
+
+
+def _memory_objects(tmp_path: Path, make_redis) -> Place:
+    filesystem = RacelessMemory()
+
+    def open_again() -> Store:
+        store = ObjectStore(filesystem, "/a bucket/with a folder", scheme="memory")
+        store.prepare()
+        return store
+
+    return Place(open_again, filesystem.store.clear)
+
+
+def _tiered(durable: Place, warm: str) -> Place:
+    return Place(
+        lambda: open_store(durable.urls[0], warm), durable.lose, (*durable.urls, warm), mixes=durable.mixes
+    )
+
+
+def _tiered_file(tmp_path: Path, make_redis) -> Place:
+    return _tiered(_file(tmp_path, make_redis), make_redis().url)
+
+
+def _tiered_without_its_warm_tier(tmp_path: Path, make_redis) -> Place:
     server = make_redis()
     server.kill()
-    return open_store(str(tmp_path / "store"), server.url)
+    return _tiered(_file(tmp_path, make_redis), server.url)
 
 
-KINDS = [_file, _redis, _redis_tcp, _warm_redis, _tiered, _tiered_without_its_warm_tier]
+def _tiered_objects(tmp_path: Path, make_redis) -> Place:
+    return _tiered(_objects(tmp_path, make_redis), make_redis().url)
+
+
+KINDS = [
+    _file,
+    _redis,
+    _redis_tcp,
+    _warm_redis,
+    _objects,
+    _memory_objects,
+    _tiered_file,
+    _tiered_without_its_warm_tier,
+    _tiered_objects,
+]
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__.strip("_"))
-def store(request: pytest.FixtureRequest, tmp_path: Path, make_redis: Callable) -> Iterator[Store]:
-    store = request.param(tmp_path, make_redis)
+def place(request: pytest.FixtureRequest, tmp_path: Path, make_redis: Callable) -> Place:
+    return request.param(tmp_path, make_redis)
+
+
+@pytest.fixture
+def store(place: Place) -> Iterator[Store]:
+    store = place.open()
     yield store
     store.close()
 
 
+@pytest.fixture
+def second(place: Place, store: Store) -> Iterator[Store]:
+    """The same store, as another process sees it."""
+    second = place.open()
+    yield second
+    second.close()
+
+
 def _content(store: Store, digest: str = DIGEST) -> dict[str, bytes]:
     return {name: bytes(view) for name, view in store.fetch(digest).items()}
+
+
+def _drain(store: Store) -> None:
+    if isinstance(store, TieredStore):
+        store.drain()
+
+
+def _assert_absent(store: Store, digest: str = DIGEST) -> None:
+    assert not store.exists(digest) and digest not in list(store.digests())
+    with pytest.raises(AdapterNotFound, match=digest[:12]):
+        store.fetch(digest)
 
 
 def test_what_was_put_is_fetched_byte_for_byte(store: Store, tmp_path: Path) -> None:
@@ -72,8 +182,7 @@ def test_what_was_put_is_fetched_byte_for_byte(store: Store, tmp_path: Path) -> 
 
 
 def test_a_blob_that_was_never_put_is_not_found(store: Store) -> None:
-    with pytest.raises(AdapterNotFound, match=DIGEST[:12]):
-        store.fetch(DIGEST)
+    _assert_absent(store)
     store.delete(DIGEST)
     assert list(store.digests()) == []
 
@@ -83,9 +192,7 @@ def test_a_deleted_blob_is_gone_but_views_of_it_stay_valid(store: Store) -> None
     store.put(OTHER, {"a": b"2"})
     view = store.fetch(DIGEST)["a"]
     store.delete(DIGEST)
-    assert not store.exists(DIGEST)
-    with pytest.raises(AdapterNotFound):
-        store.fetch(DIGEST)
+    _assert_absent(store)
     assert bytes(view) == BIG
     assert _content(store, OTHER) == {"a": b"2"}
 
@@ -94,12 +201,21 @@ def test_putting_a_digest_again_replaces_what_is_there(store: Store) -> None:
     store.put(DIGEST, {"a": b"old", "b": BIG})
     view = store.fetch(DIGEST)["b"]
     store.put(DIGEST, {"a": b"new", "b": BIG[::-1]})
-    if hasattr(store, "drain"):
-        store.drain()
+    _drain(store)
     assert _content(store) == {"a": b"new", "b": BIG[::-1]}
     assert bytes(view) == BIG
     store.delete(DIGEST)
     assert not store.exists(DIGEST)
+
+
+def test_what_one_process_does_another_sees_at_once(store: Store, second: Store) -> None:
+    for step in range(3):
+        _assert_absent(second)
+        store.put(DIGEST, {"a": bytes([step])})
+        assert second.exists(DIGEST) and list(second.digests()) == [DIGEST]
+        _drain(store)
+        assert _content(second) == {"a": bytes([step])}
+        store.delete(DIGEST)
 
 
 def test_what_is_not_a_digest_is_refused(store: Store) -> None:
@@ -114,13 +230,13 @@ def test_what_is_not_a_plain_member_name_is_refused(store: Store) -> None:
         with pytest.raises(ValueError, match="cannot be a member"):
             store.put(DIGEST, {"ok": b"", name: b""})
     assert not store.exists(DIGEST)
+    longest = "x" * 128
+    store.put(DIGEST, {longest: b"1"})
+    assert _content(store) == {longest: b"1"}
 
 
-def test_readers_beside_writers_and_deleters_see_a_whole_blob_or_none(store: Store) -> None:
+def test_readers_beside_writers_and_deleters_see_a_whole_blob_or_none(place: Place, store: Store) -> None:
     versions = [{"a": bytes([n]) * 9, "b": bytes([n]) * (CHUNK_BYTES + n)} for n in range(3)]
-    whole = [set(version.items()) for version in versions]
-    # In files, members are replaced one by one: blobs of one digest are interchangeable, so each may come from any.
-    allowed = {item for version in whole for item in version}
 
     def write(version: dict[str, bytes]) -> None:
         for _ in range(4):
@@ -132,7 +248,7 @@ def test_readers_beside_writers_and_deleters_see_a_whole_blob_or_none(store: Sto
                 found = _content(store)
             except AdapterNotFound:
                 continue
-            assert found.keys() == {"a", "b"} and set(found.items()) <= allowed
+            _assert_one_of(versions, found, place)
 
     def delete() -> None:
         for _ in range(6):
@@ -144,19 +260,149 @@ def test_readers_beside_writers_and_deleters_see_a_whole_blob_or_none(store: Sto
         for job in jobs:
             job.result()
     store.put(DIGEST, versions[0])
-    if hasattr(store, "drain"):
-        store.drain()
+    _drain(store)
     assert _content(store) == versions[0]
+
+
+def _assert_one_of(versions: list[dict[str, bytes]], found: dict[str, bytes], place: Place) -> None:
+    if place.mixes:  # members are replaced one by one: blobs of one digest are interchangeable
+        assert found.keys() == versions[0].keys()
+        assert all(any(found[name] == version[name] for version in versions) for name in found)
+    else:
+        assert found in versions
+
+
+def test_of_puts_at_once_one_is_kept_whole(place: Place, store: Store, second: Store) -> None:
+    versions = [{"a": bytes([n]) * 9, "b": bytes([n]) * (9 + n)} for n in range(4)]
+    for _ in range(5):
+        together = Barrier(len(versions))
+
+        def put(number: int, together: Barrier = together) -> None:
+            together.wait()
+            (store if number % 2 else second).put(DIGEST, versions[number])
+
+        with ThreadPoolExecutor(len(versions)) as threads:
+            list(threads.map(put, range(len(versions))))
+        _drain(store)
+        _drain(second)
+        _assert_one_of(versions, _content(store), place)
+        assert list(second.digests()) == [DIGEST]
+    store.delete(DIGEST)
+    _assert_absent(second)
+
+
+def test_a_listing_beside_writers_shows_all_that_stays_and_nothing_that_never_was(store: Store) -> None:
+    staying = [f"{n:02x}" * 32 for n in range(5)]
+    passing = [f"{n:02x}" * 32 for n in range(0xF0, 0xF5)]
+    for digest in staying:
+        store.put(digest, {"a": b"1"})
+
+    def come_and_go() -> None:
+        for digest in passing * 3:
+            store.put(digest, {"a": b"1"})
+            store.delete(digest)
+
+    with ThreadPoolExecutor(1) as threads:
+        job = threads.submit(come_and_go)
+        while not job.done():
+            found = list(store.digests())
+            assert len(found) == len(set(found))
+            assert set(staying) <= set(found) <= {*staying, *passing}
+        job.result()
+    assert sorted(store.digests()) == staying
+
+
+# Dies when it is asked for its second member.
+DIES = """
+import os, signal, sys
+from collections.abc import Mapping
+from pathlib import Path
+from slora_adapters.store_url import open_store
+from tests.support import shared_files
+class Members(Mapping):
+    done = False
+    def __iter__(self):
+        return iter(("a", "b"))
+    def __len__(self):
+        return 2
+    def __getitem__(self, name):
+        if name == "b":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Path(sys.argv[1])
+open_store(*sys.argv[2:]).put("ab" * 32, Members())
+"""
+
+
+@pytest.mark.parametrize("kind", [_file, _redis, _objects, _tiered_objects], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("existing", [False, True], ids=["new", "replacing"])
+def test_a_writer_killed_between_members_changes_nothing(
+    kind: Callable, existing: bool, tmp_path: Path, make_redis: Callable
+) -> None:
+    place = kind(tmp_path, make_redis)
+    store = place.open()
+    if existing:
+        store.put(DIGEST, {"a": b"old", "b": b"old"})
+    (tmp_path / "a").write_bytes(BIG)
+    command = [sys.executable, "-P", "-c", DIES, str(tmp_path / "a"), *place.urls]
+    path = os.pathsep.join(("adapters", "kernels", "."))
+    done = subprocess.run(
+        command, env={"PYTHONPATH": path, "PATH": os.environ["PATH"]}, capture_output=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    if existing:
+        assert _content(store) == {"a": b"old", "b": b"old"}
+    else:
+        _assert_absent(store)
+    store.put(DIGEST, {"a": b"new", "b": b"new"})
+    _drain(store)
+    assert _content(store) == {"a": b"new", "b": b"new"}
+    store.delete(DIGEST)
+    _assert_absent(store)
+    store.close()
+
+
+def test_a_place_that_went_away_is_unavailable_and_not_empty(place: Place, store: Store) -> None:
+    store.put(DIGEST, {"a": b"1"})
+    place.lose()
+    for call in (
+        store.check,
+        lambda: store.put(OTHER, {"a": b""}),
+        lambda: store.fetch(OTHER),
+        lambda: store.exists(OTHER),
+        lambda: store.delete(OTHER),
+        lambda: store.exists(DIGEST),
+        lambda: list(store.digests()),
+    ):
+        with pytest.raises(StoreUnavailable):
+            call()
 
 
 def test_a_working_store_says_so(store: Store) -> None:
     store.check()
 
 
-@pytest.mark.parametrize("url", ["http://host/x", "s3://bucket", "file://elsewhere/x"])
-def test_unknown_urls_are_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="is not known"):
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nowhere://bucket", "redis://host/db .*s3://.* 'nowhere' is not known"),
+        ("file://elsewhere/x", "file:///path"),
+        ("local://elsewhere/x", "local:///path"),
+        ("memory://x", "no other sees"),
+        ("hf://org/repo", "slora adapter push hf://ORG/REPO"),
+        ("http://host/x", "can't be written"),
+        ("simplecache::shared:///x", "chain"),
+        ("shared://", "a place"),
+    ],
+)
+def test_urls_that_are_no_stores_are_refused(url: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         open_store(url)
+
+
+def test_both_names_of_local_files_mean_the_same_store(tmp_path: Path) -> None:
+    open_store(f"local://{tmp_path}/a b").put(DIGEST, {"a": b"1"})
+    for name in (str(tmp_path / "a b"), f"file://{tmp_path}/a%20b", f"file://localhost{tmp_path}/a%20b"):
+        assert open_store(name).exists(DIGEST)
 
 
 def test_a_warm_tier_that_is_not_redis_is_refused(tmp_path: Path) -> None:
@@ -166,5 +412,6 @@ def test_a_warm_tier_that_is_not_redis_is_refused(tmp_path: Path) -> None:
 
 def test_a_store_folder_that_cannot_be_made_is_unavailable(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StoreUnavailable, match="cannot be used"):
-        open_store(str(tmp_path / "file"))
+    for url in (str(tmp_path / "file"), f"shared://{tmp_path}/file"):
+        with pytest.raises(StoreUnavailable, match=r"cannot be used|does not answer as it should"):
+            open_store(url)
