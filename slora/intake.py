@@ -29,6 +29,7 @@ from slora.sampling_params import SamplingParams
 from slora.tokenizer import Tokenizer, compile_chat_template
 from slora_adapters.adapter import Adapter, AdapterExtras
 from slora_adapters.errors import AdapterInvalid, Reason
+from slora_adapters.hub_reference import HubReference
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft_directory import TENSORS_NAME, assemble_adapter, read_adapter
 from slora_adapters.source import DirectorySource
@@ -95,7 +96,9 @@ class Intake:
         self._base = _Served(None, None, read_model_defaults(config.model))
         self.max_model_len = self.model.max_positions
         self._served: dict[tuple[Path, int] | TensorAdapter, _Served] = {}
-        self._gates: dict[tuple[Path, int] | TensorAdapter, Lock] = {}
+        self._gates: dict[tuple[Path, int] | TensorAdapter | HubReference, Lock] = {}
+        # What a branch of the hub meant when it was first asked for, it means from then on.
+        self._downloaded: dict[HubReference, Path] = {}
         self._num_forgotten = 0
         self._lock = Lock()
         self._numbers = itertools.count(1)
@@ -174,7 +177,13 @@ class Intake:
     def forget(self, adapter: AdapterLike) -> AdapterVersion | None:
         """The version that an adapter stands for, which is read anew if it is asked for again; None if it never was."""
         with self._lock:
-            served = self._served.get(_key(_named(adapter).content))
+            content = _named(adapter).content
+            if isinstance(content, HubReference):
+                directory = self._downloaded.pop(content, None)
+                if directory is None:
+                    return None
+                content = directory
+            served = self._served.get(_key(content))
             if served is None:
                 return None
             self._served = {k: v for k, v in self._served.items() if v.version != served.version}
@@ -187,12 +196,22 @@ class Intake:
         if adapter is None:
             return self._base
         named = _named(adapter)
-        key = _key(named.content)
-        with self._lock:
-            gate = self._gates.setdefault(key, Lock())
-        with gate:  # read once, however many ask; those who ask for others do not wait
-            served = self._served.get(key) or self._add(key, named.content)
+        content = self._download(named.content) if isinstance(named.content, HubReference) else named.content
+        key = _key(content)
+        with self._gate(key):  # read once, however many ask; those who ask for others do not wait
+            served = self._served.get(key) or self._add(key, content)
         return replace(served, weight=named.weight)
+
+    def _download(self, reference: HubReference) -> Path:
+        with self._gate(reference):
+            directory = self._downloaded.get(reference)
+            if directory is None:
+                directory = self._downloaded[reference] = reference.download().directory
+        return directory
+
+    def _gate(self, key: tuple[Path, int] | TensorAdapter | HubReference) -> Lock:
+        with self._lock:
+            return self._gates.setdefault(key, Lock())
 
     def _add(self, key: tuple[Path, int] | TensorAdapter, content: Path | TensorAdapter) -> _Served:
         number = self._num_forgotten
@@ -210,8 +229,14 @@ class Intake:
         return served
 
 
-def read_content(content: Path | TensorAdapter, shape: ModelShape, limits: AdapterLimits) -> Adapter:
-    """The adapter, held to what the server asks of an upload. Raises AdapterNotFound, AdapterInvalid."""
+def read_content(
+    content: Path | HubReference | TensorAdapter, shape: ModelShape, limits: AdapterLimits
+) -> Adapter:
+    """The adapter, held to what the server asks of an upload. Raises AdapterNotFound, AdapterInvalid, and what
+    `HubReference.download` raises.
+    """
+    if isinstance(content, HubReference):
+        content = content.download().directory
     if isinstance(content, Path):
         adapter = read_adapter(content, shape, limits)
     else:

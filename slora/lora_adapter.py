@@ -1,6 +1,8 @@
-"""An adapter as a library's user names it: a PEFT directory, or tensors that lie in memory, and how strongly it counts.
+"""An adapter as a library's user names it: a PEFT directory, here or on the hub, or tensors that lie in memory, and how
+strongly it counts.
 
     LoraAdapter("path/to/adapter", weight=0.5)
+    LoraAdapter("hf://org/repo@revision")
     LoraAdapter.from_tensors(get_peft_model_state_dict(model), model.peft_config["default"].to_dict())
 
 What it holds is read and validated by the model that is first asked to use it, because only a model knows what fits.
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 
 from slora_adapters.errors import AdapterInvalid, Reason
+from slora_adapters.hub_reference import HubReference
 from slora_adapters.tensor_file import StoredTensor
 
 __all__ = ["AdapterPath", "LoraAdapter", "TensorAdapter"]
@@ -38,12 +41,12 @@ class TensorAdapter:
 class LoraAdapter:
     """weight: a factor on the adapter's own scale, for one request: 0 is the base, 0.5 half the way to the adapter."""
 
-    content: Path | TensorAdapter
+    content: Path | HubReference | TensorAdapter
     weight: float
 
-    def __init__(self, directory: AdapterPath | TensorAdapter, *, weight: float = 1.0) -> None:
-        content = directory if isinstance(directory, TensorAdapter) else Path(directory)
-        object.__setattr__(self, "content", content)
+    def __init__(self, directory: AdapterPath | HubReference | TensorAdapter, *, weight: float = 1.0) -> None:
+        """directory: also hf://ORG/REPO[@REVISION][/FOLDER]. Raises ValueError for what only begins like that."""
+        object.__setattr__(self, "content", _content(directory))
         object.__setattr__(self, "weight", weight)
 
     @staticmethod
@@ -64,6 +67,14 @@ class LoraAdapter:
     def weighted(self, weight: float) -> "LoraAdapter":
         """The same adapter with another weight."""
         return LoraAdapter(self.content, weight=weight)
+
+
+def _content(
+    directory: AdapterPath | HubReference | TensorAdapter,
+) -> Path | HubReference | TensorAdapter:
+    if isinstance(directory, HubReference | TensorAdapter):
+        return directory
+    return HubReference.parse(os.fspath(directory)) or Path(directory)
 
 
 def _store(name: str, value: Any, reasons: list[Reason]) -> StoredTensor | None:

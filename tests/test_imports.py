@@ -89,6 +89,7 @@ class Finder:
     def find_spec(self, name, path=None, target=None):
         hidden = name.split(".")[0] in {set(hidden)!r}
         return None if hidden else PathFinder.find_spec(name, path, target)
+    find_distributions = staticmethod(PathFinder.find_distributions)
 sys.meta_path[:] = [Finder() if finder is PathFinder else finder for finder in sys.meta_path]
 """
     return subprocess.run(

@@ -36,6 +36,7 @@ environment:
   SLORA_URL        the server to talk to (default: port SLORA_PORT, or 8000, of this machine)
   SLORA_ADMIN_KEY  the operator's key; tenant, key and adapter pin need it
   SLORA_API_KEY    a tenant's key; adapter and complete need it
+  HF_TOKEN         what the Hugging Face hub asks for to push private or gated adapters from it
 
 from nothing to an answer:
   slora serve --model DIR
@@ -114,8 +115,12 @@ def _add_adapters(commands: _Commands) -> None:
     )
     _add_verify(adapters)
     push = adapters.add("push", "upload a PEFT directory; it can be called as soon as this returns")
-    push.add_argument("directory", help="holds adapter_config.json and adapter_model.safetensors")
-    push.add_argument("--name", help="name to call it by (default: the directory's name)")
+    push.add_argument(
+        "directory",
+        help="holds adapter_config.json and adapter_model.safetensors; or hf://ORG/REPO[@REVISION][/FOLDER], which "
+        "is downloaded to this machine first",
+    )
+    push.add_argument("--name", help="name to call it by (default: the directory's or repository's name)")
     push.add_argument("--replace", action="store_true", help="take the place of an adapter of the same name")
     adapters.add("list", "list your adapters")
     adapters.add("rm", "remove an adapter").add_argument("name")

@@ -13,6 +13,7 @@ import pytest
 from tests.api.conftest import Kit
 from tests.api.platform import FIELDS
 from tests.api.served import ADMIN_KEY, CHARACTERS, EOS, SLORA, Served, environment
+from tests.support.hub import COMMIT, adapter_files, lay_out_snapshot
 from tests.support.oracle import Oracle
 
 PROMPTS = ["hello", "The quick brown fox", "0123456789" * 7, "a", "?"]
@@ -293,6 +294,22 @@ def test_the_command_line_leads_from_nothing_to_an_answer(server: Served, kit: K
     assert command(server, "key", "revoke", key_id, **operator).returncode == 0
     refused = command(server, "adapter", "list", **tenant)
     assert refused.returncode == 1 and refused.stderr.count("\n") == 1 and "API key" in refused.stderr
+
+
+def test_an_adapter_of_the_hub_is_pushed_by_its_repositorys_name_and_reported_by_its_commit(
+    server: Served, kit: Kit, tmp_path: Path
+) -> None:
+    lay_out_snapshot(tmp_path / "hub", "org/voice-2", adapter_files(kit.wide))
+    variables = {"SLORA_API_KEY": server.make_key("cli-hub"), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    pushed = command(server, "adapter", "push", "hf://org/voice-2@main", **variables)
+    assert pushed.returncode == 0, pushed.stderr
+    line, origin = pushed.stdout.splitlines()
+    assert line.startswith("voice-2  rank 16") and origin == f"from hf://org/voice-2@{COMMIT}"
+    assert command(server, "adapter", "list", **variables).stdout == line + "\n"
+    for reference, words in (("hf://org/other", "out of reach"), ("hf://org", "hf://ORG/REPO")):
+        refused = command(server, "adapter", "push", reference, **variables)
+        assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (1, "", 1)
+        assert words in refused.stderr
 
 
 def test_a_command_that_cannot_work_says_why_in_one_line(server: Served, tmp_path: Path) -> None:

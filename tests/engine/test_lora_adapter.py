@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors.numpy import load_file
 
 from slora import LLM, LoraAdapter, SamplingParams
 from slora.errors import RequestRefused
-from slora_adapters.errors import AdapterInvalid
+from slora_adapters.errors import AdapterInvalid, StoreUnavailable
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
+from tests.support.hub import adapter_files, lay_out_snapshot
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
 from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS, make_adapter
@@ -162,3 +164,27 @@ def test_a_forgotten_adapter_leaves_and_can_come_back(llm: LLM, kit: ModelKit) -
     tokens = [token for delta in [*pieces, *stream] for token in delta.token_ids]
     assert tokens == expected[0].token_ids
     assert llm.stats().resident_adapters == 1
+
+
+def test_an_adapter_of_the_hub_is_served_as_it_was_when_it_was_first_asked_for(
+    llm: LLM, kit: ModelKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    one, other = kit.adapters["odd_rank"], kit.adapters["patterns"]
+    ours, theirs = llm.generate([PROMPT] * 2, GREEDY, [one, other])
+    assert ours != theirs
+    lay_out_snapshot(tmp_path, "org/repo", adapter_files(one))
+    assert llm.generate(PROMPT, GREEDY, "hf://org/repo") == [ours]
+    assert llm.generate(PROMPT, GREEDY, LoraAdapter("hf://org/repo", weight=0.0)) == llm.generate(
+        PROMPT, GREEDY
+    )
+    lay_out_snapshot(tmp_path, "org/repo", adapter_files(other), commit="f" * 40)
+    assert llm.generate(PROMPT, GREEDY, "hf://org/repo") == [ours]
+    assert llm.generate(PROMPT, GREEDY, "hf://org/repo@" + "f" * 40) == [theirs]
+    llm.forget("hf://org/repo")
+    assert llm.generate(PROMPT, GREEDY, "hf://org/repo") == [theirs]
+    with pytest.raises(StoreUnavailable, match="hf://org/nothing"):
+        llm.generate(PROMPT, GREEDY, "hf://org/nothing")
+    with pytest.raises(ValueError, match="hf://ORG/REPO"):
+        LoraAdapter("hf://nothing")

@@ -1,6 +1,7 @@
 """`slora adapter`: a tenant's adapters. A push streams the files; they are never read into memory whole.
 
-What pins and unpins is the operator.
+A push from the Hugging Face hub goes through this machine: the server fetches nothing that a tenant names. What pins
+and unpins is the operator.
 """
 
 import argparse
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from slora_adapters.errors import AdapterError
+from slora_adapters.hub_reference import HubReference, HubSnapshot
 from slora_api.commands.remote import CommandFailed, admin_client, check, explained, tenant_client
 
 __all__ = ["pin", "push", "remove", "show", "unpin"]
@@ -30,6 +33,15 @@ def _find_files(directory: Path) -> dict[str, Path]:
     return {field: path for field, path in found.items() if path.is_file()}
 
 
+def _download(text: str) -> HubSnapshot | None:
+    """What hf:// names, or None if it is a directory of this machine."""
+    try:
+        reference = HubReference.parse(text)
+        return reference.download() if reference else None
+    except (AdapterError, ValueError) as error:
+        raise CommandFailed(str(error)) from error
+
+
 def _summary(adapter: dict[str, Any]) -> str:
     modules = ",".join(adapter["target_modules"])
     line = (
@@ -40,8 +52,10 @@ def _summary(adapter: dict[str, Any]) -> str:
 
 @explained
 def push(arguments: argparse.Namespace) -> None:
-    directory = Path(arguments.directory)
-    fields = {"name": arguments.name or directory.resolve().name}
+    snapshot = _download(arguments.directory)
+    directory = snapshot.directory if snapshot else Path(arguments.directory)
+    own_name = snapshot.reference.name if snapshot else directory.resolve().name
+    fields = {"name": arguments.name or own_name}
     if arguments.replace:
         fields["replace"] = "true"
     with tenant_client() as client, ExitStack() as stack:
@@ -50,6 +64,8 @@ def push(arguments: argparse.Namespace) -> None:
             for field, path in _find_files(directory).items()
         }
         print(_summary(check(client.post("/v1/adapters", data=fields, files=files))))
+    if snapshot:
+        print(f"from {snapshot.reference}")
 
 
 @explained

@@ -1,0 +1,106 @@
+"""The Hugging Face hub, as far as a download goes: a cache of snapshots on disk, and a server on loopback."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def lay_out_snapshot(
+    cache: Path, repo: str, files: dict[str, bytes], *, commit: str = COMMIT, ref: str = "main"
+) -> Path:
+    """Puts files into a cache as the hub's client does: blobs by hash, links to them by commit, commits by name."""
+    home = cache / f"models--{repo.replace('/', '--')}"
+    snapshot = home / "snapshots" / commit
+    for name, content in files.items():
+        blob = home / "blobs" / hashlib.sha256(content).hexdigest()
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(content)
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).symlink_to(blob)
+    (home / "refs" / ref).parent.mkdir(parents=True, exist_ok=True)
+    (home / "refs" / ref).write_text(commit)
+    return snapshot
+
+
+def adapter_files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+@dataclass
+class Hub:
+    """A server with repositories: by repository and commit its files, by repository and name its commits.
+
+    failing: status and error code that it answers all questions about a repository with. asked: paths, in order.
+    """
+
+    url: str = ""
+    files: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
+    revisions: dict[tuple[str, str], str] = field(default_factory=dict)
+    failing: dict[str, tuple[int, str]] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+
+    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
+        self.asked.append(path)
+        parts = path.split("?")[0].strip("/").split("/")
+        is_api = parts[:2] == ["api", "models"]
+        org, name, verb, revision, *rest = parts[2:] if is_api else parts
+        repo = f"{org}/{name}"
+        if repo in self.failing:
+            status, code = self.failing[repo]
+            return status, {"X-Error-Code": code} if code else {}, b"{}"
+        commit = self.revisions.get((repo, revision.replace("%2F", "/")), revision)
+        files = self.files.get((repo, commit))
+        if files is None:
+            return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
+        if verb == "revision":
+            return 200, {}, json.dumps({"id": repo, "sha": commit}).encode()
+        if verb == "tree":
+            found = [
+                {"type": "file", "path": path, "size": len(content), "oid": _git_hash(content)}
+                for path, content in files.items()
+            ]
+            return 200, {}, json.dumps(found).encode()
+        content = files["/".join(rest)]
+        return 200, {"ETag": f'"{_git_hash(content)}"', "X-Repo-Commit": commit}, content
+
+
+def _git_hash(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+@contextmanager
+def running_hub() -> Iterator[Hub]:
+    hub = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, headers, body = hub.answer(self.path)
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
