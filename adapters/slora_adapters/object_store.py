@@ -125,6 +125,7 @@ class ObjectStore:
         # A listing from memory would hide what others have put since.
         filesystem.dircache.use_listings_cache = False
         self._root = root.rstrip("/")
+        self._begun = f"{self._root}/begun"
         self._scheme = scheme
         self._secrets = (*secrets, *_option_secrets(filesystem.storage_options))
         self._clock = clock
@@ -136,9 +137,10 @@ class ObjectStore:
             try:
                 if not self._is_there(f"{self._root}/slora-store"):
                     self._write(f"{self._root}/slora-store", b"adapters of slora\n")
-                with self._noted("0" * 64) as upload_id:
-                    if not any(name.startswith(upload_id) for name, _ in self._list(f"{self._root}/begun")):
-                        raise self._unlisted()
+                for _ in range(2):  # a listing that is remembered shows the first note again
+                    with self._noted("0" * 64) as upload_id:
+                        if not any(name.startswith(upload_id) for name, _ in self._list(self._begun)):
+                            raise self._unlisted()
                 self._sweep()
             except (FileNotFoundError, PermissionError, NotImplementedError) as error:
                 cause = _cause(error, self._secrets)
@@ -232,8 +234,11 @@ class ObjectStore:
                 return uploads
         raise self._unlisted()
 
-    def _unlisted(self) -> StoreUnavailable:
-        return StoreUnavailable(f"the {self._scheme}:// store does not list what was written to it")
+    def _unlisted(self) -> StoreUnfit:
+        return StoreUnfit(
+            f"the {self._scheme}:// store does not list what was just written to it; switch off what remembers its "
+            "listings"
+        )
 
     def _outdone(self, uploads: list[_Upload]) -> list[_Upload]:
         """Those that no reader takes any more, and those that nobody finishes."""
@@ -253,7 +258,7 @@ class ObjectStore:
 
     def _sweep(self) -> None:
         """Removes what the dead left, of a few of them."""
-        notes = [match for name, _ in self._list(f"{self._root}/begun") if (match := _NOTE.fullmatch(name))]
+        notes = [match for name, _ in self._list(self._begun) if (match := _NOTE.fullmatch(name))]
         for match in [match for match in notes if self._is_old(match[1])][:_MAX_SWEPT]:
             upload_id, digest = match.groups()
             self._remove_uploads(digest, self._outdone(self._uploads(digest)))
@@ -334,7 +339,7 @@ class ObjectStore:
         return f"{self._root}/blobs/{digest[:2]}/{digest}"
 
     def _note(self, digest: str, upload_id: str) -> str:
-        return f"{self._root}/begun/{upload_id}.{digest}"
+        return f"{self._begun}/{upload_id}.{digest}"
 
     def _check_there(self) -> None:
         """Tells a store without a blob from a place without a store: one that is not mounted, a bucket that is gone."""

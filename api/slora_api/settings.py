@@ -140,8 +140,9 @@ class Settings:
         "can see. Without it one is made and printed once, at the first start", metavar="KEY"
     )  # fmt: skip
     store: str = _setting(
-        "", "where adapters are kept durably: a directory, or redis://HOST:PORT/DB with append-only file and "
-        "noeviction (default: a directory in the data directory)", metavar="URL"
+        "", "where adapters are kept durably: a directory; redis://HOST:PORT/DB with append-only file and noeviction; "
+        "or s3://BUCKET/FOLDER, gs://, abfs:// and whatever else fsspec has a filesystem for (default: a directory in "
+        "the data directory)", metavar="URL"
     )  # fmt: skip
     redis: str = _setting("", "redis://HOST:PORT/DB as a warm tier in front of the store", metavar="URL")
     pool_bytes: int | None = _setting(

@@ -10,6 +10,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
 from slora_adapters import object_store
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable, StoreUnfit
@@ -338,6 +339,15 @@ def test_a_url_brings_its_secrets_and_a_filesystem_of_our_own(
     with pytest.raises(StoreUnfit, match=r"guarded:// store: PermissionError: \*\*\* and \*\*\* are wrong"):
         open_store(f"guarded://me:pass%20word@host{tmp_path}")
     assert others.dircache.use_listings_cache
+
+
+def test_a_filesystem_that_goes_on_remembering_listings_is_refused(tmp_path: Path) -> None:
+    store = ObjectStore(
+        AsyncFileSystemWrapper(SharedFiles(skip_instance_cache=True)), str(tmp_path), scheme="far"
+    )
+    with pytest.raises(StoreUnfit, match="does not list what was just written"):
+        store.prepare()
+    store.close()
 
 
 class Bucket(Faulty):

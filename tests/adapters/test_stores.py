@@ -14,6 +14,8 @@ from threading import Barrier
 from typing import Any
 
 import pytest
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
@@ -99,6 +101,19 @@ def _memory_objects(tmp_path: Path, make_redis) -> Place:
     return Place(open_again, filesystem.store.clear)
 
 
+def _asynchronous_objects(tmp_path: Path, make_redis) -> Place:
+    """As most filesystems of objects are: coroutines on a loop that all threads share."""
+    filesystem = AsyncFileSystemWrapper(LocalFileSystem())
+    root = tmp_path / "objects"
+
+    def open_again() -> Store:
+        store = ObjectStore(filesystem, str(root), scheme="shared")
+        store.prepare()
+        return store
+
+    return Place(open_again, lambda: shutil.rmtree(root))
+
+
 def _tiered(durable: Place, warm: str) -> Place:
     return Place(
         lambda: open_store(durable.urls[0], warm), durable.lose, (*durable.urls, warm), mixes=durable.mixes
@@ -126,6 +141,7 @@ KINDS = [
     _warm_redis,
     _objects,
     _memory_objects,
+    _asynchronous_objects,
     _tiered_file,
     _tiered_without_its_warm_tier,
     _tiered_objects,
