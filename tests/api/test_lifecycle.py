@@ -236,7 +236,13 @@ def test_a_server_that_cannot_start_says_why_in_one_line(
             (("--model", str(tmp_path / "empty"), *data), 1, "config.json"),
             (("--model", str(kit.base), *data, "--port", port), 1, "--port"),
             (("--model", str(kit.base), *data, "--pool-bytes", "much"), 2, "--pool-bytes is 'much'"),
-            (("--model", str(kit.base), *data, "--port", "0", "--store", "s3://bucket"), 1, "s3"),
+            (("--model", str(kit.base), *data, "--port", "0", "--store", "nowhere://x"), 1, "s3://, gs://"),
+            (
+                ("--model", str(kit.base), *data, "--port", "0", "--store", "hf://a/b"),
+                1,
+                "adapter push hf://",
+            ),
+            (("--model", str(kit.base), *data, "--port", "0", "--store", "memory://x"), 1, "no other sees"),
             (
                 ("--model", str(kit.base), *data, "--port", "0", "--store", "redis://127.0.0.1:9"),
                 1,
