@@ -28,7 +28,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,8 +216,13 @@ class ObjectStore:
         folder = self._folder(digest)
         sizes = [len(one) if isinstance(one, bytes) else one.stat().st_size for one in members.values()]
         turn = 1 + max((upload.turn for upload in self._uploads(digest)), default=0)
-        paths = [f"{folder}/{upload_id}.{name}" for name in members]
-        list(self._threads.map(self._write, paths, members.values()))
+        writes = [
+            self._threads.submit(self._write, f"{folder}/{upload_id}.{name}", content)
+            for name, content in members.items()
+        ]
+        wait(writes)  # all, also if one fails: what is written later nobody would remove
+        for write in writes:
+            write.result()
         if self._age_s(upload_id) > UPLOAD_LIMIT_S:
             raise StoreUnavailable(f"the upload took more than {UPLOAD_LIMIT_S} s; try again")
         done = f"{folder}/done.{turn}.{upload_id}.{len(sizes)}.{sum(sizes)}"
@@ -250,11 +255,10 @@ class ObjectStore:
         ]
 
     def _abandon(self, digest: str, upload_id: str) -> None:
-        """Removes what a failed upload wrote, if that can be done; if not, its note is still there."""
+        """Removes what a failed upload wrote, if it can. Its note stays: a write that failed may still arrive."""
         with suppress(Exception):  # the failure that is being raised says more
             own = [one for one in self._uploads(digest) if one.upload_id == upload_id]
             self._remove_uploads(digest, own)
-            self._remove(self._note(digest, upload_id))
 
     def _sweep(self) -> None:
         """Removes what the dead left, of a few of them."""
@@ -282,11 +286,8 @@ class ObjectStore:
         for name, num_bytes in self._list(self._folder(digest)):
             if match := _DONE.fullmatch(name):
                 upload = found.setdefault(match[2], _Upload(match[2]))
-                upload.done, upload.turn, upload.promised = (
-                    name,
-                    int(match[1]),
-                    (int(match[3]), int(match[4])),
-                )
+                upload.done, upload.turn = name, int(match[1])
+                upload.promised = int(match[3]), int(match[4])
             elif match := _MEMBER.fullmatch(name):
                 found.setdefault(match[1], _Upload(match[1])).members[match[2]] = num_bytes
         return sorted(found.values(), key=lambda upload: (upload.turn, upload.upload_id))
