@@ -5,6 +5,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Barrier, Event
 from typing import Any
@@ -46,6 +47,10 @@ class Faulty(SharedFiles):
     def cat_file(self, path: str, **kwargs: Any) -> bytes:
         self.before("read", path)
         return super().cat_file(path, **kwargs)
+
+    def ls(self, path: str, detail: bool = False, **kwargs: Any) -> list[Any]:
+        self.before("list", path)
+        return super().ls(path, detail, **kwargs)
 
     def rm_file(self, path: str) -> None:
         self.before("remove", path)
@@ -245,6 +250,62 @@ def test_a_reader_whose_blob_is_replaced_under_its_hands_gets_the_new_one(
 
     filesystem.before = replace
     assert _content(store) == NEW
+
+
+ONE, TWO = {"a": b"one", "b": b"1"}, {"a": b"two", "b": b"22"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "outcomes"),
+    [
+        (lambda store: store.put(DIGEST, ONE), lambda store: store.put(DIGEST, TWO), (ONE, TWO)),
+        (lambda store: store.put(DIGEST, ONE), lambda store: store.delete(DIGEST), (ONE, None)),
+        (lambda store: store.delete(DIGEST), lambda store: store.put(DIGEST, TWO), (TWO, None)),
+        (lambda store: store.delete(DIGEST), lambda store: store.delete(DIGEST), (None,)),
+        (lambda store: store.fetch(DIGEST), lambda store: store.put(DIGEST, TWO), (TWO,)),
+    ],
+    ids=["put-put", "put-delete", "delete-put", "delete-delete", "fetch-put"],
+)
+@pytest.mark.parametrize("existing", [False, True], ids=["new", "replacing"])
+def test_what_two_do_at_once_leaves_one_whole_blob_or_none_and_no_rest(
+    tmp_path: Path,
+    first: Callable[[ObjectStore], object],
+    second: Callable[[ObjectStore], object],
+    outcomes: tuple[dict[str, bytes] | None, ...],
+    existing: bool,
+) -> None:
+    """The second does all that it does within one step of the first, at each step."""
+    for after in range(100):
+        root = tmp_path / str(after)
+        filesystem = Faulty()
+        store, other = (
+            ObjectStore(one, str(root), scheme="shared", clock=Clock()) for one in (filesystem, Faulty())
+        )
+        store.prepare()
+        if existing:
+            store.put(DIGEST, OLD)
+        left = after
+
+        def interrupt(_operation: str, _path: str, filesystem: Faulty = filesystem, other=other) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                filesystem.before = Faulty.before
+                second(other)
+
+        filesystem.before = interrupt
+        with suppress(AdapterNotFound):
+            first(store)
+        filesystem.before = Faulty.before
+        if left < 0:
+            found = _content(store)
+            assert found in outcomes
+            assert len(_objects(root)) == (0 if found is None else 3)
+        store.close()
+        other.close()
+        if left >= 0:
+            break
+    assert left >= 0 and after >= 2
 
 
 def test_a_put_that_another_overtakes_leaves_the_later_one(
