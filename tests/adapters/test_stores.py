@@ -29,7 +29,7 @@ from tests.support import shared_files
 
 assert shared_files  # it registers shared://
 DIGEST, OTHER = "ab" * 32, "cd" * 32
-BIG = secrets.token_bytes(max(CHUNK_BYTES, RANGE_BYTES) * 2 + 17)
+BIG = secrets.token_bytes(CHUNK_BYTES + RANGE_BYTES + 17)  # three chunks, two ranges
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,20 @@ open_store(*sys.argv[2:]).put("ab" * 32, Members())
 """
 
 
-@pytest.mark.parametrize("kind", [_file, _redis, _objects, _tiered_objects], ids=lambda kind: kind.__name__)
+SHARED = pytest.mark.parametrize(
+    "kind", [_file, _redis, _objects, _tiered_objects], ids=lambda kind: kind.__name__.strip("_")
+)
+
+
+def _start(code: str, *arguments: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join(("adapters", "kernels", "."))
+    environment = {"PYTHONPATH": path, "PATH": os.environ["PATH"]}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", code, *arguments], env=environment, stderr=subprocess.PIPE, text=True
+    )
+
+
+@SHARED
 @pytest.mark.parametrize("existing", [False, True], ids=["new", "replacing"])
 def test_a_writer_killed_between_members_changes_nothing(
     kind: Callable, existing: bool, tmp_path: Path, make_redis: Callable
@@ -359,12 +372,9 @@ def test_a_writer_killed_between_members_changes_nothing(
     if existing:
         store.put(DIGEST, {"a": b"old", "b": b"old"})
     (tmp_path / "a").write_bytes(BIG)
-    command = [sys.executable, "-P", "-c", DIES, str(tmp_path / "a"), *place.urls]
-    path = os.pathsep.join(("adapters", "kernels", "."))
-    done = subprocess.run(
-        command, env={"PYTHONPATH": path, "PATH": os.environ["PATH"]}, capture_output=True, check=False
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    process = _start(DIES, str(tmp_path / "a"), *place.urls)
+    _, said = process.communicate()
+    assert process.returncode == -signal.SIGKILL, said
     if existing:
         assert _content(store) == {"a": b"old", "b": b"old"}
     else:
@@ -374,6 +384,45 @@ def test_a_writer_killed_between_members_changes_nothing(
     assert _content(store) == {"a": b"new", "b": b"new"}
     store.delete(DIGEST)
     _assert_absent(store)
+    store.close()
+
+
+# Puts its version, takes what is there, and now and then deletes it. Any version is right, half a blob is not.
+COMPETES = """
+import sys
+from slora_adapters.errors import AdapterNotFound
+from slora_adapters.store_url import open_store
+from tests.support import shared_files
+number, mixes, urls = int(sys.argv[1]), sys.argv[2] == "True", sys.argv[3:]
+versions = [{"a": bytes([n]) * 9, "b": bytes([n]) * (9 + n)} for n in range(3)]
+store = open_store(*urls)
+for turn in range(12):
+    store.put("ab" * 32, versions[number])
+    try:
+        found = {name: bytes(view) for name, view in store.fetch("ab" * 32).items()}
+    except AdapterNotFound:
+        found = versions[number]
+    assert found.keys() == {"a", "b"}
+    assert found in versions or mixes and all(found[m] in [v[m] for v in versions] for m in found), found
+    if turn % 4 == number:
+        store.delete("ab" * 32)
+store.close()
+"""
+
+
+@SHARED
+def test_processes_at_once_see_whole_blobs_and_leave_nothing(
+    kind: Callable, tmp_path: Path, make_redis: Callable
+) -> None:
+    place = kind(tmp_path, make_redis)
+    store = place.open()
+    processes = [_start(COMPETES, str(number), str(place.mixes), *place.urls) for number in range(3)]
+    for process in processes:
+        _, said = process.communicate()
+        assert process.returncode == 0, said
+    store.delete(DIGEST)
+    _assert_absent(store)
+    assert not [path for path in tmp_path.rglob("blobs/**/*") if path.is_file()]
     store.close()
 
 
