@@ -35,10 +35,11 @@ class Clock:
 
 
 class Faulty(SharedFiles):
-    """before: called with the name of each operation and its path, and may raise."""
+    """before: called with the name of each operation and its path, and may raise. is_hidden: from listings, by path."""
 
     cachable = False
     before: Callable[[str, str], None] = staticmethod(lambda _operation, _path: None)
+    is_hidden: Callable[[str], bool] = staticmethod(lambda _path: False)
 
     def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
         self.before("write", path)
@@ -50,7 +51,8 @@ class Faulty(SharedFiles):
 
     def ls(self, path: str, detail: bool = False, **kwargs: Any) -> list[Any]:
         self.before("list", path)
-        return super().ls(path, detail, **kwargs)
+        found = super().ls(path, detail=True, **kwargs)
+        return [entry if detail else entry["name"] for entry in found if not self.is_hidden(entry["name"])]
 
     def rm_file(self, path: str) -> None:
         self.before("remove", path)
@@ -236,6 +238,47 @@ def test_an_upload_that_lost_a_member_is_no_blob(store: ObjectStore, tmp_path: P
     assert _content(store) is None
     store.put(DIGEST, NEW)
     assert _content(store) == NEW
+
+
+def test_a_listing_in_which_something_is_missing_is_taken_again(
+    store: ObjectStore, filesystem: Faulty
+) -> None:
+    """Of files, one that is taken while others come and go may show a mark without its members."""
+    store.put(DIGEST, OLD)
+    misses = iter([True, True])
+    filesystem.is_hidden = lambda path: path.endswith(".b") and next(misses, False)
+    assert store.exists(DIGEST)
+    assert next(misses, None) is None
+
+
+def test_a_put_that_no_listing_shows_has_failed(
+    store: ObjectStore, filesystem: Faulty, tmp_path: Path
+) -> None:
+    store.put(DIGEST, OLD)
+    before = set(_objects(tmp_path / "objects"))
+    filesystem.is_hidden = lambda path: "/done.2." in path
+    with pytest.raises(StoreUnfit, match="does not list what was just written"):
+        store.put(DIGEST, NEW)
+    assert _content(store) == OLD and before <= set(_objects(tmp_path / "objects"))
+
+
+def test_a_deletion_takes_what_a_replacing_writer_should_have_removed(
+    store: ObjectStore, filesystem: Faulty, tmp_path: Path
+) -> None:
+    store.put(DIGEST, OLD)
+
+    def die(operation: str, _path: str) -> None:
+        if operation == "remove":
+            raise ConnectionError("gone")
+
+    filesystem.before = die
+    with pytest.raises(StoreUnavailable, match="gone"):
+        store.put(DIGEST, NEW)
+    filesystem.before = Faulty.before
+    assert len(list((tmp_path / "objects").rglob("done.*"))) == 2
+    store.delete(DIGEST)
+    assert _content(store) is None
+    assert not any(path.startswith("blobs/") for path in _objects(tmp_path / "objects"))
 
 
 def test_a_reader_whose_blob_is_replaced_under_its_hands_gets_the_new_one(
