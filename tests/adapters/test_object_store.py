@@ -189,24 +189,27 @@ def test_an_upload_that_fails_leaves_a_note_for_a_while_and_nothing_else(
 ) -> None:
     store.put(DIGEST, OLD)
     before = _objects(tmp_path / "objects")
-    refused = Event()
-    for fails in (".b", "done."):
+    refused, written = Event(), Event()
+    for failures, fails in enumerate((".a", "done."), 1):
 
         def refuse(operation: str, path: str, fails: str = fails) -> None:
             name = Path(path).name
-            if operation == "write" and fails in name:
+            if operation == "write" and (name.endswith(fails) or name.startswith(fails)):
                 refused.set()
                 raise OSError("no room")
-            if operation == "write" and name.endswith(".a") and fails == ".b":
+            if operation == "write" and name.endswith(".b") and fails == ".a":
                 refused.wait(60)
                 time.sleep(0.05)  # still under way when the other has failed
+                written.set()
 
         filesystem.before = refuse
         with pytest.raises(StoreUnavailable, match="no room"):
             store.put(DIGEST, NEW)
+        assert written.is_set(), "all writes have ended before anything is removed"
         filesystem.before = Faulty.before
         left = set(_objects(tmp_path / "objects")).difference(before)
-        assert all(path.startswith("begun/") for path in left) and _content(store) == OLD
+        assert len(left) == failures and all(path.startswith("begun/") for path in left)
+        assert _content(store) == OLD
     with pytest.raises(StoreUnavailable, match="nowhere"):
         store.put(DIGEST, {"a": tmp_path / "nowhere"})
     clock.now += LEFTOVER_AGE_S + 2
