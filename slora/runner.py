@@ -87,7 +87,9 @@ class Runner:
         if not num_draws:
             return []
         deltas = LoraDeltas(batch.head_lora, self.memory, self.kernels)
-        return sample(self._model.logits(hidden[:num_draws], deltas), self._sampling, batch.sampling)
+        return sample(
+            self._model.logits(hidden[:num_draws], deltas), self._sampling, batch.sampling, self.kernels
+        )
 
     def _move_pages(self, plan: StepPlan) -> None:
         """What leaves is read before anything is written, what shares a page before others come into its place."""

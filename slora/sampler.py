@@ -17,20 +17,23 @@ from slora.sampling_table import Column, SamplingRows, SamplingTable, Want
 from slora.sequence import Sequence
 from slora.step_plan import Sampled
 from slora.token_draw import race, truncate, weigh
+from slora_kernels.ops import Kernels
 
-_BLOCK = 256
 
-
-def sample(logits: Tensor, table: SamplingTable, sequences: list[Sequence]) -> list[Sampled]:
+def sample(
+    logits: Tensor, table: SamplingTable, sequences: list[Sequence], kernels: Kernels
+) -> list[Sampled]:
     """Chooses a token for each row of `logits` [B, vocab_size], and counts it in `table`. logits stay as they are.
 
     A row whose greatest logit is not finite gets no token: the caller must fail that request. A beam gets its likeliest
     one, which means nothing, and what it proposes.
     """
     rows = table.gather([sequence.row for sequence in sequences])
-    logits = table.widen(logits)
-    edited = edit_logits(logits, rows, table)
-    best, choice = _likeliest(edited)
+    edited = logits
+    if rows.wants.any():  # something beyond the likeliest token, which is the same in either dtype
+        logits = table.widen(logits)
+        edited = edit_logits(logits, rows, table)
+    best, choice = kernels.likeliest(edited)
     drawing = rows.wanting(Want.DRAW)
     if drawing is not None:
         index = torch.from_numpy(drawing).to(logits.device)
@@ -60,23 +63,6 @@ def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[To
         TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True)))
         for logprob, ids, values, count in pairs
     ]
-
-
-def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The greatest of each row and its token, the first of equals, as `max(dim=-1)` has them; that takes five
-    times as long on a CPU as finding the block of the greatest and looking there."""
-    whole = logits.shape[1] // _BLOCK * _BLOCK
-    if logits.device.type != "cpu" or whole == 0:
-        best, token = logits.max(dim=-1)
-        return best, token
-    blocks = logits[:, :whole].reshape(len(logits), -1, _BLOCK)
-    best, block = blocks.amax(dim=-1).max(dim=-1)
-    token = block * _BLOCK + blocks[torch.arange(len(logits)), block].argmax(dim=-1)
-    if whole < logits.shape[1]:
-        rest, place = logits[:, whole:].max(dim=-1)
-        is_greater = (rest > best) | (rest.isnan() & ~best.isnan())
-        best, token = torch.where(is_greater, rest, best), torch.where(is_greater, place + whole, token)
-    return best, token
 
 
 def _draw(logits: Tensor, peaks: Tensor, rows: SamplingRows, index: Tensor) -> Tensor:

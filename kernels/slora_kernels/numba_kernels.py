@@ -16,7 +16,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from slora_kernels import numba_attention, numba_elementwise, numba_lora
+from slora_kernels import numba_attention, numba_elementwise, numba_likeliest, numba_lora
 from slora_kernels.batch import (
     Activation,
     AdapterTables,
@@ -50,6 +50,7 @@ _WORKERS = (
     numba_elementwise.act_mul_worker,
     numba_elementwise.rotate_and_write_kv_worker,
     numba_attention.attend_worker,
+    numba_likeliest.likeliest_worker,
     numba_lora.shrink_worker,
     numba_lora.expand_worker,
 )
@@ -307,6 +308,15 @@ class NumbaKernels:
         numbers = q.numel() * rule.count_visible(step.batch.max_context)
         self._run(numba_attention.attend_worker, geometry.dtype, items, fields, numbers=numbers)
         return out
+
+    def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        rows, width = logits.shape
+        if logits.stride(0) < width:  # one row for many: a job knows no such matrix
+            logits = logits.contiguous()
+        best, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        fields, worker = (logits, best, tokens, width), numba_likeliest.likeliest_worker
+        self._run(worker, logits.dtype, rows, fields, numbers=logits.numel())
+        return best, tokens
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
         plan = step.plan

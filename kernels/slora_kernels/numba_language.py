@@ -235,6 +235,45 @@ def widen(typing: Any, value: Any) -> Any:
     return types.float32(value), emit
 
 
+def _emit_magnitude(builder: Any, element: Any, value: Any) -> tuple[Any, Any]:
+    """The bits of a number without its sign, int32, and whether it has one."""
+    bits = builder.bitcast(value, _I32) if element == types.float32 else builder.sext(value, _I32)
+    mask = 0x7FFFFFFF if element == types.float32 else 0x7FFF
+    return builder.and_(bits, _I32(mask)), builder.icmp_signed("<", bits, _I32(0))
+
+
+@emitted
+def magnitude(typing: Any, value: Any) -> Any:
+    """An int32 that orders numbers of the model's dtype by their size."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _emit_magnitude(builder, value, args[0])[0]
+
+    return types.int32(value), emit
+
+
+@emitted
+def rank_number(typing: Any, value: Any) -> Any:
+    """An int32 that orders numbers of the model's dtype; those that are none lie beyond the infinite ones."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        size, is_negative = _emit_magnitude(builder, value, args[0])
+        return builder.select(is_negative, builder.neg(size), size)
+
+    return types.int32(value), emit
+
+
+@emitted
+def is_nan_magnitude(typing: Any, size: Int, array: Array) -> Any:
+    """Whether a `magnitude` of a number of `array` is that of none."""
+    infinite = {types.uint16: 0x7F80, types.int16: 0x7C00, types.float32: 0x7F800000}[array.dtype]
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.icmp_signed(">", args[0], _I32(infinite))
+
+    return types.boolean(types.int32, array), emit
+
+
 @emitted
 def narrow(typing: Any, value: Float, array: Array) -> Any:
     """A float32 as an element of `array`, rounded to nearest even."""

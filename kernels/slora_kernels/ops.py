@@ -106,6 +106,12 @@ class Kernels(Protocol):
         Pages that nobody sees, past a context or behind a window, are not read into a result.
         """
 
+    def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits [B, V], float32 or the model dtype -> the greatest of each row, float32 [B], and its token, int64 [B].
+
+        The first of equals. A row with a NaN has NaN for its greatest, and any token.
+        """
+
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
         """x [T, in] times A of each tile's adapter, all modules of the site at once -> the bridge."""
 

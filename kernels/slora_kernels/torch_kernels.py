@@ -24,6 +24,7 @@ from slora_kernels.batch import (
     QueryKeyNorm,
 )
 from slora_kernels.layout import LoraSite
+from slora_kernels.likeliest import find_likeliest
 from slora_kernels.lora_gather import gather_columns
 from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shrink_tiles
 from slora_kernels.quantized_matmuls import quantized_linear
@@ -299,6 +300,9 @@ class TorchKernels:
             else:
                 out[work.tokens[work.keep]] = flat[work.keep]
         return out
+
+    def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return find_likeliest(logits)
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
         plan = step.plan

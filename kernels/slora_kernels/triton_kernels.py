@@ -17,6 +17,7 @@ from slora_kernels.batch import (
     QueryKeyNorm,
 )
 from slora_kernels.layout import LoraSite
+from slora_kernels.likeliest import find_likeliest
 from slora_kernels.lora_expand import bind_lora_expand
 from slora_kernels.lora_look_up import bind_lora_look_up
 from slora_kernels.lora_shrink import TILE_TOKENS, bind_lora_shrink
@@ -94,6 +95,9 @@ class TritonKernels:
         if batch.max_query > 1:
             bind_paged_attention_prefill(q, pages, out, geometry, layer, batch, rule).run()
         return out
+
+    def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return find_likeliest(logits)
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
         launch, bridge = bind_lora_shrink(x, pages, step.tables, site, step.tiles)

@@ -14,14 +14,16 @@ from transformers import (
 )
 
 from slora.request import EngineRequest
-from slora.sampler import _likeliest, sample
+from slora.sampler import sample
 from slora.sampling_params import SamplingParams
 from slora.sampling_table import SamplingTable
 from slora.sequence import Sequence
 from slora.step_plan import Sampled
 from slora.tenant import Tenant
+from slora_kernels.ops import select_kernels
 
 VOCAB_SIZE = 24
+KERNELS = select_kernels("auto", torch.device("cpu"))
 
 
 def make_sequence(
@@ -48,7 +50,7 @@ def make_table(sequences: Rows[Sequence], vocab_size: int = VOCAB_SIZE) -> Sampl
 
 
 def sample_once(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[Sampled]:
-    return sample(logits, make_table(sequences, logits.shape[1]), list(sequences))
+    return sample(logits, make_table(sequences, logits.shape[1]), list(sequences), KERNELS)
 
 
 def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
@@ -211,19 +213,3 @@ def test_negative_and_huge_seeds_draw_like_any_other() -> None:
     tokens = tokens_of(logits, [make_sequence(SamplingParams(), seed=seed) for seed in seeds])
     assert tokens == tokens_of(logits, [make_sequence(SamplingParams(), seed=seed) for seed in seeds])
     assert all(token is not None for token in tokens)
-
-
-@pytest.mark.parametrize("width", [1, 255, 256, 300, 512, 1000])
-def test_the_likeliest_token_is_the_first_of_equals_wherever_it_lies(width: int) -> None:
-    """By blocks, with and without a rest behind them, as max finds it; what is not a number is found, too."""
-    logits = torch.randn(12, width).round()
-    logits[0, width // 2] = torch.nan
-    logits[1, -1] = torch.nan
-    logits[2] = -torch.inf
-    logits[3] = 1.0
-    logits[4, [0, -1]] = 9.0
-    logits[5, -1] = 9.0
-    best, token = _likeliest(logits)
-    expected = logits.max(dim=-1)
-    assert torch.equal(token, expected.indices)
-    assert torch.equal(best.nan_to_num(7.0), expected.values.nan_to_num(7.0))
