@@ -1,8 +1,8 @@
 """Registry and store together: the order of steps in which an adapter becomes visible, or goes, without a gap.
 
-To publish: reserve the digest, store the blob durably, then move the name. A crash before the last step leaves a blob
-that nobody refers to, which `sweep` finds; a crash after it leaves nothing to do. To withdraw: take the name away
-first, then drop the blob if nobody else refers to it.
+To publish: reserve the digest, store the blob durably, then make the version. A crash before the last step leaves a
+blob that nobody refers to, which `sweep` finds; a crash after it leaves nothing to do. To withdraw: take the versions
+away first, then drop the blobs that nobody else refers to.
 """
 
 import logging
@@ -11,7 +11,8 @@ from pathlib import Path
 from slora_adapters.adapter import Adapter
 from slora_adapters.bundle import bundle
 from slora_adapters.errors import StoreUnavailable
-from slora_adapters.registry import AdapterDetails, Change, Registry, check_adapter_name
+from slora_adapters.reference import check_adapter_name
+from slora_adapters.registry import AdapterDetails, Publication, Registry, Removal
 from slora_adapters.store import Store
 from slora_adapters.version import AdapterVersion
 
@@ -32,9 +33,9 @@ class Catalog:
         adapter: Adapter,
         directory: Path | str,
         packed_bytes: int | None = None,
-    ) -> Change:
-        """Stores a validated adapter, read from `directory`, and points the tenant's name at it. packed_bytes: what it
-        takes as it is served.
+    ) -> Publication:
+        """Stores a validated adapter, read from `directory`, as the next version of the tenant's name. packed_bytes:
+        what it takes as it is served.
 
         When it returns, both are durable. Takes as long, and answers the same, whether or not somebody else has
         stored these weights before. Raises BadAdapterName, StoreUnavailable.
@@ -46,25 +47,22 @@ class Catalog:
         )
         with self.registry.reservation(version.digest) as reservation:
             self.store.put(version.digest, bundle(adapter, directory))
-            change = self.registry.put(name, version, details, reservation)
-        self._drop_orphan(change)
-        return change
+            return self.registry.put(name, version, details, reservation)
 
-    def withdraw(self, tenant: str, name: str) -> Change:
-        """Takes a name away, and its weights if nobody else needs them. Raises AdapterNotFound, StoreUnavailable."""
-        change = self.registry.delete(tenant, name)
-        self._drop_orphan(change)
-        return change
+    def withdraw(self, tenant: str, reference: str, *, force: bool = False) -> Removal:
+        """Takes a version or a name away, and weights that nobody else needs. Raises what `Registry.delete` raises."""
+        removal = self.registry.delete(tenant, reference, force=force)
+        for digest in removal.unreferenced:
+            self._drop_orphan(digest)
+        return removal
 
     def sweep(self) -> int:
         """Drops blobs that nobody refers to, left by crashes; returns how many. Safe beside running uploads."""
         return sum(self.registry.collect(digest, self.store.delete) for digest in list(self.store.digests()))
 
-    def _drop_orphan(self, change: Change) -> None:
-        """A store that is down must not undo what is already true: the name has moved. `sweep` comes later."""
-        if change.orphaned is None or not change.blob_unreferenced:
-            return
+    def _drop_orphan(self, digest: str) -> None:
+        """A store that is down must not undo what is already true: the versions are gone. `sweep` comes later."""
         try:
-            self.registry.collect(change.orphaned.digest, self.store.delete)
+            self.registry.collect(digest, self.store.delete)
         except StoreUnavailable:
-            logger.exception("blob %s is orphaned and stays until the next sweep", change.orphaned.digest)
+            logger.exception("blob %s is orphaned and stays until the next sweep", digest)

@@ -4,7 +4,10 @@
     └── AdapterError           something about one adapter
         ├── AdapterInvalid     its files break a rule; carries every reason found, not just the first
         ├── AdapterNotFound    no such name, version or blob
+        ├── AdapterInUse       not deleted: aliases point at it
         ├── BadAdapterName     a name that no adapter can have
+        ├── BadAlias           an alias that can't be, or can't point there
+        ├── AliasConflict      the alias is not where the caller thinks it is
         ├── AdapterCorrupt     stored bytes are not the ones that were put there
         └── StoreUnavailable   the place that holds adapters does not answer
             └── StoreUnfit     it answers, but is set up so that it could lose them: only a person can help
@@ -17,9 +20,12 @@ from dataclasses import dataclass
 __all__ = [
     "AdapterCorrupt",
     "AdapterError",
+    "AdapterInUse",
     "AdapterInvalid",
     "AdapterNotFound",
+    "AliasConflict",
     "BadAdapterName",
+    "BadAlias",
     "Reason",
     "SloraError",
     "StoreUnavailable",
@@ -55,8 +61,26 @@ class AdapterNotFound(AdapterError):
     """No adapter has this name, or no store holds this version."""
 
 
+class AdapterInUse(AdapterError):
+    """It is not deleted, because these aliases of the name point at it."""
+
+    def __init__(self, what: str, aliases: tuple[str, ...]) -> None:
+        super().__init__(
+            f"{', '.join(aliases)} of {what!r} would point nowhere; move or delete them, or force it"
+        )
+        self.aliases = aliases
+
+
 class BadAdapterName(AdapterError):
-    """The text cannot be the name of an adapter."""
+    """The text cannot be the name of an adapter, or refer to one."""
+
+
+class BadAlias(AdapterError):
+    """The text cannot be an alias, or it cannot point where it is told to."""
+
+
+class AliasConflict(AdapterError):
+    """The alias has moved since the caller looked, or was never moved at all."""
 
 
 class AdapterCorrupt(AdapterError):

@@ -1,215 +1,296 @@
-"""Which adapter a name of a tenant stands for, and who still needs which blob.
+"""Which adapters a tenant has: names with numbered versions, aliases that point at them, and who needs which blob.
 
-A name points at one version (tenant, digest); `put` moves it, at once for every process that shares the database. A
-version whose last name is gone is orphaned: engines may forget it. A blob that no version of any tenant refers to may
-be deleted, but only through `collect`, which holds the write lock meanwhile: an upload of the same weights that goes
-on at the same time has reserved the digest first, and keeps its blob.
+Each push under a name is a version, 1, 2, 3, ...: it never changes, and its weights are identified by their digest.
+Requests go by alias, which points at one version or at several by weight; what a bare name serves is its alias
+`latest`, which every name has and which each push moves, unless it was set to stay. Every change is one transaction,
+seen at once by every process that shares the database. Numbers of deleted versions do not come back while the name
+lives; a name that was deleted and is pushed again starts anew.
 
-A name may be pinned: what it stands for is to be in the pool of every engine before anybody asks. The pin stays with
-the name when that moves, and goes with it.
+A (tenant, digest) whose last version is gone is orphaned: engines may forget it. A blob that no version of any tenant
+refers to may be deleted, but only through `collect`, which holds the write lock meanwhile: an upload of the same
+weights that goes on at the same time has reserved the digest first, and keeps its blob.
+
+A pin is an alias's, `latest` where a bare name is pinned: all that it points at is to be in the pool of every engine
+before anybody asks. So it follows pushes, moves and rollbacks by itself, covers both sides of a canary, and ends with
+its alias.
 
 Knows no store and no weights: `catalog.py` puts both together. Whether a tenant exists is not its business either.
 """
 
-import json
-import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from sqlite3 import Connection
 
-from slora_adapters.adapter import AdapterExtras
+from slora_adapters.adapter_record import AdapterDetails, AdapterRecord, Publication, Removal, Rollout
+from slora_adapters.alias import AliasState, Targets, check_targets
 from slora_adapters.blob_name import check_digest
 from slora_adapters.database import Database
-from slora_adapters.errors import AdapterNotFound, BadAdapterName, StoreUnavailable
+from slora_adapters.errors import (
+    AdapterInUse,
+    AliasConflict,
+    BadAdapterName,
+    BadAlias,
+    StoreUnavailable,
+)
+from slora_adapters.reference import (
+    LATEST,
+    AdapterReference,
+    check_adapter_name,
+    check_alias_name,
+    parse_reference,
+)
+from slora_adapters.registry_rows import (
+    BY_ALIAS,
+    ONE_ROLLOUT,
+    PINNED,
+    ROLLOUTS,
+    VERSIONS,
+    NameKey,
+    delete_alias,
+    find_newest,
+    find_rollout,
+    find_rollouts,
+    find_version,
+    find_versions,
+    give_back,
+    insert_alias,
+    insert_version,
+    not_found,
+    only_rollout,
+    push_aliases,
+    read_history,
+    read_record,
+    read_rollouts,
+    remove_name,
+    remove_versions,
+    set_packed_bytes,
+    set_pinned,
+    take_number,
+    write_history,
+)
+from slora_adapters.registry_schema import MIGRATIONS
 from slora_adapters.version import AdapterVersion
+
+__all__ = [
+    "RESERVATION_S",
+    "AdapterDetails",
+    "AdapterRecord",
+    "Publication",
+    "Registry",
+    "Removal",
+    "Rollout",
+    "check_adapter_name",
+]
 
 # How long an upload may take between storing its blob and naming it. A crashed one frees its blob afterwards.
 RESERVATION_S = 3600.0
+# Of one name, `latest` included: all are read when one of its versions is deleted.
+MAX_ALIASES = 32
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}", re.ASCII)
-
-_MIGRATIONS = (
-    """
-    CREATE TABLE adapters (
-        tenant TEXT NOT NULL,
-        name TEXT NOT NULL,
-        digest TEXT NOT NULL,
-        rank INTEGER NOT NULL,
-        target_modules TEXT NOT NULL,
-        num_bytes INTEGER NOT NULL,
-        chat_template TEXT,
-        generation_config TEXT,
-        created_at REAL NOT NULL,
-        updated_at REAL NOT NULL,
-        PRIMARY KEY (tenant, name)
-    ) STRICT;
-    CREATE INDEX adapters_by_digest ON adapters (digest, tenant);
-    CREATE TABLE adapter_reservations (
-        reservation TEXT PRIMARY KEY,
-        digest TEXT NOT NULL,
-        expires_at REAL NOT NULL
-    ) STRICT;
-    CREATE INDEX adapter_reservations_by_digest ON adapter_reservations (digest);
-    """,
-    """
-    ALTER TABLE adapters ADD COLUMN packed_bytes INTEGER;
-    ALTER TABLE adapters ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0;
-    CREATE INDEX adapters_pinned ON adapters (tenant, name) WHERE pinned;
-    """,
-)
-
-_COLUMNS = (
-    "tenant, name, digest, rank, target_modules, num_bytes, "
-    "chat_template, generation_config, created_at, updated_at, packed_bytes, pinned"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterDetails:
-    """What is known of the weights that a name stands for.
-
-    num_bytes: of their tensors. packed_bytes: as they are served; None if published by a release that did not keep it.
-    """
-
-    rank: int
-    target_modules: tuple[str, ...]
-    num_bytes: int
-    extras: AdapterExtras
-    packed_bytes: int | None = None
-
-    @property
-    def pool_bytes(self) -> int:
-        """What they take in a pool, as far as that is known."""
-        return self.num_bytes if self.packed_bytes is None else self.packed_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterRecord:
-    """A name of a tenant. created_at: when the name was first put; updated_at: when it was last moved (Unix time).
-
-    pinned: it is to be in the pool before anybody asks.
-    """
-
-    name: str
-    version: AdapterVersion
-    details: AdapterDetails
-    created_at: float
-    updated_at: float
-    pinned: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What a put or delete left behind.
-
-    record: the record as it is now (put) or was (delete).
-    orphaned: the version that the name stood for before, if no name of the tenant stands for it any more.
-    blob_unreferenced: whether, besides, no tenant refers to its blob now, so that `collect` would drop it.
-    """
-
-    record: AdapterRecord
-    orphaned: AdapterVersion | None
-    blob_unreferenced: bool
-
-
-def check_adapter_name(name: str) -> str:
-    """The name, if it can be one. Raises BadAdapterName."""
-    if not _NAME.fullmatch(name):
-        raise BadAdapterName(
-            f"{name[:140]!r} cannot be the name of an adapter: 1 to 128 of a-z, 0-9, '.', '_', '-', the first a "
-            "letter or digit"
-        )
-    return name
+PinCheck = Callable[[Rollout, Sequence[Rollout]], None]
 
 
 class Registry:
-    """Names of adapters in the shared database. Methods raise StoreUnavailable when it does not answer."""
+    """Adapters in the shared database. Methods raise StoreUnavailable when it does not answer, and AdapterNotFound in
+    the same words for what only another tenant has."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._clock = clock
-        database.migrate("registry", _MIGRATIONS)
+        database.migrate("registry", MIGRATIONS)
 
-    def get(self, tenant: str, name: str) -> AdapterRecord:
-        """Raises AdapterNotFound, in the same words for a name that only another tenant has."""
+    # -- looking up -------------------------------------------------------------------------------------------------
+
+    def get(self, tenant: str, reference: str, user: str | None = None) -> AdapterRecord:
+        """The version that a request gets. Where an alias points at several, the same user gets the same, and None a
+        drawn one. Raises AdapterNotFound.
+        """
+        wanted = _parse(reference)
+        if wanted.alias is not None:
+            return self._rollout(tenant, wanted.name, wanted.alias).choose(user or uuid.uuid4().hex)
+        where = "v.tenant = ? AND v.name = ? AND v.number = ?"
+        rows = self._database.read(f"{VERSIONS} WHERE {where}", (tenant, wanted.name, wanted.number))
+        if not rows:
+            raise not_found(reference)
+        return read_record(rows[0])
+
+    def rollout(self, tenant: str, reference: str) -> Rollout:
+        """A bare name's is that of `latest`. Raises AdapterNotFound, for the number of a version too."""
+        wanted = _parse(reference)
+        if wanted.alias is None:
+            raise not_found(reference)
+        return self._rollout(tenant, wanted.name, wanted.alias)
+
+    def rollouts(self, tenant: str, name: str | None = None) -> Sequence[Rollout]:
+        """All aliases of a tenant, or of one of its names, by name and alias."""
         rows = self._database.read(
-            f"SELECT {_COLUMNS} FROM adapters WHERE tenant = ? AND name = ?", (tenant, name)
+            f"{ROLLOUTS} WHERE a.tenant = ?1 AND (?2 IS NULL OR a.name = ?2) {BY_ALIAS}", (tenant, name)
+        )
+        return read_rollouts(rows)
+
+    def list(self, tenant: str) -> list[Rollout]:
+        """All names of a tenant, sorted, each with what it serves."""
+        rows = self._database.read(
+            f"{ROLLOUTS} WHERE a.tenant = ? AND a.alias = '{LATEST}' {BY_ALIAS}", (tenant,)
+        )
+        return read_rollouts(rows)
+
+    def versions(self, tenant: str, name: str) -> Sequence[AdapterRecord]:
+        """All of a name, newest first. Raises AdapterNotFound."""
+        rows = self._database.read(
+            f"{VERSIONS} WHERE v.tenant = ? AND v.name = ? ORDER BY v.number DESC", (tenant, name)
         )
         if not rows:
-            raise _not_found(name)
-        return _record(*rows[0])
+            raise not_found(name)
+        return [read_record(row) for row in rows]
 
-    def list(self, tenant: str) -> list[AdapterRecord]:
-        """All names of a tenant, sorted."""
-        rows = self._database.read(
-            f"SELECT {_COLUMNS} FROM adapters WHERE tenant = ? ORDER BY name", (tenant,)
-        )
-        return [_record(*row) for row in rows]
+    def pinned(self) -> Sequence[Rollout]:
+        """All aliases that are pinned, by tenant, name and alias."""
+        return read_rollouts(self._database.read(PINNED))
+
+    # -- versions come and go ---------------------------------------------------------------------------------------
 
     def put(
         self, name: str, version: AdapterVersion, details: AdapterDetails, reservation: str | None = None
-    ) -> Change:
-        """Points a name at a version whose blob is stored, and gives back the reservation that protected the blob.
+    ) -> Publication:
+        """Makes the next version of a name of weights whose blob is stored, moves the aliases that follow pushes, and
+        gives back the reservation that protected the blob.
 
-        Raises BadAdapterName, and StoreUnavailable if the reservation has run out.
+        What is the newest version already, with the same extras, stays that one, and nothing moves: whoever lost the
+        answer may push again. Raises BadAdapterName, and StoreUnavailable if the reservation has run out.
         """
         check_adapter_name(name)
         check_digest(version.digest)
-        tenant, extras, now = version.tenant, details.extras, self._clock()
+        key, now = (version.tenant, name), self._clock()
         with self._database.transaction() as connection:
-            if reservation is not None and not _give_back(connection, reservation, now):
+            if reservation is not None and not give_back(connection, reservation, now):
                 raise StoreUnavailable("the upload took too long, so its space was given up; upload again")
-            old = _find(connection, tenant, name)
-            created_at, pinned = (old.created_at, old.pinned) if old else (now, False)
-            modules = json.dumps(details.target_modules)
-            connection.execute(
-                f"REPLACE INTO adapters ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    *(tenant, name, version.digest, details.rank, modules, details.num_bytes),
-                    *(extras.chat_template, extras.generation_config, created_at, now),
-                    *(details.packed_bytes, pinned),
-                ),
-            )
-            record = AdapterRecord(name, version, details, created_at, now, pinned)
-            return self._change(connection, record, old.version if old else None)
+            newest = find_newest(connection, key)
+            if newest and (newest.version, newest.details.extras) == (version, details.extras):
+                # It may have been published by a release that did not keep it.
+                set_packed_bytes(connection, key, newest.number, details.packed_bytes)
+                return Publication(find_version(connection, key, newest.number), is_new=False)
+            number = take_number(connection, key, now)
+            insert_version(connection, key, number, version, details, now)
+            moved_pin = push_aliases(connection, key, number, now)
+            return Publication(find_version(connection, key, number), is_new=True, moved_pin=moved_pin)
 
-    def delete(self, tenant: str, name: str) -> Change:
-        """Takes a name away. Raises AdapterNotFound."""
+    def delete(self, tenant: str, reference: str, *, force: bool = False) -> Removal:
+        """Takes away a version, or a name with all of its versions and aliases.
+
+        Raises AdapterNotFound, BadAlias for an alias, and AdapterInUse while an alias points at it; those of a whole
+        name are all but `latest`. Forced, its share of an alias goes to the heaviest version left there; an alias that
+        has none goes, `latest` to the newest version, and the name with its last version.
+        """
+        wanted = _parse(reference)
+        key, now = (tenant, wanted.name), self._clock()
+        if wanted.alias is not None and "@" in reference:
+            raise BadAlias(f"{reference!r} is an alias; delete it as one, or the version that it points at")
         with self._database.transaction() as connection:
-            old = _find(connection, tenant, name)
-            if old is None:
-                raise _not_found(name)
-            connection.execute("DELETE FROM adapters WHERE tenant = ? AND name = ?", (tenant, name))
-            return self._change(connection, old, old.version)
+            records = {record.number: record for record in find_versions(connection, key)}
+            if not records or (wanted.number is not None and wanted.number not in records):
+                raise not_found(reference)
+            rollouts = find_rollouts(connection, key)
+            if not force:
+                _check_unused(reference, wanted.number, rollouts)
+            removed = frozenset(records if wanted.number is None else {wanted.number})
+            left = max(records.keys() - removed, default=None)
+            if left is None:
+                remove_name(connection, key)
+            else:
+                remove_versions(connection, key, removed, left, now)
+            moved_pin = any(one.pinned and not removed.isdisjoint(one.targets) for one in rollouts)
+            return self._removal(connection, [records[number] for number in sorted(removed)], moved_pin)
 
-    def pin(
-        self, tenant: str, name: str, check: Callable[[AdapterRecord, Sequence[AdapterRecord]], None]
-    ) -> AdapterRecord:
-        """`check` is told what is to be pinned, and what is pinned besides; raising, it keeps the name unpinned. A name
-        that is pinned stays so, unchecked. Raises AdapterNotFound.
+    # -- aliases ----------------------------------------------------------------------------------------------------
+
+    def move(
+        self,
+        tenant: str,
+        name: str,
+        alias: str,
+        targets: Targets,
+        *,
+        expected: Targets | None = None,
+        follows_pushes: bool = False,
+    ) -> Rollout:
+        """Points an alias at versions by weight, atomically; makes it if there is none. Where it points there already
+        nothing changes.
+
+        expected: where it must point now, else AliasConflict; empty if it must not exist yet. Raises BadAlias, and
+        AdapterNotFound for a name or a version that is not there.
+        """
+        check_alias_name(alias)
+        check_targets(targets)
+        key, wanted = (tenant, name), AliasState(dict(targets), follows_pushes)
+        with self._database.transaction() as connection:
+            present = {record.number for record in find_versions(connection, key)}
+            if missing := sorted(targets.keys() - present):
+                raise not_found(f"{name}@{missing[0]}" if present else name)
+            history = read_history(connection, key, alias)
+            if history is None or history.state != wanted:
+                current: Targets = {} if history is None else history.state.targets
+                if expected is not None and current != expected:
+                    raise AliasConflict(
+                        f"{name}@{alias} points at {_say(current)}, not at {_say(expected)}: somebody else has moved "
+                        "it; look at it and decide again"
+                    )
+                if history is None:
+                    _check_alias_count(connection, key)
+                    insert_alias(connection, key, alias, wanted, self._clock())
+                else:
+                    write_history(connection, key, alias, history.move(wanted), self._clock())
+            return find_rollout(connection, key, alias)
+
+    def roll_back(self, tenant: str, name: str, alias: str) -> Rollout:
+        """Puts an alias back to where it was before its last move; again, to before the one before, some 20 moves back.
+
+        Raises AdapterNotFound, and AliasConflict if there is nothing to go back to.
+        """
+        key = (tenant, name)
+        with self._database.transaction() as connection:
+            history = read_history(connection, key, alias)
+            if history is None:
+                raise not_found(f"{name}@{alias}")
+            before = history.roll_back()
+            if before is None:
+                raise AliasConflict(
+                    f"{name}@{alias} can't be rolled back: it has not moved since it was made, or where it was "
+                    "before has been deleted; point it at a version"
+                )
+            write_history(connection, key, alias, before, self._clock())
+            return find_rollout(connection, key, alias)
+
+    def delete_alias(self, tenant: str, name: str, alias: str) -> Rollout:
+        """Takes an alias away; returns it as it was. Raises AdapterNotFound, and BadAlias for `latest`."""
+        key = (tenant, name)
+        with self._database.transaction() as connection:
+            rollout = find_rollout(connection, key, alias)
+            if alias == LATEST:
+                raise BadAlias(f"{LATEST!r} is what the bare name serves; move it, or delete the name")
+            delete_alias(connection, key, alias)
+            return rollout
+
+    # -- pins -------------------------------------------------------------------------------------------------------
+
+    def pin(self, tenant: str, reference: str, check: PinCheck) -> Rollout:
+        """`check` is told what is to be pinned, and what is pinned besides; raising, it keeps the alias unpinned. One
+        that is pinned stays so, unchecked. Raises AdapterNotFound, BadAlias for a version by its number.
         """
         with self._database.transaction() as connection:
-            record = _find(connection, tenant, name)
-            if record is None:
-                raise _not_found(name)
-            if not record.pinned:
-                check(record, [_record(*row) for row in connection.execute(_PINNED)])
-            return _set_pinned(connection, record, pinned=True)
+            rollout = _find_pinnable(connection, tenant, reference)
+            if not rollout.pinned:
+                check(rollout, read_rollouts(connection.execute(PINNED)))
+            return set_pinned(connection, rollout, pinned=True)
 
-    def unpin(self, tenant: str, name: str) -> AdapterRecord:
-        """A name that is not pinned stays so. Raises AdapterNotFound."""
+    def unpin(self, tenant: str, reference: str) -> Rollout:
+        """One that is not pinned stays so. Raises AdapterNotFound, BadAlias for a version by its number."""
         with self._database.transaction() as connection:
-            record = _find(connection, tenant, name)
-            if record is None:
-                raise _not_found(name)
-            return _set_pinned(connection, record, pinned=False)
+            return set_pinned(connection, _find_pinnable(connection, tenant, reference), pinned=False)
 
-    def pinned(self) -> Sequence[AdapterRecord]:
-        """All names that are pinned, by tenant and name."""
-        return [_record(*row) for row in self._database.read(_PINNED)]
+    # -- blobs ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def reservation(self, digest: str) -> Iterator[str]:
@@ -225,7 +306,7 @@ class Registry:
             yield reservation
         finally:
             with self._database.transaction() as connection:
-                _give_back(connection, reservation, self._clock())
+                give_back(connection, reservation, self._clock())
 
     def collect(self, digest: str, drop: Callable[[str], None]) -> bool:
         """Calls `drop(digest)` if nobody refers to the blob or has reserved it. Returns whether it did.
@@ -238,65 +319,62 @@ class Registry:
             drop(digest)
             return True
 
-    def _change(self, connection: Connection, record: AdapterRecord, old: AdapterVersion | None) -> Change:
-        if old is None:
-            return Change(record, None, False)
-        query = "SELECT 1 FROM adapters WHERE digest = ? AND tenant = ? LIMIT 1"
-        if connection.execute(query, (old.digest, old.tenant)).fetchone():
-            return Change(record, None, False)
-        return Change(record, old, not self._referenced(connection, old.digest))
+    def _rollout(self, tenant: str, name: str, alias: str) -> Rollout:
+        rows = self._database.read(ONE_ROLLOUT, (tenant, name, alias))
+        return only_rollout(read_rollouts(rows), name, alias)
+
+    def _removal(self, connection: Connection, records: Sequence[AdapterRecord], moved_pin: bool) -> Removal:
+        query = "SELECT 1 FROM adapter_versions WHERE digest = ? AND tenant = ? LIMIT 1"
+        orphaned = tuple(
+            version
+            for version in dict.fromkeys(record.version for record in records)
+            if connection.execute(query, (version.digest, version.tenant)).fetchone() is None
+        )
+        digests = (version.digest for version in orphaned)
+        unreferenced = tuple(digest for digest in digests if not self._referenced(connection, digest))
+        return Removal(tuple(records), orphaned, unreferenced, moved_pin)
 
     def _referenced(self, connection: Connection, digest: str) -> bool:
         connection.execute("DELETE FROM adapter_reservations WHERE expires_at <= ?", (self._clock(),))
         query = (
-            "SELECT 1 FROM adapters WHERE digest = ?1 "
+            "SELECT 1 FROM adapter_versions WHERE digest = ?1 "
             "UNION ALL SELECT 1 FROM adapter_reservations WHERE digest = ?1 LIMIT 1"
         )
         return connection.execute(query, (digest,)).fetchone() is not None
 
 
-_PINNED = f"SELECT {_COLUMNS} FROM adapters WHERE pinned ORDER BY tenant, name"
+def _parse(reference: str) -> AdapterReference:
+    try:
+        return parse_reference(reference)
+    except BadAdapterName:
+        raise not_found(reference) from None
 
 
-def _set_pinned(connection: Connection, record: AdapterRecord, *, pinned: bool) -> AdapterRecord:
-    connection.execute(
-        "UPDATE adapters SET pinned = ? WHERE tenant = ? AND name = ?",
-        (pinned, record.version.tenant, record.name),
+def _find_pinnable(connection: Connection, tenant: str, reference: str) -> Rollout:
+    wanted = _parse(reference)
+    if wanted.alias is None:
+        raise BadAlias(
+            f"{reference!r} is one version; names and aliases are pinned, with all that they point at: make an alias "
+            "for it"
+        )
+    return find_rollout(connection, (tenant, wanted.name), wanted.alias)
+
+
+def _check_unused(reference: str, number: int | None, rollouts: Sequence[Rollout]) -> None:
+    using = tuple(
+        one.alias for one in rollouts if (one.alias != LATEST if number is None else number in one.targets)
     )
-    return replace(record, pinned=pinned)
+    if using:
+        raise AdapterInUse(reference, using)
 
 
-def _find(connection: Connection, tenant: str, name: str) -> AdapterRecord | None:
-    query = f"SELECT {_COLUMNS} FROM adapters WHERE tenant = ? AND name = ?"
-    row = connection.execute(query, (tenant, name)).fetchone()
-    return _record(*row) if row else None
+def _check_alias_count(connection: Connection, key: NameKey) -> None:
+    query = "SELECT count(*) FROM adapter_aliases WHERE tenant = ? AND name = ?"
+    if connection.execute(query, key).fetchone()[0] >= MAX_ALIASES:
+        raise BadAlias(f"{key[1]!r} has {MAX_ALIASES} aliases, and no more are kept; delete one")
 
 
-def _give_back(connection: Connection, reservation: str, now: float) -> bool:
-    """Whether the reservation still held."""
-    query = "DELETE FROM adapter_reservations WHERE reservation = ? RETURNING expires_at"
-    row = connection.execute(query, (reservation,)).fetchone()
-    return row is not None and bool(row[0] > now)
-
-
-def _record(
-    tenant: str,
-    name: str,
-    digest: str,
-    rank: int,
-    target_modules: str,
-    num_bytes: int,
-    chat_template: str | None,
-    generation_config: str | None,
-    created_at: float,
-    updated_at: float,
-    packed_bytes: int | None,
-    pinned: int,
-) -> AdapterRecord:
-    extras = AdapterExtras(chat_template, generation_config)
-    details = AdapterDetails(rank, tuple(json.loads(target_modules)), num_bytes, extras, packed_bytes)
-    return AdapterRecord(name, AdapterVersion(tenant, digest), details, created_at, updated_at, bool(pinned))
-
-
-def _not_found(name: str) -> AdapterNotFound:
-    return AdapterNotFound(f"there is no adapter {name[:128]!r}")
+def _say(targets: Mapping[int, int]) -> str:
+    if not targets:
+        return "nothing (there is no such alias)"
+    return ", ".join(f"{number} ({weight}%)" for number, weight in sorted(targets.items()))

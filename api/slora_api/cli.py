@@ -25,6 +25,9 @@ _HANDLERS = {
     "adapter verify": ("slora.verify_command", "verify"),
     "adapter list": ("slora_api.commands.adapter", "show"),
     "adapter rm": ("slora_api.commands.adapter", "remove"),
+    "adapter versions": ("slora_api.commands.alias", "versions"),
+    "adapter alias": ("slora_api.commands.alias", "move"),
+    "adapter rollback": ("slora_api.commands.alias", "roll_back"),
     "adapter pin": ("slora_api.commands.adapter", "pin"),
     "adapter unpin": ("slora_api.commands.adapter", "unpin"),
     "complete": ("slora_api.commands.complete", "complete"),
@@ -86,7 +89,7 @@ def _add_tenants_and_keys(commands: _Commands) -> None:
     keys = commands.group("key", "create, list and revoke API keys (operator)")
     create = keys.add("create", "create an API key for a tenant and print it; it is shown this once")
     create.add_argument("tenant")
-    create.add_argument("--adapter", metavar="NAME", help="what model=default means for this key")
+    create.add_argument("--adapter", metavar="NAME[@ALIAS]", help="what model=default means for this key")
     keys.add("list", "list a tenant's keys, without the secrets").add_argument("tenant")
     keys.add("revoke", "revoke a key, at once").add_argument("key_id", help="as in slora_KEYID_..._...")
 
@@ -111,26 +114,49 @@ def _add_share(tenant: argparse.ArgumentParser, shown: Callable[[int], str]) -> 
 
 def _add_adapters(commands: _Commands) -> None:
     adapters = commands.group(
-        "adapter", "verify, upload, list and remove LoRA adapters (tenant), pin them (operator)"
+        "adapter", "verify, upload, list, roll out and remove LoRA adapters (tenant), pin them (operator)"
     )
     _add_verify(adapters)
-    push = adapters.add("push", "upload a PEFT directory; it can be called as soon as this returns")
+    push = adapters.add(
+        "push", "upload a PEFT directory as the next version of a name; it can be called at once"
+    )
     push.add_argument(
         "directory",
         help="holds adapter_config.json and adapter_model.safetensors; or hf://ORG/REPO[@REVISION][/FOLDER], which "
         "is downloaded to this machine first",
     )
     push.add_argument("--name", help="name to call it by (default: the directory's or repository's name)")
-    push.add_argument("--replace", action="store_true", help="take the place of an adapter of the same name")
-    adapters.add("list", "list your adapters")
-    adapters.add("rm", "remove an adapter").add_argument("name")
+    adapters.add("list", "list your adapters with what they serve")
+    remove = adapters.add("rm", "remove a version, or an adapter with all of its versions")
+    remove.add_argument("name", metavar="NAME[@N]")
+    remove.add_argument("--force", action="store_true", help="though aliases point at it")
+    _add_rollouts(adapters)
     for name, help_text in (
         ("pin", "keep a tenant's adapter in the page pool, there before anybody asks (operator)"),
         ("unpin", "let it leave the pool like any other (operator)"),
     ):
         pin = adapters.add(name, help_text)
-        pin.add_argument("name")
+        pin.add_argument("name", metavar="NAME[@ALIAS]")
         pin.add_argument("--tenant", required=True, metavar="T", help="whose adapter it is")
+
+
+def _add_rollouts(adapters: _Commands) -> None:
+    adapters.add("versions", "list the versions of an adapter, newest first").add_argument("name")
+    alias = adapters.add("alias", "point NAME@ALIAS at a version, or split its requests; alone, show it")
+    alias.epilog = (
+        "`latest` is what the bare name serves: each push moves it, unless it was set without --follow."
+    )
+    alias.add_argument("name")
+    alias.add_argument("alias")
+    alias.add_argument("versions", nargs="*", metavar="VERSION[=PERCENT]", help="3, or 3=90 4=10")
+    alias.add_argument(
+        "--expect", nargs="*", metavar="VERSION[=PERCENT]", help="only if it points there now (none: is new)"
+    )
+    alias.add_argument("--follow", action="store_true", help="from now on each push takes all requests")
+    alias.add_argument("--delete", action="store_true", help="take the alias away; versions stay")
+    rollback = adapters.add("rollback", "put NAME@ALIAS back to where it was before its last move")
+    rollback.add_argument("name")
+    rollback.add_argument("alias", nargs="?", default="latest", help="default latest: the bare name")
 
 
 def _add_verify(adapters: _Commands) -> None:

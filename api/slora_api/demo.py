@@ -87,7 +87,7 @@ async def set_up_demo(
     names = [path.name for path in adapters]
     tenants = await asyncio.to_thread(_make_tenants, tenancy, keys_path, names)
     for path in adapters:
-        await catalog.publish(path.name, path.name, path, replace=True)
+        await catalog.publish(path.name, path.name, path)
     return tenants
 
 

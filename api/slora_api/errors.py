@@ -7,6 +7,7 @@ SloraError (the project's root)
 │   ├── ModelNotFound      unknown, or somebody else's; the same words for both
 │   ├── NotFound           a tenant, key or adapter that is not there
 │   ├── Conflict           the name is taken
+│   ├── InUse              not deleted: aliases point at it
 │   ├── PinsFull           no more adapters may be pinned
 │   ├── BadRequest         a field or body that cannot be used
 │   ├── BodyTooLarge       more bytes than the limit
@@ -43,7 +44,9 @@ from slora_adapters.errors import (
     AdapterCorrupt,
     AdapterInvalid,
     AdapterNotFound,
+    AliasConflict,
     BadAdapterName,
+    BadAlias,
     SloraError,
     StoreUnavailable,
 )
@@ -57,6 +60,7 @@ __all__ = [
     "Conflict",
     "ErrorAnswer",
     "Forbidden",
+    "InUse",
     "ModelNotFound",
     "NotFound",
     "PinsFull",
@@ -96,6 +100,19 @@ class NotFound(ApiError):
 
 class Conflict(ApiError):
     """The name is taken by something else; sending the same again cannot help."""
+
+
+class InUse(ApiError):
+    """An adapter, or a version of it, is not deleted while aliases point at it."""
+
+    def __init__(self, reference: str, aliases: Sequence[str]) -> None:
+        name = reference.partition("@")[0]
+        listed = ", ".join(f"`{alias}`" for alias in aliases)
+        super().__init__(
+            f"`{reference[:257]}` is not deleted, because the {'aliases' if len(aliases) > 1 else 'alias'} {listed} of "
+            f"`{name[:128]}` would serve it no more. Move or delete what needs it no longer (PUT or DELETE "
+            f"/v1/adapters/{name[:128]}/aliases/{aliases[0]}), or send force=true."
+        )
 
 
 class PinsFull(ApiError):
@@ -176,7 +193,10 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (NotFound, _Rule(404, _GONE, "not_found")),
     (AdapterNotFound, _Rule(404, _GONE, "model_not_found")),
     (BadAdapterName, _Rule(400, _REQUEST, "invalid_name")),
+    (BadAlias, _Rule(400, _REQUEST, "invalid_alias")),
     (Conflict, _Rule(409, "conflict_error", "name_taken", should_retry=False)),
+    (InUse, _Rule(409, "conflict_error", "adapter_in_use", should_retry=False)),
+    (AliasConflict, _Rule(409, "conflict_error", "alias_conflict", should_retry=False)),
     (PinsFull, _Rule(409, "conflict_error", "pins_full", should_retry=False)),
     (BadRequest, _Rule(400, _REQUEST)),
     (RequestRefused, _Rule(400, _REQUEST)),

@@ -1,8 +1,9 @@
 """What each tenant may call: the base model and its own adapters, by name; and how adapters come and go.
 
-Names are looked up in the registry at each request, so a new adapter answers in the next one, and one that is gone
-does not. A name of another tenant is not found, in the same words as a name that nobody has. Lookups take some ten
-microseconds and run on the event loop; whatever writes or reads weights runs on a thread.
+Names are looked up in the registry at each request, once: so a new version answers in the next one, one that is gone
+does not, and a request that has begun stays with its version. A name of another tenant is not found, in the same words
+as a name that nobody has. Lookups take some ten microseconds and run on the event loop; whatever writes or reads
+weights runs on a thread.
 
 Knows no HTTP; its dictionaries are the API's JSON.
 """
@@ -18,18 +19,20 @@ from slora.errors import EngineUnavailable
 from slora.generation_defaults import GenerationDefaults, read_generation_defaults, refuse_unhonoured
 from slora_adapters.adapter import Adapter
 from slora_adapters.catalog import Catalog
-from slora_adapters.errors import AdapterInvalid, AdapterNotFound
+from slora_adapters.errors import AdapterInUse, AdapterInvalid, AdapterNotFound
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft_directory import read_adapter
-from slora_adapters.registry import AdapterRecord, Change, check_adapter_name
+from slora_adapters.reference import check_adapter_name
+from slora_adapters.registry import AdapterRecord, Rollout
+from slora_api.adapter_json import adapter_json, digest_text, version_json
 from slora_api.chat_templates import ChatTemplates
-from slora_api.errors import BadRequest, Conflict, ModelNotFound
+from slora_api.errors import BadRequest, InUse, ModelNotFound
 from slora_api.pinning import Pinning
 from slora_api.served_model import ServedModel
 from slora_api.tenancy import KeyRecord
 from slora_kernels.layout import ModelShape, lay_out_adapter
 
-__all__ = ["DEFAULT_MODEL", "BaseModel", "ModelCatalog", "adapter_json"]
+__all__ = ["DEFAULT_MODEL", "BaseModel", "ModelCatalog"]
 
 # The name that stands for the key's own adapter.
 DEFAULT_MODEL = "default"
@@ -65,94 +68,111 @@ class ModelCatalog:
         self._client = client
         self._pinning = pinning
 
-    def find_model(self, key: KeyRecord, name: str) -> ServedModel:
-        """What `name` means for this key. Raises ModelNotFound."""
-        record = self._resolve(key, name)
-        if record is None:
-            return ServedModel(name, None, None, self._base.defaults)
+    def find_model(self, key: KeyRecord, name: str, user: str | None = None) -> ServedModel:
+        """What `name` means for this key. Where an alias points at several versions, the same `user` gets the same, and
+        None a drawn one. Raises ModelNotFound.
+        """
+        wanted = self._reference(key, name)
+        if wanted is None:
+            return ServedModel(name, None, None, None, self._base.defaults)
+        record = self._find_version(key.tenant, wanted, user)
         extras = record.details.extras
         own = read_generation_defaults(extras.generation_config)
-        return ServedModel(name, record.version, extras.chat_template, own.over(self._base.defaults))
+        return ServedModel(
+            name, record.version, record.label, extras.chat_template, own.over(self._base.defaults)
+        )
 
     def list_models(self, key: KeyRecord) -> list[Json]:
-        """The base model and the tenant's adapters, in OpenAI's form."""
-        own = [self._adapter_model(record) for record in self._adapters.registry.list(key.tenant)]
-        return [self._base_model(), *own]
+        """The base model and the tenant's names and aliases, in OpenAI's form; single versions go without saying."""
+        rollouts = self._adapters.registry.rollouts(key.tenant)
+        return [self._base_model(), *(self._adapter_model(one.label, one.main) for one in rollouts)]
 
     def describe_model(self, key: KeyRecord, name: str) -> Json:
-        """One of them. Raises ModelNotFound."""
-        record = self._resolve(key, name)
-        return self._base_model() if record is None else self._adapter_model(record)
+        """One of them, or one version. Raises ModelNotFound."""
+        wanted = self._reference(key, name)
+        if wanted is None:
+            return self._base_model()
+        rollout = self._find_rollout(key.tenant, wanted)
+        if rollout is not None:
+            return self._adapter_model(rollout.label, rollout.main)
+        record = self._find_version(key.tenant, wanted)
+        return self._adapter_model(record.label, record)
 
     def list_adapters(self, tenant: str) -> list[Json]:
-        return [adapter_json(record) for record in self._adapters.registry.list(tenant)]
+        return [adapter_json(rollout) for rollout in self._adapters.registry.list(tenant)]
 
-    def describe_adapter(self, tenant: str, name: str) -> Json:
+    def describe_adapter(self, tenant: str, reference: str) -> Json:
         """Raises ModelNotFound."""
-        return adapter_json(self._find_adapter(tenant, name))
+        rollout = self._find_rollout(tenant, reference)
+        if rollout is not None:
+            return adapter_json(rollout)
+        return self._version_json(self._find_version(tenant, reference))
 
-    async def publish(self, tenant: str, name: str, directory: Path, *, replace: bool = False) -> Json:
-        """Validates the PEFT adapter in `directory`, stores it durably, and points the name at it.
+    def list_versions(self, tenant: str, name: str) -> list[Json]:
+        """Newest first. Raises AdapterNotFound."""
+        registry = self._adapters.registry
+        rollouts = registry.rollouts(tenant, name)
+        return [version_json(record, rollouts) for record in registry.versions(tenant, name)]
 
-        The same adapter under the same name again changes nothing and succeeds, so that a lost answer can be asked
-        for again. Raises BadRequest, AdapterInvalid with all reasons, Conflict, StoreUnavailable.
+    async def publish(self, tenant: str, name: str, directory: Path) -> Json:
+        """Validates the PEFT adapter in `directory`, stores it durably, and makes it the name's next version.
+
+        `new_version` is False in the answer if the newest version is the same adapter: that one is it, so that a lost
+        answer can be asked for again. Raises BadRequest, AdapterInvalid with all reasons, StoreUnavailable.
         """
         self._check_name(name)
         adapter = await asyncio.to_thread(read_adapter, directory, self._base.shape, self._base.limits)
         await self._check_extras(adapter)
-        if not replace:
-            self._check_not_taken(tenant, name, adapter)
         packed_bytes = lay_out_adapter(self._base.shape, adapter.ranks(self._base.shape)).num_bytes
-        change = await asyncio.to_thread(
+        published = await asyncio.to_thread(
             self._adapters.publish, tenant, name, adapter, directory, packed_bytes
         )
-        await self._tell(change)
-        return adapter_json(change.record)
+        if published.moved_pin:
+            self._pinning.refresh()
+        return self._version_json(published.record) | {"new_version": published.is_new}
 
-    async def delete(self, tenant: str, name: str) -> None:
-        """Raises ModelNotFound."""
+    async def delete(self, tenant: str, reference: str, *, force: bool = False) -> None:
+        """A version, or a name with all of its versions. Raises ModelNotFound, BadAlias, InUse; see `Registry.delete`.
+
+        Requests that run on what is deleted finish; then its pages, prefixes and copies are free.
+        """
         try:
-            change = await asyncio.to_thread(self._adapters.withdraw, tenant, name)
+            removal = await asyncio.to_thread(self._adapters.withdraw, tenant, reference, force=force)
         except AdapterNotFound:
-            raise ModelNotFound(name) from None
-        await self._tell(change)
-
-    async def _tell(self, change: Change) -> None:
-        """The name has moved already; an engine that just died has nothing to forget."""
-        if change.orphaned is not None:
-            with suppress(EngineUnavailable):
-                await self._client.forget(change.orphaned)
-        if change.record.pinned:
+            raise ModelNotFound(reference) from None
+        except AdapterInUse as error:
+            raise InUse(reference, error.aliases) from None
+        for version in removal.orphaned:
+            with suppress(EngineUnavailable):  # one that just died has nothing to forget
+                await self._client.forget(version)
+        if removal.moved_pin:
             self._pinning.refresh()
 
-    def _resolve(self, key: KeyRecord, name: str) -> AdapterRecord | None:
-        """The adapter that `name` means for this key; None for the base model. Raises ModelNotFound."""
+    def _reference(self, key: KeyRecord, name: str) -> str | None:
+        """The adapter that `name` means for this key; None for the base model."""
         wanted = key.adapter if name == DEFAULT_MODEL else name
-        if wanted is None or wanted == self._base.name:
-            return None
-        return self._find_adapter(key.tenant, wanted)
+        return None if wanted == self._base.name else wanted
 
-    def _find_adapter(self, tenant: str, name: str) -> AdapterRecord:
+    def _find_version(self, tenant: str, reference: str, user: str | None = None) -> AdapterRecord:
         try:
-            return self._adapters.registry.get(tenant, name)
+            return self._adapters.registry.get(tenant, reference, user)
         except AdapterNotFound:
-            raise ModelNotFound(name) from None
+            raise ModelNotFound(reference) from None
+
+    def _find_rollout(self, tenant: str, reference: str) -> Rollout | None:
+        """None if it is no name or alias that is there."""
+        try:
+            return self._adapters.registry.rollout(tenant, reference)
+        except AdapterNotFound:
+            return None
+
+    def _version_json(self, record: AdapterRecord) -> Json:
+        return version_json(record, self._adapters.registry.rollouts(record.version.tenant, record.name))
 
     def _check_name(self, name: str) -> None:
         if name in (DEFAULT_MODEL, self._base.name):
             raise BadRequest(f"`{name}` is the name of something else here; choose another.", "name")
         check_adapter_name(name)
-
-    def _check_not_taken(self, tenant: str, name: str, adapter: Adapter) -> None:
-        try:
-            found = self._adapters.registry.get(tenant, name)
-        except AdapterNotFound:
-            return
-        if (found.version.digest, found.details.extras) != (adapter.digest, adapter.extras):
-            raise Conflict(
-                f"You have another adapter named `{name}`. Delete it first, or send replace=true to put this one in "
-                "its place."
-            )
 
     async def _check_extras(self, adapter: Adapter) -> None:
         reasons = refuse_unhonoured(adapter.extras.generation_config)
@@ -164,9 +184,9 @@ class ModelCatalog:
     def _base_model(self) -> Json:
         return self._model(self._base.name, "slora", self._base.created_at, self._base.name, None)
 
-    def _adapter_model(self, record: AdapterRecord) -> Json:
-        owner, root = record.version.tenant, _digest_text(record)
-        return self._model(record.name, owner, int(record.created_at), root, self._base.name)
+    def _adapter_model(self, name: str, record: AdapterRecord) -> Json:
+        owner, root = record.version.tenant, digest_text(record)
+        return self._model(name, owner, int(record.named_at), root, self._base.name)
 
     def _model(self, name: str, owner: str, created_at: int, root: str, parent: str | None) -> Json:
         return {
@@ -186,25 +206,3 @@ class ModelCatalog:
             return self._client.info.max_model_len
         except EngineUnavailable:
             return None
-
-
-def _digest_text(record: AdapterRecord) -> str:
-    return f"sha256:{record.version.digest}"
-
-
-def adapter_json(record: AdapterRecord) -> Json:
-    """An adapter as /v1/adapters shows it."""
-    details = record.details
-    return {
-        "object": "adapter",
-        "name": record.name,
-        "digest": _digest_text(record),
-        "rank": details.rank,
-        "target_modules": list(details.target_modules),
-        "bytes": details.num_bytes,
-        "chat_template": details.extras.chat_template is not None,
-        "generation_config": details.extras.generation_config is not None,
-        "pinned": record.pinned,
-        "created": int(record.created_at),
-        "updated": int(record.updated_at),
-    }

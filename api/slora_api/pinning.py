@@ -1,11 +1,15 @@
 """Which adapters the operator pins, within which bounds, and how the engine hears of it.
 
 The database has the pins; the engine is told all of them at once: when it says hello, and after each change of a pin,
-of a pinned name or of a tenant's share. One task reads and tells, so what the engine hears last is what was read last.
+of a pinned alias or of a tenant's share. One task reads and tells, so what the engine hears last is what was read last.
+
+What is pinned is an alias, `latest` where it is a bare name: with it all versions that it points at, both sides of a
+canary too, and after a push, a move or a rollback those that it points at then. A version that no pinned alias points
+at any more leaves the pool like any other adapter. A single version has no pin of its own: an alias for it has.
 
 Pins take at most half of the pool, and of one tenant at most its max_pool_share, when they are made. A tenant that
-moves a pinned name to larger weights is not refused; the engine keeps to the bounds, and what is beyond them is loaded
-when it is asked for, like any other adapter.
+moves a pinned alias to larger weights is not refused; the engine keeps to the bounds, and what is beyond them is
+loaded when it is asked for, like any other adapter.
 """
 
 import asyncio
@@ -18,7 +22,8 @@ from slora.errors import EngineUnavailable
 from slora.pin import Pin
 from slora.tenant_share import DEFAULT_SHARE
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
-from slora_adapters.registry import AdapterRecord, Registry
+from slora_adapters.registry import Registry, Rollout
+from slora_adapters.version import AdapterVersion
 from slora_api.errors import NotFound, PinsFull
 from slora_api.tenancy import Tenancy, Tenant
 
@@ -38,14 +43,16 @@ class Pinning:
         self._client = client
         self._is_stale = asyncio.Event()
 
-    async def pin(self, tenant: str, name: str) -> AdapterRecord:
-        """Again changes nothing. Raises NotFound, PinsFull, and EngineUnavailable before the pool's size is known."""
+    async def pin(self, tenant: str, name: str) -> Rollout:
+        """`name` may be `name@alias`. Again changes nothing. Raises NotFound, BadAlias, PinsFull, and EngineUnavailable
+        before the pool's size is known.
+        """
         record = await asyncio.to_thread(self._pin, tenant, name)
         self.refresh()
         return record
 
-    async def unpin(self, tenant: str, name: str) -> AdapterRecord:
-        """Again changes nothing. Raises NotFound."""
+    async def unpin(self, tenant: str, name: str) -> Rollout:
+        """`name` may be `name@alias`. Again changes nothing. Raises NotFound, BadAlias."""
         record = await asyncio.to_thread(self._unpin, tenant, name)
         self.refresh()
         return record
@@ -68,16 +75,16 @@ class Pinning:
                 await asyncio.sleep(_PAUSE_S)
                 self.refresh()
 
-    def _pin(self, tenant: str, name: str) -> AdapterRecord:
+    def _pin(self, tenant: str, name: str) -> Rollout:
         owner, info = self._tenancy.find_tenant(tenant), self._client.info
         try:
             return self._registry.pin(
-                tenant, name, lambda record, others: _check_room(record, others, owner, info)
+                tenant, name, lambda wanted, others: _check_room(wanted, others, owner, info)
             )
         except AdapterNotFound:
             raise _no_adapter(tenant, name) from None
 
-    def _unpin(self, tenant: str, name: str) -> AdapterRecord:
+    def _unpin(self, tenant: str, name: str) -> Rollout:
         self._tenancy.find_tenant(tenant)
         try:
             return self._registry.unpin(tenant, name)
@@ -86,44 +93,46 @@ class Pinning:
 
     def _read(self) -> list[Pin]:
         shares = {tenant.name: tenant.share for tenant in self._tenancy.list_tenants()}
-        versions = dict.fromkeys(record.version for record in self._registry.pinned())
+        versions = dict.fromkeys(
+            record.version for rollout in self._registry.pinned() for record in rollout.records.values()
+        )
         return [Pin(version, shares.get(version.tenant, DEFAULT_SHARE)) for version in versions]
 
 
-def _check_room(
-    record: AdapterRecord, others: Iterable[AdapterRecord], owner: Tenant, info: EngineInfo
-) -> None:
-    """Raises PinsFull. Names of one tenant for the same weights share their pages."""
-    num_pages = {one.version: _pages(one, info) for one in (*others, record)}
+def _check_room(wanted: Rollout, others: Iterable[Rollout], owner: Tenant, info: EngineInfo) -> None:
+    """Raises PinsFull. Versions of one tenant with the same weights share their pages."""
+    num_pages = _pages((*others, wanted), info)
     own = sum(count for version, count in num_pages.items() if version.tenant == owner.name)
     # Rounded as the engine does.
     most_own = int(owner.share.max_share * info.num_pages + 1e-6)
     _check_sum(
-        own, most_own, f"of tenant `{owner.name}`", "its max_pool_share", record, info, "raise max_pool_share"
+        own, most_own, f"of tenant `{owner.name}`", "its max_pool_share", wanted, info, "raise max_pool_share"
     )
     _check_sum(
         sum(num_pages.values()),
         info.num_pages // 2,
         "of all tenants",
         "half",
-        record,
+        wanted,
         info,
         "raise pool_bytes",
     )
 
 
 def _check_sum(
-    wanted: int, most: int, whose: str, bound: str, record: AdapterRecord, info: EngineInfo, remedy: str
+    total: int, most: int, whose: str, bound: str, wanted: Rollout, info: EngineInfo, remedy: str
 ) -> None:
-    if wanted > most:
+    if total > most:
+        num_pages = sum(_pages((wanted,), info).values())
         raise PinsFull(
-            f"With `{record.name}` ({_pages(record, info)} pages) the pins {whose} would take {wanted} pages; they may "
-            f"take {most} of the pool's {info.num_pages} ({bound}). Unpin others, or {remedy}."
+            f"With `{wanted.label}` ({num_pages} pages) the pins {whose} would take {total} pages; they may take "
+            f"{most} of the pool's {info.num_pages} ({bound}). Unpin others, or {remedy}."
         )
 
 
-def _pages(record: AdapterRecord, info: EngineInfo) -> int:
-    return -(-record.details.pool_bytes // info.full_page_bytes)
+def _pages(rollouts: Iterable[Rollout], info: EngineInfo) -> dict[AdapterVersion, int]:
+    records = (record for rollout in rollouts for record in rollout.records.values())
+    return {record.version: -(-record.details.pool_bytes // info.full_page_bytes) for record in records}
 
 
 def _no_adapter(tenant: str, name: str) -> NotFound:

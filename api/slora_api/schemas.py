@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 from slora.request import MAX_DEADLINE_S, MAX_PRIORITY
 
 __all__ = [
+    "AliasMove",
     "ChatMessage",
     "ChatRequest",
     "CompletionRequest",
@@ -301,3 +302,35 @@ class NewKeyRequest(BaseModel):
 
     model_config = _STRICT
     adapter: str | None = None
+
+
+def _check_targets(value: Any) -> Any:
+    """JSON's keys are texts; those of an alias's targets are numbers of versions."""
+    if value is None:
+        return None
+    if isinstance(value, dict) and all(
+        isinstance(number, str) and number.isascii() and number.isdigit() and len(number) < 19
+        for number in value
+    ):
+        return {int(number): weight for number, weight in value.items()}
+    raise PydanticCustomError(
+        "invalid_value",
+        "must be an object from numbers of versions to percent, such as {example}",
+        {"example": '{"3": 90, "4": 10}'},
+    )
+
+
+_Targets = Annotated[dict[int, int], BeforeValidator(_check_targets)]
+
+
+class AliasMove(BaseModel):
+    """PUT /v1/adapters/{name}/aliases/{alias}.
+
+    versions: number -> percent of the requests, 100 in all. expected: where it must point now for the move to be made;
+    {} where it must not be there yet. follows_pushes: each version that is pushed later takes all.
+    """
+
+    model_config = _STRICT
+    versions: _Targets
+    expected: Annotated[dict[int, int] | None, BeforeValidator(_check_targets)] = None
+    follows_pushes: bool = False

@@ -36,6 +36,7 @@ from slora_adapters.registry import Registry
 from slora_adapters.store_url import open_store
 from slora_api.admin_key import AdminKey, open_admin_key
 from slora_api.admission import Admission
+from slora_api.aliases import Aliases
 from slora_api.api_key import Pepper
 from slora_api.app import make_app
 from slora_api.chat_templates import ChatTemplates
@@ -214,6 +215,7 @@ async def _open_services(
         settings,
         tenancy,
         ModelCatalog(model.base(), adapters, templates, client, pinning),
+        Aliases(adapters.registry, pinning),
         pinning,
         Uploads(data.quarantine),
         templates,

@@ -12,15 +12,18 @@ __all__ = ["ServedModel"]
 class ServedModel:
     """asked_for: the name in the request, echoed in the answer. adapter None: the bare base model.
 
-    chat_template: the adapter's own; None takes the base model's.
+    label: `name@version` of the adapter. chat_template: the adapter's own; None takes the base model's.
     """
 
     asked_for: str
     adapter: AdapterVersion | None
+    label: str | None
     chat_template: str | None
     defaults: GenerationDefaults
 
     @property
     def headers(self) -> dict[str, str]:
-        """Says which weights answered, so that a client can prove it."""
-        return {} if self.adapter is None else {"x-slora-adapter": f"sha256:{self.adapter.digest}"}
+        """Says which weights answered, so that a client can prove it, whatever its alias points at by then."""
+        if self.adapter is None or self.label is None:
+            return {}
+        return {"x-slora-adapter": self.label, "x-slora-adapter-digest": self.adapter.digest}

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from slora_api.aliases import Aliases
 from slora_api.chat_templates import ChatTemplates
 from slora_api.generation import Generator
 from slora_api.model_catalog import ModelCatalog
@@ -23,6 +24,7 @@ class Services:
     settings: Settings
     tenancy: Tenancy
     catalog: ModelCatalog
+    aliases: Aliases
     pinning: Pinning
     uploads: Uploads
     templates: ChatTemplates

@@ -1,9 +1,9 @@
 """Tenants and their API keys.
 
-A tenant is a name with a share of the engine; a key belongs to one tenant and may carry the name of its default
-adapter. Keys are kept as hashes and read from the database at each request, together with their tenant's share (some
-ten microseconds), so a revocation or a new share holds for the very next one, in every process that shares the
-database.
+A tenant is a name with a share of the engine; a key belongs to one tenant and may carry its default adapter: a name, or
+`name@alias`, whose moves it then follows. Keys are kept as hashes and read from the database at each request, together
+with their tenant's share (some ten microseconds), so a revocation or a new share holds for the very next one, in every
+process that shares the database.
 
 Methods block on the disk: those that write are called off the event loop. Knows no HTTP.
 """
@@ -19,6 +19,8 @@ from typing import Any
 from slora.request import MAX_PRIORITY
 from slora.tenant_share import DEFAULT_SHARE, TenantShare
 from slora_adapters.database import Database
+from slora_adapters.errors import BadAdapterName
+from slora_adapters.reference import parse_reference
 from slora_api.api_key import NewKey, Pepper, make_key, read_key_id
 from slora_api.errors import BadRequest, Conflict, NotFound
 
@@ -52,7 +54,7 @@ _MIGRATIONS = (
 
 
 def check_name(name: str, param: str) -> str:
-    """The name, if it can be one of a tenant or an adapter. Raises BadRequest naming `param`."""
+    """The name, if it can be one of a tenant. Raises BadRequest naming `param`."""
     if not _NAME.fullmatch(name):
         raise BadRequest(
             f"`{param}` is {name[:140]!r}; a name has 1 to 128 of a-z, 0-9, '.', '_', '-' and starts with a letter "
@@ -60,6 +62,14 @@ def check_name(name: str, param: str) -> str:
             param,
         )
     return name
+
+
+def _check_reference(adapter: str) -> None:
+    """Raises BadRequest."""
+    try:
+        parse_reference(adapter)
+    except BadAdapterName as error:
+        raise BadRequest(f"`adapter`: {error}.", "adapter") from None
 
 
 # Beyond these a tenant is as good as alone, or as good as never served.
@@ -177,7 +187,7 @@ class Tenancy:
     def create_key(self, tenant: str, adapter: str | None = None) -> tuple[KeyRecord, NewKey]:
         """Makes a key; its secret is in the second value and nowhere else. Raises NotFound or BadRequest."""
         if adapter is not None:
-            check_name(adapter, "adapter")
+            _check_reference(adapter)
         share = self.find_tenant(tenant).share
         key = make_key()
         record = KeyRecord(key.key_id, tenant, adapter, int(time.time()), None, share)

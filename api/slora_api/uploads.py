@@ -36,7 +36,7 @@ _FILES: Mapping[str, str] = {
     "generation_config": GENERATION_NAME,
 }
 _REQUIRED_FILES = ("config", "weights")
-_TEXTS = ("name", "replace")
+_TEXTS = ("name",)
 _MAX_TEXT_BYTES = 256
 # Everything but the weights; tokenizer configs that list every added token reach a few hundred kilobytes.
 _MAX_SMALL_FILE_BYTES = 4 << 20
@@ -48,11 +48,10 @@ STALL_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """What was sent: the name, and a directory that looks like the one PEFT saved. replace: take the name over."""
+    """What was sent: the name, and a directory that looks like the one PEFT saved."""
 
     name: str
     directory: Path
-    replace: bool
 
 
 class _Part:
@@ -194,9 +193,7 @@ class Uploads:
                 await _receive(receiver, stream)
             finally:
                 receiver.close()
-            yield Upload(
-                receiver.texts["name"], directory, _read_flag(receiver.texts.get("replace", "false"))
-            )
+            yield Upload(receiver.texts["name"], directory)
         finally:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
@@ -228,9 +225,3 @@ async def _unless_stalled(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                 f"Nothing of the upload came for {STALL_S:g} s.", None, "upload_stalled"
             ) from None
         yield chunk
-
-
-def _read_flag(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise BadRequest(f"`replace` is {text!r}; it must be true or false.", "replace")
-    return text == "true"

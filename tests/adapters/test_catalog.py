@@ -11,7 +11,7 @@ from slora_adapters.errors import AdapterCorrupt, AdapterNotFound, BadAdapterNam
 from slora_adapters.file_store import FileStore
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft_directory import read_adapter
-from slora_adapters.registry import Change, Registry
+from slora_adapters.registry import Publication, Registry
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, write_directory
 
 
@@ -22,7 +22,7 @@ def catalog(tmp_path: Path) -> Iterator[Catalog]:
     database.close()
 
 
-def _publish(catalog: Catalog, folder: Path, tenant: str = "t1", name: str = "a", **what) -> Change:
+def _publish(catalog: Catalog, folder: Path, tenant: str = "t1", name: str = "a", **what) -> Publication:
     write_directory(folder, make_members(**what))
     return catalog.publish(tenant, name, read_adapter(folder, SHAPE, AdapterLimits()), folder)
 
@@ -56,11 +56,15 @@ def test_two_tenants_share_the_bytes_and_the_last_one_takes_them_away(
         catalog.withdraw("t2", "a")
 
 
-def test_moving_a_name_drops_the_blob_that_nobody_names_any_more(catalog: Catalog, tmp_path: Path) -> None:
-    old = _publish(catalog, tmp_path / "1")
-    new = _publish(catalog, tmp_path / "2", tensors=make_tensors(seed=1))
-    assert new.orphaned == old.record.version
-    assert list(catalog.store.digests()) == [new.record.version.digest]
+def test_a_blob_goes_with_the_last_version_that_has_it(catalog: Catalog, tmp_path: Path) -> None:
+    old = _publish(catalog, tmp_path / "1").record.version.digest
+    new = _publish(catalog, tmp_path / "2", tensors=make_tensors(seed=1)).record.version.digest
+    assert sorted(catalog.store.digests()) == sorted([old, new])
+    catalog.withdraw("t1", "a@1")
+    assert list(catalog.store.digests()) == [new]
+    _publish(catalog, tmp_path / "1")
+    catalog.withdraw("t1", "a")
+    assert list(catalog.store.digests()) == []
 
 
 def test_a_bad_name_stores_nothing(catalog: Catalog, tmp_path: Path) -> None:

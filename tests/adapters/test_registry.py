@@ -8,18 +8,19 @@ import pytest
 
 from slora_adapters.adapter import AdapterExtras
 from slora_adapters.database import Database
-from slora_adapters.errors import AdapterNotFound, BadAdapterName, StoreUnavailable
-from slora_adapters.registry import (
-    _MIGRATIONS,
-    RESERVATION_S,
-    AdapterDetails,
-    AdapterRecord,
-    Registry,
-    check_adapter_name,
+from slora_adapters.errors import (
+    AdapterNotFound,
+    AliasConflict,
+    BadAdapterName,
+    BadAlias,
+    StoreUnavailable,
 )
+from slora_adapters.reference import check_adapter_name
+from slora_adapters.registry import RESERVATION_S, AdapterDetails, Registry, Rollout
+from slora_adapters.registry_schema import MIGRATIONS
 from slora_adapters.version import AdapterVersion
 
-D1, D2 = "1" * 64, "2" * 64
+D1, D2, D3 = "1" * 64, "2" * 64, "3" * 64
 DETAILS = AdapterDetails(8, ("q_proj", "down_proj"), 4096, AdapterExtras("{{ m }}", '{"top_p": 1}'))
 
 
@@ -46,16 +47,43 @@ def _v(tenant: str, digest: str = D1) -> AdapterVersion:
     return AdapterVersion(tenant, digest)
 
 
-def test_a_name_stands_for_what_was_put_last(registry: Registry, clock: Clock) -> None:
-    registry.put("a", _v("t1"), DETAILS)
+def test_each_push_is_a_version_and_the_bare_name_serves_the_newest(registry: Registry, clock: Clock) -> None:
+    first = registry.put("a", _v("t1"), DETAILS)
     clock.now = 2000.0
     other = AdapterDetails(4, ("o_proj",), 1, AdapterExtras())
-    change = registry.put("a", _v("t1", D2), other)
-    record = registry.get("t1", "a")
-    assert record == change.record
-    assert (record.version, record.details) == (_v("t1", D2), other)
-    assert (record.created_at, record.updated_at) == (1000.0, 2000.0)
-    assert change.orphaned == _v("t1", D1) and change.blob_unreferenced
+    second = registry.put("a", _v("t1", D2), other)
+    assert first.is_new and second.is_new
+    assert (
+        registry.get("t1", "a")
+        == registry.get("t1", "a@2")
+        == registry.get("t1", "a@latest")
+        == second.record
+    )
+    assert (second.record.version, second.record.details, second.record.number) == (_v("t1", D2), other, 2)
+    assert (second.record.named_at, second.record.created_at) == (1000.0, 2000.0)
+    assert registry.get("t1", "a@1") == first.record, "it is still there, as it was"
+    assert registry.versions("t1", "a") == [second.record, first.record]
+
+
+def test_pushing_the_newest_again_changes_nothing_and_says_so(registry: Registry, clock: Clock) -> None:
+    registry.put("a", _v("t1", D2), DETAILS)
+    first = registry.put("a", _v("t1"), DETAILS)
+    registry.roll_back("t1", "a", "latest")
+    clock.now = 2000.0
+    again = registry.put("a", _v("t1"), DETAILS)
+    assert not again.is_new and again.record == first.record
+    assert registry.get("t1", "a").number == 1, "a push that is tried again does not undo a rollback"
+    assert registry.put("a", _v("t1", D2), DETAILS).record.number == 3, (
+        "older weights again are newer than these"
+    )
+
+
+def test_the_same_weights_with_another_template_are_another_version(registry: Registry) -> None:
+    registry.put("a", _v("t1"), DETAILS)
+    retold = replace(DETAILS, extras=AdapterExtras("{{ other }}"))
+    assert registry.put("a", _v("t1"), retold).record.number == 2
+    assert registry.get("t1", "a@1").details == DETAILS and registry.get("t1", "a").details == retold
+    assert registry.delete("t1", "a@1").orphaned == (), "the other version has these weights"
 
 
 def test_details_come_back_as_they_were_put(registry: Registry) -> None:
@@ -66,7 +94,7 @@ def test_details_come_back_as_they_were_put(registry: Registry) -> None:
 def test_tenants_do_not_see_each_other(registry: Registry) -> None:
     registry.put("a", _v("t1"), DETAILS)
     registry.put("b", _v("t2"), DETAILS)
-    assert [record.name for record in registry.list("t1")] == ["a"]
+    assert [rollout.label for rollout in registry.list("t1")] == ["a"]
     with pytest.raises(AdapterNotFound) as foreign:
         registry.get("t1", "b")
     registry.delete("t2", "b")
@@ -82,17 +110,11 @@ def test_a_version_is_orphaned_with_its_last_name_and_its_blob_with_the_last_ten
 ) -> None:
     for name, tenant in (("a", "t1"), ("b", "t1"), ("a", "t2")):
         registry.put(name, _v(tenant), DETAILS)
-    assert registry.delete("t1", "a").orphaned is None, "b still stands for it"
+    assert registry.delete("t1", "a").orphaned == (), "b still stands for it"
     last_of_t1 = registry.delete("t1", "b")
-    assert last_of_t1.orphaned == _v("t1") and not last_of_t1.blob_unreferenced, "t2 needs the bytes"
+    assert last_of_t1.orphaned == (_v("t1"),) and not last_of_t1.unreferenced, "t2 needs the bytes"
     last = registry.delete("t2", "a")
-    assert last.orphaned == _v("t2") and last.blob_unreferenced
-
-
-def test_putting_the_same_version_again_orphans_nothing(registry: Registry) -> None:
-    registry.put("a", _v("t1"), DETAILS)
-    change = registry.put("a", _v("t1"), DETAILS)
-    assert change.orphaned is None and not change.blob_unreferenced
+    assert last.orphaned == (_v("t2"),) and last.unreferenced == (D1,)
 
 
 def test_collect_drops_only_what_nobody_refers_to(registry: Registry) -> None:
@@ -171,7 +193,7 @@ def test_of_many_puts_and_deletes_at_once_references_are_never_miscounted(regist
     assert registry.collect(D1, lambda digest: None) and registry.collect(D2, lambda digest: None)
 
 
-def anything(record: AdapterRecord, others: Sequence[AdapterRecord]) -> None:
+def anything(wanted: Rollout, others: Sequence[Rollout]) -> None:
     """May be pinned."""
 
 
@@ -179,28 +201,47 @@ class Refused(Exception):
     pass
 
 
-def nothing(record: AdapterRecord, others: Sequence[AdapterRecord]) -> None:
+def nothing(wanted: Rollout, others: Sequence[Rollout]) -> None:
     raise Refused
 
 
 def test_a_pin_stays_with_its_name_when_that_moves_and_goes_with_it(registry: Registry) -> None:
     for tenant in ("t1", "t2"):
         registry.put("a", _v(tenant), DETAILS)
-    assert registry.pin("t1", "a", anything) == registry.get("t1", "a")
-    larger = replace(DETAILS, packed_bytes=9999)
-    moved = registry.put("a", _v("t1", D2), larger).record
-    assert moved.pinned and registry.pinned() == [moved] == registry.list("t1")
-    assert not registry.get("t2", "a").pinned, "another tenant's name is another name"
-    assert registry.delete("t1", "a").record.pinned
+    assert registry.pin("t1", "a", anything) == registry.rollout("t1", "a")
+    moved = registry.put("a", _v("t1", D2), replace(DETAILS, packed_bytes=9999))
+    assert moved.moved_pin
+    (pinned,) = registry.pinned()
+    assert pinned == registry.rollout("t1", "a") and pinned.main == moved.record
+    assert not registry.rollout("t2", "a").pinned, "another tenant's name is another name"
+    assert registry.delete("t1", "a").moved_pin
     assert registry.pinned() == []
-    assert not registry.put("a", _v("t1"), DETAILS).record.pinned, "it is a new name"
+    registry.put("a", _v("t1"), DETAILS)
+    assert not registry.rollout("t1", "a").pinned, "it is a new name"
+
+
+def test_the_pin_of_an_alias_covers_all_that_it_points_at_and_not_what_the_name_serves(
+    registry: Registry,
+) -> None:
+    for digest in (D1, D2, D3):
+        registry.put("a", _v("t1", digest), DETAILS)
+    registry.move("t1", "a", "prod", {1: 90, 2: 10})
+    assert registry.pin("t1", "a@prod", anything).pinned
+    assert [sorted(one.records) for one in registry.pinned()] == [[1, 2]]
+    assert registry.roll_back("t1", "a", "latest").pinned is False
+    registry.move("t1", "a", "prod", {2: 100})
+    assert [sorted(one.records) for one in registry.pinned()] == [[2]]
+    assert not registry.put("a", _v("t1"), DETAILS).moved_pin
+    with pytest.raises(BadAlias, match="'a@1' is one version"):
+        registry.pin("t1", "a@1", anything)
+    assert registry.delete_alias("t1", "a", "prod").pinned and registry.pinned() == []
 
 
 def test_to_pin_or_unpin_twice_is_to_do_it_once(registry: Registry) -> None:
     registry.put("a", _v("t1"), DETAILS)
     assert not registry.unpin("t1", "a").pinned
     assert registry.pin("t1", "a", anything) == registry.pin("t1", "a", nothing), "it is pinned already"
-    assert registry.unpin("t1", "a") == registry.unpin("t1", "a") == registry.get("t1", "a")
+    assert registry.unpin("t1", "a") == registry.unpin("t1", "a") == registry.rollout("t1", "a")
     assert registry.pinned() == []
 
 
@@ -209,34 +250,51 @@ def test_what_may_not_be_pinned_is_not(registry: Registry) -> None:
         registry.put(name, _v(tenant), DETAILS)
     told: list[tuple[str, list[str]]] = []
     for tenant, name in (("t2", "c"), ("t1", "b")):
-        registry.pin(tenant, name, lambda one, others: told.append((one.name, [o.name for o in others])))
+        registry.pin(tenant, name, lambda one, others: told.append((one.label, [o.label for o in others])))
     assert told == [("c", []), ("b", ["c"])]
     with pytest.raises(Refused):
         registry.pin("t1", "a", nothing)
-    assert [record.name for record in registry.pinned()] == ["b", "c"]
+    assert [rollout.label for rollout in registry.pinned()] == ["b", "c"]
     with pytest.raises(AdapterNotFound):
         registry.pin("t1", "c", anything)
     with pytest.raises(AdapterNotFound):
         registry.unpin("t1", "c")
 
 
-def test_names_of_an_older_release_are_not_pinned_and_their_size_is_that_of_their_tensors(
-    tmp_path: Path,
-) -> None:
-    database = Database(tmp_path / "slora.db")
-    database.migrate("registry", _MIGRATIONS[:1])
+def old_database(path: Path, num_migrations: int) -> Database:
+    """As a release left it that knew that many migrations, with two names; the pin is of the second form on."""
+    database = Database(path)
+    database.migrate("registry", MIGRATIONS[:num_migrations])
+    later = ", ?, ?" if num_migrations > 1 else ""
     with database.transaction() as connection:
-        connection.execute(
-            "INSERT INTO adapters VALUES ('t1', 'old', ?, 8, '[\"q_proj\"]', 4096, NULL, NULL, 1.0, 2.0)",
-            (D1,),
-        )
+        for name, digest, *sizes in (("old", D1, None, 0), ("pinned", D2, 8192, 1)):
+            connection.execute(
+                f"INSERT INTO adapters VALUES ('t1', ?, ?, 8, '[\"q_proj\"]', 4096, NULL, 'g', 1.0, 2.0{later})",
+                (name, digest, *(sizes if later else ())),
+            )
+    return database
+
+
+@pytest.mark.parametrize("num_migrations", [1, 2])
+def test_what_names_of_an_older_release_stood_for_is_their_version_1(
+    tmp_path: Path, num_migrations: int
+) -> None:
+    database = old_database(tmp_path / "slora.db", num_migrations)
     registry = Registry(database)
-    old = registry.get("t1", "old")
-    assert not old.pinned and registry.list("t1") == [old]
-    assert (old.version, old.created_at, old.updated_at) == (_v("t1"), 1.0, 2.0)
-    assert old.details.packed_bytes is None and old.details.pool_bytes == 4096
-    assert registry.pin("t1", "old", anything).pinned and registry.pinned() == [replace(old, pinned=True)]
-    known = replace(old.details, packed_bytes=8192)
-    assert registry.put("old", _v("t1"), known).record.details.pool_bytes == 8192
-    assert registry.get("t1", "old").details == known and registry.get("t1", "old").pinned
+    assert [rollout.label for rollout in registry.list("t1")] == ["old", "pinned"]
+    old, pinned = registry.rollout("t1", "old"), registry.rollout("t1", "pinned")
+    assert (old.pinned, pinned.pinned) == (False, num_migrations == 2)
+    assert old.follows_pushes and old.salt != pinned.salt
+    assert registry.versions("t1", "old") == [old.main] == [registry.get("t1", "old@1")]
+    assert (old.main.version, old.main.named_at, old.main.created_at) == (_v("t1"), 1.0, 2.0)
+    assert old.main.details.extras == AdapterExtras(None, "g")
+    assert pinned.main.details.pool_bytes == (8192 if num_migrations == 2 else 4096)
+    with pytest.raises(AliasConflict, match="has not moved"):
+        registry.roll_back("t1", "old", "latest")
+    known = replace(old.main.details, packed_bytes=8192)
+    again = registry.put("old", _v("t1"), known)
+    assert not again.is_new and again.record.details == known, "its size is known from now on"
+    assert registry.put("old", _v("t1", D2), known).record.number == 2
+    assert registry.delete("t1", "pinned").orphaned == ()
+    assert registry.delete("t1", "old").unreferenced == (D1, D2)
     database.close()

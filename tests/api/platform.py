@@ -16,6 +16,7 @@ from slora_adapters.limits import AdapterLimits
 from slora_adapters.registry import Registry
 from slora_api.admin_key import open_admin_key
 from slora_api.admission import Admission
+from slora_api.aliases import Aliases
 from slora_api.api_key import Pepper
 from slora_api.app import make_app
 from slora_api.chat_templates import ChatTemplates
@@ -102,6 +103,7 @@ def running_platform(directory: Path, engine: ScriptedEngine, **settings: Any) -
         chosen,
         tenancy,
         catalog,
+        Aliases(registry, pinning),
         pinning,
         Uploads(directory / "quarantine"),
         templates,

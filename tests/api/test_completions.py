@@ -591,7 +591,8 @@ def test_an_adapters_name_default_and_the_base_reach_the_engine_as_what_they_are
     for name in ("picked", "default", "base"):
         answer = post(platform, key, COMPLETIONS, PROMPT | {"model": name})
         assert answer.json()["model"] == name
-        assert answer.headers.get("x-slora-adapter") == (None if name == "base" else digest)
+        label = answer.headers.get("x-slora-adapter"), answer.headers.get("x-slora-adapter-digest")
+        assert label == ((None, None) if name == "base" else ("picked@1", digest.removeprefix("sha256:")))
     versions = [request.adapter for request in platform.engine.requests]
     assert versions[0] == versions[1] and versions[2] is None
     assert versions[0] is not None and (versions[0].tenant, f"sha256:{versions[0].digest}") == (
@@ -600,9 +601,9 @@ def test_an_adapters_name_default_and_the_base_reach_the_engine_as_what_they_are
     )
 
 
-def test_a_request_whose_adapter_is_replaced_under_it_is_answered_by_the_new_one(platform: Platform) -> None:
+def test_a_request_whose_adapter_is_deleted_for_a_newer_one_is_answered_by_that(platform: Platform) -> None:
     key = platform.key("mover", "moving")
-    first = platform.upload(key, "moving").json()
+    platform.upload(key, "moving")
     newer = make_members(tensors=make_tensors(seed=3))
     platform.engine.answers = [[AdapterFetchFailed("forgotten", "not_found")], deltas_of(b"new")]
 
@@ -613,12 +614,13 @@ def test_a_request_whose_adapter_is_replaced_under_it_is_answered_by_the_new_one
         database = Database(platform.directory / "slora.db")
         details = AdapterDetails(2, ("q_proj",), 1, adapter.extras)
         Registry(database).put("moving", AdapterVersion("mover", adapter.digest), details)
+        Registry(database).delete("mover", "moving@1")
         database.close()
 
     platform.engine.on_request = replace
     answer = post(platform, key, COMPLETIONS, PROMPT | {"model": "default"})
     assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "new"
-    assert answer.headers["x-slora-adapter"] != first["digest"]
+    assert answer.headers["x-slora-adapter"] == "moving@2"
 
 
 def test_a_request_whose_adapter_is_deleted_under_it_is_told_that_there_is_none(platform: Platform) -> None:

@@ -9,7 +9,15 @@ from slora.errors import (
     RequestFailed,
     RequestRefused,
 )
-from slora_adapters.errors import AdapterCorrupt, AdapterInvalid, AdapterNotFound, Reason, StoreUnavailable
+from slora_adapters.errors import (
+    AdapterCorrupt,
+    AdapterInvalid,
+    AdapterNotFound,
+    AliasConflict,
+    BadAlias,
+    Reason,
+    StoreUnavailable,
+)
 from slora_api import errors
 from slora_api.errors import describe_error
 
@@ -20,6 +28,9 @@ CASES = [
     (errors.NotFound("x"), 404, "not_found_error", "not_found"),
     (AdapterNotFound("x"), 404, "not_found_error", "model_not_found"),
     (errors.Conflict("x"), 409, "conflict_error", "name_taken"),
+    (errors.InUse("a@3", ("prod", "latest")), 409, "conflict_error", "adapter_in_use"),
+    (AliasConflict("x"), 409, "conflict_error", "alias_conflict"),
+    (BadAlias("x"), 400, "invalid_request_error", "invalid_alias"),
     (errors.PinsFull("x"), 409, "conflict_error", "pins_full"),
     (errors.BadRequest("x", "field", "code"), 400, "invalid_request_error", "code"),
     (RequestRefused("x", "field"), 400, "invalid_request_error", None),

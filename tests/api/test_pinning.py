@@ -12,7 +12,7 @@ from slora.tenant_share import TenantShare
 from slora_adapters.adapter import AdapterExtras
 from slora_adapters.database import Database
 from slora_adapters.errors import StoreUnavailable
-from slora_adapters.registry import AdapterDetails, AdapterRecord, Registry
+from slora_adapters.registry import AdapterDetails, Registry, Rollout
 from slora_adapters.version import AdapterVersion
 from slora_api.api_key import Pepper
 from slora_api.pinning import Pinning
@@ -133,7 +133,7 @@ class Shaky(Registry):
         super().__init__(database)
         self.num_asked = 0
 
-    def pinned(self) -> list[AdapterRecord]:
+    def pinned(self) -> list[Rollout]:
         self.num_asked += 1
         if self.num_asked == 1:
             raise StoreUnavailable("locked")

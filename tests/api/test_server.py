@@ -213,10 +213,7 @@ def test_replacing_an_adapter_changes_the_next_answer(server: Served, kit: Kit) 
     with server.client(key) as http:
         files = {"config": (kit.wide / "adapter_config.json").read_bytes(),
                  "weights": (kit.wide / "adapter_model.safetensors").read_bytes()}  # fmt: skip
-        assert (
-            http.post("/v1/adapters", data={"name": "voice", "replace": "true"}, files=files).status_code
-            == 201
-        )
+        assert http.post("/v1/adapters", data={"name": "voice"}, files=files).status_code == 201
     after = greedy(client, "default", "hello")
     assert before != after
 

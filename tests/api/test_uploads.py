@@ -39,6 +39,7 @@ def test_an_upload_answers_201_with_what_was_understood(platform: Platform) -> N
     assert (body["name"], body["rank"], body["target_modules"]) == ("shout", 2, ["q_proj", "down_proj"])
     assert body["digest"].startswith("sha256:") and len(body["digest"]) == 71
     assert body["bytes"] == sum(tensor.nbytes for tensor in make_tensors().values())
+    assert (body["version"], body.pop("new_version"), body.pop("aliases")) == (1, True, {"latest": 100})
     with platform.client(platform.key("first")) as client:
         assert client.get("/v1/adapters").json()["data"] == [body]
         assert client.get("/v1/adapters/shout").json() == body
@@ -75,16 +76,23 @@ def test_two_tenants_may_use_the_same_name_for_different_adapters(platform: Plat
         assert client.get("/v1/adapters/mine").status_code == 200
 
 
-def test_the_same_adapter_again_succeeds_and_another_under_its_name_conflicts(platform: Platform) -> None:
+def test_the_same_adapter_again_is_the_same_version_and_another_under_its_name_the_next(
+    platform: Platform,
+) -> None:
     key = platform.key("again")
     other = make_members(tensors=make_tensors(seed=9))
-    first = platform.upload(key, "twice").json()
-    assert platform.upload(key, "twice").status_code == 201
-    conflict = platform.upload(key, "twice", other)
-    assert (conflict.status_code, conflict.json()["error"]["code"]) == (409, "name_taken")
-    assert conflict.headers["x-should-retry"] == "false"
-    replaced = platform.upload(key, "twice", other, replace="true")
-    assert replaced.status_code == 201 and replaced.json()["digest"] != first["digest"]
+    answers = [platform.upload(key, "twice", members) for members in (None, None, other)]
+    assert [answer.status_code for answer in answers] == [201, 201, 201]
+    first, again, next_one = (answer.json() for answer in answers)
+    assert [(one["version"], one["new_version"]) for one in (first, again, next_one)] == [
+        (1, True),
+        (1, False),
+        (2, True),
+    ]
+    assert first["digest"] == again["digest"] != next_one["digest"]
+    with platform.client(key) as client:
+        assert client.get("/v1/adapters/twice").json()["digest"] == next_one["digest"]
+        assert client.get("/v1/adapters/twice@1").json()["digest"] == first["digest"]
 
 
 @pytest.mark.parametrize("name", ["", "Upper", "a b", "../x", "a/b", "-a", "x" * 129, "base", "default", "ü"])
@@ -190,11 +198,6 @@ BAD_FORMS: dict[str, tuple[dict[str, str], bytes, str | None]] = {
         "../../etc/passwd",
     ),
     "endless header": (MULTIPART, b"--b\r\nX: " + b"x" * 5000, None),
-    "odd flag": (
-        MULTIPART,
-        NAME + CONFIG + part("weights", b"w", "w") + part("replace", b"yes") + b"--b--\r\n",
-        "replace",
-    ),
 }
 
 

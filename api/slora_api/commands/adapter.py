@@ -44,9 +44,8 @@ def _download(text: str) -> HubSnapshot | None:
 
 def _summary(adapter: dict[str, Any]) -> str:
     modules = ",".join(adapter["target_modules"])
-    line = (
-        f"{adapter['name']}  rank {adapter['rank']}  {adapter['bytes']} bytes  {modules}  {adapter['digest']}"
-    )
+    size = f"rank {adapter['rank']}  {adapter['bytes']} bytes"
+    line = f"{adapter['name']}  version {adapter['version']}  {size}  {modules}  {adapter['digest']}"
     return line + "  pinned" if adapter["pinned"] else line
 
 
@@ -56,14 +55,13 @@ def push(arguments: argparse.Namespace) -> None:
     directory = snapshot.directory if snapshot else Path(arguments.directory)
     own_name = snapshot.reference.name if snapshot else directory.resolve().name
     fields = {"name": arguments.name or own_name}
-    if arguments.replace:
-        fields["replace"] = "true"
     with tenant_client() as client, ExitStack() as stack:
         files = {
             field: (path.name, stack.enter_context(path.open("rb")))
             for field, path in _find_files(directory).items()
         }
-        print(_summary(check(client.post("/v1/adapters", data=fields, files=files))))
+        pushed = check(client.post("/v1/adapters", data=fields, files=files))
+    print(_summary(pushed) + ("" if pushed["new_version"] else "  (it was the newest version already)"))
     if snapshot:
         print(f"from {snapshot.reference}")
 
@@ -78,7 +76,8 @@ def show(_arguments: argparse.Namespace) -> None:
 @explained
 def remove(arguments: argparse.Namespace) -> None:
     with tenant_client() as client:
-        check(client.delete(f"/v1/adapters/{quote(arguments.name, safe='')}"))
+        params = {"force": "true"} if arguments.force else {}
+        check(client.delete(f"/v1/adapters/{quote(arguments.name, safe='')}", params=params))
     print(f"{arguments.name} removed")
 
 

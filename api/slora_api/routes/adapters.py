@@ -1,10 +1,14 @@
-"""/v1/adapters: a tenant's own adapters, uploaded, listed and deleted."""
+"""/v1/adapters: a tenant's own adapters, uploaded, listed and deleted, and their aliases, moved and rolled back.
+
+A reference is `name`, `name@3` for a version or `name@prod` for an alias, as in a request's `model`.
+"""
 
 from typing import Any
 
 from fastapi import APIRouter, Request, status
 
 from slora_api.authentication import CurrentKey
+from slora_api.schemas import AliasMove
 from slora_api.services import Wired
 
 __all__ = ["router"]
@@ -14,13 +18,11 @@ router = APIRouter()
 
 @router.post("/v1/adapters", status_code=status.HTTP_201_CREATED)
 async def upload_adapter(request: Request, key: CurrentKey, services: Wired) -> dict[str, Any]:
-    """Multipart fields: name, config, weights; optional tokenizer_config, chat_template, generation_config, replace."""
+    """Multipart fields: name, config, weights; optional tokenizer_config, chat_template, generation_config."""
     with services.generator.admission.upload(key.tenant):
         content_type = request.headers.get("content-type", "")
         async with services.uploads.receive(content_type, request.stream()) as upload:
-            return await services.catalog.publish(
-                key.tenant, upload.name, upload.directory, replace=upload.replace
-            )
+            return await services.catalog.publish(key.tenant, upload.name, upload.directory)
 
 
 @router.get("/v1/adapters")
@@ -28,12 +30,55 @@ def list_adapters(key: CurrentKey, services: Wired) -> dict[str, Any]:
     return {"object": "list", "data": services.catalog.list_adapters(key.tenant)}
 
 
-@router.get("/v1/adapters/{name}")
-def get_adapter(name: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
-    return services.catalog.describe_adapter(key.tenant, name)
+@router.get("/v1/adapters/{reference}")
+def get_adapter(reference: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
+    return services.catalog.describe_adapter(key.tenant, reference)
 
 
-@router.delete("/v1/adapters/{name}")
-async def delete_adapter(name: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
-    await services.catalog.delete(key.tenant, name)
-    return {"name": name, "object": "adapter", "deleted": True}
+@router.delete("/v1/adapters/{reference}")
+async def delete_adapter(
+    reference: str, key: CurrentKey, services: Wired, force: bool = False
+) -> dict[str, Any]:
+    """A version, or a name with all of its versions; 409 while an alias points at it, unless forced."""
+    await services.catalog.delete(key.tenant, reference, force=force)
+    return {"name": reference, "object": "adapter", "deleted": True}
+
+
+@router.get("/v1/adapters/{name}/versions")
+def list_versions(name: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
+    return {"object": "list", "data": services.catalog.list_versions(key.tenant, name)}
+
+
+@router.get("/v1/adapters/{name}/aliases")
+def list_aliases(name: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
+    return {"object": "list", "data": services.aliases.list(key.tenant, name)}
+
+
+@router.get("/v1/adapters/{name}/aliases/{alias}")
+def get_alias(name: str, alias: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
+    return services.aliases.describe(key.tenant, name, alias)
+
+
+@router.put("/v1/adapters/{name}/aliases/{alias}")
+async def move_alias(
+    name: str, alias: str, body: AliasMove, key: CurrentKey, services: Wired
+) -> dict[str, Any]:
+    return await services.aliases.move(
+        key.tenant,
+        name,
+        alias,
+        body.versions,
+        expected=body.expected,
+        follows_pushes=body.follows_pushes,
+    )
+
+
+@router.delete("/v1/adapters/{name}/aliases/{alias}")
+async def delete_alias(name: str, alias: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
+    await services.aliases.delete(key.tenant, name, alias)
+    return {"name": name, "alias": alias, "object": "adapter.alias", "deleted": True}
+
+
+@router.post("/v1/adapters/{name}/aliases/{alias}/rollback")
+async def roll_back_alias(name: str, alias: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
+    return await services.aliases.roll_back(key.tenant, name, alias)

@@ -5,8 +5,8 @@ from typing import Any
 
 from fastapi import APIRouter, status
 
+from slora_api.adapter_json import adapter_json
 from slora_api.authentication import Operator
-from slora_api.model_catalog import adapter_json
 from slora_api.schemas import NewKeyRequest, NewTenantRequest, TenantChanges
 from slora_api.services import Wired
 from slora_api.tenancy import KeyRecord, ShareChanges, Tenant

@@ -9,7 +9,7 @@ from slora_api.answer_format import ChatFormat, CompletionFormat
 from slora_api.answering import answer_request
 from slora_api.authentication import CurrentKey
 from slora_api.prompts import chat_prompt, completion_prompts
-from slora_api.schemas import ChatRequest, CompletionRequest
+from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
 from slora_api.served_model import ServedModel
 from slora_api.service_terms import ServiceTerms
 from slora_api.services import Services, Wired
@@ -20,17 +20,26 @@ __all__ = ["router"]
 router = APIRouter()
 
 
+# Who is to stay with one version of an alias that points at several, where requests have no `user`.
+_SESSION_HEADER = "x-session-id"
+
+
 async def _answer_with(
-    services: Services, key: KeyRecord, name: str, answer: Callable[[ServedModel], Awaitable[Response]]
+    request: Request,
+    body: GenerationFields,
+    key: KeyRecord,
+    services: Services,
+    answer: Callable[[ServedModel], Awaitable[Response]],
 ) -> Response:
-    """Looks the model up and answers; once more if its adapter was replaced before the engine had it."""
-    model = services.catalog.find_model(key, name)
+    """Looks the model up and answers; once more if its adapter was deleted before the engine had it."""
+    user = body.user or request.headers.get(_SESSION_HEADER)
+    model = services.catalog.find_model(key, body.model, user)
     try:
         return await answer(model)
     except AdapterFetchFailed as error:
         if error.code != "not_found":
             raise
-        current = services.catalog.find_model(key, name)
+        current = services.catalog.find_model(key, body.model, user)
         if current.adapter == model.adapter:
             raise
         return await answer(current)
@@ -39,7 +48,7 @@ async def _answer_with(
 @router.post("/v1/completions")
 async def complete(request: Request, body: CompletionRequest, key: CurrentKey, services: Wired) -> Response:
     return await _answer_with(
-        services, key, body.model, lambda model: _complete(request, body, key, services, model)
+        request, body, key, services, lambda model: _complete(request, body, key, services, model)
     )
 
 
@@ -64,7 +73,7 @@ async def _complete(
 @router.post("/v1/chat/completions")
 async def chat(request: Request, body: ChatRequest, key: CurrentKey, services: Wired) -> Response:
     return await _answer_with(
-        services, key, body.model, lambda model: _chat(request, body, key, services, model)
+        request, body, key, services, lambda model: _chat(request, body, key, services, model)
     )
 
 

@@ -1,0 +1,78 @@
+"""The registry's tables: every form they had, and how to get from each to the next. Migrations never change again."""
+
+MIGRATIONS = (
+    """
+    CREATE TABLE adapters (
+        tenant TEXT NOT NULL,
+        name TEXT NOT NULL,
+        digest TEXT NOT NULL,
+        rank INTEGER NOT NULL,
+        target_modules TEXT NOT NULL,
+        num_bytes INTEGER NOT NULL,
+        chat_template TEXT,
+        generation_config TEXT,
+        created_at REAL NOT NULL,
+        updated_at REAL NOT NULL,
+        PRIMARY KEY (tenant, name)
+    ) STRICT;
+    CREATE INDEX adapters_by_digest ON adapters (digest, tenant);
+    CREATE TABLE adapter_reservations (
+        reservation TEXT PRIMARY KEY,
+        digest TEXT NOT NULL,
+        expires_at REAL NOT NULL
+    ) STRICT;
+    CREATE INDEX adapter_reservations_by_digest ON adapter_reservations (digest);
+    """,
+    """
+    ALTER TABLE adapters ADD COLUMN packed_bytes INTEGER;
+    ALTER TABLE adapters ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0;
+    CREATE INDEX adapters_pinned ON adapters (tenant, name) WHERE pinned;
+    """,
+    # A name has numbered versions, and aliases that point at them; what it stood for becomes its version 1.
+    """
+    CREATE TABLE adapter_names (
+        tenant TEXT NOT NULL,
+        name TEXT NOT NULL,
+        last_number INTEGER NOT NULL,
+        created_at REAL NOT NULL,
+        PRIMARY KEY (tenant, name)
+    ) STRICT;
+    CREATE TABLE adapter_versions (
+        tenant TEXT NOT NULL,
+        name TEXT NOT NULL,
+        number INTEGER NOT NULL,
+        digest TEXT NOT NULL,
+        rank INTEGER NOT NULL,
+        target_modules TEXT NOT NULL,
+        num_bytes INTEGER NOT NULL,
+        packed_bytes INTEGER,
+        chat_template TEXT,
+        generation_config TEXT,
+        created_at REAL NOT NULL,
+        PRIMARY KEY (tenant, name, number)
+    ) STRICT;
+    CREATE INDEX adapter_versions_by_digest ON adapter_versions (digest, tenant);
+    CREATE TABLE adapter_aliases (
+        tenant TEXT NOT NULL,
+        name TEXT NOT NULL,
+        alias TEXT NOT NULL,
+        targets TEXT NOT NULL,
+        follows_pushes INTEGER NOT NULL,
+        history TEXT NOT NULL,
+        salt TEXT NOT NULL,
+        pinned INTEGER NOT NULL,
+        updated_at REAL NOT NULL,
+        PRIMARY KEY (tenant, name, alias)
+    ) STRICT;
+    CREATE INDEX adapter_aliases_pinned ON adapter_aliases (tenant, name, alias) WHERE pinned;
+    INSERT INTO adapter_names SELECT tenant, name, 1, created_at FROM adapters;
+    INSERT INTO adapter_versions
+        SELECT tenant, name, 1, digest, rank, target_modules, num_bytes, packed_bytes, chat_template,
+            generation_config, updated_at
+        FROM adapters;
+    INSERT INTO adapter_aliases
+        SELECT tenant, name, 'latest', '{"1": 100}', 1, '[]', lower(hex(randomblob(16))), pinned, updated_at
+        FROM adapters;
+    DROP TABLE adapters;
+    """,
+)

@@ -1,0 +1,337 @@
+"""Aliases in the registry: moves, rollbacks and deletions, also against a plain model."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from slora_adapters.adapter import AdapterExtras
+from slora_adapters.alias import MAX_HISTORY
+from slora_adapters.database import Database
+from slora_adapters.errors import AdapterInUse, AdapterNotFound, AliasConflict, BadAlias
+from slora_adapters.reference import LATEST
+from slora_adapters.registry import MAX_ALIASES, AdapterDetails, Registry
+from slora_adapters.version import AdapterVersion
+
+DIGESTS = tuple(digit * 64 for digit in "1234")
+DETAILS = AdapterDetails(8, ("q_proj",), 4096, AdapterExtras())
+
+
+def push(registry: Registry, digest: int, name: str = "a", tenant: str = "t1") -> int:
+    return registry.put(name, AdapterVersion(tenant, DIGESTS[digest]), DETAILS).record.number
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[Registry]:
+    """With three versions of the name `a` of `t1`."""
+    database = Database(tmp_path / "slora.db")
+    registry = Registry(database)
+    for digest in range(3):
+        push(registry, digest)
+    yield registry
+    database.close()
+
+
+def test_an_alias_moves_only_from_where_it_is_expected_to_be(registry: Registry) -> None:
+    registry.move("t1", "a", "prod", {1: 100}, expected={})
+    with pytest.raises(AliasConflict, match=r"a@prod points at 1 \(100%\), not at nothing"):
+        registry.move("t1", "a", "prod", {2: 100}, expected={})
+    registry.move("t1", "a", "prod", {1: 90, 2: 10}, expected={1: 100})
+    with pytest.raises(AliasConflict, match=r"points at 1 \(90%\), 2 \(10%\), not at 1 \(100%\)"):
+        registry.move("t1", "a", "prod", {3: 100}, expected={1: 100})
+    again = registry.move("t1", "a", "prod", {1: 90, 2: 10}, expected={1: 100})
+    assert again.targets == {1: 90, 2: 10}, "who lost the answer may ask again"
+    assert registry.roll_back("t1", "a", "prod").targets == {1: 100}, "and has moved it once"
+
+
+def test_of_many_who_move_it_from_the_same_place_one_does(registry: Registry) -> None:
+    registry.move("t1", "a", "prod", {1: 100})
+
+    def move(weight: int) -> bool:
+        with suppress(AliasConflict):
+            registry.move("t1", "a", "prod", {1: 100 - weight, 2: weight}, expected={1: 100})
+            return True
+        return False
+
+    with ThreadPoolExecutor(6) as threads:
+        assert sum(threads.map(move, range(1, 13))) == 1
+
+
+def test_a_user_stays_with_a_version_and_requests_without_one_are_drawn(registry: Registry) -> None:
+    registry.move("t1", "a", "prod", {1: 50, 2: 50})
+    users = [f"u{number}" for number in range(40)]
+    first = {user: registry.get("t1", "a@prod", user).number for user in users}
+    assert set(first.values()) == {1, 2}
+    assert first == {user: registry.get("t1", "a@prod", user).number for user in users}
+    registry.move("t1", "a", "prod", {1: 30, 2: 70})
+    assert all(registry.get("t1", "a@prod", user).number == 2 for user in users if first[user] == 2)
+    assert {registry.get("t1", "a@prod").number for _ in range(200)} == {1, 2}
+
+
+def test_a_name_that_was_set_to_stay_is_not_moved_by_a_push_until_it_is_told_to_follow(
+    registry: Registry,
+) -> None:
+    registry.move("t1", "a", LATEST, {1: 100})
+    push(registry, 3)
+    assert registry.get("t1", "a").number == 1
+    registry.move("t1", "a", LATEST, {4: 100}, follows_pushes=True)
+    assert push(registry, 0) == registry.get("t1", "a").number == 5
+    registry.roll_back("t1", "a", LATEST)
+    assert registry.get("t1", "a").number == 4
+    assert push(registry, 1) == registry.get("t1", "a").number, "a rollback says nothing about later pushes"
+
+
+def test_any_alias_may_follow_pushes(registry: Registry) -> None:
+    registry.move("t1", "a", "staging", {1: 100}, follows_pushes=True)
+    registry.move("t1", "a", "prod", {1: 100})
+    push(registry, 3)
+    assert [registry.get("t1", f"a@{alias}").number for alias in ("staging", "prod")] == [4, 1]
+
+
+@pytest.mark.parametrize(("name", "targets"), [("a", {4: 100}), ("a", {1: 50, 9: 50}), ("b", {1: 100})])
+def test_an_alias_points_only_at_what_is_there(
+    registry: Registry, name: str, targets: dict[int, int]
+) -> None:
+    with pytest.raises(AdapterNotFound):
+        registry.move("t1", name, "prod", targets)
+    with pytest.raises(AdapterNotFound):
+        registry.move("t2", "a", "prod", {1: 100})
+    assert [one.alias for one in registry.rollouts("t1")] == [LATEST]
+
+
+def test_what_an_alias_points_at_is_not_deleted_and_the_alias_is_named(registry: Registry) -> None:
+    registry.move("t1", "a", "prod", {1: 90, 2: 10})
+    for reference, aliases in (("a@2", ("prod",)), ("a@3", (LATEST,)), ("a", ("prod",))):
+        with pytest.raises(AdapterInUse) as refused:
+            registry.delete("t1", reference)
+        assert refused.value.aliases == aliases
+    registry.move("t1", "a", "prod", {3: 100})
+    assert [record.number for record in registry.delete("t1", "a@2").records] == [2]
+    registry.delete_alias("t1", "a", "prod")
+    assert [record.number for record in registry.delete("t1", "a").records] == [1, 3]
+
+
+def test_forced_what_is_left_of_an_alias_takes_over_and_an_alias_of_nothing_goes(registry: Registry) -> None:
+    registry.move("t1", "a", "prod", {1: 90, 2: 10})
+    registry.move("t1", "a", "old", {1: 100})
+    registry.pin("t1", "a@old", lambda wanted, others: None)
+    assert registry.delete("t1", "a@1", force=True).moved_pin
+    assert {one.alias: one.targets for one in registry.rollouts("t1", "a")} == {
+        "prod": {2: 100},
+        LATEST: {3: 100},
+    }
+    registry.delete("t1", "a@3", force=True)
+    assert registry.get("t1", "a").number == 2, "a bare name serves the newest that is left"
+    with pytest.raises(AliasConflict):
+        registry.roll_back("t1", "a", LATEST)
+    assert push(registry, 3) == registry.get("t1", "a").number == 4, "numbers do not come back"
+    registry.delete("t1", "a", force=True)
+    assert registry.rollouts("t1") == []
+    assert push(registry, 0) == 1, "it is another name"
+
+
+def test_the_last_version_takes_its_name_along_only_when_forced(registry: Registry) -> None:
+    push(registry, 0, "b")
+    with pytest.raises(AdapterInUse):
+        registry.delete("t1", "b@1")
+    assert registry.delete("t1", "b@1", force=True).orphaned == (), "a@1 has these weights"
+    assert [one.label for one in registry.list("t1")] == ["a"]
+
+
+def test_latest_can_be_moved_and_not_deleted_and_an_alias_is_no_version_to_delete(registry: Registry) -> None:
+    with pytest.raises(BadAlias, match="is what the bare name serves"):
+        registry.delete_alias("t1", "a", LATEST)
+    with pytest.raises(BadAlias, match="is an alias"):
+        registry.delete("t1", "a@latest", force=True)
+    with pytest.raises(AdapterNotFound):
+        registry.delete_alias("t1", "a", "prod")
+    with pytest.raises(AdapterNotFound):
+        registry.roll_back("t1", "a", "prod")
+
+
+def test_aliases_of_a_name_are_bounded(registry: Registry) -> None:
+    for number in range(MAX_ALIASES - 1):
+        registry.move("t1", "a", f"alias-{number}", {1: 100})
+    with pytest.raises(BadAlias, match="'a' has 32 aliases"):
+        registry.move("t1", "a", "one-more", {1: 100})
+    registry.move("t1", "a", "alias-0", {2: 100})
+
+
+# -- against a plain model -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class PlainAlias:
+    targets: dict[int, int]
+    follows: bool
+    before: list[tuple[dict[int, int], bool]] = field(default_factory=list)
+
+    def move(self, targets: dict[int, int], follows: bool) -> None:
+        if (targets, follows) != (self.targets, self.follows):
+            self.before = [*self.before, (self.targets, self.follows)][-MAX_HISTORY:]
+            self.targets, self.follows = targets, follows
+
+
+@dataclass
+class PlainName:
+    last: int = 0
+    versions: dict[int, int] = field(default_factory=dict)
+    aliases: dict[str, PlainAlias] = field(default_factory=dict)
+
+
+tenants, names = st.sampled_from(["t1", "t2"]), st.sampled_from(["a", "b"])
+aliases, digests = st.sampled_from([LATEST, "prod"]), st.sampled_from(range(3))
+
+
+class AgainstModel(RuleBasedStateMachine):
+    """Everything that can be asked is compared after each step; so is which weights each deletion orphans."""
+
+    @initialize()
+    def open(self) -> None:
+        self.directory = TemporaryDirectory()
+        self.database = Database(Path(self.directory.name) / "slora.db")
+        self.registry = Registry(self.database)
+        self.plain: dict[tuple[str, str], PlainName] = {}
+
+    def teardown(self) -> None:
+        self.database.close()
+        self.directory.cleanup()
+
+    @rule(tenant=tenants, name=names, digest=digests)
+    def push(self, tenant: str, name: str, digest: int) -> None:
+        number = push(self.registry, digest, name, tenant)
+        plain = self.plain.setdefault((tenant, name), PlainName())
+        if plain.versions and plain.versions[max(plain.versions)] == digest:
+            assert number == max(plain.versions)
+            return
+        plain.last += 1
+        assert number == plain.last
+        plain.versions[number] = digest
+        plain.aliases.setdefault(LATEST, PlainAlias({number: 100}, True))
+        for alias in plain.aliases.values():
+            if alias.follows:
+                alias.move({number: 100}, True)
+
+    @rule(
+        tenant=tenants,
+        name=names,
+        alias=aliases,
+        weight=st.integers(1, 100),
+        follows=st.booleans(),
+        data=st.data(),
+    )
+    def move(
+        self, tenant: str, name: str, alias: str, weight: int, follows: bool, data: st.DataObject
+    ) -> None:
+        plain = self.plain.get((tenant, name), PlainName())
+        first, second = (data.draw(st.integers(1, plain.last + 1)) for _ in range(2))
+        targets = {first: weight, second: 100 - weight} if first != second and weight < 100 else {first: 100}
+        try:
+            self.registry.move(tenant, name, alias, targets, follows_pushes=follows)
+        except AdapterNotFound:
+            assert not plain.versions.keys() >= targets.keys()
+            return
+        if alias in plain.aliases:
+            plain.aliases[alias].move(targets, follows)
+        else:
+            plain.aliases[alias] = PlainAlias(targets, follows)
+
+    @rule(tenant=tenants, name=names, alias=aliases)
+    def roll_back(self, tenant: str, name: str, alias: str) -> None:
+        plain = self.plain.get((tenant, name), PlainName()).aliases.get(alias)
+        try:
+            self.registry.roll_back(tenant, name, alias)
+        except AdapterNotFound:
+            assert plain is None
+        except AliasConflict:
+            assert plain is not None and not plain.before
+        else:
+            assert plain is not None
+            plain.targets, plain.follows = plain.before.pop()
+
+    @rule(tenant=tenants, name=names)
+    def delete_alias(self, tenant: str, name: str) -> None:
+        plain = self.plain.get((tenant, name), PlainName())
+        with suppress(AdapterNotFound):
+            self.registry.delete_alias(tenant, name, "prod")
+            del plain.aliases["prod"]
+
+    @rule(tenant=tenants, name=names, force=st.booleans(), data=st.data())
+    def delete_version(self, tenant: str, name: str, force: bool, data: st.DataObject) -> None:
+        plain = self.plain.get((tenant, name), PlainName())
+        number = data.draw(st.integers(1, plain.last + 1))
+        using = {alias for alias, one in plain.aliases.items() if number in one.targets}
+        self.delete(tenant, name, f"{name}@{number}", {number} & plain.versions.keys(), using, force)
+
+    @rule(tenant=tenants, name=names, force=st.booleans())
+    def delete_name(self, tenant: str, name: str, force: bool) -> None:
+        plain = self.plain.get((tenant, name), PlainName())
+        self.delete(tenant, name, name, set(plain.versions), plain.aliases.keys() - {LATEST}, force)
+
+    def delete(
+        self, tenant: str, name: str, reference: str, numbers: set[int], using: set[str], force: bool
+    ) -> None:
+        try:
+            removal = self.registry.delete(tenant, reference, force=force)
+        except AdapterNotFound:
+            assert not numbers
+            return
+        except AdapterInUse as error:
+            assert not force and set(error.aliases) == using
+            return
+        assert numbers and (force or not using)
+        plain = self.plain[tenant, name]
+        gone = {plain.versions.pop(number) for number in numbers}
+        for alias, one in list(plain.aliases.items()):
+            one.before = [before for before in one.before if not numbers & before[0].keys()]
+            left = {number: weight for number, weight in one.targets.items() if number not in numbers}
+            if left:
+                heaviest = min(left, key=lambda number: (-left[number], number))
+                left[heaviest] += 100 - sum(left.values())
+                one.targets = left
+            elif alias == LATEST and plain.versions:
+                plain.aliases[alias] = PlainAlias({max(plain.versions): 100}, one.follows)
+            else:
+                del plain.aliases[alias]
+        if not plain.versions:
+            del self.plain[tenant, name]
+        own = {
+            digest
+            for (owner, _), one in self.plain.items()
+            if owner == tenant
+            for digest in one.versions.values()
+        }
+        everybodys = {digest for one in self.plain.values() for digest in one.versions.values()}
+        assert {version.digest for version in removal.orphaned} == {DIGESTS[digest] for digest in gone - own}
+        assert set(removal.unreferenced) == {DIGESTS[digest] for digest in gone - everybodys}
+
+    @invariant()
+    def everything_is_as_in_the_model(self) -> None:
+        if not hasattr(self, "registry"):
+            return
+        for tenant in ("t1", "t2"):
+            own = {name: one for (owner, name), one in self.plain.items() if owner == tenant}
+            assert [one.label for one in self.registry.list(tenant)] == sorted(own)
+            rollouts = self.registry.rollouts(tenant)
+            assert {(one.main.name, one.alias): (one.targets, one.follows_pushes) for one in rollouts} == {
+                (name, alias): (one.targets, one.follows)
+                for name, plain in own.items()
+                for alias, one in plain.aliases.items()
+            }
+            for name, plain in own.items():
+                assert {
+                    record.number: record.version.digest for record in self.registry.versions(tenant, name)
+                } == {number: DIGESTS[digest] for number, digest in plain.versions.items()}
+                assert self.registry.get(tenant, name).number in plain.aliases[LATEST].targets
+
+
+TestAgainstModel = AgainstModel.TestCase
+# Each step is a commit to disk or two.
+TestAgainstModel.settings = settings(max_examples=settings.default.max_examples // 5, stateful_step_count=30)
