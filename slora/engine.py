@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 
+from slora.adapter_place import AdapterPlace
 from slora.cost_model import CostModel
 from slora.engine_config import EngineConfig
 from slora.engine_info import EngineInfo, EngineStats
@@ -21,6 +22,7 @@ from slora.sampling_params import SamplingParams
 from slora.scheduler import Scheduler
 from slora.scheduler_config import SchedulerConfig
 from slora.sequence import Sequence
+from slora.tenant_share import TenantShare
 from slora_adapters.source import AdapterSource
 from slora_adapters.version import AdapterVersion
 
@@ -134,6 +136,12 @@ class Engine:
         for pin in pins:
             self._tenants.set_share(pin.version.tenant, pin.share)
         self._scheduler.set_pins(pin.version for pin in pins)
+
+    def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
+        """Brings an adapter near before anybody asks for it, if there is room. share: its tenant's. Returns where it is
+        now."""
+        self._tenants.set_share(version.tenant, share)
+        return self._scheduler.prewarm(version)
 
     def step(self) -> list[StepOutput]:
         """Computes one step. What breaks in it ends the requests of that step, never the engine."""

@@ -9,8 +9,9 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from slora.adapter_place import AdapterPlace
 from slora.engine_info import EngineInfo, EngineStats
 from slora.engine_messages import (
     Message,
@@ -19,12 +20,14 @@ from slora.engine_messages import (
     decode_stats,
     encode_add,
     encode_pins,
+    encode_prewarm,
     encode_version,
 )
 from slora.errors import EngineUnavailable
 from slora.open_streams import OpenStreams
 from slora.pin import Pin
 from slora.request import EngineRequest, TokenDelta
+from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_adapters.wire import BrokenFrame, read_message, write_message
 
@@ -61,6 +64,12 @@ class EngineClient(Protocol):
     async def forget(self, version: AdapterVersion) -> None:
         """An adapter was deleted. An engine that is not there has nothing to forget."""
 
+    async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
+        """Brings an adapter to the host, and into the pool if nothing has to leave for it. Returns where it is now.
+
+        share: its tenant's. Raises EngineUnavailable.
+        """
+
     async def set_pins(self, pins: Sequence[Pin]) -> None:
         """These adapters and no others are to be in the pool; an engine that starts again has to be told again.
 
@@ -77,7 +86,7 @@ class RemoteEngine:
         self._writer: asyncio.StreamWriter | None = None
         self._loader_connected = False
         self._streams = OpenStreams()
-        self._asked: dict[int, asyncio.Future[EngineStats]] = {}
+        self._asked: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._on_hello: Callable[[], None] = lambda: None
 
@@ -119,14 +128,12 @@ class RemoteEngine:
         self._abort(request_id, index)
 
     async def stats(self) -> EngineStats:
-        number = next(self._numbers)
-        answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
-        self._asked[number] = answer
-        try:
-            await self._send({"op": "stats", "number": number})
-            return await answer
-        finally:
-            self._asked.pop(number, None)
+        stats: EngineStats = await self._ask({"op": "stats"})
+        return stats
+
+    async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
+        place: AdapterPlace = await self._ask(encode_prewarm(version, share))
+        return place
 
     async def forget(self, version: AdapterVersion) -> None:
         if self._writer is not None:
@@ -139,6 +146,17 @@ class RemoteEngine:
         # No await here: this may run while the task is being cancelled.
         if self._writer is not None:
             write_message(self._writer, {"op": "abort", "id": request_id, "index": index})
+
+    async def _ask(self, message: Message) -> Any:
+        """What the engine answers under the number that the message gets."""
+        number = next(self._numbers)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        try:
+            await self._send({**message, "number": number})
+            return await answer
+        finally:
+            self._asked.pop(number, None)
 
     async def _send(self, message: Message) -> None:
         writer = self._writer
@@ -156,14 +174,19 @@ class RemoteEngine:
                 for row in message["outputs"]:
                     self._streams.put(decode_output(row))
             case "stats":
-                answer = self._asked.get(message["number"])
-                if answer is not None and not answer.done():
-                    answer.set_result(decode_stats(message))
+                self._settle(message, decode_stats(message))
+            case "place":
+                self._settle(message, AdapterPlace(message["place"]))
             case "hello":
                 self._info = decode_info(message)
                 self._on_hello()
             case "status":
                 self._loader_connected = message["loader"]
+
+    def _settle(self, message: Message, found: EngineStats | AdapterPlace) -> None:
+        answer = self._asked.get(message["number"])
+        if answer is not None and not answer.done():
+            answer.set_result(found)
 
     def _lose(self) -> None:
         """The engine is gone."""

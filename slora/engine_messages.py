@@ -1,7 +1,7 @@
 """The frames between API and engine as plain maps, and back. `op` names the kind; both ends use only this module.
 
-API to engine:  add, abort, forget, pins (all of them, in place of those before), stats
-engine to API:  hello (its EngineInfo, once), status, outputs (one frame a step), stats
+API to engine:  add, abort, forget, pins (all of them, in place of those before), prewarm, stats
+engine to API:  hello (its EngineInfo, once), status, outputs (one frame a step), stats, place (of what was prewarmed)
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 Message = dict[str, Any]
 
@@ -80,6 +80,14 @@ def encode_pins(pins: Iterable[Pin]) -> Message:
 
 def decode_pins(message: Message) -> list[Pin]:
     return [Pin(decode_version(version), TenantShare(*share)) for version, share in message["pins"]]
+
+
+def encode_prewarm(version: AdapterVersion, share: TenantShare) -> Message:
+    return {"op": "prewarm", "version": encode_version(version), "share": astuple(share)}
+
+
+def decode_prewarm(message: Message) -> tuple[AdapterVersion, TenantShare]:
+    return decode_version(message["version"]), TenantShare(*message["share"])
 
 
 def encode_info(info: EngineInfo) -> Message:

@@ -18,18 +18,20 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from slora.adapter_place import AdapterPlace
 from slora.engine import Engine
 from slora.engine_config import EngineConfig
 from slora.engine_messages import (
     Message,
     decode_add,
     decode_pins,
+    decode_prewarm,
     decode_version,
     encode_info,
     encode_output,
     encode_stats,
 )
-from slora.engine_worker import Abort, Add, AskStats, EngineWorker, Forget, SetPins, Stop, Wake
+from slora.engine_worker import Abort, Add, AskStats, EngineWorker, Forget, Prewarm, SetPins, Stop, Wake
 from slora.errors import ConfigError, RequestRefused
 from slora.model_spec import read_model_spec
 from slora.request import StepOutput
@@ -169,6 +171,8 @@ class EngineServer:
                 self._worker.post(Forget(decode_version(message["version"])))
             case "pins":
                 self._worker.post(SetPins(decode_pins(message)))
+            case "prewarm":
+                self._prewarm(peer, message)
             case "stats":
                 self._answer_stats(peer, message["number"])
             case op:
@@ -183,6 +187,14 @@ class EngineServer:
             return
         peer.unfinished[engine_id] = set(range(request.sampling.num_choices))
         self._worker.post(Add(request))
+
+    def _prewarm(self, peer: _Peer, message: Message) -> None:
+        loop, number = asyncio.get_running_loop(), message["number"]
+
+        def answer(place: AdapterPlace) -> None:
+            _call_in(loop, lambda: peer.send({"op": "place", "number": number, "place": place.value}))
+
+        self._worker.post(Prewarm(*decode_prewarm(message), answer))
 
     def _answer_stats(self, peer: _Peer, number: int) -> None:
         loop = asyncio.get_running_loop()

@@ -8,11 +8,13 @@ import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from slora.adapter_place import AdapterPlace
 from slora.engine import Engine
 from slora.engine_info import EngineStats
 from slora.errors import RequestRefused
 from slora.pin import Pin
 from slora.request import EngineRequest, StepOutput
+from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 
 _log = logging.getLogger(__name__)
@@ -46,6 +48,15 @@ class SetPins:
 
 
 @dataclass(frozen=True, slots=True)
+class Prewarm:
+    """`answer` is called on the engine's thread."""
+
+    version: AdapterVersion
+    share: TenantShare
+    answer: Callable[[AdapterPlace], None]
+
+
+@dataclass(frozen=True, slots=True)
 class AskStats:
     """`answer` is called on the engine's thread."""
 
@@ -62,7 +73,7 @@ class Stop:
     pass
 
 
-Command = Add | Abort | Forget | SetPins | AskStats | Wake | Stop
+Command = Add | Abort | Forget | SetPins | Prewarm | AskStats | Wake | Stop
 
 
 class EngineWorker:
@@ -120,5 +131,7 @@ class EngineWorker:
                 engine.forget(version)
             case SetPins(pins):
                 engine.set_pins(pins)
+            case Prewarm(version, share, tell_place):
+                tell_place(engine.prewarm(version, share))
             case AskStats(answer):
                 answer(engine.stats())

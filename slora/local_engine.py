@@ -12,19 +12,35 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import aclosing, suppress
 from functools import partial
+from typing import Any, TypeVar
 
+from slora.adapter_place import AdapterPlace
 from slora.engine import Engine
 from slora.engine_info import EngineInfo, EngineStats
-from slora.engine_worker import Abort, Add, AskStats, Command, EngineWorker, Forget, SetPins, Stop, Wake
+from slora.engine_worker import (
+    Abort,
+    Add,
+    AskStats,
+    Command,
+    EngineWorker,
+    Forget,
+    Prewarm,
+    SetPins,
+    Stop,
+    Wake,
+)
 from slora.errors import EngineUnavailable
 from slora.open_streams import OpenStreams
 from slora.pin import Pin
 from slora.request import EngineRequest, StepOutput, TokenDelta
+from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 
 __all__ = ["LocalEngine"]
 
 _log = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer", EngineStats, AdapterPlace)
 
 
 class LocalEngine:
@@ -39,7 +55,7 @@ class LocalEngine:
         self._gate = threading.Lock()
         # Written by the event loops, read by the engine's thread.
         self._loops: dict[str, asyncio.AbstractEventLoop] = {}
-        self._asked: set[Future[EngineStats]] = set()
+        self._asked: set[Future[Any]] = set()
         self._streams = OpenStreams()
 
     def start(self, build: Callable[[], Engine]) -> None:
@@ -82,19 +98,26 @@ class LocalEngine:
         self._worker.post(Abort(request_id, index))
 
     async def stats(self) -> EngineStats:
-        answer: Future[EngineStats] = Future()
-        self._asked.add(answer)
-        try:
-            self._post(AskStats(lambda stats: _settle(answer, stats)))
-            return await asyncio.wrap_future(answer)
-        finally:
-            self._asked.discard(answer)
+        return await self._ask(AskStats)
 
     async def forget(self, version: AdapterVersion) -> None:
         self._worker.post(Forget(version))
 
+    async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
+        return await self._ask(partial(Prewarm, version, share))
+
     async def set_pins(self, pins: Sequence[Pin]) -> None:
         self._post(SetPins(list(pins)))
+
+    async def _ask(self, make: Callable[[Callable[[_Answer], None]], Command]) -> _Answer:
+        """What the engine answers to the command that is made with the call that takes it."""
+        answer: Future[_Answer] = Future()
+        self._asked.add(answer)
+        try:
+            self._post(make(partial(_settle, answer)))
+            return await asyncio.wrap_future(answer)
+        finally:
+            self._asked.discard(answer)
 
     async def _send(self, request: EngineRequest) -> None:
         self._loops[request.request_id] = asyncio.get_running_loop()
@@ -147,7 +170,7 @@ class LocalEngine:
             self._streams.put(output)
 
 
-def _settle(answer: Future[EngineStats], found: EngineStats | Exception) -> None:
+def _settle(answer: Future[_Answer], found: _Answer | Exception) -> None:
     with suppress(InvalidStateError):  # whoever asked was cancelled, or has been answered
         if isinstance(found, Exception):
             answer.set_exception(found)

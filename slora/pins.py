@@ -20,7 +20,7 @@ from slora.residency import Resident
 from slora.running_batch import RunningBatch
 from slora.step_plan import StepPlan
 from slora.unified_memory import UnifiedMemory
-from slora_adapters.source import FetchFailed
+from slora_adapters.source import Fetched, FetchFailed
 from slora_adapters.version import AdapterVersion
 
 _log = logging.getLogger(__name__)
@@ -102,10 +102,14 @@ class Pins:
         """The adapter was deleted: its pin ends."""
         self.want([one for one in self._wanted if one != version])
 
-    def bring(self, plan: StepPlan, num_pages: int, now: float) -> None:
-        """Goes on with what is missing. num_pages: of adapters that may still be loaded in this step."""
+    def bring(
+        self, plan: StepPlan, num_pages: int, now: float, fetched: Iterable[Fetched | FetchFailed]
+    ) -> None:
+        """Goes on with what is missing. num_pages: of adapters that may still be loaded in this step. fetched: ahead,
+        for whomever, since the last step; the copies are given back here.
+        """
         self._now = now
-        at_hand = self._take_prefetched()
+        at_hand = self._take_in(fetched)
         num_pages = 0 if self._wanted and self._reclaim.is_short else num_pages
         missing = (
             self._bring_from_host(plan, num_pages) if self._residency.num_pinned < len(self._wanted) else []
@@ -139,10 +143,10 @@ class Pins:
         assert (len(pinned), num_pages) == (self._residency.num_pinned, self._residency.num_pinned_pages)
         assert num_pages <= self._most_pages, f"{num_pages} pages pinned, at most {self._most_pages}"
 
-    def _take_prefetched(self) -> list[AdapterVersion]:
-        """What has come for pins since the last step. The copies are to be released."""
+    def _take_in(self, fetched: Iterable[Fetched | FetchFailed]) -> list[AdapterVersion]:
+        """What has come. The copies are to be released."""
         at_hand = []
-        for fetch in self._supply.take_prefetched():
+        for fetch in fetched:
             wish = self._wanted.get(fetch.version)
             if isinstance(fetch, FetchFailed):
                 if wish is not None:
@@ -169,7 +173,7 @@ class Pins:
     def _bring_from_host(self, plan: StepPlan, num_pages: int) -> list[AdapterVersion]:
         """Begins to load what has room and is on the host; returns those that have room and are not."""
         missing = []
-        spare, num_wanted_soon = self._spare(), self._num_wanted_soon()
+        spare, num_wanted_soon = self._spare(), self._batch.num_pages_wanted_soon
         for version, wish in self._wanted.items():
             resident = self._residency.find(version)
             if resident is not None:
@@ -195,10 +199,6 @@ class Pins:
         found = (self._residency.find(version) for version in self._wanted)
         pinned = [resident for resident in found if resident is not None and resident.is_pinned]
         return {*self._reclaim.next_adapters(), *pinned}
-
-    def _num_wanted_soon(self) -> int:
-        """Pages that those who run want for the rest of their prompts, and one more for each."""
-        return sum(1 + one.blocks.pages_missing(len(one.token_ids)) for one in self._batch)
 
     def _has_room(self, version: AdapterVersion, spare: set[Resident], num_wanted_soon: int) -> bool:
         """Whether it could be loaded now. Its size is not known before it was on the host: a fetch tells."""

@@ -24,6 +24,11 @@ class RunningBatch:
     def num_free_places(self) -> int:
         return self.num_places - sum(sequence.num_choices for sequence in self._sequences)
 
+    @property
+    def num_pages_wanted_soon(self) -> int:
+        """That those who run want for the rest of their prompts, and one more for each."""
+        return sum(1 + one.blocks.pages_missing(len(one.token_ids)) for one in self._sequences)
+
     def is_left_to(self, sequence: Sequence) -> bool:
         """Whether nobody else runs, save for other beams of its search: these go on only if it does."""
         return all(

@@ -21,6 +21,7 @@ Plain Python, deterministic given its inputs, the time among them. Knows no tens
 from collections.abc import Iterable
 from dataclasses import replace
 
+from slora.adapter_place import AdapterPlace
 from slora.adapter_supply import AdapterSupply
 from slora.admission import Admission
 from slora.beams import Beams
@@ -31,6 +32,7 @@ from slora.errors import DeadlineMissed, RequestFailed
 from slora.lifecycle import Lifecycle
 from slora.pins import Pins
 from slora.prefix_cache import PrefixCache
+from slora.prewarming import Prewarming
 from slora.reclaim import Reclaim
 from slora.request import FinishReason, StepOutput, TokenDelta, TokenLogprobs
 from slora.scheduler_config import SchedulerConfig
@@ -47,7 +49,8 @@ class Scheduler:
     """Owns the sequences and, through them, every held page of `memory`.
 
     Its parts, each of which knows those before it: memory, supply (adapters), prefixes, swapping, lifecycle (where each
-    sequence is), reclaim (who gives way), admission (who starts), pins (what is there before anybody asks).
+    sequence is), reclaim (who gives way), admission (who starts), pins (what is there before anybody asks), prewarming
+    (what comes if there is room).
     """
 
     def __init__(self, config: SchedulerConfig, source: AdapterSource, costs: CostModel) -> None:
@@ -78,6 +81,7 @@ class Scheduler:
             self._charges,
         )
         self.pins = Pins(self.memory, self.supply, self._reclaim, self._batch)
+        self.prewarming = Prewarming(self.memory, self.supply, self._reclaim, self._batch)
 
     @property
     def num_running(self) -> int:
@@ -130,9 +134,14 @@ class Scheduler:
         """These adapters and no others are brought to the pool before anybody asks for them, and stay."""
         self.pins.want(versions)
 
+    def prewarm(self, version: AdapterVersion) -> AdapterPlace:
+        """Brings an adapter to the host, and to the pool if there is room. Returns where it is now."""
+        return self.prewarming.want(version)
+
     def forget(self, version: AdapterVersion) -> None:
         """The adapter was deleted: it leaves now, or with the last request that runs on it or waits for it."""
         self.pins.forget(version)
+        self.prewarming.forget(version)
         self._lifecycle.forget(version)
 
     def schedule(self, now: float = 0.0) -> StepPlan:
@@ -149,7 +158,10 @@ class Scheduler:
         self._admission.admit(plan, budget)
         while self._is_stuck(plan) and self._admission.make_way(plan):
             self._admission.admit(plan, budget)
-        self.pins.bring(plan, self._admission.load_ahead(plan), now)
+        fetched, num_pages = self.supply.take_prefetched(), self._admission.load_ahead(plan)
+        self.prewarming.load(fetched)
+        self.pins.bring(plan, num_pages, now, fetched)
+        self.prewarming.fetch()
         plan.chunks.sort(key=_by_slot)
         for chunk in plan.chunks:
             for sequence in chunk.forks:  # their first tokens are drawn in this step

@@ -28,6 +28,7 @@ _HANDLERS = {
     "adapter versions": ("slora_api.commands.alias", "versions"),
     "adapter alias": ("slora_api.commands.alias", "move"),
     "adapter rollback": ("slora_api.commands.alias", "roll_back"),
+    "adapter prewarm": ("slora_api.commands.adapter", "prewarm"),
     "adapter pin": ("slora_api.commands.adapter", "pin"),
     "adapter unpin": ("slora_api.commands.adapter", "unpin"),
     "complete": ("slora_api.commands.complete", "complete"),
@@ -131,6 +132,8 @@ def _add_adapters(commands: _Commands) -> None:
     remove.add_argument("name", metavar="NAME[@N]")
     remove.add_argument("--force", action="store_true", help="though aliases point at it")
     _add_rollouts(adapters)
+    prewarm = adapters.add("prewarm", "bring an adapter near before it is asked for, and say where it is")
+    prewarm.add_argument("name", metavar="NAME[@N|@ALIAS]")
     for name, help_text in (
         ("pin", "keep a tenant's adapter in the page pool, there before anybody asks (operator)"),
         ("unpin", "let it leave the pool like any other (operator)"),

@@ -148,6 +148,22 @@ class ModelCatalog:
         if removal.moved_pin:
             self._pinning.refresh()
 
+    async def prewarm(self, key: KeyRecord, reference: str) -> Json:
+        """Begins to bring all versions that the reference stands for near the next request for them; nothing has to
+        leave the pool for it. Says where each is now. Raises ModelNotFound, EngineUnavailable.
+        """
+        rollout = self._find_rollout(key.tenant, reference)
+        found = [self._find_version(key.tenant, reference)] if rollout is None else rollout.records.values()
+        versions = [
+            {
+                "version": record.number,
+                "digest": digest_text(record),
+                "place": (await self._client.prewarm(record.version, key.share)).value,
+            }
+            for record in found
+        ]
+        return {"object": "adapter.prewarm", "name": reference, "versions": versions}
+
     def _reference(self, key: KeyRecord, name: str) -> str | None:
         """The adapter that `name` means for this key; None for the base model."""
         wanted = key.adapter if name == DEFAULT_MODEL else name

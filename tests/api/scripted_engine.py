@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from slora.adapter_place import AdapterPlace
 from slora.engine_info import EngineInfo, EngineStats
 from slora.errors import EngineUnavailable
 from slora.pin import Pin
 from slora.request import EngineRequest, FinishReason, TokenDelta
+from slora.tenant_share import TenantShare
 from slora.tokenizer import Tokenizer
 from slora_adapters.version import AdapterVersion
 from tests.adapters.hand_made import SHAPE
@@ -51,7 +53,7 @@ class ScriptedEngine:
     """An EngineClient. answers: what each request gets, in order; an exception among them is raised.
 
     aborted: requests whose answer was closed before its end. ended: single choices that were (request id, index).
-    pins: what it was told, each time.
+    pins: what it was told, each time. prewarmed: what was asked for, with the share.
     """
 
     answers: Sequence[Sequence[TokenDelta | Exception]] = ()
@@ -63,6 +65,7 @@ class ScriptedEngine:
     aborted: list[str] = field(default_factory=list)
     ended: list[tuple[str, int]] = field(default_factory=list)
     pins: list[list[Pin]] = field(default_factory=list)
+    prewarmed: list[Pin] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -104,6 +107,12 @@ class ScriptedEngine:
 
     async def forget(self, version: AdapterVersion) -> None:
         """Nothing is kept."""
+
+    async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
+        if not self.ready:
+            raise EngineUnavailable("it is not there")
+        self.prewarmed.append(Pin(version, share))
+        return AdapterPlace.FETCHING
 
     async def set_pins(self, pins: Sequence[Pin]) -> None:
         if not self.ready:

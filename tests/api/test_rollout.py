@@ -240,6 +240,31 @@ def test_every_version_of_a_canary_counts_for_the_room_that_pins_may_take(platfo
         assert admin.put("/admin/tenants/wide/adapters/voice/pin").status_code == 200
 
 
+def test_all_that_a_reference_stands_for_is_prewarmed_with_the_tenants_share(platform: Platform) -> None:
+    key = tenant_with(platform, "warm", 3)
+    put(platform, key, "prod", {"1": 90, "2": 10})
+    with platform.client(ADMIN_KEY) as admin:
+        admin.patch("/admin/tenants/warm", json={"weight": 3}).raise_for_status()
+    with platform.client(key) as client:
+        for reference, numbers in (("voice@prod", [1, 2]), ("voice@1", [1]), ("voice", [3])):
+            platform.engine.prewarmed.clear()
+            answer = client.post(f"/v1/adapters/{reference}/prewarm")
+            assert (answer.status_code, answer.json()["name"]) == (202, reference)
+            told = answer.json()["versions"]
+            assert [(one["version"], one["place"]) for one in told] == [(n, "fetching") for n in numbers]
+            asked = [
+                (pin.version.tenant, f"sha256:{pin.version.digest}") for pin in platform.engine.prewarmed
+            ]
+            assert asked == [("warm", one["digest"]) for one in told]
+            assert {pin.share.weight for pin in platform.engine.prewarmed} == {3}
+        assert client.post("/v1/adapters/voice@4/prewarm").status_code == 404
+        platform.engine.ready = False
+        assert client.post("/v1/adapters/voice/prewarm").status_code == 503
+        platform.engine.ready = True
+    with platform.client(platform.key("cold")) as stranger:
+        assert stranger.post("/v1/adapters/voice/prewarm").status_code == 404
+
+
 @pytest.fixture
 def tenant_environment(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> str:
     """The command line talks to the platform, as a tenant with nothing yet; its key."""
@@ -270,6 +295,9 @@ def test_a_rollout_by_command_line(
         ("voice@2", "latest=100  prod=10"),
         ("voice@1", "prod=90"),
     ]
+    assert run("prewarm", "voice@prod") == (
+        "voice@prod  version 1  fetching\nvoice@prod  version 2  fetching\n"
+    )
     assert run("rollback", "voice", "prod") == run("alias", "voice", "prod") == "voice@prod  1=100\n"
     assert run("rollback", "voice") == "voice@latest  1=100  follows pushes\n"
     assert "1=10, beside other versions" in run("alias", "voice", "prod", "1", "2=10", code=1)

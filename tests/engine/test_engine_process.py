@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from slora.adapter_place import AdapterPlace
 from slora.engine_client import RemoteEngine
 from slora.engine_info import EngineStats
 from slora.engine_messages import encode_add
@@ -20,6 +21,7 @@ from slora.errors import AdapterFetchFailed, ContextTooLong, EngineUnavailable, 
 from slora.pin import Pin
 from slora.request import EngineRequest, FinishReason, TokenDelta
 from slora.sampling_params import SamplingParams
+from slora.tenant_share import DEFAULT_SHARE
 from slora_adapters.version import AdapterVersion
 from slora_adapters.wire import send
 from tests.support.driving import Answer, drive, make_engine, make_source
@@ -265,6 +267,21 @@ def test_what_is_pinned_over_the_socket_is_there_before_anybody_asks(run: Run, s
         assert (after.prompt_tokens, pinned.pinned_adapters) == (before.prompt_tokens + 3, 1)
         await client.set_pins([])
         await wait_for_stats(client, lambda stats: stats.pinned_adapters == stats.pinned_loaded == 0)
+
+    run(body)
+
+
+def test_what_is_prewarmed_over_the_socket_is_there_before_anybody_asks(run: Run, stack: EngineStack) -> None:
+    version = stack.versions["odd_rank"]
+
+    async def body(client: RemoteEngine) -> None:
+        await client.forget(version)
+        before = await wait_for_stats(client, idle)
+        assert await client.prewarm(version, DEFAULT_SHARE) is not AdapterPlace.POOL
+        await wait_for_stats(client, lambda stats: stats.resident_adapters == before.resident_adapters + 1)
+        assert await client.prewarm(version, DEFAULT_SHARE) in (AdapterPlace.POOL, AdapterPlace.LOADING)
+        await collect(client.generate(ask("r", version)))
+        assert (await client.stats()).adapter_loads == before.adapter_loads + 1
 
     run(body)
 

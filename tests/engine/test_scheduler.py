@@ -179,6 +179,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pinned = versions - self.deleted
         self.bench.scheduler.set_pins(sorted(self.pinned, key=str))
 
+    @rule(version=st.sampled_from(VERSIONS))
+    def prewarm(self, version: AdapterVersion) -> None:
+        self.bench.scheduler.prewarm(version)
+
     @precondition(lambda self: self.bench.source.in_flight)
     @rule(data=st.data())
     def adapter_arrives(self, data: st.DataObject) -> None:

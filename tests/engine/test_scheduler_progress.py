@@ -73,6 +73,8 @@ def play(seed: int, *, pins: bool) -> None:
         chance = random.random()
         if chance < 0.2 and pins:
             bench.scheduler.set_pins(random.sample(VERSIONS, random.randint(0, 3)))
+        elif chance < 0.25:
+            bench.scheduler.prewarm(random.choice(VERSIONS))
         elif chance < 0.45:
             add_request(bench, random, str(number), shares)
         elif chance < 0.6 and bench.source.in_flight:

@@ -14,7 +14,7 @@ from slora_adapters.errors import AdapterError
 from slora_adapters.hub_reference import HubReference, HubSnapshot
 from slora_api.commands.remote import CommandFailed, admin_client, check, explained, tenant_client
 
-__all__ = ["pin", "push", "remove", "show", "unpin"]
+__all__ = ["pin", "prewarm", "push", "remove", "show", "unpin"]
 
 # Multipart field -> the file that peft and transformers write.
 _REQUIRED = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
@@ -79,6 +79,14 @@ def remove(arguments: argparse.Namespace) -> None:
         params = {"force": "true"} if arguments.force else {}
         check(client.delete(f"/v1/adapters/{quote(arguments.name, safe='')}", params=params))
     print(f"{arguments.name} removed")
+
+
+@explained
+def prewarm(arguments: argparse.Namespace) -> None:
+    with tenant_client() as client:
+        answer = check(client.post(f"/v1/adapters/{quote(arguments.name, safe='')}/prewarm"))
+    for version in answer["versions"]:
+        print(f"{arguments.name}  version {version['version']}  {version['place']}")
 
 
 def _pin_path(arguments: argparse.Namespace) -> str:

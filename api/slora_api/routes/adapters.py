@@ -44,6 +44,12 @@ async def delete_adapter(
     return {"name": reference, "object": "adapter", "deleted": True}
 
 
+@router.post("/v1/adapters/{reference}/prewarm", status_code=status.HTTP_202_ACCEPTED)
+async def prewarm_adapter(reference: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
+    """Asked again, it says how far it has come."""
+    return await services.catalog.prewarm(key, reference)
+
+
 @router.get("/v1/adapters/{name}/versions")
 def list_versions(name: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
     return {"object": "list", "data": services.catalog.list_versions(key.tenant, name)}

@@ -1,0 +1,128 @@
+"""Prewarmed adapters: brought near where nobody has to give way for it, told where they are, and not kept."""
+
+import logging
+
+import pytest
+
+from slora.adapter_place import AdapterPlace
+from slora.tenant_share import TenantShare
+from slora_adapters.version import AdapterVersion
+from tests.support.scheduler_bench import SchedulerBench
+
+VERSIONS = [AdapterVersion("tenant", f"digest{n}") for n in range(3)]
+PAGES = {version: pages for version, pages in zip(VERSIONS, (1, 2, 3), strict=True)}
+SMALL, MEDIUM, LARGE = VERSIONS
+
+
+def settle(bench: SchedulerBench) -> None:
+    """As an engine does that nobody sends anything more."""
+    bench.step()  # the command's
+    for _ in range(100):
+        if not (bench.scheduler.has_work or bench.source.in_flight):
+            return
+        bench.source.deliver()
+        bench.step()
+    raise AssertionError("it never comes to rest")
+
+
+def test_it_comes_to_the_pool_and_is_idle_there_and_each_time_is_told_how_far_it_is() -> None:
+    bench = SchedulerBench(PAGES, num_pages=8, load_pages=1)
+    assert bench.scheduler.prewarm(LARGE) is AdapterPlace.FETCHING
+    bench.step()
+    assert bench.source.in_flight == {LARGE} and not bench.scheduler.has_work
+    assert bench.scheduler.prewarm(LARGE) is AdapterPlace.FETCHING
+    bench.source.deliver()
+    bench.step()
+    assert bench.scheduler.prewarm(LARGE) is AdapterPlace.LOADING
+    settle(bench)
+    assert bench.scheduler.prewarm(LARGE) is AdapterPlace.POOL
+    resident = bench.residency.find(LARGE)
+    assert resident is not None and resident.num_users == 0 and not resident.is_pinned
+    assert bench.source.num_pinned == 0 and bench.memory.tenants.find("tenant").service == 0
+    bench.add("a", adapter=LARGE)
+    assert [output.request_id for output in bench.step()] == ["a"], "it waited for a fetch"
+    assert bench.source.num_fetches[LARGE] == bench.scheduler.supply.num_loads == 1
+
+
+@pytest.mark.parametrize("short_of", ["pages", "slots", "share"])
+def test_nothing_leaves_for_it_and_it_stays_on_the_host(short_of: str) -> None:
+    bench = SchedulerBench(PAGES, num_pages=4, num_slots=1 if short_of == "slots" else 4)
+    bench.add("a", adapter=MEDIUM)
+    list(bench.run_to_end(9))
+    assert bench.residency.find(MEDIUM) is not None and not bench.scheduler.num_running
+    wanted = LARGE if short_of == "pages" else SMALL
+    if short_of == "share":
+        bench.memory.tenants.set_share("tenant", TenantShare(max_share=0.5))
+    for place in (AdapterPlace.FETCHING, AdapterPlace.HOST):
+        assert bench.scheduler.prewarm(wanted) is place
+        settle(bench)
+    assert bench.residency.find(wanted) is None and bench.residency.find(MEDIUM) is not None
+    assert bench.source.num_pinned == 0, "the host could not let it go"
+
+
+def test_pages_that_those_who_run_will_want_are_left_to_them() -> None:
+    """Of 6 pages the prompt takes 5 chunk by chunk."""
+    bench = SchedulerBench(PAGES, num_pages=6, max_num_batched_tokens=4)
+    bench.add("long", prompt=20, max_tokens=1)
+    bench.step()
+    bench.scheduler.prewarm(LARGE)
+    while bench.scheduler.num_running:
+        bench.source.deliver()
+        bench.step()
+        assert bench.residency.find(LARGE) is None
+    assert bench.scheduler.num_preemptions == 0
+
+
+def test_one_that_a_request_waits_for_too_is_fetched_and_loaded_once() -> None:
+    bench = SchedulerBench(PAGES, num_pages=8)
+    bench.scheduler.prewarm(LARGE)
+    bench.step()
+    bench.add("a", adapter=LARGE)
+    settle(bench)
+    assert bench.source.num_fetches[LARGE] == bench.scheduler.supply.num_loads == 1
+    assert bench.scheduler.prewarm(LARGE) is AdapterPlace.POOL
+
+
+def test_one_that_waits_on_the_host_for_a_request_to_start_is_not_fetched_again() -> None:
+    """It was, and the copy was counted twice."""
+    bench = SchedulerBench(PAGES, num_pages=9, max_num_seqs=1, max_num_batched_tokens=24)
+    bench.add("runs", prompt=24, max_tokens=5)
+    bench.step()
+    bench.add("next", adapter=LARGE, prompt=8)
+    bench.step()
+    bench.source.deliver()
+    bench.step()
+    assert bench.residency.find(LARGE) is None and bench.source.num_pinned == 1
+    assert bench.scheduler.prewarm(LARGE) is AdapterPlace.FETCHING
+    bench.step()
+    assert not bench.source.in_flight and bench.scheduler.prewarm(LARGE) is AdapterPlace.HOST
+    list(bench.run_to_end(40))
+    assert bench.source.num_fetches[LARGE] == 1
+
+
+def test_one_that_is_pinned_meanwhile_is_loaded_once_and_pinned() -> None:
+    bench = SchedulerBench(PAGES, num_pages=8)
+    bench.scheduler.prewarm(LARGE)
+    bench.step()
+    bench.scheduler.set_pins([LARGE])
+    settle(bench)
+    resident = bench.residency.find(LARGE)
+    assert resident is not None and resident.is_pinned and bench.scheduler.supply.num_loads == 1
+
+
+def test_one_that_is_deleted_on_its_way_does_not_come(caplog: pytest.LogCaptureFixture) -> None:
+    bench = SchedulerBench(PAGES, num_pages=8)
+    bench.scheduler.prewarm(SMALL)
+    bench.step()
+    bench.scheduler.forget(SMALL)
+    settle(bench)
+    assert bench.residency.find(SMALL) is None and bench.source.num_pinned == 0
+    with caplog.at_level(logging.INFO):
+        bench.scheduler.prewarm(LARGE)
+        bench.step()
+        bench.source.fail(LARGE, "unavailable")
+        settle(bench)
+    assert "can't be fetched (unavailable)" in caplog.text
+    assert bench.scheduler.prewarm(LARGE) is AdapterPlace.FETCHING, "it was one try, and this is another"
+    settle(bench)
+    assert bench.scheduler.prewarm(LARGE) is AdapterPlace.POOL
