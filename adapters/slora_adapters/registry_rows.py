@@ -35,14 +35,15 @@ _VERSION_COLUMNS = (
     "v.packed_bytes, v.chat_template, v.generation_config"
 )
 VERSIONS = f"SELECT {_VERSION_COLUMNS} FROM adapter_versions v JOIN adapter_names n USING (tenant, name)"
-# One row for each version that an alias points at: all of an alias is seen at one moment.
+# One row for each version that an alias points at: all of an alias is seen at one moment. CROSS JOIN keeps SQLite to
+# this order; by itself it reads all versions of a name to find the one that is wanted.
 ROLLOUTS = (
     "SELECT a.alias, a.targets, a.follows_pushes, a.salt, a.pinned, a.updated_at, "
     f"{_VERSION_COLUMNS} FROM adapter_aliases a "
-    "JOIN json_each(a.targets) target "
-    "JOIN adapter_versions v "
+    "CROSS JOIN json_each(a.targets) target "
+    "CROSS JOIN adapter_versions v "
     "ON v.tenant = a.tenant AND v.name = a.name AND v.number = CAST(target.key AS INTEGER) "
-    "JOIN adapter_names n ON n.tenant = a.tenant AND n.name = a.name"
+    "CROSS JOIN adapter_names n ON n.tenant = a.tenant AND n.name = a.name"
 )
 _NUM_ALIAS_COLUMNS = 6
 BY_ALIAS = "ORDER BY a.tenant, a.name, a.alias, v.number"

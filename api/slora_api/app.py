@@ -13,7 +13,7 @@ from slora_api.authentication import Authentication
 from slora_api.body_limit import BodyLimit, BodyLimits
 from slora_api.errors import error_response
 from slora_api.request_scope import RequestScope
-from slora_api.routes import adapters, admin, completions, health, models
+from slora_api.routes import adapters, admin, completions, health, models, vllm_adapters
 from slora_api.services import Services
 
 __all__ = ["make_app", "make_router"]
@@ -30,7 +30,7 @@ def make_router(services: Services) -> FastAPI:
     """The routes alone, without the layers that guard them. Documentation pages would load scripts from elsewhere."""
     app = FastAPI(title="slora", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.services = services
-    for module in (completions, models, adapters, admin, health):
+    for module in (completions, models, adapters, vllm_adapters, admin, health):
         app.include_router(module.router)
     for kind in _ERRORS:
         app.add_exception_handler(kind, _answer_error)

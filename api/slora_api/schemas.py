@@ -21,10 +21,12 @@ __all__ = [
     "ChatRequest",
     "CompletionRequest",
     "GenerationFields",
+    "LoadLoraRequest",
     "NewKeyRequest",
     "NewTenantRequest",
     "StreamOptions",
     "TenantChanges",
+    "UnloadLoraRequest",
 ]
 
 _MAX_DEADLINE_MS = round(MAX_DEADLINE_S * 1000)
@@ -334,3 +336,26 @@ class AliasMove(BaseModel):
     versions: _Targets
     expected: Annotated[dict[int, int] | None, BeforeValidator(_check_targets)] = None
     follows_pushes: bool = False
+
+
+class LoadLoraRequest(BaseModel):
+    """POST /v1/load_lora_adapter, with vLLM's fields, and whose it is to be.
+
+    tenant: may be left out where there is only one. load_inplace: a name that is taken serves the new adapter then. It
+    always does here, and keeps the old version.
+    """
+
+    model_config = _STRICT
+    lora_name: str
+    lora_path: _Text
+    load_inplace: bool | None = None
+    tenant: str | None = None
+
+
+class UnloadLoraRequest(BaseModel):
+    """POST /v1/unload_lora_adapter. lora_int_id: vLLM's own number, which means nothing here."""
+
+    model_config = _STRICT
+    lora_name: str
+    lora_int_id: int | None = None
+    tenant: str | None = None

@@ -43,6 +43,7 @@ from slora_api.chat_templates import ChatTemplates
 from slora_api.data_dir import DataDir, open_data_dir
 from slora_api.demo import describe_demo, set_up_demo
 from slora_api.generation import Generator
+from slora_api.local_adapters import LocalAdapters
 from slora_api.metrics import Metrics
 from slora_api.model_catalog import DEFAULT_MODEL, BaseModel, ModelCatalog
 from slora_api.pinning import Pinning
@@ -218,6 +219,7 @@ async def _open_services(
         Aliases(adapters.registry, pinning),
         pinning,
         Uploads(data.quarantine),
+        LocalAdapters(Path(settings.lora_root) if settings.lora_root else None, data.quarantine),
         templates,
         Generator(client, model.tokenizer, admission, Metrics(model.name)),
     )

@@ -8,6 +8,7 @@ from fastapi import Depends, Request
 from slora_api.aliases import Aliases
 from slora_api.chat_templates import ChatTemplates
 from slora_api.generation import Generator
+from slora_api.local_adapters import LocalAdapters
 from slora_api.model_catalog import ModelCatalog
 from slora_api.pinning import Pinning
 from slora_api.settings import Settings
@@ -27,6 +28,7 @@ class Services:
     aliases: Aliases
     pinning: Pinning
     uploads: Uploads
+    local_adapters: LocalAdapters
     templates: ChatTemplates
     generator: Generator
 

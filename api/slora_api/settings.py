@@ -144,6 +144,10 @@ class Settings:
         "or s3://BUCKET/FOLDER, gs://, abfs:// and whatever else fsspec has a filesystem for (default: a directory in "
         "the data directory)", metavar="URL"
     )  # fmt: skip
+    lora_root: str = _setting(
+        "", "directory below which the operator may load adapters with POST /v1/load_lora_adapter (default: none)",
+        metavar="DIR",
+    )  # fmt: skip
     redis: str = _setting("", "redis://HOST:PORT/DB as a warm tier in front of the store", metavar="URL")
     pool_bytes: int | None = _setting(
         None, "memory for KV cache and adapters: auto takes 0.9 of the free GPU memory, or 25%% of the free RAM",

@@ -17,6 +17,7 @@ from slora_adapters.errors import (
 )
 from slora_adapters.reference import check_adapter_name
 from slora_adapters.registry import RESERVATION_S, AdapterDetails, Registry, Rollout
+from slora_adapters.registry_rows import ONE_ROLLOUT, PINNED
 from slora_adapters.registry_schema import MIGRATIONS
 from slora_adapters.version import AdapterVersion
 
@@ -168,6 +169,15 @@ def test_bad_names_are_refused_with_the_rule(registry: Registry, name: str) -> N
 def test_a_version_without_a_proper_digest_is_refused(registry: Registry) -> None:
     with pytest.raises(ValueError, match="is not a digest"):
         registry.put("a", _v("t1", "zz"), DETAILS)
+
+
+def test_a_lookup_reads_the_versions_that_it_wants_and_no_others(registry: Registry, tmp_path: Path) -> None:
+    """SQLite would rather read all versions of the name, and all aliases for the pinned ones."""
+    database = Database(tmp_path / "slora.db")
+    plan = str(database.read(f"EXPLAIN QUERY PLAN {ONE_ROLLOUT}", ("t1", "a", "prod")))
+    assert "SEARCH v" in plan and "number=?" in plan and "SCAN v" not in plan
+    assert "adapter_aliases_pinned" in str(database.read(f"EXPLAIN QUERY PLAN {PINNED}"))
+    database.close()
 
 
 def test_another_process_sees_a_change_at_once(registry: Registry, tmp_path: Path) -> None:

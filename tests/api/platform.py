@@ -21,6 +21,7 @@ from slora_api.api_key import Pepper
 from slora_api.app import make_app
 from slora_api.chat_templates import ChatTemplates
 from slora_api.generation import Generator
+from slora_api.local_adapters import LocalAdapters
 from slora_api.metrics import Metrics
 from slora_api.model_catalog import BaseModel, ModelCatalog
 from slora_api.pinning import Pinning
@@ -106,6 +107,7 @@ def running_platform(directory: Path, engine: ScriptedEngine, **settings: Any) -
         Aliases(registry, pinning),
         pinning,
         Uploads(directory / "quarantine"),
+        LocalAdapters(Path(chosen.lora_root) if chosen.lora_root else None, directory / "quarantine"),
         templates,
         Generator(engine, tokenizer, admission, Metrics("base")),
     )

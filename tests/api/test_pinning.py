@@ -178,6 +178,11 @@ def test_the_engine_is_told_all_pins_with_their_tenants_shares_until_it_has_hear
         tenancy.change_share("b", ShareChanges(max_pool_share=0.5))
         pinning.refresh()
         assert await told(5) == [one, Pin(two.version, TenantShare(max_share=0.5))]
+        registry.put("one", AdapterVersion("b", "2" * 64), details)
+        registry.move("b", "one", "latest", {1: 90, 2: 10})
+        pinning.refresh()
+        digests = [pin.version.digest[0] for pin in await told(6) if pin.version.tenant == "b"]
+        assert digests == ["1", "2"], "both sides of a canary"
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
