@@ -132,6 +132,23 @@ def test_a_pinned_adapter_is_there_before_anybody_asks_and_again_when_its_engine
         assert read_metric(mortal, "slora_resident_adapters") == 1, "it leaves when its pages are wanted"
 
 
+def test_a_prewarmed_adapter_is_there_before_anybody_asks(mortal: Served, kit: Kit) -> None:
+    key = mortal.make_key("warm")
+    upload(mortal, key, "voice", kit.small)
+
+    def place(client: httpx.Client) -> str:
+        answer = client.post("/v1/adapters/voice@1/prewarm")
+        assert answer.status_code == 202
+        return str(answer.json()["versions"][0]["place"])
+
+    with mortal.client(key) as client:
+        assert place(client) == "fetching"
+        wait_for(lambda: place(client) == "pool" or None, mortal.alive)
+        loads = read_metric(mortal, "slora_adapter_loads_total")
+        assert client.post("/v1/completions", json=SHORT | {"model": "voice"}).status_code == 200
+        assert read_metric(mortal, "slora_adapter_loads_total") == loads, "the request had to load it"
+
+
 def test_a_pin_follows_its_name_and_its_tenants_share_and_ends_when_the_name_is_deleted(
     mortal: Served, kit: Kit
 ) -> None:

@@ -205,7 +205,7 @@ def test_a_tenant_sees_nothing_of_another(server: Served, key: str) -> None:
     assert str(theirs.value).replace("wide", "wibe") == str(nobodys.value)
 
 
-def test_replacing_an_adapter_changes_the_next_answer(server: Served, kit: Kit) -> None:
+def test_the_next_version_of_an_adapter_changes_the_next_answer(server: Served, kit: Kit) -> None:
     key = server.make_key("changing", "voice")
     assert upload(server, key, "voice", kit.small).status_code == 201
     client = connect(server, key)
@@ -262,7 +262,7 @@ def test_the_command_line_leads_from_nothing_to_an_answer(server: Served, kit: K
     key = command(server, "key", "create", "cli", "--adapter", "voice", **operator).stdout.strip()
     tenant = {"SLORA_API_KEY": key}
     pushed = command(server, "adapter", "push", str(kit.wide), "--name", "voice", **tenant)
-    assert pushed.returncode == 0 and pushed.stdout.startswith("voice  rank 16")
+    assert pushed.returncode == 0 and pushed.stdout.startswith("voice  version 1  rank 16")
     assert command(server, "adapter", "list", **tenant).stdout == pushed.stdout
     pinned = command(server, "adapter", "pin", "voice", "--tenant", "cli", **operator)
     assert (pinned.returncode, pinned.stdout) == (0, pushed.stdout[:-1] + "  pinned\n")
