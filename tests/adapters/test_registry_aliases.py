@@ -51,6 +51,18 @@ def test_an_alias_moves_only_from_where_it_is_expected_to_be(registry: Registry)
     assert registry.roll_back("t1", "a", "prod").targets == {1: 100}, "and has moved it once"
 
 
+def test_another_process_sees_a_move_and_a_rollback_at_once(registry: Registry, tmp_path: Path) -> None:
+    database = Database(tmp_path / "slora.db")
+    other = Registry(database)
+    registry.move("t1", "a", "prod", {1: 100})
+    assert other.get("t1", "a@prod").number == 1
+    other.move("t1", "a", "prod", {2: 100})
+    assert registry.get("t1", "a@prod").number == 2
+    registry.roll_back("t1", "a", "prod")
+    assert other.get("t1", "a@prod").number == 1
+    database.close()
+
+
 def test_of_many_who_move_it_from_the_same_place_one_does(registry: Registry) -> None:
     registry.move("t1", "a", "prod", {1: 100})
 
@@ -334,4 +346,4 @@ class AgainstModel(RuleBasedStateMachine):
 
 TestAgainstModel = AgainstModel.TestCase
 # Each step is a commit to disk or two.
-TestAgainstModel.settings = settings(max_examples=settings.default.max_examples // 5, stateful_step_count=30)
+TestAgainstModel.settings = settings(max_examples=settings.default.max_examples // 3, stateful_step_count=50)

@@ -301,6 +301,10 @@ def test_a_rollout_by_command_line(
     assert run("rollback", "voice", "prod") == run("alias", "voice", "prod") == "voice@prod  1=100\n"
     assert run("rollback", "voice") == "voice@latest  1=100  follows pushes\n"
     assert "1=10, beside other versions" in run("alias", "voice", "prod", "1", "2=10", code=1)
+    assert "'4=' is no VERSION=PERCENT" in run("alias", "voice", "prod", "4=", code=1)
+    assert "stands there twice" in run("alias", "voice", "prod", "1=50", "1=50", code=1)
+    assert "give the VERSION" in run("alias", "voice", "prod", "--follow", code=1)
+    assert "leave out the versions" in run("alias", "voice", "prod", "1", "--delete", code=1)
     assert "force=true" in run("rm", "voice@1", code=1)
     assert run("rm", "voice@1", "--force") == "voice@1 removed\n"
     assert served(platform, tenant_environment, "voice") == "voice@2"

@@ -48,6 +48,11 @@ def versions(arguments: argparse.Namespace) -> None:
 @explained
 def move(arguments: argparse.Namespace) -> None:
     """Without versions it is shown."""
+    is_move = bool(arguments.versions)
+    if not is_move and (arguments.expect is not None or arguments.follow):
+        raise CommandFailed("--expect and --follow say how to move an alias; give the VERSION to move it to")
+    if is_move and arguments.delete:
+        raise CommandFailed("--delete takes the alias away; leave out the versions")
     body: dict[str, Any] = {"versions": _read_targets(arguments.versions), "follows_pushes": arguments.follow}
     if arguments.expect is not None:
         body["expected"] = _read_targets(arguments.expect)
@@ -55,7 +60,7 @@ def move(arguments: argparse.Namespace) -> None:
         if arguments.delete:
             check(client.delete(_path(arguments)))
             print(f"{arguments.name}@{arguments.alias} removed")
-        elif arguments.versions:
+        elif is_move:
             print(_alias_line(check(client.put(_path(arguments), json=body))))
         else:
             print(_alias_line(check(client.get(_path(arguments)))))
