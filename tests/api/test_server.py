@@ -301,7 +301,7 @@ def test_an_adapter_of_the_hub_is_pushed_by_its_repositorys_name_and_reported_by
     pushed = command(server, "adapter", "push", "hf://org/voice-2@main", **variables)
     assert pushed.returncode == 0, pushed.stderr
     line, origin = pushed.stdout.splitlines()
-    assert line.startswith("voice-2  rank 16") and origin == f"from hf://org/voice-2@{COMMIT}"
+    assert line.startswith("voice-2  version 1  rank 16") and origin == f"from hf://org/voice-2@{COMMIT}"
     assert command(server, "adapter", "list", **variables).stdout == line + "\n"
     for reference, words in (("hf://org/other", "out of reach"), ("hf://org", "hf://ORG/REPO")):
         refused = command(server, "adapter", "push", reference, **variables)
