@@ -6,7 +6,7 @@ One forward pass serves prefill chunks and decode steps of many sequences at onc
 tokens of the step. Knows no sequence, no adapter and no page: those are in the batch's tables.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor
 from slora.linear import Linear, multiply
 from slora.lora_deltas import LoraDeltas
 from slora.model_config import ModelConfig
+from slora.packed_weight import pack_weight
 from slora.page_memory import PageMemory
 from slora.rotary import cos_sin_tables
 from slora.step_batch import StepBatch
@@ -22,6 +23,8 @@ from slora.weight_reader import WeightReader
 from slora_kernels.batch import AttentionRule, QueryKeyNorm
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
+
+_LARGE_HEAD_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,15 @@ class DecoderLayer:
     output: Linear
     gate_up: Linear
     down: Linear
+
+    def packed(self) -> "DecoderLayer":
+        return replace(
+            self,
+            qkv=self.qkv.packed(),
+            output=self.output.packed(),
+            gate_up=self.gate_up.packed(),
+            down=self.down.packed(),
+        )
 
 
 class Decoder:
@@ -65,11 +77,13 @@ class Decoder:
         # As transformers does: a head that is there and differs was not tied, whatever config.json says.
         head_name = f"{config.stored_root.removesuffix('model')}lm_head.weight"
         tied = config.tie_word_embeddings and reader.is_absent_or_same(head_name, embedding_name)
-        self._lm_head = (
-            self._embedding if tied else reader.matrix(head_name, config.vocab_size, config.hidden_size)
-        )
+        head = self._embedding if tied else reader.matrix(head_name, config.vocab_size, config.hidden_size)
         reader.leave_out(config.left_out)
         reader.read()
+        for index in range(config.num_layers):  # one by one: for a moment each is there twice
+            self._layers[index] = self._layers[index].packed()
+        # A tied one must stay plain to be looked up in: a large one is not worth the memory twice.
+        self._lm_head = pack_weight(head) if not tied or head.nbytes <= _LARGE_HEAD_BYTES else head
 
     def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:
         """Writes the step's KV into its pages; returns the hidden states [B', H] of the rows in `sample_rows`."""
