@@ -81,7 +81,7 @@ def _draw(logits: Tensor, peaks: Tensor, rows: SamplingRows, index: Tensor) -> T
         )
         weights[places] = truncate(weights[places], *columns)
     # A row that is not sound has no sound weights either; its token is thrown away, but must be one.
-    return race(weights, rows.keys[index]).clamp_(max=logits.shape[1] - 1)
+    return race(weights, rows.keys(index)).clamp_(max=logits.shape[1] - 1)
 
 
 def _logprobs(logits: Tensor, choice: Tensor, rows: SamplingRows) -> dict[int, TokenLogprobs]:

@@ -51,17 +51,18 @@ class Want(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """The rows of one step, gathered: `numbers` int64 [B, columns]; `wants` and `num_proposed` int64 [B], on the host.
+    """The rows of one step, gathered: int64 [B, columns] on the host, and once more as `numbers`; `wants` int64 [B].
     Indexes count in B.
-
-    keys: int64 [B], a hash of each row's seed and position: the same wherever and whenever the row is drawn.
     """
 
     rows: npt.NDArray[np.int64]
     wants: npt.NDArray[np.int64]
-    num_proposed: npt.NDArray[np.int64]
+    ints: npt.NDArray[np.int64]
     numbers: Tensor
-    keys: Tensor
+
+    @property
+    def num_proposed(self) -> npt.NDArray[np.int64]:
+        return self.ints[:, Column.NUM_PROPOSED]
 
     def wanting(self, want: Want) -> npt.NDArray[np.int64] | None:
         """int64 indexes of those that want it; None if nobody does."""
@@ -75,6 +76,14 @@ class SamplingRows:
     def fraction(self, column: Column, index: Tensor) -> Tensor:
         """float32 [len(index), 1]."""
         return self.numbers[index, column].view(torch.float64).float().unsqueeze(1)
+
+    def keys(self, index: Tensor) -> Tensor:
+        """int64 [len(index)], a hash of each row's seed and position: the same wherever and whenever it is drawn."""
+        seeds, positions = (
+            self.ints[:, column].astype(np.uint64) for column in (Column.SEED, Column.POSITION)
+        )
+        keys = _mix(seeds * _GOLDEN + (positions + np.uint64(1)) * np.uint64(0xD1342543DE82EF95))
+        return torch.from_numpy(keys.view(np.int64)).to(index.device)[index]
 
 
 class SamplingTable:
@@ -132,18 +141,10 @@ class SamplingTable:
     def gather(self, rows: list[int]) -> SamplingRows:
         index = np.array(rows, np.int64)
         ints = self._ints[index]
-        seeds, positions = (ints[:, column].astype(np.uint64) for column in (Column.SEED, Column.POSITION))
-        keys = _mix(seeds * _GOLDEN + (positions + np.uint64(1)) * np.uint64(0xD1342543DE82EF95))
         wants = ints[:, Column.WANTS] | np.where(
             ints[:, Column.POSITION] < self._edits.until[index], Want.EDITS, 0
         )
-        return SamplingRows(
-            index,
-            wants,
-            ints[:, Column.NUM_PROPOSED],
-            torch.from_numpy(ints).to(self.device),
-            torch.from_numpy(keys.view(np.int64)).to(self.device),
-        )
+        return SamplingRows(index, wants, ints, torch.from_numpy(ints).to(self.device))
 
     def edits(self, rows: SamplingRows, index: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """tokens int64, and what to add to their logits float32, both [len(index), E]; idle places add 0."""

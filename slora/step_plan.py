@@ -93,8 +93,7 @@ class StepPlan:
         return len(self.copies) + len(self.swaps_in) == count
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """The token drawn for one of a chunk's `draws`; None where the logits were not finite. proposal: a beam's."""
 
     token_id: int | None

@@ -57,9 +57,9 @@ _WORKERS = (
 # In place of a tensor that is not there.
 _NOTHING = torch.empty(0)
 Worker = Callable[[Any], None]
-Field = Tensor | int | float
 # A field as a job holds it; see `numba_language`.
 Words = tuple[int, int, int]
+Field = Words | Tensor | int | float
 
 
 @cache
@@ -69,6 +69,8 @@ def _compile(worker: Worker, dtype: torch.dtype) -> Any:
 
 def _pack(field: Field) -> Words:
     """Numbers first: asking whether they are tensors is slow."""
+    if isinstance(field, tuple):
+        return field
     if isinstance(field, int):
         return field, 0, 0
     if isinstance(field, float):
@@ -135,10 +137,22 @@ def _share_heads(num_tiles: int, num_heads: int, group: int, max_query: int) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """queries: int32 [n, 4], see `_cut_queries`, by heads per KV head, cut when first asked for."""
+class QueryCut:
+    """tiles: int32 [n, 4], see `_cut_queries`. item_heads: KV heads of one item."""
 
-    queries: dict[int, Tensor]
+    tiles: Tensor
+    words: Words
+    item_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Fields that all layers share, as words. cuts: by heads per KV head and KV heads, made when first asked for."""
+
+    positions: Words
+    kv_slots: Words
+    block_tables: Words
+    cuts: dict[tuple[int, int], QueryCut]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +219,8 @@ class NumbaKernels:
         return self._scratch[: threads * numbers].view(threads, numbers)
 
     def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
-        return AttentionStep(batch, AttentionPlan({}))
+        plan = AttentionPlan(_pack(batch.positions), _pack(batch.kv_slots), _pack(batch.block_tables), {})
+        return AttentionStep(batch, plan)
 
     def prepare_lora(self, tiles: LoraTiles, tables: AdapterTables) -> LoraStep:
         plan = LoraPlan(
@@ -250,13 +265,15 @@ class NumbaKernels:
         step: AttentionStep,
         norms: QueryKeyNorm | None = None,
     ) -> Tensor:
+        plan = step.plan
+        assert isinstance(plan, AttentionPlan)
         normed = () if norms is None else (norms.query.float(), norms.key.float(), norms.eps)
         fields = (
             qkv,
             _NOTHING if cos_sin is None else cos_sin,
-            pages.view(geometry.dtype),
-            step.batch.positions,
-            step.batch.kv_slots,
+            _as_numbers(pages, qkv.element_size()),
+            plan.positions,
+            plan.kv_slots,
             geometry.num_heads,
             geometry.num_kv_heads,
             geometry.head_dim,
@@ -281,18 +298,19 @@ class NumbaKernels:
         plan = step.plan
         assert isinstance(plan, AttentionPlan)
         group = geometry.group_heads
-        if group not in plan.queries:
-            plan.queries[group] = _cut_queries(step.batch, max(1, TILE_ROWS // group))
-        tiles = plan.queries[group]
-        item_heads = _share_heads(len(tiles), geometry.num_kv_heads, group, step.batch.max_query)
+        if (group, geometry.num_kv_heads) not in plan.cuts:
+            tiles = _cut_queries(step.batch, max(1, TILE_ROWS // group))
+            heads = _share_heads(len(tiles), geometry.num_kv_heads, group, step.batch.max_query)
+            plan.cuts[group, geometry.num_kv_heads] = QueryCut(tiles, _pack(tiles), heads)
+        cut = plan.cuts[group, geometry.num_kv_heads]
         out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype)
         assert q.stride(1) == geometry.head_dim and q.stride(2) == 1
         fields = (
             q,
-            pages.view(geometry.dtype),
+            _as_numbers(pages, q.element_size()),
             out,
-            tiles,
-            step.batch.block_tables,
+            cut.words,
+            plan.block_tables,
             self._reserve(numba_attention.count_scratch(geometry.head_dim)),
             geometry.num_kv_heads,
             group,
@@ -302,9 +320,9 @@ class NumbaKernels:
             rule.scale,
             numba_attention.NO_WINDOW if rule.window is None else rule.window,
             rule.softcap or 0.0,
-            item_heads,
+            cut.item_heads,
         )
-        items = tiles.shape[0] * geometry.num_kv_heads // item_heads
+        items = len(cut.tiles) * geometry.num_kv_heads // cut.item_heads
         numbers = q.numel() * rule.count_visible(step.batch.max_context)
         self._run(numba_attention.attend_worker, geometry.dtype, items, fields, numbers=numbers)
         return out
