@@ -17,19 +17,24 @@ from slora_adapters.errors import AdapterCorrupt, AdapterInvalid
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft_config import CONFIG_NAME
 from slora_adapters.peft_directory import TENSORS_NAME, parse_adapter
-from slora_adapters.tensor_file import write_tensors
+from slora_adapters.tensor_file import tensor_file_parts
 from slora_kernels.layout import ModelShape
 
 Members = Mapping[str, Path | bytes]
 
 
-def bundle(adapter: Adapter, directory: Path | str) -> Members:
-    """The members to put into a store, for an adapter that `read_adapter` read from `directory`."""
+def bundle(adapter: Adapter, directory: Path | str, scratch: Path) -> Members:
+    """The members to put into a store, for an adapter that `read_adapter` read from `directory`.
+
+    scratch: another directory, for a tensor file that has to be written anew.
+    """
     # Not sorted: the order of patterns decides which one wins.
     config = json.dumps(adapter.config.to_json(), indent=1).encode()
     if adapter.has_copies:
         factors = [tensor for pair in adapter.pairs.values() for tensor in (pair.a, pair.b)]
-        return {CONFIG_NAME: config, TENSORS_NAME: write_tensors(factors)}
+        with (scratch / TENSORS_NAME).open("xb") as file:
+            file.writelines(tensor_file_parts(factors))
+        return {CONFIG_NAME: config, TENSORS_NAME: scratch / TENSORS_NAME}
     return {CONFIG_NAME: config, TENSORS_NAME: Path(directory) / TENSORS_NAME}
 
 

@@ -6,10 +6,8 @@ away first, then drop the blobs that nobody else refers to.
 """
 
 import logging
-from pathlib import Path
 
-from slora_adapters.adapter import Adapter
-from slora_adapters.bundle import bundle
+from slora_adapters.checked_adapter import CheckedAdapter
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.reference import check_adapter_name
 from slora_adapters.registry import AdapterDetails, Publication, Registry, Removal
@@ -26,16 +24,8 @@ class Catalog:
         self.registry = registry
         self.store = store
 
-    def publish(
-        self,
-        tenant: str,
-        name: str,
-        adapter: Adapter,
-        directory: Path | str,
-        packed_bytes: int | None = None,
-    ) -> Publication:
-        """Stores a validated adapter, read from `directory`, as the next version of the tenant's name. packed_bytes:
-        what it takes as it is served.
+    def publish(self, tenant: str, name: str, adapter: CheckedAdapter) -> Publication:
+        """Stores an adapter that passed every check, as the next version of the tenant's name.
 
         When it returns, both are durable. Takes as long, and answers the same, whether or not somebody else has
         stored these weights before. Raises BadAdapterName, StoreUnavailable.
@@ -43,10 +33,14 @@ class Catalog:
         check_adapter_name(name)
         version = AdapterVersion(tenant, adapter.digest)
         details = AdapterDetails(
-            adapter.max_rank, adapter.target_modules, adapter.tensor_bytes, adapter.extras, packed_bytes
+            adapter.rank,
+            adapter.target_modules,
+            adapter.tensor_bytes,
+            adapter.extras,
+            adapter.certificate.pool_bytes,
         )
         with self.registry.reservation(version.digest) as reservation:
-            self.store.put(version.digest, bundle(adapter, directory))
+            self.store.put(version.digest, adapter.members)
             return self.registry.put(name, version, details, reservation)
 
     def withdraw(self, tenant: str, reference: str, *, force: bool = False) -> Removal:

@@ -22,6 +22,9 @@ from slora_kernels.layout import ModelShape
 TENSORS_NAME = "adapter_model.safetensors"
 # Everything that may be uploaded as part of an adapter.
 MEMBER_NAMES = (CONFIG_NAME, TENSORS_NAME, *EXTRA_NAMES)
+_CONVERT = "save the adapter with save_pretrained(directory, safe_serialization=True)"
+# Protocols 2 to 5, and the zip that newer torch puts around its pickle.
+_PICKLE_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 # An adapter that breaks one rule often breaks it in every layer.
 MAX_REASONS_PER_CODE = 3
@@ -86,7 +89,7 @@ def _assemble(
 def refuse_pickles(names: Iterable[str]) -> list[Reason]:
     """A reason for each file name that is a pickle: unpickling runs whatever code the file's author chose."""
     return [
-        Reason("pickle", f"{name[:120]!r} is a pickle, which is never loaded; convert it to {TENSORS_NAME}")
+        Reason("pickle", f"{name[:120]!r} is a pickle, which is never loaded; {_CONVERT}")
         for name in names
         if name.lower().endswith(_PICKLE_SUFFIXES)
     ]
@@ -126,5 +129,14 @@ def _parse_tensors(
     try:
         return read_tensors(raw)
     except ValueError as error:
-        reasons.append(Reason("tensors_malformed", f"{TENSORS_NAME}: {error}"))
+        if _looks_pickled(raw):
+            message = f"{TENSORS_NAME} is a pickle under another name, which is never loaded; {_CONVERT}"
+            reasons.append(Reason("pickle", message))
+        else:
+            reasons.append(Reason("tensors_malformed", f"{TENSORS_NAME}: {error}"))
         return None
+
+
+def _looks_pickled(raw: memoryview) -> bool:
+    """Whether it begins as torch.save does; a header's length may do so, too, but then fits into the file."""
+    return bytes(raw[:4]).startswith(_PICKLE_STARTS) and int.from_bytes(raw[:8], "little") > len(raw)

@@ -9,7 +9,7 @@ Does not know what the tensors mean. bfloat16 has no numpy type, so its values c
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -69,8 +69,8 @@ def read_shaped(raw: bytes | memoryview, shape: tuple[int, ...]) -> dict[str, St
     return {name: _view(name, _parse_entry(name, entry), body) for name, entry in wanted.items()}
 
 
-def write_tensors(tensors: Iterable[StoredTensor]) -> bytes:
-    """A safetensors file of these tensors, in the order of their names."""
+def tensor_file_parts(tensors: Iterable[StoredTensor]) -> Iterator[bytes]:
+    """A safetensors file of these tensors, in the order of their names; piece by piece, one tensor's bytes at most."""
     ordered = sorted(tensors, key=lambda tensor: tensor.name)
     ends = list(accumulate(tensor.values.nbytes for tensor in ordered))
     header = {
@@ -82,7 +82,10 @@ def write_tensors(tensors: Iterable[StoredTensor]) -> bytes:
         for tensor, end in zip(ordered, ends, strict=True)
     }
     raw = json.dumps(header, separators=(",", ":")).encode()
-    return b"".join([len(raw).to_bytes(8, "little"), raw, *(tensor.values.tobytes() for tensor in ordered)])
+    yield len(raw).to_bytes(8, "little")
+    yield raw
+    for tensor in ordered:
+        yield tensor.values.tobytes()
 
 
 def _read_header(raw: bytes | memoryview, max_bytes: int) -> tuple[dict[str, object], memoryview]:
@@ -125,7 +128,10 @@ def _parse_entry(name: str, entry: object) -> _Span:
     shape = _sizes(entry["shape"])
     offsets = _sizes(entry["data_offsets"])
     if shape is None or offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"tensor {name!r}: shape or data_offsets are not proper sizes")
+        raise ValueError(
+            f"tensor {name!r}: shape {_short(entry['shape'])} or data_offsets {_short(entry['data_offsets'])} are not "
+            "proper sizes"
+        )
     expected = DTYPES[dtype].itemsize
     for size in shape:
         expected *= size
@@ -135,6 +141,11 @@ def _parse_entry(name: str, entry: object) -> _Span:
             f"{offsets[1] - offsets[0]}"
         )
     return _Span(dtype, shape, offsets[0], offsets[1])
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _sizes(value: object) -> tuple[int, ...] | None:

@@ -14,6 +14,7 @@ SloraError (the project's root)
 │   ├── ServerBusy         too much at once on this server
 │   ├── TenantBusy         too much at once for this tenant
 │   ├── Starting           the engine has not answered yet
+│   ├── InspectionFailed   an upload could not be checked; it may be later
 │   ├── Stopping           the server is shutting down
 │   └── ClientGone         the client hung up; nobody reads the answer
 └── the branches of slora_adapters.errors and slora.errors
@@ -61,6 +62,7 @@ __all__ = [
     "ErrorAnswer",
     "Forbidden",
     "InUse",
+    "InspectionFailed",
     "ModelNotFound",
     "NotFound",
     "PinsFull",
@@ -158,6 +160,10 @@ class Starting(ApiError):
     """The engine is not there yet, or not there again yet."""
 
 
+class InspectionFailed(ApiError):
+    """Checking an upload came to no end, so that nothing is known of it."""
+
+
 class Stopping(ApiError):
     def __init__(self) -> None:
         super().__init__("The server is shutting down; send the request again.")
@@ -206,6 +212,7 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (TenantBusy, _Rule(429, "rate_limit_error", "rate_limit_exceeded")),
     (ServerBusy, _Rule(503, _UNAVAILABLE, "server_busy")),
     (Starting, _Rule(503, _UNAVAILABLE, "engine_unavailable", retry_after_s=SOON_S)),
+    (InspectionFailed, _Rule(503, _UNAVAILABLE, "inspection_failed", retry_after_s=SOON_S)),
     (Stopping, _Rule(503, _UNAVAILABLE, "server_stopping", retry_after_s=SOON_S)),
     (EngineUnavailable, _Rule(503, _UNAVAILABLE, "engine_unavailable", retry_after_s=SOON_S)),
     (StoreUnavailable, _Rule(503, _UNAVAILABLE, "store_unavailable", retry_after_s=SOON_S)),

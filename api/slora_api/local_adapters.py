@@ -1,17 +1,15 @@
 """Adapters that lie on this machine, below one directory that the operator has named: for those who come from vLLM.
 
 A path is taken below that directory, and every link on the way is followed before it is judged, so none leads out of
-it. The files are copied, each opened once, and what is read is the copy: what changes below the directory meanwhile
-changes nothing here.
+it. The files are copied into the quarantine, each opened once, and go the way of an upload from there: what changes
+below the directory meanwhile changes nothing here.
 
 Knows no HTTP and nothing of what is in the files.
 """
 
 import asyncio
 import os
-import shutil
 import stat
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,48 +17,49 @@ from pathlib import Path
 from slora.errors import ConfigError
 from slora_adapters.peft_directory import MEMBER_NAMES
 from slora_api.errors import BadRequest, Forbidden
+from slora_api.quarantine import Quarantine
 
 __all__ = ["LocalAdapters"]
 
+_CHUNK_BYTES = 1 << 20
+
 
 class LocalAdapters:
-    """root: None where nothing is to be read from this machine. Copies live below `scratch`.
+    """root: None where nothing is to be read from this machine. max_bytes: the largest file that is copied.
 
     Raises ConfigError if the root is no directory.
     """
 
-    def __init__(self, root: Path | None, scratch: Path) -> None:
+    def __init__(self, root: Path | None, quarantine: Quarantine, max_bytes: int) -> None:
         if root is not None and not root.is_dir():
             raise ConfigError(f"lora_root is {str(root)!r}, which is no directory; make it, or leave it out")
         self._root = None if root is None else root.resolve()
-        self._scratch = scratch
+        self._quarantine = quarantine
+        self._max_bytes = max_bytes
 
     @asynccontextmanager
     async def copy(self, path: str) -> AsyncIterator[Path]:
         """A copy of the PEFT directory at `path`, absolute or below the root, for as long as the context.
 
-        Raises Forbidden where nothing is read from this machine, BadRequest for what is not below the root.
+        Raises Forbidden where nothing is read from this machine, BadRequest for what is too large or outside the root.
         """
         if self._root is None:
             raise Forbidden(
                 "This server reads no adapters from its own files; push them, or start it with --lora-root DIR."
             )
-        directory = Path(tempfile.mkdtemp(dir=self._scratch))
-        try:
-            await asyncio.to_thread(_copy_members, self._root, path, directory)
+        async with self._quarantine.folder() as directory:
+            await asyncio.to_thread(_copy_members, self._root, path, directory, self._max_bytes)
             yield directory
-        finally:
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
 
-def _copy_members(root: Path, path: str, directory: Path) -> None:
+def _copy_members(root: Path, path: str, directory: Path, max_bytes: int) -> None:
     try:
         source = _below(root, root / path)
         if not source.is_dir():
             raise FileNotFoundError
         for name in MEMBER_NAMES:
             if (source / name).exists():
-                _copy(_below(root, source / name), directory / name)
+                _copy(_below(root, source / name), directory / name, max_bytes)
     except (OSError, ValueError):  # a NUL in the path is a ValueError
         # The same words for what is elsewhere and for what is nowhere: paths outside are nobody's business.
         raise BadRequest(
@@ -77,11 +76,20 @@ def _below(root: Path, path: Path) -> Path:
     return real
 
 
-def _copy(source: Path, target: Path) -> None:
-    """Raises OSError if it has become a link since it was resolved, or is no file: nobody waits for a pipe's writer."""
+def _copy(source: Path, target: Path, max_bytes: int) -> None:
+    """Raises BadRequest if it is too large, OSError if it has become a link since it was resolved, or is no file:
+    nobody waits for a pipe's writer.
+    """
     descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise FileNotFoundError
         with target.open("xb") as copy:
-            shutil.copyfileobj(file, copy)
+            while chunk := file.read(_CHUNK_BYTES):
+                # Counted as it comes: a file may grow.
+                if copy.tell() + len(chunk) > max_bytes:
+                    raise BadRequest(
+                        f"{target.name} is larger than {max_bytes} bytes, this server's limit (max_upload_bytes).",
+                        "lora_path",
+                    )
+                copy.write(chunk)

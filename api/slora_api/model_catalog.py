@@ -17,20 +17,18 @@ from typing import Any
 from slora.engine_client import EngineClient
 from slora.errors import EngineUnavailable
 from slora.generation_defaults import GenerationDefaults, read_generation_defaults, refuse_unhonoured
-from slora_adapters.adapter import Adapter
 from slora_adapters.catalog import Catalog
+from slora_adapters.checked_adapter import CheckedAdapter
 from slora_adapters.errors import AdapterInUse, AdapterInvalid, AdapterNotFound
-from slora_adapters.limits import AdapterLimits
-from slora_adapters.peft_directory import read_adapter
 from slora_adapters.reference import check_adapter_name
 from slora_adapters.registry import AdapterRecord, Rollout
 from slora_api.adapter_json import adapter_json, digest_text, version_json
 from slora_api.chat_templates import ChatTemplates
 from slora_api.errors import BadRequest, InUse, ModelNotFound
+from slora_api.inspector import Inspector
 from slora_api.pinning import Pinning
 from slora_api.served_model import ServedModel
 from slora_api.tenancy import KeyRecord
-from slora_kernels.layout import ModelShape, lay_out_adapter
 
 __all__ = ["DEFAULT_MODEL", "BaseModel", "ModelCatalog"]
 
@@ -45,8 +43,6 @@ class BaseModel:
     """The one model that is shared. created_at: seconds since 1970, when this server started."""
 
     name: str
-    shape: ModelShape
-    limits: AdapterLimits
     defaults: GenerationDefaults
     created_at: int
 
@@ -61,12 +57,14 @@ class ModelCatalog:
         templates: ChatTemplates,
         client: EngineClient,
         pinning: Pinning,
+        inspector: Inspector,
     ) -> None:
         self._base = base
         self._adapters = adapters
         self._templates = templates
         self._client = client
         self._pinning = pinning
+        self._inspector = inspector
 
     def find_model(self, key: KeyRecord, name: str, user: str | None = None) -> ServedModel:
         """What `name` means for this key. Where an alias points at several versions, the same `user` gets the same, and
@@ -114,19 +112,18 @@ class ModelCatalog:
         rollouts = registry.rollouts(tenant, name)
         return [version_json(record, rollouts) for record in registry.versions(tenant, name)]
 
-    async def publish(self, tenant: str, name: str, directory: Path) -> Json:
-        """Validates the PEFT adapter in `directory`, stores it durably, and makes it the name's next version.
+    async def publish(self, tenant: str, name: str, source: Path) -> Json:
+        """Checks the adapter in `source`, a PEFT directory or an archive of one, stores it durably, and makes it the
+        name's next version.
 
         `new_version` is False in the answer if the newest version is the same adapter: that one is it, so that a lost
-        answer can be asked for again. Raises BadRequest, AdapterInvalid with all reasons, StoreUnavailable.
+        answer can be asked for again. Raises BadRequest, AdapterInvalid with all reasons, InspectionFailed,
+        StoreUnavailable.
         """
         self._check_name(name)
-        adapter = await asyncio.to_thread(read_adapter, directory, self._base.shape, self._base.limits)
-        await self._check_extras(adapter)
-        packed_bytes = lay_out_adapter(self._base.shape, adapter.ranks(self._base.shape)).num_bytes
-        published = await asyncio.to_thread(
-            self._adapters.publish, tenant, name, adapter, directory, packed_bytes
-        )
+        async with self._inspector.inspect(source) as adapter:
+            await self._check_extras(adapter)
+            published = await asyncio.to_thread(self._adapters.publish, tenant, name, adapter)
         if published.moved_pin:
             self._pinning.refresh()
         return self._version_json(published.record) | {"new_version": published.is_new}
@@ -190,7 +187,7 @@ class ModelCatalog:
             raise BadRequest(f"`{name}` is the name of something else here; choose another.", "name")
         check_adapter_name(name)
 
-    async def _check_extras(self, adapter: Adapter) -> None:
+    async def _check_extras(self, adapter: CheckedAdapter) -> None:
         reasons = refuse_unhonoured(adapter.extras.generation_config)
         if adapter.extras.chat_template is not None:
             reasons += await self._templates.check(adapter.extras.chat_template)

@@ -43,10 +43,12 @@ from slora_api.chat_templates import ChatTemplates
 from slora_api.data_dir import DataDir, open_data_dir
 from slora_api.demo import describe_demo, set_up_demo
 from slora_api.generation import Generator
+from slora_api.inspector import InspectionBounds, Inspector
 from slora_api.local_adapters import LocalAdapters
 from slora_api.metrics import Metrics
 from slora_api.model_catalog import DEFAULT_MODEL, BaseModel, ModelCatalog
 from slora_api.pinning import Pinning
+from slora_api.quarantine import Quarantine
 from slora_api.services import Services
 from slora_api.settings import SettingRefused, Settings, read_settings, unknown_variables
 from slora_api.supervisor import Child, Supervisor
@@ -88,9 +90,7 @@ class _Model:
         )
 
     def base(self) -> BaseModel:
-        return BaseModel(
-            self.name, self.shape, self.limits, read_model_defaults(self.directory), int(time.time())
-        )
+        return BaseModel(self.name, read_model_defaults(self.directory), int(time.time()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,14 +212,19 @@ async def _open_services(
     )
     tenancy = Tenancy(database, pepper)
     pinning = Pinning(adapters.registry, tenancy, client)
+    quarantine = Quarantine(data.quarantine)
+    bounds = InspectionBounds.for_uploads_of(settings.max_upload_bytes)
+    inspector = Inspector(quarantine, model.shape, model.limits, bounds)
     return Services(
         settings,
         tenancy,
-        ModelCatalog(model.base(), adapters, templates, client, pinning),
+        ModelCatalog(model.base(), adapters, templates, client, pinning, inspector),
         Aliases(adapters.registry, pinning),
         pinning,
-        Uploads(data.quarantine),
-        LocalAdapters(Path(settings.lora_root) if settings.lora_root else None, data.quarantine),
+        Uploads(quarantine),
+        LocalAdapters(
+            Path(settings.lora_root) if settings.lora_root else None, quarantine, settings.max_upload_bytes
+        ),
         templates,
         Generator(client, model.tokenizer, admission, Metrics(model.name)),
     )

@@ -1,15 +1,13 @@
-"""Receives an adapter as multipart/form-data and leaves its files in a quarantine directory for validation.
+"""Receives an adapter as multipart/form-data and leaves its files, or an archive of them, in quarantine for inspection.
 
 The parts are written to disk as they arrive, so an upload takes no memory, however large; the whole body is bounded
 by the body limit, each small part by a cap of its own. Files get our names, never the client's, whose only use is to
-refuse pickles by name. The directory is gone when the upload has been dealt with, whatever happened.
+refuse pickles by name. The folder is gone when the upload has been dealt with, whatever happened.
 
 Knows nothing of what is in the files.
 """
 
 import asyncio
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from slora_adapters.extras import GENERATION_NAME, TEMPLATE_NAME, TOKENIZER_NAME
 from slora_adapters.peft_config import CONFIG_NAME
 from slora_adapters.peft_directory import TENSORS_NAME, refuse_pickles
 from slora_api.errors import BadRequest
+from slora_api.quarantine import Quarantine
 
 __all__ = ["Upload", "Uploads"]
 
@@ -36,6 +35,11 @@ _FILES: Mapping[str, str] = {
     "generation_config": GENERATION_NAME,
 }
 _REQUIRED_FILES = ("config", "weights")
+# Takes the place of all these files.
+_ARCHIVE = "archive"
+_ARCHIVE_NAME = "archive"
+# Bounded by the body limit alone; the others are small.
+_LARGE_FILES = ("weights", _ARCHIVE)
 _TEXTS = ("name",)
 _MAX_TEXT_BYTES = 256
 # Everything but the weights; tokenizer configs that list every added token reach a few hundred kilobytes.
@@ -48,10 +52,10 @@ STALL_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """What was sent: the name, and a directory that looks like the one PEFT saved."""
+    """What was sent. source: a directory that looks like the one PEFT saved, or an archive of one, a file."""
 
     name: str
-    directory: Path
+    source: Path
 
 
 class _Part:
@@ -114,7 +118,8 @@ class _Receiver:
     def finish(self) -> None:
         if not self._ended:
             raise BadRequest("The body ends in the middle; it is not complete multipart/form-data.")
-        missing = [name for name in ("name", *_REQUIRED_FILES) if name not in self._seen]
+        required = ("name",) if _ARCHIVE in self._seen else ("name", *_REQUIRED_FILES)
+        missing = [name for name in required if name not in self._seen]
         if missing:
             raise BadRequest(
                 f"The multipart field `{missing[0]}` is missing.", missing[0], "missing_parameter"
@@ -123,6 +128,10 @@ class _Receiver:
     def close(self) -> None:
         if self._part is not None:
             self._part.close()
+
+    @property
+    def source(self) -> Path:
+        return self._directory / _ARCHIVE_NAME if _ARCHIVE in self._seen else self._directory
 
     def _on_header_field(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
@@ -143,16 +152,21 @@ class _Receiver:
     def _open(self, field: str, file_name: str) -> _Part:
         if field in _TEXTS:
             return _Part(field, None, _MAX_TEXT_BYTES)
-        if field not in _FILES:
+        if field not in _FILES and field != _ARCHIVE:
             raise BadRequest(
-                f"`{field[:80]}` is not a multipart field of an adapter; known are {', '.join((*_TEXTS, *_FILES))}.",
+                f"`{field[:80]}` is not a multipart field of an adapter; known are "
+                f"{', '.join((*_TEXTS, *_FILES, _ARCHIVE))}.",
                 field[:80],
                 "unknown_parameter",
             )
         if pickles := refuse_pickles([file_name]):
             raise AdapterInvalid(tuple(pickles))
-        file = (self._directory / _FILES[field]).open("xb")
-        return _Part(field, file, None if field == "weights" else _MAX_SMALL_FILE_BYTES)
+        if _ARCHIVE in self._seen and self._seen & _FILES.keys():
+            raise BadRequest(
+                f"Send the adapter's files or the multipart field `{_ARCHIVE}`, not both.", field
+            )
+        file = (self._directory / _FILES.get(field, _ARCHIVE_NAME)).open("xb")
+        return _Part(field, file, None if field in _LARGE_FILES else _MAX_SMALL_FILE_BYTES)
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._part is not None:
@@ -170,32 +184,26 @@ class _Receiver:
 
 
 class Uploads:
-    """Receives uploads below one directory, which it owns and empties when it starts."""
+    """Receives uploads into a quarantine."""
 
-    def __init__(self, quarantine: Path) -> None:
+    def __init__(self, quarantine: Quarantine) -> None:
         self._quarantine = quarantine
-        # What a killed server left behind.
-        shutil.rmtree(quarantine, ignore_errors=True)
-        quarantine.mkdir(mode=0o700, parents=True)
 
     @asynccontextmanager
     async def receive(self, content_type: str, stream: AsyncIterator[bytes]) -> AsyncIterator[Upload]:
-        """The upload in `stream`; its directory lives as long as the context. Raises BadRequest, AdapterInvalid."""
+        """The upload in `stream`; its files last as long as the context. Raises BadRequest, AdapterInvalid."""
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
             raise BadRequest(
-                "Send the adapter as multipart/form-data with the fields name, config and weights."
+                "Send the adapter as multipart/form-data with the fields name, config and weights, or name and archive."
             )
-        directory = Path(tempfile.mkdtemp(dir=self._quarantine))
-        try:
-            receiver = _Receiver(options[b"boundary"], directory)
+        async with self._quarantine.folder() as folder:
+            receiver = _Receiver(options[b"boundary"], folder)
             try:
                 await _receive(receiver, stream)
             finally:
                 receiver.close()
-            yield Upload(receiver.texts["name"], directory)
-        finally:
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            yield Upload(receiver.texts["name"], receiver.source)
 
 
 async def _receive(receiver: _Receiver, stream: AsyncIterator[bytes]) -> None:

@@ -32,7 +32,7 @@ class Stock:
             make_members(make_config(r=rank), make_tensors(rank, seed=number)),
         )
         adapter = read_adapter(folder, SHAPE, AdapterLimits())
-        self.store.put(adapter.digest, bundle(adapter, folder))
+        self.store.put(adapter.digest, bundle(adapter, folder, self.root))
         self.packed[adapter.digest] = pack(adapter, SHAPE, "float32")
         return adapter.digest
 

@@ -12,7 +12,7 @@ from slora_adapters.bundle import bundle, unbundle
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft_directory import TENSORS_NAME, read_adapter
-from slora_adapters.tensor_file import StoredTensor, read_tensors, write_tensors
+from slora_adapters.tensor_file import StoredTensor, read_tensors, tensor_file_parts
 from tests.adapters.peft_models import SHAPE, base_model, make_adapter
 
 EMBEDDING = "base_model.model.model.embed_tokens.base_layer.weight"
@@ -43,7 +43,7 @@ def tensors_of(directory: Path) -> dict[str, StoredTensor]:
 
 
 def rewrite(directory: Path, tensors: dict[str, StoredTensor]) -> None:
-    (directory / TENSORS_NAME).write_bytes(write_tensors(tensors.values()))
+    (directory / TENSORS_NAME).write_bytes(b"".join(tensor_file_parts(tensors.values())))
 
 
 @pytest.mark.parametrize("saved_as", [torch.float32, torch.bfloat16, torch.float16])
@@ -95,7 +95,7 @@ def test_the_head_of_a_tied_base_is_its_embedding(tmp_path: Path, base: Path) ->
     untied = tensors_of_base(base)
     (tmp_path / "base").mkdir()
     tied = {name: tensor for name, tensor in untied.items() if name != "lm_head.weight"}
-    (tmp_path / "base" / "model.safetensors").write_bytes(write_tensors(tied.values()))
+    (tmp_path / "base" / "model.safetensors").write_bytes(b"".join(tensor_file_parts(tied.values())))
     make_adapter(tmp_path, r=2, target_modules=["lm_head"])
     tensors = tensors_of(tmp_path)
     tensors[HEAD] = StoredTensor(HEAD, "F32", untied["model.embed_tokens.weight"].values)
@@ -137,11 +137,15 @@ def test_copies_are_refused_where_there_is_nothing_to_compare_them_with(tmp_path
 def test_copies_are_neither_part_of_the_digest_nor_stored(tmp_path: Path, base: Path) -> None:
     model = make_adapter(tmp_path, **BOTH)
     adapter = read(tmp_path, base)
-    members = bundle(adapter, tmp_path)
-    kept = read_tensors(members[TENSORS_NAME])
+    (tmp_path / "scratch").mkdir()
+    members = bundle(adapter, tmp_path, tmp_path / "scratch")
+    views = {
+        name: memoryview(Path(raw).read_bytes() if isinstance(raw, Path) else raw)
+        for name, raw in members.items()
+    }
+    kept = read_tensors(views[TENSORS_NAME])
     assert set(kept) == set(get_peft_model_state_dict(model, save_embedding_layers=False))
     # The loader, which does not know the base model's directory, finds the same adapter in what was stored.
-    views = {name: memoryview(raw) for name, raw in members.items()}
     stored = unbundle(views, adapter.digest, SHAPE, AdapterLimits())
     assert stored.digest == adapter.digest and not stored.has_copies
     rewrite(tmp_path, kept)
@@ -150,7 +154,7 @@ def test_copies_are_neither_part_of_the_digest_nor_stored(tmp_path: Path, base: 
 
 def test_an_adapter_without_copies_is_stored_as_it_was_uploaded(tmp_path: Path) -> None:
     make_adapter(tmp_path, r=2)
-    assert bundle(read(tmp_path, None), tmp_path)[TENSORS_NAME] == tmp_path / TENSORS_NAME
+    assert bundle(read(tmp_path, None), tmp_path, tmp_path)[TENSORS_NAME] == tmp_path / TENSORS_NAME
 
 
 def test_ensure_weight_tying_matters_only_where_the_embedding_or_the_head_is_adapted(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from slora_adapters.catalog import Catalog
 from slora_adapters.database import Database
 from slora_adapters.errors import AdapterCorrupt, AdapterNotFound, BadAdapterName, StoreUnavailable
 from slora_adapters.file_store import FileStore
+from slora_adapters.inspection import inspect
 from slora_adapters.limits import AdapterLimits
-from slora_adapters.peft_directory import read_adapter
 from slora_adapters.registry import Publication, Registry
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, write_directory
 
@@ -24,7 +24,7 @@ def catalog(tmp_path: Path) -> Iterator[Catalog]:
 
 def _publish(catalog: Catalog, folder: Path, tenant: str = "t1", name: str = "a", **what) -> Publication:
     write_directory(folder, make_members(**what))
-    return catalog.publish(tenant, name, read_adapter(folder, SHAPE, AdapterLimits()), folder)
+    return catalog.publish(tenant, name, inspect(folder, folder, SHAPE, AdapterLimits()))
 
 
 def test_a_published_adapter_can_be_fetched_and_has_its_digest(catalog: Catalog, tmp_path: Path) -> None:

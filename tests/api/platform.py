@@ -21,10 +21,12 @@ from slora_api.api_key import Pepper
 from slora_api.app import make_app
 from slora_api.chat_templates import ChatTemplates
 from slora_api.generation import Generator
+from slora_api.inspector import InspectionBounds, Inspector
 from slora_api.local_adapters import LocalAdapters
 from slora_api.metrics import Metrics
 from slora_api.model_catalog import BaseModel, ModelCatalog
 from slora_api.pinning import Pinning
+from slora_api.quarantine import Quarantine
 from slora_api.services import Services
 from slora_api.settings import Settings
 from slora_api.tenancy import Tenancy
@@ -82,19 +84,26 @@ def post(platform: Platform, key: str, path: str, body: Any) -> httpx.Response:
 
 
 @contextmanager
-def running_platform(directory: Path, engine: ScriptedEngine, **settings: Any) -> Iterator[Platform]:
+def running_platform(
+    directory: Path, engine: ScriptedEngine, bounds: InspectionBounds | None = None, **settings: Any
+) -> Iterator[Platform]:
     """The API on a free port, with its data in `directory`. settings: of `Settings`."""
+    bounds = bounds or InspectionBounds()
     tokenizer = byte_tokenizer()
     chosen = replace(Settings(model="base"), **settings)
     database = Database(directory / "slora.db")
     pepper = Pepper.from_file(directory / "pepper")
     templates = ChatTemplates(tokenizer)
-    limits = AdapterLimits(max_lora_rank=chosen.max_lora_rank, vocab_size=257)
-    base = BaseModel("base", SHAPE, limits, GenerationDefaults(), 1)
+    limits = AdapterLimits(
+        max_lora_rank=chosen.max_lora_rank, max_tensor_bytes=chosen.max_upload_bytes, vocab_size=257
+    )
+    quarantine = Quarantine(directory / "quarantine")
+    inspector = Inspector(quarantine, SHAPE, limits, bounds)
+    base = BaseModel("base", GenerationDefaults(), 1)
     tenancy, registry = Tenancy(database, pepper), Registry(database)
     pinning = Pinning(registry, tenancy, engine)
     adapters = Catalog(registry, FileStore(directory / "adapters"))
-    catalog = ModelCatalog(base, adapters, templates, engine, pinning)
+    catalog = ModelCatalog(base, adapters, templates, engine, pinning, inspector)
     admission = Admission(
         max_requests=chosen.max_concurrent_requests,
         max_per_tenant=chosen.max_concurrent_per_tenant,
@@ -106,8 +115,10 @@ def running_platform(directory: Path, engine: ScriptedEngine, **settings: Any) -
         catalog,
         Aliases(registry, pinning),
         pinning,
-        Uploads(directory / "quarantine"),
-        LocalAdapters(Path(chosen.lora_root) if chosen.lora_root else None, directory / "quarantine"),
+        Uploads(quarantine),
+        LocalAdapters(
+            Path(chosen.lora_root) if chosen.lora_root else None, quarantine, chosen.max_upload_bytes
+        ),
         templates,
         Generator(engine, tokenizer, admission, Metrics("base")),
     )

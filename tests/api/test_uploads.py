@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slora_api import uploads
-from slora_api.uploads import Uploads
+from slora_api.quarantine import Quarantine
 from tests.adapters.hand_made import make_config, make_members, make_tensors, tensor_name
 from tests.api.platform import Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
@@ -264,7 +264,7 @@ def test_an_upload_that_stops_coming_gives_its_place_back(
 def test_what_a_killed_server_left_in_quarantine_is_gone_after_the_next_start(tmp_path: Path) -> None:
     (tmp_path / "quarantine" / "old").mkdir(parents=True)
     (tmp_path / "quarantine" / "old" / "file").write_text("x")
-    Uploads(tmp_path / "quarantine")
+    Quarantine(tmp_path / "quarantine")
     assert list((tmp_path / "quarantine").iterdir()) == []
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from slora.errors import ConfigError
 from slora_api.local_adapters import LocalAdapters
+from slora_api.quarantine import Quarantine
 from tests.adapters.hand_made import make_members, make_tensors, write_directory
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
@@ -102,6 +103,20 @@ def test_a_pipe_among_the_files_holds_nobody_up(platform: Platform, root: Path) 
     assert send(platform, "load", lora_name="voice", lora_path="voice").status_code == 400
 
 
+def test_a_file_beyond_the_limit_of_uploads_is_not_copied_whole(tmp_path: Path, root: Path) -> None:
+    size = (root / "voice" / "adapter_model.safetensors").stat().st_size
+    for limit, status in ((size, 200), (size - 1, 400)):
+        data = tmp_path / str(limit)
+        data.mkdir()
+        engine = ScriptedEngine([deltas_of(b"ok")])
+        with running_platform(data, engine, lora_root=str(root), max_upload_bytes=limit) as platform:
+            platform.key("only")
+            answer = send(platform, "load", lora_name="voice", lora_path="voice")
+            assert answer.status_code == status
+            assert not any((data / "quarantine").iterdir())
+    assert "max_upload_bytes" in answer.json()["error"]["message"]
+
+
 def test_what_is_loaded_is_checked_like_an_upload(platform: Platform, root: Path) -> None:
     platform.key("only")
     (root / "voice" / "adapter_model.safetensors").write_bytes(b"\x80\x04pickle")
@@ -119,4 +134,4 @@ def test_without_a_root_nothing_is_loaded_and_a_root_that_is_none_is_refused_at_
         off = send(platform, "load", lora_name="voice", lora_path=str(root / "voice"))
     assert off.status_code == 403 and "--lora-root" in off.json()["error"]["message"]
     with pytest.raises(ConfigError, match="no directory"):
-        LocalAdapters(tmp_path / "missing", tmp_path)
+        LocalAdapters(tmp_path / "missing", Quarantine(tmp_path / "quarantine"), 1)

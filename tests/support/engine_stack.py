@@ -89,7 +89,7 @@ class EngineStack:
 
     def put(self, directory: Path, tenant: str = "tenant") -> AdapterVersion:
         adapter = read_adapter(directory, self._shape, AdapterLimits())
-        self.store.put(adapter.digest, bundle(adapter, directory))
+        self.store.put(adapter.digest, bundle(adapter, directory, self._root))
         return AdapterVersion(tenant, adapter.digest)
 
     def ensure_running(self) -> None:
