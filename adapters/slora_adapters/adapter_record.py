@@ -47,6 +47,10 @@ class AdapterRecord:
     def label(self) -> str:
         return f"{self.name}@{self.number}"
 
+    def holds(self, version: AdapterVersion, extras: AdapterExtras) -> bool:
+        """Whether this is what a push of these would make."""
+        return (self.version, self.details.extras) == (version, extras)
+
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
@@ -81,6 +85,14 @@ class Rollout:
     def choose(self, user: str) -> AdapterRecord:
         """The same for the same user, until weights change; see `choose_target`."""
         return self.records[choose_target(self.targets, self.salt, user)]
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What all versions of a tenant come to. sizes: bytes of tensors by digest, which several versions may have."""
+
+    num_versions: int
+    sizes: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)

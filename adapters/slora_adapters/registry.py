@@ -23,7 +23,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from sqlite3 import Connection
 
-from slora_adapters.adapter_record import AdapterDetails, AdapterRecord, Publication, Removal, Rollout
+from slora_adapters.adapter_record import (
+    AdapterDetails,
+    AdapterRecord,
+    Holdings,
+    Publication,
+    Removal,
+    Rollout,
+)
 from slora_adapters.alias import AliasState, Targets, check_targets
 from slora_adapters.blob_name import check_digest
 from slora_adapters.database import Database
@@ -43,6 +50,7 @@ from slora_adapters.reference import (
 )
 from slora_adapters.registry_rows import (
     BY_ALIAS,
+    NEWEST,
     ONE_ROLLOUT,
     PINNED,
     ROLLOUTS,
@@ -77,6 +85,7 @@ __all__ = [
     "RESERVATION_S",
     "AdapterDetails",
     "AdapterRecord",
+    "Holdings",
     "Publication",
     "Registry",
     "Removal",
@@ -146,6 +155,18 @@ class Registry:
             raise not_found(name)
         return [read_record(row) for row in rows]
 
+    def newest(self, tenant: str, name: str) -> AdapterRecord | None:
+        """The version of a name that was pushed last, of those that are there; None if there is no such name."""
+        rows = self._database.read(NEWEST, (tenant, name))
+        return read_record(rows[0]) if rows else None
+
+    def holdings(self, tenant: str) -> Holdings:
+        query = (
+            "SELECT count(*), digest, max(num_bytes) FROM adapter_versions WHERE tenant = ? GROUP BY digest"
+        )
+        rows = self._database.read(query, (tenant,))
+        return Holdings(sum(row[0] for row in rows), {digest: num_bytes for _, digest, num_bytes in rows})
+
     def pinned(self) -> Sequence[Rollout]:
         """All aliases that are pinned, by tenant, name and alias."""
         return read_rollouts(self._database.read(PINNED))
@@ -168,7 +189,7 @@ class Registry:
             if reservation is not None and not give_back(connection, reservation, now):
                 raise StoreUnavailable("the upload took too long, so its space was given up; upload again")
             newest = find_newest(connection, key)
-            if newest and (newest.version, newest.details.extras) == (version, details.extras):
+            if newest is not None and newest.holds(version, details.extras):
                 # It may have been published by a release that did not keep it.
                 set_packed_bytes(connection, key, newest.number, details.packed_bytes)
                 return Publication(find_version(connection, key, newest.number), is_new=False)

@@ -35,6 +35,7 @@ _VERSION_COLUMNS = (
     "v.packed_bytes, v.chat_template, v.generation_config"
 )
 VERSIONS = f"SELECT {_VERSION_COLUMNS} FROM adapter_versions v JOIN adapter_names n USING (tenant, name)"
+NEWEST = f"{VERSIONS} WHERE v.tenant = ? AND v.name = ? ORDER BY v.number DESC LIMIT 1"
 # One row for each version that an alias points at: all of an alias is seen at one moment. CROSS JOIN keeps SQLite to
 # this order; by itself it reads all versions of a name to find the one that is wanted.
 ROLLOUTS = (
@@ -110,8 +111,7 @@ def find_version(connection: Connection, key: NameKey, number: int) -> AdapterRe
 
 
 def find_newest(connection: Connection, key: NameKey) -> AdapterRecord | None:
-    where = "v.tenant = ? AND v.name = ?"
-    row = connection.execute(f"{VERSIONS} WHERE {where} ORDER BY v.number DESC LIMIT 1", key).fetchone()
+    row = connection.execute(NEWEST, key).fetchone()
     return None if row is None else read_record(row)
 
 

@@ -118,15 +118,16 @@ def _add_adapters(commands: _Commands) -> None:
         "adapter", "verify, upload, list, roll out and remove LoRA adapters (tenant), pin them (operator)"
     )
     _add_verify(adapters)
-    push = adapters.add(
-        "push", "upload a PEFT directory as the next version of a name; it can be called at once"
-    )
+    push = adapters.add("push", "upload an adapter as the next version of a name; it can be called at once")
     push.add_argument(
-        "directory",
-        help="holds adapter_config.json and adapter_model.safetensors; or hf://ORG/REPO[@REVISION][/FOLDER], which "
-        "is downloaded to this machine first",
+        "source",
+        help="holds adapter_config.json and adapter_model.safetensors: a directory; a .zip, .tar or .tar.gz of one; or "
+        "hf://ORG/REPO[@REVISION][/FOLDER], which is downloaded to this machine first",
     )
-    push.add_argument("--name", help="name to call it by (default: the directory's or repository's name)")
+    push.add_argument("--name", help="name to call it by (default: that of the source)")
+    push.add_argument(
+        "--base", metavar="DIR", help="the model that it was trained on; refused if another is served"
+    )
     adapters.add("list", "list your adapters with what they serve")
     remove = adapters.add("rm", "remove a version, or an adapter with all of its versions")
     remove.add_argument("name", metavar="NAME[@N]")

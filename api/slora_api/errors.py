@@ -9,6 +9,7 @@ SloraError (the project's root)
 │   ├── Conflict           the name is taken
 │   ├── InUse              not deleted: aliases point at it
 │   ├── PinsFull           no more adapters may be pinned
+│   ├── QuotaExceeded      the tenant may keep no more adapters, or no larger ones
 │   ├── BadRequest         a field or body that cannot be used
 │   ├── BodyTooLarge       more bytes than the limit
 │   ├── ServerBusy         too much at once on this server
@@ -66,6 +67,7 @@ __all__ = [
     "ModelNotFound",
     "NotFound",
     "PinsFull",
+    "QuotaExceeded",
     "ServerBusy",
     "Starting",
     "Stopping",
@@ -119,6 +121,10 @@ class InUse(ApiError):
 
 class PinsFull(ApiError):
     """Pins would take more of the pool than they may; the message has the figures."""
+
+
+class QuotaExceeded(ApiError):
+    """A tenant would have more than it may; the message has the figures."""
 
 
 class BadRequest(ApiError):
@@ -204,6 +210,7 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (InUse, _Rule(409, "conflict_error", "adapter_in_use", should_retry=False)),
     (AliasConflict, _Rule(409, "conflict_error", "alias_conflict", should_retry=False)),
     (PinsFull, _Rule(409, "conflict_error", "pins_full", should_retry=False)),
+    (QuotaExceeded, _Rule(409, "conflict_error", "quota_exceeded", should_retry=False)),
     (BadRequest, _Rule(400, _REQUEST)),
     (RequestRefused, _Rule(400, _REQUEST)),
     (RequestValidationError, _Rule(400, _REQUEST)),

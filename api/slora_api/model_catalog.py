@@ -9,6 +9,7 @@ Knows no HTTP; its dictionaries are the API's JSON.
 """
 
 import asyncio
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,11 @@ from slora_adapters.catalog import Catalog
 from slora_adapters.checked_adapter import CheckedAdapter
 from slora_adapters.errors import AdapterInUse, AdapterInvalid, AdapterNotFound
 from slora_adapters.reference import check_adapter_name
-from slora_adapters.registry import AdapterRecord, Rollout
+from slora_adapters.registry import AdapterRecord, Publication, Rollout
+from slora_adapters.version import AdapterVersion
 from slora_api.adapter_json import adapter_json, digest_text, version_json
+from slora_api.adapter_quota import AdapterQuota
+from slora_api.base_identity import BaseIdentity
 from slora_api.chat_templates import ChatTemplates
 from slora_api.errors import BadRequest, InUse, ModelNotFound
 from slora_api.inspector import Inspector
@@ -43,6 +47,7 @@ class BaseModel:
     """The one model that is shared. created_at: seconds since 1970, when this server started."""
 
     name: str
+    identity: BaseIdentity
     defaults: GenerationDefaults
     created_at: int
 
@@ -58,6 +63,7 @@ class ModelCatalog:
         client: EngineClient,
         pinning: Pinning,
         inspector: Inspector,
+        quota: AdapterQuota,
     ) -> None:
         self._base = base
         self._adapters = adapters
@@ -65,6 +71,9 @@ class ModelCatalog:
         self._client = client
         self._pinning = pinning
         self._inspector = inspector
+        self._quota = quota
+        # Of each tenant that ever uploaded: what is counted must not change before it is kept.
+        self._publishing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def find_model(self, key: KeyRecord, name: str, user: str | None = None) -> ServedModel:
         """What `name` means for this key. Where an alias points at several versions, the same `user` gets the same, and
@@ -112,21 +121,35 @@ class ModelCatalog:
         rollouts = registry.rollouts(tenant, name)
         return [version_json(record, rollouts) for record in registry.versions(tenant, name)]
 
-    async def publish(self, tenant: str, name: str, source: Path) -> Json:
+    async def publish(
+        self, tenant: str, name: str, source: Path, base_fingerprint: str | None = None
+    ) -> Json:
         """Checks the adapter in `source`, a PEFT directory or an archive of one, stores it durably, and makes it the
-        name's next version.
+        name's next version. base_fingerprint: of the base that it was trained on, if that is known.
 
         `new_version` is False in the answer if the newest version is the same adapter: that one is it, so that a lost
         answer can be asked for again. Raises BadRequest, AdapterInvalid with all reasons, InspectionFailed,
-        StoreUnavailable.
+        QuotaExceeded, StoreUnavailable.
         """
         self._check_name(name)
         async with self._inspector.inspect(source) as adapter:
+            base = await self._base.identity.compare(base_fingerprint, adapter.certificate.base_name)
             await self._check_extras(adapter)
-            published = await asyncio.to_thread(self._adapters.publish, tenant, name, adapter)
+            async with self._publishing[tenant]:
+                published = await asyncio.to_thread(self._keep, tenant, name, adapter)
         if published.moved_pin:
             self._pinning.refresh()
-        return self._version_json(published.record) | {"new_version": published.is_new}
+        return self._version_json(published.record) | {
+            "new_version": published.is_new,
+            "certificate": adapter.certificate.to_json() | {"base": base},
+        }
+
+    def _keep(self, tenant: str, name: str, adapter: CheckedAdapter) -> Publication:
+        registry = self._adapters.registry
+        newest = registry.newest(tenant, name)
+        if newest is None or not newest.holds(AdapterVersion(tenant, adapter.digest), adapter.extras):
+            self._quota.check(registry.holdings(tenant), name, adapter)
+        return self._adapters.publish(tenant, name, adapter)
 
     async def delete(self, tenant: str, reference: str, *, force: bool = False) -> None:
         """A version, or a name with all of its versions. Raises ModelNotFound, BadAlias, InUse; see `Registry.delete`.

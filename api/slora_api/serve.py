@@ -34,11 +34,13 @@ from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader_config import LoaderConfig
 from slora_adapters.registry import Registry
 from slora_adapters.store_url import open_store
+from slora_api.adapter_quota import AdapterQuota
 from slora_api.admin_key import AdminKey, open_admin_key
 from slora_api.admission import Admission
 from slora_api.aliases import Aliases
 from slora_api.api_key import Pepper
 from slora_api.app import make_app
+from slora_api.base_identity import BaseIdentity
 from slora_api.chat_templates import ChatTemplates
 from slora_api.data_dir import DataDir, open_data_dir
 from slora_api.demo import describe_demo, set_up_demo
@@ -90,7 +92,8 @@ class _Model:
         )
 
     def base(self) -> BaseModel:
-        return BaseModel(self.name, read_model_defaults(self.directory), int(time.time()))
+        identity = BaseIdentity(self.directory, (self.name, self.directory.resolve().name))
+        return BaseModel(self.name, identity, read_model_defaults(self.directory), int(time.time()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +218,11 @@ async def _open_services(
     quarantine = Quarantine(data.quarantine)
     bounds = InspectionBounds.for_uploads_of(settings.max_upload_bytes)
     inspector = Inspector(quarantine, model.shape, model.limits, bounds)
+    quota = AdapterQuota(settings.max_versions_per_tenant, settings.max_adapter_bytes_per_tenant)
     return Services(
         settings,
         tenancy,
-        ModelCatalog(model.base(), adapters, templates, client, pinning, inspector),
+        ModelCatalog(model.base(), adapters, templates, client, pinning, inspector, quota),
         Aliases(adapters.registry, pinning),
         pinning,
         Uploads(quarantine),

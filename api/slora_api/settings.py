@@ -199,6 +199,12 @@ class Settings:
     )
     max_concurrent_per_tenant: int = _setting(256, "the same for one tenant", _whole(1), metavar="N")
     max_concurrent_uploads: int = _setting(4, "most adapter uploads at once", _whole(1), metavar="N")
+    max_versions_per_tenant: int = _setting(
+        10_000, "most versions of adapters that one tenant keeps", _whole(1), metavar="N"
+    )
+    max_adapter_bytes_per_tenant: int = _setting(
+        2**38, "most bytes that the adapters of one tenant take together", byte_size, metavar="SIZE"
+    )
     drain_seconds: float = _setting(
         30.0, "how long requests in progress may take to finish after SIGTERM", _seconds, metavar="SECONDS"
     )

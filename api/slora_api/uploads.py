@@ -8,6 +8,7 @@ Knows nothing of what is in the files.
 """
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ _ARCHIVE = "archive"
 _ARCHIVE_NAME = "archive"
 # Bounded by the body limit alone; the others are small.
 _LARGE_FILES = ("weights", _ARCHIVE)
-_TEXTS = ("name",)
+_TEXTS = ("name", "base_fingerprint")
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _MAX_TEXT_BYTES = 256
 # Everything but the weights; tokenizer configs that list every added token reach a few hundred kilobytes.
 _MAX_SMALL_FILE_BYTES = 4 << 20
@@ -52,10 +54,14 @@ STALL_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """What was sent. source: a directory that looks like the one PEFT saved, or an archive of one, a file."""
+    """What was sent. source: a directory that looks like the one PEFT saved, or an archive of one, a file.
+
+    base_fingerprint: of the base that it was trained on; None if nothing was said.
+    """
 
     name: str
     source: Path
+    base_fingerprint: str | None
 
 
 class _Part:
@@ -203,7 +209,8 @@ class Uploads:
                 await _receive(receiver, stream)
             finally:
                 receiver.close()
-            yield Upload(receiver.texts["name"], receiver.source)
+            fingerprint = _read_fingerprint(receiver.texts.get("base_fingerprint"))
+            yield Upload(receiver.texts["name"], receiver.source, fingerprint)
 
 
 async def _receive(receiver: _Receiver, stream: AsyncIterator[bytes]) -> None:
@@ -233,3 +240,13 @@ async def _unless_stalled(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                 f"Nothing of the upload came for {STALL_S:g} s.", None, "upload_stalled"
             ) from None
         yield chunk
+
+
+def _read_fingerprint(text: str | None) -> str | None:
+    if text is not None and not _FINGERPRINT.fullmatch(text):
+        raise BadRequest(
+            f"`base_fingerprint` is {text[:80]!r}; it must be 64 hexadecimal digits, as `slora adapter push --base` "
+            "sends them.",
+            "base_fingerprint",
+        )
+    return text

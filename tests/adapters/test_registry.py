@@ -16,7 +16,7 @@ from slora_adapters.errors import (
     StoreUnavailable,
 )
 from slora_adapters.reference import check_adapter_name
-from slora_adapters.registry import RESERVATION_S, AdapterDetails, Registry, Rollout
+from slora_adapters.registry import RESERVATION_S, AdapterDetails, Holdings, Registry, Rollout
 from slora_adapters.registry_rows import ONE_ROLLOUT, PINNED
 from slora_adapters.registry_schema import MIGRATIONS
 from slora_adapters.version import AdapterVersion
@@ -77,6 +77,21 @@ def test_pushing_the_newest_again_changes_nothing_and_says_so(registry: Registry
     assert registry.put("a", _v("t1", D2), DETAILS).record.number == 3, (
         "older weights again are newer than these"
     )
+
+
+def test_holdings_are_all_versions_of_a_tenant_and_the_bytes_of_each_weights_once(registry: Registry) -> None:
+    assert registry.holdings("t1") == Holdings(0, {}) and registry.newest("t1", "a") is None
+    larger = replace(DETAILS, num_bytes=7 * DETAILS.num_bytes)
+    for name, digest, details in (("a", D1, DETAILS), ("a", D2, larger), ("b", D1, DETAILS)):
+        registry.put(name, _v("t1", digest), details)
+    registry.put("a", _v("t2", D2), larger)
+    assert registry.holdings("t1") == Holdings(3, {D1: DETAILS.num_bytes, D2: 7 * DETAILS.num_bytes})
+    registry.roll_back("t1", "a", "latest")
+    newest = registry.newest("t1", "a")
+    assert newest == registry.get("t1", "a@2") != registry.get("t1", "a")
+    registry.delete("t1", "a@2")
+    assert registry.newest("t1", "a") == registry.get("t1", "a@1")
+    assert registry.holdings("t1") == Holdings(2, {D1: DETAILS.num_bytes})
 
 
 def test_the_same_weights_with_another_template_are_another_version(registry: Registry) -> None:

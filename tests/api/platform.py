@@ -14,11 +14,13 @@ from slora_adapters.database import Database
 from slora_adapters.file_store import FileStore
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.registry import Registry
+from slora_api.adapter_quota import AdapterQuota
 from slora_api.admin_key import open_admin_key
 from slora_api.admission import Admission
 from slora_api.aliases import Aliases
 from slora_api.api_key import Pepper
 from slora_api.app import make_app
+from slora_api.base_identity import BaseIdentity
 from slora_api.chat_templates import ChatTemplates
 from slora_api.generation import Generator
 from slora_api.inspector import InspectionBounds, Inspector
@@ -99,11 +101,12 @@ def running_platform(
     )
     quarantine = Quarantine(directory / "quarantine")
     inspector = Inspector(quarantine, SHAPE, limits, bounds)
-    base = BaseModel("base", GenerationDefaults(), 1)
+    base = BaseModel("base", BaseIdentity(directory / "base", ("base", "tiny-base")), GenerationDefaults(), 1)
+    quota = AdapterQuota(chosen.max_versions_per_tenant, chosen.max_adapter_bytes_per_tenant)
     tenancy, registry = Tenancy(database, pepper), Registry(database)
     pinning = Pinning(registry, tenancy, engine)
     adapters = Catalog(registry, FileStore(directory / "adapters"))
-    catalog = ModelCatalog(base, adapters, templates, engine, pinning, inspector)
+    catalog = ModelCatalog(base, adapters, templates, engine, pinning, inspector, quota)
     admission = Admission(
         max_requests=chosen.max_concurrent_requests,
         max_per_tenant=chosen.max_concurrent_per_tenant,

@@ -1,6 +1,7 @@
 """The whole system as users meet it: the official client, the command line and peft's own answers as the judge."""
 
 import json
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from tests.api.platform import FIELDS
 from tests.api.served import ADMIN_KEY, CHARACTERS, EOS, SLORA, Served, environment
 from tests.support.hub import COMMIT, adapter_files, lay_out_snapshot
 from tests.support.oracle import Oracle
+from tests.support.tiny_models import write_model
 
 PROMPTS = ["hello", "The quick brown fox", "0123456789" * 7, "a", "?"]
 
@@ -261,13 +263,20 @@ def test_the_command_line_leads_from_nothing_to_an_answer(server: Served, kit: K
     assert idle.returncode == 1 and "--min-pool-share" in idle.stderr
     key = command(server, "key", "create", "cli", "--adapter", "voice", **operator).stdout.strip()
     tenant = {"SLORA_API_KEY": key}
-    pushed = command(server, "adapter", "push", str(kit.wide), "--name", "voice", **tenant)
+    base = ("--base", str(kit.base))
+    pushed = command(server, "adapter", "push", str(kit.wide), "--name", "voice", *base, **tenant)
     assert pushed.returncode == 0 and pushed.stdout.startswith("voice  version 1  rank 16")
-    assert command(server, "adapter", "list", **tenant).stdout == pushed.stdout
+    summary, _, rest = pushed.stdout.partition("  base ")
+    assert rest == "verified\n"
+    again = command(server, "adapter", "push", str(kit.wide), "--name", "voice", **tenant)
+    assert again.stdout == f"{summary}  base unverified  (it was the newest version already)\n"
+    assert command(server, "adapter", "list", **tenant).stdout == summary + "\n"
     pinned = command(server, "adapter", "pin", "voice", "--tenant", "cli", **operator)
-    assert (pinned.returncode, pinned.stdout) == (0, pushed.stdout[:-1] + "  pinned\n")
+    assert (pinned.returncode, pinned.stdout) == (0, summary + "  pinned\n")
     assert command(server, "adapter", "list", **tenant).stdout == pinned.stdout
-    assert command(server, "adapter", "unpin", "voice", "--tenant", "cli", **operator).stdout == pushed.stdout
+    assert (
+        command(server, "adapter", "unpin", "voice", "--tenant", "cli", **operator).stdout == summary + "\n"
+    )
     nobodys = command(server, "adapter", "pin", "voice", "--tenant", "nobody", **operator)
     assert (nobodys.returncode, nobodys.stderr) == (1, "slora: There is no tenant `nobody`.\n")
 
@@ -302,11 +311,26 @@ def test_an_adapter_of_the_hub_is_pushed_by_its_repositorys_name_and_reported_by
     assert pushed.returncode == 0, pushed.stderr
     line, origin = pushed.stdout.splitlines()
     assert line.startswith("voice-2  version 1  rank 16") and origin == f"from hf://org/voice-2@{COMMIT}"
-    assert command(server, "adapter", "list", **variables).stdout == line + "\n"
+    summary = line.partition("  base ")[0]
+    assert command(server, "adapter", "list", **variables).stdout == summary + "\n"
     for reference, words in (("hf://org/other", "out of reach"), ("hf://org", "hf://ORG/REPO")):
         refused = command(server, "adapter", "push", reference, **variables)
         assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (1, "", 1)
         assert words in refused.stderr
+
+
+def test_an_archive_is_pushed_under_its_own_name_and_another_base_is_refused(
+    server: Served, kit: Kit, tmp_path: Path
+) -> None:
+    archive = shutil.make_archive(str(tmp_path / "small-one"), "gztar", kit.small.parent, "small")
+    key = {"SLORA_API_KEY": server.make_key("packer")}
+    pushed = command(server, "adapter", "push", archive, **key)
+    assert pushed.returncode == 0 and pushed.stdout.startswith("small-one  version 1  rank 4"), pushed.stderr
+    write_model(tmp_path / "other", "llama", seed=5)
+    refused = command(server, "adapter", "push", archive, "--base", str(tmp_path / "other"), **key)
+    assert refused.returncode == 1 and "other_base: the adapter was trained on a base with" in refused.stderr
+    nothing = command(server, "adapter", "push", archive, "--base", str(tmp_path), **key)
+    assert nothing.returncode == 1 and "has no model.safetensors" in nothing.stderr
 
 
 def test_a_command_that_cannot_work_says_why_in_one_line(server: Served, tmp_path: Path) -> None:

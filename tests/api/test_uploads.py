@@ -1,17 +1,23 @@
+import gzip
 import json
 import socket
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from slora.base_fingerprint import fingerprint
 from slora_api import uploads
 from slora_api.quarantine import Quarantine
-from tests.adapters.hand_made import make_config, make_members, make_tensors, tensor_name
+from slora_kernels.layout import lay_out_adapter
+from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, tensor_name
+from tests.api.hostile_uploads import make_tar, make_zip
 from tests.api.platform import Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
@@ -40,9 +46,103 @@ def test_an_upload_answers_201_with_what_was_understood(platform: Platform) -> N
     assert body["digest"].startswith("sha256:") and len(body["digest"]) == 71
     assert body["bytes"] == sum(tensor.nbytes for tensor in make_tensors().values())
     assert (body["version"], body.pop("new_version"), body.pop("aliases")) == (1, True, {"latest": 100})
+    certificate = body.pop("certificate")
+    assert (certificate["modules_adapted"], certificate["modules_total"]) == (4, SHAPE.num_modules)
+    assert set(certificate["modules"]) == {"q_proj", "down_proj"} and certificate["base"] == "unverified"
+    assert certificate["modules"]["q_proj"].keys() == {"adapted", "total", "min_rank", "max_rank", "max_norm"}
+    ranks = [2, 0, 0, 0, 0, 0, 2] * 2
+    assert certificate["pool_bytes"] == lay_out_adapter(SHAPE, [*ranks, 0, 0]).num_bytes
     with platform.client(platform.key("first")) as client:
         assert client.get("/v1/adapters").json()["data"] == [body]
         assert client.get("/v1/adapters/shout").json() == body
+
+
+@pytest.mark.parametrize("folder", ["", "shout/"])
+@pytest.mark.parametrize("name", ["a.zip", "a.tar", "a.tar.gz"])
+def test_an_archive_is_uploaded_like_its_files(platform: Platform, name: str, folder: str) -> None:
+    members = {folder + file: raw for file, raw in make_members(chat_template_dot_jinja="{{ x }}").items()}
+    tar = make_tar(list(members.items()))
+    raw = {"a.zip": make_zip(members), "a.tar": tar, "a.tar.gz": gzip.compress(tar)}[name]
+    key = platform.key("archives")
+    with platform.client(key) as client:
+        answer = client.post("/v1/adapters", data={"name": "packed"}, files={"archive": (name, raw)})
+        assert answer.status_code == 201, answer.text
+        client.delete("/v1/adapters/packed")
+    assert answer.json()["digest"] == platform.upload(key, "plain").json()["digest"]
+    assert answer.json()["chat_template"] is True
+
+
+def upload_for(platform: Platform, base_name: str | None, **fields: str) -> httpx.Response:
+    config = make_config() if base_name is None else make_config(base_model_name_or_path=base_name)
+    return platform.upload(platform.key("bases"), "x", make_members(config), **fields)
+
+
+def test_a_base_is_verified_matched_by_name_or_neither(platform: Platform) -> None:
+    directory = platform.directory / "base"
+    directory.mkdir()
+    save_file({"w": np.arange(64, dtype=np.float32)}, directory / "model.safetensors")
+    own = fingerprint(directory)
+    for base_name in (None, "elsewhere/Other-7B"):
+        assert upload_for(platform, base_name).json()["certificate"]["base"] == "unverified"
+        verified = upload_for(platform, base_name, base_fingerprint=own)
+        assert verified.json()["certificate"]["base"] == "verified"
+    assert upload_for(platform, "/models/Tiny-Base/").json()["certificate"]["base"] == "name-matched"
+    other = upload_for(platform, "tiny-base", base_fingerprint="0" * 64)
+    error = other.json()["error"]
+    assert (other.status_code, error["reasons"][0]["code"]) == (422, "other_base")
+    assert "0" * 64 in error["message"] and own in error["message"]
+    for text in ("", "0" * 63, "G" * 64, "0" * 64 + "\n"):
+        odd = upload_for(platform, None, base_fingerprint=text)
+        assert (odd.status_code, odd.json()["error"]["param"]) == (400, "base_fingerprint")
+
+
+def test_a_tenant_keeps_no_more_versions_than_it_may(tmp_path: Path) -> None:
+    engine = ScriptedEngine([deltas_of(b"ok")])
+    with running_platform(tmp_path, engine, max_versions_per_tenant=2) as platform:
+        key = platform.key("many")
+        other = make_members(tensors=make_tensors(seed=3))
+        assert [platform.upload(key, "a", members).status_code for members in (None, other)] == [201, 201]
+        before = kept_files(platform)
+        for name in ("a", "b"):
+            third = platform.upload(key, name)
+            error = third.json()["error"]
+            assert (third.status_code, error["type"]) == (409, "conflict_error")
+            assert error["code"] == "quota_exceeded" and third.headers["x-should-retry"] == "false"
+            assert "have 2 versions of adapters and may have 2 (max_versions_per_tenant)" in error["message"]
+        assert kept_files(platform) == before
+        # What is the newest already is no more; and another tenant has its own.
+        assert platform.upload(key, "a", other).status_code == 201
+        assert platform.upload(platform.key("other"), "c").status_code == 201
+        with platform.client(key) as client:
+            client.delete("/v1/adapters/a@1")
+        assert platform.upload(key, "b").status_code == 201
+
+
+def test_a_tenants_adapters_take_no_more_bytes_than_they_may(tmp_path: Path) -> None:
+    size = sum(tensor.nbytes for tensor in make_tensors().values())
+    engine = ScriptedEngine([deltas_of(b"ok")])
+    with running_platform(tmp_path, engine, max_adapter_bytes_per_tenant=2 * size) as platform:
+        key = platform.key("large")
+        members = [make_members(tensors=make_tensors(seed=seed)) for seed in range(3)]
+        # The same weights again take nothing.
+        for name, number in (("a", 0), ("b", 1), ("c", 1), ("a", 1)):
+            assert platform.upload(key, name, members[number]).status_code == 201
+        for name in ("a", "d"):
+            error = platform.upload(key, name, members[2]).json()["error"]
+            assert error["code"] == "quota_exceeded"
+            assert f"would take {3 * size} bytes; they may take {2 * size} (max_adapter_" in error["message"]
+        with platform.client(key) as client:
+            client.delete("/v1/adapters/a@1")
+        assert platform.upload(key, "a", members[2]).status_code == 201
+
+
+def test_uploads_of_one_tenant_at_once_do_not_pass_its_limit_together(tmp_path: Path) -> None:
+    engine = ScriptedEngine([deltas_of(b"ok")])
+    with running_platform(tmp_path, engine, max_versions_per_tenant=1, max_concurrent_uploads=8) as platform:
+        key = platform.key("racing")
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda name: platform.upload(key, name).status_code, "abcd"))
+        assert sorted(answers) == [201, 409, 409, 409]
 
 
 def test_an_uploaded_adapter_answers_in_the_next_request_and_a_deleted_one_does_not(
@@ -241,6 +341,19 @@ def test_a_client_that_hangs_up_in_the_middle_leaves_nothing(platform: Platform)
     # The server is asked something else, so that it has noticed.
     assert httpx.get(platform.url + "/healthz").status_code == 200
     assert kept_files(platform) == before
+
+
+def test_413_comes_while_an_archive_is_still_being_sent(platform: Platform) -> None:
+    host, port = platform.url.removeprefix("http://").split(":")
+    request = (
+        f"POST /v1/adapters HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {platform.key('large')}\r\n"
+        "Content-Type: multipart/form-data; boundary=b\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    body = NAME + part("archive", b"x" * (MAX_UPLOAD + 1), "a.zip")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(request.encode() + b"%x\r\n" % len(body) + body + b"\r\n")
+        # The body is not complete, and never will be.
+        assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
 def test_an_upload_that_stops_coming_gives_its_place_back(

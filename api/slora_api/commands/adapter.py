@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from slora.base_fingerprint import fingerprint
+from slora.errors import ConfigError
 from slora_adapters.errors import AdapterError
 from slora_adapters.hub_reference import HubReference, HubSnapshot
 from slora_api.commands.remote import CommandFailed, admin_client, check, explained, tenant_client
@@ -23,18 +25,26 @@ _OPTIONAL = {
     "chat_template": "chat_template.jinja",
     "generation_config": "generation_config.json",
 }
+_ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz")
 
 
-def _find_files(directory: Path) -> dict[str, Path]:
+def _find_files(source: Path) -> dict[str, Path]:
+    """By multipart field: the files of a directory, or an archive, which the server looks into."""
+    return {"archive": source} if source.is_file() else _find_members(source)
+
+
+def _find_members(directory: Path) -> dict[str, Path]:
     missing = [name for name in _REQUIRED.values() if not (directory / name).is_file()]
     if missing:
-        raise CommandFailed(f"{directory} has no {' and no '.join(missing)}; give a PEFT adapter's directory")
+        raise CommandFailed(
+            f"{directory} has no {' and no '.join(missing)}; give a PEFT adapter's directory or an archive of it"
+        )
     found = {field: directory / name for field, name in (_REQUIRED | _OPTIONAL).items()}
     return {field: path for field, path in found.items() if path.is_file()}
 
 
 def _download(text: str) -> HubSnapshot | None:
-    """What hf:// names, or None if it is a directory of this machine."""
+    """What hf:// names, or None if it is something on this machine."""
     try:
         reference = HubReference.parse(text)
         return reference.download() if reference else None
@@ -49,19 +59,36 @@ def _summary(adapter: dict[str, Any]) -> str:
     return line + "  pinned" if adapter["pinned"] else line
 
 
+def _default_name(source: Path) -> str:
+    """The directory's name, or the archive's without what says that it is one."""
+    name = source.resolve().name
+    suffix = next((suffix for suffix in _ARCHIVE_SUFFIXES if name.endswith(suffix)), "")
+    return name.removesuffix(suffix) if source.is_file() else name
+
+
+def _fingerprint(directory: Path) -> str:
+    try:
+        return fingerprint(directory)
+    except ConfigError as error:
+        raise CommandFailed(str(error)) from None
+
+
 @explained
 def push(arguments: argparse.Namespace) -> None:
-    snapshot = _download(arguments.directory)
-    directory = snapshot.directory if snapshot else Path(arguments.directory)
-    own_name = snapshot.reference.name if snapshot else directory.resolve().name
+    snapshot = _download(arguments.source)
+    source = snapshot.directory if snapshot else Path(arguments.source)
+    own_name = snapshot.reference.name if snapshot else _default_name(source)
     fields = {"name": arguments.name or own_name}
+    if arguments.base:
+        fields["base_fingerprint"] = _fingerprint(Path(arguments.base))
     with tenant_client() as client, ExitStack() as stack:
         files = {
             field: (path.name, stack.enter_context(path.open("rb")))
-            for field, path in _find_files(directory).items()
+            for field, path in _find_files(source).items()
         }
         pushed = check(client.post("/v1/adapters", data=fields, files=files))
-    print(_summary(pushed) + ("" if pushed["new_version"] else "  (it was the newest version already)"))
+    known = "" if pushed["new_version"] else "  (it was the newest version already)"
+    print(f"{_summary(pushed)}  base {pushed['certificate']['base']}{known}")
     if snapshot:
         print(f"from {snapshot.reference}")
 

@@ -19,11 +19,13 @@ router = APIRouter()
 @router.post("/v1/adapters", status_code=status.HTTP_201_CREATED)
 async def upload_adapter(request: Request, key: CurrentKey, services: Wired) -> dict[str, Any]:
     """Multipart fields: name; config, weights, optional tokenizer_config, chat_template, generation_config, or in place
-    of these an archive."""
+    of these an archive; optional base_fingerprint."""
     with services.generator.admission.upload(key.tenant):
         content_type = request.headers.get("content-type", "")
         async with services.uploads.receive(content_type, request.stream()) as upload:
-            return await services.catalog.publish(key.tenant, upload.name, upload.source)
+            return await services.catalog.publish(
+                key.tenant, upload.name, upload.source, upload.base_fingerprint
+            )
 
 
 @router.get("/v1/adapters")
