@@ -1,11 +1,13 @@
 """Registry and store together: the order of steps in which an adapter becomes visible, or goes, without a gap.
 
-To publish: reserve the digest, store the blob durably, then make the version. A crash before the last step leaves a
-blob that nobody refers to, which `sweep` finds; a crash after it leaves nothing to do. To withdraw: take the versions
-away first, then drop the blobs that nobody else refers to.
+To publish: reserve the digest, store the blob durably, try it out, then make the version. A failure before the last
+step takes the blob away again, unless somebody else refers to it; a crash leaves one that nobody refers to, which
+`sweep` finds; a crash after the last step leaves nothing to do. To withdraw: take the versions away first, then drop
+the blobs that nobody else refers to.
 """
 
 import logging
+from collections.abc import Callable
 
 from slora_adapters.checked_adapter import CheckedAdapter
 from slora_adapters.errors import StoreUnavailable
@@ -24,8 +26,17 @@ class Catalog:
         self.registry = registry
         self.store = store
 
-    def publish(self, tenant: str, name: str, adapter: CheckedAdapter) -> Publication:
+    def publish(
+        self,
+        tenant: str,
+        name: str,
+        adapter: CheckedAdapter,
+        try_out: Callable[[AdapterVersion], None] = lambda version: None,
+    ) -> Publication:
         """Stores an adapter that passed every check, as the next version of the tenant's name.
+
+        try_out: called in between, when engines can load it and nobody can ask for it; its error is raised, and the
+        adapter gone again.
 
         When it returns, both are durable. Takes as long, and answers the same, whether or not somebody else has
         stored these weights before. Raises BadAdapterName, StoreUnavailable.
@@ -39,9 +50,19 @@ class Catalog:
             adapter.extras,
             adapter.certificate.pool_bytes,
         )
-        with self.registry.reservation(version.digest) as reservation:
-            self.store.put(version.digest, adapter.members)
-            return self.registry.put(name, version, details, reservation)
+        is_stored = False
+        try:
+            with self.registry.reservation(version.digest) as reservation:
+                self.store.put(version.digest, adapter.members)
+                is_stored = True
+                try_out(version)
+                return self.registry.put(name, version, details, reservation)
+        except BaseException:
+            # What a failed put left is the store's to clear up, or the sweep's: a store that is out of reach would be
+            # waited for with the database locked.
+            if is_stored:
+                self._drop_orphan(version.digest)
+            raise
 
     def withdraw(self, tenant: str, reference: str, *, force: bool = False) -> Removal:
         """Takes a version or a name away, and weights that nobody else needs. Raises what `Registry.delete` raises."""
@@ -55,7 +76,8 @@ class Catalog:
         return sum(self.registry.collect(digest, self.store.delete) for digest in list(self.store.digests()))
 
     def _drop_orphan(self, digest: str) -> None:
-        """A store that is down must not undo what is already true: the versions are gone. `sweep` comes later."""
+        """A store that is down must not change what is true already: the versions are gone, or have never been. `sweep`
+        comes later."""
         try:
             self.registry.collect(digest, self.store.delete)
         except StoreUnavailable:

@@ -9,19 +9,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from slora_adapters.adapter import Adapter, AdapterExtras
 from slora_adapters.bundle import Members, bundle
 from slora_adapters.certificate import Certificate, certify
+from slora_adapters.number_format import convert
 from slora_adapters.peft_config import CONFIG_NAME
 from slora_adapters.peft_directory import TENSORS_NAME
 from slora_kernels.layout import ModelShape
 
 __all__ = ["CheckedAdapter", "summarise"]
 
+_NUM_EMBEDDED_TOKENS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class CheckedAdapter:
     """rank: the greatest of any module. tensor_bytes: as they were uploaded. config: as a store keeps it.
+
+    embedded_tokens: a few whose embedding it changes most; none if it does not adapt the embedding.
 
     tensors: the file of theirs that a store keeps; whoever made it says how long it lies there.
     """
@@ -34,6 +41,7 @@ class CheckedAdapter:
     certificate: Certificate
     config: str
     tensors: Path
+    embedded_tokens: tuple[int, ...]
 
     @property
     def members(self) -> Members:
@@ -50,6 +58,7 @@ class CheckedAdapter:
                 "extras": AdapterExtras(**fields["extras"]),
                 "certificate": Certificate.from_plain(fields["certificate"]),
                 "tensors": Path(fields["tensors"]),
+                "embedded_tokens": tuple(fields["embedded_tokens"]),
             }
         )
 
@@ -73,4 +82,15 @@ def summarise(
         certify(adapter, shape, base_name),
         config.decode(),
         tensors,
+        _find_embedded_tokens(adapter, shape),
     )
+
+
+def _find_embedded_tokens(adapter: Adapter, shape: ModelShape) -> tuple[int, ...]:
+    """Training changes the columns of the tokens that it saw; the others' are zero, as they began."""
+    pair = adapter.pairs.get(shape.embedding_module)
+    if pair is None:
+        return ()
+    magnitudes = np.abs(convert(pair.a.values, pair.a.dtype, "float32")).max(axis=0)
+    likely = np.argsort(magnitudes)[::-1][:_NUM_EMBEDDED_TOKENS]
+    return tuple(int(token) for token in likely if magnitudes[token] > 0)

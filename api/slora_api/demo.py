@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from slora_api.errors import Conflict
 from slora_api.model_catalog import ModelCatalog
 from slora_api.tenancy import Tenancy
 
-__all__ = ["DemoTenant", "describe_demo", "set_up_demo"]
+__all__ = ["DemoTenant", "describe_demo", "find_demo_adapters", "set_up_demo"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,8 @@ class DemoTenant:
         return f"DemoTenant({self.name!r}, {self.adapter!r}, '***')"
 
 
-def _find_adapters(directory: Path) -> list[Path]:
+def find_demo_adapters(directory: Path) -> list[Path]:
+    """Raises ConfigError if there is no demo."""
     found = sorted(path.parent for path in directory.glob("*/adapter_config.json"))
     if not found:
         raise ConfigError(f"{directory} holds no adapters; --demo needs DIR/model and DIR/adapters/NAME")
@@ -80,10 +81,9 @@ def _make_tenants(tenancy: Tenancy, keys_path: Path, adapters: Iterable[str]) ->
 
 
 async def set_up_demo(
-    directory: Path, tenancy: Tenancy, catalog: ModelCatalog, keys_path: Path
+    adapters: Sequence[Path], tenancy: Tenancy, catalog: ModelCatalog, keys_path: Path
 ) -> list[DemoTenant]:
-    """Makes the demo's tenants, keys and adapters, or finds them again. Raises ConfigError if there is no demo."""
-    adapters = _find_adapters(directory / "adapters")
+    """Makes the demo's tenants, keys and adapters, or finds them again. Needs an engine, as all uploads do."""
     names = [path.name for path in adapters]
     tenants = await asyncio.to_thread(_make_tenants, tenancy, keys_path, names)
     for path in adapters:

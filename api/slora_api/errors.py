@@ -9,7 +9,7 @@ SloraError (the project's root)
 │   ├── Conflict           the name is taken
 │   ├── InUse              not deleted: aliases point at it
 │   ├── PinsFull           no more adapters may be pinned
-│   ├── QuotaExceeded      the tenant may keep no more adapters, or no larger ones
+│   ├── QuotaExceeded      the tenant may keep no more versions, or no larger ones
 │   ├── BadRequest         a field or body that cannot be used
 │   ├── BodyTooLarge       more bytes than the limit
 │   ├── ServerBusy         too much at once on this server

@@ -10,8 +10,10 @@ Knows no HTTP; its dictionaries are the API's JSON.
 
 import asyncio
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from slora_adapters.version import AdapterVersion
 from slora_api.adapter_json import adapter_json, digest_text, version_json
 from slora_api.adapter_quota import AdapterQuota
 from slora_api.base_identity import BaseIdentity
+from slora_api.canary import Canary
 from slora_api.chat_templates import ChatTemplates
 from slora_api.errors import BadRequest, InUse, ModelNotFound
 from slora_api.inspector import Inspector
@@ -38,6 +41,8 @@ __all__ = ["DEFAULT_MODEL", "BaseModel", "ModelCatalog"]
 
 # The name that stands for the key's own adapter.
 DEFAULT_MODEL = "default"
+# At once; a server that takes more uploads than this lets the others wait for their trial.
+_MAX_PUBLISHING = 16
 
 Json = dict[str, Any]
 
@@ -64,6 +69,7 @@ class ModelCatalog:
         pinning: Pinning,
         inspector: Inspector,
         quota: AdapterQuota,
+        canary: Canary,
     ) -> None:
         self._base = base
         self._adapters = adapters
@@ -72,6 +78,9 @@ class ModelCatalog:
         self._pinning = pinning
         self._inspector = inspector
         self._quota = quota
+        self._canary = canary
+        # They wait while the engine tries an adapter out; those that everybody shares must not.
+        self._publishers = ThreadPoolExecutor(_MAX_PUBLISHING, "publish")
         # Of each tenant that ever uploaded: what is counted must not change before it is kept.
         self._publishing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -128,28 +137,27 @@ class ModelCatalog:
         name's next version. base_fingerprint: of the base that it was trained on, if that is known.
 
         `new_version` is False in the answer if the newest version is the same adapter: that one is it, so that a lost
-        answer can be asked for again. Raises BadRequest, AdapterInvalid with all reasons, InspectionFailed,
-        QuotaExceeded, StoreUnavailable.
+        answer can be asked for again. Raises EngineUnavailable, BadRequest, AdapterInvalid with all reasons,
+        InspectionFailed, QuotaExceeded, StoreUnavailable.
         """
         self._check_name(name)
+        if not self._client.ready:
+            # Told before the work, too: without an engine nothing can be tried out.
+            raise EngineUnavailable(
+                "the engine is starting, and no adapter is accepted untried; upload it again"
+            )
         async with self._inspector.inspect(source) as adapter:
             base = await self._base.identity.compare(base_fingerprint, adapter.certificate.base_name)
             await self._check_extras(adapter)
             async with self._publishing[tenant]:
-                published = await asyncio.to_thread(self._keep, tenant, name, adapter)
+                published, effect = await self._try_and_keep(tenant, name, adapter)
         if published.moved_pin:
             self._pinning.refresh()
+        certificate = adapter.certificate.to_json() | {"base": base, "logprob_change": effect}
         return self._version_json(published.record) | {
             "new_version": published.is_new,
-            "certificate": adapter.certificate.to_json() | {"base": base},
+            "certificate": certificate,
         }
-
-    def _keep(self, tenant: str, name: str, adapter: CheckedAdapter) -> Publication:
-        registry = self._adapters.registry
-        newest = registry.newest(tenant, name)
-        if newest is None or not newest.holds(AdapterVersion(tenant, adapter.digest), adapter.extras):
-            self._quota.check(registry.holdings(tenant), name, adapter)
-        return self._adapters.publish(tenant, name, adapter)
 
     async def delete(self, tenant: str, reference: str, *, force: bool = False) -> None:
         """A version, or a name with all of its versions. Raises ModelNotFound, BadAlias, InUse; see `Registry.delete`.
@@ -183,6 +191,36 @@ class ModelCatalog:
             for record in found
         ]
         return {"object": "adapter.prewarm", "name": reference, "versions": versions}
+
+    async def _try_and_keep(
+        self, tenant: str, name: str, adapter: CheckedAdapter
+    ) -> tuple[Publication, float | None]:
+        """Publishes it if its tenant may have it and it answers as an adapter should. Returns what the canary found,
+        too; None for the newest version again, which takes nothing and was tried out when it came.
+
+        What the trial brought into the engine leaves it again: it was loaded whatever its tenant may hold of the pool.
+        """
+        loop = asyncio.get_running_loop()
+        registry, publish = self._adapters.registry, partial(self._adapters.publish, tenant, name, adapter)
+        version = AdapterVersion(tenant, adapter.digest)
+        newest = await asyncio.to_thread(registry.newest, tenant, name)
+        if newest is not None and newest.holds(version, adapter.extras):
+            return await asyncio.to_thread(publish), None
+        holdings = await asyncio.to_thread(registry.holdings, tenant)
+        self._quota.check(holdings, name, adapter)
+        effects: list[float] = []
+
+        def try_out(version: AdapterVersion) -> None:
+            trial = self._canary.try_out(version, adapter.embedded_tokens)
+            effects.append(asyncio.run_coroutine_threadsafe(trial, loop).result())
+
+        try:
+            published = await loop.run_in_executor(self._publishers, publish, try_out)
+        finally:
+            if adapter.digest not in holdings.sizes:
+                with suppress(EngineUnavailable):
+                    await self._client.forget(version)
+        return published, effects[0]
 
     def _reference(self, key: KeyRecord, name: str) -> str | None:
         """The adapter that `name` means for this key; None for the base model."""

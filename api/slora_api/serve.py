@@ -41,9 +41,10 @@ from slora_api.aliases import Aliases
 from slora_api.api_key import Pepper
 from slora_api.app import make_app
 from slora_api.base_identity import BaseIdentity
+from slora_api.canary import Canary
 from slora_api.chat_templates import ChatTemplates
 from slora_api.data_dir import DataDir, open_data_dir
-from slora_api.demo import describe_demo, set_up_demo
+from slora_api.demo import describe_demo, find_demo_adapters, set_up_demo
 from slora_api.generation import Generator
 from slora_api.inspector import InspectionBounds, Inspector
 from slora_api.local_adapters import LocalAdapters
@@ -219,10 +220,11 @@ async def _open_services(
     bounds = InspectionBounds.for_uploads_of(settings.max_upload_bytes)
     inspector = Inspector(quarantine, model.shape, model.limits, bounds)
     quota = AdapterQuota(settings.max_versions_per_tenant, settings.max_adapter_bytes_per_tenant)
+    canary = Canary(client, model.tokenizer)
     return Services(
         settings,
         tenancy,
-        ModelCatalog(model.base(), adapters, templates, client, pinning, inspector, quota),
+        ModelCatalog(model.base(), adapters, templates, client, pinning, inspector, quota, canary),
         Aliases(adapters.registry, pinning),
         pinning,
         Uploads(quarantine),
@@ -257,11 +259,13 @@ async def _announce(services: Services, data: DataDir, url: str, admin_key: Admi
     print(f"slora: listening on {url}; the engine is starting", flush=True)
     if admin_key.shown_once is not None:
         print(f"slora: admin key, shown this once: {admin_key.shown_once}", flush=True)
-    tenants = []
-    if settings.demo:
-        tenants = await set_up_demo(Path(settings.demo), services.tenancy, services.catalog, data.demo_keys)
+    # Looked for first: who waits for an engine is to hear at once that there is nothing to wait for.
+    adapters = find_demo_adapters(Path(settings.demo) / "adapters") if settings.demo else []
     while not client.ready:
         await asyncio.sleep(_POLL_S)
+    tenants = (
+        await set_up_demo(adapters, services.tenancy, services.catalog, data.demo_keys) if adapters else []
+    )
     info = client.info
     print(
         f"slora: ready; {info.model_name} on {info.device} in {info.dtype}, {info.num_pages} pages",

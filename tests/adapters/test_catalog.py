@@ -82,15 +82,19 @@ def test_sweep_drops_what_a_crash_left_and_nothing_else(catalog: Catalog, tmp_pa
         assert sorted(catalog.store.digests()) == sorted([kept, "f" * 64])
 
 
-def test_a_store_that_is_down_does_not_undo_a_deletion(catalog: Catalog, tmp_path: Path) -> None:
+def test_a_store_that_is_down_does_not_undo_a_deletion(
+    catalog: Catalog, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     _publish(catalog, tmp_path / "1")
     (tmp_path / "store" / "blobs").rename(tmp_path / "store" / "gone")
     (tmp_path / "store" / "blobs").write_text("not a folder")
     catalog.withdraw("t1", "a")
-    assert catalog.registry.list("t1") == []
+    assert catalog.registry.list("t1") == [] and "stays until the next sweep" in caplog.text
+    caplog.clear()
     with pytest.raises(StoreUnavailable):
         _publish(catalog, tmp_path / "2")
     assert catalog.registry.list("t1") == []
+    assert not caplog.records, "it was asked to delete what it could not put, with the database locked"
 
 
 def test_an_upload_beside_deletions_of_the_same_weights_never_loses_its_blob(

@@ -160,9 +160,7 @@ def _archived(raw: bytes, words: str, code: str) -> Hostile:
 def kinds(shape: ModelShape) -> dict[str, Hostile]:
     """Every kind by its name."""
     make = Maker(shape)
-    forms = {
-        name: replace(one, inspected=False) for name, one in (_forms(make) | _foreign_texts(make)).items()
-    }
+    forms = {name: replace(one, inspected=False) for name, one in (_forms(make) | _outsiders(make)).items()}
     return {
         **_tensor_files(make),
         **_tensor_values(make),
@@ -635,8 +633,12 @@ def _texts(make: Maker) -> dict[str, Hostile]:
     }
 
 
-def _foreign_texts(make: Maker) -> dict[str, Hostile]:
-    """What only the API knows enough of to refuse."""
+def _outsiders(make: Maker) -> dict[str, Hostile]:
+    """What no reading of the files finds: the API knows it, or the engine."""
+    scaled = {
+        scale: save({name: tensor * np.float32(scale) for name, tensor in make.tensors.items()})
+        for scale in (1e-15, 1e18)
+    }
     template, sampling = (
         {"chat_template_dot_jinja": "{% for"},
         {"generation_config_dot_json": '{"num_beams": 4}'},
@@ -647,6 +649,14 @@ def _foreign_texts(make: Maker) -> dict[str, Hostile]:
         ),
         "sampling that is not honoured": _files(
             make.members(**sampling), "sets num_beams to 4", "generation_config_unsupported"
+        ),
+        "numbers too small to matter": _files(
+            make.members(weights=scaled[1e-15]),
+            "log-probabilities differs from the base model's",
+            "no_effect",
+        ),
+        "numbers too large to compute with": _files(
+            make.members(weights=scaled[1e18]), "the adapter breaks the model's arithmetic", "not_finite"
         ),
     }
 

@@ -21,6 +21,7 @@ from slora_api.aliases import Aliases
 from slora_api.api_key import Pepper
 from slora_api.app import make_app
 from slora_api.base_identity import BaseIdentity
+from slora_api.canary import Canary
 from slora_api.chat_templates import ChatTemplates
 from slora_api.generation import Generator
 from slora_api.inspector import InspectionBounds, Inspector
@@ -106,7 +107,9 @@ def running_platform(
     tenancy, registry = Tenancy(database, pepper), Registry(database)
     pinning = Pinning(registry, tenancy, engine)
     adapters = Catalog(registry, FileStore(directory / "adapters"))
-    catalog = ModelCatalog(base, adapters, templates, engine, pinning, inspector, quota)
+    catalog = ModelCatalog(
+        base, adapters, templates, engine, pinning, inspector, quota, Canary(engine, tokenizer)
+    )
     admission = Admission(
         max_requests=chosen.max_concurrent_requests,
         max_per_tenant=chosen.max_concurrent_per_tenant,

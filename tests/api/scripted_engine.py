@@ -11,10 +11,11 @@ from slora.adapter_place import AdapterPlace
 from slora.engine_info import EngineInfo, EngineStats
 from slora.errors import EngineUnavailable
 from slora.pin import Pin
-from slora.request import EngineRequest, FinishReason, TokenDelta
+from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 from slora.tenant_share import TenantShare
 from slora.tokenizer import Tokenizer
 from slora_adapters.version import AdapterVersion
+from slora_api.canary import CANARY_TENANT
 from tests.adapters.hand_made import SHAPE
 
 EOS = 256
@@ -48,10 +49,19 @@ def deltas_of(text: bytes, reason: FinishReason = FinishReason.LENGTH) -> list[T
     ]
 
 
+def trial_of(request: EngineRequest, logprob: float | None = None) -> list[TokenDelta]:
+    """One token, whose log-probability tells an adapter from the base model, unless it is given."""
+    if logprob is None:
+        logprob = -1.0 if request.adapter is None else -2.0
+    entry = TokenLogprobs(logprob, ((65, logprob),))
+    return [TokenDelta((65,), FinishReason.LENGTH, (entry,))]
+
+
 @dataclass
 class ScriptedEngine:
     """An EngineClient. answers: what each request gets, in order; an exception among them is raised.
 
+    canary: what a new adapter's trial gets, and the base model's beside it; those are no `requests`.
     aborted: requests whose answer was closed before its end. ended: single choices that were (request id, index).
     pins: what it was told, each time. prewarmed: what was asked for, with the share.
     """
@@ -61,11 +71,13 @@ class ScriptedEngine:
     ready: bool = True
     on_request: Callable[[EngineRequest], None] = lambda request: None
     max_model_len: int = 64
+    canary: Callable[[EngineRequest], Sequence[TokenDelta | Exception]] = lambda request: trial_of(request)
     requests: list[EngineRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     ended: list[tuple[str, int]] = field(default_factory=list)
     pins: list[list[Pin]] = field(default_factory=list)
     prewarmed: list[Pin] = field(default_factory=list)
+    forgotten: list[AdapterVersion] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -75,6 +87,14 @@ class ScriptedEngine:
         )
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        if request.tenant == CANARY_TENANT:
+            for item in self.canary(request):
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+            if self.hang:
+                await asyncio.Event().wait()
+            return
         script = self.answers[len(self.requests) % len(self.answers)]
         self.requests.append(request)
         self.on_request(request)
@@ -106,7 +126,7 @@ class ScriptedEngine:
         )
 
     async def forget(self, version: AdapterVersion) -> None:
-        """Nothing is kept."""
+        self.forgotten.append(version)
 
     async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
         if not self.ready:

@@ -14,7 +14,7 @@ from slora.model_spec import read_model_spec
 from tests.adapters.hand_made import SHAPE
 from tests.api.conftest import Kit
 from tests.api.hostile_uploads import MAX_RANK, MAX_UPLOAD, Hostile, as_parts, kinds, proper
-from tests.api.served import Served, serving
+from tests.api.served import ADMIN_KEY, Served, serving
 
 # Two cores: one sends, one inspects.
 _AT_ONCE = 3
@@ -24,10 +24,11 @@ _RSS_SLACK_BYTES = 48 << 20
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a server has: files with their sizes, adapters, memory of its processes by pid."""
+    """What a server has: files with their sizes, adapters, those in the pool, memory of its processes by pid."""
 
     files: dict[Path, int]
     adapters: list[str]
+    resident: str
     rss_bytes: dict[int, int]
 
 
@@ -42,9 +43,12 @@ def _footprint(server: Served, client: httpx.Client) -> Footprint:
     # The database and its log grow and shrink by what is asked, too.
     paths = [path for path in server.data_dir.rglob("*") if path.is_file() and "slora.db" not in path.name]
     api = psutil.Process(server.process.pid)
+    with server.client(ADMIN_KEY) as operator:
+        metrics = operator.get("/metrics").text.splitlines()
     return Footprint(
         {path: path.stat().st_size for path in paths},
         [adapter["name"] for adapter in client.get("/v1/adapters").json()["data"]],
+        next(line for line in metrics if line.startswith("slora_resident_adapters ")),
         {process.pid: process.memory_info().rss for process in (api, *api.children(recursive=True))},
     )
 
@@ -128,9 +132,10 @@ def test_each_is_refused_for_its_own_reason(outcome: Outcome, corpus: dict[str, 
     assert not wrong, "\n".join(wrong)
 
 
-def test_nothing_is_left_on_disk_nor_in_the_registry(outcome: Outcome) -> None:
+def test_nothing_is_left_on_disk_nor_in_registry_and_pool(outcome: Outcome) -> None:
     assert outcome.after.files == outcome.before.files
     assert outcome.after.adapters == outcome.before.adapters == ["good"]
+    assert outcome.after.resident == outcome.before.resident == "slora_resident_adapters 0.0"
 
 
 def test_no_process_and_no_memory_is_left(outcome: Outcome) -> None:

@@ -13,7 +13,7 @@ from slora_api.local_adapters import LocalAdapters
 from slora_api.quarantine import Quarantine
 from tests.adapters.hand_made import make_members, make_tensors, write_directory
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
-from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.scripted_engine import ScriptedEngine, deltas_of, trial_of
 
 
 @pytest.fixture
@@ -123,6 +123,10 @@ def test_what_is_loaded_is_checked_like_an_upload(platform: Platform, root: Path
     refused = send(platform, "load", lora_name="voice", lora_path="voice")
     assert (refused.status_code, refused.json()["error"]["code"]) == (422, "adapter_invalid")
     assert send(platform, "load", lora_name="base", lora_path="newer").status_code == 400
+    platform.engine.canary = lambda request: trial_of(request, -1.0)
+    untrained = send(platform, "load", lora_name="voice", lora_path="newer")
+    assert (untrained.status_code, untrained.json()["error"]["reasons"][0]["code"]) == (422, "no_effect")
+    assert not any((platform.directory / "quarantine").iterdir())
     assert send(platform, "load", lora_name="voice", lora_path="newer", revision="x").status_code == 400
 
 

@@ -75,12 +75,11 @@ def _fingerprint(directory: Path) -> str:
 
 @explained
 def push(arguments: argparse.Namespace) -> None:
+    fields = {"base_fingerprint": _fingerprint(Path(arguments.base))} if arguments.base else {}
     snapshot = _download(arguments.source)
     source = snapshot.directory if snapshot else Path(arguments.source)
     own_name = snapshot.reference.name if snapshot else _default_name(source)
-    fields = {"name": arguments.name or own_name}
-    if arguments.base:
-        fields["base_fingerprint"] = _fingerprint(Path(arguments.base))
+    fields["name"] = arguments.name or own_name
     with tenant_client() as client, ExitStack() as stack:
         files = {
             field: (path.name, stack.enter_context(path.open("rb")))
