@@ -30,23 +30,24 @@ _PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 # A config of 1 MiB and two texts of 256 KiB, where JSON makes six bytes of each.
 _MAX_ANSWER_BYTES = 16 << 20
-# Unpacking is the slowest part: 100 MB/s, here with a margin for a busy machine.
-_BYTES_PER_CPU_SECOND = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class InspectionBounds:
-    """What the inspection of one upload may take: memory of its own, computing time, time by the clock."""
+    """What the inspection of one upload may take: memory of its own, and computing time, which grows with the upload: a
+    few kilobytes that keep a core busy for a minute are no adapter. By the clock it may take `patience` times as long.
+
+    Worked example: 80 MiB get 10 + 40 s of computing, 250 s in all; reading and weighing them takes one.
+    """
 
     memory_bytes: int = 512 << 20
-    cpu_seconds: int = 60
-    wall_seconds: float = 300.0
+    cpu_seconds: int = 10
+    bytes_per_cpu_second: int = 2 << 20
+    patience: float = 5.0
 
-    @staticmethod
-    def for_uploads_of(max_bytes: int) -> "InspectionBounds":
-        """Time grows with what may be uploaded. Worked example: 512 MiB get 92 s of computing, 460 s in all."""
-        seconds = 60 + max_bytes // _BYTES_PER_CPU_SECOND
-        return InspectionBounds(cpu_seconds=seconds, wall_seconds=5.0 * seconds)
+    def cpu_seconds_for(self, source: Path) -> int:
+        files = source.iterdir() if source.is_dir() else [source]
+        return self.cpu_seconds + sum(file.stat().st_size for file in files) // self.bytes_per_cpu_second
 
 
 class Inspector:
@@ -71,30 +72,32 @@ class Inspector:
 
     async def _inspect(self, source: Path, scratch: Path) -> CheckedAdapter:
         bounds = self._bounds
+        cpu_seconds = bounds.cpu_seconds_for(source)
+        wall_seconds = bounds.patience * cpu_seconds
         task = InspectionTask(
             source,
             scratch,
             self._shape,
             self._limits,
             bounds.memory_bytes,
-            bounds.cpu_seconds,
-            alarm_seconds=int(bounds.wall_seconds) + 10,
+            cpu_seconds,
+            alarm_seconds=int(wall_seconds) + 10,
         )
         process = await _start(task)
         try:
-            async with asyncio.timeout(bounds.wall_seconds):
+            async with asyncio.timeout(wall_seconds):
                 line = await _read_line(process)
                 exit_code = await process.wait()
         except TimeoutError:
             raise InspectionFailed(
-                f"Checking the adapter took longer than {bounds.wall_seconds:g} s; the server is too busy. Try again."
+                f"Checking the adapter took longer than {wall_seconds:g} s; the server is too busy. Try again."
             ) from None
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
         if exit_code == -signal.SIGXCPU:
-            raise _over_limit(f"more than {bounds.cpu_seconds} s of computing")
+            raise _over_limit(f"more than {cpu_seconds} s of computing")
         try:
             return decode_answer(line)
         except OutOfMemory:

@@ -217,8 +217,7 @@ async def _open_services(
     tenancy = Tenancy(database, pepper)
     pinning = Pinning(adapters.registry, tenancy, client)
     quarantine = Quarantine(data.quarantine)
-    bounds = InspectionBounds.for_uploads_of(settings.max_upload_bytes)
-    inspector = Inspector(quarantine, model.shape, model.limits, bounds)
+    inspector = Inspector(quarantine, model.shape, model.limits, InspectionBounds())
     quota = AdapterQuota(settings.max_versions_per_tenant, settings.max_adapter_bytes_per_tenant)
     canary = Canary(client, model.tokenizer)
     return Services(

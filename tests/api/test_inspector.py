@@ -58,8 +58,11 @@ def children() -> list[psutil.Process]:
 
 
 def test_what_takes_too_much_computing_is_refused(tmp_path: Path, slow: Path) -> None:
-    with pytest.raises(AdapterInvalid, match="takes more than 1 s of computing") as refused:
-        inspect(tmp_path, slow, InspectionBounds(cpu_seconds=1), max_tensor_bytes=1 << 40)
+    # 1 s for anything, and another for as many bytes as this has.
+    bounds = InspectionBounds(cpu_seconds=1, bytes_per_cpu_second=slow.stat().st_size)
+    assert bounds.cpu_seconds_for(slow) == 2
+    with pytest.raises(AdapterInvalid, match="takes more than 2 s of computing") as refused:
+        inspect(tmp_path, slow, bounds, max_tensor_bytes=1 << 40)
     assert refused.value.reasons[0].code == "inspection_limit"
 
 
@@ -75,7 +78,12 @@ def test_what_takes_too_much_memory_is_refused(tmp_path: Path) -> None:
 
 def test_one_that_hangs_is_ended(tmp_path: Path, slow: Path) -> None:
     with pytest.raises(InspectionFailed, match=r"took longer than 0.5 s"):
-        inspect(tmp_path, slow, InspectionBounds(wall_seconds=0.5), max_tensor_bytes=1 << 40)
+        inspect(
+            tmp_path,
+            slow,
+            InspectionBounds(cpu_seconds=10, bytes_per_cpu_second=1 << 40, patience=0.05),
+            max_tensor_bytes=1 << 40,
+        )
     assert children() == []
 
 
@@ -133,7 +141,7 @@ def test_it_runs_within_its_bounds_and_with_none_of_the_servers_secrets(
 ) -> None:
     monkeypatch.setenv("SLORA_ADMIN_KEY", "secret")
     limits = AdapterLimits(max_tensor_bytes=1 << 40)
-    bounds = InspectionBounds(memory_bytes=300 * MIB, cpu_seconds=50)
+    bounds = InspectionBounds(memory_bytes=300 * MIB, cpu_seconds=50, bytes_per_cpu_second=1 << 40)
     inspector = Inspector(Quarantine(tmp_path / "quarantine"), SHAPE, limits, bounds)
 
     async def look() -> tuple[dict[str, str], list[tuple[int, int]], int]:

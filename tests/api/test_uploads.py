@@ -2,6 +2,7 @@ import gzip
 import json
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,13 +14,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from slora.base_fingerprint import fingerprint
+from slora.request import EngineRequest, TokenDelta
 from slora_api import uploads
 from slora_api.quarantine import Quarantine
 from slora_kernels.layout import lay_out_adapter
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, tensor_name
 from tests.api.hostile_uploads import make_tar, make_zip
 from tests.api.platform import Platform, post, running_platform
-from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.scripted_engine import ScriptedEngine, deltas_of, trial_of
 
 MAX_UPLOAD = 300_000
 
@@ -140,6 +142,13 @@ def test_uploads_of_one_tenant_at_once_do_not_pass_its_limit_together(tmp_path: 
     engine = ScriptedEngine([deltas_of(b"ok")])
     with running_platform(tmp_path, engine, max_versions_per_tenant=1, max_concurrent_uploads=8) as platform:
         key = platform.key("racing")
+
+        def take_time(request: EngineRequest) -> list[TokenDelta]:
+            # Meanwhile the others are inspected, and come to be counted while this one is not kept yet.
+            time.sleep(0.3)
+            return trial_of(request)
+
+        platform.engine.canary = take_time
         with ThreadPoolExecutor(4) as pool:
             answers = list(pool.map(lambda name: platform.upload(key, name).status_code, "abcd"))
         assert sorted(answers) == [201, 409, 409, 409]
