@@ -178,38 +178,6 @@ _gather_one = for_tokens(lambda tokens: _emit_gathers(tokens, 1))
 
 
 @compiled
-def _gather_few(
-    target: Array,
-    factors: Array,
-    weights: Array,
-    pitch: Int,
-    ahead: Int,
-    scale: Float,
-    size: Int,
-    count: Int,
-) -> None:
-    column = 0
-    if target.shape[0] == 1:
-        while column + MOST_SUMS * LANES <= size:
-            _gather_sixteen(
-                target[:, column:], factors, weights[column:], pitch, ahead, scale, count, size - column
-            )
-            column += MOST_SUMS * LANES
-    elif target.shape[0] == 2:
-        while column + MOST_SUMS // 2 * LANES <= size:
-            _gather_eight(
-                target[:, column:], factors, weights[column:], pitch, ahead, scale, count, size - column
-            )
-            column += MOST_SUMS // 2 * LANES
-    while column + 4 * LANES <= size:
-        _gather_four(target[:, column:], factors, weights[column:], pitch, ahead, scale, count, size - column)
-        column += 4 * LANES
-    while column < size:
-        _gather_one(target[:, column:], factors, weights[column:], pitch, ahead, scale, count, size - column)
-        column += LANES
-
-
-@compiled
 def gather_rows(
     target: Array,
     factors: Array,
@@ -226,5 +194,22 @@ def gather_rows(
     what is read is asked for.
     """
     for t in range(0, target.shape[0], MOST_TOKENS):
-        few = target[t : t + MOST_TOKENS]
-        _gather_few(few, factors[t : t + MOST_TOKENS], weights, pitch, ahead, scale, size, count)
+        sums, own, column = target[t : t + MOST_TOKENS], factors[t : t + MOST_TOKENS], 0
+        if sums.shape[0] == 1:
+            while column + MOST_SUMS * LANES <= size:
+                part, rows = sums[:, column:], weights[column:]
+                _gather_sixteen(part, own, rows, pitch, ahead, scale, count, size - column)
+                column += MOST_SUMS * LANES
+        elif sums.shape[0] == 2:
+            while column + MOST_SUMS // 2 * LANES <= size:
+                part, rows = sums[:, column:], weights[column:]
+                _gather_eight(part, own, rows, pitch, ahead, scale, count, size - column)
+                column += MOST_SUMS // 2 * LANES
+        while column + 4 * LANES <= size:
+            part, rows = sums[:, column:], weights[column:]
+            _gather_four(part, own, rows, pitch, ahead, scale, count, size - column)
+            column += 4 * LANES
+        while column < size:
+            part, rows = sums[:, column:], weights[column:]
+            _gather_one(part, own, rows, pitch, ahead, scale, count, size - column)
+            column += LANES
