@@ -7,7 +7,7 @@ parts are made of, and how they are stepped, is written in this file and nowhere
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from bench.adapter_fleet import AdapterFleet
@@ -262,7 +262,8 @@ class Simulation:
         if sequence.search is not None and self.setup.beams is not None:
             thread = self.outcomes[sequence.request.request_id].request.thread
             answer = sequence.token_ids[sequence.num_prompt :]
-            return replace(token, proposal=self.setup.beams.propose(thread, answer, sequence.search.width))
+            proposal = self.setup.beams.propose(thread, answer, sequence.search.width)
+            return token._replace(proposal=proposal)
         return self._stop if sequence.num_generated + 1 == stops_after else token
 
     def _take_in(self, outputs: list[StepOutput]) -> None:

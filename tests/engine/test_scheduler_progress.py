@@ -94,5 +94,5 @@ def test_two_that_were_started_at_each_other_s_cost_both_come_to_their_end(seed:
 
 @pytest.mark.parametrize("pins", [False, True])
 def test_all_that_comes_together_comes_to_its_end(*, pins: bool, soak: bool) -> None:
-    for seed in range(5000 if soak else 150):
+    for seed in range(5000 if soak else 80):
         play(seed, pins=pins)
