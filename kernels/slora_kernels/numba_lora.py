@@ -1,7 +1,7 @@
-"""Shrink and expand on a CPU, for tiles of a few tokens: the weights are read straight from the pages, once.
+"""Shrink and expand on a CPU: a few tokens read weights where they lie in the pages, many have rows of B packed first.
 
-Such tiles are bound by reading the weights, so an item is a stretch of rows (shrink) or of output columns
-(expand) of one tile, and few tiles still keep all threads busy. Long tiles are matmuls and go through torch.
+Tiles of a few tokens are bound by reading the weights, so an item is a stretch of rows (shrink) or of output columns
+(expand) of one tile, and few tiles still keep all threads busy.
 """
 
 from slora_kernels.numba_dots import add_four_dots, add_one_dot

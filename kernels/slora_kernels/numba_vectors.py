@@ -51,7 +51,6 @@ PAIRS = LANES == 16 and _has("avx512bf16")
 _I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _BYTES = ir.IntType(8).as_pointer()
 VECTOR = ir.VectorType(F32, LANES)
-_INDEXES = ir.VectorType(I32, LANES)
 # Rows of attention and of adapters are too short for the machine to see the next one coming.
 _PREFETCH = ir.FunctionType(ir.VoidType(), [_BYTES, I32, I32, I32])
 

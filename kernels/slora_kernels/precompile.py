@@ -2,7 +2,7 @@
 
     python -P -m slora_kernels.precompile
 
-Without it the first start of a server does the same, and takes some ten seconds longer. Does nothing where the
+Without it the first start of a server does the same, and takes some twenty seconds longer. Does nothing where the
 kernels chosen for a CPU need no compiling.
 """
 

@@ -26,20 +26,9 @@ def is_loaded(bench: SchedulerBench, version: AdapterVersion) -> bool:
     return resident is not None and resident.is_loaded
 
 
-def come_to_rest(bench: SchedulerBench) -> None:
-    """As an engine does that nobody sends anything: it steps when there is work, or something has arrived."""
-    bench.step()  # the command's
-    for _ in range(100):
-        if not (bench.scheduler.has_work or bench.source.in_flight):
-            return
-        bench.source.deliver()
-        bench.step()
-    raise AssertionError("it never comes to rest")
-
-
 def pin(bench: SchedulerBench, *versions: AdapterVersion) -> None:
     bench.scheduler.set_pins(versions)
-    come_to_rest(bench)
+    bench.come_to_rest()
 
 
 def test_a_pinned_adapter_is_there_before_anybody_asks_and_nobody_is_charged() -> None:
@@ -84,7 +73,7 @@ def test_a_pin_leaves_those_who_run_the_pages_of_their_prompts() -> None:
         bench.step()
         assert bench.residency.find(LARGE) is None or not bench.scheduler.num_running
     assert bench.scheduler.num_preemptions == 0
-    come_to_rest(bench)
+    bench.come_to_rest()
     assert is_loaded(bench, LARGE)
 
 
@@ -100,7 +89,7 @@ def test_a_pin_takes_what_is_idle_but_not_the_adapter_of_who_is_next() -> None:
         bench.source.deliver()
         bench.step()
     assert bench.source.num_fetches[SMALL] == 1, "it had to be fetched for the one that was next"
-    come_to_rest(bench)
+    bench.come_to_rest()
     assert is_loaded(bench, LARGE) and bench.residency.find(SMALL) is None
 
 
@@ -135,7 +124,7 @@ def test_a_request_that_needs_the_last_page_has_it_and_the_pin_comes_back_by_its
         assert output.error is None
         left = left or bench.residency.find(LARGE) is None
     assert left and bench.scheduler.has_work, "nothing is left to do, and the pin is not back"
-    come_to_rest(bench)
+    bench.come_to_rest()
     assert is_loaded(bench, LARGE) and find(bench, LARGE).is_pinned
 
 
@@ -156,7 +145,7 @@ def test_who_gave_way_three_times_does_not_do_so_for_a_pin_again() -> None:
         bench.step()
         assert bench.residency.find(LARGE) is None, "it came back before its time"
     list(bench.run_to_end(30))
-    come_to_rest(bench)
+    bench.come_to_rest()
     assert is_loaded(bench, LARGE)
 
 
@@ -203,7 +192,7 @@ def test_a_deleted_adapter_is_pinned_no_more() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     pin(bench, SMALL, LARGE)
     bench.scheduler.forget(LARGE)
-    come_to_rest(bench)
+    bench.come_to_rest()
     assert bench.residency.find(LARGE) is None and bench.scheduler.pins.num_wanted == 1
     assert bench.source.num_fetches[LARGE] == 1
 
@@ -262,11 +251,11 @@ def test_a_pin_whose_load_broke_comes_back_after_growing_pauses() -> None:
         bench.source.deliver()
         bench.step(breaks=True)
         assert bench.residency.find(SMALL) is None and bench.residency.num_pinned == 0
-        come_to_rest(bench)
+        bench.come_to_rest()
         assert (bench.scheduler.pins.num_failures, bench.source.num_fetches[SMALL]) == (number, number)
         assert bench.scheduler.next_due_s == bench.now + pause_s
         bench.now += pause_s
-    come_to_rest(bench)
+    bench.come_to_rest()
     assert is_loaded(bench, SMALL)
 
 
@@ -285,7 +274,7 @@ def test_a_pin_for_which_there_is_no_room_keeps_nothing_on_the_host_from_those_w
     assert bench.source.in_flight == {SMALL} and bench.residency.find(LARGE) is None
     outputs = list(bench.run_to_end(20))
     assert all(output.error is None for output in outputs)
-    come_to_rest(bench)
+    bench.come_to_rest()
     assert is_loaded(bench, LARGE) and bench.source.num_fetches[LARGE] == 2
 
 
@@ -320,7 +309,7 @@ def test_at_its_ceiling_a_tenant_does_not_wait_for_its_own_pins_beside_others() 
     assert "own" in [output.request_id for output in bench.step()]
     assert bench.residency.find(LARGE) is None
     list(bench.run_to_end(50))
-    come_to_rest(bench)
+    bench.come_to_rest()
     assert is_loaded(bench, LARGE)
 
 

@@ -14,17 +14,6 @@ PAGES = {version: pages for version, pages in zip(VERSIONS, (1, 2, 3), strict=Tr
 SMALL, MEDIUM, LARGE = VERSIONS
 
 
-def settle(bench: SchedulerBench) -> None:
-    """As an engine does that nobody sends anything more."""
-    bench.step()  # the command's
-    for _ in range(100):
-        if not (bench.scheduler.has_work or bench.source.in_flight):
-            return
-        bench.source.deliver()
-        bench.step()
-    raise AssertionError("it never comes to rest")
-
-
 def test_it_comes_to_the_pool_and_is_idle_there_and_each_time_is_told_how_far_it_is() -> None:
     bench = SchedulerBench(PAGES, num_pages=8, load_pages=1)
     assert bench.scheduler.prewarm(LARGE) is AdapterPlace.FETCHING
@@ -34,7 +23,7 @@ def test_it_comes_to_the_pool_and_is_idle_there_and_each_time_is_told_how_far_it
     bench.source.deliver()
     bench.step()
     assert bench.scheduler.prewarm(LARGE) is AdapterPlace.LOADING
-    settle(bench)
+    bench.come_to_rest()
     assert bench.scheduler.prewarm(LARGE) is AdapterPlace.POOL
     resident = bench.residency.find(LARGE)
     assert resident is not None and resident.num_users == 0 and not resident.is_pinned
@@ -55,7 +44,7 @@ def test_nothing_leaves_for_it_and_it_stays_on_the_host(short_of: str) -> None:
         bench.memory.tenants.set_share("tenant", TenantShare(max_share=0.5))
     for place in (AdapterPlace.FETCHING, AdapterPlace.HOST):
         assert bench.scheduler.prewarm(wanted) is place
-        settle(bench)
+        bench.come_to_rest()
     assert bench.residency.find(wanted) is None and bench.residency.find(MEDIUM) is not None
     assert bench.source.num_pinned == 0, "the host could not let it go"
 
@@ -78,7 +67,7 @@ def test_one_that_a_request_waits_for_too_is_fetched_and_loaded_once() -> None:
     bench.scheduler.prewarm(LARGE)
     bench.step()
     bench.add("a", adapter=LARGE)
-    settle(bench)
+    bench.come_to_rest()
     assert bench.source.num_fetches[LARGE] == bench.scheduler.supply.num_loads == 1
     assert bench.scheduler.prewarm(LARGE) is AdapterPlace.POOL
 
@@ -105,7 +94,7 @@ def test_one_that_is_pinned_meanwhile_is_loaded_once_and_pinned() -> None:
     bench.scheduler.prewarm(LARGE)
     bench.step()
     bench.scheduler.set_pins([LARGE])
-    settle(bench)
+    bench.come_to_rest()
     resident = bench.residency.find(LARGE)
     assert resident is not None and resident.is_pinned and bench.scheduler.supply.num_loads == 1
 
@@ -115,14 +104,14 @@ def test_one_that_is_deleted_on_its_way_does_not_come(caplog: pytest.LogCaptureF
     bench.scheduler.prewarm(SMALL)
     bench.step()
     bench.scheduler.forget(SMALL)
-    settle(bench)
+    bench.come_to_rest()
     assert bench.residency.find(SMALL) is None and bench.source.num_pinned == 0
     with caplog.at_level(logging.INFO):
         bench.scheduler.prewarm(LARGE)
         bench.step()
         bench.source.fail(LARGE, "unavailable")
-        settle(bench)
+        bench.come_to_rest()
     assert "can't be fetched (unavailable)" in caplog.text
     assert bench.scheduler.prewarm(LARGE) is AdapterPlace.FETCHING, "it was one try, and this is another"
-    settle(bench)
+    bench.come_to_rest()
     assert bench.scheduler.prewarm(LARGE) is AdapterPlace.POOL

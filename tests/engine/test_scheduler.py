@@ -290,24 +290,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         for output in self.bench.run_to_end(patience=1000):  # beams tell nothing before their end
             self._take(output)
         assert not self.unfinished, "a request ended without tokens or an error"
-        self._come_to_rest()
+        self.bench.come_to_rest(pauses=True)
         assert self.bench.pool.num_held == 0
         assert self.bench.source.num_pinned == 0, "a host copy was never released"
         assert all(self.bench.residency.find(version) is None for version in self.deleted)
         if not self._are_bounded():
             self._check_that_pins_are_back()
-
-    def _come_to_rest(self) -> None:
-        """Steps as an engine without requests does: when there is work, something has arrived, or a pause is over."""
-        scheduler, source = self.bench.scheduler, self.bench.source
-        self.bench.step()
-        for _ in range(100):
-            if not (source.in_flight or scheduler.has_work or scheduler.pins.next_try_s):
-                return
-            self.bench.now = max(self.bench.now, scheduler.pins.next_try_s or 0.0)
-            source.deliver()
-            self.bench.step()
-        raise AssertionError("the engine never comes to rest")
 
     def _check_that_pins_are_back(self) -> None:
         residency = self.bench.residency

@@ -138,6 +138,19 @@ class SchedulerBench:
             silent = 0 if outputs else silent + 1
             assert silent < patience, f"requests are left, and {patience} steps told nothing"
 
+    def come_to_rest(self, *, pauses: bool = False) -> None:
+        """As an engine does that nobody sends anything: it steps when there is work, or something has arrived; with
+        `pauses`, when a pin's next try is due as well."""
+        self.step()  # the command's
+        for _ in range(100):
+            due_s = self.scheduler.pins.next_try_s if pauses else None
+            if not (self.scheduler.has_work or self.source.in_flight or due_s):
+                return
+            self.now = max(self.now, due_s or 0.0)
+            self.source.deliver()
+            self.step()
+        raise AssertionError("it never comes to rest")
+
     def _check_plan(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         assert len(plan.chunks) <= self.scheduler.num_running <= self.config.max_num_seqs
