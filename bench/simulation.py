@@ -25,7 +25,6 @@ from slora.sequence import Sequence
 from slora.step_plan import Sampled, StepPlan
 
 STOP_TOKEN = 2
-LOAD_SHARE = 0.1  # the engine's
 
 
 def _default(option: str) -> str:
@@ -51,8 +50,8 @@ class Setup:
     request allows, and the answer's true end comes as a stop token.
     num_choices: answers to each request, all of the same length. beams: what as many beams of a search propose by; None
     draws the answers. deadline_s: of every request, for its first token.
-    load_pages: of adapters that a step loads beside decoding; None is the engine's rule, what makes a step a tenth
-    longer. swap_share: pages of the host, over those of the pool.
+    load_pages: of adapters that a step loads beside decoding; None is the engine's rule. swap_share: pages of the host,
+    over those of the pool.
     """
 
     machine: Machine
@@ -80,7 +79,7 @@ def build_scheduler(setup: Setup, source: VirtualSource) -> Scheduler:
         footprint=KVFootprint(machine.block_tokens),
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,
-        load_pages=_load_pages(machine) if setup.load_pages is None else setup.load_pages,
+        load_pages=setup.load_pages,
         swap_pages=int(setup.swap_share * machine.num_pages),
         prefix_cache=policies.prefix_cache,
         preemption=policies.preemption,
@@ -88,11 +87,6 @@ def build_scheduler(setup: Setup, source: VirtualSource) -> Scheduler:
         eviction=policies.eviction,
     )
     return Scheduler(config, source, machine.costs)
-
-
-def _load_pages(machine: Machine) -> int:
-    costs = machine.costs
-    return max(1, int(LOAD_SHARE * costs.step_s / costs.load_byte_s) // machine.full_page_bytes)
 
 
 class Gate(Protocol):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from slora.adapter_supply import AdapterSupply
 from slora.charges import Charges
 from slora.lifecycle import Lifecycle
+from slora.load_pace import LoadPace
 from slora.prefix_cache import PrefixCache
 from slora.reclaim import Reclaim
 from slora.residency import Resident
@@ -47,6 +48,7 @@ class Admission:
         prefixes: PrefixCache,
         swapping: Swapping,
         charges: Charges,
+        pace: LoadPace,
     ) -> None:
         self._config = config
         self._memory = memory
@@ -57,16 +59,16 @@ class Admission:
         self._prefixes = prefixes
         self._swapping = swapping
         self._charges = charges
+        self._pace = pace
+        self._is_alone = False  # whoever starts first in this step: nobody decodes beside it
         self._load_pages = 0  # of adapters that may still be loaded in this step
 
     def continue_loads(self, plan: StepPlan) -> None:
-        """Beside those who decode, a slice in each step, larger where more wait for their adapters than decode; alone,
-        all at once."""
+        """Beside those who decode, a slice in each step; alone, all at once."""
         num_waiting = sum(one.resident is not None and not one.resident.is_loaded for one in self._batch)
         num_decoding = len(self._batch) - num_waiting
-        most = self._memory.pool.num_pages
-        if num_decoding:
-            most = self._config.load_pages * max(1, num_waiting // num_decoding)
+        self._is_alone = not num_decoding
+        most = self._memory.pool.num_pages if self._is_alone else self._pace.pages(num_decoding, num_waiting)
         self._load_pages = self._supply.advance(plan, most)
 
     def admit(self, plan: StepPlan, budget: int) -> None:
@@ -180,7 +182,9 @@ class Admission:
         self._batch.join(sequence)
         if sequence.resident is not None and not self._supply.is_ready(sequence.resident):
             return 0
-        self._load_pages = min(self._load_pages, self._config.load_pages)
+        if self._is_alone:
+            self._is_alone = False
+            self._load_pages = min(self._load_pages, self._pace.pages(num_decoding=1, num_waiting=1))
         plan.add(sequence, needs.num_tokens)
         self._charges.prompt(sequence, needs.num_tokens)
         return needs.num_tokens

@@ -28,8 +28,6 @@ from slora_adapters.version import AdapterVersion
 
 _log = logging.getLogger(__name__)
 
-_LOAD_SHARE = 0.1
-
 
 class Engine:
     """Raises ConfigError from the constructor when the model or a setting can't be served.
@@ -57,7 +55,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=budget,
             rope_switch=model.rope_switch,
-            load_pages=self._load_pages(costs),
+            load_pages=config.load_pages(self._runner.full_page_bytes),
             swap_pages=self._runner.num_swap_pages,
             prefix_cache=config.prefix_cache,
             preemption=config.preemption,
@@ -196,13 +194,6 @@ class Engine:
             generated_tokens=self._generated_tokens,
             steps=self._num_steps,
         )
-
-    def _load_pages(self, costs: CostModel) -> int:
-        """Of adapters in a step beside decoding: what was asked for, or what makes the shortest step a tenth longer."""
-        runner, num_bytes = self._runner, self._config.load_bytes_per_step
-        if num_bytes is None:
-            num_bytes = int(_LOAD_SHARE * (costs.step_s + costs.decode_s) / costs.load_byte_s)
-        return max(1, num_bytes // runner.full_page_bytes)
 
     def _check_choices(self, request: EngineRequest) -> None:
         wanted, limit = request.sampling.width, self.info.max_num_seqs

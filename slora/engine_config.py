@@ -41,7 +41,7 @@ class EngineConfig:
     eviction: what leaves the pool first: cost (what it takes to bring back, times how often its kind is used again,
     for each page), lru (least recently used) or size.
     load_bytes_per_step: of adapters copied into the pool beside one step of others, at least a page; None follows from
-    the machine.
+    the machine and from how many wait for adapters.
     """
 
     model: Path
@@ -87,6 +87,11 @@ class EngineConfig:
     @property
     def served_name(self) -> str:
         return self.model_name or self.model.resolve().name
+
+    def load_pages(self, full_page_bytes: int) -> int | None:
+        """None follows from what the machine takes for them."""
+        num_bytes = self.load_bytes_per_step
+        return None if num_bytes is None else max(1, num_bytes // full_page_bytes)
 
     def token_budget(self, device_type: str) -> int:
         """A CPU step of 512 tokens already keeps every core busy; more would only delay those who decode."""

@@ -30,6 +30,7 @@ from slora.cost_model import CostModel
 from slora.deadlines import Deadlines
 from slora.errors import DeadlineMissed, RequestFailed
 from slora.lifecycle import Lifecycle
+from slora.load_pace import LoadPace
 from slora.pins import Pins
 from slora.prefix_cache import PrefixCache
 from slora.prewarming import Prewarming
@@ -79,6 +80,7 @@ class Scheduler:
             self.prefixes,
             self.swapping,
             self._charges,
+            LoadPace(costs, config.full_page_bytes, config.load_pages),
         )
         self.pins = Pins(self.memory, self.supply, self._reclaim, self._batch)
         self.prewarming = Prewarming(self.memory, self.supply, self._reclaim, self._batch)

@@ -27,7 +27,8 @@ class SchedulerConfig:
 
     max_num_seqs <= max_num_batched_tokens, so every decode fits. No request may have more choices than max_num_seqs.
     rope_switch: a sequence of more tokens than that is rotated with longrope's long factors, from its first token on.
-    load_pages: of adapters that a step loads beside decoding. swap_pages: of the host, for sequences that give way.
+    load_pages: of adapters that a step loads beside decoding; None: see LoadPace. swap_pages: of the host, for
+    sequences that give way.
 
     prefix_cache: whose blocks a request may find: its tenant's; public: of the bare base, anybody's; off: nobody's.
     preemption: how sequences give way: auto is whichever costs less. scheduling: who is next. eviction: what leaves.
@@ -40,7 +41,7 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     rope_switch: int | None = None
-    load_pages: int = 8
+    load_pages: int | None = None
     swap_pages: int = 0
     prefix_cache: str = "tenant"
     preemption: str = "auto"

@@ -14,6 +14,7 @@ from slora.sequence import Sequence
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from tests.support.scheduler_bench import COSTS, NO_SHARE, SchedulerBench
+from tests.support.scripted_source import FULL_PAGE_BYTES
 
 LARGE = AdapterVersion("other", "large")
 
@@ -226,7 +227,9 @@ def test_alone_an_adapter_loads_at_once() -> None:
 
 def test_the_more_wait_for_adapters_beside_few_who_decode_the_larger_the_slices() -> None:
     """Else one short answer is over before the adapters of all the others, who came with it, are there."""
-    bench = SchedulerBench({LARGE: 20}, num_pages=60, load_pages=1)
+    # A step for two takes 12 pages' time: a tenth of it is one page.
+    costs = replace(COSTS, load_byte_s=0.001 / FULL_PAGE_BYTES)
+    bench = SchedulerBench({LARGE: 60}, num_pages=99, load_pages=None, costs=costs)
     for name in "ab":
         bench.add(name, max_tokens=30)
     bench.step()
@@ -234,10 +237,10 @@ def test_the_more_wait_for_adapters_beside_few_who_decode_the_larger_the_slices(
         bench.add(f"late{number}", prompt=5, max_tokens=2, adapter=LARGE, tenant="other")
     bench.source.deliver()
     loaded = []
-    for _ in range(3):
+    for _ in range(4):
         bench.step()
         loaded.append(sum(load.num_pages for load in bench.last_plan.loads))
-    assert loaded == [1, 2, 2], "5 wait for 2, so twice as much from the step on in which that is known"
+    assert loaded == [1, 24, 24, 11], "5 wait for 2: 4 for 2, so twice the step, once that is known"
 
 
 def test_those_behind_a_request_whose_adapter_loads_start_beside_it() -> None:
