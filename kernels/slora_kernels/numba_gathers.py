@@ -33,8 +33,11 @@ class _SingleRows:
     step = 1
     multiply = staticmethod(multiply_add)
 
-    def __init__(self, builder: Any, factors: Memory, rows: Memory, pitch: Any, vectors: int) -> None:
-        self._builder, self._factors, self._rows, self._pitch = builder, factors, rows, pitch
+    def __init__(
+        self, builder: Any, factors: Memory, rows: Memory, first: Callable[[Any], Any], vectors: int
+    ) -> None:
+        """first: where a row begins."""
+        self._builder, self._factors, self._rows, self._first = builder, factors, rows, first
         self._starts = [I64(v * LANES) for v in range(vectors)]
 
     def prefetch(self, row: Any, ahead: Any) -> None:
@@ -52,9 +55,6 @@ class _SingleRows:
     def in_order(self, totals: list[Any]) -> list[Any]:
         """Sums as their columns lie."""
         return totals
-
-    def _first(self, row: Any) -> Any:
-        return self._builder.mul(row, self._pitch)
 
 
 class _PairedRows(_SingleRows):
@@ -80,14 +80,14 @@ class _PairedRows(_SingleRows):
     _BACK: ClassVar = [place + LANES // 2 for place in _FRONT]
 
     def weights(self, row: Any, *, alone: bool = False) -> list[Any]:
-        builder, first = self._builder, self._first(row)
-        found: list[Any] = []
+        builder, found = self._builder, []
+        pair = (self._first(row), None if alone else self._first(builder.add(row, I64(1))))
         wide = len(self._starts) // 2 * 2
         for start in self._starts[:wide:2]:
-            a, b = self._load_two(builder.add(first, start), 2 * LANES, alone)
+            a, b = self._load_two(pair, start, 2 * LANES)
             found += [join(builder, a, b, self._LOW), join(builder, a, b, self._HIGH)]
         for start in self._starts[wide:]:
-            a, b = self._load_two(builder.add(first, start), LANES, alone)
+            a, b = self._load_two(pair, start, LANES)
             found.append(join(builder, a, b, [place for k in range(LANES) for place in (k, k + LANES)]))
         return found
 
@@ -106,11 +106,12 @@ class _PairedRows(_SingleRows):
             ordered += [join(builder, low, high, self._FRONT), join(builder, low, high, self._BACK)]
         return ordered + totals[wide:]
 
-    def _load_two(self, column: Any, lanes: int, alone: bool) -> tuple[Any, Any]:
-        a = self._rows.load_stored(0, column, lanes)
-        if alone:
+    def _load_two(self, pair: tuple[Any, Any], column: Any, lanes: int) -> tuple[Any, Any]:
+        first, second = pair
+        a = self._rows.load_stored(0, self._builder.add(first, column), lanes)
+        if second is None:
             return a, ir.Constant(a.type, None)
-        return a, self._rows.load_stored(0, self._builder.add(column, self._pitch), lanes)
+        return a, self._rows.load_stored(0, self._builder.add(second, column), lanes)
 
 
 def _emit_gathers(tokens: int, vectors: int) -> Callable[..., None]:
@@ -125,18 +126,25 @@ def _emit_gathers(tokens: int, vectors: int) -> Callable[..., None]:
         target: Array,
         factors: Array,
         weights: Array,
-        pitch: Int,
+        pitch: Array | Int,
         ahead: Int,
         scale: Float,
         count: Int,
         size: Int,
     ) -> Any:
         in_pairs = PAIRS and factors.dtype == weights.dtype == types.uint16
+        starts = pitch if isinstance(pitch, types.Array) else None
 
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             results, factors_of, rows_of = read_operands(context, builder, signature, args)
             kind = _PairedRows if in_pairs else _SingleRows
-            rows = kind(builder, factors_of, rows_of, args[3], vectors)
+
+            def first(row: Any) -> Any:
+                if starts is None:
+                    return builder.mul(row, args[3])
+                return Memory(context, builder, starts, args[3], I64(0)).load_one(0, row)
+
+            rows = kind(builder, factors_of, rows_of, first, vectors)
             zero = ir.Constant(VECTOR, None)
             totals = [
                 [cgutils.alloca_once_value(builder, zero) for _ in range(vectors)] for _ in range(tokens)
@@ -166,7 +174,7 @@ def _emit_gathers(tokens: int, vectors: int) -> Callable[..., None]:
                     results.store(t, I64(v * LANES), multiply_add(builder, scale, total, before), mask)
             return context.get_dummy_value()
 
-        numbers = (types.int64, types.int64, types.float32, types.int64, types.int64)
+        numbers = (starts or types.int64, types.int64, types.float32, types.int64, types.int64)
         return types.void(target, factors, weights, *numbers), emit
 
     return gathers
@@ -182,13 +190,14 @@ def gather_rows(
     target: Array,
     factors: Array,
     weights: Array,
-    pitch: Int,
+    pitch: Array | Int,
     ahead: Int,
     scale: Float,
     size: Int,
     count: Int,
 ) -> None:
-    """target [t, size] += scale * factors [t, count] times `count` rows of `size` numbers, `pitch` apart.
+    """target [t, size] += scale * factors [t, count] times `count` rows of `size` numbers, `pitch` apart, or each where
+    an int64 array says that it begins.
 
     Rows are read in whole vectors: there must be room for as much behind the last one. What lies `ahead` numbers from
     what is read is asked for.

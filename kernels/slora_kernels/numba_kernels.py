@@ -373,7 +373,8 @@ class NumbaKernels:
         coarse, fine = EXPAND_COLUMNS
         columns = coarse if self._is_enough(plan.num_tiles * -(-widest // coarse)) else fine
         blocks = _cut_columns(site.widths, columns)
-        packed = plan.rank * numba_lora.PACKED_PITCH
+        # Of each thread: where each row begins, 64 bits, then rows that were brought together.
+        scratch, threads, pitch = _pack(self._reserve(plan.rank * (2 + numba_lora.PACKED_PITCH)))
         words = (
             *(out.data_ptr(), out.shape[0], out.stride(0)),
             *_as_numbers(pages, element_bytes),
@@ -385,7 +386,8 @@ class NumbaKernels:
             *_shift(plan.scales, site.first_module),
             *blocks.words[0],
             *blocks.words[1],
-            *_as_numbers(self._reserve(packed), element_bytes),
+            *(scratch + 8 * plan.rank, threads, 4 * pitch // element_bytes),
+            *(scratch, threads, pitch // 2),
             *(SEGMENT_BYTES // element_bytes, 0, 0),
         )
         numbers = plan.num_tiles * plan.rank * widest

@@ -157,6 +157,21 @@ def read_int64_matrix(typing: Any, job: Job, field: int) -> Any:
     return _emit_matrix(job, types.int64)
 
 
+@emitted
+def count_between(typing: Any, origin: Array, array: Array) -> Any:
+    """How many numbers lie from the beginning of `origin` to that of `array`, wherever both are."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first, second = (
+            builder.ptrtoint(context.make_array(kind)(context, builder, value).data, _I64)
+            for kind, value in zip(signature.args, args, strict=True)
+        )
+        size = _I64(context.get_abi_sizeof(context.get_data_type(origin.dtype)))
+        return builder.sdiv(builder.sub(second, first), size)
+
+    return types.int64(origin, array), emit
+
+
 @compiled
 def take_item(job: Job) -> Int:
     """The next item that nobody has taken; past the last one, NUM_ITEMS or more."""

@@ -13,6 +13,7 @@ from slora_kernels.numba_language import (
     Job,
     clear,
     compiled,
+    count_between,
     count_items,
     narrow,
     prefetch,
@@ -20,6 +21,7 @@ from slora_kernels.numba_language import (
     read_float_matrix,
     read_int,
     read_int32_matrix,
+    read_int64_matrix,
     read_model_matrix,
     take_item,
     take_worker,
@@ -112,23 +114,50 @@ def shrink_worker(job: Job) -> None:
 
 
 @compiled
-def pack_rows(
-    packed: Array, pages: Array, table: Array, segment: Int, row_segments: Int, segment_size: Int, size: Int
+def pack_row(
+    target: Array, pages: Array, table: Array, segment: Int, segment_size: Int, pitch: Int, size: Int
 ) -> None:
-    """packed [rank, ...] = rows whose first `size` columns begin at `segment`, `row_segments` apart."""
-    for r in range(packed.shape[0]):
-        target, done = packed[r], 0
-        while done < size:
-            at = segment + r * row_segments + done // segment_size
-            page, start = find_segment(pages, table, at, segment_size)
-            count = min(size - done, pages.shape[1] - start)
-            ahead = start + PACKED_AHEAD * row_segments * segment_size
-            prefetch(pages[page, min(ahead, pages.shape[1]) : min(ahead + count, pages.shape[1])])
-            source = pages[page, start : start + count]
-            piece = target[done : done + count]
-            for i in range(count):
-                piece[i] = source[i]
-            done += count
+    """target [:size] = the numbers from `segment` on. pitch: to the next row, of which some are asked for."""
+    done = 0
+    while done < size:
+        page, start = find_segment(pages, table, segment + done // segment_size, segment_size)
+        count = min(size - done, pages.shape[1] - start)
+        ahead = start + PACKED_AHEAD * pitch
+        prefetch(pages[page, min(ahead, pages.shape[1]) : min(ahead + count, pages.shape[1])])
+        source = pages[page, start : start + count]
+        piece = target[done : done + count]
+        for i in range(count):
+            piece[i] = source[i]
+        done += count
+
+
+@compiled
+def find_rows(
+    starts: Array,
+    packed: Array,
+    pages: Array,
+    table: Array,
+    segment: Int,
+    row_segments: Int,
+    segment_size: Int,
+    size: Int,
+    is_packed: bool,
+) -> None:
+    """starts [rank] = where each row's `size` columns begin, in numbers from the beginning of `pages`.
+
+    The first row's begin at `segment`. Those that two pages share are brought to `packed` [rank, ...], or all of them.
+    """
+    page, pitch, page_numbers = 0, row_segments * segment_size, pages.shape[1]
+    start, to_packed = page_numbers, count_between(pages, packed)
+    for r in range(starts.shape[0]):
+        start += pitch
+        if start + size > page_numbers:
+            page, start = find_segment(pages, table, segment + r * row_segments, segment_size)
+        if is_packed or start + size > page_numbers:
+            pack_row(packed[r], pages, table, segment + r * row_segments, segment_size, pitch, size)
+            starts[r] = to_packed + r * packed.shape[1]
+        else:
+            starts[r] = page * page_numbers + start
 
 
 @compiled
@@ -142,25 +171,20 @@ def expand_columns(
     row_segments: Int,
     segment_size: Int,
     size: Int,
-    scratch: Array,
+    starts: Array,
+    packed: Array,
 ) -> None:
     """out [t, size] += scale * factors [t, rank] times rows whose columns begin at `segment`, `row_segments` apart.
 
-    They are read where they lie if they lie in one page and few tokens want them.
+    starts [rank] and packed [rank, PACKED_PITCH] are for `find_rows`.
     """
-    rank, pitch, columns, ahead = factors.shape[1], row_segments * segment_size, size, AHEAD
-    page, start = find_segment(pages, table, segment, segment_size)
-    is_packed = factors.shape[0] >= PACKED_TOKENS or start + (rank - 1) * pitch + size > pages.shape[1]
-    weights = pages[page, start:]
-    if is_packed:
-        weights, pitch, columns, ahead = scratch[: rank * PACKED_PITCH], PACKED_PITCH, PACKED_COLUMNS, 0
-    # One call, because it is compiled anew wherever it stands.
-    for column in range(0, size, columns):
-        width, at = min(columns, size - column), segment + column // segment_size
-        if is_packed:
-            rows = weights.reshape((-1, PACKED_PITCH))
-            pack_rows(rows, pages, table, at, row_segments, segment_size, width)
-        gather_rows(out[:, column:], factors, weights, pitch, ahead, scale, width, rank)
+    rank, numbers = factors.shape[1], pages.reshape((-1,))
+    is_packed = factors.shape[0] >= PACKED_TOKENS
+    ahead = 0 if is_packed else AHEAD
+    for column in range(0, size, PACKED_COLUMNS):
+        width, at = min(PACKED_COLUMNS, size - column), segment + column // segment_size
+        find_rows(starts, packed, pages, table, at, row_segments, segment_size, width, is_packed)
+        gather_rows(out[:, column:], factors, numbers, starts, ahead, scale, width, rank)
 
 
 @compiled
@@ -183,8 +207,9 @@ def copy_narrowed(target: Array, sums: Array) -> None:
     E_BLOCKS,
     E_WIDTHS,
     E_PACKED,
+    E_STARTS,
     E_SEGMENT_SIZE,
-) = range(12)
+) = range(13)
 
 
 def expand_worker(job: Job) -> None:
@@ -198,7 +223,8 @@ def expand_worker(job: Job) -> None:
     weights, scales = read_float_matrix(job, E_WEIGHTS), read_float_matrix(job, E_SCALES)
     modules, blocks = read_int32_matrix(job, E_MODULES), read_int32_matrix(job, E_BLOCKS)
     widths, segment_size = read_int32_matrix(job, E_WIDTHS), read_int(job, E_SEGMENT_SIZE)
-    scratch = read_model_matrix(job, E_PACKED)[take_worker(job)]
+    worker = take_worker(job)
+    scratch, starts = read_model_matrix(job, E_PACKED)[worker], read_int64_matrix(job, E_STARTS)[worker]
     item = take_item(job)
     while item < count_items(job):
         tile = item // blocks.shape[0]
@@ -216,6 +242,7 @@ def expand_worker(job: Job) -> None:
                 (widths[0, member] + segment_size - 1) // segment_size,
                 segment_size,
                 size,
-                scratch,
+                starts[:rank],
+                scratch[: rank * PACKED_PITCH].reshape((-1, PACKED_PITCH)),
             )
         item = take_item(job)

@@ -138,12 +138,13 @@ class Memory:
 
 
 def read_operands(context: Any, builder: Any, signature: Any, args: Any) -> tuple[Memory, Memory, Memory]:
-    """Of a block's arguments: the sums, what is multiplied, and the rows of weights, `pitch` (the fourth) apart."""
-    sums, x, weights = signature.args[:3]
+    """Of a block's arguments: the sums, what is multiplied, and the rows of weights, `pitch` (the fourth) apart or each
+    where a table (the fourth) says."""
+    sums, x, weights, pitch = signature.args[:4]
     return (
         Memory(context, builder, sums, args[0]),
         Memory(context, builder, x, args[1]),
-        Memory(context, builder, weights, args[2], args[3]),
+        Memory(context, builder, weights, args[2], I64(0) if isinstance(pitch, types.Array) else args[3]),
     )
 
 

@@ -1,0 +1,31 @@
+"""How many pages of adapters a step brings to the pool beside those who decode.
+
+A step that loads for t seconds keeps everybody who decodes waiting for t, and brings whoever waits for the adapter a
+step further. So a step may take longer by as many times its own length as there are requests that wait for each one
+that decodes; and by a tenth at least, so that one that waits alone gets its adapter soon and nobody notices.
+"""
+
+from slora.cost_model import CostModel
+
+_LEAST_SHARE = 0.1
+
+
+class LoadPace:
+    """fixed: pages for any step; None follows from `costs` and from who is there."""
+
+    def __init__(self, costs: CostModel, full_page_bytes: int, fixed: int | None) -> None:
+        self._costs = costs
+        self._page_s = costs.load_s(full_page_bytes)
+        self._fixed = fixed
+
+    def pages(self, num_decoding: int, num_waiting: int) -> int:
+        """At least 1. num_waiting: requests that run as soon as their adapter is in the pool.
+
+        Worked example: steps of 0.03 s for 20 who decode, pages that take 0.001 s. One waits: 0.1 of 0.03 s, 3 pages.
+        11 wait: 10 of 20 is half of 0.03 s, 15 pages.
+        """
+        if self._fixed is not None:
+            return self._fixed
+        step_s = self._costs.step_s + num_decoding * self._costs.decode_s
+        share = max(_LEAST_SHARE, (num_waiting - 1) / num_decoding)
+        return max(1, int(share * step_s / self._page_s)) if self._page_s else 1
