@@ -33,7 +33,7 @@ AHEAD = 256
 # From so many tokens on, rows of B are first brought together, so many columns at a time: 64 rows fill two thirds of
 # the innermost cache. Where they lie, their pitch is often a multiple of 4 KiB, and then all of them want the same few
 # places of it.
-PACKED_TOKENS = 8
+PACKED_TOKENS = 32
 PACKED_COLUMNS = 256
 PACKED_AHEAD = 4
 PACKED_PITCH = PACKED_COLUMNS + 2 * LANES
