@@ -30,7 +30,7 @@ def sample(
     """
     rows = table.gather([sequence.row for sequence in sequences])
     edited = logits
-    if rows.wants.any():  # something beyond the likeliest token, which is the same in either dtype
+    if not rows.is_plain:  # something beyond the likeliest token, which is the same in either dtype
         logits = table.widen(logits)
         edited = edit_logits(logits, rows, table)
     best, choice = kernels.likeliest(edited)
@@ -39,14 +39,15 @@ def sample(
         index = torch.from_numpy(drawing).to(logits.device)
         choice[index] = _draw(edited, best, rows, index)
     table.advance(rows, choice)
-    # One transfer to the host: the tokens and whether each row was sound.
-    tokens, finite = torch.stack((choice, torch.isfinite(best).long())).tolist()
+    # One transfer to the host: the tokens, and -1 where a row was not sound.
+    tokens = [
+        token if token >= 0 else None for token in torch.where(torch.isfinite(best), choice, -1).tolist()
+    ]
+    if rows.is_plain:
+        return [Sampled(token) for token in tokens]
     logprobs = _logprobs(logits, choice, rows)
     proposals = _proposals(logits, edited, rows, logprobs)
-    return [
-        Sampled(token if ok else None, logprobs.get(row), proposals.get(row))
-        for row, (token, ok) in enumerate(zip(tokens, finite, strict=True))
-    ]
+    return [Sampled(token, logprobs.get(row), proposals.get(row)) for row, token in enumerate(tokens)]
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprobs]:

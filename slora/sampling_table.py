@@ -51,12 +51,14 @@ class Want(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """The rows of one step, gathered: int64 [B, columns] on the host, and once more as `numbers`; `wants` int64 [B].
-    Indexes count in B.
+    """The rows of one step. wants: int64 [B]. Indexes count in B.
+
+    is_plain: nobody wants anything. Otherwise ints is int64 [B, columns] on the host, and numbers the same once more.
     """
 
     rows: npt.NDArray[np.int64]
     wants: npt.NDArray[np.int64]
+    is_plain: bool
     ints: npt.NDArray[np.int64]
     numbers: Tensor
 
@@ -66,6 +68,8 @@ class SamplingRows:
 
     def wanting(self, want: Want) -> npt.NDArray[np.int64] | None:
         """int64 indexes of those that want it; None if nobody does."""
+        if self.is_plain:
+            return None
         found = np.flatnonzero(self.wants & want)
         return found if len(found) else None
 
@@ -95,6 +99,7 @@ class SamplingTable:
         self._ints = np.zeros((num_rows, len(Column)), np.int64)
         self._floats = self._ints.view(np.float64)
         self._edits = _TokenEdits(num_rows)
+        self._no_numbers = torch.empty((0, len(Column)), dtype=torch.int64, device=device)
         # int32 [num_rows, vocab_size]: twice the times that the answer has the token, plus 1 if the prompt has it.
         self._seen: Tensor | None = None
         self._wide = torch.empty(0, vocab_size)
@@ -140,11 +145,14 @@ class SamplingTable:
 
     def gather(self, rows: list[int]) -> SamplingRows:
         index = np.array(rows, np.int64)
+        wants = self._ints[index, Column.WANTS]
+        if self._edits.has_any:
+            is_edited = self._ints[index, Column.POSITION] < self._edits.until[index]
+            wants |= np.where(is_edited, Want.EDITS, 0)
+        if not wants.any():  # as in most steps: one index and one upload are spared
+            return SamplingRows(index, wants, True, self._ints[:0], self._no_numbers)
         ints = self._ints[index]
-        wants = ints[:, Column.WANTS] | np.where(
-            ints[:, Column.POSITION] < self._edits.until[index], Want.EDITS, 0
-        )
-        return SamplingRows(index, wants, ints, torch.from_numpy(ints).to(self.device))
+        return SamplingRows(index, wants, False, ints, torch.from_numpy(ints).to(self.device))
 
     def edits(self, rows: SamplingRows, index: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """tokens int64, and what to add to their logits float32, both [len(index), E]; idle places add 0."""
@@ -181,6 +189,7 @@ class _TokenEdits:
 
     def __init__(self, num_rows: int) -> None:
         self.until = np.zeros(num_rows, np.int64)  # no edit of a row counts from this position on
+        self.has_any = False  # or ever had
         self._num = np.zeros(num_rows, np.int64)
         self._tokens = np.zeros((num_rows, 0), np.int64)
         self._values = np.zeros((num_rows, 0), np.float32)
@@ -196,6 +205,7 @@ class _TokenEdits:
         self.until[row] = _ALWAYS if params.logit_bias else barred_until if barred else 0
         if num == 0:
             return
+        self.has_any = True
         self._widen(num)
         self._tokens[row, :num] = [*params.logit_bias, *barred]
         self._values[row, :num] = [*params.logit_bias.values(), *(-np.inf for _ in barred)]
