@@ -49,11 +49,15 @@ from slora_adapters.reference import (
     parse_reference,
 )
 from slora_adapters.registry_rows import (
-    BY_ALIAS,
+    ALIASES,
+    BEHIND_ALL,
+    NAMES,
     NEWEST,
+    NO_LIMIT,
+    OF_NAME,
     ONE_ROLLOUT,
     PINNED,
-    ROLLOUTS,
+    VERSION_PAGE,
     VERSIONS,
     NameKey,
     delete_alias,
@@ -132,26 +136,33 @@ class Registry:
             raise not_found(reference)
         return self._rollout(tenant, wanted.name, wanted.alias)
 
-    def rollouts(self, tenant: str, name: str | None = None) -> Sequence[Rollout]:
-        """All aliases of a tenant, or of one of its names, by name and alias."""
-        rows = self._database.read(
-            f"{ROLLOUTS} WHERE a.tenant = ?1 AND (?2 IS NULL OR a.name = ?2) {BY_ALIAS}", (tenant, name)
-        )
+    def rollouts(
+        self, tenant: str, *, limit: int | None = None, after: tuple[str, str] | None = None
+    ) -> Sequence[Rollout]:
+        """The aliases of a tenant, sorted by name and alias in byte order: at most `limit` of those strictly after the
+        name and alias `after`, which need not be there."""
+        name, alias = after or ("", "")
+        rows = self._database.read(ALIASES, (tenant, name, alias, NO_LIMIT if limit is None else limit))
         return read_rollouts(rows)
 
-    def list(self, tenant: str) -> list[Rollout]:
-        """All names of a tenant, sorted, each with what it serves."""
-        rows = self._database.read(
-            f"{ROLLOUTS} WHERE a.tenant = ? AND a.alias = '{LATEST}' {BY_ALIAS}", (tenant,)
-        )
+    def aliases(self, tenant: str, name: str) -> Sequence[Rollout]:
+        """All of one name, sorted; none if there is no such name."""
+        return read_rollouts(self._database.read(OF_NAME, (tenant, name)))
+
+    def list(self, tenant: str, *, limit: int | None = None, after: str | None = None) -> Sequence[Rollout]:
+        """The names of a tenant, each with what it serves, sorted in byte order: at most `limit` of those strictly
+        after the name `after`, which need not be there."""
+        rows = self._database.read(NAMES, (tenant, after or "", NO_LIMIT if limit is None else limit))
         return read_rollouts(rows)
 
-    def versions(self, tenant: str, name: str) -> Sequence[AdapterRecord]:
-        """All of a name, newest first. Raises AdapterNotFound."""
-        rows = self._database.read(
-            f"{VERSIONS} WHERE v.tenant = ? AND v.name = ? ORDER BY v.number DESC", (tenant, name)
-        )
-        if not rows:
+    def versions(
+        self, tenant: str, name: str, *, limit: int | None = None, after: int | None = None
+    ) -> Sequence[AdapterRecord]:
+        """Those of a name, newest first: at most `limit` of those older than the number `after`, which need not be
+        there. Raises AdapterNotFound if there is no such name."""
+        before = BEHIND_ALL if after is None else after
+        rows = self._database.read(VERSION_PAGE, (tenant, name, before, NO_LIMIT if limit is None else limit))
+        if not rows and self.newest(tenant, name) is None:
             raise not_found(name)
         return [read_record(row) for row in rows]
 

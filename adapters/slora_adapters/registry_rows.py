@@ -36,21 +36,47 @@ _VERSION_COLUMNS = (
 )
 VERSIONS = f"SELECT {_VERSION_COLUMNS} FROM adapter_versions v JOIN adapter_names n USING (tenant, name)"
 NEWEST = f"{VERSIONS} WHERE v.tenant = ? AND v.name = ? ORDER BY v.number DESC LIMIT 1"
-# One row for each version that an alias points at: all of an alias is seen at one moment. CROSS JOIN keeps SQLite to
-# this order; by itself it reads all versions of a name to find the one that is wanted.
-ROLLOUTS = (
-    "SELECT a.alias, a.targets, a.follows_pushes, a.salt, a.pinned, a.updated_at, "
-    f"{_VERSION_COLUMNS} FROM adapter_aliases a "
-    "CROSS JOIN json_each(a.targets) target "
-    "CROSS JOIN adapter_versions v "
-    "ON v.tenant = a.tenant AND v.name = a.name AND v.number = CAST(target.key AS INTEGER) "
-    "CROSS JOIN adapter_names n ON n.tenant = a.tenant AND n.name = a.name"
-)
 _NUM_ALIAS_COLUMNS = 6
-BY_ALIAS = "ORDER BY a.tenant, a.name, a.alias, v.number"
-ONE_ROLLOUT = f"{ROLLOUTS} WHERE a.tenant = ? AND a.name = ? AND a.alias = ? {BY_ALIAS}"
-PINNED = f"{ROLLOUTS} WHERE a.pinned {BY_ALIAS}"
 _ALIAS_ROW = "WHERE tenant = ? AND name = ? AND alias = ?"
+_BY_ALIAS = "ORDER BY a.tenant, a.name, a.alias, v.number"
+
+
+def _rollouts_of(aliases: str) -> str:
+    """aliases: a table or query of rows of adapter_aliases.
+
+    One row for each version that an alias points at: all of an alias is seen at one moment. CROSS JOIN keeps SQLite to
+    this order; by itself it reads all versions of a name to find the one that is wanted.
+    """
+    return (
+        "SELECT a.alias, a.targets, a.follows_pushes, a.salt, a.pinned, a.updated_at, "
+        f"{_VERSION_COLUMNS} FROM {aliases} a "
+        "CROSS JOIN json_each(a.targets) target "
+        "CROSS JOIN adapter_versions v "
+        "ON v.tenant = a.tenant AND v.name = a.name AND v.number = CAST(target.key AS INTEGER) "
+        "CROSS JOIN adapter_names n ON n.tenant = a.tenant AND n.name = a.name"
+    )
+
+
+_ROLLOUTS = _rollouts_of("adapter_aliases")
+ONE_ROLLOUT = f"{_ROLLOUTS} WHERE a.tenant = ? AND a.name = ? AND a.alias = ? {_BY_ALIAS}"
+OF_NAME = f"{_ROLLOUTS} WHERE a.tenant = ? AND a.name = ? {_BY_ALIAS}"
+PINNED = f"{_ROLLOUTS} WHERE a.pinned {_BY_ALIAS}"
+
+# Pages: what comes behind a key is found in the primary key's index, so that a page costs the same wherever it is and
+# however much there is besides. What a page ends at need not be there any more.
+_NAME_PAGE = (
+    "SELECT own.* FROM adapter_names page "
+    f"CROSS JOIN adapter_aliases own ON own.tenant = page.tenant AND own.name = page.name AND own.alias = '{LATEST}' "
+    "WHERE page.tenant = ? AND page.name > ? ORDER BY page.name LIMIT ?"
+)
+NAMES = f"{_rollouts_of(f'({_NAME_PAGE})')} {_BY_ALIAS}"
+_ALIAS_PAGE = (
+    "SELECT * FROM adapter_aliases WHERE tenant = ? AND (name, alias) > (?, ?) ORDER BY name, alias LIMIT ?"
+)
+ALIASES = f"{_rollouts_of(f'({_ALIAS_PAGE})')} {_BY_ALIAS}"
+VERSION_PAGE = f"{VERSIONS} WHERE v.tenant = ? AND v.name = ? AND v.number < ? ORDER BY v.number DESC LIMIT ?"
+# For `LIMIT ?`, and a number that is greater than any version's.
+NO_LIMIT, BEHIND_ALL = -1, 2**63 - 1
 
 
 def read_record(row: Row) -> AdapterRecord:
@@ -95,7 +121,7 @@ def find_rollout(connection: Connection, key: NameKey, alias: str) -> Rollout:
 
 
 def find_rollouts(connection: Connection, key: NameKey) -> list[Rollout]:
-    return read_rollouts(connection.execute(f"{ROLLOUTS} WHERE a.tenant = ? AND a.name = ? {BY_ALIAS}", key))
+    return read_rollouts(connection.execute(OF_NAME, key))
 
 
 def find_versions(connection: Connection, key: NameKey) -> list[AdapterRecord]:

@@ -27,7 +27,7 @@ class Aliases:
 
     def list(self, tenant: str, name: str) -> list[Json]:
         self._registry.rollout(tenant, f"{name}@{LATEST}")  # every name has it
-        return [alias_json(rollout) for rollout in self._registry.rollouts(tenant, name)]
+        return [alias_json(rollout) for rollout in self._registry.aliases(tenant, name)]
 
     def describe(self, tenant: str, name: str, alias: str) -> Json:
         return alias_json(self._registry.rollout(tenant, f"{name}@{alias}"))

@@ -323,7 +323,8 @@ def _explain_validation(details: Sequence[Any]) -> tuple[str, str | None, str | 
             None,
             None,
         )
-    location = [str(part) for part in first["loc"] if part != "body"]
+    # The first says where it is: body, query or path.
+    location = [str(part) for part in first["loc"][1:]]
     if not location and first["type"] in ("model_attributes_type", "model_type", "dict_type"):
         return "The body must be a JSON object, sent with 'Content-Type: application/json'.", None, None
     param = first.get("ctx", {}).get("param") or ".".join(location) or None

@@ -22,8 +22,8 @@ from slora.errors import EngineUnavailable
 from slora.generation_defaults import GenerationDefaults, read_generation_defaults, refuse_unhonoured
 from slora_adapters.catalog import Catalog
 from slora_adapters.checked_adapter import CheckedAdapter
-from slora_adapters.errors import AdapterInUse, AdapterInvalid, AdapterNotFound
-from slora_adapters.reference import check_adapter_name
+from slora_adapters.errors import AdapterInUse, AdapterInvalid, AdapterNotFound, BadAdapterName
+from slora_adapters.reference import check_adapter_name, parse_reference
 from slora_adapters.registry import AdapterRecord, Publication, Rollout
 from slora_adapters.version import AdapterVersion
 from slora_api.adapter_json import adapter_json, digest_text, version_json
@@ -33,6 +33,7 @@ from slora_api.canary import Canary
 from slora_api.chat_templates import ChatTemplates
 from slora_api.errors import BadRequest, InUse, ModelNotFound
 from slora_api.inspector import Inspector
+from slora_api.listing import DEFAULT_LIMIT, list_json
 from slora_api.pinning import Pinning
 from slora_api.served_model import ServedModel
 from slora_api.tenancy import KeyRecord
@@ -98,10 +99,18 @@ class ModelCatalog:
             name, record.version, record.label, extras.chat_template, own.over(self._base.defaults)
         )
 
-    def list_models(self, key: KeyRecord) -> list[Json]:
-        """The base model and the tenant's names and aliases, in OpenAI's form; single versions go without saying."""
-        rollouts = self._adapters.registry.rollouts(key.tenant)
-        return [self._base_model(), *(self._adapter_model(one.label, one.main) for one in rollouts)]
+    def list_models(self, key: KeyRecord, limit: int | None = None, after: str | None = None) -> Json:
+        """The base model and the tenant's names and aliases, in OpenAI's form; single versions go without saying.
+
+        A page of them, or all if there is no `limit`. Raises BadRequest if `after` can be none of them.
+        """
+        models = [self._base_model()] if after is None else []
+        behind = None if after in (None, self._base.name) else _name_and_alias(after)
+        rollouts = self._adapters.registry.rollouts(
+            key.tenant, limit=None if limit is None else limit + 1 - len(models), after=behind
+        )
+        models += [self._adapter_model(one.label, one.main) for one in rollouts]
+        return list_json(models, "id", limit)
 
     def describe_model(self, key: KeyRecord, name: str) -> Json:
         """One of them, or one version. Raises ModelNotFound."""
@@ -114,8 +123,10 @@ class ModelCatalog:
         record = self._find_version(key.tenant, wanted)
         return self._adapter_model(record.label, record)
 
-    def list_adapters(self, tenant: str) -> list[Json]:
-        return [adapter_json(rollout) for rollout in self._adapters.registry.list(tenant)]
+    def list_adapters(self, tenant: str, limit: int = DEFAULT_LIMIT, after: str | None = None) -> Json:
+        """A page of the tenant's names, sorted."""
+        rollouts = self._adapters.registry.list(tenant, limit=limit + 1, after=after)
+        return list_json([adapter_json(rollout) for rollout in rollouts], "name", limit)
 
     def describe_adapter(self, tenant: str, reference: str) -> Json:
         """Raises ModelNotFound."""
@@ -124,11 +135,14 @@ class ModelCatalog:
             return adapter_json(rollout)
         return self._version_json(self._find_version(tenant, reference))
 
-    def list_versions(self, tenant: str, name: str) -> list[Json]:
-        """Newest first. Raises AdapterNotFound."""
+    def list_versions(
+        self, tenant: str, name: str, limit: int = DEFAULT_LIMIT, after: int | None = None
+    ) -> Json:
+        """A page of a name's, newest first. Raises AdapterNotFound."""
         registry = self._adapters.registry
-        rollouts = registry.rollouts(tenant, name)
-        return [version_json(record, rollouts) for record in registry.versions(tenant, name)]
+        rollouts = registry.aliases(tenant, name)
+        records = registry.versions(tenant, name, limit=limit + 1, after=after)
+        return list_json([version_json(record, rollouts) for record in records], "version", limit)
 
     async def publish(
         self, tenant: str, name: str, source: Path, base_fingerprint: str | None = None
@@ -241,7 +255,7 @@ class ModelCatalog:
             return None
 
     def _version_json(self, record: AdapterRecord) -> Json:
-        return version_json(record, self._adapters.registry.rollouts(record.version.tenant, record.name))
+        return version_json(record, self._adapters.registry.aliases(record.version.tenant, record.name))
 
     def _check_name(self, name: str) -> None:
         if name in (DEFAULT_MODEL, self._base.name):
@@ -280,3 +294,14 @@ class ModelCatalog:
             return self._client.info.max_model_len
         except EngineUnavailable:
             return None
+
+
+def _name_and_alias(model: str) -> tuple[str, str]:
+    with suppress(BadAdapterName):
+        wanted = parse_reference(model)
+        if wanted.alias is not None:
+            return wanted.name, wanted.alias
+    raise BadRequest(
+        f"`after` is {model[:257]!r}, which is no model of this list; send the `last_id` of the page before.",
+        "after",
+    )

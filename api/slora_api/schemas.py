@@ -1,4 +1,4 @@
-"""The JSON bodies that this API accepts, and how each becomes what the engine understands.
+"""The JSON bodies and numbers in queries that this API accepts, and how each becomes what the engine understands.
 
 Nothing is accepted silently: an unknown field is refused by name, and a field of OpenAI's API that is not honoured
 is refused unless it asks for what happens anyway (`tools: []`, ...). Ranges of sampling values are checked
@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from slora.request import MAX_DEADLINE_S, MAX_PRIORITY
+from slora_api.listing import MAX_LIMIT
 
 __all__ = [
     "AliasMove",
@@ -21,16 +22,23 @@ __all__ = [
     "ChatRequest",
     "CompletionRequest",
     "GenerationFields",
+    "Limit",
     "LoadLoraRequest",
     "NewKeyRequest",
     "NewTenantRequest",
     "StreamOptions",
     "TenantChanges",
     "UnloadLoraRequest",
+    "VersionNumber",
 ]
 
 _MAX_DEADLINE_MS = round(MAX_DEADLINE_S * 1000)
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+# Of items on a page.
+Limit = Annotated[int, Field(ge=1, le=MAX_LIMIT)]
+# As references write it: 18 digits at most.
+VersionNumber = Annotated[int, Field(ge=1, lt=10**18)]
 
 # Fields of the openai package that this server does not honour -> the values that ask for nothing. null always does.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {

@@ -1,4 +1,5 @@
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,7 +18,7 @@ from slora_adapters.errors import (
 )
 from slora_adapters.reference import check_adapter_name
 from slora_adapters.registry import RESERVATION_S, AdapterDetails, Holdings, Registry, Rollout
-from slora_adapters.registry_rows import ONE_ROLLOUT, PINNED
+from slora_adapters.registry_rows import ALIASES, NAMES, OF_NAME, ONE_ROLLOUT, PINNED, VERSION_PAGE
 from slora_adapters.registry_schema import MIGRATIONS
 from slora_adapters.version import AdapterVersion
 
@@ -193,6 +194,89 @@ def test_a_lookup_reads_the_versions_that_it_wants_and_no_others(registry: Regis
     assert "SEARCH v" in plan and "number=?" in plan and "SCAN v" not in plan
     assert "adapter_aliases_pinned" in str(database.read(f"EXPLAIN QUERY PLAN {PINNED}"))
     database.close()
+
+
+def test_a_page_is_read_from_where_it_begins_and_no_further(registry: Registry, tmp_path: Path) -> None:
+    """However many a tenant has: none of these goes through rows that are not on the page."""
+    database = Database(tmp_path / "slora.db")
+    for query, parameters, search in (
+        (NAMES, ("t1", "a", 9), "SEARCH page USING COVERING INDEX ? (tenant=? AND name>?)"),
+        (
+            ALIASES,
+            ("t1", "a", "b", 9),
+            "SEARCH adapter_aliases USING INDEX ? (tenant=? AND (name,alias)>(?,?))",
+        ),
+        (VERSION_PAGE, ("t1", "a", 9, 9), "SEARCH v USING INDEX ? (tenant=? AND name=? AND number<?)"),
+        (OF_NAME, ("t1", "a"), "SEARCH a USING INDEX ? (tenant=? AND name=?)"),
+    ):
+        rows = database.read(f"EXPLAIN QUERY PLAN {query}", parameters)
+        plan = [re.sub(r"INDEX sqlite_autoindex_\w+", "INDEX ?", row[3]) for row in rows]
+        assert search in plan
+        # Of the page itself and of an alias's targets.
+        assert {step for step in plan if step.startswith("SCAN")} <= {
+            "SCAN a",
+            "SCAN target VIRTUAL TABLE INDEX 1:",
+        }
+        assert "SCAN a" not in plan or "CO-ROUTINE a" in plan
+    database.close()
+
+
+NAMES_SORTED = ["a", "a-b", "a.b", "a1", "a_b", "ab", "b"]
+
+
+def test_names_come_in_pages_behind_a_name_that_need_not_be_there(registry: Registry) -> None:
+    for name in reversed(NAMES_SORTED):
+        registry.put(name, _v("t1"), DETAILS)
+        registry.put(name, _v("t1", D2), DETAILS)
+        registry.move("t1", name, "zz", {1: 100})
+    registry.put("aa", _v("t2"), DETAILS)
+    registry.move("t1", "a", "latest", {1: 50, 2: 50})
+
+    def page(limit: int | None = None, after: str | None = None) -> list[str]:
+        return [one.label for one in registry.list("t1", limit=limit, after=after)]
+
+    assert page() == NAMES_SORTED
+    assert page(2) == ["a", "a-b"], "of two versions that a name serves each is not a name"
+    assert registry.list("t1", limit=1)[0].targets == {1: 50, 2: 50}
+    assert page(3, "a-b") == ["a.b", "a1", "a_b"] and page(after="a_b") == ["ab", "b"]
+    registry.delete("t1", "a-b", force=True)
+    assert page(3, "a-b") == ["a.b", "a1", "a_b"] and page(1, "a@zz") == ["a_b"]
+    assert page(3, "b") == [] and page(3, "") == ["a", "a.b", "a1"]
+
+
+def test_aliases_of_all_names_come_in_pages_by_name_and_alias(registry: Registry) -> None:
+    for name in ("a", "a-b"):
+        for digest in (D1, D2):
+            registry.put(name, _v("t1", digest), DETAILS)
+        for alias in ("canary", "prod"):
+            registry.move("t1", name, alias, {1: 50, 2: 50})
+
+    def page(limit: int | None = None, after: tuple[str, str] | None = None) -> list[str]:
+        return [one.label for one in registry.rollouts("t1", limit=limit, after=after)]
+
+    everything = ["a@canary", "a", "a@prod", "a-b@canary", "a-b", "a-b@prod"]
+    assert page() == everything and page(2) == everything[:2]
+    assert page(3, ("a", "latest")) == everything[2:5] and page(9, ("a", "prod")) == everything[3:]
+    registry.delete_alias("t1", "a", "prod")
+    assert page(1, ("a", "prod")) == ["a-b@canary"] and page(9, ("a-b", "prod")) == []
+    assert [one.label for one in registry.aliases("t1", "a")] == everything[:2]
+    assert registry.aliases("t1", "c") == registry.aliases("t2", "a") == []
+
+
+def test_versions_come_in_pages_newest_first(registry: Registry) -> None:
+    for number in range(1, 13):
+        registry.put("a", _v("t1", f"{number:064x}"), DETAILS)
+    registry.put("b", _v("t1"), DETAILS)
+
+    def page(limit: int | None = None, after: int | None = None) -> list[int]:
+        return [record.number for record in registry.versions("t1", "a", limit=limit, after=after)]
+
+    assert page() == list(range(12, 0, -1)) and page(2) == [12, 11] and page(2, 11) == [10, 9]
+    registry.delete("t1", "a@9")
+    assert page(2, 11) == [10, 8] and page(2, 9) == [8, 7]
+    assert page(2, 1) == [], "it is there; there are just none that are older"
+    with pytest.raises(AdapterNotFound):
+        registry.versions("t1", "c", limit=2, after=11)
 
 
 def test_another_process_sees_a_change_at_once(registry: Registry, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_forced_what_is_left_of_an_alias_takes_over_and_an_alias_of_nothing_goes
     registry.move("t1", "a", "old", {1: 100})
     registry.pin("t1", "a@old", lambda wanted, others: None)
     assert registry.delete("t1", "a@1", force=True).moved_pin
-    assert {one.alias: one.targets for one in registry.rollouts("t1", "a")} == {
+    assert {one.alias: one.targets for one in registry.aliases("t1", "a")} == {
         "prod": {2: 100},
         LATEST: {3: 100},
     }

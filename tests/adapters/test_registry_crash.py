@@ -54,7 +54,7 @@ def test_a_rollout_that_is_killed_leaves_what_it_acknowledged_and_nothing_half_d
     newest, oldest = max(numbers), min(numbers)
     assert newest - acknowledged["pushed"] in (0, 1) and registry.get("t", "voice").number == newest
     assert oldest - acknowledged["deleted"] in (1, 2) and numbers == set(range(oldest, newest + 1))
-    rollouts = {rollout.alias: rollout for rollout in registry.rollouts("t", "voice")}
+    rollouts = {rollout.alias: rollout for rollout in registry.aliases("t", "voice")}
     if acknowledged["moved"]:
         (prod,) = rollouts["prod"].targets
         assert prod in numbers and prod - acknowledged["moved"] in (0, 1)

@@ -95,7 +95,7 @@ def test_nobody_sees_it_before_its_trial_is_over_and_nobody_is_charged(platform:
     seen: list[EngineRequest] = []
 
     def look(request: EngineRequest) -> Trial:
-        assert platform.services.catalog.list_adapters("tries") == []
+        assert platform.services.catalog.list_adapters("tries")["data"] == []
         seen.append(request)
         return trial_of(request)
 

@@ -14,7 +14,7 @@ from slora.base_fingerprint import fingerprint
 from slora.errors import ConfigError
 from slora_adapters.errors import AdapterError
 from slora_adapters.hub_reference import HubReference, HubSnapshot
-from slora_api.commands.remote import CommandFailed, admin_client, check, explained, tenant_client
+from slora_api.commands.remote import CommandFailed, admin_client, check, explained, tenant_client, walk
 
 __all__ = ["pin", "prewarm", "push", "remove", "show", "unpin"]
 
@@ -95,7 +95,7 @@ def push(arguments: argparse.Namespace) -> None:
 @explained
 def show(_arguments: argparse.Namespace) -> None:
     with tenant_client() as client:
-        for adapter in check(client.get("/v1/adapters"))["data"]:
+        for adapter in walk(client, "/v1/adapters"):
             print(_summary(adapter))
 
 

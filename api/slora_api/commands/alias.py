@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
-from slora_api.commands.remote import CommandFailed, check, explained, tenant_client
+from slora_api.commands.remote import CommandFailed, check, explained, tenant_client, walk
 
 __all__ = ["move", "roll_back", "versions"]
 
@@ -36,8 +36,7 @@ def _alias_line(alias: dict[str, Any]) -> str:
 @explained
 def versions(arguments: argparse.Namespace) -> None:
     with tenant_client() as client:
-        path = f"/v1/adapters/{quote(arguments.name, safe='')}/versions"
-        for version in check(client.get(path))["data"]:
+        for version in walk(client, f"/v1/adapters/{quote(arguments.name, safe='')}/versions"):
             aliases = "  ".join(f"{alias}={weight}" for alias, weight in version["aliases"].items())
             label = f"{version['name']}@{version['version']}"
             print(

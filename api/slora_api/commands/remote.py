@@ -7,12 +7,14 @@ import argparse
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 
-__all__ = ["CommandFailed", "admin_client", "check", "explained", "open_client", "tenant_client"]
+from slora_api.listing import MAX_LIMIT
+
+__all__ = ["CommandFailed", "admin_client", "check", "explained", "open_client", "tenant_client", "walk"]
 
 # An upload is validated before the answer comes, and a first token may wait for an adapter.
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
@@ -64,6 +66,17 @@ def check(response: httpx.Response) -> Any:
     if response.is_success:
         return response.json() if response.content else None
     raise CommandFailed(_message(response))
+
+
+def walk(client: httpx.Client, path: str) -> Iterator[Any]:
+    """The items of a list, page after page; raises as `check` does."""
+    params: dict[str, str | int] = {"limit": MAX_LIMIT}
+    while True:
+        page = check(client.get(path, params=params))
+        yield from page["data"]
+        if not page["has_more"]:
+            return
+        params["after"] = page["last_id"]
 
 
 def explained(handler: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:

@@ -8,7 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request, status
 
 from slora_api.authentication import CurrentKey
-from slora_api.schemas import AliasMove
+from slora_api.listing import DEFAULT_LIMIT
+from slora_api.schemas import AliasMove, Limit, VersionNumber
 from slora_api.services import Wired
 
 __all__ = ["router"]
@@ -29,8 +30,10 @@ async def upload_adapter(request: Request, key: CurrentKey, services: Wired) -> 
 
 
 @router.get("/v1/adapters")
-def list_adapters(key: CurrentKey, services: Wired) -> dict[str, Any]:
-    return {"object": "list", "data": services.catalog.list_adapters(key.tenant)}
+def list_adapters(
+    key: CurrentKey, services: Wired, limit: Limit = DEFAULT_LIMIT, after: str | None = None
+) -> dict[str, Any]:
+    return services.catalog.list_adapters(key.tenant, limit, after)
 
 
 @router.get("/v1/adapters/{reference}")
@@ -54,8 +57,14 @@ async def prewarm_adapter(reference: str, key: CurrentKey, services: Wired) -> d
 
 
 @router.get("/v1/adapters/{name}/versions")
-def list_versions(name: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
-    return {"object": "list", "data": services.catalog.list_versions(key.tenant, name)}
+def list_versions(
+    name: str,
+    key: CurrentKey,
+    services: Wired,
+    limit: Limit = DEFAULT_LIMIT,
+    after: VersionNumber | None = None,
+) -> dict[str, Any]:
+    return services.catalog.list_versions(key.tenant, name, limit, after)
 
 
 @router.get("/v1/adapters/{name}/aliases")
