@@ -47,6 +47,7 @@ from slora_api.data_dir import DataDir, open_data_dir
 from slora_api.demo import describe_demo, find_demo_adapters, set_up_demo
 from slora_api.generation import Generator
 from slora_api.inspector import InspectionBounds, Inspector
+from slora_api.listener import BACKLOG, open_listener
 from slora_api.local_adapters import LocalAdapters
 from slora_api.metrics import Metrics
 from slora_api.model_catalog import DEFAULT_MODEL, BaseModel, ModelCatalog
@@ -64,7 +65,6 @@ logger = logging.getLogger("slora.serve")
 
 # Above the 60 s for which load balancers commonly keep an idle connection, so that they, not we, close it.
 _KEEP_ALIVE_S = 75
-_BACKLOG = 2048
 _POLL_S = 0.05
 # What Linux takes, without the byte that ends it.
 _SOCKET_PATH_BYTES = 107
@@ -122,17 +122,6 @@ def _open_sockets(stack: AsyncExitStack, data: DataDir) -> _Sockets:
     for stale in (sockets.engine, sockets.loader):
         stale.unlink(missing_ok=True)
     return sockets
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Opens the port now, so that one that is taken is known before anything is loaded."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host} port {port} ({error.strerror}); choose another --port"
-        ) from error
 
 
 def _url(listener: socket.socket) -> str:
@@ -245,7 +234,7 @@ def _make_http_server(app: ASGIApp, settings: Settings) -> uvicorn.Server:
             log_level="warning",
             access_log=False,
             server_header=False,
-            backlog=_BACKLOG,
+            backlog=BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=math.ceil(settings.drain_seconds),
         )
@@ -308,7 +297,7 @@ async def _serve(settings: Settings) -> None:
     model = _Model(settings)
     async with AsyncExitStack() as stack:
         data = stack.enter_context(open_data_dir(Path(settings.data_dir)))
-        listener = stack.enter_context(_listen(settings.host, settings.port))
+        listener = stack.enter_context(open_listener(settings.host, settings.port))
         sockets = _open_sockets(stack, data)
         pepper = Pepper.from_file(data.pepper)
         admin_key = open_admin_key(settings.admin_key, data.path, pepper)

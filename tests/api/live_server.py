@@ -1,7 +1,6 @@
 """Runs an ASGI application under uvicorn on a thread of the test's own process, on a free port."""
 
 import asyncio
-import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -9,11 +8,13 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from slora_api.listener import open_listener
+
 
 @contextmanager
 def live_server(app: ASGIApp, at_end: Callable[[], Awaitable[None]] | None = None) -> Iterator[str]:
     """The server's URL; it is stopped at the end, and its thread is gone. at_end: awaited on the server's loop."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = open_listener("127.0.0.1", 0)
     server = uvicorn.Server(
         uvicorn.Config(app, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=2)
     )
