@@ -1,10 +1,12 @@
 """Inspects one adapter in a process of its own: `slora_adapters.inspection_process JSON`, one line of JSON back.
 
 Files that strangers sent are opened here and nowhere before: whatever they make of memory, time or this very
-interpreter ends with this process. Limits of the kernel hold for memory and computing time, an alarm ends it should
-nobody be left to wait. It inherits no secret, writes nowhere but into its scratch directory, and talks to nobody.
+interpreter ends with this process. Limits of the kernel hold for memory and computing time, and it dies with the server
+that waits for it, since the next one empties the quarantine. It inherits no secret, writes nowhere but into its scratch
+directory, and talks to nobody.
 """
 
+import ctypes
 import json
 import os
 import resource
@@ -23,6 +25,7 @@ from slora_kernels.layout import ModelShape
 
 __all__ = ["InspectionTask", "OutOfMemory", "decode_answer", "main"]
 
+_PR_SET_PDEATHSIG = 1
 # Behind whatever serves requests on the same cores.
 _NICE = 10
 
@@ -35,8 +38,8 @@ class OutOfMemory(Exception):
 class InspectionTask:
     """What to inspect, and within which bounds. source, scratch, shape, limits: as `inspect` has them.
 
-    memory_bytes: of its own; files that it maps are not counted. cpu_seconds: computing. alarm_seconds: altogether,
-    for when nobody is left to end it.
+    memory_bytes: of its own; files that it maps are not counted. cpu_seconds: computing. parent: id of the process that
+    waits for it.
     """
 
     source: Path
@@ -45,7 +48,7 @@ class InspectionTask:
     limits: AdapterLimits
     memory_bytes: int
     cpu_seconds: int
-    alarm_seconds: int
+    parent: int
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=str)
@@ -68,7 +71,7 @@ class InspectionTask:
 
 def _bound(task: InspectionTask) -> None:
     """From here on the kernel watches."""
-    signal.alarm(task.alarm_seconds)
+    _die_with(task.parent)
     os.nice(_NICE)
     # What a dead process leaves on the disk is nothing.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -76,6 +79,12 @@ def _bound(task: InspectionTask) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (task.cpu_seconds, task.cpu_seconds + 5))
     # Not RLIMIT_AS: it counts the files that are mapped, the base model's among them, which take no memory of ours.
     resource.setrlimit(resource.RLIMIT_DATA, (task.memory_bytes, task.memory_bytes))
+
+
+def _die_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we had asked for that
+        sys.exit(1)
 
 
 def _answer(task: InspectionTask) -> dict[str, object]:

@@ -81,7 +81,7 @@ class Inspector:
             self._limits,
             bounds.memory_bytes,
             cpu_seconds,
-            alarm_seconds=int(wall_seconds) + 10,
+            parent=os.getpid(),
         )
         process = await _start(task)
         try:

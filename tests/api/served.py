@@ -129,16 +129,21 @@ def wait_for(find: Callable[[], T | None], check: Callable[[], None] = lambda: N
 
 @contextmanager
 def serving(
-    model: Path, data_dir: Path, *flags: str, env: Mapping[str, str] | None = None, kernels: str = "torch"
+    model: Path,
+    data_dir: Path,
+    *flags: str,
+    env: Mapping[str, str] | None = None,
+    kernels: str = "torch",
+    command: Sequence[str] = SLORA,
 ) -> Iterator[Served]:
     """Starts `slora serve` on the tiny model; at the end it is stopped with SIGTERM if it still runs.
 
-    kernels: the torch path needs nothing compiled, so a start takes a second or two.
+    kernels: the torch path needs nothing compiled, so a start takes a second or two. command: that is `slora`.
     """
     chosen = ["--port", "0", "--data-dir", str(data_dir), "--device", "cpu", "--model", str(model)]
     chosen += ["--pool-bytes", "8MiB", "--host-cache-bytes", "16MiB", "--kernels", kernels]
     variables = environment(SLORA_ADMIN_KEY=ADMIN_KEY) if env is None else env
-    with running([*SLORA, "serve", *chosen, *flags], variables, data_dir) as served:
+    with running([*command, "serve", *chosen, *flags], variables, data_dir) as served:
         yield served
 
 

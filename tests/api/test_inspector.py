@@ -5,8 +5,11 @@ import gzip
 import os
 import resource
 import signal
+import subprocess
+import sys
 import tarfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,6 +137,47 @@ def test_a_client_that_leaves_takes_its_inspection_along(tmp_path: Path, slow: P
 
     asyncio.run(leave())
     assert children() == [] and list((tmp_path / "quarantine").iterdir()) == []
+
+
+# Inspects the archive that argv names, and says which process does.
+SERVER = """
+import asyncio, sys
+from pathlib import Path
+import psutil
+from slora_adapters.limits import AdapterLimits
+from slora_api.inspector import InspectionBounds, Inspector
+from slora_api.quarantine import Quarantine
+from tests.adapters.hand_made import SHAPE
+
+async def run():
+    quarantine = Quarantine(Path(sys.argv[1]))
+    inspector = Inspector(quarantine, SHAPE, AdapterLimits(max_tensor_bytes=1 << 40), InspectionBounds())
+    async with inspector.inspect(Path(sys.argv[2])):
+        pass
+
+async def main():
+    task = asyncio.create_task(run())
+    while not (found := psutil.Process().children()):
+        await asyncio.sleep(0.001)
+    print(found[0].pid, flush=True)
+    await task
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("when", ["as it starts", "at work"])
+def test_one_whose_server_is_killed_ends_with_it(tmp_path: Path, slow: Path, when: str) -> None:
+    path = os.pathsep.join(sys.path)
+    command = [sys.executable, "-P", "-c", SERVER, str(tmp_path / "quarantine"), str(slow)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}) as server:
+        assert server.stdout is not None
+        inspection = psutil.Process(int(server.stdout.readline()))
+        while when == "at work" and inspection.rlimit(resource.RLIMIT_DATA)[0] < 0:
+            time.sleep(0.01)
+        server.kill()
+    # Alone it would be at it for many seconds yet.
+    inspection.wait(5)
 
 
 def test_it_runs_within_its_bounds_and_with_none_of_the_servers_secrets(
