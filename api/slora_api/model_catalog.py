@@ -9,6 +9,7 @@ Knows no HTTP; its dictionaries are the API's JSON.
 """
 
 import asyncio
+import logging
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,9 +23,15 @@ from slora.errors import EngineUnavailable
 from slora.generation_defaults import GenerationDefaults, read_generation_defaults, refuse_unhonoured
 from slora_adapters.catalog import Catalog
 from slora_adapters.checked_adapter import CheckedAdapter
-from slora_adapters.errors import AdapterInUse, AdapterInvalid, AdapterNotFound, BadAdapterName
+from slora_adapters.errors import (
+    AdapterInUse,
+    AdapterInvalid,
+    AdapterNotFound,
+    BadAdapterName,
+    StoreUnavailable,
+)
 from slora_adapters.reference import check_adapter_name, parse_reference
-from slora_adapters.registry import AdapterRecord, Publication, Rollout
+from slora_adapters.registry import RESERVATION_S, AdapterRecord, Publication, Rollout
 from slora_adapters.version import AdapterVersion
 from slora_api.adapter_json import adapter_json, digest_text, version_json
 from slora_api.adapter_quota import AdapterQuota
@@ -39,6 +46,8 @@ from slora_api.served_model import ServedModel
 from slora_api.tenancy import KeyRecord
 
 __all__ = ["DEFAULT_MODEL", "BaseModel", "ModelCatalog"]
+
+_log = logging.getLogger(__name__)
 
 # The name that stands for the key's own adapter.
 DEFAULT_MODEL = "default"
@@ -205,6 +214,16 @@ class ModelCatalog:
             for record in found
         ]
         return {"object": "adapter.prewarm", "name": reference, "versions": versions}
+
+    async def sweep(self) -> None:
+        """Drops what crashes have left in the store, until cancelled: at the start, and again whenever what was being
+        uploaded at the last time has come or lost its claim. Beside all else: it looks at each blob."""
+        while True:
+            try:
+                await asyncio.to_thread(self._adapters.sweep)
+            except StoreUnavailable as error:
+                _log.error("what nobody refers to stays in the store until the next time: %s", error)
+            await asyncio.sleep(RESERVATION_S)
 
     async def _try_and_keep(
         self, tenant: str, name: str, adapter: CheckedAdapter

@@ -193,9 +193,6 @@ async def _open_services(
     store = open_store(_store_url(settings, data), settings.redis or None)
     stack.callback(store.close)
     adapters = Catalog(Registry(database), store)
-    if not settings.store:
-        # A store of somebody else's may hold what other servers' registries know of.
-        await asyncio.to_thread(adapters.sweep)
     templates = ChatTemplates(model.tokenizer)
     stack.push_async_callback(templates.close)
     admission = Admission(
@@ -306,16 +303,20 @@ async def _serve(settings: Settings) -> None:
         supervisor = Supervisor(
             _children(settings, model, data, sockets), services.generator.metrics.restarted
         )
+        work = [
+            supervisor.run(),
+            client.run(services.pinning.refresh),
+            services.pinning.run(),
+            _announce(services, data, _url(listener), admin_key),
+        ]
+        if not settings.store:
+            # A store of somebody else's may hold what other servers' registries know of.
+            work.append(services.catalog.sweep())
         await _run_until_stopped(
             _make_http_server(make_app(services, admin_key), settings),
             listener,
             services.generator.admission,
-            [
-                asyncio.create_task(supervisor.run()),
-                asyncio.create_task(client.run(services.pinning.refresh)),
-                asyncio.create_task(services.pinning.run()),
-                asyncio.create_task(_announce(services, data, _url(listener), admin_key)),
-            ],
+            [asyncio.create_task(one) for one in work],
         )
 
 

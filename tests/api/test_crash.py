@@ -23,9 +23,9 @@ import httpx
 from slora_adapters.catalog import Catalog
 from slora_adapters.database import Database
 from slora_adapters.file_store import FileStore
-from slora_adapters.registry import RESERVATION_S, Registry
+from slora_adapters.registry import MAX_ALIASES, RESERVATION_S, Registry
 from tests.api.conftest import Kit
-from tests.api.served import ADMIN_KEY, Served, environment, serving
+from tests.api.served import ADMIN_KEY, Served, environment, serving, wait_for
 from tests.api.test_server import upload
 
 # Dies before the DIE_AT-th step after the file ARMED has appeared; each step until then is a line of the file STEPS.
@@ -120,18 +120,18 @@ class Crashes:
     def blobs(self) -> set[str]:
         return {path.name for path in (self.data / "adapters" / "blobs").glob("*/*")}
 
-    def check_nothing_is_left(self) -> None:
-        """Of what the dead server did: at once but for what it may have been storing, and that when the time is up."""
+    def check_nothing_is_left(self, served: Served) -> None:
+        """Of what the dead server did: soon but for what it may have been storing, and that when its time is up."""
         assert self.files("quarantine") == [] and self.files("adapters", "tmp") == []
         database = Database(self.data / "slora.db")
         try:
+            assert database.read("PRAGMA integrity_check") == [("ok",)]
             wanted = {row[0] for row in database.read("SELECT digest FROM adapter_versions")}
             reserved = {row[0] for row in database.read("SELECT digest FROM adapter_reservations")}
-            assert wanted <= self.blobs() <= wanted | reserved
+            wait_for(lambda: self.blobs() <= wanted | reserved or None, served.alive)
             later = Registry(database, lambda: time.time() + RESERVATION_S)
             Catalog(later, FileStore(self.data / "adapters")).sweep()
             assert self.blobs() == wanted
-            assert database.read("PRAGMA integrity_check") == [("ok",)]
         finally:
             database.close()
 
@@ -218,15 +218,20 @@ def with_alpha(adapter: Path, folder: Path, alpha: int) -> Path:
 
 
 def prepare(served: Served, key: str, kit: Kit, folder: Path, count: int) -> None:
-    """What there is to be changed, `count` of each."""
+    """What there is to be changed: `count` of each, or as many aliases as a name may have."""
     with served.client(key) as client:
+
+        def point(path: str, versions: dict[str, int]) -> None:
+            client.put(path, json={"versions": versions}).raise_for_status()
+
         for number in range(count + 3):
             assert upload(served, key, "voice", with_alpha(kit.small, folder, number + 1)).status_code == 201
+        for number in range(min(count, MAX_ALIASES - 1)):
+            point(alias(number), SPLIT)
         for number in range(count):
             name = f"name-{number}"
             assert upload(served, key, name, with_alpha(kit.wide, folder, number + 100)).status_code == 201
-            for path, targets in ((f"/v1/adapters/{name}/aliases/prod", {"1": 100}), (alias(number), SPLIT)):
-                client.put(path, json={"versions": targets}).raise_for_status()
+            point(f"/v1/adapters/{name}/aliases/prod", {"1": 100})
 
 
 def spread(count: int, few: int) -> list[int]:
@@ -277,7 +282,7 @@ def test_a_change_killed_at_any_step_is_made_whole_or_not_at_all(
     with crashes.life() as served:
         served.wait_until_ready()
         key = served.make_key("t")
-        prepare(served, key, kit, tmp_path, count=40 if soak else 2)
+        prepare(served, key, kit, tmp_path, count=24 if soak else 2)
         with served.client(key) as client:
             for kind, change in kinds.items():
                 assert change.look(client, 0) == change.before
@@ -294,7 +299,7 @@ def test_a_change_killed_at_any_step_is_made_whole_or_not_at_all(
     was_made: dict[str, set[bool]] = {kind: set() for kind in kinds}
     for before, death in zip([None, *deaths], [*deaths, None], strict=True):
         with crashes.life(death.die_at if death else NEVER) as served, served.client(key) as client:
-            crashes.check_nothing_is_left()
+            crashes.check_nothing_is_left(served)
             if any(one and one.kind == "push" for one in (before, death)):
                 served.wait_until_ready()
                 assert answer_of(client, "voice@1") == old
