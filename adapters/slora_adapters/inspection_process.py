@@ -19,6 +19,7 @@ from typing import Any
 
 from slora_adapters.checked_adapter import CheckedAdapter
 from slora_adapters.errors import AdapterInvalid, Reason
+from slora_adapters.full_disk import is_full
 from slora_adapters.inspection import inspect
 from slora_adapters.limits import AdapterLimits
 from slora_kernels.layout import ModelShape
@@ -94,15 +95,22 @@ def _answer(task: InspectionTask) -> dict[str, object]:
         return {"reasons": [[reason.code, reason.message] for reason in error.reasons]}
     except MemoryError:
         return {"out_of_memory": True}
+    except OSError as error:
+        if not is_full(error):
+            raise
+        return {"errno": error.errno}
 
 
 def decode_answer(line: bytes) -> CheckedAdapter:
-    """What the process found. Raises AdapterInvalid or OutOfMemory as it says, ValueError for what is no answer."""
+    """What the process found. Raises AdapterInvalid, OutOfMemory or OSError as it says, ValueError for what is no
+    answer."""
     answer: Mapping[str, Any] = json.loads(line)
     if "reasons" in answer:
         raise AdapterInvalid(tuple(Reason(*reason) for reason in answer["reasons"]))
     if "out_of_memory" in answer:
         raise OutOfMemory
+    if "errno" in answer:
+        raise OSError(answer["errno"], "there was no room to unpack it")
     return CheckedAdapter.from_plain(answer["adapter"])
 
 

@@ -16,6 +16,7 @@ SloraError (the project's root)
 │   ├── TenantBusy         too much at once for this tenant
 │   ├── Starting           the engine has not answered yet
 │   ├── InspectionFailed   an upload could not be checked; it may be later
+│   ├── DiskFull           there is no room to receive an upload
 │   ├── Stopping           the server is shutting down
 │   └── ClientGone         the client hung up; nobody reads the answer
 └── the branches of slora_adapters.errors and slora.errors
@@ -60,6 +61,7 @@ __all__ = [
     "BodyTooLarge",
     "ClientGone",
     "Conflict",
+    "DiskFull",
     "ErrorAnswer",
     "Forbidden",
     "InUse",
@@ -170,6 +172,14 @@ class InspectionFailed(ApiError):
     """Checking an upload came to no end, so that nothing is known of it."""
 
 
+class DiskFull(ApiError):
+    def __init__(self) -> None:
+        super().__init__(
+            "This server has no room left on its disk to receive the adapter; its operator has to free some below the "
+            "data directory. Upload it again then."
+        )
+
+
 class Stopping(ApiError):
     def __init__(self) -> None:
         super().__init__("The server is shutting down; send the request again.")
@@ -220,6 +230,7 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (ServerBusy, _Rule(503, _UNAVAILABLE, "server_busy")),
     (Starting, _Rule(503, _UNAVAILABLE, "engine_unavailable", retry_after_s=SOON_S)),
     (InspectionFailed, _Rule(503, _UNAVAILABLE, "inspection_failed", retry_after_s=SOON_S)),
+    (DiskFull, _Rule(507, "server_error", "disk_full", should_retry=False)),
     (Stopping, _Rule(503, _UNAVAILABLE, "server_stopping", retry_after_s=SOON_S)),
     (EngineUnavailable, _Rule(503, _UNAVAILABLE, "engine_unavailable", retry_after_s=SOON_S)),
     (StoreUnavailable, _Rule(503, _UNAVAILABLE, "store_unavailable", retry_after_s=SOON_S)),

@@ -65,7 +65,7 @@ class Inspector:
     async def inspect(self, source: Path) -> AsyncIterator[CheckedAdapter]:
         """The adapter in `source`, a PEFT directory or an archive of one; its files stay as long as the context.
 
-        Raises AdapterInvalid with every reason, or InspectionFailed.
+        Raises AdapterInvalid with every reason, InspectionFailed, or DiskFull.
         """
         async with self._quarantine.folder() as scratch:
             yield await self._inspect(source, scratch)

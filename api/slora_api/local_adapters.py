@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from slora.errors import ConfigError
+from slora_adapters.full_disk import is_full
 from slora_adapters.peft_directory import MEMBER_NAMES
 from slora_api.errors import BadRequest, Forbidden
 from slora_api.quarantine import Quarantine
@@ -60,7 +61,9 @@ def _copy_members(root: Path, path: str, directory: Path, max_bytes: int) -> Non
         for name in MEMBER_NAMES:
             if (source / name).exists():
                 _copy(_below(root, source / name), directory / name, max_bytes)
-    except (OSError, ValueError):  # a NUL in the path is a ValueError
+    except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
+        if is_full(error):
+            raise
         # The same words for what is elsewhere and for what is nowhere: paths outside are nobody's business.
         raise BadRequest(
             f"`lora_path` is {path[:256]!r}; it must be an adapter's directory below this server's lora_root.",

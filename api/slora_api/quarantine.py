@@ -4,13 +4,19 @@ Whoever fills a folder bounds what goes into it; how many there are at once is b
 """
 
 import asyncio
+import logging
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from slora_adapters.full_disk import is_full
+from slora_api.errors import DiskFull
+
 __all__ = ["Quarantine"]
+
+_log = logging.getLogger(__name__)
 
 
 class Quarantine:
@@ -23,10 +29,17 @@ class Quarantine:
 
     @asynccontextmanager
     async def folder(self) -> AsyncIterator[Path]:
-        """An empty folder, gone with the context, whatever happened."""
-        folder = Path(tempfile.mkdtemp(dir=self._directory))
+        """An empty folder, gone with the context, whatever happened. Raises DiskFull if there is no room for what the
+        context writes."""
         try:
-            yield folder
-        finally:
-            # On a thread: a disk that stalls must not stall everybody's tokens.
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            folder = Path(tempfile.mkdtemp(dir=self._directory))
+            try:
+                yield folder
+            finally:
+                # On a thread: a disk that stalls must not stall everybody's tokens.
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            _log.error("an upload finds no room in %s: %s", self._directory, error)
+            raise DiskFull from None

@@ -6,6 +6,7 @@ import pytest
 
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
 from slora_adapters.file_store import FileStore, _locked_folder
+from tests.support.file_limit import largest_file
 
 DIGEST, OTHER = "ab" * 32, "cd" * 32
 
@@ -107,6 +108,16 @@ def test_a_source_file_that_is_missing_stores_nothing(tmp_path: Path) -> None:
         store.put(DIGEST, {"a": b"1", "b": tmp_path / "nowhere"})
     assert not store.exists(DIGEST)
     assert list((tmp_path / "store" / "tmp").iterdir()) == []
+
+
+def test_a_store_without_room_says_so_and_keeps_nothing_of_it(tmp_path: Path) -> None:
+    store, source = FileStore(tmp_path / "store"), tmp_path / "source"
+    source.write_bytes(bytes(1 << 20))
+    for content in (bytes(1 << 20), source):
+        with largest_file(1 << 19), pytest.raises(StoreUnavailable, match="File too large"):
+            store.put(DIGEST, {"a": b"small", "b": content})
+        assert not store.exists(DIGEST) and list((tmp_path / "store" / "tmp").iterdir()) == []
+        store.put(OTHER, {"a": b"small"})
 
 
 def test_the_store_outlives_the_file_that_was_put(tmp_path: Path) -> None:

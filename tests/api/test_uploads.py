@@ -18,10 +18,18 @@ from slora.request import EngineRequest, TokenDelta
 from slora_api import uploads
 from slora_api.quarantine import Quarantine
 from slora_kernels.layout import lay_out_adapter
-from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, tensor_name
+from tests.adapters.hand_made import (
+    SHAPE,
+    make_config,
+    make_members,
+    make_tensors,
+    tensor_name,
+    write_directory,
+)
 from tests.api.hostile_uploads import make_tar, make_zip
-from tests.api.platform import Platform, post, running_platform
+from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of, trial_of
+from tests.support.file_limit import largest_file
 
 MAX_UPLOAD = 300_000
 
@@ -399,4 +407,29 @@ def test_uploads_beyond_the_limit_are_told_to_come_back(tmp_path: Path) -> None:
             own = platform.upload(key, "x")
         assert (busy.status_code, busy.json()["error"]["code"]) == (503, "server_busy")
         assert (own.status_code, own.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert platform.upload(key, "x").status_code == 201
+
+
+def test_no_room_on_the_disk_is_a_507_that_says_whose_business_it_is(tmp_path: Path) -> None:
+    (tmp_path / "lora").mkdir()
+    large = make_members() | {"adapter_model.safetensors": bytes(3 << 20)}
+    write_directory(tmp_path / "lora" / "large", large)
+    with running_platform(
+        tmp_path, ScriptedEngine([deltas_of(b"ok")]), lora_root=str(tmp_path / "lora")
+    ) as platform:
+        key = platform.key("t")
+        files = {"archive": ("x.tar.gz", gzip.compress(make_tar(list(large.items()))))}
+        assert len(files["archive"][1]) < 1 << 20, "it is to be received, and not to be unpacked"
+        with largest_file(1 << 20), platform.client(key) as client, platform.client(ADMIN_KEY) as operator:
+            answers = [
+                platform.upload(key, "x", large),
+                client.post("/v1/adapters", data={"name": "x"}, files=files),
+                operator.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "large"}),
+            ]
+        for answer in answers:
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (507, "disk_full"), answer.text
+            assert "its operator has to free some" in error["message"]
+            assert str(tmp_path) not in error["message"] and answer.headers["x-should-retry"] == "false"
+        assert not kept_files(platform)
         assert platform.upload(key, "x").status_code == 201
