@@ -1,5 +1,5 @@
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -54,6 +54,48 @@ def test_two_tenants_share_the_bytes_and_the_last_one_takes_them_away(
     assert list(catalog.store.digests()) == []
     with pytest.raises(AdapterNotFound):
         catalog.withdraw("t2", "a")
+
+
+class RecordedStore(FileStore):
+    """Keeps what it is asked, and how many bytes it is given."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.calls: list[tuple[str, int]] = []
+
+    def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
+        sizes = (len(raw) if isinstance(raw, bytes) else raw.stat().st_size for raw in members.values())
+        self.calls.append(("put", sum(sizes)))
+        super().put(digest, members)
+
+    def fetch(self, digest: str) -> dict[str, memoryview]:
+        self.calls.append(("fetch", 0))
+        return super().fetch(digest)
+
+    def exists(self, digest: str) -> bool:
+        self.calls.append(("exists", 0))
+        return super().exists(digest)
+
+
+def test_weights_that_somebody_else_has_cost_the_work_of_new_ones(tmp_path: Path) -> None:
+    """Else how long an upload takes would tell whether another tenant has them."""
+    database, store = Database(tmp_path / "slora.db"), RecordedStore(tmp_path / "store")
+    catalog, tried = Catalog(Registry(database), store), []
+    write_directory(tmp_path / "up", make_members())
+    work = []
+    for tenant in ("t1", "t2"):
+        adapter = inspect(tmp_path / "up", tmp_path / "up", SHAPE, AdapterLimits())
+        before, inode = list(store.calls), _inodes(store)
+        assert catalog.publish(tenant, "a", adapter, tried.append).is_new
+        work.append((store.calls[len(before) :], len(tried), len(_inodes(store) - inode)))
+    (calls, _, num_files), again = work
+    assert [name for name, _ in calls] == ["put"] and calls[0][1] > 0 and num_files == 2
+    assert again == (calls, 2, num_files), "each file was written anew"
+    database.close()
+
+
+def _inodes(store: FileStore) -> set[int]:
+    return {path.stat().st_ino for path in store.root.rglob("*") if path.is_file()}
 
 
 def test_a_blob_goes_with_the_last_version_that_has_it(catalog: Catalog, tmp_path: Path) -> None:

@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.api.served import Served, serving, write_adapter, write_base
+from tests.redis_server import make_redis
+
+__all__ = ["Kit", "kit", "make_redis", "server"]
 
 
 @dataclass(frozen=True)

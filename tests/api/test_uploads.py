@@ -193,6 +193,39 @@ def test_two_tenants_may_use_the_same_name_for_different_adapters(platform: Plat
         assert client.get("/v1/adapters/mine").status_code == 200
 
 
+def test_an_upload_does_not_tell_whether_another_tenant_has_the_same_weights(tmp_path: Path) -> None:
+    trials: list[EngineRequest] = []
+
+    def trial(request: EngineRequest) -> list[TokenDelta]:
+        trials.append(request)
+        return trial_of(request)
+
+    engine = ScriptedEngine([deltas_of(b"ok")], canary=trial)
+    with running_platform(tmp_path, engine) as platform:
+        keys = [platform.key(tenant) for tenant in ("first", "second")]
+        seen = []
+        for key in keys:
+            answer = platform.upload(key, "mine")
+            body = {
+                name: value for name, value in answer.json().items() if name not in ("created", "updated")
+            }
+            prompts = [(request.adapter is None, request.prompt_token_ids) for request in trials]
+            trials.clear()
+            headers = {name for name in answer.headers if name != "date"}
+            seen.append((answer.status_code, headers, body, prompts, len(engine.forgotten)))
+        assert seen[0][0] == 201 and len(seen[0][3]) == 2 and seen[0][4] == 1
+        assert seen[1] == (*seen[0][:4], 2), "the second is tried out, and forgotten, like the first"
+        body = {"model": "mine", "prompt": "x"}
+        with platform.client(keys[0]) as client:
+            client.delete("/v1/adapters/mine").raise_for_status()
+        assert post(platform, keys[0], "/v1/completions", body).status_code == 404
+        assert post(platform, keys[1], "/v1/completions", body).status_code == 200
+        assert len(kept_files(platform)) == 2, "of the second, who has what was stored for both"
+        with platform.client(keys[1]) as client:
+            client.delete("/v1/adapters/mine").raise_for_status()
+        assert not kept_files(platform)
+
+
 def test_the_same_adapter_again_is_the_same_version_and_another_under_its_name_the_next(
     platform: Platform,
 ) -> None:
