@@ -1,6 +1,8 @@
 """The GPU's kernels behind the seam: eight LoRA launches a layer, no host synchronisation, nothing to
 prepare."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from slora_kernels.batch import (
     LoraTiles,
     QueryKeyNorm,
 )
+from slora_kernels.launch import Launch
 from slora_kernels.layout import LoraSite
 from slora_kernels.likeliest import find_likeliest
 from slora_kernels.lora_expand import bind_lora_expand
@@ -29,10 +32,16 @@ from slora_kernels.rotate_and_write_kv import bind_rotate_and_write_kv
 
 
 class TritonKernels:
-    """See `Kernels`. The bridge is float32 planes [splits, T, rank], summed by expand."""
+    """See `Kernels`. The bridge is float32 planes [splits, T, rank], summed by expand.
+
+    launch: what becomes of a launch; whoever counts or compares them keeps them instead of, or beside, running them.
+    """
 
     name = "triton"
     tile_tokens = TILE_TOKENS
+
+    def __init__(self, launch: Callable[[Launch], None] = Launch.run) -> None:
+        self._launch = launch
 
     def warm_up(self, geometry: KVGeometry) -> float:
         """Nothing yet: a GPU compiles at the first launch, which takes real tensors."""
@@ -46,22 +55,22 @@ class TritonKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         launch, out = bind_rms_norm(x, None, weight, eps)
-        launch.run()
+        self._launch(launch)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         launch, out = bind_rms_norm(x, residual, weight, eps)
-        launch.run()
+        self._launch(launch)
         return out
 
     def act_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         launch, out = bind_act_mul(gate_up, activation)
-        launch.run()
+        self._launch(launch)
         return out
 
     def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         launch, out = bind_quantized_linear(x, values, scales, bias)
-        launch.run()
+        self._launch(launch)
         return out
 
     def rotate_and_write_kv(
@@ -74,7 +83,7 @@ class TritonKernels:
         step: AttentionStep,
         norms: QueryKeyNorm | None = None,
     ) -> Tensor:
-        bind_rotate_and_write_kv(qkv, cos_sin, pages, geometry, layer, step.batch, norms).run()
+        self._launch(bind_rotate_and_write_kv(qkv, cos_sin, pages, geometry, layer, step.batch, norms))
         return qkv.view(qkv.shape[0], -1, geometry.head_dim)[:, : geometry.num_heads]
 
     def attend(
@@ -91,9 +100,9 @@ class TritonKernels:
         # Which sequence is whose is decided on the device: each kernel passes over the other's sequences.
         if batch.max_query == 1 or batch.context_lens.shape[0] > 1:
             for launch in bind_paged_attention_decode(q, pages, out, geometry, layer, batch, rule):
-                launch.run()
+                self._launch(launch)
         if batch.max_query > 1:
-            bind_paged_attention_prefill(q, pages, out, geometry, layer, batch, rule).run()
+            self._launch(bind_paged_attention_prefill(q, pages, out, geometry, layer, batch, rule))
         return out
 
     def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +111,7 @@ class TritonKernels:
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
         launch, bridge = bind_lora_shrink(x, pages, step.tables, site, step.tiles)
         if step.tiles.max_group_rank:
-            launch.run()
+            self._launch(launch)
         return bridge
 
     def look_up(
@@ -110,9 +119,9 @@ class TritonKernels:
     ) -> Tensor:
         launch, bridge = bind_lora_look_up(token_ids, pages, step.tables, site, step.tiles, dtype)
         if step.tiles.max_group_rank:
-            launch.run()
+            self._launch(launch)
         return bridge
 
     def expand(self, out: Tensor, bridge: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
         if step.tiles.max_group_rank:
-            bind_lora_expand(out, bridge, pages, step.tables, site, step.tiles).run()
+            self._launch(bind_lora_expand(out, bridge, pages, step.tables, site, step.tiles))
