@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slora.decoder import Decoder
 from slora.lora_deltas import LoraDeltas
-from slora.lora_tiles import cut_rows
+from slora.lora_tiles import cut_rows, max_rows
 from slora.model_config import ModelConfig
 from slora.page_memory import PageMemory
 from slora.step_batch import StepBatch
@@ -133,7 +133,7 @@ def _make_batch(step: StepShape, tile_tokens: int, max_group_rank: int) -> StepB
         counts = [len(range(first, step.batch, step.adapters)) for first in range(step.adapters)]
         tiles = [tile for count in counts for tile in cut_rows((0, 1.0), count * step.tokens, tile_tokens)]
         weights = torch.empty(len(tiles), device=_META)
-        lora = LoraTiles(ints(len(tiles), 3), weights, max_group_rank)
+        lora = LoraTiles(ints(len(tiles), 3), weights, max_group_rank, max_rows(tiles))
     attention = AttentionBatch(
         query_starts=ints(step.batch + 1),
         context_lens=ints(step.batch),

@@ -55,7 +55,8 @@ def probe_adapter(
     memory = _load(packed, shape, dtype, device)
     tiles = torch.tensor([[0, 0, _TOKENS]], dtype=torch.int32, device=device)
     weights = torch.tensor([weight], dtype=torch.float32, device=device)
-    step = kernels.prepare_lora(LoraTiles(tiles, weights, packed.layout.reach.max_group_rank), memory.tables)
+    lora = LoraTiles(tiles, weights, packed.layout.reach.max_group_rank, _TOKENS)
+    step = kernels.prepare_lora(lora, memory.tables)
     for site in shape.sites:
         if not packed.layout.groups[site.group, 0]:
             continue

@@ -35,6 +35,11 @@ def cut_rows(adapter: tuple[int, float], num_rows: int, tile_tokens: int) -> lis
     return list(_cut([(adapter, num_rows)], tile_tokens))
 
 
+def max_rows(tiles: Sequence[Tile]) -> int:
+    """Of the longest tile."""
+    return max(tile.num_rows for tile in tiles)
+
+
 def join_reaches(chunks: Sequence[Chunk]) -> LoraReach:
     """What the adapters of the step reach, all together."""
     reaches = [_reach(chunk) for chunk in chunks]

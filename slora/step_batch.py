@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slora.lora_tiles import Tile, cut_head_tiles, cut_rows, cut_token_tiles, join_reaches
+from slora.lora_tiles import Tile, cut_head_tiles, cut_rows, cut_token_tiles, join_reaches, max_rows
 from slora.page_memory import PageMemory
 from slora.prompt_scoring import PromptRows, find_prompt_rows
 from slora.sequence import Sequence
@@ -92,9 +92,11 @@ class StepBatch:
         return StepBatch(
             token_ids=ids,
             attention=attention,
-            lora=LoraTiles(lora[0], lora[1], reach.max_group_rank) if tiles else None,
+            lora=LoraTiles(lora[0], lora[1], reach.max_group_rank, max_rows(tiles)) if tiles else None,
             adapts_embedding=reach.embedding,
-            head_lora=LoraTiles(lora[2], lora[3], reach.max_group_rank) if head_tiles else None,
+            head_lora=LoraTiles(lora[2], lora[3], reach.max_group_rank, max_rows(head_tiles))
+            if head_tiles
+            else None,
             sample_rows=sample_rows,
             sampling=[sequence for chunk in chunks for sequence in chunk.draws],
             prompts=prompts,
@@ -145,7 +147,7 @@ def tile_prompt_rows(
         return None
     tiles = cut_rows((resident.slot, sequence.request.adapter_weight), num_rows, tile_tokens)
     rows, weights = (torch.from_numpy(array).to(device) for array in _tile_arrays(tiles))
-    return LoraTiles(rows, weights, resident.reach.max_group_rank)
+    return LoraTiles(rows, weights, resident.reach.max_group_rank, max_rows(tiles))
 
 
 def _tile_arrays(tiles: list[Tile]) -> list[IntArray | npt.NDArray[np.float32]]:

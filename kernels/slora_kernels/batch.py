@@ -53,15 +53,17 @@ class AdapterTables:
 class LoraTiles:
     """The LoRA work of one step, shared by all layers. Tokens of the base model are in no tile.
 
-    tiles: int32 [num_tiles, 3], (slot, first token, tokens); a token is in at most one tile.
+    tiles: int32 [num_tiles, 3], (slot, first token, tokens); a token is in at most one tile, and a tile may be empty.
     weights: float32 [num_tiles], a factor on top of the adapter's scale.
     max_group_rank: greatest total rank of a linear group among the slots used; a host number, sizes the
     bridge.
+    max_tokens: at least the tokens of the longest tile; a host number, chooses the kernels' sizes.
     """
 
     tiles: Tensor
     weights: Tensor
     max_group_rank: int
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,9 @@ class Launch:
     num_stages: int = 2
 
     def run(self) -> None:
+        """Without a program, as for no token at all, there is nothing to launch: a GPU would refuse it."""
+        if 0 in self.grid:
+            return
         self.kernel[self.grid](**self._keywords())
 
     def compile(self) -> Any:

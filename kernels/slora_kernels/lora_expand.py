@@ -13,7 +13,7 @@ from torch import Tensor
 from slora_kernels.batch import AdapterTables, LoraTiles
 from slora_kernels.launch import Launch, dot_dtype
 from slora_kernels.layout import MAX_GROUP_MODULES, SEGMENT_BYTES, LoraSite
-from slora_kernels.lora_shrink import TILE_TOKENS
+from slora_kernels.lora_shrink import choose_block_tokens
 
 # Rows of B per product: the smallest depth of a tensor core's product in 16 bits, so rank 8 wastes half and
 # no more.
@@ -58,10 +58,10 @@ def _lora_expand_kernel(
     slot = tl.load(tiles + tile * 3)
     place = slot * NUM_MODULES + first_module + member
     rank = tl.load(modules + place * 3)
-    if rank == 0:
-        return
     first = tl.load(tiles + tile * 3 + 1)
     size = tl.load(tiles + tile * 3 + 2)
+    if (rank == 0) | (size == 0):
+        return
     first_row = tl.load(modules + place * 3 + 1)
     first_segment = tl.load(modules + place * 3 + 2) + segment
     row_segments = (width + SEGMENT - 1) // SEGMENT
@@ -75,7 +75,7 @@ def _lora_expand_kernel(
         source = bridge + (first + tokens)[:, None] * bridge_stride + (first_row + rows)[None, :]
         y = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
         for split in tl.static_range(SPLITS):
-            y += tl.load(source + split * num_tokens * bridge_stride, mask=taken, other=0.0)
+            y += tl.load(source + split * num_tokens * bridge_stride, mask=taken, other=0.0).to(tl.float32)
         at = first_segment + rows * row_segments
         page = tl.load(page_table + slot * table_stride + at // PAGE_SEGMENTS, mask=rows < rank, other=0)
         base = page.to(tl.int64) * page_stride + (at % PAGE_SEGMENTS) * SEGMENT
@@ -98,7 +98,7 @@ def bind_lora_expand(
     site: LoraSite,
     tiles: LoraTiles,
 ) -> Launch:
-    """out [T, sum(site.widths)] of the model dtype is mutated; bridge float32 [splits, T, columns] is shrink's."""
+    """out [T, sum(site.widths)] of the model dtype is mutated; bridge [splits, T, columns] is shrink's."""
     widths = site.widths
     padded = widths + (0,) * (MAX_GROUP_MODULES - len(widths))
     segment = SEGMENT_BYTES // out.element_size()
@@ -131,7 +131,7 @@ def bind_lora_expand(
             "SEGMENT": segment,
             "PAGE_SEGMENTS": pages.shape[1] // SEGMENT_BYTES,
             "SPLITS": bridge.shape[0],
-            "BLOCK_M": TILE_TOKENS,
+            "BLOCK_M": choose_block_tokens(tiles),
             "BLOCK_R": BLOCK_RANK,
             "DOT_DTYPE": dot_dtype(out.dtype),
         },

@@ -12,7 +12,7 @@ from torch import Tensor
 from slora_kernels.batch import AdapterTables, LoraTiles
 from slora_kernels.launch import Launch
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
-from slora_kernels.lora_shrink import TILE_TOKENS
+from slora_kernels.lora_shrink import choose_block_tokens
 
 # Rows of A per program: every number read is a transaction of its own, so there is nothing to share.
 BLOCK_RANK = 32
@@ -52,7 +52,7 @@ def _lora_look_up_kernel(
     at = tl.load(entry + 1) + rows[None, :] * ROW_SEGMENTS + (ids // SEGMENT)[:, None]
     page = tl.load(page_table + slot * table_stride + at // PAGE_SEGMENTS, mask=mask, other=0)
     start = page.to(tl.int64) * page_stride + (at % PAGE_SEGMENTS) * SEGMENT + (ids % SEGMENT)[:, None]
-    values = tl.load(pages + start, mask=mask, other=0.0).to(tl.float32)
+    values = tl.load(pages + start, mask=mask, other=0.0)
     tl.store(bridge + (first + tokens)[:, None] * bridge_stride + rows[None, :], values, mask=mask)
 
 
@@ -66,11 +66,11 @@ def bind_lora_look_up(
 ) -> tuple[Launch, Tensor]:
     """token_ids int64 [T], pages uint8 [num_pages, full_page_bytes] that hold numbers of `dtype`.
 
-    Returns the launch and the bridge that it fills, float32 [1, T, max_group_rank rounded up to 16]; rows in no tile
+    Returns the launch and the bridge that it fills, of `dtype` [1, T, max_group_rank rounded up to 16]; rows in no tile
     and columns past a tile's rank stay unwritten.
     """
     columns = triton.cdiv(tiles.max_group_rank, 16) * 16
-    bridge = torch.empty(1, token_ids.shape[0], columns, dtype=torch.float32, device=token_ids.device)
+    bridge = torch.empty(1, token_ids.shape[0], columns, dtype=dtype, device=token_ids.device)
     elements = pages.view(dtype)
     segment = SEGMENT_BYTES // dtype.itemsize
     return Launch(
@@ -93,7 +93,7 @@ def bind_lora_look_up(
             "NUM_SITES": tables.groups.shape[1],
             "SEGMENT": segment,
             "PAGE_SEGMENTS": pages.shape[1] // SEGMENT_BYTES,
-            "BLOCK_M": TILE_TOKENS,
+            "BLOCK_M": choose_block_tokens(tiles),
             "BLOCK_R": BLOCK_RANK,
         },
     ), bridge

@@ -4,6 +4,9 @@ once.
 A program takes one tile of tokens, one block of A's rows and one share of the input width. Shares are written
 as separate planes, which expand sums in order: no atomics and nothing to clear, so a result does not depend
 on who else is in the batch. The rank is read from the tables, so rank 8 beside rank 128 costs its own bytes.
+
+The planes are of the model's dtype: each share is rounded once, and a 16-bit plane is half of float32's traffic
+between shrink and expand.
 """
 
 import torch
@@ -16,7 +19,10 @@ from slora_kernels.launch import Launch, dot_dtype
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
 # The smallest M of a tensor core's product: most tiles of a decode batch hold one or two tokens.
-TILE_TOKENS = 16
+_SMALL_TILE_TOKENS = 16
+# In chunks, twice as many tokens read A and B half as often. Both sizes are made of the same instruction (mma.sync; a
+# Hopper has another one from 64 rows on), so a token gets the same bits in either.
+TILE_TOKENS = 32
 # Rows of A per program: q, k and v of a rank 8 adapter are 24.
 BLOCK_RANK = 32
 # Shares of the input width. Four tiles of a 4096-wide model then make 32 programs per block of rows, while
@@ -53,7 +59,7 @@ def _lora_shrink_kernel(
     size = tl.load(tiles + tile * 3 + 2)
     entry = groups + (slot * NUM_SITES + group) * 2
     rank = tl.load(entry)
-    if block * BLOCK_R >= rank:
+    if (block * BLOCK_R >= rank) | (size == 0):
         return
     ROW_SEGMENTS: tl.constexpr = (WIDTH + SEGMENT - 1) // SEGMENT
     SHARE: tl.constexpr = (ROW_SEGMENTS + SPLITS - 1) // SPLITS
@@ -74,7 +80,12 @@ def _lora_shrink_kernel(
         left, right = values.to(tl.float32).to(DOT_DTYPE), a.to(tl.float32).to(DOT_DTYPE)
         acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
     target = bridge + (split * num_tokens + first + tokens)[:, None] * bridge_stride + rows[None, :]
-    tl.store(target, acc, mask=(tokens[:, None] < size) & (rows[None, :] < rank))
+    tl.store(target, acc.to(bridge.dtype.element_ty), mask=(tokens[:, None] < size) & (rows[None, :] < rank))
+
+
+def choose_block_tokens(tiles: LoraTiles) -> int:
+    """Tokens of a program's product: the smaller of two sizes if that holds every tile."""
+    return _SMALL_TILE_TOKENS if tiles.max_tokens <= _SMALL_TILE_TOKENS else TILE_TOKENS
 
 
 def count_splits(width: int, element_bytes: int) -> int:
@@ -87,12 +98,12 @@ def bind_lora_shrink(
 ) -> tuple[Launch, Tensor]:
     """x [T, in] of the model dtype, pages uint8 [num_pages, full_page_bytes].
 
-    Returns the launch and the bridge that it fills, float32 [splits, T, max_group_rank rounded up to 16];
+    Returns the launch and the bridge that it fills, of x's dtype [splits, T, max_group_rank rounded up to 16];
     rows in no tile and columns past a tile's rank stay unwritten.
     """
     splits = count_splits(x.shape[1], x.element_size())
     columns = triton.cdiv(tiles.max_group_rank, 16) * 16
-    bridge = torch.empty(splits, x.shape[0], columns, dtype=torch.float32, device=x.device)
+    bridge = torch.empty(splits, x.shape[0], columns, dtype=x.dtype, device=x.device)
     elements = pages.view(x.dtype)
     return Launch(
         _lora_shrink_kernel,
@@ -117,7 +128,7 @@ def bind_lora_shrink(
             "SEGMENT": SEGMENT_BYTES // x.element_size(),
             "PAGE_SEGMENTS": pages.shape[1] // SEGMENT_BYTES,
             "SPLITS": splits,
-            "BLOCK_M": TILE_TOKENS,
+            "BLOCK_M": choose_block_tokens(tiles),
             "BLOCK_R": BLOCK_RANK,
             "DOT_DTYPE": dot_dtype(x.dtype),
         },

@@ -23,7 +23,7 @@ from slora_kernels.launch import Launch
 from slora_kernels.layout import LoraSite, ModelShape, lay_out_adapter, llama_shape
 from slora_kernels.lora_expand import bind_lora_expand
 from slora_kernels.lora_look_up import bind_lora_look_up
-from slora_kernels.lora_shrink import bind_lora_shrink
+from slora_kernels.lora_shrink import TILE_TOKENS, bind_lora_shrink
 from slora_kernels.paged_attention_decode import bind_paged_attention_decode
 from slora_kernels.paged_attention_prefill import bind_paged_attention_prefill
 from slora_kernels.quantized_linear import bind_quantized_linear
@@ -40,7 +40,7 @@ Launches = Iterator[tuple[str, Launch]]
 
 
 def _bind_site(
-    shape: ModelShape, pages: Tensor, dtype: torch.dtype, site: LoraSite, rank: int
+    shape: ModelShape, pages: Tensor, dtype: torch.dtype, site: LoraSite, rank: int, tokens: int
 ) -> list[Launch]:
     layout = lay_out_adapter(shape, [rank] * shape.num_modules)
     tables = AdapterTables(
@@ -49,14 +49,14 @@ def _bind_site(
         torch.from_numpy(layout.modules)[None],
         torch.ones(1, shape.num_modules),
     )
-    tiles = LoraTiles(torch.tensor([[0, 0, _TOKENS]], dtype=torch.int32), torch.ones(1), 3 * rank)
+    tiles = LoraTiles(torch.tensor([[0, 0, tokens]], dtype=torch.int32), torch.ones(1), 3 * rank, tokens)
     if site == shape.embedding_site:
-        token_ids = torch.zeros(_TOKENS, dtype=torch.int64)
+        token_ids = torch.zeros(tokens, dtype=torch.int64)
         first, bridge = bind_lora_look_up(token_ids, pages, tables, site, tiles, dtype)
     else:
-        x = torch.zeros(_TOKENS, site.in_width, dtype=dtype)
+        x = torch.zeros(tokens, site.in_width, dtype=dtype)
         first, bridge = bind_lora_shrink(x, pages, tables, site, tiles)
-    out = torch.zeros(_TOKENS, sum(site.widths), dtype=dtype)
+    out = torch.zeros(tokens, sum(site.widths), dtype=dtype)
     return [first, bind_lora_expand(out, bridge, pages, tables, site, tiles)]
 
 
@@ -89,8 +89,9 @@ def _bind_llama(dtype: torch.dtype) -> Launches:
     pages = torch.zeros(2, shape.page_bytes(_BLOCK_TOKENS), dtype=torch.uint8)
     for rank in RANKS:
         for index, site in enumerate(shape.sites):
-            for launch in _bind_site(shape, pages, dtype, site, rank):
-                yield f"Llama-3.1-8B, site {index}, rank {rank}", launch
+            for tokens in (_TOKENS, TILE_TOKENS):
+                for launch in _bind_site(shape, pages, dtype, site, rank, tokens):
+                    yield f"Llama-3.1-8B, site {index}, tiles of {tokens}, rank {rank}", launch
     geometry = KVGeometry(1, 32, 8, 128, _BLOCK_TOKENS, dtype)
     x = torch.zeros(_TOKENS, shape.hidden_size, dtype=dtype)
     for launch in (

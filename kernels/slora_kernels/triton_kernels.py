@@ -32,7 +32,7 @@ from slora_kernels.rotate_and_write_kv import bind_rotate_and_write_kv
 
 
 class TritonKernels:
-    """See `Kernels`. The bridge is float32 planes [splits, T, rank], summed by expand.
+    """See `Kernels`. The bridge is planes [splits, T, rank] of the model's dtype, summed by expand.
 
     launch: what becomes of a launch; whoever counts or compares them keeps them instead of, or beside, running them.
     """
@@ -84,7 +84,7 @@ class TritonKernels:
         norms: QueryKeyNorm | None = None,
     ) -> Tensor:
         self._launch(bind_rotate_and_write_kv(qkv, cos_sin, pages, geometry, layer, step.batch, norms))
-        return qkv.view(qkv.shape[0], -1, geometry.head_dim)[:, : geometry.num_heads]
+        return qkv.unflatten(1, (-1, geometry.head_dim))[:, : geometry.num_heads]
 
     def attend(
         self,

@@ -85,6 +85,7 @@ def build_tiles(runs: Sequence[tuple[int, int, int]], tables: AdapterTables) -> 
         torch.tensor(runs, dtype=torch.int32, device=device).view(-1, 3),
         torch.linspace(0.5, 1.5, len(runs), device=device),
         int(tables.groups[slots, :, 0].max()) if runs else 0,
+        max((tokens for _, _, tokens in runs), default=0),
     )
 
 
