@@ -42,6 +42,7 @@ class EngineConfig:
     for each page), lru (least recently used) or size.
     load_bytes_per_step: of adapters copied into the pool beside one step of others, at least a page; None follows from
     the machine and from how many wait for adapters.
+    cuda_graphs: on a GPU, decode steps are recorded and replayed; a CPU has nothing to record.
     """
 
     model: Path
@@ -63,6 +64,7 @@ class EngineConfig:
     scheduling: str = "fair"
     eviction: str = "lru"
     load_bytes_per_step: int | None = None
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

@@ -5,6 +5,8 @@ from torch import Tensor
 
 from slora.cost_measurement import measure_costs
 from slora.cost_model import CostModel
+from slora.decode_graphs import DecodeGraphs, capture_cuda
+from slora.decoder import Decoder
 from slora.engine_config import EngineConfig, free_ram_bytes
 from slora.errors import ConfigError
 from slora.kv_footprint import KVFootprint
@@ -61,12 +63,14 @@ class Runner:
         self._sampling = SamplingTable(config.max_num_seqs, model.vocab_size, self.device)
         budget = config.token_budget(self.device.type)
         self.memory = self._memory(2)
+        self._graphs: DecodeGraphs | None = None
         self._try_step(budget, config.max_num_seqs)
         num_pages = self._num_pages(config)
         self.num_swap_pages = self._num_swap_pages(config, num_pages)
         self.memory = self._memory(num_pages, self.num_swap_pages)
         self.max_model_len = self._max_model_len(config)
         self._largest_step = budget, config.max_num_seqs
+        self._graphs = self._make_graphs(config)
 
     def measure_costs(self) -> CostModel:
         """What steps and copies take here and now. Before anybody has pages: it writes to many."""
@@ -81,7 +85,7 @@ class Runner:
         if not plan.chunks:
             return []
         batch = StepBatch.build(plan, self.memory, self.kernels.tile_tokens, self._long_rows)
-        hidden = self._model.forward(batch, self.memory, self.kernels)
+        hidden = self._forward(batch)
         num_draws = len(batch.sampling)
         score_prompts(hidden[num_draws:], batch.prompts, self._score)
         if not num_draws:
@@ -99,6 +103,24 @@ class Runner:
         self.memory.swap_in(plan.swaps_in)
         for load in plan.loads:
             self.memory.load(load)
+
+    def _forward(self, batch: StepBatch) -> Tensor:
+        if self._graphs is not None and self._graphs.fits(batch):
+            return self._graphs.run(batch)
+        return self._model.forward(batch, self.memory, self.kernels)
+
+    def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
+        """For our own decoder on a GPU: it waits for nothing that the device has to say."""
+        if self.device.type != "cuda" or not config.cuda_graphs or not isinstance(self._model, Decoder):
+            return None
+        return DecodeGraphs(
+            lambda batch: self._model.forward(batch, self.memory, self.kernels),
+            config.max_num_seqs,
+            self.max_model_len,
+            config.block_tokens,
+            self.device,
+            capture_cuda(self.device),
+        )
 
     def _score(self, hidden: Tensor, sequence: Sequence) -> Tensor:
         """Logits of rows of a prompt."""

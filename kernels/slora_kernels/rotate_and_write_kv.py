@@ -88,13 +88,28 @@ def _rotate_and_write_kv_kernel(
     slot = tl.load(kv_slots + token)
     start = slot // BLOCK_TOKENS * page_stride + layer * (2 * SIDE) + kv_head * BLOCK_TOKENS * HEAD_DIM
     one = tl.arange(0, 1)
+    # A row without a slot only fills up a step.
+    written = slot + one >= 0
     target = pages + start + (slot % BLOCK_TOKENS) * HEAD_DIM + one
     key = row + (HEADS + kv_head) * HEAD_DIM + one
-    _turn_heads(key, target, one == 0, angles, key_norm, eps, HALF, HEAD_DIM, NORMED, BLOCK_HALF, BLOCK_REST)
+    _turn_heads(
+        key,
+        target,
+        (one == 0) & written,
+        angles,
+        key_norm,
+        eps,
+        HALF,
+        HEAD_DIM,
+        NORMED,
+        BLOCK_HALF,
+        BLOCK_REST,
+    )
 
     lanes = tl.arange(0, BLOCK_D)
     value = key + KV_HEADS * HEAD_DIM + lanes
-    tl.store(target + SIDE + lanes, tl.load(value, mask=lanes < HEAD_DIM, other=0.0), mask=lanes < HEAD_DIM)
+    inside = (lanes < HEAD_DIM) & written
+    tl.store(target + SIDE + lanes, tl.load(value, mask=inside, other=0.0), mask=inside)
 
 
 def bind_rotate_and_write_kv(
@@ -109,7 +124,7 @@ def bind_rotate_and_write_kv(
     """qkv [T, (Hq + 2 Hk) * D] has its q rotated in place; pages uint8 [num_pages, full_page_bytes] get k and
     v.
 
-    cos_sin float32 [max_positions, R], or None: R = 0; kv_slots and positions are int64 [T].
+    cos_sin float32 [max_positions, R], or None: R = 0; kv_slots and positions are int64 [T]; a slot of -1 is nowhere.
     """
     elements = pages.view(geometry.dtype)
     rotary = 0 if cos_sin is None else cos_sin.shape[1]

@@ -1,0 +1,50 @@
+"""On a box that is lent with its GPU there is torch, triton, transformers, peft and what tests need, and no server: all
+that runs there must import there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ABSENT = ("fastapi", "llvmlite", "numba", "pydantic", "redis", "starlette", "uvicorn", "zmq")
+# Of numba alone, and only chosen on a CPU; of a peer, and only run in its own environment; of the store Redis.
+NOT_THERE = ("numba_", "contenders/vllm_engine", "redis_")
+
+
+def module_names() -> list[str]:
+    """Of kernels, adapters, engine and bench."""
+    roots = {"kernels": "slora_kernels", "adapters": "slora_adapters", ".": "slora", "": "bench"}
+    names = []
+    for root, package in roots.items():
+        for path in sorted((ROOT / root / package).rglob("*.py")):
+            relative = path.relative_to(ROOT / root)
+            if not any(part in str(relative) for part in NOT_THERE):
+                names.append(".".join(relative.with_suffix("").parts).removesuffix(".__init__"))
+    return names
+
+
+def test_kernels_adapters_engine_and_bench_import_on_a_bare_gpu_box() -> None:
+    code = f"""
+import importlib, sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {ABSENT!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+    roots = [str(ROOT / folder) for folder in ("", "kernels", "adapters")]
+    names = module_names()
+    assert {"slora.runner", "slora_kernels.triton_kernels", "slora_adapters.packing", "bench.kernels"} <= {
+        *names
+    }
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, *names],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
