@@ -101,7 +101,7 @@ def capture_cuda(device: torch.device) -> Callable[[Work], Work]:
     def capture(work: Work) -> Work:
         # Once before: it compiles kernels and sets libraries up, which no graph may hold. What it writes, the first
         # replay writes again.
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             work()

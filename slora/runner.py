@@ -10,6 +10,7 @@ from slora.decoder import Decoder
 from slora.engine_config import EngineConfig, free_ram_bytes
 from slora.errors import ConfigError
 from slora.kv_footprint import KVFootprint
+from slora.load_stream import CudaLoadStream, LoadStream, split_loads
 from slora.lora_deltas import LoraDeltas
 from slora.model import ReferenceModel, load_model
 from slora.model_check import check_model
@@ -22,7 +23,7 @@ from slora.sampling_params import SamplingParams
 from slora.sampling_table import SamplingTable
 from slora.sequence import Sequence
 from slora.step_batch import StepBatch, tile_prompt_rows
-from slora.step_plan import Chunk, Sampled, StepPlan
+from slora.step_plan import AdapterLoad, Chunk, Sampled, StepPlan
 from slora.tenant import Tenant
 from slora_kernels.batch import KVGeometry
 from slora_kernels.layout import ModelShape, lay_out_adapter
@@ -64,6 +65,9 @@ class Runner:
         budget = config.token_budget(self.device.type)
         self.memory = self._memory(2)
         self._graphs: DecodeGraphs | None = None
+        self._load_stream: LoadStream | None = (
+            CudaLoadStream(self.device) if self.device.type == "cuda" else None
+        )
         self._try_step(budget, config.max_num_seqs)
         num_pages = self._num_pages(config)
         self.num_swap_pages = self._num_swap_pages(config, num_pages)
@@ -79,13 +83,24 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Sampled]:
         """One token for each of the chunks' `draws`, in order. What prompts score is noted on their sequences."""
-        self._move_pages(plan)
+        beside = self._move_pages(plan)
+        try:
+            computed = self._compute(plan)
+        finally:
+            # Of a step that fails, too: slices that come later count on them.
+            self._load_beside(beside)
+        return [] if computed is None else self._draw(*computed)
+
+    def _compute(self, plan: StepPlan) -> tuple[StepBatch, Tensor] | None:
+        """The batch and its hidden states [B', H]; None for a plan that only moves pages."""
         for sequence in plan.started:
             self._sampling.write(sequence.row, sequence)
         if not plan.chunks:
-            return []
+            return None
         batch = StepBatch.build(plan, self.memory, self.kernels.tile_tokens, self._long_rows)
-        hidden = self._forward(batch)
+        return batch, self._forward(batch)
+
+    def _draw(self, batch: StepBatch, hidden: Tensor) -> list[Sampled]:
         num_draws = len(batch.sampling)
         score_prompts(hidden[num_draws:], batch.prompts, self._score)
         if not num_draws:
@@ -95,14 +110,31 @@ class Runner:
             self._model.logits(hidden[:num_draws], deltas), self._sampling, batch.sampling, self.kernels
         )
 
-    def _move_pages(self, plan: StepPlan) -> None:
-        """What leaves is read before anything is written, what shares a page before others come into its place."""
+    def _move_pages(self, plan: StepPlan) -> list[AdapterLoad]:
+        """What leaves is read before anything is written, what shares a page before others come into its place.
+
+        Returns what may come beside the step.
+        """
+        if self._load_stream is not None:
+            self._load_stream.wait()
         self.memory.swap_out(plan.swaps_out)
         if plan.copies:
             self.memory.copy(plan.copies)
         self.memory.swap_in(plan.swaps_in)
-        for load in plan.loads:
+        needed, beside = (plan.loads, []) if self._load_stream is None else split_loads(plan)
+        for load in needed:
             self.memory.load(load)
+        if beside and self._load_stream is not None:
+            self._load_stream.mark()
+        return beside
+
+    def _load_beside(self, loads: list[AdapterLoad]) -> None:
+        def copy() -> None:
+            for load in loads:
+                self.memory.load(load)
+
+        if loads and self._load_stream is not None:
+            self._load_stream.copy(copy)
 
     def _forward(self, batch: StepBatch) -> Tensor:
         if self._graphs is not None and self._graphs.fits(batch):

@@ -259,7 +259,7 @@ class TorchKernels:
         step: AttentionStep,
         norms: QueryKeyNorm | None = None,
     ) -> Tensor:
-        heads = qkv.unflatten(1, (-1, geometry.head_dim))
+        heads = qkv.view(qkv.shape[0], qkv.shape[1] // geometry.head_dim, geometry.head_dim)
         turning = geometry.num_heads + geometry.num_kv_heads
         turned = heads[:, :turning]
         if norms is not None:

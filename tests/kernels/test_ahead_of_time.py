@@ -21,8 +21,8 @@ SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024,
 # What a thread's products of 16-bit numbers become: of 16 rows, and of a whole warp group's.
 SMALL_PRODUCTS = {"sm_80": "mma.sync", "sm_90": "mma.sync", "sm_100": "mma.sync", "gfx942": "v_mfma"}
 LARGE_PRODUCTS = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
-# The kernel's bulk of reading, named as in its source: every load of these is of 16 bytes. What is not named is small
-# (page ids, ranks, starts: 4 or 8 bytes) or, in expand, the bridge, whose rows begin wherever a module's rank ends.
+# The kernel's bulk of reading, named as in its source: every load of these is of 16 bytes. What is not named is small:
+# page ids, ranks, starts of 4 or 8 bytes, and in expand the bridge, whose rows begin wherever a module's rank ends.
 WIDE_LOADS = {
     "_lora_shrink_kernel": {"x_rows", "pages"},
     "_lora_expand_kernel": {"pages", "target"},
@@ -111,7 +111,8 @@ def test_what_a_kernel_reads_in_bulk_it_loads_16_bytes_at_a_time(compiled: list[
         wide = {pointer: loads.get(pointer, loads.get("", ())) for pointer in WIDE_LOADS[kernel.kernel]}
         for pointer, sizes in wide.items():
             assert sizes == (16,) or (pointer not in loads and 16 in sizes), kernel
-        assert not wide or all(min(sizes) >= 4 for sizes in loads.values()), kernel
+        least = 2 if kernel.kernel == "_lora_expand_kernel" else 4
+        assert not wide or all(min(sizes) >= least for sizes in loads.values()), kernel
     decodes = [k for k in compiled if k.kernel == "_quantized_linear_kernel" and " 16 tokens" in k.case]
     for kernel in decodes:
         assert kernel.load_bytes["row_starts"] == kernel.load_bytes["token_starts"] == (16,), kernel

@@ -1,0 +1,68 @@
+"""The GPU's bench at a size that a CPU goes through, with kernels that a CPU has."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.gpu.kernel_times import Case, KernelTimes, Sizes, compare
+from bench.gpu.resumed_table import ResumedTable
+from bench.table import Row
+from slora_kernels.layout import llama_shape
+from slora_kernels.ops import select_kernels
+
+CPU = torch.device("cpu")
+SMALL = Sizes(
+    llama_shape(2, 64, 4, 2, 16, 96, 100, 4),
+    torch.float32,
+    batches=(1, 3),
+    adapters=(1, 2),
+    contexts=(32,),
+    chunks=(5,),
+    copy_bytes=1 << 20,
+)
+KINDS = ["copy", "lora", "decode", "prefill"]
+
+
+def times() -> KernelTimes:
+    return KernelTimes(SMALL, select_kernels("torch", CPU), CPU)
+
+
+def test_every_case_is_a_row_with_its_bytes(tmp_path: Path) -> None:
+    table = ResumedTable(tmp_path / "rows.jsonl", CPU)
+    assert table.fill(times().cases(KINDS), 60)
+    rows = compare(table.rows())
+    count = {kind: sum(row["kind"] == kind for row in rows) for kind in KINDS}
+    # Four kinds of ranks and four sites; of two batches the smaller one holds no two adapters.
+    assert count == {"copy": 1, "lora": 4 * 4 * 3, "decode": 2, "prefill": 2}
+    assert all(row["us"] > 0 and row["of copy"] > 0 for row in rows)
+    qkv = {"kind": "lora", "site": "qkv", "rank": "mixed", "adapters": 2, "batch": 3}
+    (row,) = [row for row in rows if qkv.items() <= row.items()]
+    # Ranks 8 and 16 of q, k and v; three tokens in and out.
+    assert row["MB"] * 1e6 == 24 * (3 * 64 + 128) * 4 + 3 * 64 * 4 + 2 * 3 * 128 * 4
+    (decode,) = [row for row in rows if row["kind"] == "decode" and row["batch"] == 3]
+    assert decode["MB"] * 1e6 == 3 * 32 * 2 * 2 * 16 * 4
+
+
+def test_a_run_that_was_cut_short_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    path, measured = tmp_path / "rows.jsonl", list[int]()
+
+    def cases(most: int) -> list[Case]:
+        def measure(number: int) -> Row:
+            if len(measured) == most:
+                raise KeyboardInterrupt
+            measured.append(number)
+            return {"us": 1.0}
+
+        return [({"case": number}, lambda n=number: measure(n)) for number in range(4)]
+
+    with pytest.raises(KeyboardInterrupt):
+        ResumedTable(path, CPU).fill(cases(2), 60)
+    assert measured == [0, 1]
+    assert not ResumedTable(path, CPU).fill(cases(9), 0)
+    assert measured == [0, 1]
+    assert ResumedTable(path, CPU).fill(cases(9), 60)
+    assert measured == [0, 1, 2, 3] and len(ResumedTable(path, CPU).rows()) == 4
+    # What another version measured does not count.
+    path.write_text(path.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "0.1"'))
+    assert ResumedTable(path, CPU).rows() == []
