@@ -185,8 +185,8 @@ class Settings:
         _or_auto(byte_size), metavar="SIZE",
     )  # fmt: skip
     load_bytes_per_step: int | None = _setting(
-        None, "most adapter bytes copied into the pool beside one step: auto lets steps grow by a tenth, and by more while "
-        "many wait for adapters", _or_auto(byte_size), metavar="SIZE",
+        None, "most adapter bytes copied into the pool beside one step: auto lets steps grow by a tenth, and by more "
+        "while many wait for adapters", _or_auto(byte_size), metavar="SIZE",
     )  # fmt: skip
     max_lora_rank: int = _setting(128, "highest rank of an adapter that is accepted", _whole(1), metavar="N")
     host_cache_bytes: int = _setting(
