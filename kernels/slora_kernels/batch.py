@@ -76,7 +76,8 @@ class AttentionBatch:
     block_tables: int32 [B, max_blocks] page ids; entries past a sequence's context, and those wholly behind the
     window of every token of its chunk, are valid ids whose pages are anybody's.
     positions: int64 [T], position of each token in its sequence, or the row of the rotary table that stands for it.
-    kv_slots: int64 [T], page_id * block_tokens + offset: where the token's K and V go.
+    kv_slots: int64 [T], page_id * block_tokens + offset: where the token's K and V go. Rows that only fill up a
+    captured step (Triton's kernels alone take these) have slot -1, nowhere, and context 0; their results mean nothing.
     max_query: greatest number of query tokens of a sequence; max_context: greatest context length.
 
     Example: a sequence of 20 known tokens that computes its last 4 has context 20 and positions 16..19.

@@ -92,19 +92,7 @@ def _rotate_and_write_kv_kernel(
     written = slot + one >= 0
     target = pages + start + (slot % BLOCK_TOKENS) * HEAD_DIM + one
     key = row + (HEADS + kv_head) * HEAD_DIM + one
-    _turn_heads(
-        key,
-        target,
-        (one == 0) & written,
-        angles,
-        key_norm,
-        eps,
-        HALF,
-        HEAD_DIM,
-        NORMED,
-        BLOCK_HALF,
-        BLOCK_REST,
-    )
+    _turn_heads(key, target, written, angles, key_norm, eps, HALF, HEAD_DIM, NORMED, BLOCK_HALF, BLOCK_REST)
 
     lanes = tl.arange(0, BLOCK_D)
     value = key + KV_HEADS * HEAD_DIM + lanes

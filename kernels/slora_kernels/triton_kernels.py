@@ -84,9 +84,8 @@ class TritonKernels:
         norms: QueryKeyNorm | None = None,
     ) -> Tensor:
         self._launch(bind_rotate_and_write_kv(qkv, cos_sin, pages, geometry, layer, step.batch, norms))
-        return qkv.view(qkv.shape[0], qkv.shape[1] // geometry.head_dim, geometry.head_dim)[
-            :, : geometry.num_heads
-        ]
+        heads = qkv.view(qkv.shape[0], qkv.shape[1] // geometry.head_dim, geometry.head_dim)
+        return heads[:, : geometry.num_heads]
 
     def attend(
         self,
