@@ -30,6 +30,7 @@ _HANDLERS = {
     "adapter rollback": ("slora_api.commands.alias", "roll_back"),
     "adapter prewarm": ("slora_api.commands.adapter", "prewarm"),
     "adapter pin": ("slora_api.commands.adapter", "pin"),
+    "adapter pins": ("slora_api.commands.adapter", "pins"),
     "adapter unpin": ("slora_api.commands.adapter", "unpin"),
     "complete": ("slora_api.commands.complete", "complete"),
     "health": ("slora_api.commands.health", "health"),
@@ -142,6 +143,7 @@ def _add_adapters(commands: _Commands) -> None:
         pin = adapters.add(name, help_text)
         pin.add_argument("name", metavar="NAME[@ALIAS]")
         pin.add_argument("--tenant", required=True, metavar="T", help="whose adapter it is")
+    adapters.add("pins", "list what is pinned of all tenants (operator)")
 
 
 def _add_rollouts(adapters: _Commands) -> None:

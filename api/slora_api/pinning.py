@@ -7,31 +7,33 @@ What is pinned is an alias, `latest` where it is a bare name: with it all versio
 canary too, and after a push, a move or a rollback those that it points at then. A version that no pinned alias points
 at any more leaves the pool like any other adapter. A single version has no pin of its own: an alias for it has.
 
-Pins take at most half of the pool, and of one tenant at most its max_pool_share, when they are made. A tenant that
-moves a pinned alias to larger weights is not refused; the engine keeps to the bounds, and what is beyond them is
-loaded when it is asked for, like any other adapter.
+Pins take at most half of the pool, and of one tenant at most its max_pool_share, when they are made and when that is
+lowered. A tenant that moves a pinned alias to larger weights is not refused; the engine keeps to the bounds, and what
+is beyond them is loaded when it is asked for, like any other adapter.
 """
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from slora.engine_client import EngineClient
 from slora.engine_info import EngineInfo
 from slora.errors import EngineUnavailable
 from slora.pin import Pin
-from slora.tenant_share import DEFAULT_SHARE
+from slora.tenant_share import DEFAULT_SHARE, TenantShare
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
 from slora_adapters.registry import Registry, Rollout
 from slora_adapters.version import AdapterVersion
 from slora_api.errors import NotFound, PinsFull
-from slora_api.tenancy import Tenancy, Tenant
+from slora_api.tenancy import ShareChanges, Tenancy, Tenant
 
 __all__ = ["Pinning"]
 
 _log = logging.getLogger(__name__)
 
 _PAUSE_S = 1.0
+# Of what is pinned, in a message.
+_MOST_SHOWN = 5
 
 
 class Pinning:
@@ -56,6 +58,17 @@ class Pinning:
         record = await asyncio.to_thread(self._unpin, tenant, name)
         self.refresh()
         return record
+
+    async def list(self) -> Sequence[Rollout]:
+        """All that is pinned, by tenant, name and alias."""
+        return await asyncio.to_thread(self._registry.pinned)
+
+    async def change_share(self, tenant: str, changes: ShareChanges) -> Tenant:
+        """Raises what `Tenancy.change_share` raises, and PinsFull if a lower max_pool_share would not hold what is
+        pinned of the tenant; EngineUnavailable before the pool's size is known."""
+        changed = await asyncio.to_thread(self._tenancy.change_share, tenant, changes, self._check_ceiling)
+        self.refresh()
+        return changed
 
     def refresh(self) -> None:
         """Something has changed, or there is another engine."""
@@ -91,7 +104,24 @@ class Pinning:
         except AdapterNotFound:
             raise _no_adapter(tenant, name) from None
 
-    def _read(self) -> list[Pin]:
+    def _check_ceiling(self, before: TenantShare, tenant: Tenant) -> None:
+        if tenant.share.max_share >= before.max_share:
+            return
+        pinned = [rollout for rollout in self._registry.pinned() if rollout.tenant == tenant.name]
+        if not pinned:
+            return
+        info = self._client.info
+        total, most = sum(_pages(pinned, info).values()), _most_own(tenant, info)
+        if total > most:
+            labels = ", ".join(f"`{rollout.label}`" for rollout in pinned[:_MOST_SHOWN])
+            more = f" and {len(pinned) - _MOST_SHOWN} more" if len(pinned) > _MOST_SHOWN else ""
+            raise PinsFull(
+                f"The pins of tenant `{tenant.name}` ({labels}{more}) take {total} pages; with a max_pool_share of "
+                f"{tenant.share.max_share:g} they may take {most} of the pool's {info.num_pages}. Unpin some first, or "
+                "leave it higher."
+            )
+
+    def _read(self) -> Sequence[Pin]:
         shares = {tenant.name: tenant.share for tenant in self._tenancy.list_tenants()}
         versions = dict.fromkeys(
             record.version for rollout in self._registry.pinned() for record in rollout.records.values()
@@ -103,11 +133,8 @@ def _check_room(wanted: Rollout, others: Iterable[Rollout], owner: Tenant, info:
     """Raises PinsFull. Versions of one tenant with the same weights share their pages."""
     num_pages = _pages((*others, wanted), info)
     own = sum(count for version, count in num_pages.items() if version.tenant == owner.name)
-    # Rounded as the engine does.
-    most_own = int(owner.share.max_share * info.num_pages + 1e-6)
-    _check_sum(
-        own, most_own, f"of tenant `{owner.name}`", "its max_pool_share", wanted, info, "raise max_pool_share"
-    )
+    own_bound, remedy = "its max_pool_share", "raise max_pool_share"
+    _check_sum(own, _most_own(owner, info), f"of tenant `{owner.name}`", own_bound, wanted, info, remedy)
     _check_sum(
         sum(num_pages.values()),
         info.num_pages // 2,
@@ -117,6 +144,11 @@ def _check_room(wanted: Rollout, others: Iterable[Rollout], owner: Tenant, info:
         info,
         "raise pool_bytes",
     )
+
+
+def _most_own(owner: Tenant, info: EngineInfo) -> int:
+    """Pages; rounded as the engine does."""
+    return int(owner.share.max_share * info.num_pages + 1e-6)
 
 
 def _check_sum(

@@ -11,7 +11,7 @@ Methods block on the disk: those that write are called off the event loop. Knows
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from sqlite3 import Connection, IntegrityError
 from typing import Any
@@ -169,11 +169,18 @@ class Tenancy:
             raise Conflict(f"The tenant `{name}` exists already.") from None
         return tenant
 
-    def change_share(self, name: str, changes: ShareChanges) -> Tenant:
-        """Gives a tenant another share, from its next request on. Raises NotFound, or BadRequest naming the field."""
+    def change_share(
+        self,
+        name: str,
+        changes: ShareChanges,
+        check: Callable[[TenantShare, Tenant], None] = lambda before, tenant: None,
+    ) -> Tenant:
+        """Gives a tenant another share, from its next request on. `check` is told the share that it had and the tenant
+        as it is to be; raising, it keeps things as they are. Raises NotFound, or BadRequest naming the field."""
         with self._database.transaction() as connection:
-            tenant = _find_tenant(connection.execute(_ONE_TENANT, (name,)).fetchall(), name)
-            tenant = replace(tenant, share=changes.apply(tenant.share))
+            before = _find_tenant(connection.execute(_ONE_TENANT, (name,)).fetchall(), name)
+            tenant = replace(before, share=changes.apply(before.share))
+            check(before.share, tenant)
             _write_share(connection, tenant)
         return tenant
 

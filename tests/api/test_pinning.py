@@ -15,6 +15,7 @@ from slora_adapters.errors import StoreUnavailable
 from slora_adapters.registry import AdapterDetails, Registry, Rollout
 from slora_adapters.version import AdapterVersion
 from slora_api.api_key import Pepper
+from slora_api.cli import main
 from slora_api.pinning import Pinning
 from slora_api.tenancy import ShareChanges, Tenancy
 from tests.adapters.hand_made import make_config, make_members, make_tensors
@@ -113,6 +114,66 @@ def test_the_pins_of_a_tenant_stay_below_its_ceiling(platform: Platform) -> None
         )
         admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.12}).raise_for_status()
         assert admin.put(pin_path("acme", "two")).status_code == 200
+
+
+def test_a_ceiling_is_not_lowered_below_what_is_pinned(platform: Platform) -> None:
+    key, other = platform.key("acme"), platform.key("other")
+    for number in range(6):
+        upload(platform, key, f"voice-{number}", 1, seed=number)
+    upload(platform, other, "large", 15, seed=9)
+    with platform.client(ADMIN_KEY) as admin:
+        admin.put(pin_path("other", "large")).raise_for_status()
+        for number in range(6):
+            admin.put(pin_path("acme", f"voice-{number}")).raise_for_status()
+        refused = admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.11, "weight": 3})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "pins_full")
+        assert refused.json()["error"]["message"] == (
+            "The pins of tenant `acme` (`voice-0`, `voice-1`, `voice-2`, `voice-3`, `voice-4` and 1 more) take 12 "
+            "pages; with a max_pool_share of 0.11 they may take 11 of the pool's 100. Unpin some first, or leave it "
+            "higher."
+        )
+        kept = admin.get("/admin/tenants/acme").json()
+        assert (kept["max_pool_share"], kept["weight"]) == (1, 1), "nothing of it was done"
+        assert admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.12}).status_code == 200
+        admin.delete(pin_path("acme", "voice-0")).raise_for_status()
+        assert admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.1}).status_code == 200
+
+
+def test_what_has_outgrown_its_ceiling_hinders_no_other_change(platform: Platform) -> None:
+    key = platform.key("acme")
+    upload(platform, key, "voice", 2)
+    with platform.client(ADMIN_KEY) as admin:
+        admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.04}).raise_for_status()
+        admin.put(pin_path("acme", "voice")).raise_for_status()
+        # Its pin follows it.
+        upload(platform, key, "voice", 3)
+        for change in ({"weight": 2}, {"max_pool_share": 0.04}, {"max_pool_share": 0.05}):
+            assert admin.patch("/admin/tenants/acme", json=change).status_code == 200
+        assert admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.04}).status_code == 409
+
+
+def test_the_operator_lists_what_is_pinned_of_everybody(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for tenant in ("zeta", "acme"):
+        key = platform.key(tenant)
+        upload(platform, key, "voice", 1)
+        upload(platform, key, "voice", 2)
+    with platform.client(ADMIN_KEY) as admin, platform.client(key) as client:
+        client.put("/v1/adapters/voice/aliases/prod", json={"versions": {"1": 90, "2": 10}})
+        for tenant, name in (("zeta", "voice"), ("acme", "voice@prod")):
+            admin.put(pin_path(tenant, name)).raise_for_status()
+        listed = admin.get("/admin/pins").json()
+        assert [(one["tenant"], one["name"], one["alias"], one["versions"]) for one in listed["data"]] == [
+            ("acme", "voice", "prod", {"1": 90, "2": 10}),
+            ("zeta", "voice", "latest", {"2": 100}),
+        ]
+        assert all(one["pinned"] for one in listed["data"])
+        assert client.get("/admin/pins").status_code == 403
+    monkeypatch.setenv("SLORA_URL", platform.url)
+    monkeypatch.setenv("SLORA_ADMIN_KEY", ADMIN_KEY)
+    assert main(["adapter", "pins"]) == 0
+    assert capsys.readouterr().out == "acme  voice@prod  1=90  2=10\nzeta  voice@latest  2=100\n"
 
 
 def test_names_for_the_same_weights_are_counted_once(platform: Platform) -> None:

@@ -16,7 +16,7 @@ from slora_adapters.errors import AdapterError
 from slora_adapters.hub_reference import HubReference, HubSnapshot
 from slora_api.commands.remote import CommandFailed, admin_client, check, explained, tenant_client, walk
 
-__all__ = ["pin", "prewarm", "push", "remove", "show", "unpin"]
+__all__ = ["pin", "pins", "prewarm", "push", "remove", "show", "unpin"]
 
 # Multipart field -> the file that peft and transformers write.
 _REQUIRED = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
@@ -123,6 +123,14 @@ def _pin_path(arguments: argparse.Namespace) -> str:
 def pin(arguments: argparse.Namespace) -> None:
     with admin_client() as client:
         print(_summary(check(client.put(_pin_path(arguments)))))
+
+
+@explained
+def pins(_arguments: argparse.Namespace) -> None:
+    with admin_client() as client:
+        for pin in check(client.get("/admin/pins"))["data"]:
+            targets = "  ".join(f"{number}={weight}" for number, weight in pin["versions"].items())
+            print(f"{pin['tenant']}  {pin['name']}@{pin['alias']}  {targets}")
 
 
 @explained

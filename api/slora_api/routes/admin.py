@@ -1,11 +1,10 @@
 """/admin: tenants, keys and pinned adapters, for the operator."""
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, status
 
-from slora_api.adapter_json import adapter_json
+from slora_api.adapter_json import adapter_json, alias_json
 from slora_api.authentication import Operator
 from slora_api.schemas import NewKeyRequest, NewTenantRequest, TenantChanges
 from slora_api.services import Wired
@@ -64,9 +63,14 @@ def get_tenant(tenant: str, _operator: Operator, services: Wired) -> dict[str, A
 async def change_tenant(
     tenant: str, body: TenantChanges, _operator: Operator, services: Wired
 ) -> dict[str, Any]:
-    changed = await asyncio.to_thread(services.tenancy.change_share, tenant, _changes(body))
-    services.pinning.refresh()
-    return _tenant_json(changed)
+    return _tenant_json(await services.pinning.change_share(tenant, _changes(body)))
+
+
+@router.get("/pins")
+async def list_pins(_operator: Operator, services: Wired) -> dict[str, Any]:
+    """What is pinned of all tenants, as aliases, which pins are of."""
+    pinned = await services.pinning.list()
+    return {"object": "list", "data": [{"tenant": one.tenant, **alias_json(one)} for one in pinned]}
 
 
 @router.put("/tenants/{tenant}/adapters/{name}/pin")
