@@ -11,8 +11,8 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterator
 
-from slora.fetch_pace import FetchPace
 from slora.sequence import Sequence
+from slora_adapters.fetch_pace import FetchPace
 from slora_adapters.packing import PackedAdapter
 from slora_adapters.source import AdapterSource, Fetched, FetchFailed
 from slora_adapters.version import AdapterVersion

@@ -6,6 +6,7 @@ Knows no pages and no files: tensors are views over whatever memory they were re
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from slora_adapters.module_names import ModuleId
 from slora_adapters.peft_config import PeftConfig
@@ -13,16 +14,32 @@ from slora_adapters.tensor_file import StoredTensor
 from slora_kernels.layout import ModelShape
 
 
+class Factor(Protocol):
+    """What is known of a tensor before its bytes are there. dtype: as files name it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+AnyFactor = TypeVar("AnyFactor", bound=Factor)
+
+
 @dataclass(frozen=True, slots=True)
-class LoraPair:
+class LoraPair(Generic[AnyFactor]):
     """The delta of one linear: `scale * b @ a`, with a [rank, in width] and b [out width, rank].
 
     path: of the module, from the model's root, as PEFT's patterns see it.
     """
 
     path: str
-    a: StoredTensor
-    b: StoredTensor
+    a: AnyFactor
+    b: AnyFactor
     scale: float
 
     @property
@@ -45,13 +62,15 @@ class Adapter:
     """`digest` identifies the arithmetic (`digest.py`); `extras` are not part of it.
 
     has_copies: whether its file holds the base's own embedding or head, too, which nobody needs any more.
+    is_sorted: whether the tensors lie in that file in the order of their names.
     """
 
     config: PeftConfig
-    pairs: Mapping[ModuleId, LoraPair]
+    pairs: Mapping[ModuleId, LoraPair[StoredTensor]]
     digest: str
     extras: AdapterExtras
     has_copies: bool = False
+    is_sorted: bool = True
 
     @property
     def max_rank(self) -> int:
@@ -69,4 +88,9 @@ class Adapter:
 
     def ranks(self, shape: ModelShape) -> list[int]:
         """Rank of each module of the base, 0 where not adapted: what `lay_out_adapter` takes."""
-        return [pair.rank if (pair := self.pairs.get(m)) else 0 for m in range(shape.num_modules)]
+        return list_ranks(self.pairs, shape)
+
+
+def list_ranks(pairs: Mapping[ModuleId, LoraPair[Any]], shape: ModelShape) -> list[int]:
+    """Rank of each module of the base, 0 where not adapted."""
+    return [pair.rank if (pair := pairs.get(m)) else 0 for m in range(shape.num_modules)]

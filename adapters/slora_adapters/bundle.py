@@ -1,11 +1,14 @@
 """The files of an adapter as stores keep them: the blob that a digest names.
 
-A blob holds two members: the config, rewritten from the fields that change the arithmetic, and the tensor file as it
-was uploaded, or rewritten without what PEFT copied into it from the base model. Its key is the digest of the
-arithmetic (`digest.py`), not of the bytes: whoever reads a blob recomputes that digest from what it read, and so
-checks exactly what it is about to serve. Every blob of one digest computes the same, so tenants who upload the same
-weights share one at rest; what is theirs alone (names, chat template, sampling defaults, where they trained) is not
-in it but in the registry.
+A blob holds two members: the config, rewritten from the fields that change the arithmetic, and the tensor file: as it
+was uploaded if its tensors lie in the order of names and are all needed, else written anew, in that order, without what
+PEFT copied into it from the base model. So whoever reads a blob from its begin to its end has the tensors in the order
+in which they are hashed.
+
+Its key is the digest of the arithmetic (`digest.py`), not of the bytes: whoever reads a blob (`stored_adapter.py`)
+recomputes that digest from what it read, and so checks exactly what it is about to serve. Every blob of one digest
+computes the same, so tenants who upload the same weights share one at rest; what is theirs alone (names, chat template,
+sampling defaults, where they trained) is not in it but in the registry.
 """
 
 import json
@@ -13,12 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slora_adapters.adapter import Adapter
-from slora_adapters.errors import AdapterCorrupt, AdapterInvalid
-from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft_config import CONFIG_NAME
-from slora_adapters.peft_directory import TENSORS_NAME, parse_adapter
+from slora_adapters.peft_directory import TENSORS_NAME
 from slora_adapters.tensor_file import tensor_file_parts
-from slora_kernels.layout import ModelShape
 
 Members = Mapping[str, Path | bytes]
 
@@ -30,22 +30,9 @@ def bundle(adapter: Adapter, directory: Path | str, scratch: Path) -> Members:
     """
     # Not sorted: the order of patterns decides which one wins.
     config = json.dumps(adapter.config.to_json(), indent=1).encode()
-    if adapter.has_copies:
+    if adapter.has_copies or not adapter.is_sorted:
         factors = [tensor for pair in adapter.pairs.values() for tensor in (pair.a, pair.b)]
         with (scratch / TENSORS_NAME).open("xb") as file:
             file.writelines(tensor_file_parts(factors))
         return {CONFIG_NAME: config, TENSORS_NAME: scratch / TENSORS_NAME}
     return {CONFIG_NAME: config, TENSORS_NAME: Path(directory) / TENSORS_NAME}
-
-
-def unbundle(
-    members: Mapping[str, memoryview], digest: str, shape: ModelShape, limits: AdapterLimits
-) -> Adapter:
-    """The adapter in a stored blob. Raises AdapterCorrupt unless it is valid and has this very digest."""
-    try:
-        adapter = parse_adapter(members, shape, limits)
-    except AdapterInvalid as error:
-        raise AdapterCorrupt(f"stored adapter {digest[:12]} is not valid here: {error}") from error
-    if adapter.digest != digest:
-        raise AdapterCorrupt(f"stored adapter {digest[:12]} has the digest {adapter.digest[:12]} instead")
-    return adapter

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from slora_adapters.adapter import Adapter, LoraPair
 from slora_adapters.number_format import convert
+from slora_adapters.tensor_file import StoredTensor
 from slora_kernels.layout import ModelShape, lay_out_adapter
 
 __all__ = ["Certificate", "ModuleSummary", "certify", "delta_norm"]
@@ -68,7 +69,7 @@ class Certificate:
 
 def certify(adapter: Adapter, shape: ModelShape, base_name: str | None) -> Certificate:
     """The certificate of a valid adapter."""
-    by_name: dict[str, list[LoraPair | None]] = {}
+    by_name: dict[str, list[LoraPair[StoredTensor] | None]] = {}
     for module_id, module in enumerate(shape.modules):
         by_name.setdefault(module.path.rpartition(".")[2], []).append(adapter.pairs.get(module_id))
     modules = {
@@ -80,14 +81,14 @@ def certify(adapter: Adapter, shape: ModelShape, base_name: str | None) -> Certi
     return Certificate(modules, shape.num_modules, pool_bytes, base_name)
 
 
-def _summarise(found: list[LoraPair], total: int) -> ModuleSummary:
+def _summarise(found: list[LoraPair[StoredTensor]], total: int) -> ModuleSummary:
     ranks = [pair.rank for pair in found]
     # To a few digits: it is for people, and the last ones depend on the machine's arithmetic.
     norm = float(f"{max(map(delta_norm, found)):.4g}")
     return ModuleSummary(len(found), total, min(ranks), max(ranks), norm)
 
 
-def delta_norm(pair: LoraPair) -> float:
+def delta_norm(pair: LoraPair[StoredTensor]) -> float:
     """The Frobenius norm of scale * B A, without making that matrix: |BA|^2 = trace((B'B)(AA')), both [rank, rank]."""
     a = _gram(pair.a.values, pair.a.dtype)
     b = _gram(pair.b.values.T, pair.b.dtype)

@@ -13,20 +13,39 @@ import hashlib
 import json
 from collections.abc import Mapping
 
+from slora_adapters.adapter import Factor
 from slora_adapters.peft_config import PeftConfig
 from slora_adapters.tensor_file import StoredTensor
 
 DIGEST_VERSION = 1
 
 
+class AdapterHash:
+    """The digest while the tensors come: each begun in the order of names, then its bytes, in as many pieces as one
+    likes.
+    """
+
+    def __init__(self, config: PeftConfig) -> None:
+        first = _line({"slora_digest": DIGEST_VERSION, "config": _arithmetic_fields(config)})
+        self._sha = hashlib.sha256(first)
+
+    def begin(self, tensor: Factor) -> None:
+        self._sha.update(_line([tensor.name, tensor.dtype, list(tensor.shape)]))
+
+    def update(self, raw: memoryview) -> None:
+        self._sha.update(raw)
+
+    def hexdigest(self) -> str:
+        return self._sha.hexdigest()
+
+
 def adapter_digest(config: PeftConfig, tensors: Mapping[str, StoredTensor]) -> str:
     """64 lower-case hexadecimal digits. `tensors`: all of the file's, by their names in the file."""
-    sha = hashlib.sha256(_line({"slora_digest": DIGEST_VERSION, "config": _arithmetic_fields(config)}))
+    digest = AdapterHash(config)
     for name in sorted(tensors):
-        tensor = tensors[name]
-        sha.update(_line([name, tensor.dtype, list(tensor.shape)]))
-        sha.update(tensor.values.reshape(-1).view("u1").data)
-    return sha.hexdigest()
+        digest.begin(tensors[name])
+        digest.update(tensors[name].values.reshape(-1).view("u1").data)
+    return digest.hexdigest()
 
 
 def _arithmetic_fields(config: PeftConfig) -> dict[str, object]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from slora_adapters.blob_name import check_digest, check_member_name, is_digest
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
-from slora_adapters.file_mapping import map_file
+from slora_adapters.local_blob import LocalBlob
 
 # How often a put starts over because a delete of the same digest came in between.
 _MAX_ATTEMPTS = 10
@@ -52,10 +52,10 @@ class FileStore:
                         return
         raise StoreUnavailable(f"blob {digest[:12]} was deleted each time that it was stored; try again")
 
-    def fetch(self, digest: str) -> dict[str, memoryview]:
+    def open(self, digest: str) -> LocalBlob:
         with _as_unavailable(self.root):
             try:
-                return {path.name: map_file(path) for path in sorted(self._folder(digest).iterdir())}
+                return LocalBlob({path.name: path for path in sorted(self._folder(digest).iterdir())})
             except FileNotFoundError:
                 self._check_there()
                 raise AdapterNotFound(f"the store holds no adapter {digest[:12]}") from None

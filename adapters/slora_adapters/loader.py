@@ -1,35 +1,39 @@
 """Brings adapters from a store into the host cache: fetched, verified, packed, side by side, each but once.
 
-Requests for a version that is cached are answered at once; those for one that is on its way join it. Loads run on a
-few threads, of one tenant never more than its share, so that a tenant with many cold or broken adapters does not keep
-others from theirs. A load that fails fails alone.
+Requests for a version that is cached are answered at once; those for one that is on its way join it. A few loads run at
+once, and `LoadQueue` says which, so that a tenant with many cold or broken adapters does not keep others from theirs. A
+load that fails fails alone. One that breaks off since its copy in the store is gone begins again with the next copy.
 
 Knows no socket: `loader_process.py` puts one in front.
 """
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from threading import Condition
 
-from slora_adapters.adapter import Adapter
-from slora_adapters.bundle import unbundle
-from slora_adapters.errors import AdapterCorrupt, AdapterInvalid, AdapterNotFound, StoreUnavailable
+from slora_adapters.arena_touch import ArenaTouch
+from slora_adapters.errors import AdapterCorrupt, AdapterNotFound, StoreUnavailable
+from slora_adapters.fetch_pace import FetchPace
 from slora_adapters.host_cache import CachedAdapter, HostCache
 from slora_adapters.limits import AdapterLimits
-from slora_adapters.packing import pack_into
+from slora_adapters.load_queue import LoadQueue
 from slora_adapters.source import FetchFailed
-from slora_adapters.store import Store
+from slora_adapters.store import Blob, Store
+from slora_adapters.stored_adapter import StoredAdapter, make_buffers
 from slora_adapters.version import AdapterVersion
-from slora_kernels.layout import AdapterLayout, ModelShape, lay_out_adapter
+from slora_kernels.layout import AdapterLayout, ModelShape
 
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 4
 LOADS_PER_TENANT = 2
+# A copy in the store may be replaced or found wrong while it is read; each time there may be another.
+_MAX_ATTEMPTS = 3
 # How long a load waits for readers to give back room in the cache.
 WAIT_FOR_ROOM_S = 30.0
 
@@ -63,15 +67,17 @@ class Loader:
         self._store = store
         self._cache = cache
         self._served = served
-        self._loads_per_tenant = loads_per_tenant
         self._wait_for_room_s = wait_for_room_s
         # Guards everything below and the cache's bookkeeping; notified whenever room may have come free.
         self._changed = Condition()
         self._waiters: dict[AdapterVersion, list[Done]] = {}
-        self._running: dict[str, int] = {}
-        self._queued: dict[str, deque[AdapterVersion]] = {}
+        self._queue = LoadQueue(num_threads, loads_per_tenant)
+        self._buffers: list[list[bytearray]] = []
+        # By the tier that was loaded from.
+        self._paces: defaultdict[str, FetchPace] = defaultdict(FetchPace)
         self._closed = False
         self._threads = ThreadPoolExecutor(num_threads, "adapter-load")
+        self._touch = ArenaTouch(cache.memory)
 
     def load(self, version: AdapterVersion, done: Done) -> None:
         """Asks for a version; returns at once."""
@@ -105,25 +111,20 @@ class Loader:
             self._closed = True
             self._changed.notify_all()
         self._threads.shutdown(cancel_futures=True)
+        self._touch.close()
 
     def _join_or_start(self, version: AdapterVersion, done: Done) -> None:
         if version in self._waiters:
             self._waiters[version].append(done)
             return
         self._waiters[version] = [done]
-        self._queued.setdefault(version.tenant, deque()).append(version)
-        self._start_next(version.tenant)
+        self._queue.add(version)
+        self._start()
 
-    def _start_next(self, tenant: str) -> None:
-        """Starts the tenant's next load if it is not at its share. The lock is held."""
-        queue = self._queued.get(tenant)
-        if not queue or self._running.get(tenant, 0) >= self._loads_per_tenant or self._closed:
-            return
-        version = queue.popleft()
-        if not queue:
-            del self._queued[tenant]
-        self._running[tenant] = self._running.get(tenant, 0) + 1
-        self._threads.submit(self._run, version)
+    def _start(self) -> None:
+        """Starts what may run. The lock is held."""
+        while not self._closed and (version := self._queue.take()) is not None:
+            self._threads.submit(self._run, version)
 
     def _run(self, version: AdapterVersion) -> None:
         try:
@@ -138,34 +139,45 @@ class Loader:
             if isinstance(result, CachedAdapter):
                 for _ in waiters[1:]:  # the load's own pin is the first waiter's
                     self._cache.pin(result)
-            self._running[version.tenant] -= 1
-            if not self._running[version.tenant]:
-                del self._running[version.tenant]
-            self._start_next(version.tenant)
+            self._queue.end(version)
+            self._start()
         for done in waiters:
             done(result)
 
     def _load(self, version: AdapterVersion) -> CachedAdapter | FetchFailed:
         try:
-            adapter = self._fetch(version.digest)
-            layout = lay_out_adapter(self._served.shape, adapter.ranks(self._served.shape))
-            entry = self._allocate(version, layout)
+            for _ in range(_MAX_ATTEMPTS):
+                entry = self._try_to_load(version)
+                if entry is not None:
+                    return entry
+            raise StoreUnavailable(
+                f"adapter {version.digest[:12]} was gone each time before it was read; try again"
+            )
         except AdapterNotFound as error:
             return FetchFailed(version, "not_found", str(error))
         except AdapterCorrupt as error:
             return FetchFailed(version, "corrupt", str(error))
         except (StoreUnavailable, ValueError) as error:
             return FetchFailed(version, "unavailable", str(error))
-        return self._fill(entry, adapter)
 
-    def _fetch(self, digest: str) -> Adapter:
-        try:
-            return unbundle(self._store.fetch(digest), digest, self._served.shape, self._served.limits)
-        except AdapterCorrupt as error:
-            logger.error("%s", error)
-            if not self._store.distrust(digest):
-                raise
-        return unbundle(self._store.fetch(digest), digest, self._served.shape, self._served.limits)
+    def _try_to_load(self, version: AdapterVersion) -> CachedAdapter | None:
+        """None if the copy in the store was wrong, or gone before it was read, and there may be another one."""
+        since = time.monotonic()
+        with closing(self._store.open(version.digest)) as blob:
+            try:
+                served = self._served
+                stored = StoredAdapter(blob, version.digest, served.shape, served.limits)
+                begun_s = time.monotonic() - since
+                entry = self._allocate(version, stored.layout)
+                self._fill(entry, stored, blob, begun_s)
+                return entry
+            except AdapterNotFound:
+                return None
+            except AdapterCorrupt as error:
+                logger.error("%s", error)
+                if not self._store.distrust(version.digest):
+                    raise
+                return None
 
     def _allocate(self, version: AdapterVersion, layout: AdapterLayout) -> CachedAdapter:
         """Waits until readers have given back enough. Raises StoreUnavailable, or ValueError if it never fits."""
@@ -179,19 +191,34 @@ class Loader:
                         "all of it is in use (host_cache_bytes)"
                     )
                 self._changed.wait(left)
+            self._touch.use(entry.end)
         return entry
 
-    def _fill(self, entry: CachedAdapter, adapter: Adapter) -> CachedAdapter | FetchFailed:
-        served = self._served
+    def _fill(self, entry: CachedAdapter, stored: StoredAdapter, blob: Blob, begun_s: float) -> None:
+        """Shows the entry once all of it is there and verified; gives it back if that fails."""
+        since = time.monotonic()
         try:
-            region = self._cache.region(entry)
-            entry.scales = pack_into(adapter, served.shape, served.dtype, entry.layout, region).scales
+            with self._lent_buffers() as buffers:
+                entry.scales = stored.pour(self._cache.region(entry), self._served.dtype, buffers)
+            seconds = begun_s + time.monotonic() - since
             with self._changed:
+                self._paces[blob.tier].count(entry.num_bytes, seconds)
+                next_pace = self._paces.get(blob.next_tier, self._paces[blob.tier])
+                entry.reload_s = next_pace.fetch_s(entry.num_bytes)
                 entry.ready = True
                 self.num_loads += 1
-            return entry
-        except AdapterInvalid as error:
-            return FetchFailed(entry.version, "corrupt", str(error))
         finally:
             if not entry.ready:
                 self.release(entry)
+
+    @contextmanager
+    def _lent_buffers(self) -> Iterator[list[bytearray]]:
+        """Used again and again: to clear new memory takes as long as to read into it ten times."""
+        with self._changed:
+            buffers = self._buffers.pop() if self._buffers else []
+        buffers = buffers or make_buffers()
+        try:
+            yield buffers
+        finally:
+            with self._changed:
+                self._buffers.append(buffers)

@@ -12,7 +12,7 @@ is ever written twice, and what there is follows from names alone:
 A blob is the last whole upload in its folder, in the order of turns; each writer takes the turn after those that it
 finds, and removes those before the last one, which itself goes only by a deletion. So readers never see half a blob,
 two uploads of one digest never mix, and a deletion removes exactly what it found. One listing says whether a blob
-exists, and with the sizes in it a reader asks for all members at once, large ones in several ranges.
+exists, and with the sizes in it a reader asks for all members at once, large ones in several ranges (`object_blob.py`).
 
 The Redis store's way, a manifest that names its chunks, would be written again by each upload: only some places do
 that in one piece, and none lets a deletion say which manifest it means, so that it could strand the members of another
@@ -40,9 +40,8 @@ from fsspec.core import url_to_fs
 
 from slora_adapters.blob_name import check_digest, check_member_name, is_digest
 from slora_adapters.errors import AdapterError, AdapterNotFound, StoreUnavailable, StoreUnfit
+from slora_adapters.object_blob import ObjectBlob
 
-# One stream from S3 brings some 50 to 90 MB/s; ranges of 8 to 16 MB side by side are what its makers advise.
-RANGE_BYTES = 8 << 20
 _NUM_THREADS = 16
 # A writer that takes longer gives up; what is older than the second is nobody's. Between them is room for clocks that
 # differ between hosts.
@@ -160,17 +159,20 @@ class ObjectStore:
                     self._abandon(digest, upload_id)
                     raise
 
-    def fetch(self, digest: str) -> dict[str, memoryview]:
+    def open(self, digest: str) -> ObjectBlob:
         check_digest(digest)
         with self._as_unavailable():
-            for _ in range(_MAX_ATTEMPTS):
-                upload = self._find(digest)
-                if upload is None:
-                    self._check_there()
-                    raise AdapterNotFound(f"the store holds no adapter {digest[:12]}")
-                with suppress(FileNotFoundError):  # replaced or deleted since it was listed
-                    return self._read(digest, upload)
-        raise StoreUnavailable(f"blob {digest[:12]} was replaced each time that it was read; try again")
+            upload = self._find(digest)
+            if upload is None:
+                self._check_there()
+                raise AdapterNotFound(f"the store holds no adapter {digest[:12]}")
+        prefix = f"{self._folder(digest)}/{upload.upload_id}."
+
+        def read(name: str, start: int, end: int) -> bytes:
+            with self._as_unavailable():
+                return self._read_range(prefix + name, start, end)
+
+        return ObjectBlob(upload.members, read, self._threads)
 
     def exists(self, digest: str) -> bool:
         check_digest(digest)
@@ -292,21 +294,15 @@ class ObjectStore:
                 found.setdefault(match[1], _Upload(match[1])).members[match[2]] = num_bytes
         return sorted(found.values(), key=lambda upload: (upload.turn, upload.upload_id))
 
-    def _read(self, digest: str, upload: _Upload) -> dict[str, memoryview]:
-        """The members of an upload. Raises FileNotFoundError if it is gone."""
-        contents = {name: bytearray(num_bytes) for name, num_bytes in upload.members.items()}
-        prefix = f"{self._folder(digest)}/{upload.upload_id}."
-
-        def read(name: str, start: int) -> None:
-            end = min(start + RANGE_BYTES, upload.members[name])
-            piece = self._filesystem.cat_file(prefix + name, start=start, end=end)
-            if len(piece) != end - start:
-                raise OSError(f"{len(piece)} bytes came of bytes {start} to {end} of member {name!r}")
-            contents[name][start:end] = piece
-
-        ranges = [(name, at) for name, size in upload.members.items() for at in range(0, size, RANGE_BYTES)]
-        list(self._threads.map(lambda one: read(*one), ranges))
-        return {name: memoryview(content).toreadonly() for name, content in contents.items()}
+    def _read_range(self, path: str, start: int, end: int) -> bytes:
+        """Raises AdapterNotFound if its upload was replaced or deleted since it was listed."""
+        try:
+            piece: bytes = self._filesystem.cat_file(path, start=start, end=end)
+        except FileNotFoundError:
+            raise AdapterNotFound(f"{path.rsplit('/', 1)[-1]!r} is gone that was being read") from None
+        if len(piece) != end - start:
+            raise OSError(f"{len(piece)} bytes came of bytes {start} to {end} of {path.rsplit('/', 1)[-1]!r}")
+        return piece
 
     def _remove_uploads(self, digest: str, uploads: list[_Upload]) -> None:
         """Each first ceases to be whole, so that none is read while it goes."""

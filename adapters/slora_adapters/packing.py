@@ -5,17 +5,17 @@ A's rows of a linear group lie one after another, then each module's B transpose
 zeros to whole segments. What comes out needs no further work: loading it into the pool is copying pages.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from slora_adapters.adapter import Adapter, LoraPair
+from slora_adapters.adapter import Adapter, Factor, LoraPair
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.module_names import ModuleId
 from slora_adapters.number_format import STORAGE, convert, fits, largest_magnitude_bits, may_overflow
-from slora_adapters.tensor_file import StoredTensor
 from slora_kernels.layout import SEGMENT_BYTES, AdapterLayout, LoraSite, ModelShape, lay_out_adapter
 
 ByteArray = npt.NDArray[np.uint8]
@@ -39,27 +39,75 @@ def pack(adapter: Adapter, shape: ModelShape, dtype: str) -> PackedAdapter:
 def pack_into(
     adapter: Adapter, shape: ModelShape, dtype: str, layout: AdapterLayout, buffer: ByteArray
 ) -> PackedAdapter:
-    """Overwrites all of `buffer`, uint8 [layout.num_bytes], aligned to 4 bytes; nothing of its old content
-    stays.
+    """Overwrites all of `buffer`; see `Packer`, and what it raises."""
+    packer = Packer(adapter.pairs, shape, dtype, layout, buffer)
+    for pair in adapter.pairs.values():
+        packer.write(pair.a, 0, pair.a.values)
+        packer.write(pair.b, 0, pair.b.values)
+    return PackedAdapter(layout, packer.scales, buffer)
 
-    `dtype` is "float32", "float16" or "bfloat16". Raises AdapterInvalid if a weight overflows in it,
-    ValueError if `shape` is for another element size.
+
+class Packer:
+    """Writes an adapter's tensors into `buffer`, uint8 [layout.num_bytes], aligned to 4 bytes: rows at a time, in any
+    order. When all are written nothing of its old content is left.
+
+    `dtype` is "float32", "float16" or "bfloat16". scales: float32 [num_modules], 0 where not adapted. Raises ValueError
+    if `shape` is for another element size.
     """
-    if STORAGE[dtype].itemsize != shape.element_bytes:
-        raise ValueError(
-            f"{dtype} takes {STORAGE[dtype].itemsize} bytes, the shape says {shape.element_bytes}"
-        )
-    scales = np.zeros(shape.num_modules, np.float32)
-    for site in shape.sites:
-        for module_id, width in enumerate(site.widths, site.first_module):
-            pair = adapter.pairs.get(module_id)
-            if pair is not None:
-                scales[module_id] = pair.scale
-                _check_overflow(pair, dtype)
-                to_a, to_b = _places(site, module_id, width, shape, layout)
-                _write_rows(buffer[to_a], site.in_width, _served(pair.a, dtype))
-                _write_rows(buffer[to_b], width, _served(pair.b, dtype).T)
-    return PackedAdapter(layout, scales, buffer)
+
+    def __init__(
+        self,
+        pairs: Mapping[ModuleId, LoraPair[Any]],
+        shape: ModelShape,
+        dtype: str,
+        layout: AdapterLayout,
+        buffer: ByteArray,
+    ) -> None:
+        if STORAGE[dtype].itemsize != shape.element_bytes:
+            raise ValueError(
+                f"{dtype} takes {STORAGE[dtype].itemsize} bytes, the shape says {shape.element_bytes}"
+            )
+        self.scales = np.zeros(shape.num_modules, np.float32)
+        self._dtype = dtype
+        self._places: dict[str, _Place] = {}
+        for site in shape.sites:
+            for module_id, width in enumerate(site.widths, site.first_module):
+                pair = pairs.get(module_id)
+                if pair is not None:
+                    self.scales[module_id] = pair.scale
+                    for_a, for_b = _places(site, module_id, width, shape, layout)
+                    rows = (
+                        buffer[place].view(STORAGE[dtype]).reshape(pair.rank, -1) for place in (for_a, for_b)
+                    )
+                    self._places[pair.a.name] = _Place(
+                        next(rows), site.in_width, pair.path, is_transposed=False
+                    )
+                    self._places[pair.b.name] = _Place(next(rows), width, pair.path, is_transposed=True)
+
+    def write(self, tensor: Factor, first_row: int, values: npt.NDArray[Any]) -> None:
+        """`values`: rows of a tensor, from `first_row` on, as its file has them. Raises AdapterInvalid if one of them
+        overflows."""
+        place = self._places[tensor.name]
+        _check_overflow(tensor, values, place.path, self._dtype)
+        served = convert(values, tensor.dtype, self._dtype)
+        if place.is_transposed:
+            place.rows[:, first_row : first_row + len(values)] = served.T
+            if first_row == 0:
+                place.rows[:, place.width :] = 0
+        else:
+            rows = place.rows[first_row : first_row + len(values)]
+            rows[:, : place.width] = served
+            rows[:, place.width :] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """rows: [rank, width and padding], where a tensor belongs. is_transposed: it is a B, [width, rank]."""
+
+    rows: npt.NDArray[Any]
+    width: int
+    path: str
+    is_transposed: bool
 
 
 def _places(
@@ -76,20 +124,6 @@ def _segments(start: int, count: int) -> slice:
     return slice(start * SEGMENT_BYTES, (start + count) * SEGMENT_BYTES)
 
 
-def _served(tensor: StoredTensor, dtype: str) -> npt.NDArray[Any]:
-    return convert(tensor.values, tensor.dtype, dtype)
-
-
-def _write_rows(place: ByteArray, width: int, rows: npt.NDArray[Any]) -> None:
-    padded = place.view(rows.dtype).reshape(rows.shape[0], -1)
-    padded[:, :width] = rows
-    padded[:, width:] = 0
-
-
-def _check_overflow(pair: LoraPair, dtype: str) -> None:
-    for tensor in (pair.a, pair.b):
-        if may_overflow(tensor.dtype, dtype) and not fits(
-            tensor.dtype, largest_magnitude_bits(tensor.values), dtype
-        ):
-            reason = Reason("overflow", f"a weight of {pair.path} overflows in {dtype}")
-            raise AdapterInvalid((reason,))
+def _check_overflow(tensor: Factor, values: npt.NDArray[Any], path: str, dtype: str) -> None:
+    if may_overflow(tensor.dtype, dtype) and not fits(tensor.dtype, largest_magnitude_bits(values), dtype):
+        raise AdapterInvalid((Reason("overflow", f"a weight of {path} overflows in {dtype}"),))

@@ -16,7 +16,7 @@ from slora_adapters.file_mapping import map_file
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft_config import CONFIG_NAME, PeftConfig, parse_peft_config
 from slora_adapters.tensor_file import StoredTensor, read_tensors
-from slora_adapters.validation import validate
+from slora_adapters.validation import check_values, validate
 from slora_kernels.layout import ModelShape
 
 TENSORS_NAME = "adapter_model.safetensors"
@@ -80,10 +80,18 @@ def _assemble(
     own = {name: tensor for name, tensor in tensors.items() if name not in copies}
     pairs, pair_reasons = validate(config, own, shape, limits)
     reasons += pair_reasons
+    reasons += check_values(own.values(), limits)
     reasons += refuse_other_matrices((tensors[name] for name in sorted(copies)), shape, limits.base_directory)
     if reasons:
         raise _invalid(reasons)
-    return Adapter(config, pairs, adapter_digest(config, own), extras, has_copies=bool(copies))
+    return Adapter(
+        config,
+        pairs,
+        adapter_digest(config, own),
+        extras,
+        has_copies=bool(copies),
+        is_sorted=list(own) == sorted(own),
+    )
 
 
 def refuse_pickles(names: Iterable[str]) -> list[Reason]:

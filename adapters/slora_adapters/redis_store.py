@@ -16,8 +16,8 @@ Needs the package redis, so only `store_url.py` loads this module.
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,14 @@ from redis.retry import Retry
 
 from slora_adapters.blob_name import check_digest, check_member_name, is_digest
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable, StoreUnfit
-from slora_adapters.file_mapping import map_file
+from slora_adapters.local_blob import LocalBlob
+from slora_adapters.redis_blob import CHUNK_BYTES, TIER, RedisBlob
+from slora_adapters.store import Blob
 
-CHUNK_BYTES = 4 << 20
 # Time that an upload has between one chunk and the commit, before Redis clears it away.
 UPLOAD_EXPIRY_S = 3600
 # A warm copy that nobody reads is gone after this time.
 WARM_EXPIRY_S = 24 * 3600
-_READ_ATTEMPTS = 3
 # An upload is refused if Redis takes longer to bring it to its disk; busy disks stall for tens of seconds.
 _DISK_WAIT_S = 60.0
 # One question's part of that, well within the socket's time; and the pause between two questions that do not wait.
@@ -87,7 +87,9 @@ def open_redis_store(url: str, *, durable: bool) -> "RedisStore":
 
 
 class RedisStore:
-    """See `store.Store`."""
+    """See `store.Store` and `store.WarmStore`."""
+
+    tier = TIER
 
     def __init__(self, client: "redis.Redis[bytes]", *, durable: bool) -> None:
         self._client = client
@@ -114,39 +116,20 @@ class RedisStore:
             )
 
     def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
-        check_digest(digest)
-        upload = uuid.uuid4().hex
-        keys: list[str] = []
-        manifest: list[tuple[str, int]] = []
-        with _as_unavailable(), self._client.client() as connection:
-            for name, content in members.items():
-                view = memoryview(content) if isinstance(content, bytes) else map_file(content)
-                manifest.append((check_member_name(name), len(view)))
-                for start in range(0, len(view), CHUNK_BYTES):
-                    keys.append(f"{_chunk_prefix(digest)}{upload}:{len(keys)}")
-                    connection.set(keys[-1], view[start : start + CHUNK_BYTES], ex=UPLOAD_EXPIRY_S)
-            done = self._commit(
-                keys=[_manifest_key(digest), *keys],
-                args=[json.dumps(manifest), upload, self._expiry_s, _chunk_prefix(digest)],
-                client=connection,
-            )
-            if not done:
-                raise StoreUnavailable("Redis dropped part of the upload; it may be short of memory")
-            self._wait_for_disk(connection)
+        self._put(digest, _local_blobs(members))
 
-    def fetch(self, digest: str) -> dict[str, memoryview]:
+    def copy(self, digest: str, blob: Blob) -> None:
+        self._put(digest, [blob])
+
+    def open(self, digest: str) -> RedisBlob:
         with _as_unavailable():
-            for _ in range(_READ_ATTEMPTS):
-                manifest = self._client.hmget(_manifest_key(digest), ["members", "upload"])
-                if None in manifest:
-                    break
-                prefix = f"{_chunk_prefix(digest)}{manifest[1].decode('ascii', 'replace')}:"
-                members = self._read_members(prefix, _parse_manifest(manifest[0]))
-                if members is not None:
-                    self._keep_warm(digest, prefix, members)
-                    return members
-        # After several tries: another upload replaced the chunks each time, or Redis evicted some.
-        raise AdapterNotFound(f"the store holds no adapter {digest[:12]}")
+            found = self._client.hmget(_manifest_key(digest), ["members", "upload"])
+            manifest = None if None in found else _parse_manifest(found[0])
+            if manifest is None:
+                raise AdapterNotFound(f"the store holds no adapter {digest[:12]}")
+            prefix = f"{_chunk_prefix(digest)}{found[1].decode('ascii', 'replace')}:"
+            self._keep_warm(digest, prefix, manifest)
+            return RedisBlob(self._client.connection_pool, prefix, manifest)
 
     def exists(self, digest: str) -> bool:
         with _as_unavailable():
@@ -173,29 +156,35 @@ class RedisStore:
     def close(self) -> None:
         self._client.close()
 
-    def _read_members(
-        self, prefix: str, manifest: list[tuple[str, int]] | None
-    ) -> dict[str, memoryview] | None:
-        if manifest is None:
-            return None
-        members: dict[str, memoryview] = {}
-        chunk_id = 0
-        for name, num_bytes in manifest:
-            content = bytearray()
-            while len(content) < num_bytes:
-                chunk = self._client.get(f"{prefix}{chunk_id}")
-                if chunk is None or len(chunk) != min(CHUNK_BYTES, num_bytes - len(content)):
-                    return None
-                content += chunk
-                chunk_id += 1
-            members[name] = memoryview(content).toreadonly()
-        return members
+    def _put(self, digest: str, blobs: Iterable[Blob]) -> None:
+        """Stores the members of all `blobs` as one blob."""
+        check_digest(digest)
+        upload = uuid.uuid4().hex
+        keys: list[str] = []
+        manifest: list[tuple[str, int]] = []
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        with _as_unavailable(), self._client.client() as connection:
+            for part, name, num_bytes in ((p, *member) for p in blobs for member in p.members.items()):
+                manifest.append((check_member_name(name), num_bytes))
+                for start in range(0, num_bytes, CHUNK_BYTES):
+                    chunk = buffer[: min(CHUNK_BYTES, num_bytes - start)]
+                    part.read_into(name, start, chunk)
+                    keys.append(f"{_chunk_prefix(digest)}{upload}:{len(keys)}")
+                    connection.set(keys[-1], chunk, ex=UPLOAD_EXPIRY_S)
+            done = self._commit(
+                keys=[_manifest_key(digest), *keys],
+                args=[json.dumps(manifest), upload, self._expiry_s, _chunk_prefix(digest)],
+                client=connection,
+            )
+            if not done:
+                raise StoreUnavailable("Redis dropped part of the upload; it may be short of memory")
+            self._wait_for_disk(connection)
 
-    def _keep_warm(self, digest: str, prefix: str, members: Mapping[str, memoryview]) -> None:
+    def _keep_warm(self, digest: str, prefix: str, manifest: list[tuple[str, int]]) -> None:
         """A warm copy lives for a while after its last use."""
         if self._durable:
             return
-        num_chunks = sum(_num_chunks(len(content)) for content in members.values())
+        num_chunks = sum(_num_chunks(num_bytes) for _, num_bytes in manifest)
         with self._client.pipeline(transaction=False) as pipeline:
             pipeline.expire(_manifest_key(digest), self._expiry_s)
             for chunk_id in range(num_chunks):
@@ -238,6 +227,13 @@ class RedisStore:
                 return value
         except StoreUnavailable:
             return None
+
+
+def _local_blobs(members: Mapping[str, Path | bytes]) -> Iterator[Blob]:
+    """One after the other, so that only one file is open."""
+    for name, content in members.items():
+        with closing(LocalBlob({check_member_name(name): content})) as blob:
+            yield blob
 
 
 def _parse_manifest(raw: bytes) -> list[tuple[str, int]] | None:

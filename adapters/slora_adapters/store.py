@@ -4,13 +4,39 @@ A store knows no tenant, no name and no PEFT; the registry counts who refers to 
 Every blob ever put under one digest is interchangeable with every other (`bundle.py`), so to put a digest again is
 never a conflict: it writes as much as the first time, and replaces what is there.
 
-Stores do not verify what they return; the reader does, end to end, and says `distrust` when it does not match.
-`store_url.py` opens them.
+A blob is read piece by piece, into memory of the reader: nothing here ever holds a whole one. Stores do not verify what
+they return; the reader does, end to end, and says `distrust` when it does not match. `store_url.py` opens them.
 """
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
+
+
+class Blob(Protocol):
+    """A blob that was opened: all that is read of it comes from one copy. For one thread at a time."""
+
+    @property
+    def members(self) -> Mapping[str, int]:
+        """Bytes of each member, by name. To read one after the other, each from its begin on, is fastest."""
+
+    @property
+    def tier(self) -> str:
+        """The kind of place that it is read from, by which loads are measured."""
+
+    @property
+    def next_tier(self) -> str:
+        """Where it will be read from the next time, as far as one can tell."""
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fills `buffer` with bytes [start, start + len(buffer)) of a member, which has that many.
+
+        Raises AdapterNotFound if the copy is gone that was opened (to open the blob again tells whether there is
+        another), StoreUnavailable.
+        """
+
+    def close(self) -> None:
+        """Ends reading, wherever it is."""
 
 
 class Store(Protocol):
@@ -23,8 +49,8 @@ class Store(Protocol):
     def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
         """Stores a blob, whole or not at all. When it returns, the blob survives a crash (a warm tier excepted)."""
 
-    def fetch(self, digest: str) -> dict[str, memoryview]:
-        """The members of a blob, read-only, valid even if it is deleted meanwhile. Raises AdapterNotFound."""
+    def open(self, digest: str) -> Blob:
+        """The blob, for reading; the caller closes it. Raises AdapterNotFound."""
 
     def exists(self, digest: str) -> bool:
         """Whether the store holds a blob."""
@@ -33,7 +59,7 @@ class Store(Protocol):
         """Deletes a blob; none there is fine."""
 
     def distrust(self, digest: str) -> bool:
-        """What `fetch` returned was wrong. True if another copy may be right, so that fetching again is worth it."""
+        """What was read was wrong. True if another copy may be right, so that opening it again is worth it."""
 
     def digests(self) -> Iterator[str]:
         """Every blob that the store holds, in no order."""
@@ -43,3 +69,12 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Ends background work and connections."""
+
+
+class WarmStore(Store, Protocol):
+    """A store that may stand in front of another one. tier: of all of its blobs."""
+
+    tier: str
+
+    def copy(self, digest: str, blob: Blob) -> None:
+        """As `put`, from a blob of another store. Raises what reading it raises."""

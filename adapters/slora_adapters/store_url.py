@@ -6,7 +6,7 @@ from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
 from slora_adapters.file_store import FileStore
-from slora_adapters.store import Store
+from slora_adapters.store import Store, WarmStore
 from slora_adapters.tiered_store import TieredStore
 
 # fsspec has two names for files.
@@ -51,9 +51,9 @@ def _open_durable(url: str) -> Store:
     return cast(Store, _load("object_store", "objects", parts.scheme).open_object_store(url))
 
 
-def _open_redis(url: str, *, durable: bool) -> Store:
+def _open_redis(url: str, *, durable: bool) -> WarmStore:
     module = _load("redis_store", "redis", urlsplit(url).scheme)
-    return cast(Store, module.open_redis_store(url, durable=durable))
+    return cast(WarmStore, module.open_redis_store(url, durable=durable))
 
 
 def _load(module: str, extra: str, scheme: str) -> Any:

@@ -19,6 +19,8 @@ import numpy.typing as npt
 
 from slora_adapters.strict_json import parse_object
 
+# The header's length.
+PREFIX_BYTES = 8
 MAX_HEADER_BYTES = 1 << 20
 # A base model's, whose file may hold every expert of every layer: what the reference reader allows.
 MAX_BASE_HEADER_BYTES = 100_000_000
@@ -46,13 +48,48 @@ class StoredTensor:
         return self.values.shape
 
 
+@dataclass(frozen=True, slots=True)
+class TensorSpan:
+    """A tensor that a header describes. It takes bytes [start, end) of the body, which begins behind the header."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+
 def read_tensors(raw: bytes | memoryview) -> dict[str, StoredTensor]:
-    """All tensors of a safetensors file, by name. Raises ValueError, which says what is wrong."""
-    header, body = _read_header(raw, MAX_HEADER_BYTES)
-    _check_metadata(header.pop("__metadata__", None))
-    spans = {name: _parse_entry(name, entry) for name, entry in header.items()}
-    _check_cover(spans, len(body))
-    return {name: _view(name, span, body) for name, span in spans.items()}
+    """All tensors of a safetensors file, by name, in the order of their bytes. Raises ValueError: what is wrong."""
+    header, body = _split(raw, MAX_HEADER_BYTES)
+    return {name: _view(span, body) for name, span in parse_spans(header, len(body)).items()}
+
+
+def measure_header(prefix: bytes | memoryview, file_bytes: int, max_bytes: int = MAX_HEADER_BYTES) -> int:
+    """Bytes of the header, from the `PREFIX_BYTES` before it. Raises ValueError if no such file begins like this."""
+    if file_bytes < PREFIX_BYTES:
+        raise ValueError(f"the file is {file_bytes} bytes long, too short for a safetensors header")
+    header_bytes = int.from_bytes(prefix, "little")
+    if header_bytes > max_bytes:
+        raise ValueError(f"the header claims {header_bytes} bytes; at most {max_bytes} are accepted")
+    if PREFIX_BYTES + header_bytes > file_bytes:
+        left = file_bytes - PREFIX_BYTES
+        raise ValueError(f"the header claims {header_bytes} bytes, but the file ends after {left}")
+    return header_bytes
+
+
+def parse_spans(header: bytes | memoryview, body_bytes: int) -> dict[str, TensorSpan]:
+    """What a header says of the body behind it, by name, in the order of their bytes. Raises ValueError."""
+    entries = parse_object(header, source="the header", max_bytes=MAX_HEADER_BYTES)
+    _check_metadata(entries.pop("__metadata__", None))
+    spans = [_parse_entry(name, entry) for name, entry in entries.items()]
+    spans.sort(key=lambda span: (span.start, span.end))
+    _check_cover(spans, body_bytes)
+    return {span.name: span for span in spans}
 
 
 def read_shaped(raw: bytes | memoryview, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
@@ -60,13 +97,14 @@ def read_shaped(raw: bytes | memoryview, shape: tuple[int, ...]) -> dict[str, St
 
     Raises ValueError.
     """
-    header, body = _read_header(raw, MAX_BASE_HEADER_BYTES)
+    header, body = _split(raw, MAX_BASE_HEADER_BYTES)
+    entries = parse_object(header, source="the header", max_bytes=MAX_BASE_HEADER_BYTES)
     wanted = {
         name: entry
-        for name, entry in header.items()
+        for name, entry in entries.items()
         if isinstance(entry, dict) and entry.get("shape") == list(shape)
     }
-    return {name: _view(name, _parse_entry(name, entry), body) for name, entry in wanted.items()}
+    return {name: _view(_parse_entry(name, entry), body) for name, entry in wanted.items()}
 
 
 def tensor_file_parts(tensors: Iterable[StoredTensor]) -> Iterator[bytes]:
@@ -88,26 +126,11 @@ def tensor_file_parts(tensors: Iterable[StoredTensor]) -> Iterator[bytes]:
         yield tensor.values.tobytes()
 
 
-def _read_header(raw: bytes | memoryview, max_bytes: int) -> tuple[dict[str, object], memoryview]:
-    """The header's entries by name, and the bytes behind it."""
+def _split(raw: bytes | memoryview, max_header_bytes: int) -> tuple[memoryview, memoryview]:
+    """Header and body of a file."""
     view = memoryview(raw).cast("B").toreadonly()
-    if len(view) < 8:
-        raise ValueError(f"the file is {len(view)} bytes long, too short for a safetensors header")
-    header_bytes = int.from_bytes(view[:8], "little")
-    if header_bytes > max_bytes:
-        raise ValueError(f"the header claims {header_bytes} bytes; at most {max_bytes} are accepted")
-    if 8 + header_bytes > len(view):
-        raise ValueError(f"the header claims {header_bytes} bytes, but the file ends after {len(view) - 8}")
-    header = parse_object(view[8 : 8 + header_bytes], source="the header", max_bytes=max_bytes)
-    return header, view[8 + header_bytes :]
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
+    body_start = PREFIX_BYTES + measure_header(view[:PREFIX_BYTES], len(view), max_header_bytes)
+    return view[PREFIX_BYTES:body_start], view[body_start:]
 
 
 def _check_metadata(metadata: object) -> None:
@@ -117,7 +140,7 @@ def _check_metadata(metadata: object) -> None:
         raise ValueError("the header's __metadata__ is not a table of strings")
 
 
-def _parse_entry(name: str, entry: object) -> _Span:
+def _parse_entry(name: str, entry: object) -> TensorSpan:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(
             f"tensor {name!r}: the header entry must hold dtype, shape and data_offsets, nothing else"
@@ -140,7 +163,7 @@ def _parse_entry(name: str, entry: object) -> _Span:
             f"tensor {name!r}: shape {list(shape)} of {dtype} takes {expected} bytes, its data_offsets span "
             f"{offsets[1] - offsets[0]}"
         )
-    return _Span(dtype, shape, offsets[0], offsets[1])
+    return TensorSpan(name, dtype, shape, offsets[0], offsets[1])
 
 
 def _short(value: object) -> str:
@@ -156,12 +179,14 @@ def _sizes(value: object) -> tuple[int, ...] | None:
     return tuple(value)
 
 
-def _check_cover(spans: Mapping[str, _Span], body_bytes: int) -> None:
+def _check_cover(spans: Iterable[TensorSpan], body_bytes: int) -> None:
     position = 0
-    for name, span in sorted(spans.items(), key=lambda item: (item[1].start, item[1].end)):
+    for span in spans:
         if span.start != position:
             fault = "overlaps the tensor before it" if span.start < position else "leaves a hole before it"
-            raise ValueError(f"tensor {name!r} {fault}: it starts at byte {span.start}, expected {position}")
+            raise ValueError(
+                f"tensor {span.name!r} {fault}: it starts at byte {span.start}, expected {position}"
+            )
         position = span.end
     if position != body_bytes:
         fault = "is cut short" if position > body_bytes else "goes on after the last tensor"
@@ -170,6 +195,6 @@ def _check_cover(spans: Mapping[str, _Span], body_bytes: int) -> None:
         )
 
 
-def _view(name: str, span: _Span, body: memoryview) -> StoredTensor:
+def _view(span: TensorSpan, body: memoryview) -> StoredTensor:
     values = np.frombuffer(body[span.start : span.end], DTYPES[span.dtype]).reshape(span.shape)
-    return StoredTensor(name, span.dtype, values)
+    return StoredTensor(span.name, span.dtype, values)

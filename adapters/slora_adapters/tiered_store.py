@@ -9,11 +9,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from threading import Lock
 
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
-from slora_adapters.store import Store
+from slora_adapters.store import Blob, Store, WarmStore
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ MAX_PENDING_COPIES = 8
 class TieredStore:
     """See `store.Store`. What `exists` and `digests` say is the durable store's word."""
 
-    def __init__(self, durable: Store, warm: Store, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, durable: Store, warm: WarmStore, clock: Callable[[], float] = time.monotonic) -> None:
         self.durable = durable
         self.warm = warm
         self._clock = clock
@@ -36,19 +37,17 @@ class TieredStore:
 
     def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
         self.durable.put(digest, members)
-        self._copy_later(digest)
+        self.copy_later(digest)
 
-    def fetch(self, digest: str) -> dict[str, memoryview]:
+    def open(self, digest: str) -> Blob:
         if self._warm_is_up():
             try:
-                return self.warm.fetch(digest)
+                return _WarmBlob(self.warm.open(digest), self, digest)
             except AdapterNotFound:
                 pass
             except StoreUnavailable as error:
-                self._rest(error)
-        members = self.durable.fetch(digest)
-        self._copy_later(digest)
-        return members
+                self.rest(error)
+        return _DurableBlob(self.durable.open(digest), self, digest)
 
     def exists(self, digest: str) -> bool:
         return self.durable.exists(digest)
@@ -59,7 +58,7 @@ class TieredStore:
             self.warm.delete(digest)
         except StoreUnavailable as error:
             # Its copy expires by itself, and nothing asks for a digest that the registry does not name.
-            self._rest(error)
+            self.rest(error)
 
     def distrust(self, digest: str) -> bool:
         """Drops the warm copy; the durable one is worth another try if there was one."""
@@ -67,7 +66,7 @@ class TieredStore:
             had_copy = self.warm.exists(digest)
             self.warm.delete(digest)
         except StoreUnavailable as error:
-            self._rest(error)
+            self.rest(error)
             return True
         return self.durable.distrust(digest) or had_copy
 
@@ -91,11 +90,13 @@ class TieredStore:
     def _warm_is_up(self) -> bool:
         return self._clock() >= self._resting_until
 
-    def _rest(self, error: StoreUnavailable) -> None:
+    def rest(self, error: StoreUnavailable) -> None:
+        """Leaves the warm tier alone for a while."""
         logger.warning("warm tier left alone for %.0f s: %s", REST_AFTER_FAILURE_S, error)
         self._resting_until = self._clock() + REST_AFTER_FAILURE_S
 
-    def _copy_later(self, digest: str) -> None:
+    def copy_later(self, digest: str) -> None:
+        """To the warm tier, in the background, unless it is too busy."""
         with self._lock:
             if not self._warm_is_up() or digest in self._pending or len(self._pending) >= MAX_PENDING_COPIES:
                 return
@@ -106,13 +107,56 @@ class TieredStore:
         with self._lock:  # first of all: a put from here on must be copied again
             self._pending.discard(digest)
         try:
-            members = self.durable.fetch(digest)
-            self.warm.put(digest, {name: bytes(content) for name, content in members.items()})
+            with closing(self.durable.open(digest)) as blob:
+                self.warm.copy(digest, blob)
             if not self.durable.exists(digest):  # deleted meanwhile, here or by another process
                 self.warm.delete(digest)
         except AdapterNotFound:
             pass  # deleted before we came to it
         except StoreUnavailable as error:
-            self._rest(error)
+            self.rest(error)
         except Exception:  # top of a background job: a fault here must not go unseen, nor end the thread
             logger.exception("copying %s to the warm tier failed", digest)
+
+
+class _DurableBlob:
+    """A blob that was not in the warm tier, and is copied there when it has been read."""
+
+    def __init__(self, blob: Blob, tiers: TieredStore, digest: str) -> None:
+        self.members = blob.members
+        self.tier = blob.tier
+        self.next_tier = tiers.warm.tier
+        self._blob = blob
+        self._tiers = tiers
+        self._digest = digest
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        self._blob.read_into(name, start, buffer)
+
+    def close(self) -> None:
+        self._blob.close()
+        self._tiers.copy_later(self._digest)
+
+
+class _WarmBlob:
+    """A blob in the warm tier. Where it breaks off it is gone: whoever opens it again reads the durable one."""
+
+    def __init__(self, blob: Blob, tiers: TieredStore, digest: str) -> None:
+        self.members = blob.members
+        self.tier = self.next_tier = blob.tier
+        self._blob = blob
+        self._tiers = tiers
+        self._digest = digest
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        try:
+            self._blob.read_into(name, start, buffer)
+        except AdapterNotFound:
+            self._tiers.distrust(self._digest)
+            raise
+        except StoreUnavailable as error:
+            self._tiers.rest(error)
+            raise AdapterNotFound("the warm copy that was being read broke off") from error
+
+    def close(self) -> None:
+        self._blob.close()

@@ -7,7 +7,7 @@ anywhere.
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from slora_adapters.adapter import LoraPair
+from slora_adapters.adapter import AnyFactor, Factor, LoraPair
 from slora_adapters.errors import Reason
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.module_names import ModuleId, parse_factor_name
@@ -27,24 +27,24 @@ _FOREIGN_TENSORS: Sequence[tuple[str, str, str]] = (
     (".bias", "bias", "a trained bias"),
 )
 
-Pairs = dict[ModuleId, LoraPair]
-
 
 def validate(
-    config: PeftConfig, tensors: Mapping[str, StoredTensor], shape: ModelShape, limits: AdapterLimits
-) -> tuple[Pairs, list[Reason]]:
-    """The adapter's pairs and every reason to refuse it; pairs are complete only if there is no reason."""
+    config: PeftConfig, tensors: Mapping[str, AnyFactor], shape: ModelShape, limits: AdapterLimits
+) -> tuple[dict[ModuleId, LoraPair[AnyFactor]], list[Reason]]:
+    """The adapter's pairs and every reason to refuse it that does not lie in its numbers (`check_values`).
+
+    Pairs are complete only if there is no reason.
+    """
     factors, reasons = _sort_factors(tensors, shape)
     budget = StepBudget()
     targets, target_reasons = resolve_targets(config, shape, budget)
     reasons += target_reasons
     present = frozenset(module_id for module_id, _ in factors)
     reasons += _compare_with_targets(present, targets, shape)
-    reasons += (reason for tensor in tensors.values() for reason in _check_values(tensor, limits))
+    pairs: dict[ModuleId, LoraPair[AnyFactor]] = {}
     try:
         ranks = PatternTable(config.rank_patterns, config.rank, budget)
         alphas = PatternTable(config.alpha_patterns, config.alpha, budget)
-        pairs: Pairs = {}
         for module_id in sorted(present & targets):
             pair = (factors.get((module_id, "A")), factors.get((module_id, "B")))
             module = shape.modules[module_id]
@@ -59,10 +59,24 @@ def validate(
     return pairs, reasons
 
 
+def check_values(tensors: Iterable[StoredTensor], limits: AdapterLimits) -> Iterable[Reason]:
+    """Reasons to refuse numbers: those that are none, and those that the server's dtype can't hold.
+
+    Once for each upload: whoever loads weights by their digest has the numbers that were scanned then.
+    """
+    for tensor in tensors:
+        magnitude = largest_magnitude_bits(tensor.values)
+        if not is_finite(tensor.dtype, magnitude):
+            yield Reason("non_finite", f"tensor {tensor.name!r} holds NaN or infinity")
+        elif limits.served_dtype is not None and not fits(tensor.dtype, magnitude, limits.served_dtype):
+            message = f"tensor {tensor.name!r} overflows in {limits.served_dtype}, which this server uses"
+            yield Reason("overflow", message)
+
+
 def _sort_factors(
-    tensors: Mapping[str, StoredTensor], shape: ModelShape
-) -> tuple[dict[tuple[ModuleId, str], StoredTensor], list[Reason]]:
-    factors: dict[tuple[ModuleId, str], StoredTensor] = {}
+    tensors: Mapping[str, AnyFactor], shape: ModelShape
+) -> tuple[dict[tuple[ModuleId, str], AnyFactor], list[Reason]]:
+    factors: dict[tuple[ModuleId, str], AnyFactor] = {}
     reasons: list[Reason] = []
     for name, tensor in tensors.items():
         parsed = parse_factor_name(name, shape)
@@ -105,7 +119,7 @@ def _some(modules: frozenset[ModuleId], shape: ModelShape) -> str:
 
 def _check_pair(
     module: LinearShape,
-    pair: tuple[StoredTensor | None, StoredTensor | None],
+    pair: tuple[Factor | None, Factor | None],
     rank: int,
     scale: float,
     limits: AdapterLimits,
@@ -130,13 +144,3 @@ def _check_pair(
                 f"lora_{factor} of {name} has shape {list(tensor.shape)}; config and base need {list(wanted)}"
             )
             yield Reason("shape_mismatch", message)
-
-
-def _check_values(tensor: StoredTensor, limits: AdapterLimits) -> Iterable[Reason]:
-    magnitude = largest_magnitude_bits(tensor.values)
-    if not is_finite(tensor.dtype, magnitude):
-        yield Reason("non_finite", f"tensor {tensor.name!r} holds NaN or infinity")
-    elif limits.served_dtype is not None and not fits(tensor.dtype, magnitude, limits.served_dtype):
-        yield Reason(
-            "overflow", f"tensor {tensor.name!r} overflows in {limits.served_dtype}, which this server uses"
-        )

@@ -12,6 +12,7 @@ from slora_adapters.file_store import FileStore
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.packing import PackedAdapter, pack
 from slora_adapters.peft_directory import read_adapter
+from slora_adapters.store import Blob
 from slora_adapters.version import AdapterVersion
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, write_directory
 
@@ -71,12 +72,12 @@ class GatedStore:
         self.gates[digest] = Event()
         return self.gates[digest]
 
-    def fetch(self, digest: str) -> dict[str, memoryview]:
+    def open(self, digest: str) -> Blob:
         with self._lock:
             self.reads.append(digest)
         if digest in self.gates:
             assert self.gates[digest].wait(20)
-        return self._store.fetch(digest)
+        return self._store.open(digest)
 
     def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
         self._store.put(digest, members)

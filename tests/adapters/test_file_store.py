@@ -6,6 +6,7 @@ import pytest
 
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
 from slora_adapters.file_store import FileStore, _locked_folder
+from tests.adapters.blobs import read_members
 from tests.support.file_limit import largest_file
 
 DIGEST, OTHER = "ab" * 32, "cd" * 32
@@ -45,7 +46,7 @@ def _run_and_die(root: Path, call: str, after: int) -> bool:
 
 def _content(store: FileStore, digest: str) -> dict[str, bytes] | None:
     try:
-        return {name: bytes(view) for name, view in store.fetch(digest).items()}
+        return read_members(store, digest)
     except AdapterNotFound:
         return None
 

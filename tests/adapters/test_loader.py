@@ -13,6 +13,7 @@ from slora_adapters.redis_store import open_redis_store
 from slora_adapters.source import FetchFailed
 from slora_adapters.tiered_store import TieredStore
 from slora_adapters.version import AdapterVersion
+from tests.adapters.blobs import read_members
 from tests.adapters.hand_made import SHAPE
 from tests.adapters.stock import GatedStore, Stock
 from tests.redis_server import RedisServer
@@ -148,7 +149,7 @@ def test_each_failure_fails_alone_with_its_own_code(make_bench) -> None:
 def test_a_failed_load_is_tried_again_when_it_is_asked_for_again(make_bench) -> None:
     bench = make_bench()
     digest = bench.stock.add(1)
-    members = {name: bytes(view) for name, view in bench.stock.store.fetch(digest).items()}
+    members = read_members(bench.stock.store, digest)
     bench.stock.store.delete(digest)
     assert bench.fetch(_v(digest)).code == "not_found"
     bench.stock.store.put(digest, members)
@@ -210,7 +211,7 @@ def test_a_wrong_warm_copy_is_replaced_by_the_durable_one(
     bench = make_bench()
     digest, other = bench.stock.add(1), bench.stock.add(2)
     warm = open_redis_store(make_redis().url, durable=False)
-    warm.put(digest, {name: bytes(view) for name, view in bench.stock.store.fetch(other).items()})
+    warm.put(digest, read_members(bench.stock.store, other))
     tiers = TieredStore(bench.stock.store, warm)
     cache = HostCache(1 << 20)
     loader = Loader(tiers, cache, SERVED)
@@ -227,8 +228,8 @@ def test_a_bug_in_a_store_fails_the_load_and_not_the_loader(
 ) -> None:
     bench = make_bench()
     digest = bench.stock.add(1)
-    fetch, bench.gated.fetch = bench.gated.fetch, lambda digest: 1 // 0
+    open_blob, bench.gated.open = bench.gated.open, lambda digest: 1 // 0
     assert bench.fetch(_v(digest)).code == "unavailable"
     assert "ZeroDivisionError" in caplog.text
-    bench.gated.fetch = fetch
+    bench.gated.open = open_blob
     _check(bench, bench.fetch(_v(digest)))

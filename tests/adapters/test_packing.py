@@ -47,7 +47,10 @@ def _adapter(shape: ModelShape, ranks: dict[ModuleId, int], seed: int = 0) -> Ad
         a = random.standard_normal((rank, module.in_width), np.float32)
         b = random.standard_normal((module.out_width, rank), np.float32)
         pairs[module_id] = LoraPair(
-            module.path, StoredTensor("a", "F32", a), StoredTensor("b", "F32", b), 1 + module_id
+            module.path,
+            StoredTensor(f"{module_id}.a", "F32", a),
+            StoredTensor(f"{module_id}.b", "F32", b),
+            1 + module_id,
         )
     return Adapter(CONFIG, MappingProxyType(pairs), "0" * 64, AdapterExtras())
 

@@ -3,12 +3,15 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable, StoreUnfit
-from slora_adapters.redis_store import CHUNK_BYTES, UPLOAD_EXPIRY_S, WARM_EXPIRY_S, open_redis_store
+from slora_adapters.redis_blob import CHUNK_BYTES
+from slora_adapters.redis_store import UPLOAD_EXPIRY_S, WARM_EXPIRY_S, open_redis_store
 from slora_adapters.store_url import open_store
+from tests.adapters.blobs import read_member, read_members
 from tests.redis_server import DURABLE, RedisServer
 
 DIGEST = "ab" * 32
@@ -21,7 +24,7 @@ def test_what_was_put_survives_the_death_of_redis(redis_server: RedisServer) -> 
     store.put(DIGEST, {"a": b"small", "b": BIG})
     redis_server.kill()
     redis_server.start()
-    assert {name: bytes(view) for name, view in store.fetch(DIGEST).items()} == {"a": b"small", "b": BIG}
+    assert read_members(store, DIGEST) == {"a": b"small", "b": BIG}
     store.close()
 
 
@@ -37,7 +40,7 @@ def test_what_was_put_while_the_disk_is_busy_survives_the_death_of_redis(redis_s
         store.put(DIGEST, {"a": b"small"})
         redis_server.kill()
     redis_server.start()
-    assert bytes(store.fetch(DIGEST)["a"]) == b"small"
+    assert read_members(store, DIGEST)["a"] == b"small"
     store.close()
 
 
@@ -62,7 +65,7 @@ def test_a_redis_that_could_lose_adapters_is_refused_as_the_only_store(
 def test_a_durable_redis_that_does_not_answer_is_unavailable(redis_server: RedisServer) -> None:
     store = open_store(redis_server.url)
     redis_server.kill()
-    for call in (store.check, lambda: store.fetch(DIGEST), lambda: store.put(DIGEST, {"a": b""})):
+    for call in (store.check, lambda: store.open(DIGEST), lambda: store.put(DIGEST, {"a": b""})):
         with pytest.raises(StoreUnavailable):
             call()
     with pytest.raises(StoreUnavailable):
@@ -78,11 +81,11 @@ def test_a_warm_copy_expires_and_each_use_gives_it_a_new_life(make_redis: Callab
         for key in client.keys("*"):
             assert WARM_EXPIRY_S - 60 < client.ttl(key) <= WARM_EXPIRY_S
             client.expire(key, 100)
-        store.fetch(DIGEST)
+        store.open(DIGEST).close()
         assert all(client.ttl(key) > 1000 for key in client.keys("*"))
         client.delete(next(key for key in client.keys("*") if b":c:" in key))
-    with pytest.raises(AdapterNotFound):
-        store.fetch(DIGEST)
+    with closing(store.open(DIGEST)) as blob, pytest.raises(AdapterNotFound):
+        read_member(blob, "b")
     store.close()
 
 
@@ -124,5 +127,5 @@ def test_a_full_redis_refuses_an_upload_and_keeps_what_it_has(make_redis: Callab
     store.put(DIGEST, {"a": b"small"})
     with pytest.raises(StoreUnavailable, match="maxmemory"):
         store.put(OTHER_DIGEST, {"b": BIG + BIG})
-    assert bytes(store.fetch(DIGEST)["a"]) == b"small"
+    assert read_members(store, DIGEST)["a"] == b"small"
     store.close()

@@ -1,6 +1,7 @@
 """One contract, every store."""
 
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Barrier
@@ -19,11 +21,14 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
-from slora_adapters.object_store import RANGE_BYTES, ObjectStore
-from slora_adapters.redis_store import CHUNK_BYTES, open_redis_store
+from slora_adapters.object_blob import RANGE_BYTES
+from slora_adapters.object_store import ObjectStore
+from slora_adapters.redis_blob import CHUNK_BYTES
+from slora_adapters.redis_store import open_redis_store
 from slora_adapters.store import Store
 from slora_adapters.store_url import open_store
 from slora_adapters.tiered_store import TieredStore
+from tests.adapters.blobs import read_members
 from tests.redis_server import DURABLE
 from tests.support import shared_files
 
@@ -169,7 +174,7 @@ def second(place: Place, store: Store) -> Iterator[Store]:
 
 
 def _content(store: Store, digest: str = DIGEST) -> dict[str, bytes]:
-    return {name: bytes(view) for name, view in store.fetch(digest).items()}
+    return read_members(store, digest)
 
 
 def _drain(store: Store) -> None:
@@ -180,7 +185,7 @@ def _drain(store: Store) -> None:
 def _assert_absent(store: Store, digest: str = DIGEST) -> None:
     assert not store.exists(digest) and digest not in list(store.digests())
     with pytest.raises(AdapterNotFound, match=digest[:12]):
-        store.fetch(digest)
+        store.open(digest)
 
 
 def test_what_was_put_is_fetched_byte_for_byte(store: Store, tmp_path: Path) -> None:
@@ -192,7 +197,6 @@ def test_what_was_put_is_fetched_byte_for_byte(store: Store, tmp_path: Path) -> 
     expected = {"a.json": b"{}", "big": BIG, "empty": b"", "nothing": b""}
     assert _content(store) == expected
     assert _content(store) == expected, "from a warm tier too"
-    assert all(view.readonly for view in store.fetch(DIGEST).values())
     assert store.exists(DIGEST) and not store.exists(OTHER)
     assert list(store.digests()) == [DIGEST]
 
@@ -203,23 +207,74 @@ def test_a_blob_that_was_never_put_is_not_found(store: Store) -> None:
     assert list(store.digests()) == []
 
 
-def test_a_deleted_blob_is_gone_but_views_of_it_stay_valid(store: Store) -> None:
+def test_a_deleted_blob_is_gone_for_those_who_come_later(store: Store) -> None:
     store.put(DIGEST, {"a": BIG})
     store.put(OTHER, {"a": b"2"})
-    view = store.fetch(DIGEST)["a"]
     store.delete(DIGEST)
     _assert_absent(store)
-    assert bytes(view) == BIG
     assert _content(store, OTHER) == {"a": b"2"}
+
+
+@pytest.mark.parametrize("read_before", [0, 1000, CHUNK_BYTES + 5])
+@pytest.mark.parametrize("replaced", [False, True], ids=["deleted", "replaced"])
+def test_a_blob_that_goes_while_it_is_read_is_read_as_it_was_or_not_found(
+    store: Store, read_before: int, replaced: bool
+) -> None:
+    store.put(DIGEST, {"a": BIG})
+    with closing(store.open(DIGEST)) as blob:
+        content = memoryview(bytearray(len(BIG)))
+        blob.read_into("a", 0, content[:read_before])
+        if replaced:
+            store.put(DIGEST, {"a": BIG[::-1]})
+            _drain(store)
+        else:
+            store.delete(DIGEST)
+        try:
+            for at in range(read_before, len(BIG), 1 << 20):
+                blob.read_into("a", at, content[at : at + (1 << 20)])
+            assert content == BIG
+        except AdapterNotFound:
+            pass
+    if replaced:
+        assert _content(store) == {"a": BIG[::-1]}
+    else:
+        _assert_absent(store)
+
+
+def test_pieces_of_any_size_are_the_same_bytes(store: Store) -> None:
+    members = {"a": BIG[:700], "none": b"", "b": BIG}
+    store.put(DIGEST, members)
+    for piece_bytes in (4097, 1 << 20, CHUNK_BYTES - 1, CHUNK_BYTES, len(BIG)):
+        assert read_members(store, DIGEST, piece_bytes) == members, piece_bytes
+
+
+def test_pieces_in_any_order_are_the_same_bytes(store: Store) -> None:
+    """Reading on, backwards, over the ends of chunks and from member to member; closed in the middle of it."""
+    members = {"a": BIG[:700], "b": BIG}
+    store.put(DIGEST, members)
+    draw = random.Random(5)
+    for _ in range(3):
+        with closing(store.open(DIGEST)) as blob:
+            assert blob.members == {"a": 700, "b": len(BIG)}
+            at, name = 0, "b"
+            for _ in range(25):
+                if draw.random() < 0.4:
+                    name = draw.choice("abb")
+                    edge = draw.choice([0, CHUNK_BYTES - 9, RANGE_BYTES - 9, draw.randrange(len(BIG))])
+                    at = min(edge, len(members[name]))
+                count = min(draw.choice([0, 1, 18, 5000, 3 << 20]), len(members[name]) - at)
+                buffer = memoryview(bytearray(count))
+                blob.read_into(name, at, buffer)
+                assert buffer == members[name][at : at + count], (name, at, count)
+                at += count
+    assert _content(store) == members
 
 
 def test_putting_a_digest_again_replaces_what_is_there(store: Store) -> None:
     store.put(DIGEST, {"a": b"old", "b": BIG})
-    view = store.fetch(DIGEST)["b"]
     store.put(DIGEST, {"a": b"new", "b": BIG[::-1]})
     _drain(store)
     assert _content(store) == {"a": b"new", "b": BIG[::-1]}
-    assert bytes(view) == BIG
     store.delete(DIGEST)
     assert not store.exists(DIGEST)
 
@@ -236,7 +291,7 @@ def test_what_one_process_does_another_sees_at_once(store: Store, second: Store)
 
 def test_what_is_not_a_digest_is_refused(store: Store) -> None:
     for digest in ("", "AB" * 32, "ab" * 31, "../" + "a" * 61, "ab" * 32 + "\n", "{x}"):
-        for call in (store.fetch, store.delete, store.exists, lambda bad: store.put(bad, {"a": b""})):
+        for call in (store.open, store.delete, store.exists, lambda bad: store.put(bad, {"a": b""})):
             with pytest.raises(ValueError, match="is not a digest"):
                 call(digest)
 
@@ -392,6 +447,7 @@ COMPETES = """
 import sys
 from slora_adapters.errors import AdapterNotFound
 from slora_adapters.store_url import open_store
+from tests.adapters.blobs import read_members
 from tests.support import shared_files
 number, mixes, urls = int(sys.argv[1]), sys.argv[2] == "True", sys.argv[3:]
 versions = [{"a": bytes([n]) * 9, "b": bytes([n]) * (9 + n)} for n in range(3)]
@@ -399,7 +455,7 @@ store = open_store(*urls)
 for turn in range(12):
     store.put("ab" * 32, versions[number])
     try:
-        found = {name: bytes(view) for name, view in store.fetch("ab" * 32).items()}
+        found = read_members(store, "ab" * 32)
     except AdapterNotFound:
         found = versions[number]
     assert found.keys() == {"a", "b"}
@@ -432,7 +488,7 @@ def test_a_place_that_went_away_is_unavailable_and_not_empty(place: Place, store
     for call in (
         store.check,
         lambda: store.put(OTHER, {"a": b""}),
-        lambda: store.fetch(OTHER),
+        lambda: store.open(OTHER),
         lambda: store.exists(OTHER),
         lambda: store.delete(OTHER),
         lambda: store.exists(DIGEST),

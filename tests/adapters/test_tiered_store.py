@@ -6,7 +6,9 @@ import pytest
 from slora_adapters.errors import AdapterNotFound
 from slora_adapters.file_store import FileStore
 from slora_adapters.redis_store import open_redis_store
+from slora_adapters.store import Blob
 from slora_adapters.tiered_store import REST_AFTER_FAILURE_S, TieredStore
+from tests.adapters.blobs import read_members
 from tests.redis_server import RedisServer
 
 DIGEST = "ab" * 32
@@ -39,7 +41,7 @@ def tiers(tmp_path: Path, warm_server: RedisServer, clock: Clock) -> Iterator[Ti
 
 
 def _content(store) -> dict[str, bytes]:
-    return {name: bytes(view) for name, view in store.fetch(DIGEST).items()}
+    return read_members(store, DIGEST)
 
 
 def test_what_is_put_is_read_from_the_warm_tier(tiers: TieredStore) -> None:
@@ -83,8 +85,8 @@ def test_a_dead_warm_tier_is_asked_once_and_then_left_alone(
     tiers.durable.put(DIGEST, CONTENT)
     warm_server.kill()
     asked: list[str] = []
-    fetch = tiers.warm.fetch
-    tiers.warm.fetch = lambda digest: (asked.append(digest), fetch(digest))[1]
+    open_warm = tiers.warm.open
+    tiers.warm.open = lambda digest: (asked.append(digest), open_warm(digest))[1]
     for _ in range(5):
         assert _content(tiers) == CONTENT
     assert asked == [DIGEST]
@@ -119,18 +121,18 @@ def test_a_deleted_blob_is_gone_from_both(tiers: TieredStore) -> None:
     tiers.drain()
     assert not tiers.warm.exists(DIGEST)
     with pytest.raises(AdapterNotFound):
-        tiers.fetch(DIGEST)
+        tiers.open(DIGEST)
 
 
 def test_a_blob_deleted_while_it_is_copied_does_not_come_back(tiers: TieredStore) -> None:
-    put = tiers.warm.put
+    copy = tiers.warm.copy
 
-    def put_late(digest: str, members: dict[str, bytes]) -> None:
-        tiers.durable.delete(digest)  # another process, between our read and our write
+    def copy_late(digest: str, blob: Blob) -> None:
+        tiers.durable.delete(digest)  # another process, while we read it
         tiers.warm.delete(digest)
-        put(digest, members)
+        copy(digest, blob)
 
-    tiers.warm.put = put_late
+    tiers.warm.copy = copy_late
     tiers.put(DIGEST, CONTENT)
     tiers.drain()
     assert not tiers.warm.exists(DIGEST)

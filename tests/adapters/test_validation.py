@@ -144,7 +144,7 @@ def test_both_other_spellings_that_peft_and_transformers_load_are_accepted() -> 
 def test_faults_of_config_tensors_and_texts_are_reported_together() -> None:
     tensors = changed(make_tensors(), lambda t: (t.pop(Q0_B), t[Q0_A].__setitem__((0, 0), np.nan)))
     members = make_members(make_config(use_dora=True), tensors, generation_config_dot_json="[]")
-    assert reason_codes(members) == ["use_dora", "extra_malformed", "non_finite", "missing_tensors"]
+    assert reason_codes(members) == ["use_dora", "extra_malformed", "missing_tensors", "non_finite"]
 
 
 def test_a_missing_file_is_named() -> None:

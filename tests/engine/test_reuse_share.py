@@ -1,8 +1,8 @@
 import pytest
 
 from slora.errors import ConfigError
-from slora.fetch_pace import FetchPace
 from slora.reuse_share import ReuseShare
+from slora_adapters.fetch_pace import FetchPace
 
 
 def test_a_share_begins_at_a_half_and_follows_what_is_counted() -> None:
