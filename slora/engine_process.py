@@ -34,7 +34,9 @@ from slora.engine_messages import (
 from slora.engine_worker import Abort, Add, AskStats, EngineWorker, Forget, Prewarm, SetPins, Stop, Wake
 from slora.errors import ConfigError, RequestRefused
 from slora.model_spec import read_model_spec
+from slora.pinned_memory import PinnedMemory
 from slora.request import StepOutput
+from slora.runner import resolve_device
 from slora_adapters.loader_client import LoaderClient
 from slora_adapters.wire import BrokenFrame, encode, read_message
 
@@ -253,7 +255,7 @@ class EngineProcess:
         try:
             config = self._config
             model = read_model_spec(config.engine.model, config.engine.model_impl)
-            self._loader = LoaderClient(config.loader_socket, notify=lambda: self._worker.post(Wake()))
+            self._loader = _connect_loader(config, lambda: self._worker.post(Wake()))
             engine = Engine(config.engine, model, self._loader)
         except Exception as error:
             self._loop.call_soon_threadsafe(self._started.set_exception, error)
@@ -282,6 +284,13 @@ class EngineProcess:
                 known = not known
                 _log.warning("loader %s", "connected" if known else "lost")
                 server.tell_status()
+
+
+def _connect_loader(config: ProcessConfig, notify: Callable[[], None]) -> LoaderClient:
+    """Raises ConfigError for a device that there is none of."""
+    if resolve_device(config.engine.device).type == "cuda":
+        return LoaderClient(config.loader_socket, notify=notify, on_arena=PinnedMemory)
+    return LoaderClient(config.loader_socket, notify=notify)
 
 
 def _ignore() -> None:

@@ -74,7 +74,7 @@ class PageMemory:
     def write(self, pages: list[int], content: Tensor) -> None:
         """Copies `content`, uint8 [n] of the host, into the pages one after the other. The last may stay part empty.
 
-        From memory that is not pinned, CUDA has read all of it when this returns: whoever lent it may have it back.
+        From pinned memory a GPU reads it in the order of its other work: before that is somebody else's again, `wait`.
         """
         whole, rest = divmod(len(content), self.full_page_bytes)
         body = content[: whole * self.full_page_bytes].view(whole, self.full_page_bytes)
@@ -82,6 +82,11 @@ class PageMemory:
             self.pages[page].copy_(row, non_blocking=True)
         if rest:
             self.pages[pages[whole], :rest].copy_(content[whole * self.full_page_bytes :], non_blocking=True)
+
+    def wait(self) -> None:
+        """Until a GPU has done all that it was given, on whichever stream."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole pages (source, target). All sources are read before any target is written."""

@@ -42,7 +42,7 @@ class Runner:
     """
 
     def __init__(self, config: EngineConfig, model: ModelSpec) -> None:
-        self.device = _resolve_device(config.device)
+        self.device = resolve_device(config.device)
         self.model = model
         self.dtype_name = model.resolve_dtype(config.dtype)
         dtype: torch.dtype = getattr(torch, self.dtype_name)
@@ -82,14 +82,21 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Sampled]:
-        """One token for each of the chunks' `draws`, in order. What prompts score is noted on their sequences."""
-        beside = self._move_pages(plan)
+        """One token for each of the chunks' `draws`, in order. What prompts score is noted on their sequences.
+
+        When it returns, and when it raises, nobody reads the host's copies of the plan's loads any more.
+        """
         try:
-            computed = self._compute(plan)
+            beside = self._move_pages(plan)
+            try:
+                computed = self._compute(plan)
+            finally:
+                # Of a step that fails, too: slices that come later count on them.
+                self._load_beside(beside)
+            return [] if computed is None else self._draw(*computed)
         finally:
-            # Of a step that fails, too: slices that come later count on them.
-            self._load_beside(beside)
-        return [] if computed is None else self._draw(*computed)
+            if plan.loads:
+                self.memory.wait()
 
     def _compute(self, plan: StepPlan) -> tuple[StepBatch, Tensor] | None:
         """The batch and its hidden states [B', H]; None for a plan that only moves pages."""
@@ -271,7 +278,7 @@ def _page_bytes(shape: ModelShape, block_tokens: int) -> int:
         raise ConfigError(str(error)) from error
 
 
-def _resolve_device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device is {name!r}; it must be auto, cpu or cuda")
     if name == "auto":

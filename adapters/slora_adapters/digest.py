@@ -21,19 +21,22 @@ DIGEST_VERSION = 1
 
 
 class AdapterHash:
-    """The digest while the tensors come: each begun in the order of names, then its bytes, in as many pieces as one
-    likes.
+    """The digest while the tensors come, in the order of names: `describe(tensor)`, then its bytes, in pieces of any
+    size. Several pieces at a time are hashed as one: other threads run meanwhile, and each change between them costs as
+    much as hashing tens of KB.
     """
 
     def __init__(self, config: PeftConfig) -> None:
         first = _line({"slora_digest": DIGEST_VERSION, "config": _arithmetic_fields(config)})
         self._sha = hashlib.sha256(first)
 
-    def begin(self, tensor: Factor) -> None:
-        self._sha.update(_line([tensor.name, tensor.dtype, list(tensor.shape)]))
+    @staticmethod
+    def describe(tensor: Factor) -> bytes:
+        """What goes before its bytes."""
+        return _line([tensor.name, tensor.dtype, list(tensor.shape)])
 
-    def update(self, raw: memoryview) -> None:
-        self._sha.update(raw)
+    def update(self, *pieces: bytes | memoryview) -> None:
+        self._sha.update(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     def hexdigest(self) -> str:
         return self._sha.hexdigest()
@@ -43,7 +46,7 @@ def adapter_digest(config: PeftConfig, tensors: Mapping[str, StoredTensor]) -> s
     """64 lower-case hexadecimal digits. `tensors`: all of the file's, by their names in the file."""
     digest = AdapterHash(config)
     for name in sorted(tensors):
-        digest.begin(tensors[name])
+        digest.update(AdapterHash.describe(tensors[name]))
         digest.update(tensors[name].values.reshape(-1).view("u1").data)
     return digest.hexdigest()
 

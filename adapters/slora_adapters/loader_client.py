@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Condition, Thread
 
@@ -55,16 +55,19 @@ class _Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """One connection to one run of the loader."""
+    """One connection to one run of the loader, until it has ended and no copy of it is held. kept: see `on_arena`."""
 
     socket: socket.socket
     arena: ByteArray
+    kept: object = None
 
 
 class LoaderClient:
     """See `source.AdapterSource`. `notify` is called, from this client's thread, when `poll` would return something.
 
-    `give_up_s`: how long a request waits for a loader to be there at all.
+    `on_arena` is called, from that thread too, with each arena before anything in it is handed out; what it returns is
+    kept as long as anybody holds a copy there, and at least as long as the connection. `give_up_s`: how long a request
+    waits for a loader to be there at all.
     """
 
     def __init__(
@@ -72,10 +75,12 @@ class LoaderClient:
         path: Path | str,
         *,
         notify: Callable[[], None] = lambda: None,
+        on_arena: Callable[[ByteArray], object] = lambda arena: None,
         give_up_s: float = GIVE_UP_S,
     ) -> None:
         self._path = str(path)
         self._notify = notify
+        self._on_arena = on_arena
         self._give_up_s = give_up_s
         # Guards everything below; notified on `close`.
         self._changed = Condition()
@@ -163,7 +168,7 @@ class LoaderClient:
                     connection.connect(self._path)
                     run = _shake_hands(connection)
                     connection.settimeout(None)
-                    self._serve(run)
+                    self._serve(replace(run, kept=self._on_arena(run.arena)))
             except (OSError, BrokenFrame) as error:  # timeouts are OSErrors
                 logger.debug("no loader at %s: %s", self._path, error)
             except LoaderMismatch as error:

@@ -152,12 +152,14 @@ def _list_batches(spans: Mapping[str, TensorSpan]) -> Iterator[_Batch]:
 
 
 def _hash(batch: _Batch, content: memoryview, digest: AdapterHash) -> None:
+    pieces: list[bytes | memoryview] = []
     at = 0
     for rows in batch.rows:
         if rows.first_row == 0:
-            digest.begin(rows.tensor)
-        digest.update(content[at : at + rows.num_bytes])
+            pieces.append(digest.describe(rows.tensor))
+        pieces.append(content[at : at + rows.num_bytes])
         at += rows.num_bytes
+    digest.update(*pieces)
 
 
 def _pack(batch: _Batch, content: memoryview, packer: Packer) -> None:

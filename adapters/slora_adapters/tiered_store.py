@@ -31,13 +31,14 @@ class TieredStore:
         self.warm = warm
         self._clock = clock
         self._resting_until = float("-inf")
-        self._pending: set[str] = set()
+        # Whether a copy that is there already is to be replaced.
+        self._pending: dict[str, bool] = {}
         self._lock = Lock()
         self._copier = ThreadPoolExecutor(1, "warm-copy")
 
     def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
         self.durable.put(digest, members)
-        self.copy_later(digest)
+        self.copy_later(digest, replace=True)
 
     def open(self, digest: str) -> Blob:
         if self._warm_is_up():
@@ -95,18 +96,31 @@ class TieredStore:
         logger.warning("warm tier left alone for %.0f s: %s", REST_AFTER_FAILURE_S, error)
         self._resting_until = self._clock() + REST_AFTER_FAILURE_S
 
-    def copy_later(self, digest: str) -> None:
+    def _is_warm(self, digest: str) -> bool:
+        """Whether there is a copy that can be read, at least its begin."""
+        try:
+            self.warm.open(digest).close()
+        except AdapterNotFound:
+            return False
+        return True
+
+    def copy_later(self, digest: str, *, replace: bool = False) -> None:
         """To the warm tier, in the background, unless it is too busy."""
         with self._lock:
-            if not self._warm_is_up() or digest in self._pending or len(self._pending) >= MAX_PENDING_COPIES:
+            if digest in self._pending:
+                self._pending[digest] |= replace
                 return
-            self._pending.add(digest)
+            if not self._warm_is_up() or len(self._pending) >= MAX_PENDING_COPIES:
+                return
+            self._pending[digest] = replace
         self._copier.submit(self._copy, digest)
 
     def _copy(self, digest: str) -> None:
         with self._lock:  # first of all: a put from here on must be copied again
-            self._pending.discard(digest)
+            replace = self._pending.pop(digest)
         try:
+            if not replace and self._is_warm(digest):
+                return  # copied since, and perhaps being read
             with closing(self.durable.open(digest)) as blob:
                 self.warm.copy(digest, blob)
             if not self.durable.exists(digest):  # deleted meanwhile, here or by another process

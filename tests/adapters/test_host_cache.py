@@ -1,6 +1,8 @@
+from collections import OrderedDict
+
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -163,3 +165,173 @@ class HostCacheMachine(RuleBasedStateMachine):
 
 TestHostCacheMachine = HostCacheMachine.TestCase
 TestHostCacheMachine.settings = settings(stateful_step_count=40)
+
+
+def _held(cache: HostCache, tenant: str) -> set[int]:
+    """Numbers of a tenant's adapters that are in the cache, without using them."""
+    return {int(version.digest, 16) for version in cache._entries if version.tenant == tenant}
+
+
+def _put(cache: HostCache, tenant: str, number: int, num_pages: int = 1, reload_s: float = 1.0) -> bool:
+    """Uses an adapter, loading it first if it is not there. Whether it was."""
+    version = AdapterVersion(tenant, f"{number:064x}")
+    entry = cache.find(version)
+    was_there = entry is not None
+    if entry is None:
+        entry = cache.allocate(version, _layout(num_pages * PAGE_SEGMENTS))
+        assert entry is not None
+        entry.ready, entry.reload_s = True, reload_s
+    cache.unpin(entry)
+    return was_there
+
+
+def _cache(num_pages: int) -> HostCache:
+    return HostCache(num_pages * ALIGNMENT_BYTES)
+
+
+def test_of_equally_recent_adapters_the_one_that_is_cheap_to_fetch_again_leaves() -> None:
+    for cheap in range(4):
+        cache = _cache(4)
+        for number in range(4):
+            _put(cache, "t", number, reload_s=0.1 if number == cheap else 9.0)
+        _put(cache, "t", 9)
+        assert _held(cache, "t") == {0, 1, 2, 3, 9} - {cheap}
+        cache.close()
+
+
+def test_a_dear_adapter_that_nobody_uses_leaves_in_the_end(cache: HostCache) -> None:
+    _put(cache, "t", 0, reload_s=5.0)
+    for number in range(1, 40):
+        _put(cache, "t", number, reload_s=1.0)
+        assert 0 in _held(cache, "t") or number > 6, "it stays for longer than others"
+    assert 0 not in _held(cache, "t")
+
+
+def _trace(seed: int, length: int = 1500) -> list[int]:
+    """Numbers by a Zipf law, the popular ones others in each third."""
+    random = np.random.default_rng(seed)
+    thirds = [(random.zipf(1.3, length // 3) + shift) % 60 for shift in (0, 20, 40)]
+    return [int(number) for third in thirds for number in third]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_all_cost_the_same_it_is_lru(seed: int) -> None:
+    cache, lru = _cache(12), OrderedDict[int, None]()
+    for number in _trace(seed):
+        was_there = number in lru
+        lru[number] = None
+        lru.move_to_end(number)
+        if len(lru) > 12:
+            lru.popitem(last=False)
+        assert _put(cache, "t", number) == was_there
+        assert _held(cache, "t") == set(lru)
+    cache.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_mixed_sizes_it_finds_hardly_fewer_than_lru_without_an_arena(seed: int, report) -> None:
+    """Plain LRU may put an adapter in pieces wherever there is room; seconds are in proportion to sizes."""
+    pages = [1 + number * 7 % 5 for number in range(60)]
+    cache, lru = _cache(40), OrderedDict[int, None]()
+    ours = plain = 0
+    for number in _trace(seed):
+        ours += _put(cache, "t", number, pages[number], reload_s=float(pages[number]))
+        plain += number in lru
+        lru[number] = None
+        lru.move_to_end(number)
+        while sum(pages[other] for other in lru) > 40:
+            lru.popitem(last=False)
+        cache.check()
+    report(f"host cache, mixed sizes: {ours} hits, LRU without an arena {plain}")
+    assert ours >= 0.95 * plain
+    cache.close()
+
+
+@given(data=st.data())
+def test_room_is_made_where_the_least_is_lost(data: st.DataObject) -> None:
+    """Against every run of neighbours, tried one after the other with fractions."""
+    cache = _cache(ARENA_PAGES)
+    draw = data.draw
+    for number in range(draw(st.integers(3, 12))):
+        size, tenant = draw(st.integers(1, 4)), draw(st.sampled_from("ab"))
+        _put(cache, tenant, number, size, reload_s=draw(st.sampled_from([0.5, 1.0, 4.0])))
+    entries = sorted(cache._entries.values(), key=lambda entry: entry.offset)
+    for entry in entries:
+        if draw(st.integers(0, 5)) == 0:
+            cache.pin(entry)
+    wanted, tenant = draw(st.integers(1, 6)) * ALIGNMENT_BYTES, draw(st.sampled_from("abc"))
+    best = _least_loss(cache, entries, tenant, wanted)
+    before = {id(entry) for entry in entries}
+    pinned = {id(entry) for entry in entries if entry.num_pins}
+    new = cache.allocate(AdapterVersion(tenant, "f" * 64), _layout(wanted // SEGMENT_BYTES))
+    gone = [entry for entry in entries if id(entry) in before - {id(e) for e in cache._entries.values()}]
+    assert (new is None) == (best is None)
+    assert not {id(entry) for entry in gone} & pinned
+    if best is not None:
+        assert _loss(cache, entries, gone, tenant, wanted, cache._num_uses) == pytest.approx(best, abs=1e-15)
+        cache.check()
+    cache.close()
+
+
+def _loss(
+    cache: HostCache,
+    entries: list[CachedAdapter],
+    gone: list[CachedAdapter],
+    tenant: str,
+    wanted: int,
+    now: int,
+) -> float:
+    tenants = {entry.version.tenant for entry in entries} | {tenant}
+    loss = 0.0
+    for entry in gone:
+        owner = entry.version.tenant
+        held = sum(other.num_bytes for other in entries if other.version.tenant == owner)
+        held += wanted if owner == tenant else 0
+        spared = held * len(tenants) <= cache.num_bytes
+        loss += entry.reload_s / (now - entry.last_use) * (1e6 if spared else 1)
+    return loss
+
+
+def _least_loss(cache: HostCache, entries: list[CachedAdapter], tenant: str, wanted: int) -> float | None:
+    losses = []
+    for first in range(len(entries) + 1):
+        for stop in range(first, len(entries) + 1):
+            begin = entries[first - 1].end if first else 0
+            end = entries[stop].offset if stop < len(entries) else cache.num_bytes
+            run = entries[first:stop]
+            if end - begin >= wanted and not any(entry.num_pins for entry in run):
+                losses.append(_loss(cache, entries, run, tenant, wanted, cache._num_uses + 1))
+    return min(losses, default=None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tenant_that_streams_through_many_adapters_pushes_out_its_own_only(seed: int) -> None:
+    cache, random = _cache(64), np.random.default_rng(seed)
+    sizes = {"b": [2, 5, 3], "c": [7, 1]}
+    streamed = 0
+    for tenant, pages in sizes.items():
+        for number, num_pages in enumerate(pages):
+            _put(cache, "a", streamed, int(random.integers(1, 9)))
+            streamed += 1
+            _put(cache, tenant, number, num_pages, reload_s=1e-3)
+    for _ in range(1000):
+        _put(cache, "a", streamed, int(random.integers(1, 9)), reload_s=1.0)
+        streamed += 1
+        cache.check()
+    assert _held(cache, "b") == {0, 1, 2} and _held(cache, "c") == {0, 1}
+    assert cache.num_evictions > 900
+    cache.close()
+
+
+def test_who_keeps_within_its_share_takes_from_who_does_not(cache: HostCache) -> None:
+    _put(cache, "b", 0)
+    for number in range(3):
+        _put(cache, "greedy", number, reload_s=100.0)
+    _put(cache, "new", 0)
+    assert _held(cache, "b") == {0} and _held(cache, "greedy") == {1, 2}
+
+
+def test_a_tenant_alone_may_have_it_all(cache: HostCache) -> None:
+    for number in range(4):
+        _put(cache, "a", number)
+    assert _held(cache, "a") == {0, 1, 2, 3} and cache.num_evictions == 0

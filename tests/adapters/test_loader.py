@@ -2,15 +2,19 @@ import queue
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 
+from slora_adapters import redis_blob, redis_store, stored_adapter
 from slora_adapters.host_cache import CachedAdapter, HostCache
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader import Loader, ServedFormat
 from slora_adapters.packing import PackedAdapter
+from slora_adapters.peft_directory import TENSORS_NAME
 from slora_adapters.redis_store import open_redis_store
 from slora_adapters.source import FetchFailed
+from slora_adapters.store import Blob, Store
 from slora_adapters.tiered_store import TieredStore
 from slora_adapters.version import AdapterVersion
 from tests.adapters.blobs import read_members
@@ -233,3 +237,191 @@ def test_a_bug_in_a_store_fails_the_load_and_not_the_loader(
     assert "ZeroDivisionError" in caplog.text
     bench.gated.open = open_blob
     _check(bench, bench.fetch(_v(digest)))
+
+
+class Interrupted:
+    """A store whose blobs do something once: before the piece of tensors of that number is read."""
+
+    def __init__(self, store: Store, before: int, action: Callable[[], object]) -> None:
+        self._store = store
+        self._left = before
+        self._action = action
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def open(self, digest: str) -> Blob:
+        blob = self._store.open(digest)
+        read = blob.read_into
+
+        def read_into(name: str, start: int, buffer: memoryview) -> None:
+            if name == TENSORS_NAME:
+                self._left -= 1
+                if self._left == 0:
+                    self._action()
+            read(name, start, buffer)
+
+        blob.read_into = read_into
+        return blob
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that an adapter of a few KB comes in many pieces, and little of it is on its way ahead."""
+    monkeypatch.setattr(stored_adapter, "BATCH_BYTES", 200)
+    monkeypatch.setattr(redis_store, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(redis_blob, "CHUNK_BYTES", 256)
+
+
+PIECES = pytest.mark.parametrize("before", [1, 2, 3, 9], ids=["length", "header", "first", "ninth"])
+
+
+def _load(bench: Bench, store: Store, version: AdapterVersion) -> CachedAdapter | FetchFailed:
+    """Into a cache that has to be as it was before if it fails."""
+    cache = HostCache(1 << 20)
+    loader = Loader(store, cache, SERVED)
+    loader.load(version, bench.answers.put)
+    answer = bench.answer()
+    if isinstance(answer, CachedAdapter):
+        packed = PackedAdapter(answer.layout, answer.scales, cache.region(answer))
+        bench.stock.assert_same(version, packed)
+        loader.release(answer)
+    else:
+        assert cache.used_bytes == 0 and cache.find(version) is None
+    loader.close()
+    loader.check()
+    cache.close()
+    return answer
+
+
+@PIECES
+def test_redis_killed_while_it_is_read_fails_that_load_and_it_works_again_afterwards(
+    make_bench, redis_server: RedisServer, small_pieces: None, before: int
+) -> None:
+    bench = make_bench()
+    digest = bench.stock.add(1)
+    store = open_redis_store(redis_server.url, durable=True)
+    store.put(digest, read_members(bench.stock.store, digest))
+    answer = _load(bench, Interrupted(store, before, redis_server.kill), _v(digest))
+    assert isinstance(answer, FetchFailed) and answer.code == "unavailable"
+    redis_server.start()
+    assert isinstance(_load(bench, store, _v(digest)), CachedAdapter)
+    store.close()
+
+
+@PIECES
+def test_a_warm_tier_killed_while_it_is_read_is_left_for_the_durable_store(
+    make_bench, make_redis: Callable[..., RedisServer], small_pieces: None, before: int
+) -> None:
+    bench, server = make_bench(), make_redis()
+    digest = bench.stock.add(1)
+    tiers = TieredStore(bench.stock.store, open_redis_store(server.url, durable=False))
+    tiers.warm.put(digest, read_members(bench.stock.store, digest))
+    assert isinstance(_load(bench, Interrupted(tiers, before, server.kill), _v(digest)), CachedAdapter)
+    tiers.close()
+
+
+@PIECES
+def test_a_chunk_that_is_gone_from_the_warm_tier_is_read_from_the_durable_store(
+    make_bench, make_redis: Callable[..., RedisServer], small_pieces: None, before: int
+) -> None:
+    bench, server = make_bench(), make_redis()
+    digest = bench.stock.add(1)
+    tiers = TieredStore(bench.stock.store, open_redis_store(server.url, durable=False))
+    tiers.warm.put(digest, read_members(bench.stock.store, digest))
+
+    def lose_the_last() -> None:
+        with server.client() as client:
+            client.delete(max(client.keys("*:c:*"), key=lambda key: int(key.rsplit(b":", 1)[1])))
+
+    assert isinstance(_load(bench, Interrupted(tiers, before, lose_the_last), _v(digest)), CachedAdapter)
+    tiers.drain()
+    assert read_members(tiers.warm, digest) == read_members(tiers.durable, digest), "it is warm again"
+    tiers.close()
+
+
+def test_a_chunk_that_is_gone_from_the_only_store_fails_the_load(
+    make_bench, redis_server: RedisServer, small_pieces: None
+) -> None:
+    bench = make_bench()
+    digest = bench.stock.add(1)
+    store = open_redis_store(redis_server.url, durable=True)
+    store.put(digest, read_members(bench.stock.store, digest))
+    with redis_server.client() as client:
+        client.delete(client.keys("*:c:*:5")[0])
+    answer = _load(bench, store, _v(digest))
+    assert isinstance(answer, FetchFailed) and answer.code == "unavailable"
+    store.close()
+
+
+@PIECES
+@pytest.mark.parametrize("again", [False, True], ids=["deleted", "replaced"])
+def test_a_blob_deleted_or_replaced_while_it_is_read(
+    make_bench, redis_server: RedisServer, small_pieces: None, before: int, again: bool
+) -> None:
+    bench = make_bench()
+    digest = bench.stock.add(1)
+    store = open_redis_store(redis_server.url, durable=True)
+    members = read_members(bench.stock.store, digest)
+    store.put(digest, members)
+    change = (lambda: store.put(digest, members)) if again else (lambda: store.delete(digest))
+    answer = _load(bench, Interrupted(store, before, change), _v(digest))
+    if again:
+        assert isinstance(answer, CachedAdapter), answer
+    else:
+        assert answer.code == "not_found"
+    store.close()
+
+
+def test_a_bit_flipped_in_the_last_tensor_is_found_and_its_region_given_back(
+    make_bench, small_pieces: None
+) -> None:
+    bench = make_bench()
+    digest = bench.stock.add(1)
+    bench.stock.damage(digest)
+    answer = _load(bench, bench.stock.store, _v(digest))
+    assert isinstance(answer, FetchFailed) and answer.code == "corrupt"
+
+
+def test_nobody_reads_a_region_before_all_of_it_is_verified(make_bench, small_pieces: None) -> None:
+    """Its last piece is held back: all the others are packed, and whoever asks waits."""
+    bench = make_bench()
+    good, damaged = _v(bench.stock.add(1)), _v(bench.stock.add(2))
+    bench.stock.damage(damaged.digest)
+    for version in (good, damaged):
+        reached, go_on = Event(), Event()
+        # Length, header, then the pieces: an adapter of this size has more than ten.
+        bench.loader._store = Interrupted(
+            bench.stock.store, 12, lambda reached=reached, go_on=go_on: (reached.set(), go_on.wait(20))
+        )
+        bench.load(version)
+        assert reached.wait(20)
+        entry = bench.cache._entries[version]
+        assert bench.cache.find(version) is None and not entry.ready
+        bench.load(version)
+        assert bench.answers.empty()
+        go_on.set()
+        answers = [bench.answer(), bench.answer()]
+        if version == good:
+            for answer in answers:
+                _check(bench, answer)
+                bench.loader.release(answer)
+        else:
+            assert [answer.code for answer in answers] == ["corrupt", "corrupt"]
+            assert version not in bench.cache._entries
+
+
+def test_what_lies_in_the_warm_tier_from_now_on_costs_what_that_tier_costs(
+    make_bench, make_redis: Callable[..., RedisServer]
+) -> None:
+    bench = make_bench()
+    digest = bench.stock.add(1)
+    tiers = TieredStore(bench.stock.store, open_redis_store(make_redis().url, durable=False))
+    bench.loader._store = tiers
+    bench.loader._paces["redis"].count(1_000_000, 500.0)
+    entry = bench.fetch(_v(digest))
+    assert entry.reload_s == pytest.approx(entry.num_bytes * 500e-6)
+    alone = bench.stock.add(2)
+    bench.loader._store = bench.stock.store
+    assert bench.fetch(_v(alone)).reload_s < 1.0, "it took a moment, and will come from where it came from"
+    tiers.close()
