@@ -1,7 +1,7 @@
 """Which of the loads that are asked for begins next.
 
-Tenants take turns. While others wait, or may come, a tenant runs no more loads at once than its share; alone it may use
-all places but one, which whoever comes next finds free. Within a tenant it is first come, first served.
+Tenants take turns. While others wait a tenant runs no more loads at once than its share; alone it may run some more, but
+for one place, which whoever comes next finds free. Within a tenant it is first come, first served.
 
 Plain bookkeeping; takes no lock.
 """
@@ -12,11 +12,12 @@ from slora_adapters.version import AdapterVersion
 
 
 class LoadQueue:
-    """num_places: loads that may run at once. share: of them for each tenant."""
+    """num_places: loads that may run at once. share: of them for each tenant. alone: for one while no other waits."""
 
-    def __init__(self, num_places: int, share: int) -> None:
+    def __init__(self, num_places: int, share: int, alone: int) -> None:
         self._num_free = num_places
         self._share = share
+        self._alone = alone
         # Whose turn it is first.
         self._waiting: OrderedDict[str, deque[AdapterVersion]] = OrderedDict()
         self._running: Counter[str] = Counter()
@@ -51,6 +52,7 @@ class LoadQueue:
         for tenant in self._waiting:
             if self._running[tenant] < self._share:
                 return tenant
-        if self._num_free < 2:
+        tenant = min(self._waiting, key=lambda tenant: self._running[tenant], default=None)
+        if tenant is None or self._num_free < 2 or self._running[tenant] >= self._alone:
             return None
-        return min(self._waiting, key=lambda tenant: self._running[tenant], default=None)
+        return tenant

@@ -33,6 +33,8 @@ from slora_adapters.wire import BrokenFrame, read_message, write_message
 
 logger = logging.getLogger("slora.loader")
 
+_SWITCH_INTERVAL_S = 5e-4
+
 
 class _Client:
     """One connected engine, and the copies that it holds: when it goes, they are given back."""
@@ -157,6 +159,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=description, fromfile_prefix_chars="@")
     parser.add_argument("--config", required=True, help="LoaderConfig as JSON")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    # A thread that hashes or copies comes back for a moment between two pieces; it must not wait for the 5 ms that
+    # another one may parse a header.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     arguments = parser.parse_args()
     _end_with_stdin()
     try:

@@ -90,6 +90,11 @@ class ModelShape:
         widths = [{self.linears[m].in_width for m in group} for group in self.groups]
         assert all(len(width) == 1 for width in widths), f"a group reads inputs of different widths: {widths}"
 
+    def __hash__(self) -> int:
+        # Of a few sizes: tables that follow from a shape are looked up for each tensor of an adapter, and hashing all
+        # linears each time was most of what reading its header took.
+        return hash((self.num_layers, self.hidden_size, self.vocab_size, self.layers_path))
+
     @staticmethod
     def from_plain(fields: Mapping[str, Any]) -> "ModelShape":
         """From what `dataclasses.asdict` gives, after it was JSON or msgpack. Raises KeyError or TypeError."""

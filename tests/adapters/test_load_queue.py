@@ -20,7 +20,7 @@ def _take_all(queue: LoadQueue) -> list[str]:
 
 
 def test_a_tenant_alone_uses_all_places_but_one() -> None:
-    queue = LoadQueue(num_places=4, share=2)
+    queue = LoadQueue(num_places=4, share=2, alone=9)
     for number in range(9):
         queue.add(_v("a", number))
     assert _take_all(queue) == ["a", "a", "a"]
@@ -28,8 +28,15 @@ def test_a_tenant_alone_uses_all_places_but_one() -> None:
     assert _take_all(queue) == ["b"], "at once"
 
 
+def test_a_tenant_alone_runs_no_more_than_the_machine_is_good_for() -> None:
+    queue = LoadQueue(num_places=9, share=2, alone=3)
+    for number in range(9):
+        queue.add(_v("a", number))
+    assert _take_all(queue) == ["a", "a", "a"]
+
+
 def test_beside_others_a_tenant_gets_no_more_than_its_share() -> None:
-    queue = LoadQueue(num_places=6, share=2)
+    queue = LoadQueue(num_places=6, share=2, alone=9)
     for number in range(9):
         queue.add(_v("a", number))
         queue.add(_v("b", number))
@@ -40,7 +47,7 @@ def test_beside_others_a_tenant_gets_no_more_than_its_share() -> None:
 
 
 def test_tenants_take_turns_and_each_is_served_in_order() -> None:
-    queue = LoadQueue(num_places=1, share=1)
+    queue = LoadQueue(num_places=1, share=1, alone=1)
     for tenant, number in (("a", 1), ("a", 2), ("a", 3), ("b", 4), ("b", 5)):
         queue.add(_v(tenant, number))
     order = []
@@ -53,12 +60,13 @@ def test_tenants_take_turns_and_each_is_served_in_order() -> None:
 @given(
     places=st.integers(1, 6),
     share=st.integers(1, 3),
+    alone=st.integers(0, 5),
     events=st.lists(st.one_of(st.sampled_from("abc"), st.integers(0, 5)), max_size=60),
 )
 def test_no_place_is_lost_and_nobody_waits_beside_a_free_one(
-    places: int, share: int, events: list[str | int]
+    places: int, share: int, alone: int, events: list[str | int]
 ) -> None:
-    queue, running, waiting = LoadQueue(places, share), [], Counter()
+    queue, running, waiting = LoadQueue(places, share, alone), [], Counter()
     for number, event in enumerate(events):
         if isinstance(event, str):
             queue.add(_v(event, number))
@@ -73,9 +81,9 @@ def test_no_place_is_lost_and_nobody_waits_beside_a_free_one(
         if len(running) < places:
             assert all(loads[tenant] >= share for tenant in +waiting), "one below its share waits"
         if len(running) < places - 1:
-            assert not +waiting
+            assert all(loads[tenant] >= alone for tenant in +waiting)
 
 
 def test_ending_what_does_not_run_is_a_mistake() -> None:
     with pytest.raises(AssertionError):
-        LoadQueue(1, 1).end(_v("a"))
+        LoadQueue(1, 1, 1).end(_v("a"))

@@ -1,11 +1,13 @@
 """LoaderClient and the real loader process, killed where it hurts."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 
 from slora_adapters.loader_client import LoaderClient
 from slora_adapters.loader_config import LoaderConfig
+from slora_adapters.packing import ByteArray
 from slora_adapters.source import Fetched, FetchFailed
 from slora_adapters.version import AdapterVersion
 from tests.adapters.hand_made import SHAPE
@@ -236,6 +239,32 @@ def test_releasing_a_dead_loaders_copy_lets_go_of_nothing_in_the_new_one(
     bench.client.release(first)
     [answer] = bench.answers(1)
     bench.stock.assert_same(second, answer.packed)
+
+
+def test_what_was_made_of_an_arena_is_kept_as_long_as_a_copy_in_it(bench: Bench) -> None:
+    """As the engine does, which pins the arena for its GPU: before anything in it is handed out."""
+
+    class Made:
+        def __init__(self, arena: ByteArray) -> None:
+            self.num_bytes = len(arena)
+
+    made: list[Made] = []
+
+    def on_arena(arena: ByteArray) -> Made:
+        made.append(Made(arena))
+        return made[-1]
+
+    version = _v(bench.stock.add(1))
+    client = bench.connect(on_arena=on_arena)
+    bench.fetch(version, client)
+    assert [one.num_bytes for one in made] == [1 << 20]
+    kept = weakref.ref(made.pop())
+    bench.process.kill()
+    bench.wait_until(lambda: not client.connected)
+    gc.collect()
+    assert kept() is not None, "the copy is held"
+    client.release(version)
+    bench.wait_until(lambda: (gc.collect(), kept() is None)[1])
 
 
 def test_without_a_loader_requests_fail_after_the_time_limit(make_bench: Callable[..., Bench]) -> None:
