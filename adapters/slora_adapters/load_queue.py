@@ -1,7 +1,7 @@
 """Which of the loads that are asked for begins next.
 
-Tenants take turns. While others wait a tenant runs no more loads at once than its share; alone it may run some more, but
-for one place, which whoever comes next finds free. Within a tenant it is first come, first served.
+Tenants take turns. While others wait a tenant runs no more loads at once than its share; alone it may run some more,
+but for one place, which whoever comes next finds free. Within a tenant it is first come, first served.
 
 Plain bookkeeping; takes no lock.
 """
@@ -52,7 +52,7 @@ class LoadQueue:
         for tenant in self._waiting:
             if self._running[tenant] < self._share:
                 return tenant
-        tenant = min(self._waiting, key=lambda tenant: self._running[tenant], default=None)
-        if tenant is None or self._num_free < 2 or self._running[tenant] >= self._alone:
+        least = min(self._waiting, key=lambda tenant: self._running[tenant], default=None)
+        if least is None or self._num_free < 2 or self._running[least] >= self._alone:
             return None
-        return tenant
+        return least

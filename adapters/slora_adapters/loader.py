@@ -72,7 +72,7 @@ class Loader:
         # Guards everything below and the cache's bookkeeping; notified whenever room may have come free.
         self._changed = Condition()
         self._waiters: dict[AdapterVersion, list[Done]] = {}
-        # A load keeps about two cores busy. Measured on two: 32 of 10 MB took 470 ms three at a time, 340 two at a time.
+        # A load keeps about two cores busy. On two, 32 of 10 MB took 470 ms three at a time, and 340 two at a time.
         self._queue = LoadQueue(num_threads, loads_per_tenant, alone=os.cpu_count() or 1)
         self._buffers: list[list[bytearray]] = []
         # By the tier that was loaded from.
