@@ -10,17 +10,18 @@ quite reachable nor loose. 32 adapters of 9.8 MB at 33 GB/s: 9.5 ms a step.
 from collections.abc import Sequence
 
 from bench.machine_rates import MachineRates
-from bench.workload import HIDDEN, LAYERS, RANKS, VOCAB, WIDTHS
+from bench.workload import RANKS, SMALL
 
 
 def adapter_numbers(index: int) -> int:
     """Weights in the adapter that `workload.write_adapter` gives this index."""
-    return LAYERS * RANKS[index % len(RANKS)] * sum(sum(shape) for shape in WIDTHS.values())
+    return SMALL.layers * RANKS[index % len(RANKS)] * sum(sum(shape) for shape in SMALL.widths.values())
 
 
 def read_weight_numbers() -> int:
     """Weights of the base that a decode step reads: all but the embedding, of which it reads single rows."""
-    return LAYERS * sum(rows * columns for rows, columns in WIDTHS.values()) + VOCAB * HIDDEN
+    linears = sum(rows * columns for rows, columns in SMALL.widths.values())
+    return SMALL.layers * linears + SMALL.vocab * SMALL.hidden
 
 
 def adapters_s(

@@ -17,7 +17,7 @@ from bench.contenders.answering import Run, Setup
 from bench.floor import adapters_s, single_step_s
 from bench.machine_rates import MachineRates, RateMeter
 from bench.table import Row
-from bench.workload import VOCAB, prompts
+from bench.workload import SMALL, prompts
 
 # So many adapters are given out in turn; of more, each request draws one, all equally popular.
 _IN_TURN = 64
@@ -48,7 +48,7 @@ class Fleet:
     model: Path
     adapters: list[Path]
     dtype: str
-    vocab_size: int = VOCAB
+    vocab_size: int = SMALL.vocab
 
     @property
     def element_bytes(self) -> int:

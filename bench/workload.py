@@ -6,38 +6,57 @@ tensor: a benchmark should not need half a minute to make its input.
 
 import json
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
-HIDDEN, LAYERS, HEADS, KV_HEADS, INTERMEDIATE, VOCAB = 768, 12, 12, 4, 2048, 32000
-HEAD_DIM = HIDDEN // HEADS
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """A Llama's sizes, in numbers."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+
+    @property
+    def widths(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of each linear of a layer."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "self_attn.q_proj": (queries, self.hidden),
+            "self_attn.k_proj": (keys, self.hidden),
+            "self_attn.v_proj": (keys, self.hidden),
+            "self_attn.o_proj": (self.hidden, queries),
+            "mlp.gate_proj": (self.intermediate, self.hidden),
+            "mlp.up_proj": (self.intermediate, self.hidden),
+            "mlp.down_proj": (self.hidden, self.intermediate),
+        }
+
+
+SMALL = ModelSize(hidden=768, layers=12, heads=12, kv_heads=4, head_dim=64, intermediate=2048, vocab=32000)
 RANKS = (8, 16, 32, 64)
-WIDTHS = {
-    "self_attn.q_proj": (HIDDEN, HIDDEN),
-    "self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-    "self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, HIDDEN),
-    "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
-    "mlp.up_proj": (INTERMEDIATE, HIDDEN),
-    "mlp.down_proj": (HIDDEN, INTERMEDIATE),
-}
 
 
-def write_model(directory: Path, dtype: torch.dtype) -> None:
+def write_model(directory: Path, dtype: torch.dtype, size: ModelSize = SMALL) -> None:
     """config.json and model.safetensors, weights normal with the usual standard deviation of 0.02."""
     torch.manual_seed(0)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "intermediate_size": INTERMEDIATE,
-        "vocab_size": VOCAB,
+        "hidden_size": size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "intermediate_size": size.intermediate,
+        "vocab_size": size.vocab,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -48,15 +67,15 @@ def write_model(directory: Path, dtype: torch.dtype) -> None:
         "dtype": str(dtype).removeprefix("torch."),
     }
     tensors = {
-        "model.embed_tokens.weight": _normal(VOCAB, HIDDEN),
-        "lm_head.weight": _normal(VOCAB, HIDDEN),
-        "model.norm.weight": torch.ones(HIDDEN),
+        "model.embed_tokens.weight": _normal(size.vocab, size.hidden),
+        "lm_head.weight": _normal(size.vocab, size.hidden),
+        "model.norm.weight": torch.ones(size.hidden),
     }
-    for layer in range(LAYERS):
+    for layer in range(size.layers):
         prefix = f"model.layers.{layer}"
-        tensors |= {f"{prefix}.{name}.weight": _normal(*shape) for name, shape in WIDTHS.items()}
-        tensors[f"{prefix}.input_layernorm.weight"] = torch.ones(HIDDEN)
-        tensors[f"{prefix}.post_attention_layernorm.weight"] = torch.ones(HIDDEN)
+        tensors |= {f"{prefix}.{name}.weight": _normal(*shape) for name, shape in size.widths.items()}
+        tensors[f"{prefix}.input_layernorm.weight"] = torch.ones(size.hidden)
+        tensors[f"{prefix}.post_attention_layernorm.weight"] = torch.ones(size.hidden)
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     cast = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
@@ -64,32 +83,39 @@ def write_model(directory: Path, dtype: torch.dtype) -> None:
 
 
 def write_adapter(directory: Path, index: int, dtype: torch.dtype) -> None:
-    """A peft adapter on all seven linears, rank RANKS[index % 4], neither A nor B zero."""
-    torch.manual_seed(1 + index)
-    rank = RANKS[index % len(RANKS)]
+    """A peft adapter of the small model, of rank RANKS[index % 4]."""
+    directory.mkdir(parents=True)
+    for name, content in make_adapter(RANKS[index % len(RANKS)], dtype, SMALL, seed=1 + index).items():
+        (directory / name).write_bytes(content)
+
+
+def make_adapter(rank: int, dtype: torch.dtype, size: ModelSize, *, seed: int) -> dict[str, bytes]:
+    """The files of a peft adapter on all seven linears, neither A nor B zero."""
+    torch.manual_seed(seed)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": "bench-110m",
+        "base_model_name_or_path": "bench",
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": sorted(name.split(".")[1] for name in WIDTHS),
+        "target_modules": sorted(name.split(".")[1] for name in size.widths),
         "bias": "none",
         "lora_dropout": 0.0,
         "inference_mode": True,
     }
     tensors = {}
-    for layer in range(LAYERS):
-        for name, (out_width, in_width) in WIDTHS.items():
+    for layer in range(size.layers):
+        for name, (out_width, in_width) in size.widths.items():
             prefix = f"base_model.model.model.layers.{layer}.{name}"
             tensors[f"{prefix}.lora_A.weight"] = _normal(rank, in_width).to(dtype)
             tensors[f"{prefix}.lora_B.weight"] = _normal(out_width, rank).to(dtype)
-    directory.mkdir(parents=True)
-    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2))
-    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    return {
+        "adapter_config.json": json.dumps(config, indent=2).encode(),
+        "adapter_model.safetensors": save(tensors, metadata={"format": "pt"}),
+    }
 
 
-def prompts(count: int, length: int, vocab_size: int = VOCAB) -> list[list[int]]:
+def prompts(count: int, length: int, vocab_size: int = SMALL.vocab) -> list[list[int]]:
     """`count` prompts of `length` random token ids, none of them special."""
     draw = random.Random(42)
     return [[draw.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]

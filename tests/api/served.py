@@ -37,6 +37,11 @@ _TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content
 def write_base(directory: Path, model: str = "llama") -> None:
     """A tiny random model with a tokenizer of one token a character and a chat template."""
     write_model(directory, model, **_SIZES)
+    write_tokenizer(directory)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """One token a character, and the end token behind them."""
     vocabulary = {("Ġ" if character == " " else character): at for at, character in enumerate(CHARACTERS)}
     fast = FastTokenizer(models.BPE(vocab=vocabulary, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

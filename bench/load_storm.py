@@ -1,0 +1,123 @@
+"""Many different cold adapters asked for at once, by one tenant and by several: when the last one has its first token.
+
+    wanted: at most 1.3 times what the plainest program takes to read as many bytes from that tier, one after another
+
+The requests themselves are part of it; the same again with all adapters in the pool ("warm") tells how much.
+"""
+
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.adapter_depot import WIDE, Deposit, Depot
+from bench.live_platform import Platform, Sizes, live_platform
+from bench.table import Row
+from bench.tier_rates import RING_BYTES, TierRates
+from bench.workload import ModelSize
+from slora_adapters.redis_store import open_redis_store
+from tests.redis_server import RedisServer
+
+NUM_ADAPTERS = 32
+RANK = 32
+NUM_TENANTS = 8
+FACTOR = 1.3
+FILE, REDIS = "file", "redis"
+
+
+def storm_tables(
+    rounds: int,
+    count: int = NUM_ADAPTERS,
+    rank: int = RANK,
+    size: ModelSize = WIDE,
+    ring_bytes: int = RING_BYTES,
+) -> dict[str, list[Row]]:
+    with tempfile.TemporaryDirectory(prefix="slora-bench-") as directory:
+        folder = Path(directory)
+        server = RedisServer(folder)
+        server.start()
+        try:
+            depot = Depot(folder, size, open_redis_store(server.url, durable=False))
+            of_one = depot.add(rank, [("one", f"cold-{number}") for number in range(count)])
+            of_many = [
+                depot.share(deposit, f"many-{number % NUM_TENANTS}", deposit.name)
+                for number, deposit in enumerate(of_one)
+            ]
+            storms = {1: of_one, NUM_TENANTS: of_many}
+            num_bytes = sum(deposit.num_bytes for deposit in of_one)
+            paths = [depot.tensor_file(deposit) for deposit in of_one]
+            rates = TierRates(sum(path.stat().st_size for path in paths), ring_bytes)
+            sizes = _sizes(depot, of_one)
+            with live_platform(depot, sizes) as platform:
+                rows = _measure(platform, FILE, storms, rounds, lambda: rates.files_s(paths))
+            with server.client() as client:
+                rates.fill_redis(client)
+                with live_platform(depot, sizes, "--redis", server.url) as platform:
+                    rows += _measure(
+                        platform, REDIS, storms, rounds, lambda: rates.redis_s(client, num_bytes)
+                    )
+            depot.close()
+        finally:
+            server.kill()
+    return {f"{count} cold adapters at once": rows}
+
+
+def _sizes(depot: Depot, deposits: list[Deposit]) -> Sizes:
+    """Room for all adapters at once and some blocks of each request; of the host, which leaves half of itself to gaps,
+    for a good twice as much."""
+    largest = max(deposit.packed_bytes for deposit in deposits)
+    pages = len(deposits) * (depot.pages(largest) + 4)
+    return Sizes(pages, 5 * len(deposits) * largest // 2, deposits[0].details.rank)
+
+
+def _measure(
+    platform: Platform,
+    tier: str,
+    storms: dict[int, list[Deposit]],
+    rounds: int,
+    read_s: Callable[[], float],
+) -> list[Row]:
+    for deposits in storms.values():  # everything has run and every page was written to
+        platform.last_first_token_s(deposits)
+    cold: dict[int, list[float]] = {tenants: [] for tenants in storms}
+    warm: dict[int, list[float]] = {tenants: [] for tenants in storms}
+    floors: list[float] = []
+    for _ in range(rounds):
+        for tenants, deposits in storms.items():
+            for others in storms.values():
+                platform.make_cold(others)
+            num_loads = platform.count_loads()
+            cold[tenants].append(platform.last_first_token_s(deposits))
+            assert platform.count_loads() == num_loads + len(deposits), "not all of them were cold"
+            warm[tenants].append(platform.last_first_token_s(deposits))
+            assert platform.count_loads() == num_loads + len(deposits), "some of them did not stay"
+        floors.append(read_s())
+    return [_row(tier, tenants, storms[tenants], cold[tenants], warm[tenants], floors) for tenants in storms]
+
+
+def _row(
+    tier: str,
+    tenants: int,
+    deposits: list[Deposit],
+    cold: list[float],
+    warm: list[float],
+    floors: list[float],
+) -> Row:
+    num_bytes = sum(deposit.num_bytes for deposit in deposits)
+    over = statistics.median(seconds / floor for seconds, floor in zip(cold, floors, strict=True))
+    later = statistics.median(
+        (seconds - computing) / floor for seconds, computing, floor in zip(cold, warm, floors, strict=True)
+    )
+    return {
+        "tier": tier,
+        "tenants": tenants,
+        "MB": num_bytes / 1e6,
+        "last first token ms": 1e3 * statistics.median(cold),
+        "warm ms": 1e3 * statistics.median(warm),
+        "floor ms": 1e3 * statistics.median(floors),
+        "GB/s": num_bytes / statistics.median(floors) / 1e9,
+        "over floor": over,
+        "later than warm over floor": later,
+        "wanted": f"<= {FACTOR:g}",
+        "verdict": "met" if over <= FACTOR else f"MISSED, {over / FACTOR:.2f} times",
+    }
