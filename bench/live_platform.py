@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import httpx
 
 from bench.adapter_depot import BLOCK_TOKENS, DTYPE, Deposit, Depot
+from slora.adapter_place import AdapterPlace
 from tests.api.platform import bearer
 from tests.api.served import ADMIN_KEY, EOS, SLORA, Served, environment, running
 
@@ -18,6 +19,9 @@ from tests.api.served import ADMIN_KEY, EOS, SLORA, Served, environment, running
 PROMPT = "a"
 # The tokenizer's end token makes no text, nor does the one that the model's config names end a stream.
 _NEVER = {str(EOS): -100}
+
+_POLL_S = 0.05
+_PREWARM_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,18 @@ class Platform:
                     seconds = time.perf_counter() - start
         assert seconds is not None, f"{deposit.name} was answered without a token"
         return seconds
+
+    def prewarm(self, deposit: Deposit) -> None:
+        """Has an adapter brought to the pool, which must have room for it, and waits until it is there."""
+        headers, path = self.headers(deposit.version.tenant), f"/v1/adapters/{deposit.name}/prewarm"
+        deadline = time.monotonic() + _PREWARM_S
+        while True:
+            response = self._client.post(path, headers=headers)
+            _check(response, response.text)
+            if response.json()["versions"][0]["place"] == AdapterPlace.POOL:
+                return
+            assert time.monotonic() < deadline, f"{deposit.name} does not come to the pool"
+            time.sleep(_POLL_S)
 
     def make_cold(self, deposits: Iterable[Deposit]) -> None:
         """Deleted and registered again: they are in their stores, and neither on the host nor in the pool."""
