@@ -1,0 +1,192 @@
+"""Redis as the only store, killed again and again while tenants upload and ask: what they were told stays true."""
+
+import itertools
+import random
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.api.conftest import Kit
+from tests.api.platform import FIELDS
+from tests.api.served import Served, serving, wait_for
+from tests.redis_server import DURABLE, RedisServer
+
+# Room for two of the adapters that are uploaded (16 pages of 10 KiB each) and what runs; on the host for one.
+SMALL = ("--pool-bytes", "450KiB", "--host-cache-bytes", "160KiB")
+SHORT = {"prompt": "hi", "max_tokens": 2, "temperature": 0}
+
+
+class Asker(threading.Thread):
+    """Calls `ask` until it is stopped; `check` raises what that raised."""
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        super().__init__()
+        self._ask = ask
+        self._stopped = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                self._ask()
+        except BaseException as error:
+            self._error = error
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+
+
+class Tenant:
+    """Uploads adapters that differ in a number, and asks for them. acknowledged: digests by name, as each 201 said.
+
+    num_uploads_refused, num_loads_refused: with the word that the store does not answer now. num_resident: answers of
+    the adapter that is in the pool all the time, of which no request is refused.
+    """
+
+    def __init__(self, served: Served, kit: Kit) -> None:
+        self.acknowledged: dict[str, str] = {}
+        self.num_uploads_refused = self.num_loads_refused = 0
+        self.num_resident = 0
+        self._members = {path.name: path.read_bytes() for path in kit.wide.iterdir() if path.name in FIELDS}
+        self._served = served
+        self._key = served.make_key("acme")
+        self._turns = itertools.count()
+
+    def client(self) -> httpx.Client:
+        return self._served.client(self._key)
+
+    def upload(self) -> None:
+        """The next adapter, again and again until it is acknowledged."""
+        number = len(self.acknowledged)
+        tensors = self._members["adapter_model.safetensors"][:-4] + struct.pack("<f", 0.01 + number)
+        members = {**self._members, "adapter_model.safetensors": tensors}
+        files = {FIELDS[name]: (name, content) for name, content in members.items()}
+        name = f"voice-{number}"
+        with self.client() as client:
+            while True:
+                answer = client.post("/v1/adapters", data={"name": name}, files=files)
+                if answer.status_code == 201:
+                    self.acknowledged[name] = answer.json()["digest"]
+                    return
+                check_refusal(answer)
+                self.num_uploads_refused += 1
+
+    def read(self) -> None:
+        """Lists all adapters and asks for one of them: it is served as listed, or the store is away.
+
+        They take turns, so that whichever comes next has left pool and host again.
+        """
+        with self.client() as client:
+            listed = client.get("/v1/adapters").raise_for_status().json()["data"]
+            self.ask(client, listed[next(self._turns) % len(listed)])
+
+    def ask(self, client: httpx.Client, adapter: dict[str, Any]) -> bool:
+        """Whether it is served."""
+        answer = client.post("/v1/completions", json=SHORT | {"model": adapter["name"]})
+        if answer.status_code == 200:
+            assert adapter["digest"] == f"sha256:{answer.headers['x-slora-adapter-digest']}"
+            return True
+        check_refusal(answer)
+        self.num_loads_refused += 1
+        return False
+
+    def ask_resident(self) -> None:
+        with self.client() as client:
+            answer = client.post("/v1/completions", json=SHORT | {"model": "resident"})
+        assert answer.status_code == 200, answer.text
+        self.num_resident += 1
+
+    def upload_resident(self, kit: Kit) -> None:
+        files = {
+            FIELDS[path.name]: (path.name, path.read_bytes())
+            for path in kit.small.iterdir()
+            if path.name in FIELDS
+        }
+        with self.client() as client:
+            client.post("/v1/adapters", data={"name": "resident"}, files=files).raise_for_status()
+        self.ask_resident()
+
+
+def check_refusal(answer: httpx.Response) -> None:
+    assert answer.status_code == 503, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == "store_unavailable" and "Redis does not answer" in error["message"], error
+    assert int(answer.headers["retry-after"]) > 0
+
+
+@contextmanager
+def asking(*asks: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """All of them at once, each on a thread; what is yielded raises what any of them has raised."""
+    askers = [Asker(ask) for ask in asks]
+    for asker in askers:
+        asker.start()
+
+    def check() -> None:
+        for asker in askers:
+            asker.check()
+
+    try:
+        yield check
+    finally:
+        for asker in askers:
+            asker.stop()
+    check()
+
+
+def test_a_redis_that_is_killed_again_and_again_loses_no_upload_and_stops_nobody_who_runs(
+    kit: Kit, tmp_path: Path, make_redis: type[RedisServer], soak: bool, report: Callable[[str], None]
+) -> None:
+    num_kills = 40 if soak else 3
+    redis_server = make_redis(*DURABLE)
+    with serving(kit.base, tmp_path / "data", "--store", redis_server.tcp_url, *SMALL) as served:
+        served.wait_until_ready()
+        tenant = Tenant(served, kit)
+        tenant.upload_resident(kit)
+        for _ in range(3):
+            tenant.upload()
+        draw = random.Random(1)
+        with asking(tenant.upload, tenant.read, tenant.ask_resident) as check:
+            for kill in range(num_kills):
+                wait_for_more(lambda: len(tenant.acknowledged), check)
+                if kill % 2:
+                    time.sleep(draw.random())
+                else:  # in the midst of the next upload
+                    wait_for_a_write(redis_server, check)
+                redis_server.kill()
+                wait_for_more(lambda: tenant.num_loads_refused, check)
+                wait_for_more(lambda: tenant.num_resident, check, 3)
+                redis_server.start()
+        with tenant.client() as client:
+            listed = client.get("/v1/adapters?limit=1000").json()["data"]
+            held = {adapter["name"]: adapter["digest"] for adapter in listed if adapter["name"] != "resident"}
+            assert held == tenant.acknowledged
+            assert all(tenant.ask(client, adapter) for adapter in listed)
+    report(
+        f"Redis killed {num_kills} times: {len(held)} uploads acknowledged and there, {tenant.num_uploads_refused} "
+        f"uploads and {tenant.num_loads_refused} loads refused for now, {tenant.num_resident} answers of a resident"
+    )
+
+
+def wait_for_more(count: Callable[[], int], check: Callable[[], None], more: int = 1) -> None:
+    wanted = count() + more
+    wait_for(lambda: count() >= wanted or None, check)
+
+
+def wait_for_a_write(redis_server: RedisServer, check: Callable[[], None]) -> None:
+    """Until a key comes that was not there."""
+    with redis_server.client() as client:
+        num_keys = client.dbsize()
+        while client.dbsize() == num_keys:
+            check()
+            time.sleep(0.0005)
