@@ -17,11 +17,10 @@ from pathlib import Path
 
 import redis
 
-from bench.adapter_depot import WIDE, Deposit, Depot
-from bench.live_platform import Platform, Sizes, live_platform
+from bench.adapter_depot import Deposit, Depot
+from bench.live_platform import Platform, Setup, Sizes, live_platform
 from bench.table import Row
-from bench.tier_rates import RING_BYTES, TierRates, drop_from_page_cache
-from bench.workload import ModelSize
+from bench.tier_rates import TierRates, drop_from_page_cache
 from slora_adapters.redis_store import open_redis_store
 from tests.redis_server import RedisServer
 
@@ -31,6 +30,7 @@ HOST, FILE, DISK, REDIS = "host", "file", "file, not in the page cache", "redis"
 FACTORS = {HOST: 1.25, FILE: 1.25, REDIS: 1.4}
 _GRACE_S = 0.005
 _WARM_ASKS = 3
+_SETUP = Setup()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class _Scene:
     adapters: list[Deposit]
     pusher: Deposit
     rates: TierRates
+    flags: tuple[str, ...]
     samples: dict[tuple[str, Deposit], list[Sample]] = field(default_factory=dict)
 
     @property
@@ -76,7 +77,7 @@ class _Scene:
 
 
 def cold_start_tables(
-    rounds: int, ranks: tuple[int, ...] = RANKS, size: ModelSize = WIDE, ring_bytes: int = RING_BYTES
+    rounds: int, ranks: tuple[int, ...] = RANKS, setup: Setup = _SETUP
 ) -> dict[str, list[Row]]:
     """ranks: from small to large."""
     with tempfile.TemporaryDirectory(prefix="slora-bench-") as directory:
@@ -85,12 +86,12 @@ def cold_start_tables(
         server.start()
         try:
             warm = open_redis_store(server.url, durable=False)
-            depot = Depot(folder, size, warm)
+            depot = Depot(folder, setup.model, warm)
             adapters = [depot.add(rank, [(TENANT, f"rank-{rank}")])[0] for rank in ranks[:-1]]
             adapters += depot.add(ranks[-1], [(TENANT, f"rank-{ranks[-1]}"), (TENANT, "pusher")])
             pusher = adapters.pop()
-            rates = TierRates(depot.tensor_file(pusher).stat().st_size, ring_bytes)
-            scene = _Scene(depot, adapters, pusher, rates)
+            rates = TierRates(depot.tensor_file(pusher).stat().st_size, setup.ring_bytes)
+            scene = _Scene(depot, adapters, pusher, rates, setup.flags)
             _measure_files(scene, rounds)
             with server.client() as client:
                 rates.fill_redis(client)
@@ -109,7 +110,7 @@ def cold_start_tables(
 
 def _measure_files(scene: _Scene, rounds: int) -> None:
     rates = scene.rates
-    with live_platform(scene.depot, scene.sizes) as platform:
+    with live_platform(scene.depot, scene.sizes, *scene.flags) as platform:
         for adapter in (*scene.adapters, scene.pusher):  # everything has run and every page was written to
             platform.first_token_s(adapter)
         for _ in range(rounds):
@@ -131,7 +132,7 @@ def _read_from_disk(rates: TierRates, path: Path) -> float:
 
 
 def _measure_redis(scene: _Scene, server: RedisServer, client: "redis.Redis[bytes]", rounds: int) -> None:
-    with live_platform(scene.depot, scene.sizes, "--redis", server.url) as platform:
+    with live_platform(scene.depot, scene.sizes, "--redis", server.url, *scene.flags) as platform:
         for adapter in (*scene.adapters, scene.pusher):
             platform.first_token_s(adapter)
         for _ in range(rounds):

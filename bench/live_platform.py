@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 import httpx
 
-from bench.adapter_depot import BLOCK_TOKENS, DTYPE, Deposit, Depot
+from bench.adapter_depot import BLOCK_TOKENS, DTYPE, WIDE, Deposit, Depot
+from bench.tier_rates import RING_BYTES
+from bench.workload import ModelSize
 from slora.adapter_place import AdapterPlace
 from tests.api.platform import bearer
 from tests.api.served import ADMIN_KEY, EOS, SLORA, Served, environment, running
@@ -22,6 +24,15 @@ _NEVER = {str(EOS): -100}
 
 _POLL_S = 0.05
 _PREWARM_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a part of the bench runs on. ring_bytes: of what the plainest programs read. flags: of `slora serve`."""
+
+    model: ModelSize = WIDE
+    ring_bytes: int = RING_BYTES
+    flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.adapter_depot import WIDE, Deposit, Depot
-from bench.live_platform import Platform, Sizes, live_platform
+from bench.adapter_depot import Deposit, Depot
+from bench.live_platform import Platform, Setup, Sizes, live_platform
 from bench.table import Row
-from bench.tier_rates import RING_BYTES, TierRates
-from bench.workload import ModelSize
+from bench.tier_rates import TierRates
 from slora_adapters.redis_store import open_redis_store
 from tests.redis_server import RedisServer
 
@@ -23,21 +22,18 @@ RANK = 32
 NUM_TENANTS = 8
 FACTOR = 1.3
 FILE, REDIS = "file", "redis"
+_SETUP = Setup()
 
 
 def storm_tables(
-    rounds: int,
-    count: int = NUM_ADAPTERS,
-    rank: int = RANK,
-    size: ModelSize = WIDE,
-    ring_bytes: int = RING_BYTES,
+    rounds: int, count: int = NUM_ADAPTERS, rank: int = RANK, setup: Setup = _SETUP
 ) -> dict[str, list[Row]]:
     with tempfile.TemporaryDirectory(prefix="slora-bench-") as directory:
         folder = Path(directory)
         server = RedisServer(folder)
         server.start()
         try:
-            depot = Depot(folder, size, open_redis_store(server.url, durable=False))
+            depot = Depot(folder, setup.model, open_redis_store(server.url, durable=False))
             of_one = depot.add(rank, [("one", f"cold-{number}") for number in range(count)])
             of_many = [
                 depot.share(deposit, f"many-{number % NUM_TENANTS}", deposit.name)
@@ -46,13 +42,13 @@ def storm_tables(
             storms = {1: of_one, NUM_TENANTS: of_many}
             num_bytes = sum(deposit.num_bytes for deposit in of_one)
             paths = [depot.tensor_file(deposit) for deposit in of_one]
-            rates = TierRates(sum(path.stat().st_size for path in paths), ring_bytes)
+            rates = TierRates(sum(path.stat().st_size for path in paths), setup.ring_bytes)
             sizes = _sizes(depot, of_one)
-            with live_platform(depot, sizes) as platform:
+            with live_platform(depot, sizes, *setup.flags) as platform:
                 rows = _measure(platform, FILE, storms, rounds, lambda: rates.files_s(paths))
             with server.client() as client:
                 rates.fill_redis(client)
-                with live_platform(depot, sizes, "--redis", server.url) as platform:
+                with live_platform(depot, sizes, "--redis", server.url, *setup.flags) as platform:
                     rows += _measure(
                         platform, REDIS, storms, rounds, lambda: rates.redis_s(client, num_bytes)
                     )

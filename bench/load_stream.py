@@ -16,12 +16,11 @@ from pathlib import Path
 
 import httpx
 
-from bench.adapter_depot import BLOCK_TOKENS, WIDE, Deposit, Depot
-from bench.live_platform import Platform, Sizes, live_platform
+from bench.adapter_depot import BLOCK_TOKENS, Deposit, Depot
+from bench.live_platform import Platform, Setup, Sizes, live_platform
 from bench.ping_redis import RedisPinger
 from bench.request_log import percentile
 from bench.table import Row
-from bench.workload import ModelSize
 from slora_adapters.redis_store import open_redis_store
 from tests.redis_server import RedisServer
 
@@ -29,6 +28,7 @@ NUM_DECODING = 4
 SMALL_RANK, LARGE_RANK = 16, 640
 GAPS_FACTOR = 1.2
 MOST_PING_S = 0.005
+_SETUP = Setup()
 _TOKENS = 1000
 _FIRST_WATCH_S = 2.0
 # After a deletion, until what it frees is free.
@@ -48,7 +48,7 @@ def stream_tables(
     rounds: int,
     loads: int = 3,
     ranks: tuple[int, int] = (SMALL_RANK, LARGE_RANK),
-    size: ModelSize = WIDE,
+    setup: Setup = _SETUP,
     threads: Sequence[int | None] = (None, 1),
 ) -> dict[str, list[Row]]:
     """loads: of the large adapter in each round. threads: of the engine, one row for each."""
@@ -57,12 +57,12 @@ def stream_tables(
         server = RedisServer(folder)
         server.start()
         try:
-            depot = Depot(folder, size, open_redis_store(server.url, durable=False))
+            depot = Depot(folder, setup.model, open_redis_store(server.url, durable=False))
             small = depot.add(ranks[0], [("small", f"small-{number}") for number in range(NUM_DECODING)])
             large = depot.add(ranks[1], [("large", "large")])[0]
             rows = []
             for count in threads:
-                flags = ("--redis", server.url)
+                flags = ("--redis", server.url, *setup.flags)
                 with live_platform(depot, _sizes(depot, small, large), *flags, threads=count) as platform:
                     pinger = RedisPinger(server.url)
                     watch = _Watch(platform, small, large)

@@ -1,0 +1,61 @@
+"""Small runs of what tells how adapters load: real servers on a tiny model."""
+
+from bench.cold_start import DISK, FILE, HOST, REDIS, cold_start_tables
+from bench.live_platform import Setup
+from bench.load_storm import storm_tables
+from bench.load_stream import stream_tables
+from bench.many_adapters import many_tables
+from bench.tier_rates import CHUNK_BYTES, TierRates
+from bench.workload import ModelSize
+from tests.redis_server import RedisServer, make_redis
+
+__all__ = ["make_redis"]
+
+_TINY = ModelSize(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=96)
+_SETUP = Setup(_TINY, CHUNK_BYTES, ("--kernels", "torch"))
+_ANSWERS = ("met", "MISSED")
+
+
+def test_the_first_token_is_measured_from_every_tier() -> None:
+    """An adapter that is not where it should be, or comes from elsewhere, ends the run."""
+    by_tier, needs = cold_start_tables(1, (16, 64), _SETUP).values()
+    assert [(row["tier"], row["MB"] > 0.2) for row in by_tier] == [
+        (tier, is_large) for tier in (HOST, FILE, DISK, REDIS) for is_large in (False, True)
+    ]
+    for row in by_tier:
+        assert row["cold ms"] > 0 and row["warm ms"] > 0 and row["floor ms"] > 0
+        assert (row["verdict"] is None) == (row["tier"] == DISK)
+    assert needs[1]["SHA-256 ms"] > needs[0]["SHA-256 ms"] > 0
+
+
+def test_a_storm_is_of_adapters_that_are_all_cold_and_then_all_warm() -> None:
+    (rows,) = storm_tables(1, 9, 4, _SETUP).values()
+    assert [(row["tier"], row["tenants"]) for row in rows] == [
+        ("file", 1), ("file", 8), ("redis", 1), ("redis", 8)
+    ]  # fmt: skip
+    assert all(row["last first token ms"] > row["floor ms"] > 0 for row in rows)
+
+
+def test_those_who_decode_are_watched_while_an_adapter_comes() -> None:
+    (rows,) = stream_tables(1, 1, (4, 64), _SETUP, threads=(1,)).values()
+    (row,) = rows
+    assert row["gaps"] > 0 and row["gap p50 ms"] <= row["p99 ms"] and row["ping ms"] > 0
+    assert row["<= 1.2"] in _ANSWERS and row["<= 5 ms"] in _ANSWERS
+
+
+def test_servers_with_few_and_with_many_adapters_are_compared() -> None:
+    rows, verdicts = many_tables(1, (2, 40)).values()
+    assert [row["adapters"] for row in rows] == [2, 40]
+    assert {row["of"] for row in verdicts} == rows[0].keys() - {"adapters"}
+    assert all(row["times"] > 0 and row["verdict"] in _ANSWERS for row in verdicts)
+
+
+def test_the_plainest_program_gets_as_many_chunks_from_redis_as_the_bytes_are(
+    make_redis: type[RedisServer],
+) -> None:
+    rates = TierRates(CHUNK_BYTES, 2 * CHUNK_BYTES)
+    with make_redis().client() as client:
+        rates.fill_redis(client)
+        assert rates.redis_s(client, 5 * CHUNK_BYTES) > 0  # round the ring
+        assert client.info("commandstats")["cmdstat_get"]["calls"] == 5
+        assert client.info("stats")["keyspace_misses"] == 0
