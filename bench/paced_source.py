@@ -14,6 +14,10 @@ class PacedSource:
 
     capacity_bytes: int | None = None
 
+    @property
+    def paces(self) -> dict[str, float]:
+        return {}
+
     def __init__(self, source: AdapterSource, costs: FetchCosts) -> None:
         self._source = source
         self._costs = costs

@@ -30,6 +30,7 @@ class VirtualSource:
         self.num_fetches = 0
         self.fetched_bytes = 0
         self.capacity_bytes: int | None = None
+        self.paces: dict[str, float] = {}
         self._fleet = fleet
         self._costs = costs
         self._lanes = [0.0] * costs.num_lanes  # when each is free again: a heap

@@ -14,6 +14,7 @@ from slora.engine_info import EngineInfo, EngineStats
 from slora.errors import ContextTooLong, RequestFailed, RequestRefused
 from slora.huge_pages import touch
 from slora.kv_footprint import KVFootprint
+from slora.load_paces import LoadPaces
 from slora.model_spec import ModelSpec
 from slora.pin import Pin
 from slora.request import EngineRequest, StepOutput
@@ -62,6 +63,7 @@ class Engine:
             scheduling=config.scheduling,
             eviction=config.eviction,
         )
+        self._source, self._load_byte_s = source, costs.load_byte_s
         self._scheduler = Scheduler(scheduler, source, costs)
         self._tenants = self._scheduler.memory.tenants
         self._num_steps = self._prompt_tokens = self._generated_tokens = 0
@@ -193,6 +195,7 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             steps=self._num_steps,
+            load_paces=LoadPaces(self._load_byte_s, dict(self._source.paces)),
         )
 
     def _check_choices(self, request: EngineRequest) -> None:

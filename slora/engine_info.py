@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from slora.load_paces import LoadPaces
 from slora_kernels.layout import ModelShape
 
 
@@ -31,7 +32,7 @@ class EngineStats:
     prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache, and found. prefix_evictions:
     blocks that left it to make room. swapped_out_pages, swapped_in_pages: copied to the host and back. deadline_misses:
     requests that ended because their first token could not come in time. pinned_loaded: of the pinned adapters, those
-    that are in the pool. pin_failures: times that one could not be fetched or loaded.
+    that are in the pool. pin_failures: times that one could not be fetched or loaded. load_paces: as loads went lately.
     """
 
     running: int
@@ -61,3 +62,4 @@ class EngineStats:
     prompt_tokens: int
     generated_tokens: int
     steps: int
+    load_paces: LoadPaces

@@ -17,6 +17,7 @@ from slora.errors import (
     RequestFailed,
     RequestRefused,
 )
+from slora.load_paces import LoadPaces
 from slora.pin import Pin
 from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta, TokenLogprobs
 from slora.sampling_params import SamplingParams
@@ -24,7 +25,7 @@ from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 Message = dict[str, Any]
 
@@ -114,6 +115,7 @@ def encode_stats(stats: EngineStats, number: int) -> Message:
 def decode_stats(message: Message) -> EngineStats:
     stats = dict(message["stats"])
     stats["running_adapters"] = tuple(stats["running_adapters"])
+    stats["load_paces"] = LoadPaces(**stats["load_paces"])
     return EngineStats(**stats)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from slora_adapters.blob_name import check_digest, check_member_name, is_digest
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
-from slora_adapters.local_blob import LocalBlob
+from slora_adapters.local_blob import TIER, LocalBlob
 
 # How often a put starts over because a delete of the same digest came in between.
 _MAX_ATTEMPTS = 10
@@ -27,6 +27,8 @@ _MAX_ATTEMPTS = 10
 
 class FileStore:
     """See `store.Store`. Several processes may share the folder. Raises StoreUnavailable if it cannot be used."""
+
+    tiers = (TIER,)
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root).absolute()

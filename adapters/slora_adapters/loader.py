@@ -81,6 +81,12 @@ class Loader:
         self._threads = ThreadPoolExecutor(num_threads, "adapter-load")
         self._touch = ArenaTouch(cache.memory)
 
+    @property
+    def paces(self) -> dict[str, float]:
+        """Seconds a byte, as packed, by the tier that adapters were loaded from lately."""
+        with self._changed:
+            return {tier: pace.fetch_s(1) for tier, pace in self._paces.items()}
+
     def load(self, version: AdapterVersion, done: Done) -> None:
         """Asks for a version; returns at once."""
         with self._changed:

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,6 +90,7 @@ class LoaderClient:
         self._results: list[Fetched | FetchFailed] = []
         # Where each copy that somebody holds came from, oldest first.
         self._held: dict[AdapterVersion, deque[_Run]] = {}
+        self._paces: Mapping[str, float] = {}
         self._closed = False
         self._thread = Thread(target=self._connect_for_ever, name="loader-client", daemon=True)
         self._thread.start()
@@ -103,6 +104,11 @@ class LoaderClient:
         """The arena's. Not known while no loader is connected: then all are taken, so that all give up together."""
         run = self._run
         return len(run.arena) if run is not None else None
+
+    @property
+    def paces(self) -> Mapping[str, float]:
+        """As the loader last said, or the one before it, of places that this one has not loaded from."""
+        return self._paces
 
     def request(self, version: AdapterVersion) -> None:
         with self._changed:
@@ -204,6 +210,7 @@ class LoaderClient:
             request.answered = True
             if message["op"] == "loaded":
                 self._held.setdefault(version, deque()).append(run)
+                self._paces = {**self._paces, **message["paces"]}
                 seconds = time.monotonic() - request.since
                 self._results.append(Fetched(version, decode_loaded(message, run.arena), seconds))
             else:

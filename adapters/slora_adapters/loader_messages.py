@@ -4,6 +4,7 @@ On connecting, a client receives one byte that carries the arena's memfd, then a
 forget; each load is answered by one loaded or failed with the same number.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from slora_adapters.source import FetchFailed
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LAYOUT_VERSION, AdapterLayout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Message = dict[str, Any]
 
@@ -57,7 +58,8 @@ def decode_version(message: Message) -> AdapterVersion:
     return AdapterVersion(str(tenant), str(digest))
 
 
-def encode_loaded(entry: CachedAdapter, number: int) -> Message:
+def encode_loaded(entry: CachedAdapter, number: int, paces: Mapping[str, float]) -> Message:
+    """paces: the loader's, as they are now."""
     return {
         "op": "loaded",
         "version": [entry.version.tenant, entry.version.digest],
@@ -67,6 +69,7 @@ def encode_loaded(entry: CachedAdapter, number: int) -> Message:
         "groups": entry.layout.groups.tobytes(),
         "modules": entry.layout.modules.tobytes(),
         "scales": entry.scales.tobytes(),
+        "paces": dict(paces),
     }
 
 

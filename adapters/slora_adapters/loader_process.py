@@ -80,7 +80,7 @@ class _Client:
             self._loader.release(result)
         else:
             self._held[result.version].append(result)
-            write_message(self._writer, encode_loaded(result, number))
+            write_message(self._writer, encode_loaded(result, number, self._loader.paces))
 
 
 class LoaderServer:

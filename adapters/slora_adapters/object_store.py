@@ -40,7 +40,7 @@ from fsspec.core import url_to_fs
 
 from slora_adapters.blob_name import check_digest, check_member_name, is_digest
 from slora_adapters.errors import AdapterError, AdapterNotFound, StoreUnavailable, StoreUnfit
-from slora_adapters.object_blob import ObjectBlob
+from slora_adapters.object_blob import TIER, ObjectBlob
 
 _NUM_THREADS = 16
 # A writer that takes longer gives up; what is older than the second is nobody's. Between them is room for clocks that
@@ -110,6 +110,8 @@ class ObjectStore:
 
     root: as the filesystem wants it. secrets: never shown in an error. clock: seconds since 1970.
     """
+
+    tiers = (TIER,)
 
     def __init__(
         self,

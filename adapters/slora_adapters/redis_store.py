@@ -89,7 +89,7 @@ def open_redis_store(url: str, *, durable: bool) -> "RedisStore":
 class RedisStore:
     """See `store.Store` and `store.WarmStore`."""
 
-    tier = TIER
+    tiers = (TIER,)
 
     def __init__(self, client: "redis.Redis[bytes]", *, durable: bool) -> None:
         self._client = client

@@ -13,7 +13,7 @@ The rules of the seam, for all implementations:
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +61,11 @@ class AdapterSource(Protocol):
     def capacity_bytes(self) -> int | None:
         """What copies may take together until they are released; None if only memory limits them."""
 
+    @property
+    def paces(self) -> Mapping[str, float]:
+        """Seconds that a byte of a packed adapter took lately to come to the host, by the kind of place that it came
+        from; only of those that one has come from."""
+
     def request(self, version: AdapterVersion) -> None:
         """Starts to fetch a version."""
 
@@ -106,6 +111,11 @@ class DirectorySource:
     @property
     def capacity_bytes(self) -> int | None:
         return None
+
+    @property
+    def paces(self) -> Mapping[str, float]:
+        """Nobody asks."""
+        return {}
 
     def add(self, directory: Path | str, tenant: str = "local") -> AdapterVersion:
         """Validates the adapter in a directory and makes it fetchable. Raises as `read_adapter` does."""

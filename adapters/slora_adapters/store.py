@@ -46,6 +46,10 @@ class Store(Protocol):
     answer or has no room.
     """
 
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The kinds of place that its blobs may be read from, nearest first; see `Blob.tier`."""
+
     def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
         """Stores a blob, whole or not at all. When it returns, the blob survives a crash (a warm tier excepted)."""
 
@@ -72,9 +76,7 @@ class Store(Protocol):
 
 
 class WarmStore(Store, Protocol):
-    """A store that may stand in front of another one. tier: of all of its blobs."""
-
-    tier: str
+    """A store that may stand in front of another one."""
 
     def copy(self, digest: str, blob: Blob) -> None:
         """As `put`, from a blob of another store. Raises what reading it raises."""

@@ -36,6 +36,10 @@ class TieredStore:
         self._lock = Lock()
         self._copier = ThreadPoolExecutor(1, "warm-copy")
 
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        return (*self.warm.tiers, *self.durable.tiers)
+
     def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
         self.durable.put(digest, members)
         self.copy_later(digest, replace=True)
@@ -139,7 +143,7 @@ class _DurableBlob:
     def __init__(self, blob: Blob, tiers: TieredStore, digest: str) -> None:
         self.members = blob.members
         self.tier = blob.tier
-        self.next_tier = tiers.warm.tier
+        self.next_tier = tiers.warm.tiers[0]
         self._blob = blob
         self._tiers = tiers
         self._digest = digest

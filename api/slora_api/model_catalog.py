@@ -176,7 +176,11 @@ class ModelCatalog:
                 published, effect = await self._try_and_keep(tenant, name, adapter)
         if published.moved_pin:
             self._pinning.refresh()
-        certificate = adapter.certificate.to_json() | {"base": base, "logprob_change": effect}
+        certificate = adapter.certificate.to_json() | {
+            "base": base,
+            "logprob_change": effect,
+            "predicted_load_ms": await self._predict_load_ms(adapter),
+        }
         return self._version_json(published.record) | {
             "new_version": published.is_new,
             "certificate": certificate,
@@ -254,6 +258,14 @@ class ModelCatalog:
                 with suppress(EngineUnavailable):
                     await self._client.forget(version)
         return published, effects[0]
+
+    async def _predict_load_ms(self, adapter: CheckedAdapter) -> dict[str, float | None] | None:
+        """By what loads took lately; see `LoadPaces.load_ms`. None if the engine has just died."""
+        try:
+            paces = (await self._client.stats()).load_paces
+        except EngineUnavailable:
+            return None
+        return paces.load_ms(adapter.certificate.pool_bytes, self._adapters.store.tiers)
 
     def _reference(self, key: KeyRecord, name: str) -> str | None:
         """The adapter that `name` means for this key; None for the base model."""

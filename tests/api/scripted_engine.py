@@ -10,6 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from slora.adapter_place import AdapterPlace
 from slora.engine_info import EngineInfo, EngineStats
 from slora.errors import EngineUnavailable
+from slora.load_paces import LoadPaces
 from slora.pin import Pin
 from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 from slora.tenant_share import TenantShare
@@ -122,8 +123,9 @@ class ScriptedEngine:
 
     async def stats(self) -> EngineStats:
         return EngineStats(
-            1, 2, 0, 100, 60, 30, 10, 5, 1, ("t/abc",), 3, 2, 4, 3, 5, 1, 90, 32, 7, 5, 4, 20, 6, 2, 50, 40, 9
-        )
+            1, 2, 0, 100, 60, 30, 10, 5, 1, ("t/abc",), 3, 2, 4, 3, 5, 1, 90, 32, 7, 5, 4, 20, 6, 2, 50, 40, 9,
+            LoadPaces(1e-9, {"file": 4e-9}),
+        )  # fmt: skip
 
     async def forget(self, version: AdapterVersion) -> None:
         self.forgotten.append(version)

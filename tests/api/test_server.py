@@ -361,3 +361,22 @@ def test_a_refused_push_prints_the_servers_reasons(server: Served, kit: Kit, tmp
         server, "adapter", "push", str(tmp_path), "--name", "x", SLORA_API_KEY=server.make_key("cli-bad")
     )
     assert done.returncode == 1 and done.stderr.count("DoRA") == 1, done.stderr
+
+
+def test_a_certificate_predicts_loads_from_how_they_went_and_how_large_the_adapter_is(
+    server: Served, kit: Kit
+) -> None:
+    key = server.make_key("predicted")
+    first = upload(server, key, "small", kit.small).json()["certificate"]
+    assert all(milliseconds > 0 for milliseconds in first["predicted_load_ms"].values())
+    upload(server, key, "wide", kit.wide)
+    # What is there already is loaded no more, so that both are told by the same paces.
+    certificates = [
+        upload(server, key, path.name, path).json()["certificate"] for path in (kit.small, kit.wide)
+    ]
+    small, wide = (certificate["predicted_load_ms"] for certificate in certificates)
+    assert small.keys() == {"host", "file"} and small["file"] > small["host"]
+    larger = certificates[1]["pool_bytes"] / certificates[0]["pool_bytes"]
+    assert {tier: wide[tier] / small[tier] for tier in wide} == pytest.approx(
+        {"host": larger, "file": larger}, rel=0.05
+    )

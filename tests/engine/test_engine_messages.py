@@ -18,6 +18,7 @@ from slora.engine_messages import (
     encode_stats,
 )
 from slora.errors import AdapterFetchFailed, ContextTooLong, DeadlineMissed, RequestFailed, RequestRefused
+from slora.load_paces import LoadPaces
 from slora.pin import Pin
 from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta
 from slora.sampling_params import SamplingParams
@@ -100,5 +101,7 @@ def test_pins_arrive_with_the_shares_of_their_tenants() -> None:
 
 
 def test_numbers_arrive_by_name() -> None:
-    stats = EngineStats(1, 2, 3, 4, 5, 6, 7, 8, 9, ("t/a", "t/b"), *range(10, 27))
+    stats = EngineStats(
+        1, 2, 3, 4, 5, 6, 7, 8, 9, ("t/a", "t/b"), *range(10, 27), LoadPaces(1e-10, {"file": 2e-10})
+    )
     assert decode_stats(over_the_wire(encode_stats(stats, 1))) == stats

@@ -41,6 +41,7 @@ class ScriptedSource:
 
     def __init__(self, num_pages: dict[AdapterVersion, int], capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
+        self.paces: dict[str, float] = {}
         self.seconds = 0.0
         self.in_flight: set[AdapterVersion] = set()
         self.forgotten: set[AdapterVersion] = set()
