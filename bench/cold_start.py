@@ -168,7 +168,7 @@ def _row(tier: str, adapter: Deposit, samples: list[Sample], hash_s: float | Non
         "over floor": later / floor,
         "SHA-256 ms": None if hash_s is None else 1e3 * hash_s,
         "over SHA-256": None if hash_s is None else later / max(floor, hash_s),
-        "allowed": None,
+        "allowed ms": None,
         "wanted": None,
         "verdict": None,
     }
@@ -178,7 +178,7 @@ def _row(tier: str, adapter: Deposit, samples: list[Sample], hash_s: float | Non
             sample.later / (factor * sample.floor + _GRACE_S) for sample in samples
         )
         row |= {
-            "allowed": 1e3 * (factor * floor + _GRACE_S),
+            "allowed ms": 1e3 * (factor * floor + _GRACE_S),
             "wanted": f"<= {factor:g} x + 5 ms",
             "verdict": "met" if of_allowed <= 1 else f"MISSED, {of_allowed:.2f} times",
         }
