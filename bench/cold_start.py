@@ -19,7 +19,7 @@ from pathlib import Path
 import redis
 
 from bench.adapter_depot import Deposit, Depot
-from bench.live_platform import Platform, Setup, Sizes, live_platform
+from bench.live_platform import Platform, Setup, Sizes, live_platform, running_redis
 from bench.table import Row
 from bench.tier_rates import TierRates, drop_from_page_cache
 from slora_adapters.redis_store import open_redis_store
@@ -83,24 +83,18 @@ def cold_start_tables(
     """ranks: from small to large."""
     with tempfile.TemporaryDirectory(prefix="slora-bench-") as directory:
         folder = Path(directory)
-        server = RedisServer(folder)
-        server.start()
-        try:
-            warm = open_redis_store(server.url, durable=False)
-            depot = Depot(folder, setup.model, warm)
+        with running_redis(folder) as server, server.client() as client:
+            depot = Depot(folder, setup.model, open_redis_store(server.url, durable=False))
             adapters = [depot.add(rank, [(TENANT, f"rank-{rank}")])[0] for rank in ranks[:-1]]
             adapters += depot.add(ranks[-1], [(TENANT, f"rank-{ranks[-1]}"), (TENANT, "pusher")])
             pusher = adapters.pop()
             rates = TierRates(depot.tensor_file(pusher).stat().st_size, setup.ring_bytes)
             scene = _Scene(depot, adapters, pusher, rates, setup.flags)
             _measure_files(scene, rounds)
-            with server.client() as client:
-                rates.fill_redis(client)
-                _measure_redis(scene, server, client, rounds)
+            rates.fill_redis(client)
+            _measure_redis(scene, server, client, rounds)
             depot.close()
             hash_s = {adapter: _median_hash_s(rates, adapter) for adapter in adapters}
-        finally:
-            server.kill()
     rows = [
         _row(tier, adapter, scene.samples[tier, adapter], None if tier == HOST else hash_s[adapter])
         for tier in (HOST, FILE, DISK, REDIS)

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 
@@ -16,6 +17,7 @@ from bench.workload import ModelSize
 from slora.adapter_place import AdapterPlace
 from tests.api.platform import bearer
 from tests.api.served import ADMIN_KEY, EOS, SLORA, Served, environment, running
+from tests.redis_server import RedisServer
 
 # One token: what is measured is not how long prompts take.
 PROMPT = "a"
@@ -151,6 +153,17 @@ def completion(model: str, max_tokens: int) -> dict[str, object]:
         "logit_bias": _NEVER,
         "stream": True,
     }
+
+
+@contextmanager
+def running_redis(folder: Path) -> Iterator[RedisServer]:
+    """With the settings of a warm tier: nothing of it is kept."""
+    server = RedisServer(folder)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
 
 
 @contextmanager

@@ -8,15 +8,14 @@ is hashing all bytes on one core; loads of several adapters can share that among
 
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.adapter_depot import Deposit, Depot
-from bench.live_platform import Platform, Setup, Sizes, live_platform
+from bench.live_platform import Platform, Setup, Sizes, live_platform, running_redis
 from bench.table import Row
 from bench.tier_rates import TierRates
 from slora_adapters.redis_store import open_redis_store
-from tests.redis_server import RedisServer
 
 NUM_ADAPTERS = 32
 RANK = 32
@@ -27,13 +26,15 @@ _SETUP = Setup()
 
 
 def storm_tables(
-    rounds: int, count: int = NUM_ADAPTERS, rank: int = RANK, setup: Setup = _SETUP
+    rounds: int,
+    count: int = NUM_ADAPTERS,
+    rank: int = RANK,
+    setup: Setup = _SETUP,
+    tiers: Sequence[str] = (FILE, REDIS),
 ) -> dict[str, list[Row]]:
     with tempfile.TemporaryDirectory(prefix="slora-bench-") as directory:
         folder = Path(directory)
-        server = RedisServer(folder)
-        server.start()
-        try:
+        with running_redis(folder) as server, server.client() as client:
             depot = Depot(folder, setup.model, open_redis_store(server.url, durable=False))
             of_one = depot.add(rank, [("one", f"cold-{number}") for number in range(count)])
             of_many = [
@@ -44,19 +45,18 @@ def storm_tables(
             num_bytes = sum(deposit.num_bytes for deposit in of_one)
             paths = [depot.tensor_file(deposit) for deposit in of_one]
             rates = TierRates(sum(path.stat().st_size for path in paths), setup.ring_bytes)
-            sizes = _sizes(depot, of_one)
-            with live_platform(depot, sizes, *setup.flags) as platform:
-                rows = _measure(platform, FILE, storms, rounds, lambda: rates.files_s(paths))
-            with server.client() as client:
-                rates.fill_redis(client)
-                with live_platform(depot, sizes, "--redis", server.url, *setup.flags) as platform:
-                    rows += _measure(
-                        platform, REDIS, storms, rounds, lambda: rates.redis_s(client, num_bytes)
-                    )
+            rates.fill_redis(client)
+            plainest = {
+                FILE: lambda: rates.files_s(paths),
+                REDIS: lambda: rates.redis_s(client, num_bytes),
+            }
+            rows = []
+            for tier in tiers:
+                flags = (*setup.flags, *(("--redis", server.url) if tier == REDIS else ()))
+                with live_platform(depot, _sizes(depot, of_one), *flags) as platform:
+                    rows += _measure(platform, tier, storms, rounds, plainest[tier])
             rows = [row | {"SHA-256 ms": 1e3 * rates.hash_s(num_bytes)} for row in rows]
             depot.close()
-        finally:
-            server.kill()
     return {f"{count} cold adapters at once": rows}
 
 

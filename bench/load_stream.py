@@ -17,12 +17,11 @@ from pathlib import Path
 import httpx
 
 from bench.adapter_depot import BLOCK_TOKENS, Deposit, Depot
-from bench.live_platform import Platform, Setup, Sizes, live_platform
+from bench.live_platform import Platform, Setup, Sizes, live_platform, running_redis
 from bench.ping_redis import RedisPinger
 from bench.request_log import percentile
 from bench.table import Row
 from slora_adapters.redis_store import open_redis_store
-from tests.redis_server import RedisServer
 
 NUM_DECODING = 4
 SMALL_RANK, LARGE_RANK = 16, 640
@@ -54,9 +53,7 @@ def stream_tables(
     """loads: of the large adapter in each round. threads: of the engine, one row for each."""
     with tempfile.TemporaryDirectory(prefix="slora-bench-") as directory:
         folder = Path(directory)
-        server = RedisServer(folder)
-        server.start()
-        try:
+        with running_redis(folder) as server:
             depot = Depot(folder, setup.model, open_redis_store(server.url, durable=False))
             small = depot.add(ranks[0], [("small", f"small-{number}") for number in range(NUM_DECODING)])
             large = depot.add(ranks[1], [("large", "large")])[0]
@@ -70,8 +67,6 @@ def stream_tables(
                     row = {"engine threads": count or "all cores", "MB": large.num_bytes / 1e6}
                     rows.append(row | watch.row(pinger.stop()))
             depot.close()
-        finally:
-            server.kill()
     return {"beside an adapter that comes from Redis, p99": rows}
 
 

@@ -29,10 +29,8 @@ def test_the_first_token_is_measured_from_every_tier() -> None:
 
 
 def test_a_storm_is_of_adapters_that_are_all_cold_and_then_all_warm() -> None:
-    (rows,) = storm_tables(1, 9, 4, _SETUP).values()
-    assert [(row["tier"], row["tenants"]) for row in rows] == [
-        ("file", 1), ("file", 8), ("redis", 1), ("redis", 8)
-    ]  # fmt: skip
+    (rows,) = storm_tables(1, 9, 4, _SETUP, ("redis",)).values()
+    assert [(row["tier"], row["tenants"]) for row in rows] == [("redis", 1), ("redis", 8)]
     assert all(row["last first token ms"] > row["floor ms"] > 0 for row in rows)
 
 
@@ -44,10 +42,12 @@ def test_those_who_decode_are_watched_while_an_adapter_comes() -> None:
 
 
 def test_servers_with_few_and_with_many_adapters_are_compared() -> None:
-    rows, verdicts = many_tables(1, (2, 40)).values()
-    assert [row["adapters"] for row in rows] == [2, 40]
-    assert {row["of"] for row in verdicts} == rows[0].keys() - {"adapters"}
-    assert all(row["times"] > 0 and row["verdict"] in _ANSWERS for row in verdicts)
+    """Here one with itself: each takes seconds to start."""
+    rows, verdicts = many_tables(1, (40,)).values()
+    assert [row["adapters"] for row in rows] == [40]
+    assert all(seconds > 0 for seconds in rows[0].values())
+    assert [row["of"] for row in verdicts] == [name for name in rows[0] if name != "adapters"]
+    assert all(row["times"] == 1.0 and row["verdict"] == "met" for row in verdicts)
 
 
 def test_the_plainest_program_gets_as_many_chunks_from_redis_as_the_bytes_are(
