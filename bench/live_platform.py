@@ -55,10 +55,6 @@ class Platform:
         self._keys: dict[str, str] = {}
         self._client = served.client(ADMIN_KEY)
 
-    @property
-    def process_id(self) -> int:
-        return self._served.process.pid
-
     def close(self) -> None:
         self._client.close()
 
