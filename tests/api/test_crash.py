@@ -2,8 +2,9 @@
 at all, and nothing stays behind that nobody refers to.
 
 The steps are those of the API process: each change of a file or a folder and each process that is started, which are
-audit events of Python, and each statement that writes to the database, and the moment behind a commit. The server is the product's, with its engine and its
-loader; all that is added is that it dies where it is told to, and each one that starts finds what the one before left.
+audit events of Python, each statement that writes to the database, and the moment behind a commit. The server is the
+product's, with its engine and its loader; all that is added is that it dies where it is told to, and each one that
+starts finds what the one before left.
 """
 
 import io
