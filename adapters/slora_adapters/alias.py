@@ -59,6 +59,10 @@ class AliasHistory:
         """Back to before the last move; None if there was none, or what was before it is deleted."""
         return AliasHistory(self.before[-1], self.before[:-1]) if self.before else None
 
+    def near_targets(self) -> set[int]:
+        """The versions that it points at, and those that it would after a rollback."""
+        return {number for state in (self.state, *self.before[-1:]) for number in state.targets}
+
     def without(self, numbers: frozenset[int]) -> "AliasHistory | None":
         """As it is when these versions are deleted; None if it points nowhere then. What needs them is no way back."""
         state = self.state.without(numbers)

@@ -26,6 +26,13 @@ class AdapterReference:
     number: int | None
     alias: str | None
 
+    @property
+    def text(self) -> str:
+        """As it is written, in short."""
+        if self.alias == LATEST:
+            return self.name
+        return f"{self.name}@{self.number if self.alias is None else self.alias}"
+
 
 def check_adapter_name(name: str) -> str:
     """The name, if it can be one. Raises BadAdapterName."""

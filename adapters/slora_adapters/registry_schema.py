@@ -75,4 +75,17 @@ MIGRATIONS = (
         FROM adapters;
     DROP TABLE adapters;
     """,
+    # Every change, for those who must hear of it; the nonce tells this history from another one. There is always one.
+    """
+    CREATE TABLE adapter_changes (
+        change_id INTEGER PRIMARY KEY AUTOINCREMENT,
+        nonce TEXT NOT NULL,
+        tenant TEXT NOT NULL,
+        name TEXT NOT NULL,
+        orphaned TEXT NOT NULL,
+        moved_pin INTEGER NOT NULL
+    ) STRICT;
+    INSERT INTO adapter_changes (nonce, tenant, name, orphaned, moved_pin)
+        VALUES (lower(hex(randomblob(16))), '', '', '[]', 0);
+    """,
 )

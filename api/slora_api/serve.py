@@ -33,6 +33,7 @@ from slora_adapters.database import Database
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader_config import LoaderConfig
 from slora_adapters.registry import Registry
+from slora_adapters.sqlite_storage import SqliteStorage
 from slora_adapters.store_url import open_store
 from slora_api.adapter_quota import AdapterQuota
 from slora_api.admin_key import AdminKey, open_admin_key
@@ -192,7 +193,7 @@ async def _open_services(
     stack.callback(database.close)
     store = open_store(_store_url(settings, data), settings.redis or None)
     stack.callback(store.close)
-    adapters = Catalog(Registry(database), store)
+    adapters = Catalog(Registry(SqliteStorage(database)), store)
     templates = ChatTemplates(model.tokenizer)
     stack.push_async_callback(templates.close)
     admission = Admission(

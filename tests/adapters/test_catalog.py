@@ -13,13 +13,14 @@ from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft_directory import parse_adapter
 from slora_adapters.registry import Publication, Registry
 from tests.adapters.blobs import read_members
+from slora_adapters.sqlite_storage import SqliteStorage
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, write_directory
 
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> Iterator[Catalog]:
     database = Database(tmp_path / "slora.db")
-    yield Catalog(Registry(database), FileStore(tmp_path / "store"))
+    yield Catalog(Registry(SqliteStorage(database)), FileStore(tmp_path / "store"))
     database.close()
 
 

@@ -20,6 +20,7 @@ from slora_adapters.reference import check_adapter_name
 from slora_adapters.registry import RESERVATION_S, AdapterDetails, Holdings, Registry, Rollout
 from slora_adapters.registry_rows import ALIASES, NAMES, OF_NAME, ONE_ROLLOUT, PINNED, VERSION_PAGE
 from slora_adapters.registry_schema import MIGRATIONS
+from slora_adapters.sqlite_storage import SqliteStorage
 from slora_adapters.version import AdapterVersion
 
 D1, D2, D3 = "1" * 64, "2" * 64, "3" * 64
@@ -41,7 +42,7 @@ def clock() -> Clock:
 @pytest.fixture
 def registry(tmp_path: Path, clock: Clock) -> Iterator[Registry]:
     database = Database(tmp_path / "slora.db")
-    yield Registry(database, clock)
+    yield Registry(SqliteStorage(database), clock)
     database.close()
 
 
@@ -281,7 +282,7 @@ def test_versions_come_in_pages_newest_first(registry: Registry) -> None:
 
 def test_another_process_sees_a_change_at_once(registry: Registry, tmp_path: Path) -> None:
     other_database = Database(tmp_path / "slora.db")
-    other = Registry(other_database)
+    other = Registry(SqliteStorage(other_database))
     registry.put("a", _v("t1"), DETAILS)
     assert other.get("t1", "a").version == _v("t1")
     other.put("a", _v("t1", D2), DETAILS)
@@ -389,7 +390,7 @@ def test_what_names_of_an_older_release_stood_for_is_their_version_1(
     tmp_path: Path, num_migrations: int
 ) -> None:
     database = old_database(tmp_path / "slora.db", num_migrations)
-    registry = Registry(database)
+    registry = Registry(SqliteStorage(database))
     assert [rollout.label for rollout in registry.list("t1")] == ["old", "pinned"]
     old, pinned = registry.rollout("t1", "old"), registry.rollout("t1", "pinned")
     assert (old.pinned, pinned.pinned) == (False, num_migrations == 2)

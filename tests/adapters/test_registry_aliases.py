@@ -18,6 +18,7 @@ from slora_adapters.database import Database
 from slora_adapters.errors import AdapterInUse, AdapterNotFound, AliasConflict, BadAlias
 from slora_adapters.reference import LATEST
 from slora_adapters.registry import MAX_ALIASES, AdapterDetails, Registry
+from slora_adapters.sqlite_storage import SqliteStorage
 from slora_adapters.version import AdapterVersion
 
 DIGESTS = tuple(digit * 64 for digit in "1234")
@@ -32,7 +33,7 @@ def push(registry: Registry, digest: int, name: str = "a", tenant: str = "t1") -
 def registry(tmp_path: Path) -> Iterator[Registry]:
     """With three versions of the name `a` of `t1`."""
     database = Database(tmp_path / "slora.db")
-    registry = Registry(database)
+    registry = Registry(SqliteStorage(database))
     for digest in range(3):
         push(registry, digest)
     yield registry
@@ -53,7 +54,7 @@ def test_an_alias_moves_only_from_where_it_is_expected_to_be(registry: Registry)
 
 def test_another_process_sees_a_move_and_a_rollback_at_once(registry: Registry, tmp_path: Path) -> None:
     database = Database(tmp_path / "slora.db")
-    other = Registry(database)
+    other = Registry(SqliteStorage(database))
     registry.move("t1", "a", "prod", {1: 100})
     assert other.get("t1", "a@prod").number == 1
     other.move("t1", "a", "prod", {2: 100})
@@ -210,7 +211,7 @@ class AgainstModel(RuleBasedStateMachine):
     def open(self) -> None:
         self.directory = TemporaryDirectory()
         self.database = Database(Path(self.directory.name) / "slora.db")
-        self.registry = Registry(self.database)
+        self.registry = Registry(SqliteStorage(self.database))
         self.plain: dict[tuple[str, str], PlainName] = {}
 
     def teardown(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from slora_adapters.database import Database
 from slora_adapters.registry import Registry
+from slora_adapters.sqlite_storage import SqliteStorage
 
 # Each round pushes version n, moves `prod` from n-1 to it and deletes n-1, and says so after each.
 ROLLOUT = """
@@ -16,9 +17,10 @@ import sys
 from slora_adapters.adapter import AdapterExtras
 from slora_adapters.database import Database
 from slora_adapters.registry import AdapterDetails, Registry
+from slora_adapters.sqlite_storage import SqliteStorage
 from slora_adapters.version import AdapterVersion
 
-registry = Registry(Database(sys.argv[1]))
+registry = Registry(SqliteStorage(Database(sys.argv[1])))
 details = AdapterDetails(8, ("q_proj",), 4096, AdapterExtras())
 for number in range(1, 10_000):
     registry.put("voice", AdapterVersion("t", f"{number:064x}"), details)
@@ -49,7 +51,7 @@ def test_a_rollout_that_is_killed_leaves_what_it_acknowledged_and_nothing_half_d
             what, number = line.split()
             acknowledged[what] = int(number)
     database = Database(path)
-    registry = Registry(database)
+    registry = Registry(SqliteStorage(database))
     numbers = {record.number for record in registry.versions("t", "voice")}
     newest, oldest = max(numbers), min(numbers)
     assert newest - acknowledged["pushed"] in (0, 1) and registry.get("t", "voice").number == newest

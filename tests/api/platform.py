@@ -14,6 +14,7 @@ from slora_adapters.database import Database
 from slora_adapters.file_store import FileStore
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.registry import Registry
+from slora_adapters.sqlite_storage import SqliteStorage
 from slora_api.adapter_quota import AdapterQuota
 from slora_api.admin_key import open_admin_key
 from slora_api.admission import Admission
@@ -104,7 +105,7 @@ def running_platform(
     inspector = Inspector(quarantine, SHAPE, limits, bounds)
     base = BaseModel("base", BaseIdentity(directory / "base", ("base", "tiny-base")), GenerationDefaults(), 1)
     quota = AdapterQuota(chosen.max_versions_per_tenant, chosen.max_adapter_bytes_per_tenant)
-    tenancy, registry = Tenancy(database, pepper), Registry(database)
+    tenancy, registry = Tenancy(database, pepper), Registry(SqliteStorage(database))
     pinning = Pinning(registry, tenancy, engine)
     adapters = Catalog(registry, FileStore(directory / "adapters"))
     catalog = ModelCatalog(

@@ -26,6 +26,7 @@ from slora_adapters.database import Database
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft_directory import parse_adapter
 from slora_adapters.registry import AdapterDetails, Registry
+from slora_adapters.sqlite_storage import SqliteStorage
 from slora_adapters.version import AdapterVersion
 from slora_api.schemas import GenerationFields
 from tests.adapters.hand_made import SHAPE, make_members, make_tensors
@@ -613,8 +614,8 @@ def test_a_request_whose_adapter_is_deleted_for_a_newer_one_is_answered_by_that(
         adapter = parse_adapter({n: memoryview(raw) for n, raw in newer.items()}, SHAPE, AdapterLimits())
         database = Database(platform.directory / "slora.db")
         details = AdapterDetails(2, ("q_proj",), 1, adapter.extras)
-        Registry(database).put("moving", AdapterVersion("mover", adapter.digest), details)
-        Registry(database).delete("mover", "moving@1")
+        Registry(SqliteStorage(database)).put("moving", AdapterVersion("mover", adapter.digest), details)
+        Registry(SqliteStorage(database)).delete("mover", "moving@1")
         database.close()
 
     platform.engine.on_request = replace
@@ -630,7 +631,7 @@ def test_a_request_whose_adapter_is_deleted_under_it_is_told_that_there_is_none(
 
     def delete(request: EngineRequest) -> None:
         database = Database(platform.directory / "slora.db")
-        Registry(database).delete("loser", "gone")
+        Registry(SqliteStorage(database)).delete("loser", "gone")
         database.close()
 
     platform.engine.on_request = delete

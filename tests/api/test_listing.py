@@ -11,6 +11,7 @@ import pytest
 from slora_adapters.adapter import AdapterExtras
 from slora_adapters.database import Database
 from slora_adapters.registry import AdapterDetails, Registry
+from slora_adapters.sqlite_storage import SqliteStorage
 from slora_adapters.version import AdapterVersion
 from slora_api.cli import main
 from tests.api.platform import Platform, running_platform
@@ -32,7 +33,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 def registry(platform: Platform) -> Iterator[Registry]:
     """The platform's own, without the uploads that it takes to fill it."""
     database = Database(platform.directory / "slora.db")
-    yield Registry(database)
+    yield Registry(SqliteStorage(database))
     database.close()
 
 

@@ -13,6 +13,7 @@ from slora_adapters.adapter import AdapterExtras
 from slora_adapters.database import Database
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.registry import AdapterDetails, Registry, Rollout
+from slora_adapters.sqlite_storage import SqliteStorage
 from slora_adapters.version import AdapterVersion
 from slora_api.api_key import Pepper
 from slora_api.cli import main
@@ -191,7 +192,7 @@ class Shaky(Registry):
     """Does not answer when it is first asked."""
 
     def __init__(self, database: Database) -> None:
-        super().__init__(database)
+        super().__init__(SqliteStorage(database))
         self.num_asked = 0
 
     def pinned(self) -> list[Rollout]:
