@@ -130,6 +130,16 @@ def make_redis() -> Iterator[type[RedisServer]]:
             server.kill()
 
 
+@pytest.fixture(scope="session")
+def shared_redis() -> Iterator[RedisServer]:
+    """One that is fit to keep things, for tests that kill nothing; each finds in it what it puts there itself."""
+    with tempfile.TemporaryDirectory(prefix="redis-") as folder:
+        server = RedisServer(Path(folder), *DURABLE)
+        server.start()
+        yield server
+        server.kill()
+
+
 @pytest.fixture
 def redis_server(make_redis) -> RedisServer:
     """A server that is fit to be the only store of adapters."""

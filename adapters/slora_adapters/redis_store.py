@@ -14,19 +14,22 @@ Needs the package redis, so only `store_url.py` loads this module.
 """
 
 import json
-import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from slora_adapters.blob_name import check_digest, check_member_name, is_digest
-from slora_adapters.errors import AdapterNotFound, StoreUnavailable, StoreUnfit
+from slora_adapters.durable_redis import (
+    DURABLE_TIMEOUT_S,
+    as_unavailable,
+    check_settings,
+    connect,
+    wait_for_disk,
+)
+from slora_adapters.errors import AdapterNotFound, StoreUnavailable
 from slora_adapters.local_blob import LocalBlob
 from slora_adapters.redis_blob import CHUNK_BYTES, TIER, RedisBlob
 from slora_adapters.store import Blob
@@ -35,11 +38,7 @@ from slora_adapters.store import Blob
 UPLOAD_EXPIRY_S = 3600
 # A warm copy that nobody reads is gone after this time.
 WARM_EXPIRY_S = 24 * 3600
-# An upload is refused if Redis takes longer to bring it to its disk; busy disks stall for tens of seconds.
-_DISK_WAIT_S = 60.0
-# One question's part of that, well within the socket's time; and the pause between two questions that do not wait.
-_DISK_QUESTION_S = 5.0
-_DISK_PAUSE_S = 0.01
+_WARM_TIMEOUT_S = 5.0
 
 # KEYS: manifest, then the new chunks. ARGV: members, upload, seconds to live (0: for ever), first part of chunk keys.
 # Returns 0 if a chunk is missing, else 1. The chunks that the manifest named before are deleted.
@@ -74,16 +73,14 @@ def open_redis_store(url: str, *, durable: bool) -> "RedisStore":
     """A store on the Redis at `url`. Raises StoreUnavailable if `durable` and it does not answer, StoreUnfit if it
     could lose data; a warm tier may be down, and is not contacted here.
     """
-    client = redis.Redis.from_url(
-        url,
-        socket_connect_timeout=2.0,
-        socket_timeout=20.0 if durable else 5.0,
-        retry=Retry(NoBackoff(), 1 if durable else 0),
-    )
-    store = RedisStore(client, durable=durable)
+    client = connect(url, DURABLE_TIMEOUT_S if durable else _WARM_TIMEOUT_S, num_retries=1 if durable else 0)
     if durable:
-        store.check_settings()
-    return store
+        check_settings(
+            client,
+            "this Redis could lose adapters; as the only store",
+            "Set that, or use a file store and give this Redis as its warm tier",
+        )
+    return RedisStore(client, durable=durable)
 
 
 class RedisStore:
@@ -98,23 +95,6 @@ class RedisStore:
         self._commit = client.register_script(_COMMIT)
         self._delete = client.register_script(_DELETE)
 
-    def check_settings(self) -> None:
-        """Raises StoreUnfit, naming what to set, unless this Redis keeps what it is given."""
-        with _as_unavailable():
-            info: dict[str, Any] = {**self._client.info("persistence"), **self._client.info("memory")}
-        faults = []
-        if not info.get("aof_enabled"):
-            faults.append("'appendonly yes' (it is no)")
-        if info.get("maxmemory_policy") != "noeviction":
-            faults.append(f"'maxmemory-policy noeviction' (it is {info.get('maxmemory_policy')})")
-        if self._setting("appendfsync") == "no":
-            faults.append("'appendfsync everysec' or 'always' (it is no)")
-        if faults:
-            raise StoreUnfit(
-                f"this Redis could lose adapters; as the only store it needs {' and '.join(faults)}. "
-                "Set that, or use a file store and give this Redis as its warm tier"
-            )
-
     def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
         self._put(digest, _local_blobs(members))
 
@@ -122,7 +102,7 @@ class RedisStore:
         self._put(digest, [blob])
 
     def open(self, digest: str) -> RedisBlob:
-        with _as_unavailable():
+        with as_unavailable():
             found = self._client.hmget(_manifest_key(digest), ["members", "upload"])
             manifest = None if None in found else _parse_manifest(found[0])
             if manifest is None:
@@ -132,11 +112,11 @@ class RedisStore:
             return RedisBlob(self._client.connection_pool, prefix, manifest)
 
     def exists(self, digest: str) -> bool:
-        with _as_unavailable():
+        with as_unavailable():
             return bool(self._client.exists(_manifest_key(digest)))
 
     def delete(self, digest: str) -> None:
-        with _as_unavailable():
+        with as_unavailable():
             self._delete(keys=[_manifest_key(digest)], args=[_chunk_prefix(digest)])
 
     def distrust(self, digest: str) -> bool:
@@ -144,13 +124,13 @@ class RedisStore:
         return False
 
     def digests(self) -> Iterator[str]:
-        with _as_unavailable():
+        with as_unavailable():
             found = [key.decode() for key in self._client.scan_iter("slora:{*}:m", count=1000)]
         names = {key.removeprefix("slora:{").removesuffix("}:m") for key in found}
         return (name for name in names if is_digest(name))
 
     def check(self) -> None:
-        with _as_unavailable():
+        with as_unavailable():
             self._client.ping()
 
     def close(self) -> None:
@@ -163,7 +143,7 @@ class RedisStore:
         keys: list[str] = []
         manifest: list[tuple[str, int]] = []
         buffer = memoryview(bytearray(CHUNK_BYTES))
-        with _as_unavailable(), self._client.client() as connection:
+        with as_unavailable(), self._client.client() as connection:
             for part, name, num_bytes in ((p, *member) for p in blobs for member in p.members.items()):
                 manifest.append((check_member_name(name), num_bytes))
                 for start in range(0, num_bytes, CHUNK_BYTES):
@@ -178,7 +158,8 @@ class RedisStore:
             )
             if not done:
                 raise StoreUnavailable("Redis dropped part of the upload; it may be short of memory")
-            self._wait_for_disk(connection)
+            if self._durable:
+                wait_for_disk(connection)
 
     def _keep_warm(self, digest: str, prefix: str, manifest: list[tuple[str, int]]) -> None:
         """A warm copy lives for a while after its last use."""
@@ -190,43 +171,6 @@ class RedisStore:
             for chunk_id in range(num_chunks):
                 pipeline.expire(f"{prefix}{chunk_id}", self._expiry_s)
             pipeline.execute()
-
-    def _wait_for_disk(self, connection: "redis.Redis[bytes]") -> None:
-        """Waits until what was put survives the death of Redis; from Redis 7.2 on, that of its machine, too.
-
-        Before 7.2 Redis can't be asked to wait for its disk. `appendfsync always` answers after the disk. `everysec`
-        answers earlier: while an earlier fsync goes on, it keeps what it was told in a buffer of its own, for up to two
-        seconds, and its death loses that. So this waits until the buffer is empty, which leaves the second that
-        everysec is about for the death of the machine.
-        """
-        if not self._durable:
-            return
-        deadline = time.monotonic() + _DISK_WAIT_S
-        while not self._is_kept(connection):
-            if time.monotonic() > deadline:
-                raise StoreUnavailable(f"Redis took longer than {_DISK_WAIT_S:.0f} s to write to its disk")
-
-    def _is_kept(self, connection: "redis.Redis[bytes]") -> bool:
-        """Whether all of the connection's writes are in the append-only file; waits a moment for it."""
-        try:
-            synced, _ = connection.execute_command("WAITAOF", 1, 0, int(_DISK_QUESTION_S * 1000))
-            return bool(synced)
-        except redis.ResponseError as error:
-            if "unknown command" not in str(error).lower():
-                raise
-        if connection.info("persistence").get("aof_buffer_length", 0) == 0:
-            return True
-        time.sleep(_DISK_PAUSE_S)
-        return False
-
-    def _setting(self, name: str) -> str | None:
-        """Hosted Redis often forbids CONFIG; then nobody can tell."""
-        try:
-            with _as_unavailable():
-                value: str | None = self._client.config_get(name).get(name)
-                return value
-        except StoreUnavailable:
-            return None
 
 
 def _local_blobs(members: Mapping[str, Path | bytes]) -> Iterator[Blob]:
@@ -255,11 +199,3 @@ def _manifest_key(digest: str) -> str:
 
 def _chunk_prefix(digest: str) -> str:
     return f"slora:{{{digest}}}:c:"
-
-
-@contextmanager
-def _as_unavailable() -> Iterator[None]:
-    try:
-        yield
-    except redis.RedisError as error:
-        raise StoreUnavailable(f"Redis does not answer as it should: {error}") from error

@@ -21,7 +21,7 @@ whether a tenant exists.
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from slora_adapters.adapter_record import (
@@ -34,7 +34,7 @@ from slora_adapters.adapter_record import (
 )
 from slora_adapters.alias import Targets
 from slora_adapters.blob_name import check_digest
-from slora_adapters.errors import BadAdapterName, BadAlias
+from slora_adapters.errors import BadAdapterName, BadAlias, StoreUnavailable
 from slora_adapters.named_adapter import MAX_ALIASES, NamedAdapter, not_found
 from slora_adapters.reference import AdapterReference, check_adapter_name, parse_reference
 from slora_adapters.registry_storage import (
@@ -238,7 +238,8 @@ class Registry:
         try:
             yield reservation
         finally:
-            self._storage.give_back(reservation)
+            with suppress(StoreUnavailable):  # then it runs out by itself
+                self._storage.give_back(reservation)
 
     def collect(self, digest: str, drop: Callable[[str], None]) -> bool:
         """Calls `drop(digest)` if nobody refers to the blob or has reserved it. Returns whether it did.

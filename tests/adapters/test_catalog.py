@@ -1,11 +1,10 @@
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from slora_adapters.catalog import Catalog
-from slora_adapters.database import Database
 from slora_adapters.errors import AdapterNotFound, BadAdapterName, StoreUnavailable
 from slora_adapters.file_store import FileStore
 from slora_adapters.inspection import inspect
@@ -13,15 +12,13 @@ from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft_directory import parse_adapter
 from slora_adapters.registry import Publication, Registry
 from tests.adapters.blobs import read_members
-from slora_adapters.sqlite_storage import SqliteStorage
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, write_directory
+from tests.adapters.registry_places import OpenStorage
 
 
 @pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    database = Database(tmp_path / "slora.db")
-    yield Catalog(Registry(SqliteStorage(database)), FileStore(tmp_path / "store"))
-    database.close()
+def catalog(tmp_path: Path, open_storage: OpenStorage) -> Catalog:
+    return Catalog(Registry(open_storage()), FileStore(tmp_path / "store"))
 
 
 def _publish(catalog: Catalog, folder: Path, tenant: str = "t1", name: str = "a", **what) -> Publication:
@@ -137,7 +134,7 @@ def test_a_store_that_is_down_does_not_undo_a_deletion(
     assert catalog.registry.list("t1") == [] and "stays until the next sweep" in caplog.text
     caplog.clear()
     with pytest.raises(StoreUnavailable):
-        _publish(catalog, tmp_path / "2")
+        _publish(catalog, tmp_path / "2", tensors=make_tensors(seed=1))
     assert catalog.registry.list("t1") == []
     assert not caplog.records, "it was asked to delete what it could not put, with the database locked"
 

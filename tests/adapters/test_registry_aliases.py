@@ -1,25 +1,41 @@
 """Aliases in the registry: moves, rollbacks and deletions, also against a plain model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from slora_adapters.adapter import AdapterExtras
 from slora_adapters.alias import MAX_HISTORY
-from slora_adapters.database import Database
-from slora_adapters.errors import AdapterInUse, AdapterNotFound, AliasConflict, BadAlias
+from slora_adapters.errors import AdapterError, AdapterInUse, AdapterNotFound, AliasConflict, BadAlias
 from slora_adapters.reference import LATEST
-from slora_adapters.registry import MAX_ALIASES, AdapterDetails, Registry
-from slora_adapters.sqlite_storage import SqliteStorage
+from slora_adapters.registry import (
+    MAX_ALIASES,
+    AdapterDetails,
+    Changes,
+    Holdings,
+    Registry,
+    Removal,
+    Rollout,
+)
 from slora_adapters.version import AdapterVersion
+from tests.adapters.registry_places import OpenStorage, storage_opener
+from tests.redis_server import RedisServer
 
 DIGESTS = tuple(digit * 64 for digit in "1234")
 DETAILS = AdapterDetails(8, ("q_proj",), 4096, AdapterExtras())
@@ -30,14 +46,12 @@ def push(registry: Registry, digest: int, name: str = "a", tenant: str = "t1") -
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Iterator[Registry]:
+def registry(open_storage: OpenStorage) -> Registry:
     """With three versions of the name `a` of `t1`."""
-    database = Database(tmp_path / "slora.db")
-    registry = Registry(SqliteStorage(database))
+    registry = Registry(open_storage())
     for digest in range(3):
         push(registry, digest)
-    yield registry
-    database.close()
+    return registry
 
 
 def test_an_alias_moves_only_from_where_it_is_expected_to_be(registry: Registry) -> None:
@@ -52,16 +66,16 @@ def test_an_alias_moves_only_from_where_it_is_expected_to_be(registry: Registry)
     assert registry.roll_back("t1", "a", "prod").targets == {1: 100}, "and has moved it once"
 
 
-def test_another_process_sees_a_move_and_a_rollback_at_once(registry: Registry, tmp_path: Path) -> None:
-    database = Database(tmp_path / "slora.db")
-    other = Registry(SqliteStorage(database))
+def test_another_process_sees_a_move_and_a_rollback_at_once(
+    registry: Registry, open_storage: OpenStorage
+) -> None:
+    other = Registry(open_storage())
     registry.move("t1", "a", "prod", {1: 100})
     assert other.get("t1", "a@prod").number == 1
     other.move("t1", "a", "prod", {2: 100})
     assert registry.get("t1", "a@prod").number == 2
     registry.roll_back("t1", "a", "prod")
     assert other.get("t1", "a@prod").number == 1
-    database.close()
 
 
 def test_of_many_who_move_it_from_the_same_place_one_does(registry: Registry) -> None:
@@ -184,6 +198,7 @@ def test_aliases_of_a_name_are_bounded(registry: Registry) -> None:
 class PlainAlias:
     targets: dict[int, int]
     follows: bool
+    pinned: bool = False
     before: list[tuple[dict[int, int], bool]] = field(default_factory=list)
 
     def move(self, targets: dict[int, int], follows: bool) -> None:
@@ -204,23 +219,56 @@ keys = st.sampled_from([*[("t1", "a")] * 4, ("t1", "b"), ("t2", "a")])
 aliases, digests = st.sampled_from([LATEST, "prod"]), st.sampled_from(range(3))
 
 
+def plainly(value: Any) -> Any:
+    """Without what is drawn, and without the time, so that two registries can be compared."""
+    if isinstance(value, Rollout):
+        targets = {number: (value.targets[number], one.version) for number, one in value.records.items()}
+        return value.tenant, value.label, targets, value.follows_pushes, value.pinned
+    if isinstance(value, Removal):
+        records = [record.label for record in value.records]
+        return records, set(value.orphaned), set(value.unreferenced), value.moved_pin
+    if isinstance(value, Changes):
+        return [(one.tenant, one.name, set(one.orphaned), one.moved_pin) for one in value.changes]
+    return value
+
+
 class AgainstModel(RuleBasedStateMachine):
-    """Everything that can be asked is compared after each step; so is which weights each deletion orphans."""
+    """Everything that can be asked is compared after each step, of both registries, and what their feeds tell; so is
+    which weights each deletion orphans."""
+
+    server: RedisServer
 
     @initialize()
     def open(self) -> None:
-        self.directory = TemporaryDirectory()
-        self.database = Database(Path(self.directory.name) / "slora.db")
-        self.registry = Registry(SqliteStorage(self.database))
+        self.stack = ExitStack()
+        folder = Path(self.stack.enter_context(TemporaryDirectory()))
+        self.registries = [
+            Registry(storage_opener(kind, folder, self.stack, lambda fixture: self.server)())
+            for kind in ("sqlite", "redis")
+        ]
+        self.cursors = [registry.changes().cursor for registry in self.registries]
         self.plain: dict[tuple[str, str], PlainName] = {}
 
     def teardown(self) -> None:
-        self.database.close()
-        self.directory.cleanup()
+        self.stack.close()
+
+    def each(self, ask: Callable[[Registry], Any]) -> Any:
+        """What all registries answer, or refuse, alike."""
+        answers: list[Any] = []
+        for registry in self.registries:
+            try:
+                answers.append(ask(registry))
+            except AdapterError as error:
+                answers.append(error)
+        first, *others = [str(one) if isinstance(one, Exception) else plainly(one) for one in answers]
+        assert others == [first]
+        if isinstance(answers[0], Exception):
+            raise answers[0]
+        return answers[0]
 
     @rule(key=keys, digest=digests)
     def push(self, key: tuple[str, str], digest: int) -> None:
-        number = push(self.registry, digest, key[1], key[0])
+        number = self.each(lambda registry: push(registry, digest, key[1], key[0]))
         plain = self.plain.setdefault(key, PlainName())
         if plain.versions and plain.versions[max(plain.versions)] == digest:
             assert number == max(plain.versions)
@@ -245,7 +293,7 @@ class AgainstModel(RuleBasedStateMachine):
         first, second = (data.draw(st.integers(1, plain.last + 1)) for _ in range(2))
         targets = {first: weight, second: 100 - weight} if first != second and weight < 100 else {first: 100}
         try:
-            self.registry.move(*key, alias, targets, follows_pushes=follows)
+            self.each(lambda registry: registry.move(*key, alias, targets, follows_pushes=follows))
         except AdapterNotFound:
             assert not plain.versions.keys() >= targets.keys()
             return
@@ -261,7 +309,7 @@ class AgainstModel(RuleBasedStateMachine):
         alias = data.draw(st.sampled_from(sorted(plain.aliases)))
         one = plain.aliases[alias]
         try:
-            self.registry.roll_back(*key, alias)
+            self.each(lambda registry: registry.roll_back(*key, alias))
         except AliasConflict:
             assert not one.before
         else:
@@ -271,8 +319,26 @@ class AgainstModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def delete_alias(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from([key for key, one in self.plain.items() if "prod" in one.aliases]))
-        self.registry.delete_alias(*key, "prod")
+        self.each(lambda registry: registry.delete_alias(*key, "prod"))
         del self.plain[key].aliases["prod"]
+
+    @precondition(lambda self: self.plain)
+    @rule(pinned=st.booleans(), data=st.data())
+    def pin(self, pinned: bool, data: st.DataObject) -> None:
+        key, plain = self.there(data)
+        alias = data.draw(st.sampled_from(sorted(plain.aliases)))
+        told: list[list[Any]] = []
+
+        def set_pinned(registry: Registry) -> Rollout:
+            if not pinned:
+                return registry.unpin(key[0], f"{key[1]}@{alias}")
+            return registry.pin(
+                key[0], f"{key[1]}@{alias}", lambda one, others: told.append([*map(plainly, others)])
+            )
+
+        assert self.each(set_pinned).pinned is pinned
+        assert not told or told[0] == told[1]
+        plain.aliases[alias].pinned = pinned
 
     @precondition(lambda self: self.plain)
     @rule(force=st.booleans(), data=st.data())
@@ -292,7 +358,7 @@ class AgainstModel(RuleBasedStateMachine):
         self, key: tuple[str, str], reference: str, numbers: set[int], using: set[str], force: bool
     ) -> None:
         try:
-            removal = self.registry.delete(key[0], reference, force=force)
+            removal = self.each(lambda registry: registry.delete(key[0], reference, force=force))
         except AdapterInUse as error:
             assert not force and set(error.aliases) == using
             return
@@ -307,7 +373,7 @@ class AgainstModel(RuleBasedStateMachine):
                 left[heaviest] += 100 - sum(left.values())
                 one.targets = left
             elif alias == LATEST and plain.versions:
-                plain.aliases[alias] = PlainAlias({max(plain.versions): 100}, one.follows)
+                plain.aliases[alias] = PlainAlias({max(plain.versions): 100}, one.follows, one.pinned)
             else:
                 del plain.aliases[alias]
         if not plain.versions:
@@ -324,12 +390,28 @@ class AgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def everything_is_as_in_the_model(self) -> None:
-        if not hasattr(self, "registry"):
+        if not hasattr(self, "registries"):
             return
+        changes = [
+            registry.changes(cursor) for registry, cursor in zip(self.registries, self.cursors, strict=True)
+        ]
+        self.cursors = [one.cursor for one in changes]
+        assert not any(one.resync for one in changes) and plainly(changes[0]) == plainly(changes[1])
+        for registry in self.registries:
+            self.compare(registry)
+
+    def compare(self, registry: Registry) -> None:
+        pinned = {
+            (owner, name, alias): one.targets
+            for (owner, name), plain in sorted(self.plain.items())
+            for alias, one in sorted(plain.aliases.items())
+            if one.pinned
+        }
+        assert {(one.tenant, one.main.name, one.alias): one.targets for one in registry.pinned()} == pinned
         for tenant in ("t1", "t2"):
             own = {name: one for (owner, name), one in self.plain.items() if owner == tenant}
-            assert [one.label for one in self.registry.list(tenant)] == sorted(own)
-            rollouts = self.registry.rollouts(tenant)
+            assert [one.label for one in registry.list(tenant)] == sorted(own)
+            rollouts = registry.rollouts(tenant)
             assert {(one.main.name, one.alias): (one.targets, one.follows_pushes) for one in rollouts} == {
                 (name, alias): (one.targets, one.follows)
                 for name, plain in own.items()
@@ -337,11 +419,16 @@ class AgainstModel(RuleBasedStateMachine):
             }
             for name, plain in own.items():
                 assert {
-                    record.number: record.version.digest for record in self.registry.versions(tenant, name)
+                    record.number: record.version.digest for record in registry.versions(tenant, name)
                 } == {number: DIGESTS[digest] for number, digest in plain.versions.items()}
-                assert self.registry.get(tenant, name).number in plain.aliases[LATEST].targets
+                assert registry.get(tenant, name).number in plain.aliases[LATEST].targets
+            versions = [DIGESTS[digest] for one in own.values() for digest in one.versions.values()]
+            sizes = dict.fromkeys(versions, DETAILS.num_bytes)
+            assert registry.holdings(tenant) == Holdings(len(versions), sizes)
 
 
-TestAgainstModel = AgainstModel.TestCase
-# Each step is a commit to disk or two.
-TestAgainstModel.settings = settings(max_examples=settings.default.max_examples // 3, stateful_step_count=50)
+def test_both_do_what_a_plain_model_does(shared_redis: RedisServer) -> None:
+    machine = type("OverBoth", (AgainstModel,), {"server": shared_redis})
+    # Each step is a commit to disk or two.
+    counts = settings(max_examples=settings.default.max_examples // 4, stateful_step_count=50)
+    run_state_machine_as_test(machine, settings=counts)
