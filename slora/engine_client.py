@@ -7,7 +7,7 @@ ends), fails what was in flight with EngineUnavailable, and connects again when 
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -89,6 +89,12 @@ class RemoteEngine:
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._on_hello: Callable[[], None] = lambda: None
+        self._versions: set[AdapterVersion] = set()
+
+    @property
+    def versions(self) -> Set[AdapterVersion]:
+        """What the engine may hold: all that it was asked for and not told to forget, since it was started."""
+        return self._versions
 
     @property
     def ready(self) -> bool:
@@ -121,6 +127,8 @@ class RemoteEngine:
             await asyncio.sleep(_RECONNECT_S)
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        if request.adapter is not None:
+            self._versions.add(request.adapter)
         return self._streams.read(request, lambda request: self._send(encode_add(request)), self._abort)
 
     def end_choice(self, request_id: str, index: int) -> None:
@@ -132,14 +140,17 @@ class RemoteEngine:
         return stats
 
     async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
+        self._versions.add(version)
         place: AdapterPlace = await self._ask(encode_prewarm(version, share))
         return place
 
     async def forget(self, version: AdapterVersion) -> None:
+        self._versions.discard(version)
         if self._writer is not None:
             await self._send({"op": "forget", "version": encode_version(version)})
 
     async def set_pins(self, pins: Sequence[Pin]) -> None:
+        self._versions.update(pin.version for pin in pins)
         await self._send(encode_pins(pins))
 
     def _abort(self, request_id: str, index: int | None = None) -> None:
@@ -192,6 +203,7 @@ class RemoteEngine:
         """The engine is gone."""
         self._writer = None
         self._loader_connected = False
+        self._versions.clear()
         self._streams.fail(EngineUnavailable(_DIED))
         for answer in self._asked.values():
             if not answer.done():

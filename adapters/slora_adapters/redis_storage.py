@@ -304,7 +304,7 @@ class RedisStorage:
         return [named.records[number] for number in sorted(named.records, reverse=True)]
 
     def holdings(self, tenant: str) -> Holdings:
-        with as_unavailable(), self._reader.pipeline() as pipeline:
+        with as_unavailable(), self._pipeline() as pipeline:
             counts, sizes = pipeline.hvals(_key("weights", tenant)).hgetall(_key("sizes", tenant)).execute()
         return Holdings(sum(map(int, counts)), {digest.decode(): int(size) for digest, size in sizes.items()})
 
@@ -313,13 +313,13 @@ class RedisStorage:
             return self._read_pinned(self._reader.smembers(f"{_PREFIX}pins"))
 
     def named(self, versions: Collection[AdapterVersion]) -> set[AdapterVersion]:
-        with as_unavailable(), self._reader.pipeline(transaction=False) as pipeline:
+        with as_unavailable(), self._pipeline() as pipeline:
             for version in versions:
                 pipeline.hexists(_key("weights", version.tenant), version.digest)
             return {version for version, has in zip(versions, pipeline.execute(), strict=True) if has}
 
     def is_referenced(self, digest: str, now: float) -> bool:
-        with as_unavailable(), self._reader.pipeline() as pipeline:
+        with as_unavailable(), self._pipeline() as pipeline:
             pipeline.scard(_key("owners", digest)).zcount(_key("reserved", digest), f"({now!r}", "+inf")
             return any(pipeline.execute())
 
@@ -348,7 +348,7 @@ class RedisStorage:
         self, key: NameKey, edit: Callable[[NamedAdapter, Sequence[Rollout]], T]
     ) -> tuple[T, Change]:
         def once() -> tuple[T, Change] | None:
-            with as_unavailable(), self._reader.pipeline() as pipeline:
+            with as_unavailable(), self._pipeline() as pipeline:
                 pipeline.get(f"{_PREFIX}pins_revision").smembers(f"{_PREFIX}pins")
                 pins_revision, members = pipeline.execute()
                 pinned = self._read_pinned(members)
@@ -402,7 +402,7 @@ class RedisStorage:
     def changes(self, cursor: str | None) -> Changes:
         run, _, position = (cursor or "").partition("/")
         entry, _, _ = position.partition("/")
-        with as_unavailable(), self._reader.pipeline() as pipeline:
+        with as_unavailable(), self._pipeline() as pipeline:
             pipeline.info("server").xrevrange(f"{_PREFIX}changes", count=1)
             if cursor is not None:
                 pipeline.xrange(f"{_PREFIX}changes", entry, "+", count=_MAX_CHANGES + 1)
@@ -418,6 +418,10 @@ class RedisStorage:
     def close(self) -> None:
         self._reader.close()
         self._writer.close()
+
+    def _pipeline(self) -> Any:
+        """Several questions at once. Not MULTI, which a full Redis refuses, whatever is in it."""
+        return self._reader.pipeline(transaction=False)
 
     def _read(self, asks: Sequence[Mapping[str, Any]]) -> list[tuple[NamedAdapter, str]]:
         """Names and their revisions, empty for one that is not there."""

@@ -27,11 +27,17 @@ class AdapterReference:
     alias: str | None
 
     @property
+    def target(self) -> int | str:
+        """The one that is given."""
+        if self.alias is None:
+            assert self.number is not None
+            return self.number
+        return self.alias
+
+    @property
     def text(self) -> str:
         """As it is written, in short."""
-        if self.alias == LATEST:
-            return self.name
-        return f"{self.name}@{self.number if self.alias is None else self.alias}"
+        return self.name if self.alias == LATEST else f"{self.name}@{self.target}"
 
 
 def check_adapter_name(name: str) -> str:

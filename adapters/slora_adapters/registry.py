@@ -35,6 +35,7 @@ from slora_adapters.adapter_record import (
 from slora_adapters.alias import Targets
 from slora_adapters.blob_name import check_digest
 from slora_adapters.errors import BadAdapterName, BadAlias, StoreUnavailable
+from slora_adapters.name_cache import NameCache
 from slora_adapters.named_adapter import MAX_ALIASES, NamedAdapter, not_found
 from slora_adapters.reference import AdapterReference, check_adapter_name, parse_reference
 from slora_adapters.registry_storage import (
@@ -68,11 +69,24 @@ PinCheck = Callable[[Rollout, Sequence[Rollout]], None]
 
 class Registry:
     """Adapters in a shared storage. Methods raise StoreUnavailable when it does not answer, and AdapterNotFound in the
-    same words for what only another tenant has."""
+    same words for what only another tenant has.
 
-    def __init__(self, storage: RegistryStorage, clock: Callable[[], float] = time.time) -> None:
+    cache: for a storage that is far away. `get` and `rollout` answer from it what they were asked before, even while
+    the storage does not answer; what this process changes it forgets at once, and what others change when `changes`
+    tells, which must then be asked all the time.
+    """
+
+    def __init__(
+        self,
+        storage: RegistryStorage,
+        clock: Callable[[], float] = time.time,
+        cache: NameCache | None = None,
+    ) -> None:
         self._storage = storage
         self._clock = clock
+        self._cache = cache
+        # Why the feed could not be read when it was last asked for.
+        self._cut_off: StoreUnavailable | None = None
 
     # -- looking up -------------------------------------------------------------------------------------------------
 
@@ -90,6 +104,18 @@ class Registry:
         if not isinstance(found, Rollout):
             raise not_found(reference)
         return found
+
+    def is_near(self, tenant: str, reference: str) -> bool:
+        """Whether `get` and `rollout` answer within microseconds, and may be called on an event loop."""
+        if self._cache is None or self._cut_off is not None:
+            return True
+        wanted = _parse(reference)
+        return self._cache.get((tenant, wanted.name), wanted.target) is not None
+
+    def doubt(self, tenant: str, reference: str) -> None:
+        """The next lookup of this name asks the storage."""
+        if self._cache is not None:
+            self._cache.drop((tenant, _parse(reference).name))
 
     def rollouts(
         self, tenant: str, *, limit: int | None = None, after: tuple[str, str] | None = None
@@ -222,7 +248,9 @@ class Registry:
                 check(rollout, others)
             return named.set_pinned(alias, pinned=True)
 
-        return self._storage.change_pins((tenant, name), pin)[0]
+        pinned, _ = self._storage.change_pins((tenant, name), pin)
+        self._forget((tenant, name))
+        return pinned
 
     def unpin(self, tenant: str, reference: str) -> Rollout:
         """One that is not pinned stays so. Raises AdapterNotFound, BadAlias for a version by its number."""
@@ -252,7 +280,18 @@ class Registry:
 
     def changes(self, cursor: str | None = None) -> Changes:
         """What all processes did since a cursor, in order; None is to begin with. See `registry_storage.py`."""
-        return self._storage.changes(cursor)
+        try:
+            changes = self._storage.changes(cursor)
+        except StoreUnavailable as error:
+            self._cut_off = error
+            raise
+        self._cut_off = None
+        if self._cache is not None:
+            if changes.resync:
+                self._cache.clear()
+            for change in changes.changes:
+                self._cache.drop((change.tenant, change.name))
+        return changes
 
     def close(self) -> None:
         """Ends connections."""
@@ -261,15 +300,31 @@ class Registry:
     def _find(self, tenant: str, wanted: AdapterReference) -> AdapterRecord | Rollout:
         """Raises AdapterNotFound."""
         key = (tenant, wanted.name)
-        found: AdapterRecord | Rollout | None
-        if wanted.alias is not None:
-            found = self._storage.find_rollout(key, wanted.alias)
-        else:
-            assert wanted.number is not None
-            found = self._storage.find_version(key, wanted.number)
+
+        def ask() -> AdapterRecord | Rollout | None:
+            if isinstance(wanted.target, int):
+                return self._storage.find_version(key, wanted.target)
+            return self._storage.find_rollout(key, wanted.target)
+
+        found = ask() if self._cache is None else self._find_cached(self._cache, key, wanted.target, ask)
         if found is None:
             raise not_found(wanted.text)
         return found
+
+    def _find_cached(
+        self,
+        cache: NameCache,
+        key: NameKey,
+        target: str | int,
+        ask: Callable[[], AdapterRecord | Rollout | None],
+    ) -> AdapterRecord | Rollout | None:
+        found = cache.get(key, target)
+        if found is not None:
+            return found
+        if self._cut_off is not None:
+            # At once, or everybody who asks for what is not known here would wait for an answer.
+            raise StoreUnavailable(f"{key[1]!r} can't be looked up just now: {self._cut_off}")
+        return cache.look_up(key, target, ask)
 
     def _change(
         self,
@@ -278,7 +333,14 @@ class Registry:
         edit: Callable[[NamedAdapter], T],
         reservation: str | None = None,
     ) -> tuple[T, Change]:
-        return self._storage.change(key, wanted, edit, reservation, self._clock())
+        done = self._storage.change(key, wanted, edit, reservation, self._clock())
+        self._forget(key)
+        return done
+
+    def _forget(self, key: NameKey) -> None:
+        """It was changed here. One whose change failed may have changed as well; then the feed tells."""
+        if self._cache is not None:
+            self._cache.drop(key)
 
 
 def _parse(reference: str) -> AdapterReference:

@@ -11,7 +11,7 @@ from slora_adapters.tiered_store import TieredStore
 
 # fsspec has two names for files.
 _FILE_SCHEMES = ("file", "local")
-_REDIS_SCHEMES = ("redis", "rediss", "unix")
+REDIS_SCHEMES = ("redis", "rediss", "unix")
 # What fsspec could open, and nobody should keep adapters in.
 _NO_STORES = {
     "hf": "adapters are only read from the Hugging Face hub: slora adapter push hf://ORG/REPO",
@@ -29,8 +29,8 @@ def open_store(url: str, warm_url: str | None = None) -> Store:
     vanish. Raises ValueError for other URLs, StoreUnavailable if the durable store does not answer or could lose data;
     a warm tier that is down is left out until it answers.
     """
-    if warm_url is not None and urlsplit(warm_url).scheme not in _REDIS_SCHEMES:
-        schemes = ", ".join(f"{scheme}://" for scheme in _REDIS_SCHEMES)
+    if warm_url is not None and urlsplit(warm_url).scheme not in REDIS_SCHEMES:
+        schemes = ", ".join(f"{scheme}://" for scheme in REDIS_SCHEMES)
         raise ValueError(f"the warm tier must be a Redis ({schemes}), not {urlsplit(warm_url).scheme!r}")
     durable = _open_durable(url)
     return durable if warm_url is None else TieredStore(durable, _open_redis(warm_url, durable=False))
@@ -44,22 +44,22 @@ def _open_durable(url: str) -> Store:
         if parts.netloc not in ("", "localhost"):
             raise ValueError(f"{parts.scheme}:// names files of this machine, as in {parts.scheme}:///path")
         return FileStore(Path(unquote(parts.path)))
-    if parts.scheme in _REDIS_SCHEMES:
+    if parts.scheme in REDIS_SCHEMES:
         return _open_redis(url, durable=True)
     if why := _NO_STORES.get(parts.scheme):
         raise ValueError(f"{parts.scheme}:// can't be a store of adapters: {why}")
-    return cast(Store, _load("object_store", "objects", parts.scheme).open_object_store(url))
+    module = load_optional("object_store", "objects", f"a {parts.scheme}:// store")
+    return cast(Store, module.open_object_store(url))
 
 
 def _open_redis(url: str, *, durable: bool) -> WarmStore:
-    module = _load("redis_store", "redis", urlsplit(url).scheme)
+    module = load_optional("redis_store", "redis", f"a {urlsplit(url).scheme}:// store")
     return cast(WarmStore, module.open_redis_store(url, durable=durable))
 
 
-def _load(module: str, extra: str, scheme: str) -> Any:
+def load_optional(module: str, extra: str, what: str) -> Any:
+    """A module that needs a package of its own. Raises ValueError, naming what to install for `what`."""
     try:
         return importlib.import_module(f"slora_adapters.{module}")
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"a {scheme}:// store needs the package {error.name}: pip install 'slora[{extra}]'"
-        ) from error
+        raise ValueError(f"{what} needs the package {error.name}: pip install 'slora[{extra}]'") from error

@@ -2,8 +2,8 @@
 
 Names are looked up in the registry at each request, once: so a new version answers in the next one, one that is gone
 does not, and a request that has begun stays with its version. A name of another tenant is not found, in the same words
-as a name that nobody has. Lookups take some ten microseconds and run on the event loop; whatever writes or reads
-weights runs on a thread.
+as a name that nobody has. Lookups that take some ten microseconds run on the event loop, those that another host
+answers on a thread, as does whatever writes or reads weights.
 
 Knows no HTTP; its dictionaries are the API's JSON.
 """
@@ -94,14 +94,23 @@ class ModelCatalog:
         # Of each tenant that ever uploaded: what is counted must not change before it is kept.
         self._publishing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    def find_model(self, key: KeyRecord, name: str, user: str | None = None) -> ServedModel:
+    async def find_model(
+        self, key: KeyRecord, name: str, user: str | None = None, *, is_doubtful: bool = False
+    ) -> ServedModel:
         """What `name` means for this key. Where an alias points at several versions, the same `user` gets the same, and
-        None a drawn one. Raises ModelNotFound.
+        None a drawn one. is_doubtful: what it meant a moment ago is not there any more. Raises ModelNotFound, and
+        StoreUnavailable for a name that is not known here while the registry does not answer.
         """
         wanted = self._reference(key, name)
         if wanted is None:
             return ServedModel(name, None, None, None, self._base.defaults)
-        record = self._find_version(key.tenant, wanted, user)
+        registry = self._adapters.registry
+        if is_doubtful:
+            registry.doubt(key.tenant, wanted)
+        if registry.is_near(key.tenant, wanted):
+            record = self._find_version(key.tenant, wanted, user)
+        else:
+            record = await asyncio.to_thread(self._find_version, key.tenant, wanted, user)
         extras = record.details.extras
         own = read_generation_defaults(extras.generation_config)
         return ServedModel(
@@ -181,7 +190,7 @@ class ModelCatalog:
             "logprob_change": effect,
             "predicted_load_ms": await self._predict_load_ms(adapter),
         }
-        return self._version_json(published.record) | {
+        return await asyncio.to_thread(self._version_json, published.record) | {
             "new_version": published.is_new,
             "certificate": certificate,
         }
@@ -207,15 +216,14 @@ class ModelCatalog:
         """Begins to bring all versions that the reference stands for near the next request for them; nothing has to
         leave the pool for it. Says where each is now. Raises ModelNotFound, EngineUnavailable.
         """
-        rollout = self._find_rollout(key.tenant, reference)
-        found = [self._find_version(key.tenant, reference)] if rollout is None else rollout.records.values()
+        records = await asyncio.to_thread(self._find_versions, key.tenant, reference)
         versions = [
             {
                 "version": record.number,
                 "digest": digest_text(record),
                 "place": (await self._client.prewarm(record.version, key.share)).value,
             }
-            for record in found
+            for record in records
         ]
         return {"object": "adapter.prewarm", "name": reference, "versions": versions}
 
@@ -277,6 +285,11 @@ class ModelCatalog:
             return self._adapters.registry.get(tenant, reference, user)
         except AdapterNotFound:
             raise ModelNotFound(reference) from None
+
+    def _find_versions(self, tenant: str, reference: str) -> list[AdapterRecord]:
+        """All that it stands for."""
+        rollout = self._find_rollout(tenant, reference)
+        return [self._find_version(tenant, reference)] if rollout is None else [*rollout.records.values()]
 
     def _find_rollout(self, tenant: str, reference: str) -> Rollout | None:
         """None if it is no name or alias that is there."""

@@ -32,8 +32,7 @@ from slora_adapters.catalog import Catalog
 from slora_adapters.database import Database
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader_config import LoaderConfig
-from slora_adapters.registry import Registry
-from slora_adapters.sqlite_storage import SqliteStorage
+from slora_adapters.registry_url import open_registry
 from slora_adapters.store_url import open_store
 from slora_api.adapter_quota import AdapterQuota
 from slora_api.admin_key import AdminKey, open_admin_key
@@ -43,6 +42,7 @@ from slora_api.api_key import Pepper
 from slora_api.app import make_app
 from slora_api.base_identity import BaseIdentity
 from slora_api.canary import Canary
+from slora_api.change_follower import ChangeFollower
 from slora_api.chat_templates import ChatTemplates
 from slora_api.data_dir import DataDir, open_data_dir
 from slora_api.demo import describe_demo, find_demo_adapters, set_up_demo
@@ -193,7 +193,9 @@ async def _open_services(
     stack.callback(database.close)
     store = open_store(_store_url(settings, data), settings.redis or None)
     stack.callback(store.close)
-    adapters = Catalog(Registry(SqliteStorage(database)), store)
+    registry = open_registry(settings.registry, database)
+    stack.callback(registry.close)
+    adapters = Catalog(registry, store)
     templates = ChatTemplates(model.tokenizer)
     stack.push_async_callback(templates.close)
     admission = Admission(
@@ -202,7 +204,7 @@ async def _open_services(
         max_uploads=settings.max_concurrent_uploads,
     )
     tenancy = Tenancy(database, pepper)
-    pinning = Pinning(adapters.registry, tenancy, client)
+    pinning = Pinning(registry, tenancy, client)
     quarantine = Quarantine(data.quarantine)
     inspector = Inspector(quarantine, model.shape, model.limits, InspectionBounds())
     quota = AdapterQuota(settings.max_versions_per_tenant, settings.max_adapter_bytes_per_tenant)
@@ -211,8 +213,9 @@ async def _open_services(
         settings,
         tenancy,
         ModelCatalog(model.base(), adapters, templates, client, pinning, inspector, quota, canary),
-        Aliases(adapters.registry, pinning),
+        Aliases(registry, pinning),
         pinning,
+        ChangeFollower(registry, client, pinning.refresh),
         Uploads(quarantine),
         LocalAdapters(
             Path(settings.lora_root) if settings.lora_root else None, quarantine, settings.max_upload_bytes
@@ -308,10 +311,11 @@ async def _serve(settings: Settings) -> None:
             supervisor.run(),
             client.run(services.pinning.refresh),
             services.pinning.run(),
+            services.follower.run(),
             _announce(services, data, _url(listener), admin_key),
         ]
         if not settings.store:
-            # A store of somebody else's may hold what other servers' registries know of.
+            # A store of somebody else's may hold what other servers' registries know of; a shared registry has one.
             work.append(services.catalog.sweep())
         await _run_until_stopped(
             _make_http_server(make_app(services, admin_key), settings),

@@ -6,6 +6,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from slora_api.aliases import Aliases
+from slora_api.change_follower import ChangeFollower
 from slora_api.chat_templates import ChatTemplates
 from slora_api.generation import Generator
 from slora_api.local_adapters import LocalAdapters
@@ -27,6 +28,7 @@ class Services:
     catalog: ModelCatalog
     aliases: Aliases
     pinning: Pinning
+    follower: ChangeFollower
     uploads: Uploads
     local_adapters: LocalAdapters
     templates: ChatTemplates

@@ -144,6 +144,11 @@ class Settings:
         "or s3://BUCKET/FOLDER, gs://, abfs:// and whatever else fsspec has a filesystem for (default: a directory in "
         "the data directory)", metavar="URL"
     )  # fmt: skip
+    registry: str = _setting(
+        "", "where names of adapters are kept: redis://HOST:PORT/DB with append-only file and noeviction, for several "
+        "hosts, which then need a --store that all of them reach (default: the data directory's database)",
+        metavar="URL",
+    )  # fmt: skip
     lora_root: str = _setting(
         "", "directory below which the operator may load adapters with POST /v1/load_lora_adapter (default: none)",
         metavar="DIR",
@@ -280,4 +285,9 @@ def read_settings(flags: Mapping[str, str | None], environment: Mapping[str, str
         values = {"model": f"{demo}/model", "model_name": _DEMO_MODEL_NAME, **values}
     if not values.get("model"):
         raise SettingRefused("--model (SLORA_MODEL) is missing; give the directory of the base model")
+    if values.get("registry") and not values.get("store"):
+        raise SettingRefused(
+            "--registry (SLORA_REGISTRY) is shared by several hosts, but adapters would be kept in this one's data "
+            "directory; give a --store (SLORA_STORE) that all of them reach, or leave --registry out"
+        )
     return Settings(**values)

@@ -1,7 +1,7 @@
 """Where registries are kept: every test of the contract runs on each of them."""
 
-from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,24 +12,38 @@ from slora_adapters.registry_storage import RegistryStorage
 from slora_adapters.sqlite_storage import SqliteStorage
 from tests.redis_server import RedisServer
 
-OpenStorage = Callable[[], RegistryStorage]
+
+@dataclass
+class OpenStorage:
+    """Opens a registry's storage; called again, the same one, as another process would.
+
+    url: of the Redis, or empty; both are what another process needs for `open_registry`.
+    """
+
+    stack: ExitStack
+    database: Path
+    url: str = ""
+
+    def __call__(self) -> RegistryStorage:
+        if self.url:
+            return self.stack.enter_context(closing(open_redis_storage(self.url)))
+        return SqliteStorage(self.stack.enter_context(closing(Database(self.database))))
+
+    @property
+    def arguments(self) -> list[str]:
+        return [str(self.database), self.url]
 
 
 @pytest.fixture(params=["sqlite", "redis"])
 def open_storage(request: pytest.FixtureRequest, tmp_path: Path):
-    """Opens an empty registry's storage; called again, the same one, as another process would."""
+    """It is empty."""
+    url = empty(request.getfixturevalue("shared_redis")) if request.param == "redis" else ""
     with ExitStack() as stack:
-        yield storage_opener(request.param, tmp_path, stack, request.getfixturevalue)
+        yield OpenStorage(stack, tmp_path / "slora.db", url)
 
 
-def storage_opener(
-    kind: str, folder: Path, stack: ExitStack, find_fixture: Callable[[str], RedisServer]
-) -> OpenStorage:
-    """What it opens is closed with the stack."""
-    if kind == "sqlite":
-        path = folder / "slora.db"
-        return lambda: SqliteStorage(stack.enter_context(closing(Database(path))))
-    server = find_fixture("shared_redis")
+def empty(server: RedisServer) -> str:
+    """Its URL."""
     with server.client() as client:
         client.flushall()
-    return lambda: stack.enter_context(closing(open_redis_storage(server.url)))
+    return server.url

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 from slora_adapters.adapter import AdapterExtras
 from slora_adapters.alias import MAX_HISTORY
 from slora_adapters.errors import AdapterError, AdapterInUse, AdapterNotFound, AliasConflict, BadAlias
+from slora_adapters.name_cache import NameCache
 from slora_adapters.reference import LATEST
 from slora_adapters.registry import (
     MAX_ALIASES,
@@ -34,7 +35,7 @@ from slora_adapters.registry import (
     Rollout,
 )
 from slora_adapters.version import AdapterVersion
-from tests.adapters.registry_places import OpenStorage, storage_opener
+from tests.adapters.registry_places import OpenStorage, empty
 from tests.redis_server import RedisServer
 
 DIGESTS = tuple(digit * 64 for digit in "1234")
@@ -242,10 +243,14 @@ class AgainstModel(RuleBasedStateMachine):
     def open(self) -> None:
         self.stack = ExitStack()
         folder = Path(self.stack.enter_context(TemporaryDirectory()))
-        self.registries = [
-            Registry(storage_opener(kind, folder, self.stack, lambda fixture: self.server)())
-            for kind in ("sqlite", "redis")
+        places = [
+            OpenStorage(self.stack, folder / "slora.db"),
+            OpenStorage(self.stack, folder / "slora.db", empty(self.server)),
         ]
+        self.registries = [Registry(place()) for place in places]
+        # What another process sees of the second one.
+        self.reader = Registry(places[1](), cache=NameCache())
+        self.reader_cursor = self.reader.changes().cursor
         self.cursors = [registry.changes().cursor for registry in self.registries]
         self.plain: dict[tuple[str, str], PlainName] = {}
 
@@ -397,7 +402,8 @@ class AgainstModel(RuleBasedStateMachine):
         ]
         self.cursors = [one.cursor for one in changes]
         assert not any(one.resync for one in changes) and plainly(changes[0]) == plainly(changes[1])
-        for registry in self.registries:
+        self.reader_cursor = self.reader.changes(self.reader_cursor).cursor
+        for registry in (*self.registries, self.reader):
             self.compare(registry)
 
     def compare(self, registry: Registry) -> None:
@@ -422,6 +428,9 @@ class AgainstModel(RuleBasedStateMachine):
                     record.number: record.version.digest for record in registry.versions(tenant, name)
                 } == {number: DIGESTS[digest] for number, digest in plain.versions.items()}
                 assert registry.get(tenant, name).number in plain.aliases[LATEST].targets
+                for alias, one in plain.aliases.items():
+                    rollout = registry.rollout(tenant, f"{name}@{alias}")
+                    assert (rollout.targets, rollout.pinned) == (one.targets, one.pinned)
             versions = [DIGESTS[digest] for one in own.values() for digest in one.versions.values()]
             sizes = dict.fromkeys(versions, DETAILS.num_bytes)
             assert registry.holdings(tenant) == Holdings(len(versions), sizes)

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.api.served import Served, serving, write_adapter, write_base
-from tests.redis_server import make_redis
+from tests.redis_server import make_redis, redis_server
 
-__all__ = ["Kit", "kit", "make_redis", "server"]
+__all__ = ["Kit", "kit", "make_redis", "redis_server", "server"]
 
 
 @dataclass(frozen=True)

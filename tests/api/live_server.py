@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -12,8 +13,13 @@ from slora_api.listener import open_listener
 
 
 @contextmanager
-def live_server(app: ASGIApp, at_end: Callable[[], Awaitable[None]] | None = None) -> Iterator[str]:
-    """The server's URL; it is stopped at the end, and its thread is gone. at_end: awaited on the server's loop."""
+def live_server(
+    app: ASGIApp,
+    background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
+    at_end: Callable[[], Awaitable[None]] | None = None,
+) -> Iterator[str]:
+    """The server's URL; it is stopped at the end, and its thread is gone. background: runs beside it, on its loop.
+    at_end: awaited there."""
     listener = open_listener("127.0.0.1", 0)
     server = uvicorn.Server(
         uvicorn.Config(app, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=2)
@@ -21,11 +27,16 @@ def live_server(app: ASGIApp, at_end: Callable[[], Awaitable[None]] | None = Non
     started = threading.Event()
 
     async def serve() -> None:
+        tasks = [asyncio.create_task(work()) for work in background]
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         started.set()
         await serving
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(one, asyncio.CancelledError) for one in ended), ended
         if at_end is not None:
             await at_end()
 

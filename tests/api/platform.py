@@ -11,10 +11,9 @@ import httpx
 from slora.generation_defaults import GenerationDefaults
 from slora_adapters.catalog import Catalog
 from slora_adapters.database import Database
-from slora_adapters.file_store import FileStore
 from slora_adapters.limits import AdapterLimits
-from slora_adapters.registry import Registry
-from slora_adapters.sqlite_storage import SqliteStorage
+from slora_adapters.registry_url import open_registry
+from slora_adapters.store_url import open_store
 from slora_api.adapter_quota import AdapterQuota
 from slora_api.admin_key import open_admin_key
 from slora_api.admission import Admission
@@ -23,6 +22,7 @@ from slora_api.api_key import Pepper
 from slora_api.app import make_app
 from slora_api.base_identity import BaseIdentity
 from slora_api.canary import Canary
+from slora_api.change_follower import ChangeFollower
 from slora_api.chat_templates import ChatTemplates
 from slora_api.generation import Generator
 from slora_api.inspector import InspectionBounds, Inspector
@@ -89,9 +89,15 @@ def post(platform: Platform, key: str, path: str, body: Any) -> httpx.Response:
 
 @contextmanager
 def running_platform(
-    directory: Path, engine: ScriptedEngine, bounds: InspectionBounds | None = None, **settings: Any
+    directory: Path,
+    engine: ScriptedEngine,
+    bounds: InspectionBounds | None = None,
+    *,
+    follows: bool = False,
+    **settings: Any,
 ) -> Iterator[Platform]:
-    """The API on a free port, with its data in `directory`. settings: of `Settings`."""
+    """The API on a free port, with its data in `directory`. follows: its engine hears of what other processes do.
+    settings: of `Settings`."""
     bounds = bounds or InspectionBounds()
     tokenizer = byte_tokenizer()
     chosen = replace(Settings(model="base"), **settings)
@@ -105,9 +111,9 @@ def running_platform(
     inspector = Inspector(quarantine, SHAPE, limits, bounds)
     base = BaseModel("base", BaseIdentity(directory / "base", ("base", "tiny-base")), GenerationDefaults(), 1)
     quota = AdapterQuota(chosen.max_versions_per_tenant, chosen.max_adapter_bytes_per_tenant)
-    tenancy, registry = Tenancy(database, pepper), Registry(SqliteStorage(database))
+    tenancy, registry = Tenancy(database, pepper), open_registry(chosen.registry, database)
     pinning = Pinning(registry, tenancy, engine)
-    adapters = Catalog(registry, FileStore(directory / "adapters"))
+    adapters = Catalog(registry, open_store(chosen.store or str(directory / "adapters")))
     catalog = ModelCatalog(
         base, adapters, templates, engine, pinning, inspector, quota, Canary(engine, tokenizer)
     )
@@ -122,6 +128,7 @@ def running_platform(
         catalog,
         Aliases(registry, pinning),
         pinning,
+        ChangeFollower(registry, engine, pinning.refresh),
         Uploads(quarantine),
         LocalAdapters(
             Path(chosen.lora_root) if chosen.lora_root else None, quarantine, chosen.max_upload_bytes
@@ -130,6 +137,8 @@ def running_platform(
         Generator(engine, tokenizer, admission, Metrics("base")),
     )
     app = make_app(services, open_admin_key(ADMIN_KEY, directory, pepper))
-    with live_server(app, at_end=templates.close) as url:
+    background = [services.follower.run, pinning.run] if follows else []
+    with live_server(app, background, at_end=templates.close) as url:
         yield Platform(url, engine, services, directory)
+    registry.close()
     database.close()

@@ -127,6 +127,11 @@ class ScriptedEngine:
             LoadPaces(1e-9, {"file": 4e-9}),
         )  # fmt: skip
 
+    @property
+    def versions(self) -> set[AdapterVersion]:
+        asked = {request.adapter for request in self.requests if request.adapter is not None}
+        return asked - set(self.forgotten)
+
     async def forget(self, version: AdapterVersion) -> None:
         self.forgotten.append(version)
 

@@ -91,6 +91,13 @@ def test_a_server_without_a_model_is_refused_by_flag_and_variable_name() -> None
         read_settings({}, {})
 
 
+def test_hosts_that_share_names_must_share_a_store() -> None:
+    shared = {**MODEL, "registry": "redis://far:6379/1"}
+    with pytest.raises(SettingRefused, match=r"give a --store \(SLORA_STORE\) that all of them reach"):
+        read_settings(shared, {})
+    assert read_settings(shared, {"SLORA_STORE": "s3://bucket"}).registry == "redis://far:6379/1"
+
+
 def test_a_variable_that_is_no_setting_is_found_with_the_one_that_was_meant() -> None:
     environment = {
         "SLORA_MAX_MODEL_LENGTH": "1",

@@ -33,13 +33,13 @@ async def _answer_with(
 ) -> Response:
     """Looks the model up and answers; once more if its adapter was deleted before the engine had it."""
     user = body.user or request.headers.get(_SESSION_HEADER)
-    model = services.catalog.find_model(key, body.model, user)
+    model = await services.catalog.find_model(key, body.model, user)
     try:
         return await answer(model)
     except AdapterFetchFailed as error:
         if error.code != "not_found":
             raise
-        current = services.catalog.find_model(key, body.model, user)
+        current = await services.catalog.find_model(key, body.model, user, is_doubtful=True)
         if current.adapter == model.adapter:
             raise
         return await answer(current)
