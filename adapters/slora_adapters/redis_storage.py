@@ -243,8 +243,8 @@ class RedisStorage:
     """See `registry_storage.RegistryStorage`."""
 
     def __init__(self, url: str) -> None:
-        # What is sent twice is read twice; a change that was sent twice could be made twice.
-        self._reader = connect(url, _LOOKUP_TIMEOUT_S, num_retries=1)
+        # Nothing is sent twice: a change could be made twice, and who waits for a lookup has waited long enough.
+        self._reader = connect(url, _LOOKUP_TIMEOUT_S, num_retries=0)
         self._writer = connect(url, DURABLE_TIMEOUT_S, num_retries=0)
         self._read_script = self._reader.register_script(_READ)
         self._save_script = self._writer.register_script(_SAVE)

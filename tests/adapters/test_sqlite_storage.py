@@ -95,3 +95,34 @@ def test_what_names_of_an_older_release_stood_for_is_their_version_1(
     assert registry.delete("t1", "pinned").orphaned == ()
     assert registry.delete("t1", "old").unreferenced == (D1, D2)
     database.close()
+
+
+def test_a_database_of_the_release_before_keeps_its_names_and_gets_a_feed(tmp_path: Path) -> None:
+    database = Database(tmp_path / "slora.db")
+    database.migrate("registry", MIGRATIONS[:3])
+    with database.transaction() as connection:
+        connection.execute("INSERT INTO adapter_names VALUES ('t1', 'a', 7, 1.0)")
+        connection.execute(
+            f"INSERT INTO adapter_versions VALUES ('t1', 'a', 7, '{D1}', 8, '[]', 9, 10, NULL, NULL, 2.0)"
+        )
+        connection.execute(
+            "INSERT INTO adapter_aliases VALUES ('t1', 'a', 'latest', '{\"7\": 100}', 1, '[]', 'salt', 1, 2.0)"
+        )
+    registry = Registry(SqliteStorage(database))
+    (pinned,) = registry.pinned()
+    assert (pinned.main.number, pinned.salt, pinned.main.details.pool_bytes) == (7, "salt", 10)
+    cursor = registry.changes().cursor
+    assert registry.put("a", _v("t1", D2), pinned.main.details).record.number == 8
+    assert [change.moved_pin for change in registry.changes(cursor).changes] == [True]
+    database.close()
+
+
+def test_another_history_is_noticed(tmp_path: Path) -> None:
+    """As of a database that was restored from an older copy and has been written to since."""
+    database = Database(tmp_path / "slora.db")
+    registry = Registry(SqliteStorage(database))
+    cursor = registry.changes().cursor
+    with database.transaction() as connection:
+        connection.execute("UPDATE adapter_changes SET nonce = 'another'")
+    assert registry.changes(cursor).resync
+    database.close()

@@ -1,13 +1,16 @@
 """Several API processes that share a registry: what one of them does, the others do from then on."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slora.errors import AdapterFetchFailed
+from slora_adapters.redis_storage import open_redis_storage
+from slora_adapters.registry import Registry
 from slora_adapters.version import AdapterVersion
 from tests.adapters.hand_made import make_config, make_members, make_tensors
 from tests.api.conftest import Kit
@@ -143,6 +146,26 @@ def test_what_was_deleted_while_nobody_could_hear_of_it_is_forgotten_after_all(
     wait_for(lambda: gone in servers.second.engine.forgotten or None)
     assert servers.ask("gone").status_code == 404 and servers.ask("kept").status_code == 200
     assert kept not in servers.second.engine.forgotten
+
+
+def test_a_request_whose_adapter_was_replaced_elsewhere_is_answered_by_the_new_one(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """Even if it was looked up before this process heard of it."""
+    engine = ScriptedEngine([deltas_of(b"ok")])
+    settings = {"registry": redis_server.url, "store": str(tmp_path / "store")}
+    with running_platform(tmp_path, engine, **settings) as platform, ExitStack() as stack:
+        key = platform.key("acme")
+        assert platform.upload(key, "voice", make_members()).status_code == 201
+        body = {"model": "voice", "prompt": "hi"}
+        assert post(platform, key, COMPLETIONS, body).headers["x-slora-adapter"] == "voice@1"
+        other = Registry(stack.enter_context(closing(open_redis_storage(redis_server.url))))
+        old = other.get("acme", "voice")
+        other.put("voice", AdapterVersion("acme", "f" * 64), old.details)
+        other.delete("acme", "voice@1")
+        engine.answers = [deltas_of(b"ok"), [AdapterFetchFailed("gone", "not_found")], deltas_of(b"ok")]
+        answer = post(platform, key, COMPLETIONS, body)
+        assert answer.headers["x-slora-adapter"] == "voice@2", answer.text
 
 
 def test_two_servers_with_engines_of_their_own_serve_the_same_adapters(
