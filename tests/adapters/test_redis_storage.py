@@ -203,6 +203,42 @@ def test_after_the_death_of_redis_nothing_is_taken_for_known(
     assert [change.name for change in after.changes] == ["a"] and not after.resync
 
 
+def test_over_many_deaths_of_redis_nothing_acknowledged_is_lost_and_every_reader_ends_up_right(
+    server: RedisServer, open_registries: Open, soak: bool
+) -> None:
+    writer, reader = open_registries(), open_registries()
+    writer.put("a", _v("0" * 64), DETAILS)
+    is_over = threading.Event()
+    pushed: list[str] = []
+
+    def push() -> None:
+        """Each until it is acknowledged."""
+        while not is_over.is_set():
+            digest = f"{len(pushed) + 1:064x}"
+            with suppress(StoreUnavailable):
+                writer.put("a", _v(digest), DETAILS)
+                pushed.append(digest)
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    cursor: str | None = None
+    for _ in range(30 if soak else 4):
+        so_far = len(pushed)
+        while len(pushed) < so_far + 5:
+            with suppress(StoreUnavailable):
+                cursor = reader.changes(cursor).cursor
+                reader.get("t1", "a")
+        server.kill()
+        server.start()
+    is_over.set()
+    thread.join(WAIT_S)
+    while not (changes := reader.changes(cursor)).is_all or changes.resync:
+        cursor = changes.cursor
+    records = writer.versions("t1", "a")
+    assert [record.version.digest for record in records[::-1]] == ["0" * 64, *pushed]
+    assert reader.get("t1", "a") == records[0]
+
+
 def test_another_history_is_noticed(server: RedisServer, open_registries: Open) -> None:
     registry = open_registries()
     registry.put("a", _v(), DETAILS)
