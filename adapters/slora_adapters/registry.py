@@ -109,7 +109,10 @@ class Registry:
         """Whether `get` and `rollout` answer within microseconds, and may be called on an event loop."""
         if self._cache is None or self._cut_off is not None:
             return True
-        wanted = _parse(reference)
+        try:
+            wanted = parse_reference(reference)
+        except BadAdapterName:
+            return True
         return self._cache.get((tenant, wanted.name), wanted.target) is not None
 
     def doubt(self, tenant: str, reference: str) -> None:

@@ -25,6 +25,7 @@ from slora_adapters.catalog import Catalog
 from slora_adapters.database import Database
 from slora_adapters.file_store import FileStore
 from slora_adapters.registry import MAX_ALIASES, RESERVATION_S, Registry
+from slora_adapters.sqlite_storage import SqliteStorage
 from tests.api.conftest import Kit
 from tests.api.served import ADMIN_KEY, Served, environment, serving, wait_for
 from tests.api.test_server import upload
@@ -131,7 +132,7 @@ class Crashes:
             reserved = {row[0] for row in database.read("SELECT digest FROM adapter_reservations")}
             wait_for(lambda: self.blobs() <= wanted | reserved or None, served.alive)
             wait_for(lambda: self.files("adapters", "tmp") == [] or None, served.alive)
-            later = Registry(database, lambda: time.time() + RESERVATION_S)
+            later = Registry(SqliteStorage(database), lambda: time.time() + RESERVATION_S)
             Catalog(later, FileStore(self.data / "adapters")).sweep()
             assert self.blobs() == wanted
         finally:

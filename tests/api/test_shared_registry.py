@@ -74,7 +74,12 @@ def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Servers]
 
 
 def test_what_is_pushed_moved_and_deleted_at_one_server_is_so_at_the_other(servers: Servers) -> None:
-    assert servers.ask("voice").status_code == 404
+    for model in ("voice", "No Name", "voice@1"):
+        unknown = servers.ask(model)
+        assert (unknown.status_code, unknown.json()["error"]["message"]) == (
+            404,
+            f"The model `{model}` does not exist.",
+        )
     old = servers.upload("voice")
     wait_for(servers.answers_as("voice", "voice@1"))
     new = servers.upload("voice", seed=1)
