@@ -138,10 +138,11 @@ def save_name(connection: Connection, before: NamedAdapter, after: NamedAdapter)
         for table in ("adapter_names", "adapter_versions", "adapter_aliases"):
             connection.execute(f"DELETE FROM {table} WHERE tenant = ? AND name = ?", key)
         return
-    connection.execute(
-        "INSERT INTO adapter_names VALUES (?1, ?2, ?3, ?4) ON CONFLICT DO UPDATE SET last_number = ?3",
-        (*key, after.last_number, after.named_at),
-    )
+    if after.last_number != before.last_number:
+        connection.execute(
+            "INSERT INTO adapter_names VALUES (?1, ?2, ?3, ?4) ON CONFLICT DO UPDATE SET last_number = ?3",
+            (*key, after.last_number, after.named_at),
+        )
     for number in before.records.keys() - after.records.keys():
         connection.execute(
             "DELETE FROM adapter_versions WHERE tenant = ? AND name = ? AND number = ?", (*key, number)

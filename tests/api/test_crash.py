@@ -296,7 +296,7 @@ def test_a_change_killed_at_any_step_is_made_whole_or_not_at_all(
             new, old = answer_of(client, "new-0"), answer_of(client, "voice@1")
             client.delete("/v1/adapters/new-0").raise_for_status()
     # With fewer there would be steps that are not seen.
-    assert num_steps["push"] > 25 and num_steps["move"] == 4, num_steps
+    assert num_steps["push"] > 25 and num_steps["move"] == 6, num_steps
     assert min(num_steps["delete a version"], num_steps["delete a name"]) > 12, num_steps
     deaths = plan(num_steps, soak=soak)
     was_made: dict[str, set[bool]] = {kind: set() for kind in kinds}
