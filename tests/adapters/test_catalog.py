@@ -77,10 +77,12 @@ class RecordedStore(FileStore):
         return super().exists(digest)
 
 
-def test_weights_that_somebody_else_has_cost_the_work_of_new_ones(tmp_path: Path) -> None:
+def test_weights_that_somebody_else_has_cost_the_work_of_new_ones(
+    tmp_path: Path, open_storage: OpenStorage
+) -> None:
     """Else how long an upload takes would tell whether another tenant has them."""
-    database, store = Database(tmp_path / "slora.db"), RecordedStore(tmp_path / "store")
-    catalog, tried = Catalog(Registry(database), store), []
+    store = RecordedStore(tmp_path / "store")
+    catalog, tried = Catalog(Registry(open_storage()), store), []
     write_directory(tmp_path / "up", make_members())
     work = []
     for tenant in ("t1", "t2"):
@@ -91,7 +93,6 @@ def test_weights_that_somebody_else_has_cost_the_work_of_new_ones(tmp_path: Path
     (calls, _, num_files), again = work
     assert [name for name, _ in calls] == ["put"] and calls[0][1] > 0 and num_files == 2
     assert again == (calls, 2, num_files), "each file was written anew"
-    database.close()
 
 
 def _inodes(store: FileStore) -> set[int]:
