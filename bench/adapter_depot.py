@@ -19,6 +19,7 @@ from slora_adapters.file_store import FileStore
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft_directory import TENSORS_NAME, parse_adapter
 from slora_adapters.registry import Registry
+from slora_adapters.sqlite_storage import SqliteStorage
 from slora_adapters.store import Store
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import lay_out_adapter
@@ -66,7 +67,7 @@ class Depot:
         self._files = FileStore(self.data_dir / "adapters")
         self._stores: list[Store] = [self._files] if warm is None else [self._files, warm]
         self._database = Database(self.data_dir / "slora.db")
-        self._registry = Registry(self._database)
+        self._registry = Registry(SqliteStorage(self._database))
         self._num_blobs = 0
 
     @property

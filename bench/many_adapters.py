@@ -25,6 +25,7 @@ from slora_adapters.adapter_record import AdapterDetails
 from slora_adapters.database import Database
 from slora_adapters.file_store import FileStore
 from slora_adapters.registry import Registry
+from slora_adapters.sqlite_storage import SqliteStorage
 from slora_adapters.version import AdapterVersion
 from tests.api.platform import bearer
 from tests.api.served import CHARACTERS, Served, serving, write_tokenizer
@@ -85,7 +86,7 @@ def _populate(data_dir: Path, count: int) -> _Populated:
     store.put(first, make_adapter(4, torch.bfloat16, _TINY, seed=0))
     members = list(store.root.glob(f"blobs/*/{first}/*"))
     database = Database(data_dir / "slora.db")
-    registry = Registry(database)
+    registry = Registry(SqliteStorage(database))
     details = AdapterDetails(4, ("q_proj", "v_proj"), 1 << 20, AdapterExtras(), 1 << 20)
     names = [f"adapter-{number:05}" for number in range(count)]
     for number, name in enumerate(names):
@@ -110,7 +111,7 @@ def _measure(model: Path, place: _Populated) -> Row:
         key = served.make_key(_TENANT)
         list_s, get_s = _ask(served, key, wanted[:_REQUESTS])
     database = Database(place.data_dir / "slora.db")
-    registry = Registry(database)
+    registry = Registry(SqliteStorage(database))
     look_up_s = statistics.median(_seconds(lambda name=name: registry.get(_TENANT, name)) for name in wanted)
     database.close()
     return {

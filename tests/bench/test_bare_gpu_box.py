@@ -8,8 +8,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ABSENT = ("fastapi", "llvmlite", "numba", "pydantic", "redis", "starlette", "uvicorn", "zmq")
-# Of numba alone, and only chosen on a CPU; of a peer, and only run in its own environment; of the store Redis.
-NOT_THERE = ("numba_", "contenders/vllm_engine", "redis_")
+# Of numba alone, and only chosen on a CPU; of a peer, and only run in its own environment; of Redis; of a server.
+NOT_THERE = ("numba_", "contenders/vllm_engine", "redis_", "_redis")
+# These talk to a server, which there is none of.
+OF_A_SERVER = (
+    "adapter_depot",
+    "cold_start",
+    "live_platform",
+    "load_storm",
+    "load_stream",
+    "loading",
+    "many_adapters",
+)
 
 
 def module_names() -> list[str]:
@@ -19,7 +29,8 @@ def module_names() -> list[str]:
     for root, package in roots.items():
         for path in sorted((ROOT / root / package).rglob("*.py")):
             relative = path.relative_to(ROOT / root)
-            if not any(part in str(relative) for part in NOT_THERE):
+            of_a_server = package == "bench" and path.stem in OF_A_SERVER
+            if not of_a_server and not any(part in str(relative) for part in NOT_THERE):
                 names.append(".".join(relative.with_suffix("").parts).removesuffix(".__init__"))
     return names
 
