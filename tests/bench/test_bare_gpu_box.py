@@ -19,6 +19,8 @@ OF_A_SERVER = (
     "load_stream",
     "loading",
     "many_adapters",
+    "ping_redis",
+    "tier_rates",
 )
 
 
