@@ -160,6 +160,7 @@ def _children(settings: Settings, model: _Model, data: DataDir, sockets: _Socket
             "preemption": settings.preemption,
             "swap_bytes": settings.swap_bytes,
             "load_bytes_per_step": settings.load_bytes_per_step,
+            "cuda_graphs": settings.cuda_graphs == "on",
         },
     }
     loader = LoaderConfig(

@@ -193,6 +193,9 @@ class Settings:
         None, "most adapter bytes copied into the pool beside one step: auto lets steps grow by a tenth, and by more "
         "while many wait for adapters", _or_auto(byte_size), metavar="SIZE",
     )  # fmt: skip
+    cuda_graphs: str = _setting(
+        "on", "on a GPU, whether decode steps are recorded once and replayed: on or off", _choice("on", "off")
+    )
     max_lora_rank: int = _setting(128, "highest rank of an adapter that is accepted", _whole(1), metavar="N")
     host_cache_bytes: int = _setting(
         2**30, "memory for packed adapters on the host", byte_size, metavar="SIZE"

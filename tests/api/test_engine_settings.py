@@ -33,9 +33,11 @@ def test_choices_about_memory_and_service_reach_the_engine(kit: Kit, tmp_path: P
         "scheduling": "fcfs",
         "eviction": "size",
         "load_bytes_per_step": "1MB",
+        "cuda_graphs": "off",
     }
     told = engine_settings(read_settings({"model": str(kit.base), **flags}, {}), tmp_path / "chosen")
-    expected = flags | {"swap_bytes": 64 << 20, "load_bytes_per_step": 10**6}
+    expected = flags | {"swap_bytes": 64 << 20, "load_bytes_per_step": 10**6, "cuda_graphs": False}
     assert {name: told[name] for name in flags} == expected
     plain = engine_settings(Settings(model=str(kit.base)), tmp_path / "plain")
     assert (plain["swap_bytes"], plain["load_bytes_per_step"]) == (None, None)
+    assert plain["cuda_graphs"] is True
