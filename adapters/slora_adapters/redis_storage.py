@@ -1,23 +1,8 @@
 """The registry's names in Redis, for several hosts. It must be one that loses nothing (`durable_redis.py`).
 
-All keys begin with `slora:registry:`, and none of what lasts ever expires:
-
-    schema                   version of this layout
-    names:<tenant>           sorted set of names, for pages
-    name:<tenant>/<name>     hash: revision, named_at, last_number, and alias:<alias> (JSON) of each alias
-    versions:<tenant>/<name> hash: number -> version (JSON)
-    numbers:<tenant>/<name>  sorted set of the numbers
-    weights:<tenant>         hash: digest -> how many versions of the tenant have it
-    sizes:<tenant>           hash: digest -> bytes of its tensors
-    owners:<digest>          set of the tenants that have it
-    reserved:<digest>        sorted set: reservations by when they end
-    dropping:<digest>        whoever drops the blob just now; expires
-    pins, pins_revision      set of <tenant>/<name>@<alias>; another text whenever something else is pinned
-    changes                  stream: the feed
-
 A name is read by one script, at one moment, edited here, and kept by one script, if its revision is still the same;
-else all is done again. So nothing is ever seen or left half done, and no update is lost. Scripts find keys by
-themselves, which a Redis Cluster does not allow.
+else all is done again. So nothing is ever seen or left half done, and no update is lost. `redis_scripts.py` has the
+scripts, and says what lies where.
 
 A blob is dropped in a store that knows nothing of this Redis. So `collect` leaves a lease on the digest, and brings it
 to the disk, before it drops; `reserve` waits for its end, so that no upload of the same weights begins meanwhile. It
@@ -38,9 +23,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from slora_adapters.adapter import AdapterExtras
-from slora_adapters.adapter_record import AdapterDetails, AdapterRecord, Holdings, Rollout
-from slora_adapters.alias import AliasHistory, decode_states, encode_states
+from slora_adapters.adapter_record import AdapterRecord, Holdings, Rollout
 from slora_adapters.durable_redis import (
     DURABLE_TIMEOUT_S,
     as_unavailable,
@@ -49,10 +32,11 @@ from slora_adapters.durable_redis import (
     wait_for_disk,
 )
 from slora_adapters.errors import StoreUnavailable
-from slora_adapters.named_adapter import Alias, NamedAdapter
+from slora_adapters.named_adapter import NamedAdapter
+from slora_adapters.redis_names import parse_name, plan_change
+from slora_adapters.redis_scripts import END_LEASE, LEASE, OPEN, PREFIX, READ, RESERVE, SAVE, SCHEMA, name_key
 from slora_adapters.reference import LATEST
 from slora_adapters.registry_storage import (
-    KEPT_CHANGES,
     RESERVATION_S,
     Change,
     Changes,
@@ -64,7 +48,6 @@ from slora_adapters.version import AdapterVersion
 __all__ = ["LEASE_S", "RedisStorage", "open_redis_storage"]
 
 T = TypeVar("T")
-SCHEMA = 1
 # How long nobody may upload weights whose drop did not come back.
 LEASE_S = 600
 # How long an upload waits for a drop of the same weights, and a change for others of the same name.
@@ -75,156 +58,6 @@ _LOOKUP_TIMEOUT_S = 5.0
 # Of the feed in one answer; of names in one script, during which Redis does nothing else.
 _MAX_CHANGES = 1000
 _BATCH = 200
-
-_PREFIX = "slora:registry:"
-
-# ARGV: this schema, a nonce. Returns the schema that is there.
-_OPEN = """
-local P = 'slora:registry:'
-if redis.call('EXISTS', P..'changes') == 0 then redis.call('XADD', P..'changes', '*', 'nonce', ARGV[2]) end
-redis.call('SETNX', P..'schema', ARGV[1])
-return redis.call('GET', P..'schema')
-"""
-
-# ARGV: questions, JSON: id (tenant/name); optional alias (`*` for all), numbers, newest (how many, -1 for all) below
-# a bound, and history: versions that aliases would point at after a rollback are wanted, too. Returns for each
-# {named_at, last_number, revision, {alias, its JSON, ...}, {number, version, ...}}, nothing for a name that is not
-# there.
-_READ = """
-local P = 'slora:registry:'
-local function read(ask)
-  local key, versions = P..'name:'..ask.id, P..'versions:'..ask.id
-  local head = redis.call('HMGET', key, 'named_at', 'last_number', 'revision')
-  if not head[1] then return {} end
-  local aliases, wanted, records = {}, {}, {}
-  if ask.alias == '*' then
-    local fields = redis.call('HGETALL', key)
-    for i = 1, #fields, 2 do
-      if string.sub(fields[i], 1, 6) == 'alias:' then
-        aliases[#aliases + 1] = string.sub(fields[i], 7)
-        aliases[#aliases + 1] = fields[i + 1]
-      end
-    end
-  elseif ask.alias then
-    local one = redis.call('HGET', key, 'alias:'..ask.alias)
-    if one then aliases = {ask.alias, one} end
-  end
-  for i = 2, #aliases, 2 do
-    local states = cjson.decode(cjson.decode(aliases[i]).states)
-    for number in pairs(states[#states][1]) do wanted[number] = true end
-    if ask.history and #states > 1 then
-      for number in pairs(states[#states - 1][1]) do wanted[number] = true end
-    end
-  end
-  for _, number in ipairs(ask.numbers or {}) do wanted[number] = true end
-  if ask.newest then
-    local below = ask.below or '+inf'
-    local newest = redis.call('ZREVRANGEBYSCORE', P..'numbers:'..ask.id, below, '-inf', 'LIMIT', 0, ask.newest)
-    for _, number in ipairs(newest) do wanted[number] = true end
-  end
-  for number in pairs(wanted) do
-    local record = redis.call('HGET', versions, number)
-    if record then
-      records[#records + 1] = number
-      records[#records + 1] = record
-    end
-  end
-  return {head[1], head[2], head[3], aliases, records}
-end
-local answers = {}
-for i, ask in ipairs(cjson.decode(ARGV[1])) do answers[i] = read(ask) end
-return answers
-"""
-
-# ARGV: what is to be kept, JSON; see `_plan`. Returns {'stale'} if it was made from what is not there any more,
-# {'lost'} if the reservation has run out, else {'kept', digests that the tenant has no version of any more ...}.
-# All is checked before anything is written. What is taken away goes first: a full Redis lets scripts go on that begin
-# so, and refuses the others at their first write.
-_SAVE = """
-local P = 'slora:registry:'
-local plan = cjson.decode(ARGV[1])
-local id = plan.tenant..'/'..plan.name
-local key, versions, numbers = P..'name:'..id, P..'versions:'..id, P..'numbers:'..id
-local names, weights, sizes = P..'names:'..plan.tenant, P..'weights:'..plan.tenant, P..'sizes:'..plan.tenant
-if (redis.call('HGET', key, 'revision') or '') ~= plan.revision then return {'stale'} end
-if plan.pins_revision and (redis.call('GET', P..'pins_revision') or '') ~= plan.pins_revision then
-  return {'stale'}
-end
-if plan.reservation then
-  local reserved = P..'reserved:'..plan.reservation[1]
-  local ends_at = redis.call('ZSCORE', reserved, plan.reservation[2])
-  if not ends_at or tonumber(ends_at) <= tonumber(plan.now) then return {'lost'} end
-  redis.call('ZREM', reserved, plan.reservation[2])
-end
-if not plan.has_changed then
-  -- Something to wait for: what it was compared with may not be on the disk yet.
-  redis.call('SET', P..'compared', plan.nonce)
-  return {'kept'}
-end
-local answer = {'kept'}
-for _, one in ipairs(plan.removed) do
-  local number, digest = one[1], one[2]
-  redis.call('HDEL', versions, number)
-  redis.call('ZREM', numbers, number)
-  if redis.call('HINCRBY', weights, digest, -1) <= 0 then
-    redis.call('HDEL', weights, digest)
-    redis.call('HDEL', sizes, digest)
-    redis.call('SREM', P..'owners:'..digest, plan.tenant)
-    answer[#answer + 1] = digest
-  end
-end
-for _, alias in ipairs(plan.dropped) do redis.call('HDEL', key, 'alias:'..alias) end
-for _, alias in ipairs(plan.unpinned) do redis.call('SREM', P..'pins', id..'@'..alias) end
-if plan.is_gone then
-  redis.call('UNLINK', key)
-  redis.call('ZREM', names, plan.name)
-else
-  redis.call('HSET', key, 'revision', plan.nonce, 'named_at', plan.named_at, 'last_number', plan.last_number)
-  redis.call('ZADD', names, 0, plan.name)
-end
-for _, one in ipairs(plan.added) do
-  local number, digest, num_bytes, record = one[1], one[2], one[3], one[4]
-  redis.call('HSET', versions, number, record)
-  redis.call('ZADD', numbers, number, number)
-  redis.call('HINCRBY', weights, digest, 1)
-  redis.call('SADD', P..'owners:'..digest, plan.tenant)
-  if tonumber(num_bytes) > tonumber(redis.call('HGET', sizes, digest) or '-1') then
-    redis.call('HSET', sizes, digest, num_bytes)
-  end
-end
-for _, one in ipairs(plan.updated) do redis.call('HSET', versions, one[1], one[2]) end
-for _, one in ipairs(plan.aliases) do redis.call('HSET', key, 'alias:'..one[1], one[2]) end
-for _, alias in ipairs(plan.pinned) do redis.call('SADD', P..'pins', id..'@'..alias) end
-if plan.moved_pin then redis.call('SET', P..'pins_revision', plan.nonce) end
-redis.call(
-  'XADD', P..'changes', 'MAXLEN', plan.kept_changes, '*', 'nonce', plan.nonce, 'tenant', plan.tenant,
-  'name', plan.name, 'orphaned', table.concat(answer, ' ', 2), 'moved_pin', plan.moved_pin and '1' or '0'
-)
-return answer
-"""
-
-# KEYS: dropping, reserved. ARGV: the reservation, when it ends, how long its key is kept (s). Returns 0 while the blob
-# is being dropped.
-_RESERVE = """
-if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
-redis.call('ZADD', KEYS[2], ARGV[2], ARGV[1])
-redis.call('EXPIRE', KEYS[2], ARGV[3])
-return 1
-"""
-
-# KEYS: dropping, reserved, owners. ARGV: whose lease, the time, seconds of the lease. Returns whether it has it.
-_LEASE = """
-redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', ARGV[2])
-if redis.call('SCARD', KEYS[3]) > 0 or redis.call('ZCARD', KEYS[2]) > 0 then return 0 end
-if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'EX', ARGV[3]) then return 1 end
-return 0
-"""
-
-# KEYS: dropping. ARGV: whose lease.
-_END_LEASE = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
-return 1
-"""
 
 
 def open_redis_storage(url: str) -> "RedisStorage":
@@ -246,11 +79,11 @@ class RedisStorage:
         # Nothing is sent twice: a change could be made twice, and who waits for a lookup has waited long enough.
         self._reader = connect(url, _LOOKUP_TIMEOUT_S, num_retries=0)
         self._writer = connect(url, DURABLE_TIMEOUT_S, num_retries=0)
-        self._read_script = self._reader.register_script(_READ)
-        self._save_script = self._writer.register_script(_SAVE)
-        self._reserve_script = self._writer.register_script(_RESERVE)
-        self._lease_script = self._writer.register_script(_LEASE)
-        self._end_lease_script = self._writer.register_script(_END_LEASE)
+        self._read_script = self._reader.register_script(READ)
+        self._save_script = self._writer.register_script(SAVE)
+        self._reserve_script = self._writer.register_script(RESERVE)
+        self._lease_script = self._writer.register_script(LEASE)
+        self._end_lease_script = self._writer.register_script(END_LEASE)
 
     def prepare(self) -> None:
         """Checks the settings and the layout of what is there; see `open_redis_storage`."""
@@ -260,7 +93,7 @@ class RedisStorage:
             "Set that (a Redis of its own is best), or leave --registry out where one host is enough",
         )
         with as_unavailable():
-            found = int(self._writer.eval(_OPEN, 0, SCHEMA, uuid.uuid4().hex))
+            found = int(self._writer.eval(OPEN, 0, SCHEMA, uuid.uuid4().hex))
         if found > SCHEMA:
             raise StoreUnavailable(
                 f"this Redis has version {found} of the registry; this release knows {SCHEMA}: run the newer release"
@@ -305,22 +138,26 @@ class RedisStorage:
 
     def holdings(self, tenant: str) -> Holdings:
         with as_unavailable(), self._pipeline() as pipeline:
-            counts, sizes = pipeline.hvals(_key("weights", tenant)).hgetall(_key("sizes", tenant)).execute()
+            counts, sizes = (
+                pipeline.hvals(name_key("weights", tenant)).hgetall(name_key("sizes", tenant)).execute()
+            )
         return Holdings(sum(map(int, counts)), {digest.decode(): int(size) for digest, size in sizes.items()})
 
     def pinned(self) -> Sequence[Rollout]:
         with as_unavailable():
-            return self._read_pinned(self._reader.smembers(f"{_PREFIX}pins"))
+            return self._read_pinned(self._reader.smembers(f"{PREFIX}pins"))
 
     def named(self, versions: Collection[AdapterVersion]) -> set[AdapterVersion]:
         with as_unavailable(), self._pipeline() as pipeline:
             for version in versions:
-                pipeline.hexists(_key("weights", version.tenant), version.digest)
+                pipeline.hexists(name_key("weights", version.tenant), version.digest)
             return {version for version, has in zip(versions, pipeline.execute(), strict=True) if has}
 
     def is_referenced(self, digest: str, now: float) -> bool:
         with as_unavailable(), self._pipeline() as pipeline:
-            pipeline.scard(_key("owners", digest)).zcount(_key("reserved", digest), f"({now!r}", "+inf")
+            pipeline.scard(name_key("owners", digest)).zcount(
+                name_key("reserved", digest), f"({now!r}", "+inf"
+            )
             return any(pipeline.execute())
 
     # -- changing ---------------------------------------------------------------------------------------------------
@@ -337,7 +174,7 @@ class RedisStorage:
             before, revision = self._load(key, wanted)
             after = before.copy()
             result = edit(after)
-            plan = _plan(before, after, revision)
+            plan = plan_change(before, after, revision)
             if reservation is not None:
                 plan |= {"reservation": reservation.split("/"), "now": repr(now)}
             return self._save(result, plan, before, after)
@@ -349,13 +186,13 @@ class RedisStorage:
     ) -> tuple[T, Change]:
         def once() -> tuple[T, Change] | None:
             with as_unavailable(), self._pipeline() as pipeline:
-                pipeline.get(f"{_PREFIX}pins_revision").smembers(f"{_PREFIX}pins")
+                pipeline.get(f"{PREFIX}pins_revision").smembers(f"{PREFIX}pins")
                 pins_revision, members = pipeline.execute()
                 pinned = self._read_pinned(members)
             before, revision = self._load(key, ())
             after = before.copy()
             result = edit(after, pinned)
-            plan = _plan(before, after, revision) | {"pins_revision": (pins_revision or b"").decode()}
+            plan = plan_change(before, after, revision) | {"pins_revision": (pins_revision or b"").decode()}
             return self._save(result, plan, before, after)
 
         return _until_kept(once, key)
@@ -366,7 +203,7 @@ class RedisStorage:
         """One that Redis loses because it dies needs no care: `change` finds it gone."""
         reservation = uuid.uuid4().hex
         deadline = time.monotonic() + _PATIENCE_S
-        keys = [_key("dropping", digest), _key("reserved", digest)]
+        keys = [name_key("dropping", digest), name_key("reserved", digest)]
         with as_unavailable():
             while not self._reserve_script(
                 keys, [reservation, repr(now + RESERVATION_S), int(2 * RESERVATION_S)]
@@ -382,13 +219,13 @@ class RedisStorage:
     def give_back(self, reservation: str) -> None:
         digest, _, token = reservation.partition("/")
         with as_unavailable():
-            self._writer.zrem(_key("reserved", digest), token)
+            self._writer.zrem(name_key("reserved", digest), token)
 
     def collect(self, digest: str, drop: Callable[[str], None], now: float) -> bool:
         lease = uuid.uuid4().hex
-        dropping = _key("dropping", digest)
+        dropping = name_key("dropping", digest)
         with as_unavailable(), self._writer.client() as connection:
-            keys = [dropping, _key("reserved", digest), _key("owners", digest)]
+            keys = [dropping, name_key("reserved", digest), name_key("owners", digest)]
             if not self._lease_script(keys, [lease, repr(now), LEASE_S], client=connection):
                 return False
             wait_for_disk(connection)
@@ -403,9 +240,9 @@ class RedisStorage:
         run, _, position = (cursor or "").partition("/")
         entry, _, _ = position.partition("/")
         with as_unavailable(), self._pipeline() as pipeline:
-            pipeline.info("server").xrevrange(f"{_PREFIX}changes", count=1)
+            pipeline.info("server").xrevrange(f"{PREFIX}changes", count=1)
             if cursor is not None:
-                pipeline.xrange(f"{_PREFIX}changes", entry, "+", count=_MAX_CHANGES + 1)
+                pipeline.xrange(f"{PREFIX}changes", entry, "+", count=_MAX_CHANGES + 1)
             server, last, *ranges = pipeline.execute()
         found = ranges[0] if ranges else []
         if run == server["run_id"] and found and _position(found[0]) == position:
@@ -427,7 +264,7 @@ class RedisStorage:
         """Names and their revisions, empty for one that is not there."""
         with as_unavailable():
             answers = self._read_script(args=[json.dumps(asks)])
-        return [_parse_name(ask["id"], answer) for ask, answer in zip(asks, answers, strict=True)]
+        return [parse_name(ask["id"], answer) for ask, answer in zip(asks, answers, strict=True)]
 
     def _read_one(self, key: NameKey, **ask: Any) -> NamedAdapter:
         return self._read([{"id": "/".join(key), **ask}])[0][0]
@@ -448,7 +285,7 @@ class RedisStorage:
         count = _BATCH if limit is None else min(_BATCH, limit + 1)
         while True:
             with as_unavailable():
-                page = self._reader.zrangebylex(_key("names", tenant), start, "+", start=0, num=count)
+                page = self._reader.zrangebylex(name_key("names", tenant), start, "+", start=0, num=count)
             names = [name.decode() for name in page]
             for named, _ in self._read([{"id": f"{tenant}/{name}", "alias": alias} for name in names]):
                 if named.aliases:  # else it was deleted in between
@@ -490,111 +327,8 @@ def _until_kept(once: Callable[[], tuple[T, Change] | None], key: NameKey) -> tu
     return done
 
 
-def _plan(before: NamedAdapter, after: NamedAdapter, revision: str) -> dict[str, Any]:
-    """What makes `after` of `before`, for _SAVE. Numbers are texts, because Lua's have 14 digits."""
-    pinned, unpinned = after.pins().keys(), before.pins().keys()
-    return {
-        "tenant": after.tenant,
-        "name": after.name,
-        "revision": revision,
-        "nonce": uuid.uuid4().hex,
-        "has_changed": after != before,
-        "is_gone": not after.records,
-        "named_at": repr(after.named_at),
-        "last_number": str(after.last_number),
-        "removed": [
-            [str(number), record.version.digest]
-            for number, record in before.records.items()
-            if number not in after.records
-        ],
-        "added": [
-            [str(number), record.version.digest, str(record.details.num_bytes), _encode_record(record)]
-            for number, record in after.records.items()
-            if number not in before.records
-        ],
-        "updated": [
-            [str(number), _encode_record(record)]
-            for number, record in after.records.items()
-            if number in before.records and record != before.records[number]
-        ],
-        "aliases": [
-            [alias, _encode_alias(one)]
-            for alias, one in after.aliases.items()
-            if one != before.aliases.get(alias)
-        ],
-        "dropped": sorted(before.aliases.keys() - after.aliases.keys()),
-        "pinned": sorted(pinned - unpinned),
-        "unpinned": sorted(unpinned - pinned),
-        "moved_pin": before.pins() != after.pins(),
-        "kept_changes": str(KEPT_CHANGES),
-    }
-
-
 def _rollouts(named: NamedAdapter) -> list[Rollout]:
     return [named.rollout(alias) for alias in sorted(named.aliases)]
-
-
-def _encode_record(record: AdapterRecord) -> str:
-    details, extras = record.details, record.details.extras
-    return json.dumps(
-        {
-            "digest": record.version.digest,
-            "created_at": record.created_at,
-            "rank": details.rank,
-            "target_modules": details.target_modules,
-            "num_bytes": details.num_bytes,
-            "packed_bytes": details.packed_bytes,
-            "chat_template": extras.chat_template,
-            "generation_config": extras.generation_config,
-        }
-    )
-
-
-def _parse_record(key: NameKey, number: int, named_at: float, raw: bytes) -> AdapterRecord:
-    tenant, name = key
-    fields = json.loads(raw)
-    details = AdapterDetails(
-        fields["rank"],
-        tuple(fields["target_modules"]),
-        fields["num_bytes"],
-        AdapterExtras(fields["chat_template"], fields["generation_config"]),
-        fields["packed_bytes"],
-    )
-    return AdapterRecord(
-        name, number, AdapterVersion(tenant, fields["digest"]), details, fields["created_at"], named_at
-    )
-
-
-def _encode_alias(one: Alias) -> str:
-    """states: the last is the present one."""
-    states = encode_states([*one.history.before, one.history.state])
-    return json.dumps(
-        {"states": states, "salt": one.salt, "pinned": one.pinned, "updated_at": one.updated_at}
-    )
-
-
-def _parse_alias(raw: bytes) -> Alias:
-    fields = json.loads(raw)
-    *before, state = decode_states(fields["states"])
-    return Alias(AliasHistory(state, tuple(before)), fields["salt"], fields["pinned"], fields["updated_at"])
-
-
-def _parse_name(text: str, answer: Sequence[Any]) -> tuple[NamedAdapter, str]:
-    tenant, _, name = text.partition("/")
-    if not answer:
-        return NamedAdapter(tenant, name), ""
-    named_at, last_number, revision, aliases, records = answer
-    return NamedAdapter(
-        tenant,
-        name,
-        float(named_at),
-        int(last_number),
-        {
-            int(number): _parse_record((tenant, name), int(number), float(named_at), raw)
-            for number, raw in zip(records[::2], records[1::2], strict=True)
-        },
-        {alias.decode(): _parse_alias(raw) for alias, raw in zip(aliases[::2], aliases[1::2], strict=True)},
-    ), revision.decode()
 
 
 def _position(entry: tuple[bytes, Mapping[bytes, bytes]]) -> str:
@@ -611,7 +345,3 @@ def _parse_change(fields: Mapping[bytes, bytes]) -> Change:
         tuple(AdapterVersion(tenant, digest) for digest in digests),
         fields[b"moved_pin"] == b"1",
     )
-
-
-def _key(kind: str, of: str) -> str:
-    return f"{_PREFIX}{kind}:{of}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slora_adapters import redis_storage, sqlite_storage
+from slora_adapters import redis_names, redis_storage, sqlite_storage
 from slora_adapters.adapter import AdapterExtras
 from slora_adapters.registry import AdapterDetails, Change, Registry
 from slora_adapters.version import AdapterVersion
@@ -88,7 +88,7 @@ def test_many_changes_come_in_several_answers(
 def test_who_was_away_for_longer_than_the_feed_reaches_back_is_told_so(
     open_storage: OpenStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (sqlite_storage, redis_storage):
+    for module in (sqlite_storage, redis_names):
         monkeypatch.setattr(module, "KEPT_CHANGES", 5)
     registry = Registry(open_storage())
     registry.put("a", _v(), DETAILS)

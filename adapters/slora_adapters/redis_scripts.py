@@ -1,0 +1,177 @@
+"""Where the registry lies in Redis, and the scripts that read and change it, each at one moment.
+
+All keys begin with `slora:registry:`, and none of what lasts ever expires:
+
+    schema                   version of this layout
+    names:<tenant>           sorted set of names, for pages
+    name:<tenant>/<name>     hash: revision, named_at, last_number, and alias:<alias> (JSON) of each alias
+    versions:<tenant>/<name> hash: number -> version (JSON)
+    numbers:<tenant>/<name>  sorted set of the numbers
+    weights:<tenant>         hash: digest -> how many versions of the tenant have it
+    sizes:<tenant>           hash: digest -> bytes of its tensors
+    owners:<digest>          set of the tenants that have it
+    reserved:<digest>        sorted set: reservations by when they end
+    dropping:<digest>        whoever drops the blob just now; expires
+    pins, pins_revision      set of <tenant>/<name>@<alias>; another text whenever something else is pinned
+    changes                  stream: the feed
+
+Scripts find keys by themselves, which a Redis Cluster does not allow.
+"""
+
+__all__ = ["END_LEASE", "LEASE", "OPEN", "PREFIX", "READ", "RESERVE", "SAVE", "SCHEMA", "name_key"]
+
+SCHEMA = 1
+PREFIX = "slora:registry:"
+
+
+def name_key(kind: str, of: str) -> str:
+    return f"{PREFIX}{kind}:{of}"
+
+
+# ARGV: this schema, a nonce. Returns the schema that is there.
+OPEN = """
+local P = 'slora:registry:'
+if redis.call('EXISTS', P..'changes') == 0 then redis.call('XADD', P..'changes', '*', 'nonce', ARGV[2]) end
+redis.call('SETNX', P..'schema', ARGV[1])
+return redis.call('GET', P..'schema')
+"""
+
+# ARGV: questions, JSON: id (tenant/name); optional alias (`*` for all), numbers, newest (how many, -1 for all) below
+# a bound, and history: versions that aliases would point at after a rollback are wanted, too. Returns for each
+# {named_at, last_number, revision, {alias, its JSON, ...}, {number, version, ...}}, nothing for a name that is not
+# there.
+READ = """
+local P = 'slora:registry:'
+local function read(ask)
+  local key, versions = P..'name:'..ask.id, P..'versions:'..ask.id
+  local head = redis.call('HMGET', key, 'named_at', 'last_number', 'revision')
+  if not head[1] then return {} end
+  local aliases, wanted, records = {}, {}, {}
+  if ask.alias == '*' then
+    local fields = redis.call('HGETALL', key)
+    for i = 1, #fields, 2 do
+      if string.sub(fields[i], 1, 6) == 'alias:' then
+        aliases[#aliases + 1] = string.sub(fields[i], 7)
+        aliases[#aliases + 1] = fields[i + 1]
+      end
+    end
+  elseif ask.alias then
+    local one = redis.call('HGET', key, 'alias:'..ask.alias)
+    if one then aliases = {ask.alias, one} end
+  end
+  for i = 2, #aliases, 2 do
+    local states = cjson.decode(cjson.decode(aliases[i]).states)
+    for number in pairs(states[#states][1]) do wanted[number] = true end
+    if ask.history and #states > 1 then
+      for number in pairs(states[#states - 1][1]) do wanted[number] = true end
+    end
+  end
+  for _, number in ipairs(ask.numbers or {}) do wanted[number] = true end
+  if ask.newest then
+    local below = ask.below or '+inf'
+    local newest = redis.call('ZREVRANGEBYSCORE', P..'numbers:'..ask.id, below, '-inf', 'LIMIT', 0, ask.newest)
+    for _, number in ipairs(newest) do wanted[number] = true end
+  end
+  for number in pairs(wanted) do
+    local record = redis.call('HGET', versions, number)
+    if record then
+      records[#records + 1] = number
+      records[#records + 1] = record
+    end
+  end
+  return {head[1], head[2], head[3], aliases, records}
+end
+local answers = {}
+for i, ask in ipairs(cjson.decode(ARGV[1])) do answers[i] = read(ask) end
+return answers
+"""
+
+# ARGV: what is to be kept, JSON; see `_plan`. Returns {'stale'} if it was made from what is not there any more,
+# {'lost'} if the reservation has run out, else {'kept', digests that the tenant has no version of any more ...}.
+# All is checked before anything is written. What is taken away goes first: a full Redis lets scripts go on that begin
+# so, and refuses the others at their first write.
+SAVE = """
+local P = 'slora:registry:'
+local plan = cjson.decode(ARGV[1])
+local id = plan.tenant..'/'..plan.name
+local key, versions, numbers = P..'name:'..id, P..'versions:'..id, P..'numbers:'..id
+local names, weights, sizes = P..'names:'..plan.tenant, P..'weights:'..plan.tenant, P..'sizes:'..plan.tenant
+if (redis.call('HGET', key, 'revision') or '') ~= plan.revision then return {'stale'} end
+if plan.pins_revision and (redis.call('GET', P..'pins_revision') or '') ~= plan.pins_revision then
+  return {'stale'}
+end
+if plan.reservation then
+  local reserved = P..'reserved:'..plan.reservation[1]
+  local ends_at = redis.call('ZSCORE', reserved, plan.reservation[2])
+  if not ends_at or tonumber(ends_at) <= tonumber(plan.now) then return {'lost'} end
+  redis.call('ZREM', reserved, plan.reservation[2])
+end
+if not plan.has_changed then
+  -- Something to wait for: what it was compared with may not be on the disk yet.
+  redis.call('SET', P..'compared', plan.nonce)
+  return {'kept'}
+end
+local answer = {'kept'}
+for _, one in ipairs(plan.removed) do
+  local number, digest = one[1], one[2]
+  redis.call('HDEL', versions, number)
+  redis.call('ZREM', numbers, number)
+  if redis.call('HINCRBY', weights, digest, -1) <= 0 then
+    redis.call('HDEL', weights, digest)
+    redis.call('HDEL', sizes, digest)
+    redis.call('SREM', P..'owners:'..digest, plan.tenant)
+    answer[#answer + 1] = digest
+  end
+end
+for _, alias in ipairs(plan.dropped) do redis.call('HDEL', key, 'alias:'..alias) end
+for _, alias in ipairs(plan.unpinned) do redis.call('SREM', P..'pins', id..'@'..alias) end
+if plan.is_gone then
+  redis.call('UNLINK', key)
+  redis.call('ZREM', names, plan.name)
+else
+  redis.call('HSET', key, 'revision', plan.nonce, 'named_at', plan.named_at, 'last_number', plan.last_number)
+  redis.call('ZADD', names, 0, plan.name)
+end
+for _, one in ipairs(plan.added) do
+  local number, digest, num_bytes, record = one[1], one[2], one[3], one[4]
+  redis.call('HSET', versions, number, record)
+  redis.call('ZADD', numbers, number, number)
+  redis.call('HINCRBY', weights, digest, 1)
+  redis.call('SADD', P..'owners:'..digest, plan.tenant)
+  if tonumber(num_bytes) > tonumber(redis.call('HGET', sizes, digest) or '-1') then
+    redis.call('HSET', sizes, digest, num_bytes)
+  end
+end
+for _, one in ipairs(plan.updated) do redis.call('HSET', versions, one[1], one[2]) end
+for _, one in ipairs(plan.aliases) do redis.call('HSET', key, 'alias:'..one[1], one[2]) end
+for _, alias in ipairs(plan.pinned) do redis.call('SADD', P..'pins', id..'@'..alias) end
+if plan.moved_pin then redis.call('SET', P..'pins_revision', plan.nonce) end
+redis.call(
+  'XADD', P..'changes', 'MAXLEN', plan.kept_changes, '*', 'nonce', plan.nonce, 'tenant', plan.tenant,
+  'name', plan.name, 'orphaned', table.concat(answer, ' ', 2), 'moved_pin', plan.moved_pin and '1' or '0'
+)
+return answer
+"""
+
+# KEYS: dropping, reserved. ARGV: the reservation, when it ends, how long its key is kept (s). Returns 0 while the blob
+# is being dropped.
+RESERVE = """
+if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+redis.call('ZADD', KEYS[2], ARGV[2], ARGV[1])
+redis.call('EXPIRE', KEYS[2], ARGV[3])
+return 1
+"""
+
+# KEYS: dropping, reserved, owners. ARGV: whose lease, the time, seconds of the lease. Returns whether it has it.
+LEASE = """
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', ARGV[2])
+if redis.call('SCARD', KEYS[3]) > 0 or redis.call('ZCARD', KEYS[2]) > 0 then return 0 end
+if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'EX', ARGV[3]) then return 1 end
+return 0
+"""
+
+# KEYS: dropping. ARGV: whose lease.
+END_LEASE = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
+return 1
+"""
