@@ -88,7 +88,14 @@ class AdapterCorrupt(AdapterError):
 
 
 class StoreUnavailable(AdapterError):
-    """A store or the database does not answer; it may later."""
+    """A store or the database does not answer; it may later. The text is for operators: it may name hosts and paths."""
+
+    @property
+    def public_message(self) -> str:
+        """For tenants: without what systems said."""
+        if self.__cause__ is None:
+            return str(self)
+        return "the place where adapters are kept does not answer as it should; try again shortly"
 
 
 class StoreUnfit(StoreUnavailable):

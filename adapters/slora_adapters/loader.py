@@ -166,7 +166,9 @@ class Loader:
         except AdapterCorrupt as error:
             return FetchFailed(version, "corrupt", str(error))
         except (StoreUnavailable, ValueError) as error:
-            return FetchFailed(version, "unavailable", str(error))
+            logger.warning("loading %s of %s: %s", version.digest, version.tenant, error)
+            message = error.public_message if isinstance(error, StoreUnavailable) else str(error)
+            return FetchFailed(version, "unavailable", message)
 
     def _try_to_load(self, version: AdapterVersion) -> CachedAdapter | None:
         """None if the copy in the store was wrong, or gone before it was read, and there may be another one."""

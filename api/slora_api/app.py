@@ -1,5 +1,7 @@
 """The ASGI application: routes inside, and around them authentication, body limits and what holds for every request."""
 
+import logging
+
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -7,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp
 
-from slora_adapters.errors import SloraError
+from slora_adapters.errors import SloraError, StoreUnavailable
 from slora_api.admin_key import AdminKey
 from slora_api.authentication import Authentication
 from slora_api.body_limit import BodyLimit, BodyLimits
@@ -18,11 +20,15 @@ from slora_api.services import Services
 
 __all__ = ["make_app", "make_router"]
 
+logger = logging.getLogger(__name__)
+
 # What starlette looks up by the error's class. The last is for bugs: they are answered here and logged by RequestScope.
 _ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, Exception)
 
 
-async def _answer_error(_request: Request, error: Exception) -> Response:
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, StoreUnavailable):  # the tenant is not told all of it
+        logger.warning("request %s: %s", request.state.request_id, error)
     return error_response(error)
 
 

@@ -301,6 +301,8 @@ def describe_error(error: BaseException) -> ErrorAnswer:
     message = str(error)
     if rule is _INTERNAL:
         message = "The server failed to handle this request; its log has the details under this request's id."
+    elif isinstance(error, StoreUnavailable):
+        message = error.public_message
     elif isinstance(error, HTTPException):
         message = (
             f"{error.detail}: this server has no such route or method." if rule.code else str(error.detail)

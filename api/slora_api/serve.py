@@ -302,9 +302,10 @@ async def _serve(settings: Settings) -> None:
         listener = stack.enter_context(open_listener(settings.host, settings.port))
         sockets = _open_sockets(stack, data)
         pepper = Pepper.from_file(data.pepper)
-        admin_key = open_admin_key(settings.admin_key, data.path, pepper)
         client = RemoteEngine(sockets.engine)
         services = await _open_services(stack, settings, model, data, pepper, client)
+        # Last of what may be refused: a new one is shown at the first start, and by none that failed.
+        admin_key = open_admin_key(settings.admin_key, data.path, pepper)
         supervisor = Supervisor(
             _children(settings, model, data, sockets), services.generator.metrics.restarted
         )

@@ -92,6 +92,14 @@ def test_an_unforeseen_error_says_nothing_of_itself() -> None:
     assert "secret" not in describe_error(ZeroDivisionError("secret")).message
 
 
+def test_what_systems_say_of_a_store_is_not_for_tenants() -> None:
+    error = StoreUnavailable("the store in '/secret/place' cannot be used: disk on fire")
+    assert describe_error(error).message == str(error), "our own words are told"
+    error.__cause__ = OSError("disk on fire")
+    message = describe_error(error).message
+    assert "secret" not in message and "fire" not in message and "try again" in message
+
+
 def test_a_refused_adapter_carries_all_reasons_for_programs() -> None:
     error = AdapterInvalid((Reason("rank", "too high"), Reason("dora", "not supported")))
     assert describe_error(error).body["error"]["reasons"] == [

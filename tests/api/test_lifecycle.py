@@ -410,6 +410,10 @@ def test_without_an_admin_key_one_is_made_and_printed_once(kit: Kit, tmp_path: P
             served.wait_for_line("listening on")
         return [line.split()[-1] for line in served.lines if "admin key" in line]
 
+    nowhere = environment(SLORA_REGISTRY="redis://127.0.0.1:1/0", SLORA_STORE=str(tmp_path / "store"))
+    with serving(kit.base, tmp_path / "data", env=nowhere) as refused:
+        assert refused.process.wait(60) == 1
+    assert not any("admin key" in line for line in refused.lines), "else it would never be seen again"
     (key,) = start()
     assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
     assert start() == []
