@@ -24,7 +24,8 @@ serve: $(SERVE) ## the demo: one base model, several tenants, one key each; SLOR
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest $(PYTEST_ARGS)
 
 test: $(TEST) ## the tests, in less than ten minutes on two cores
-	@$(PYTEST) tests/engine & engine=$$!; $(PYTEST) --ignore=tests/engine; rest=$$?; \
+	@$(PYTEST) tests/engine tests/kernels & engine=$$!; \
+		$(PYTEST) --ignore=tests/engine --ignore=tests/kernels; rest=$$?; \
 		wait $$engine && exit $$rest
 
 check: $(TEST) ## format, lint, types, tests; changes nothing
