@@ -12,7 +12,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from slora_adapters.errors import StoreUnavailable, StoreUnfit
+from slora_adapters.errors import StoreUnavailable, StoreUnfit, TryAgain
 
 # A write is refused if Redis takes longer to bring it to its disk; busy disks stall for tens of seconds.
 _DISK_WAIT_S = 60.0
@@ -62,7 +62,7 @@ def wait_for_disk(connection: "redis.Redis[bytes]") -> None:
     deadline = time.monotonic() + _DISK_WAIT_S
     while not _is_kept(connection):
         if time.monotonic() > deadline:
-            raise StoreUnavailable(f"Redis took longer than {_DISK_WAIT_S:.0f} s to write to its disk")
+            raise TryAgain(f"Redis took longer than {_DISK_WAIT_S:.0f} s to write to its disk")
 
 
 @contextmanager

@@ -10,7 +10,8 @@
         ├── AliasConflict      the alias is not where the caller thinks it is
         ├── AdapterCorrupt     stored bytes are not the ones that were put there
         └── StoreUnavailable   the place that holds adapters does not answer
-            └── StoreUnfit     it answers, but is set up so that it could lose them: only a person can help
+            ├── StoreUnfit     it answers, but is set up so that it could lose them: only a person can help
+            └── TryAgain       it answers, but this could not be done now
 
 Further branches (requests, engine, keys) hang below `SloraError` in their own packages.
 """
@@ -30,6 +31,7 @@ __all__ = [
     "SloraError",
     "StoreUnavailable",
     "StoreUnfit",
+    "TryAgain",
 ]
 
 
@@ -92,10 +94,16 @@ class StoreUnavailable(AdapterError):
 
     @property
     def public_message(self) -> str:
-        """For tenants: without what systems said."""
-        if self.__cause__ is None:
-            return str(self)
+        """For tenants."""
         return "the place where adapters are kept does not answer as it should; try again shortly"
+
+
+class TryAgain(StoreUnavailable):
+    """It answers, but this could not be done now; whoever asked is told why, and names no host and no path."""
+
+    @property
+    def public_message(self) -> str:
+        return str(self)
 
 
 class StoreUnfit(StoreUnavailable):

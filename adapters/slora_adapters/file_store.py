@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from slora_adapters.blob_name import check_digest, check_member_name, is_digest
-from slora_adapters.errors import AdapterNotFound, StoreUnavailable
+from slora_adapters.errors import AdapterNotFound, StoreUnavailable, TryAgain
 from slora_adapters.local_blob import TIER, LocalBlob
 
 # How often a put starts over because a delete of the same digest came in between.
@@ -52,7 +52,7 @@ class FileStore:
                     _sync_folder(folder)
                     if self._publish(folder, digest):
                         return
-        raise StoreUnavailable(f"blob {digest[:12]} was deleted each time that it was stored; try again")
+        raise TryAgain(f"blob {digest[:12]} was deleted each time that it was stored; try again")
 
     def open(self, digest: str) -> LocalBlob:
         with _as_unavailable(self.root):

@@ -39,7 +39,7 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from slora_adapters.blob_name import check_digest, check_member_name, is_digest
-from slora_adapters.errors import AdapterError, AdapterNotFound, StoreUnavailable, StoreUnfit
+from slora_adapters.errors import AdapterError, AdapterNotFound, StoreUnavailable, StoreUnfit, TryAgain
 from slora_adapters.object_blob import TIER, ObjectBlob
 
 _NUM_THREADS = 16
@@ -228,7 +228,7 @@ class ObjectStore:
         for write in writes:
             write.result()
         if self._age_s(upload_id) > UPLOAD_LIMIT_S:
-            raise StoreUnavailable(f"the upload took more than {UPLOAD_LIMIT_S} s; try again")
+            raise TryAgain(f"the upload took more than {UPLOAD_LIMIT_S} s; try again")
         done = f"{folder}/done.{turn}.{upload_id}.{len(sizes)}.{sum(sizes)}"
         self._write(done, b"whole\n")
         self._remove_uploads(digest, self._outdone(self._settled(digest, upload_id, done)))

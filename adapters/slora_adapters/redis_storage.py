@@ -31,7 +31,7 @@ from slora_adapters.durable_redis import (
     connect,
     wait_for_disk,
 )
-from slora_adapters.errors import StoreUnavailable
+from slora_adapters.errors import StoreUnavailable, TryAgain
 from slora_adapters.named_adapter import NamedAdapter
 from slora_adapters.redis_names import parse_name, plan_change
 from slora_adapters.redis_scripts import END_LEASE, LEASE, OPEN, PREFIX, READ, RESERVE, SAVE, SCHEMA, name_key
@@ -209,7 +209,7 @@ class RedisStorage:
                 keys, [reservation, repr(now + RESERVATION_S), int(2 * RESERVATION_S)]
             ):
                 if time.monotonic() > deadline:
-                    raise StoreUnavailable(
+                    raise TryAgain(
                         "the same weights are being deleted, or were when a server died; upload again, in "
                         f"{LEASE_S // 60} minutes at the latest"
                     )
@@ -322,7 +322,7 @@ def _until_kept(once: Callable[[], tuple[T, Change] | None], key: NameKey) -> tu
     deadline = time.monotonic() + _PATIENCE_S
     while (done := once()) is None:
         if time.monotonic() > deadline:
-            raise StoreUnavailable(f"too many change {key[1]!r}, or pins, at once; try again")
+            raise TryAgain(f"too many change {key[1]!r}, or pins, at once; try again")
         time.sleep(random.uniform(0, _PAUSE_S))
     return done
 

@@ -29,7 +29,7 @@ from slora_adapters.durable_redis import (
     connect,
     wait_for_disk,
 )
-from slora_adapters.errors import AdapterNotFound, StoreUnavailable
+from slora_adapters.errors import AdapterNotFound, TryAgain
 from slora_adapters.local_blob import LocalBlob
 from slora_adapters.redis_blob import CHUNK_BYTES, TIER, RedisBlob
 from slora_adapters.store import Blob
@@ -157,7 +157,7 @@ class RedisStore:
                 client=connection,
             )
             if not done:
-                raise StoreUnavailable("Redis dropped part of the upload; it may be short of memory")
+                raise TryAgain("Redis dropped part of the upload; it may be short of memory")
             if self._durable:
                 wait_for_disk(connection)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from slora_adapters.adapter_record import AdapterRecord, Holdings, Rollout
-from slora_adapters.errors import StoreUnavailable
+from slora_adapters.errors import TryAgain
 from slora_adapters.named_adapter import NamedAdapter
 from slora_adapters.version import AdapterVersion
 
@@ -145,6 +145,6 @@ class RegistryStorage(Protocol):
         """Ends connections."""
 
 
-def reservation_lost() -> StoreUnavailable:
+def reservation_lost() -> TryAgain:
     """Its blob may be gone."""
-    return StoreUnavailable("the upload took too long, so its space was given up; upload again")
+    return TryAgain("the upload took too long, so its space was given up; upload again")

@@ -126,6 +126,8 @@ def test_while_redis_is_away_known_names_are_answered_and_the_others_are_when_it
     assert servers.ask("known").headers["x-slora-adapter"] == "known@1"
     upload = servers.first.upload(servers.keys[0], "late", make_members())
     assert (upload.status_code, upload.json()["error"]["code"]) == (503, "store_unavailable")
+    later = servers.ask("unknown")  # by now the servers know that it is away
+    assert not any("127.0.0.1" in answer.text for answer in (refused, upload, later))
     redis_server.start()
     wait_for(servers.answers_as("unknown", "unknown@1"))
     servers.upload("known", seed=1)
