@@ -4,10 +4,9 @@ Our own workers run on torch's threads. Of a decode step of 40 ms, preparing the
 calls of a step share is worked out once.
 """
 
-import struct
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -28,21 +27,17 @@ from slora_kernels.batch import (
     LoraTiles,
     QueryKeyNorm,
 )
-from slora_kernels.layout import SEGMENT_BYTES, LoraSite
+from slora_kernels.layout import LoraSite
 from slora_kernels.lora_gather import gather_columns
 from slora_kernels.numba_attention import TILE_ROWS
-from slora_kernels.numba_language import compile_worker
+from slora_kernels.numba_language import NUM_ITEMS, compile_worker
+from slora_kernels.numba_lora_plan import ITEMS_PER_THREAD, TILE_TOKENS, LoraPlan, Unshrunk, bridge_dtype
+from slora_kernels.numba_words import NOTHING, Field, Words, as_numbers, begin_job, pack
 from slora_kernels.quantized_matmuls import quantized_linear
 from slora_kernels.thread_team import ThreadTeam
 
-# The most tokens of a LoRA tile: what they read and write stays in a core's own cache.
-TILE_TOKENS = 64
 # Reading fewer numbers than this takes less time than waking a second thread (about 10 us).
 SERIAL_NUMBERS = 65536
-# Items of a LoRA job are made smaller until there are this many for each thread.
-ITEMS_PER_THREAD = 4
-SHRINK_ROWS = (16, 4)
-EXPAND_COLUMNS = (1024, 256)
 
 _CARRIERS = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.float16: types.int16}
 _WORKERS = (
@@ -51,66 +46,14 @@ _WORKERS = (
     numba_elementwise.rotate_and_write_kv_worker,
     numba_attention.attend_worker,
     numba_likeliest.likeliest_worker,
-    numba_lora.shrink_worker,
-    numba_lora.expand_worker,
+    numba_lora.lora_worker,
 )
-# In place of a tensor that is not there.
-_NOTHING = torch.empty(0)
 Worker = Callable[[Any], None]
-# A field as a job holds it; see `numba_language`.
-Words = tuple[int, int, int]
-Field = Words | Tensor | int | float
 
 
 @cache
 def _compile(worker: Worker, dtype: torch.dtype) -> Any:
     return compile_worker(worker, _CARRIERS[dtype])
-
-
-def _pack(field: Field) -> Words:
-    """Numbers first: asking whether they are tensors is slow."""
-    if isinstance(field, tuple):
-        return field
-    if isinstance(field, int):
-        return field, 0, 0
-    if isinstance(field, float):
-        return struct.unpack("q", struct.pack("d", field))[0], 0, 0
-    if field.dim() == 1:
-        return field.data_ptr(), 1, field.shape[0]
-    assert field.stride(-1) == 1, f"rows of stride {field.stride(-1)}"
-    return field.data_ptr(), field.shape[0], field.stride(0)
-
-
-def _bridge_dtype(dtype: torch.dtype) -> torch.dtype:
-    """As `numba_language.read_bridge_matrix` has it."""
-    return dtype if dtype == torch.bfloat16 else torch.float32
-
-
-def _as_numbers(rows: Tensor, element_bytes: int) -> Words:
-    """Rows of something else, the pool's pages say, as the model's numbers."""
-    return rows.data_ptr(), rows.shape[0], rows.stride(0) * rows.element_size() // element_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnBlocks:
-    """Blocks of expand, int32 [n, 4]: member of the group, first column in out, in the member, and columns.
-
-    widths: int32 [1, members].
-    """
-
-    table: Tensor
-    widths: Tensor
-    words: tuple[Words, Words]
-
-
-@cache
-def _cut_columns(widths: tuple[int, ...], columns: int) -> ColumnBlocks:
-    blocks, start = [], 0
-    for member, width in enumerate(widths):
-        blocks += [(member, start + c, c, min(columns, width - c)) for c in range(0, width, columns)]
-        start += width
-    table, row = torch.tensor(blocks, dtype=torch.int32), torch.tensor([widths], dtype=torch.int32)
-    return ColumnBlocks(table, row, (_pack(table), _pack(row)))
 
 
 def _cut_queries(batch: AttentionBatch, tile_queries: int) -> Tensor:
@@ -155,27 +98,8 @@ class AttentionPlan:
     cuts: dict[tuple[int, int], QueryCut]
 
 
-@dataclass(frozen=True, slots=True)
-class LoraPlan:
-    """Fields that all sites of a step share, as words. groups, modules, scales: of the first site; pitch: of a slot."""
-
-    num_tiles: int
-    rank: int
-    tiles: Words
-    weights: Words
-    page_table: Words
-    groups: Words
-    modules: Words
-    scales: Words
-
-
-def _shift(field: Words, numbers: int) -> Words:
-    """A matrix of 4-byte numbers without its first columns."""
-    return field[0] + 4 * numbers, field[1], field[2]
-
-
 class NumbaKernels:
-    """See `Kernels`. The bridge is [T, max_group_rank], see `_bridge_dtype`. Tensors are a CPU's, with contiguous rows.
+    """See `Kernels`. The bridge is [T, max_group_rank], see `bridge_dtype`. Tensors are a CPU's, with contiguous rows.
 
     One caller at a time: scratch memory is shared by all calls. A token's results are the same to the bit alone and
     in a batch.
@@ -199,17 +123,16 @@ class NumbaKernels:
         self, worker: Worker, dtype: torch.dtype, items: int, fields: tuple[Field, ...], *, numbers: int
     ) -> None:
         """Runs a worker over its items; `numbers` is about how many numbers it reads, all together."""
-        words = [word for field in fields for word in _pack(field)]
-        self._start(worker, dtype, items, words, numbers=numbers)
+        job = begin_job(items)
+        for field in fields:
+            job.extend(pack(field))
+        self._start(worker, dtype, job, numbers=numbers)
 
-    def _start(
-        self, worker: Worker, dtype: torch.dtype, items: int, words: Sequence[int], *, numbers: int
-    ) -> None:
-        if items == 0:
-            return
-        job = array("q", (0, 0, items, *words))
-        threads = 1 if numbers < SERIAL_NUMBERS else min(torch.get_num_threads(), items)
-        self._team.run(_compile(worker, dtype).address, job.buffer_info()[0], threads)
+    def _start(self, worker: Worker, dtype: torch.dtype, job: "array[int]", *, numbers: int) -> None:
+        items = job[NUM_ITEMS]
+        if items:
+            threads = 1 if numbers < SERIAL_NUMBERS else min(torch.get_num_threads(), items)
+            self._team.run(_compile(worker, dtype).address, job.buffer_info()[0], threads)
 
     def _reserve(self, numbers: int) -> Tensor:
         """Scratch of `numbers` float32 for each thread, [threads, numbers or more]."""
@@ -219,17 +142,11 @@ class NumbaKernels:
         return self._scratch[: threads * numbers].view(threads, numbers)
 
     def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
-        plan = AttentionPlan(_pack(batch.positions), _pack(batch.kv_slots), _pack(batch.block_tables), {})
+        plan = AttentionPlan(pack(batch.positions), pack(batch.kv_slots), pack(batch.block_tables), {})
         return AttentionStep(batch, plan)
 
     def prepare_lora(self, tiles: LoraTiles, tables: AdapterTables) -> LoraStep:
-        plan = LoraPlan(
-            tiles.tiles.shape[0],
-            tiles.max_group_rank,
-            *map(_pack, (tiles.tiles, tiles.weights, tables.page_table)),
-            *map(_pack, (tables.groups.flatten(1), tables.modules.flatten(1), tables.scales)),
-        )
-        return LoraStep(tiles, tables, plan)
+        return LoraStep(tiles, tables, LoraPlan(tiles, tables, self._reserve))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm((x, x), weight, eps, adds=False)
@@ -270,8 +187,8 @@ class NumbaKernels:
         normed = () if norms is None else (norms.query.float(), norms.key.float(), norms.eps)
         fields = (
             qkv,
-            _NOTHING if cos_sin is None else cos_sin,
-            _as_numbers(pages, qkv.element_size()),
+            NOTHING if cos_sin is None else cos_sin,
+            as_numbers(pages, qkv.element_size()),
             plan.positions,
             plan.kv_slots,
             geometry.num_heads,
@@ -301,13 +218,13 @@ class NumbaKernels:
         if (group, geometry.num_kv_heads) not in plan.cuts:
             tiles = _cut_queries(step.batch, max(1, TILE_ROWS // group))
             heads = _share_heads(len(tiles), geometry.num_kv_heads, group, step.batch.max_query)
-            plan.cuts[group, geometry.num_kv_heads] = QueryCut(tiles, _pack(tiles), heads)
+            plan.cuts[group, geometry.num_kv_heads] = QueryCut(tiles, pack(tiles), heads)
         cut = plan.cuts[group, geometry.num_kv_heads]
         out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype)
         assert q.stride(1) == geometry.head_dim and q.stride(2) == 1
         fields = (
             q,
-            _as_numbers(pages, q.element_size()),
+            as_numbers(pages, q.element_size()),
             out,
             cut.words,
             plan.block_tables,
@@ -336,65 +253,19 @@ class NumbaKernels:
         self._run(worker, logits.dtype, rows, fields, numbers=logits.numel())
         return best, tokens
 
-    def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
-        plan = step.plan
-        assert isinstance(plan, LoraPlan)
-        tokens, width, element_bytes = x.shape[0], x.shape[1], x.element_size()
-        bridge = torch.empty(tokens, plan.rank, dtype=_bridge_dtype(x.dtype))
-        coarse, fine = SHRINK_ROWS
-        rows = coarse if self._is_enough(plan.num_tiles * -(-plan.rank // coarse)) else fine
-        blocks = -(-plan.rank // rows)
-        words = (
-            *(x.data_ptr(), tokens, x.stride(0)),
-            *_as_numbers(pages, element_bytes),
-            *(bridge.data_ptr(), tokens, plan.rank),
-            *plan.tiles,
-            *plan.page_table,
-            *_shift(plan.groups, 2 * site.group),
-            *(width, 0, 0),
-            *(SEGMENT_BYTES // element_bytes, 0, 0),
-            *(blocks, 0, 0),
-            *(rows, 0, 0),
-            *_pack(self._reserve(TILE_TOKENS * rows)),
-        )
-        numbers = plan.num_tiles * plan.rank * width
-        self._start(numba_lora.shrink_worker, x.dtype, plan.num_tiles * blocks, words, numbers=numbers)
-        return bridge
+    def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Unshrunk:
+        """Left to `expand`: threads that meet once at a site, not twice, wait less for each other."""
+        return Unshrunk(x)
 
     def look_up(
         self, token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
     ) -> Tensor:
-        return gather_columns(token_ids, pages, site, step, dtype).to(_bridge_dtype(dtype))
+        return gather_columns(token_ids, pages, site, step, dtype).to(bridge_dtype(dtype))
 
-    def expand(self, out: Tensor, bridge: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
+    def expand(
+        self, out: Tensor, bridge: Unshrunk | Tensor, pages: Tensor, site: LoraSite, step: LoraStep
+    ) -> None:
         plan = step.plan
         assert isinstance(plan, LoraPlan)
-        widest, element_bytes = max(site.widths), out.element_size()
-        coarse, fine = EXPAND_COLUMNS
-        columns = coarse if self._is_enough(plan.num_tiles * -(-widest // coarse)) else fine
-        blocks = _cut_columns(site.widths, columns)
-        # Of each thread: where each row begins, 64 bits, then rows that were brought together.
-        scratch, threads, pitch = _pack(self._reserve(plan.rank * (2 + numba_lora.PACKED_PITCH)))
-        words = (
-            *(out.data_ptr(), out.shape[0], out.stride(0)),
-            *_as_numbers(pages, element_bytes),
-            *(bridge.data_ptr(), bridge.shape[0], bridge.stride(0)),
-            *plan.tiles,
-            *plan.weights,
-            *plan.page_table,
-            *_shift(plan.modules, 3 * site.first_module),
-            *_shift(plan.scales, site.first_module),
-            *blocks.words[0],
-            *blocks.words[1],
-            *(scratch + 8 * plan.rank, threads, 4 * pitch // element_bytes),
-            *(scratch, threads, pitch // 2),
-            *(SEGMENT_BYTES // element_bytes, 0, 0),
-        )
-        numbers = plan.num_tiles * plan.rank * widest
-        self._start(
-            numba_lora.expand_worker, out.dtype, plan.num_tiles * len(blocks.table), words, numbers=numbers
-        )
-
-    def _is_enough(self, items: int) -> bool:
-        """Whether all threads stay busy with so many items."""
-        return items >= ITEMS_PER_THREAD * torch.get_num_threads()
+        job, numbers = plan.make_job(out, bridge, pages, site)
+        self._start(numba_lora.lora_worker, out.dtype, job, numbers=numbers)

@@ -91,6 +91,36 @@ def _add_one(typing: Any, job: Job, word: int) -> Any:
 
 
 @emitted
+def announce(typing: Any, counts: Array, index: int) -> Any:
+    """Adds one to a number of an int64 array. Who sees it by `await_count` sees all that was written before it."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(counts)(context, builder, args[0]).data
+        builder.atomic_rmw("add", builder.gep(data, [args[1]]), _I64(1), "release")
+        return context.get_dummy_value()
+
+    return types.void(counts, types.int64), emit
+
+
+@emitted
+def _read_announced(typing: Any, counts: Array, index: int) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(counts)(context, builder, args[0]).data
+        return builder.load_atomic(builder.gep(data, [args[1]]), "acquire", 8)
+
+    return types.int64(counts, types.int64), emit
+
+
+@emitted
+def _yield_core(typing: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I32, [])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+
+    return types.int32(), emit
+
+
+@emitted
 def _read_word(typing: Any, job: Job, word: int) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(_point(builder, args[0], args[1], _I64))
@@ -176,6 +206,13 @@ def count_between(typing: Any, origin: Array, array: Array) -> Any:
 def take_item(job: Job) -> Int:
     """The next item that nobody has taken; past the last one, NUM_ITEMS or more."""
     return _add_one(job, NEXT_ITEM)
+
+
+@compiled
+def await_count(counts: Array, index: Int, count: Int) -> None:
+    """Until `count` was announced, by threads that have begun to. A core that others want is left to them."""
+    while _read_announced(counts, index) < count:
+        _yield_core()
 
 
 @compiled

@@ -1,5 +1,7 @@
 """Shrink and expand on a CPU: a few tokens read weights where they lie in the pages, many have rows of B packed first.
 
+Both are one job: threads that are through with shrinking go on to expand, and meet once, not twice, at each site.
+
 Tiles of a few tokens are bound by reading the weights, so an item is a stretch of rows (shrink) or of output columns
 (expand) of one tile, and few tiles still keep all threads busy.
 """
@@ -11,6 +13,8 @@ from slora_kernels.numba_language import (
     Float,
     Int,
     Job,
+    announce,
+    await_count,
     clear,
     compiled,
     count_between,
@@ -75,42 +79,6 @@ def shrink_rows(
         else:
             shrink_row(sums[:, n:], x, pages, table, at, segment_size, width)
             n += 1
-
-
-# Fields of a shrink job. groups begins at the site's entry of slot 0.
-X, PAGES, BRIDGE, TILES, PAGE_TABLE, GROUPS, WIDTH, SEGMENT_SIZE, BLOCKS, BLOCK_ROWS, SUMS = range(11)
-
-
-def shrink_worker(job: Job) -> None:
-    """Items: tiles times blocks of rows of A."""
-    x, pages, bridge = (
-        read_model_matrix(job, X),
-        read_model_matrix(job, PAGES),
-        read_bridge_matrix(job, BRIDGE),
-    )
-    tiles, page_table = read_int32_matrix(job, TILES), read_int32_matrix(job, PAGE_TABLE)
-    groups, width, segment_size = (
-        read_int32_matrix(job, GROUPS),
-        read_int(job, WIDTH),
-        read_int(job, SEGMENT_SIZE),
-    )
-    blocks, block_rows = read_int(job, BLOCKS), read_int(job, BLOCK_ROWS)
-    row_segments = (width + segment_size - 1) // segment_size
-    scratch = read_float_matrix(job, SUMS)[take_worker(job)]
-    item = take_item(job)
-    while item < count_items(job):
-        tile, row = item // blocks, item % blocks * block_rows
-        slot, first, tokens = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2]
-        rank, segment = groups[slot, 0], groups[slot, 1]
-        if row < rank:
-            rows = min(block_rows, rank - row)
-            numbers = scratch[: tokens * rows]
-            clear(numbers)
-            sums, at = numbers.reshape((-1, rows)), segment + row * row_segments
-            shrink_rows(sums, x[first : first + tokens], pages, page_table[slot], at, segment_size, width)
-            for t in range(tokens):
-                copy_narrowed(bridge[first + t, row : row + rows], sums[t])
-        item = take_item(job)
 
 
 @compiled
@@ -193,56 +161,88 @@ def copy_narrowed(target: Array, sums: Array) -> None:
         target[i] = narrow(sums[i], target)
 
 
-# Fields of an expand job. modules and scales begin at the entries of the site's first module of slot 0; blocks [n, 4]
-# are (member of the group, first column in out, first column in the module, columns).
+# Fields of a job: of the call, of the step, of the site. X is what the first SHRINKS items shrink into BRIDGE, in
+# BLOCKS of BLOCK_ROWS rows of A for each tile. Each of them is announced at its tile in DONE, which held BEFORE. The
+# others expand: COLUMN_BLOCKS [n, 4] are (member of the group, first column in out, first column in the module,
+# columns). GROUP and FIRST_MODULE are the site's places among a slot's groups and modules.
 (
-    E_OUT,
-    E_PAGES,
-    E_BRIDGE,
-    E_TILES,
-    E_WEIGHTS,
-    E_PAGE_TABLE,
-    E_MODULES,
-    E_SCALES,
-    E_BLOCKS,
-    E_WIDTHS,
-    E_PACKED,
-    E_STARTS,
-    E_SEGMENT_SIZE,
-) = range(13)
+    X,
+    OUT,
+    BRIDGE,
+    SHRINKS,
+    BEFORE,
+    PAGES,
+    TILES,
+    PAGE_TABLE,
+    WEIGHTS,
+    GROUPS,
+    MODULES,
+    SCALES,
+    BLOCKS,
+    BLOCK_ROWS,
+    DONE,
+    SUMS,
+    PACKED,
+    STARTS,
+    GROUP,
+    WIDTH,
+    FIRST_MODULE,
+    COLUMN_BLOCKS,
+    WIDTHS,
+    SEGMENT_SIZE,
+) = range(24)
 
 
-def expand_worker(job: Job) -> None:
-    """Items: tiles times blocks of output columns."""
-    out, pages, bridge = (
-        read_model_matrix(job, E_OUT),
-        read_model_matrix(job, E_PAGES),
-        read_bridge_matrix(job, E_BRIDGE),
-    )
-    tiles, page_table = read_int32_matrix(job, E_TILES), read_int32_matrix(job, E_PAGE_TABLE)
-    weights, scales = read_float_matrix(job, E_WEIGHTS), read_float_matrix(job, E_SCALES)
-    modules, blocks = read_int32_matrix(job, E_MODULES), read_int32_matrix(job, E_BLOCKS)
-    widths, segment_size = read_int32_matrix(job, E_WIDTHS), read_int(job, E_SEGMENT_SIZE)
-    worker = take_worker(job)
-    scratch, starts = read_model_matrix(job, E_PACKED)[worker], read_int64_matrix(job, E_STARTS)[worker]
+def lora_worker(job: Job) -> None:
+    """Items: blocks of rows of A of each tile, then, once those of its tile are done, blocks of its output columns."""
+    x, out, pages = read_model_matrix(job, X), read_model_matrix(job, OUT), read_model_matrix(job, PAGES)
+    bridge = read_bridge_matrix(job, BRIDGE)
+    tiles, page_table = read_int32_matrix(job, TILES), read_int32_matrix(job, PAGE_TABLE)
+    weights, scales = read_float_matrix(job, WEIGHTS), read_float_matrix(job, SCALES)
+    groups, modules = read_int32_matrix(job, GROUPS), read_int32_matrix(job, MODULES)
+    column_blocks, widths = read_int32_matrix(job, COLUMN_BLOCKS), read_int32_matrix(job, WIDTHS)
+    group, width, first_module = read_int(job, GROUP), read_int(job, WIDTH), read_int(job, FIRST_MODULE)
+    shrinks, blocks, block_rows = read_int(job, SHRINKS), read_int(job, BLOCKS), read_int(job, BLOCK_ROWS)
+    done, awaited = read_int64_matrix(job, DONE)[0], read_int(job, BEFORE) + blocks
+    segment_size, worker = read_int(job, SEGMENT_SIZE), take_worker(job)
+    row_segments = (width + segment_size - 1) // segment_size
+    scratch = read_float_matrix(job, SUMS)[worker]
+    packed, starts = read_model_matrix(job, PACKED)[worker], read_int64_matrix(job, STARTS)[worker]
     item = take_item(job)
-    while item < count_items(job):
-        tile = item // blocks.shape[0]
+    while item < shrinks:
+        tile, row = item // blocks, item % blocks * block_rows
         slot, first, tokens = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2]
-        member, out_column, column, size = blocks[item % blocks.shape[0]]
-        rank, row = modules[slot, 3 * member], modules[slot, 3 * member + 1]
+        rank, segment = groups[slot, 2 * group], groups[slot, 2 * group + 1]
+        if row < rank:
+            rows = min(block_rows, rank - row)
+            numbers = scratch[: tokens * rows]
+            clear(numbers)
+            sums, at = numbers.reshape((-1, rows)), segment + row * row_segments
+            shrink_rows(sums, x[first : first + tokens], pages, page_table[slot], at, segment_size, width)
+            for t in range(tokens):
+                copy_narrowed(bridge[first + t, row : row + rows], sums[t])
+        announce(done, tile)
+        item = take_item(job)
+    while item < count_items(job):
+        tile = (item - shrinks) // column_blocks.shape[0]
+        slot, first, tokens = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2]
+        member, out_column, column, size = column_blocks[(item - shrinks) % column_blocks.shape[0]]
+        module = first_module + member
+        rank, row = modules[slot, 3 * module], modules[slot, 3 * module + 1]
         if rank > 0:
+            if shrinks > 0:
+                await_count(done, tile, awaited)
             expand_columns(
                 out[first : first + tokens, out_column:],
                 bridge[first : first + tokens, row : row + rank],
-                weights[0, tile] * scales[slot, member],
+                weights[0, tile] * scales[slot, module],
                 pages,
                 page_table[slot],
-                modules[slot, 3 * member + 2] + column // segment_size,
+                modules[slot, 3 * module + 2] + column // segment_size,
                 (widths[0, member] + segment_size - 1) // segment_size,
                 segment_size,
                 size,
                 starts[:rank],
-                scratch[: rank * PACKED_PITCH].reshape((-1, PACKED_PITCH)),
+                packed[: rank * PACKED_PITCH].reshape((-1, PACKED_PITCH)),
             )
         item = take_item(job)

@@ -6,7 +6,7 @@ or numba never imports them.
 
 import importlib
 import importlib.util
-from typing import Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from slora_kernels.batch import (
 )
 from slora_kernels.layout import LoraSite
 
+# An implementation's own.
+Bridge: TypeAlias = Any
+
 
 class Kernels(Protocol):
     """Tensors in, tensors out. T tokens, H hidden, I intermediate, Hq query heads, Hk KV heads, D head dim.
@@ -38,7 +41,8 @@ class Kernels(Protocol):
         bridge = kernels.shrink(x, pages, site, lora)   # of the embedding: kernels.look_up(token_ids, ...)
         kernels.expand(out, bridge, pages, site, lora)
 
-    The bridge between shrink and expand belongs to the implementation: pass it on, never look into it.
+    The bridge between shrink and expand belongs to the implementation: pass it on, never look into it, and leave x as
+    it is until then.
     """
 
     @property
@@ -112,18 +116,18 @@ class Kernels(Protocol):
         The first of equals. A row with a NaN has NaN for its greatest, and any token.
         """
 
-    def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
+    def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Bridge:
         """x [T, in] times A of each tile's adapter, all modules of the site at once -> the bridge."""
 
     def look_up(
         self, token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
-    ) -> Tensor:
+    ) -> Bridge:
         """Columns of A of each tile's adapter for its tokens int64 [T], whose x are one-hot -> the bridge.
 
         dtype: the model's. What is then expanded is the embedding's output.
         """
 
-    def expand(self, out: Tensor, bridge: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
+    def expand(self, out: Tensor, bridge: Bridge, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
         """out [T, sum(site.widths)] += weight * scale * bridge times B, module by module, in place."""
 
 
