@@ -4,9 +4,13 @@ To publish: reserve the digest, store the blob durably, try it out, then make th
 step takes the blob away again, unless somebody else refers to it; a crash leaves one that nobody refers to, which
 `sweep` finds; a crash after the last step leaves nothing to do. To withdraw: take the versions away first, then drop
 the blobs that nobody else refers to.
+
+Only the registry knows who refers to a blob. So each claims the store before it puts anything there, and in a store
+that several have claimed nothing is ever dropped: what this one knows nothing of may be another's.
 """
 
 import logging
+import time
 from collections.abc import Callable
 
 from slora_adapters.checked_adapter import CheckedAdapter
@@ -19,12 +23,32 @@ from slora_adapters.version import AdapterVersion
 logger = logging.getLogger(__name__)
 
 
-class Catalog:
-    """What an API process does with adapters. All calls block; publishing takes as long as storing the blob."""
+# How long a blob that nobody refers to stays in a store that other hosts, too, may know of. Nobody does what they do
+# there by accident for longer without noticing: a registry brought back from a backup, a Redis of the same name.
+SHARED_GRACE_S = 24 * 3600.0
 
-    def __init__(self, registry: Registry, store: Store) -> None:
+
+class Catalog:
+    """What an API process does with adapters. All calls block; publishing takes as long as storing the blob.
+
+    grace_s: how long `sweep` must have found a blob unneeded. Raises StoreUnavailable if the store can't be claimed.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        store: Store,
+        *,
+        grace_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.registry = registry
         self.store = store
+        self._grace_s = grace_s
+        self._clock = clock
+        # When a sweep first found that nobody refers to them.
+        self._unneeded_since: dict[str, float] = {}
+        store.claim(registry.registry)
 
     def publish(
         self,
@@ -73,12 +97,36 @@ class Catalog:
 
     def sweep(self) -> int:
         """Drops blobs that nobody refers to, left by crashes; returns how many. Safe beside running uploads."""
-        return sum(self.registry.collect(digest, self.store.delete) for digest in list(self.store.digests()))
+        if self._other_claims():
+            return 0
+        now, before = self._clock(), self._unneeded_since
+        self._unneeded_since = {
+            digest: before.get(digest, now)
+            for digest in self.store.digests()
+            if not self.registry.is_referenced(digest)
+        }
+        due = [digest for digest, since in self._unneeded_since.items() if now - since >= self._grace_s]
+        return sum(self.registry.collect(digest, self._drop) for digest in due)
+
+    def _drop(self, digest: str) -> None:
+        """Asks again whose the store is: another registry may have begun to use it a moment ago."""
+        if not self._other_claims():
+            self.store.delete(digest)
+
+    def _other_claims(self) -> frozenset[str]:
+        others = self.store.claims() - {self.registry.registry}
+        if others:
+            logger.warning(
+                "nothing is deleted in the store, because %d other registries (%s) have used it, too; if there are no "
+                "such any more, delete their names from its `claims`",
+                *(len(others), ", ".join(sorted(others))),
+            )
+        return others
 
     def _drop_orphan(self, digest: str) -> None:
         """A store that is down must not change what is true already: the versions are gone, or have never been. `sweep`
         comes later."""
         try:
-            self.registry.collect(digest, self.store.delete)
+            self.registry.collect(digest, self._drop)
         except StoreUnavailable:
             logger.exception("blob %s is orphaned and stays until the next sweep", digest)

@@ -2,6 +2,7 @@
 
     blobs/ab/ab12.../      one folder per digest, complete from the moment it exists
     tmp/...                blobs being written, and deleted ones on their way out
+    claims/<registry>      an empty file for each registry that refers to blobs here
 
 A blob is written to a folder in tmp, every file and folder synced to disk, then renamed into place: at whatever
 instant the process or the machine dies, a blob is either whole or absent. What dead writers left in tmp is removed at
@@ -34,9 +35,11 @@ class FileStore:
         self.root = Path(root).absolute()
         self._blobs = self.root / "blobs"
         self._tmp = self.root / "tmp"
+        self._claims = self.root / "claims"
         with _as_unavailable(self.root):
             self._blobs.mkdir(parents=True, exist_ok=True)
             self._tmp.mkdir(exist_ok=True)
+            self._claims.mkdir(exist_ok=True)
             _sync_folder(self.root)
             _sweep(self._tmp)
 
@@ -88,6 +91,15 @@ class FileStore:
         with _as_unavailable(self.root):
             folders = [path for shard in self._blobs.iterdir() for path in shard.iterdir()]
         return (path.name for path in folders if is_digest(path.name))
+
+    def claim(self, registry: str) -> None:
+        with _as_unavailable(self.root):
+            (self._claims / registry).touch()
+            _sync_folder(self._claims)
+
+    def claims(self) -> frozenset[str]:
+        with _as_unavailable(self.root):
+            return frozenset(path.name for path in self._claims.iterdir())
 
     def check(self) -> None:
         """Raises StoreUnavailable unless the folder is there and can be written to."""

@@ -7,6 +7,7 @@ is ever written twice, and what there is follows from names alone:
     blobs/ab/ab12.../done.<turn>.<upload>.<members>.<bytes>
                                                        written last: that upload is whole, with so much in it
     begun/<upload>.<digest>                            an upload or a deletion is under way
+    claims/<registry>                                  a registry refers to blobs here
     slora-store                                        there is a store here
 
 A blob is the last whole upload in its folder, in the order of turns; each writer takes the turn after those that it
@@ -208,6 +209,15 @@ class ObjectStore:
                 names = [name for name, _ in self._list(f"{self._root}/blobs/{shard}") if is_digest(name)]
                 found = list(self._threads.map(self._find, names))
             yield from (name for name, upload in zip(names, found, strict=True) if upload is not None)
+
+    def claim(self, registry: str) -> None:
+        with self._as_unavailable():
+            self._write(f"{self._root}/claims/{registry}", b"refers to blobs here\n")
+
+    def claims(self) -> frozenset[str]:
+        with self._as_unavailable():
+            self._check_there()
+            return frozenset(name for name, _ in self._list(f"{self._root}/claims"))
 
     def check(self) -> None:
         with self._as_unavailable():

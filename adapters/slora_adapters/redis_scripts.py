@@ -2,7 +2,7 @@
 
 All keys begin with `slora:registry:`, and none of what lasts ever expires:
 
-    schema                   version of this layout
+    schema, id               version of this layout; the registry's name
     names:<tenant>           sorted set of names, for pages
     name:<tenant>/<name>     hash: revision, named_at, last_number, and alias:<alias> (JSON) of each alias
     versions:<tenant>/<name> hash: number -> version (JSON)
@@ -33,6 +33,7 @@ OPEN = """
 local P = 'slora:registry:'
 if redis.call('EXISTS', P..'changes') == 0 then redis.call('XADD', P..'changes', '*', 'nonce', ARGV[2]) end
 redis.call('SETNX', P..'schema', ARGV[1])
+redis.call('SETNX', P..'id', ARGV[2])
 return redis.call('GET', P..'schema')
 """
 

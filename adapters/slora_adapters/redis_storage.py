@@ -92,12 +92,23 @@ class RedisStorage:
             "this Redis could lose names of adapters; as their registry",
             "Set that (a Redis of its own is best), or leave --registry out where one host is enough",
         )
+        with as_unavailable(), self._writer.client() as connection:
+            schema = connection.eval(OPEN, 0, SCHEMA, uuid.uuid4().hex)
+            if int(schema) > SCHEMA:
+                raise StoreUnavailable(
+                    f"this Redis has version {int(schema)} of the registry; this release knows {SCHEMA}: run the "
+                    "newer release"
+                )
+            wait_for_disk(connection)  # stores are told its name
+
+    @property
+    def registry(self) -> str:
+        """Raises StoreUnavailable, too, if the Redis was emptied since it was prepared."""
         with as_unavailable():
-            found = int(self._writer.eval(OPEN, 0, SCHEMA, uuid.uuid4().hex))
-        if found > SCHEMA:
-            raise StoreUnavailable(
-                f"this Redis has version {found} of the registry; this release knows {SCHEMA}: run the newer release"
-            )
+            found = self._reader.get(f"{PREFIX}id")
+        if found is None:
+            raise StoreUnavailable("this Redis holds no registry any more; start the servers again")
+        return bytes(found).decode()
 
     # -- looking up -------------------------------------------------------------------------------------------------
 

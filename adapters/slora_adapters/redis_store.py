@@ -5,6 +5,7 @@ is the end of it):
 
     slora:{<digest>}:m               manifest, a hash: members (JSON), upload
     slora:{<digest>}:c:<upload>:<i>  chunks, numbered through all members
+    slora:claims                     set of the registries that refer to blobs here
 
 The braces keep a blob in one cluster slot. Each upload has chunk keys of its own, which expire; the manifest, written
 last by one script that also makes the chunks permanent (in a durable store), is what makes the blob exist. So readers
@@ -39,6 +40,7 @@ UPLOAD_EXPIRY_S = 3600
 # A warm copy that nobody reads is gone after this time.
 WARM_EXPIRY_S = 24 * 3600
 _WARM_TIMEOUT_S = 5.0
+_CLAIMS_KEY = "slora:claims"
 
 # KEYS: manifest, then the new chunks. ARGV: members, upload, seconds to live (0: for ever), first part of chunk keys.
 # Returns 0 if a chunk is missing, else 1. The chunks that the manifest named before are deleted.
@@ -128,6 +130,16 @@ class RedisStore:
             found = [key.decode() for key in self._client.scan_iter("slora:{*}:m", count=1000)]
         names = {key.removeprefix("slora:{").removesuffix("}:m") for key in found}
         return (name for name in names if is_digest(name))
+
+    def claim(self, registry: str) -> None:
+        with as_unavailable(), self._client.client() as connection:
+            connection.sadd(_CLAIMS_KEY, registry)
+            if self._durable:
+                wait_for_disk(connection)
+
+    def claims(self) -> frozenset[str]:
+        with as_unavailable():
+            return frozenset(one.decode() for one in self._client.smembers(_CLAIMS_KEY))
 
     def check(self) -> None:
         with as_unavailable():

@@ -262,6 +262,15 @@ class Registry:
 
     # -- blobs ------------------------------------------------------------------------------------------------------
 
+    @property
+    def registry(self) -> str:
+        """What stores call it: a name that no other registry has."""
+        return self._storage.registry
+
+    def is_referenced(self, digest: str) -> bool:
+        """Whether a version of any tenant, or an upload that goes on, needs the blob."""
+        return self._storage.is_referenced(digest, self._clock())
+
     @contextmanager
     def reservation(self, digest: str) -> Iterator[str]:
         """Keeps `collect` away from a blob that is being stored but has no name yet; yields the id for `put`."""

@@ -88,4 +88,9 @@ MIGRATIONS = (
     INSERT INTO adapter_changes (nonce, tenant, name, orphaned, moved_pin)
         VALUES (lower(hex(randomblob(16))), '', '', '[]', 0);
     """,
+    # By which a store knows whose blobs it holds.
+    """
+    CREATE TABLE adapter_registry (registry TEXT NOT NULL) STRICT;
+    INSERT INTO adapter_registry VALUES (lower(hex(randomblob(16))));
+    """,
 )

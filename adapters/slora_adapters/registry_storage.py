@@ -71,6 +71,10 @@ class RegistryStorage(Protocol):
     the storage does not answer. Each sees a name at one moment. `now` is Unix time.
     """
 
+    @property
+    def registry(self) -> str:
+        """A name that no other registry has; whoever opened this one, anywhere, is told the same."""
+
     # -- looking up -------------------------------------------------------------------------------------------------
 
     def find_version(self, key: NameKey, number: int) -> AdapterRecord | None: ...

@@ -54,6 +54,11 @@ class SqliteStorage:
         self._database = database
         database.migrate("registry", MIGRATIONS)
 
+    @property
+    def registry(self) -> str:
+        ((registry,),) = self._database.read("SELECT registry FROM adapter_registry")
+        return str(registry)
+
     def find_version(self, key: NameKey, number: int) -> AdapterRecord | None:
         rows = self._database.read(ONE_VERSION, (*key, number))
         return read_record(rows[0]) if rows else None

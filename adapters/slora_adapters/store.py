@@ -68,6 +68,15 @@ class Store(Protocol):
     def digests(self) -> Iterator[str]:
         """Every blob that the store holds, in no order."""
 
+    def claim(self, registry: str) -> None:
+        """Notes, for good, that a registry of this name refers to blobs here; again is fine. Done before its first put.
+
+        registry: of letters and digits.
+        """
+
+    def claims(self) -> frozenset[str]:
+        """The registries that were ever noted."""
+
     def check(self) -> None:
         """Returns if the store answers."""
 

@@ -24,7 +24,7 @@ MAX_PENDING_COPIES = 8
 
 
 class TieredStore:
-    """See `store.Store`. What `exists` and `digests` say is the durable store's word."""
+    """See `store.Store`. What `exists`, `digests` and `claims` say is the durable store's word."""
 
     def __init__(self, durable: Store, warm: WarmStore, clock: Callable[[], float] = time.monotonic) -> None:
         self.durable = durable
@@ -77,6 +77,12 @@ class TieredStore:
 
     def digests(self) -> Iterator[str]:
         return self.durable.digests()
+
+    def claim(self, registry: str) -> None:
+        self.durable.claim(registry)
+
+    def claims(self) -> frozenset[str]:
+        return self.durable.claims()
 
     def check(self) -> None:
         """The durable store's word: a platform is ready without its warm tier."""

@@ -28,7 +28,7 @@ from slora.errors import ConfigError, SloraError
 from slora.generation_defaults import read_model_defaults
 from slora.model_spec import read_model_spec
 from slora.tokenizer import Tokenizer
-from slora_adapters.catalog import Catalog
+from slora_adapters.catalog import SHARED_GRACE_S, Catalog
 from slora_adapters.database import Database
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader_config import LoaderConfig
@@ -196,7 +196,7 @@ async def _open_services(
     stack.callback(store.close)
     registry = open_registry(settings.registry, database)
     stack.callback(registry.close)
-    adapters = Catalog(registry, store)
+    adapters = Catalog(registry, store, grace_s=SHARED_GRACE_S if settings.store else 0.0)
     templates = ChatTemplates(model.tokenizer)
     stack.push_async_callback(templates.close)
     admission = Admission(
@@ -314,11 +314,9 @@ async def _serve(settings: Settings) -> None:
             client.run(services.pinning.refresh),
             services.pinning.run(),
             services.follower.run(),
+            services.catalog.sweep(),
             _announce(services, data, _url(listener), admin_key),
         ]
-        if not settings.store:
-            # A store of somebody else's may hold what other servers' registries know of; a shared registry has one.
-            work.append(services.catalog.sweep())
         await _run_until_stopped(
             _make_http_server(make_app(services, admin_key), settings),
             listener,

@@ -1,19 +1,24 @@
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from slora_adapters.catalog import Catalog
+from slora_adapters.database import Database
 from slora_adapters.errors import AdapterNotFound, BadAdapterName, StoreUnavailable
 from slora_adapters.file_store import FileStore
 from slora_adapters.inspection import inspect
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft_directory import parse_adapter
+from slora_adapters.redis_storage import open_redis_storage
 from slora_adapters.registry import Publication, Registry
+from slora_adapters.sqlite_storage import SqliteStorage
 from tests.adapters.blobs import read_members
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, write_directory
 from tests.adapters.registry_places import OpenStorage
+from tests.redis_server import RedisServer
 
 
 @pytest.fixture
@@ -123,6 +128,78 @@ def test_sweep_drops_what_a_crash_left_and_nothing_else(catalog: Catalog, tmp_pa
         catalog.store.put("f" * 64, {"a": b"being uploaded"})
         assert catalog.sweep() == 1
         assert sorted(catalog.store.digests()) == sorted([kept, "f" * 64])
+
+
+def test_what_nobody_refers_to_is_dropped_when_it_was_so_for_the_time_of_grace(
+    tmp_path: Path, open_storage: OpenStorage
+) -> None:
+    now = [0.0]
+    registry = Registry(open_storage())
+    catalog = Catalog(registry, FileStore(tmp_path / "store"), grace_s=10.0, clock=lambda: now[0])
+    for digest in ("e" * 64, "f" * 64):
+        catalog.store.put(digest, {"a": b"left by a crash"})
+
+    def left_at(at: float) -> list[str]:
+        now[0] = at
+        catalog.sweep()
+        return sorted(digest[0] for digest in catalog.store.digests())
+
+    assert left_at(0.0) == ["e", "f"]
+    with registry.reservation("f" * 64):
+        assert left_at(5.0) == ["e", "f"]
+    assert left_at(9.75) == ["e", "f"]
+    assert left_at(10.0) == ["f"], "one of them was needed meanwhile"
+    assert left_at(19.5) == ["f"] and left_at(19.75) == []
+
+
+def test_nothing_is_dropped_where_another_registry_may_need_it(
+    catalog: Catalog, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    database = Database(tmp_path / "other.db")
+    other = Catalog(Registry(SqliteStorage(database)), FileStore(tmp_path / "store"))
+    digest = _publish(other, tmp_path / "1").record.version.digest
+    assert catalog.sweep() == 0
+    _publish(catalog, tmp_path / "2")
+    catalog.withdraw("t1", "a")
+    assert other.store.exists(digest)
+    assert other.registry.registry in caplog.text
+    other.withdraw("t1", "a")
+    assert other.store.exists(digest), "who of them was last nobody knows"
+    (tmp_path / "store" / "claims" / other.registry.registry).unlink()
+    assert catalog.sweep() == 1 and not catalog.store.exists(digest)
+    database.close()
+
+
+class ClaimedMeanwhile(FileStore):
+    """While one registry sweeps it another begins to use it."""
+
+    def digests(self) -> Iterator[str]:
+        found = list(super().digests())
+        self.claim("another")
+        return iter(found)
+
+
+def test_a_registry_that_comes_while_a_store_is_swept_keeps_what_it_brings(
+    tmp_path: Path, open_storage: OpenStorage
+) -> None:
+    catalog = Catalog(Registry(open_storage()), ClaimedMeanwhile(tmp_path / "store"))
+    catalog.store.put("e" * 64, {"a": b"the other one's"})
+    catalog.sweep()
+    assert catalog.store.exists("e" * 64)
+
+
+def test_a_registry_that_has_lost_itself_drops_nothing(tmp_path: Path, redis_server: RedisServer) -> None:
+    """A Redis that was emptied refers to nothing."""
+    with closing(open_redis_storage(redis_server.url)) as storage:
+        catalog = Catalog(Registry(storage), FileStore(tmp_path / "store"))
+        digest = _publish(catalog, tmp_path / "1").record.version.digest
+        with redis_server.client() as client:
+            client.flushall()
+        with pytest.raises(StoreUnavailable, match="no registry any more"):
+            catalog.sweep()
+    with closing(open_redis_storage(redis_server.url)) as storage:
+        assert Catalog(Registry(storage), FileStore(tmp_path / "store")).sweep() == 0
+    assert catalog.store.exists(digest)
 
 
 def test_a_store_that_is_down_does_not_undo_a_deletion(

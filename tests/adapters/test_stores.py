@@ -201,6 +201,18 @@ def test_what_was_put_is_fetched_byte_for_byte(store: Store, tmp_path: Path) -> 
     assert list(store.digests()) == [DIGEST]
 
 
+def test_whoever_opens_a_store_sees_all_who_claimed_it(place: Place, store: Store, second: Store) -> None:
+    assert store.claims() == frozenset()
+    for claimant, name in ((store, "ab12"), (second, "cd34"), (store, "ab12")):
+        claimant.claim(name)
+    store.put(DIGEST, {"a": b"1"})
+    store.delete(DIGEST)
+    assert store.claims() == second.claims() == {"ab12", "cd34"} and list(store.digests()) == []
+    place.lose()
+    with pytest.raises(StoreUnavailable):
+        second.claims()
+
+
 def test_a_blob_that_was_never_put_is_not_found(store: Store) -> None:
     _assert_absent(store)
     store.delete(DIGEST)
