@@ -81,10 +81,12 @@ class Supervisor:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _run_once(self, child: Child) -> int:
-        # A session of its own: Ctrl-C in a terminal is for us, who then let requests finish.
+        # A process group of its own: Ctrl-C in a terminal is for us, who then let requests finish. Not a session: to
+        # each of those Linux gives the same part of the cores, however nice what runs in it is (autogroup), so a loader
+        # in one of its own took a third of two cores from an engine that computes on both.
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", child.module, *child.arguments,
-            stdin=PIPE, stdout=sys.stderr.fileno(), start_new_session=True, env=_environment(),
+            stdin=PIPE, stdout=sys.stderr.fileno(), process_group=0, env=_environment(),
         )  # fmt: skip
         self.pids[child.name] = process.pid
         try:

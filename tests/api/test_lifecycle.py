@@ -236,6 +236,14 @@ def test_a_killed_loader_is_noticed_and_comes_back(mortal: Served, kit: Kit) -> 
         assert client.post("/v1/completions", json=SHORT | {"model": "after"}).status_code == 200
 
 
+def test_the_loader_stands_behind_the_engine_and_a_terminals_signals_pass_both_by(mortal: Served) -> None:
+    """Niceness is between the processes of a session; signals of a terminal go to a process group."""
+    engine, loader, server = mortal.child(ENGINE), mortal.child(LOADER), mortal.process.pid
+    assert loader.nice() >= engine.nice() + 10
+    assert {os.getsid(child.pid) for child in (engine, loader)} == {os.getsid(server)}
+    assert os.getpgid(server) not in {os.getpgid(child.pid) for child in (engine, loader)}
+
+
 def test_the_official_clients_own_retries_outlast_an_engines_restart(mortal: Served) -> None:
     key = mortal.make_key("patient")
     kill(mortal, ENGINE)
