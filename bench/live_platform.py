@@ -152,9 +152,9 @@ def completion(model: str, max_tokens: int) -> dict[str, object]:
 
 
 @contextmanager
-def running_redis(folder: Path) -> Iterator[RedisServer]:
-    """With the settings of a warm tier: nothing of it is kept."""
-    server = RedisServer(folder)
+def running_redis(folder: Path, *options: str) -> Iterator[RedisServer]:
+    """Without options, with the settings of a warm tier: nothing of it is kept."""
+    server = RedisServer(folder, *options)
     server.start()
     try:
         yield server

@@ -5,7 +5,8 @@
 cold    the first token by tier (pool, host, file, Redis) for adapters of 10, 80 and 320 MB.
 storm   32 cold adapters of 20 MB asked for at once, by one tenant and by eight.
 stream  what those who decode notice while an adapter of 400 MB comes from Redis, and a PING of the same Redis.
-many    a start, a page of the list and one name looked up, with 10, 500 and 5,000 registered adapters.
+many    a start, a page of the list and one name looked up, with 10, 500 and 5,000 registered adapters, in SQLite and in
+        Redis.
 
 Figures are ratios within one run: to what the plainest program takes for the same bytes (`bench.tier_rates`), to the
 same without the load, to the same with few adapters.

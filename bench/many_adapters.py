@@ -1,7 +1,9 @@
 """Whether it matters how many adapters are registered: for a start, for a page of the list, for finding one by name.
 
-All belong to one tenant. Their rows were made up and their blobs are links to one, since nobody loads them here; each
-number of them has a server of its own on a tiny model, whose start hides nothing.
+Once with the registry of one host (SQLite) and once with that of several (Redis, where each lookup is a round trip; a
+server answers from memory what it was asked before). All belong to one tenant. Their rows were made up and their blobs
+are links to one, since nobody loads them here; each number of them has a server of its own on a tiny model, whose start
+hides nothing.
 
     wanted: with the most adapters, at most 1.25 times what it takes with the fewest
 """
@@ -12,24 +14,30 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from bench.live_platform import running_redis
 from bench.table import Row
 from bench.workload import ModelSize, make_adapter, write_model
 from slora_adapters.adapter import AdapterExtras
 from slora_adapters.adapter_record import AdapterDetails
 from slora_adapters.database import Database
 from slora_adapters.file_store import FileStore
+from slora_adapters.redis_storage import open_redis_storage
 from slora_adapters.registry import Registry
+from slora_adapters.registry_storage import RegistryStorage
 from slora_adapters.sqlite_storage import SqliteStorage
 from slora_adapters.version import AdapterVersion
 from tests.api.platform import bearer
 from tests.api.served import CHARACTERS, Served, serving, write_tokenizer
+from tests.redis_server import DURABLE
 
+SQLITE, REDIS = "SQLite", "Redis"
 COUNTS = (10, 500, 5000)
 FACTOR = 1.25
 _TENANT = "acme"
@@ -44,10 +52,20 @@ _PAGE = min(COUNTS)
 
 @dataclass(frozen=True, slots=True)
 class _Populated:
-    """A data directory with so many adapters."""
+    """A data directory with so many adapters. registry: its URL, or empty for the database there."""
 
     data_dir: Path
+    registry: str
     names: list[str]
+
+    @contextmanager
+    def storage(self) -> Iterator[RegistryStorage]:
+        if self.registry:
+            with closing(open_redis_storage(self.registry)) as storage:
+                yield storage
+        else:
+            with closing(Database(self.data_dir / "slora.db")) as database:
+                yield SqliteStorage(database)
 
 
 def many_tables(rounds: int, counts: Sequence[int] = COUNTS) -> dict[str, list[Row]]:
@@ -55,23 +73,42 @@ def many_tables(rounds: int, counts: Sequence[int] = COUNTS) -> dict[str, list[R
         folder = Path(directory)
         write_model(folder / "model", torch.bfloat16, _TINY)
         write_tokenizer(folder / "model")
-        populated = {count: _populate(folder / str(count), count) for count in counts}
-        found: dict[int, list[Row]] = {count: [] for count in counts}
-        for _ in range(rounds):
-            for count, place in populated.items():
-                found[count].append(_measure(folder / "model", place))
-    columns = list(found[counts[0]][0])
-    rows = [
-        {"adapters": count} | {name: statistics.median(row[name] for row in seen) for name in columns}
-        for count, seen in found.items()
-    ]
-    most = {name: rows[-1][name] / rows[0][name] for name in columns}
+        with running_redis(folder, *DURABLE) as server:
+            # A database of that Redis for each number of adapters.
+            urls = {SQLITE: [""] * len(counts), REDIS: [f"{server.url}?db={at}" for at in range(len(counts))]}
+            populated = {
+                (kind, count): _populate(folder / f"{kind}-{count}", count, url)
+                for kind in urls
+                for count, url in zip(counts, urls[kind], strict=True)
+            }
+            found: dict[tuple[str, int], list[Row]] = {which: [] for which in populated}
+            for _ in range(rounds):
+                for which, place in populated.items():
+                    found[which].append(_measure(folder / "model", place))
+    columns = list(found[SQLITE, counts[0]][0])
+    medians = {
+        which: {name: statistics.median(row[name] for row in seen) for name in columns}
+        for which, seen in found.items()
+    }
     return {
-        "registered adapters": rows,
-        f"{counts[-1]} adapters over {counts[0]}": [
-            {"of": name, "times": ratio, "wanted": f"<= {FACTOR:g}", "verdict": _verdict(ratio)}
-            for name, ratio in most.items()
+        "registered adapters": [
+            {"registry": kind, "adapters": count} | row for (kind, count), row in medians.items()
         ],
+        f"{counts[-1]} adapters over {counts[0]}": [
+            _compare(kind, name, medians[kind, counts[-1]][name] / medians[kind, counts[0]][name])
+            for kind in (SQLITE, REDIS)
+            for name in columns
+        ],
+    }
+
+
+def _compare(kind: str, name: str, ratio: float) -> Row:
+    return {
+        "registry": kind,
+        "of": name,
+        "times": ratio,
+        "wanted": f"<= {FACTOR:g}",
+        "verdict": _verdict(ratio),
     }
 
 
@@ -79,41 +116,43 @@ def _verdict(ratio: float) -> str:
     return "met" if ratio <= FACTOR else "MISSED"
 
 
-def _populate(data_dir: Path, count: int) -> _Populated:
+def _populate(data_dir: Path, count: int, url: str) -> _Populated:
     data_dir.mkdir(mode=0o700)
     store = FileStore(data_dir / "adapters")
     first = _digest(0)
     store.put(first, make_adapter(4, torch.bfloat16, _TINY, seed=0))
     members = list(store.root.glob(f"blobs/*/{first}/*"))
-    database = Database(data_dir / "slora.db")
-    registry = Registry(SqliteStorage(database))
     details = AdapterDetails(4, ("q_proj", "v_proj"), 1 << 20, AdapterExtras(), 1 << 20)
-    names = [f"adapter-{number:05}" for number in range(count)]
-    for number, name in enumerate(names):
-        digest = _digest(number)
-        if number:
-            blob = store.root / "blobs" / digest[:2] / digest
-            blob.mkdir(parents=True)
-            for member in members:
-                os.link(member, blob / member.name)
-        registry.put(name, AdapterVersion(_TENANT, digest), details)
-    database.close()
-    return _Populated(data_dir, names)
+    place = _Populated(data_dir, url, [f"adapter-{number:05}" for number in range(count)])
+    with place.storage() as storage:
+        registry = Registry(storage)
+        for number, name in enumerate(place.names):
+            digest = _digest(number)
+            if number:
+                blob = store.root / "blobs" / digest[:2] / digest
+                blob.mkdir(parents=True)
+                for member in members:
+                    os.link(member, blob / member.name)
+            registry.put(name, AdapterVersion(_TENANT, digest), details)
+    return place
 
 
 def _measure(model: Path, place: _Populated) -> Row:
     draw = random.Random(0)
     wanted = [draw.choice(place.names) for _ in range(_LOOKUPS)]
     start = time.perf_counter()
-    with serving(model, place.data_dir) as served:
+    shared = ("--registry", place.registry, "--store", str(place.data_dir / "adapters"))
+    flags = shared if place.registry else ()
+    with serving(model, place.data_dir, *flags) as served:
         served.wait_until_ready()
         ready_s = time.perf_counter() - start
         key = served.make_key(_TENANT)
         list_s, get_s = _ask(served, key, wanted[:_REQUESTS])
-    database = Database(place.data_dir / "slora.db")
-    registry = Registry(SqliteStorage(database))
-    look_up_s = statistics.median(_seconds(lambda name=name: registry.get(_TENANT, name)) for name in wanted)
-    database.close()
+    with place.storage() as storage:
+        registry = Registry(storage)
+        look_up_s = statistics.median(
+            _seconds(lambda name=name: registry.get(_TENANT, name)) for name in wanted
+        )
     return {
         "ready s": ready_s,
         "a page of the list ms": 1e3 * list_s,

@@ -1,6 +1,8 @@
 """A bench of several parts: which of them to run, their tables on the terminal, and all rows as JSON if asked for."""
 
 import argparse
+import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -18,10 +20,21 @@ def run_parts(about: str, parts: Mapping[str, Callable[..., Tables]]) -> None:
     parser.add_argument("--json", type=Path, help="write the rows here as well")
     options = parser.parse_args()
     tables: Tables = {}
+    stolen: dict[str, float] = {}
     for part in options.parts:
+        begun_at, lost_s = time.monotonic(), _lost_s()
         made = parts[part](quick=options.quick)
+        cores_s = (time.monotonic() - begun_at) * (os.cpu_count() or 1)
+        stolen[part] = round((_lost_s() - lost_s) / cores_s, 4)
         for title, rows in made.items():
             print_table(title, rows)
+        print(f"\nof this machine's cores its host gave {stolen[part]:.1%} to others meanwhile")
         tables |= made
     if options.json:
-        write_json(options.json, tables, {"quick": options.quick})
+        write_json(options.json, tables, {"quick": options.quick, "stolen": stolen})
+
+
+def _lost_s() -> float:
+    """Seconds, of all cores together, that a virtual machine was ready to compute and its host did not let it."""
+    with open("/proc/stat") as file:
+        return int(file.readline().split()[8]) / os.sysconf("SC_CLK_TCK")
