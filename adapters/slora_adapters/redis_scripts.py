@@ -11,14 +11,26 @@ All keys begin with `slora:registry:`, and none of what lasts ever expires:
     sizes:<tenant>           hash: digest -> bytes of its tensors
     owners:<digest>          set of the tenants that have it
     reserved:<digest>        sorted set: reservations by when they end
-    dropping:<digest>        whoever drops the blob just now; expires
+    dropping:<digest>        <server>/<lease> of whoever drops the blob just now; expires
+    drops:<server>           set of the digests that it may hold leases of
     pins, pins_revision      set of <tenant>/<name>@<alias>; another text whenever something else is pinned
     changes                  stream: the feed
 
 Scripts find keys by themselves, which a Redis Cluster does not allow.
 """
 
-__all__ = ["END_LEASE", "LEASE", "OPEN", "PREFIX", "READ", "RESERVE", "SAVE", "SCHEMA", "name_key"]
+__all__ = [
+    "END_LEASE",
+    "END_LEASES",
+    "LEASE",
+    "OPEN",
+    "PREFIX",
+    "READ",
+    "RESERVE",
+    "SAVE",
+    "SCHEMA",
+    "name_key",
+]
 
 SCHEMA = 1
 PREFIX = "slora:registry:"
@@ -163,16 +175,32 @@ redis.call('EXPIRE', KEYS[2], ARGV[3])
 return 1
 """
 
-# KEYS: dropping, reserved, owners. ARGV: whose lease, the time, seconds of the lease. Returns whether it has it.
+# KEYS: dropping, reserved, owners, drops. ARGV: the lease, the time, seconds of the lease, the digest. Returns whether
+# it has it.
 LEASE = """
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', ARGV[2])
 if redis.call('SCARD', KEYS[3]) > 0 or redis.call('ZCARD', KEYS[2]) > 0 then return 0 end
-if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'EX', ARGV[3]) then return 1 end
-return 0
+if not redis.call('SET', KEYS[1], ARGV[1], 'NX', 'EX', ARGV[3]) then return 0 end
+redis.call('SADD', KEYS[4], ARGV[4])
+return 1
 """
 
-# KEYS: dropping. ARGV: whose lease.
+# KEYS: dropping, drops. ARGV: the lease, the digest.
 END_LEASE = """
-if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
+if redis.call('GET', KEYS[1]) == ARGV[1] then
+  redis.call('DEL', KEYS[1])
+  redis.call('SREM', KEYS[2], ARGV[2])
+end
+return 1
+"""
+
+# KEYS: drops. ARGV: the server and a slash. Ends all leases of a server.
+END_LEASES = """
+for _, digest in ipairs(redis.call('SMEMBERS', KEYS[1])) do
+  local dropping = 'slora:registry:dropping:'..digest
+  local lease = redis.call('GET', dropping)
+  if lease and string.sub(lease, 1, #ARGV[1]) == ARGV[1] then redis.call('DEL', dropping) end
+end
+redis.call('DEL', KEYS[1])
 return 1
 """

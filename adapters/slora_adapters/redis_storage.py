@@ -6,9 +6,11 @@ scripts, and says what lies where.
 
 A blob is dropped in a store that knows nothing of this Redis. So `collect` leaves a lease on the digest, and brings it
 to the disk, before it drops; `reserve` waits for its end, so that no upload of the same weights begins meanwhile. It
-ends with a drop that came back. After one that failed or crashed it runs out, after LEASE_S: who knows what the store
-is still about to do. A drop takes milliseconds, and minutes if the store does not answer; one that is frozen for longer
-than the lease, and goes on then, could take away a blob that was uploaded after it.
+ends with a drop that came back. After one that failed or crashed it runs out, after LEASE_S, because who knows what the
+store is still about to do; or sooner, when the server that crashed starts again: what the dead have asked a store for
+it does at once or not at all, or only to the copy that they saw. A drop takes milliseconds, and minutes if the store
+does not answer; one that is frozen for longer than the lease, and goes on then, could take away a blob that was
+uploaded after it.
 
 The cursor of the feed names the run of the server, too. One that was killed may have lost changes that it had shown
 and nobody had acknowledged; who has seen them must look everything up again.
@@ -34,7 +36,18 @@ from slora_adapters.durable_redis import (
 from slora_adapters.errors import StoreUnavailable, TryAgain
 from slora_adapters.named_adapter import NamedAdapter
 from slora_adapters.redis_names import parse_name, plan_change
-from slora_adapters.redis_scripts import END_LEASE, LEASE, OPEN, PREFIX, READ, RESERVE, SAVE, SCHEMA, name_key
+from slora_adapters.redis_scripts import (
+    END_LEASE,
+    END_LEASES,
+    LEASE,
+    OPEN,
+    PREFIX,
+    READ,
+    RESERVE,
+    SAVE,
+    SCHEMA,
+    name_key,
+)
 from slora_adapters.reference import LATEST
 from slora_adapters.registry_storage import (
     RESERVATION_S,
@@ -60,10 +73,11 @@ _MAX_CHANGES = 1000
 _BATCH = 200
 
 
-def open_redis_storage(url: str) -> "RedisStorage":
-    """Raises StoreUnavailable if the Redis at `url` does not answer or was written by a newer release, StoreUnfit if it
-    could lose what it is told."""
-    storage = RedisStorage(url)
+def open_redis_storage(url: str, server: str | None = None) -> "RedisStorage":
+    """server: a name that only one process at a time has; what its earlier ones left undone is over. None has no
+    earlier ones. Raises StoreUnavailable if the Redis at `url` does not answer or was written by a newer release,
+    StoreUnfit if it could lose what it is told."""
+    storage = RedisStorage(url, server or uuid.uuid4().hex)
     try:
         storage.prepare()
     except BaseException:
@@ -75,7 +89,8 @@ def open_redis_storage(url: str) -> "RedisStorage":
 class RedisStorage:
     """See `registry_storage.RegistryStorage`."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, server: str) -> None:
+        self._server = server
         # Nothing is sent twice: a change could be made twice, and who waits for a lookup has waited long enough.
         self._reader = connect(url, _LOOKUP_TIMEOUT_S, num_retries=0)
         self._writer = connect(url, DURABLE_TIMEOUT_S, num_retries=0)
@@ -99,7 +114,8 @@ class RedisStorage:
                     f"this Redis has version {int(schema)} of the registry; this release knows {SCHEMA}: run the "
                     "newer release"
                 )
-            wait_for_disk(connection)  # stores are told its name
+            connection.eval(END_LEASES, 1, name_key("drops", self._server), f"{self._server}/")
+            wait_for_disk(connection)  # stores are told the registry's name
 
     @property
     def registry(self) -> str:
@@ -221,8 +237,8 @@ class RedisStorage:
             ):
                 if time.monotonic() > deadline:
                     raise TryAgain(
-                        "the same weights are being deleted, or were when a server died; upload again, in "
-                        f"{LEASE_S // 60} minutes at the latest"
+                        "the same weights are being deleted, or were when a server died; upload again when it is "
+                        f"back, or in {LEASE_S // 60} minutes"
                     )
                 time.sleep(_PAUSE_S)
         return f"{digest}/{reservation}"
@@ -233,16 +249,16 @@ class RedisStorage:
             self._writer.zrem(name_key("reserved", digest), token)
 
     def collect(self, digest: str, drop: Callable[[str], None], now: float) -> bool:
-        lease = uuid.uuid4().hex
-        dropping = name_key("dropping", digest)
+        lease = f"{self._server}/{uuid.uuid4().hex}"
+        dropping, drops = name_key("dropping", digest), name_key("drops", self._server)
         with as_unavailable(), self._writer.client() as connection:
-            keys = [dropping, name_key("reserved", digest), name_key("owners", digest)]
-            if not self._lease_script(keys, [lease, repr(now), LEASE_S], client=connection):
+            keys = [dropping, name_key("reserved", digest), name_key("owners", digest), drops]
+            if not self._lease_script(keys, [lease, repr(now), LEASE_S, digest], client=connection):
                 return False
             wait_for_disk(connection)
         drop(digest)
         with as_unavailable():
-            self._end_lease_script([dropping], [lease])
+            self._end_lease_script([dropping, drops], [lease, digest])
         return True
 
     # -- the feed ---------------------------------------------------------------------------------------------------

@@ -60,10 +60,10 @@ end
 return 1
 """
 
-# KEYS: manifest. ARGV: first part of chunk keys.
+# KEYS: manifest. ARGV: first part of chunk keys, the upload. Leaves another one, which came after whoever asks looked.
 _DELETE = """
 local old = redis.call('HMGET', KEYS[1], 'upload', 'chunks')
-if old[1] then
+if old[1] == ARGV[2] then
   for i = 0, tonumber(old[2]) - 1 do redis.call('UNLINK', ARGV[1] .. old[1] .. ':' .. i) end
   redis.call('UNLINK', KEYS[1])
 end
@@ -119,7 +119,9 @@ class RedisStore:
 
     def delete(self, digest: str) -> None:
         with as_unavailable():
-            self._delete(keys=[_manifest_key(digest)], args=[_chunk_prefix(digest)])
+            upload = self._client.hget(_manifest_key(digest), "upload")
+            if upload is not None:
+                self._delete(keys=[_manifest_key(digest)], args=[_chunk_prefix(digest), upload])
 
     def distrust(self, digest: str) -> bool:
         """There is no other copy here."""

@@ -11,9 +11,10 @@ from slora_adapters.store_url import REDIS_SCHEMES, load_optional
 __all__ = ["open_registry"]
 
 
-def open_registry(url: str, database: Database) -> Registry:
+def open_registry(url: str, database: Database, server: str | None = None) -> Registry:
     """`url`: redis://, rediss:// or unix://, a Redis that several hosts share; empty for `database`, which processes of
-    one host share. Raises ValueError for other URLs, StoreUnavailable if the Redis does not answer or could lose names.
+    one host share. server: see `open_redis_storage`. Raises ValueError for other URLs, StoreUnavailable if the Redis
+    does not answer or could lose names.
     """
     if not url:
         return Registry(SqliteStorage(database))
@@ -23,6 +24,8 @@ def open_registry(url: str, database: Database) -> Registry:
         raise ValueError(
             f"a registry that several hosts share must be a Redis ({schemes}), not {scheme or url!r}"
         )
-    storage = load_optional("redis_storage", "redis", f"a {scheme}:// registry").open_redis_storage(url)
+    storage = load_optional("redis_storage", "redis", f"a {scheme}:// registry").open_redis_storage(
+        url, server
+    )
     # A lookup there is a round trip, and the Redis may be away.
     return Registry(storage, cache=NameCache())

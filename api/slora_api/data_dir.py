@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,19 @@ class DataDir:
     @property
     def pepper(self) -> Path:
         return self.path / "pepper"
+
+    @property
+    def server(self) -> str:
+        """A name that no other server has, from the first start on. Whoever holds the lock is the only one."""
+        path = self.path / "server-name"
+        if not path.exists():
+            new = self.path / "server-name.new"
+            with new.open("w") as file:
+                file.write(uuid.uuid4().hex)
+                file.flush()
+                os.fsync(file.fileno())
+            new.rename(path)
+        return path.read_text()
 
     @property
     def demo_keys(self) -> Path:

@@ -194,7 +194,7 @@ async def _open_services(
     stack.callback(database.close)
     store = open_store(_store_url(settings, data), settings.redis or None)
     stack.callback(store.close)
-    registry = open_registry(settings.registry, database)
+    registry = open_registry(settings.registry, database, data.server)
     stack.callback(registry.close)
     adapters = Catalog(registry, store, grace_s=SHARED_GRACE_S if settings.store else 0.0)
     templates = ChatTemplates(model.tokenizer)

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
 import pytest
@@ -370,6 +370,40 @@ def test_weights_whose_drop_did_not_come_back_are_not_taken_for_a_while(
         assert time.monotonic() < deadline
         with suppress(StoreUnavailable), registry.reservation(D1):
             reserved = True
+
+
+def test_a_drop_that_a_server_died_of_is_over_when_that_server_is_back(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_storage, "_PATIENCE_S", 0.05)
+
+    def die(digest: str) -> None:
+        raise KeyboardInterrupt
+
+    def begin(name: str) -> Registry:
+        return Registry(stack.enter_context(closing(open_redis_storage(server.url, name))))
+
+    def may_upload(registry: Registry, digest: str) -> bool:
+        try:
+            with registry.reservation(digest):
+                return True
+        except StoreUnavailable:
+            return False
+
+    with ExitStack() as stack:
+        dead, other = begin("a"), begin("ab")
+        for registry, digest in ((dead, D1), (dead, D2), (other, "f" * 64)):
+            with pytest.raises(KeyboardInterrupt):
+                registry.collect(digest, die)
+        begin("b")
+        assert not any(may_upload(other, digest) for digest in (D1, D2, "f" * 64))
+        again = begin("a")
+        assert all(may_upload(other, digest) for digest in (D1, D2)) and not may_upload(other, "f" * 64)
+        assert again.collect(D2, lambda digest: None)
+        with pytest.raises(KeyboardInterrupt):
+            other.collect(D1, die)
+        begin("a")
+        assert not may_upload(again, D1), "it is another one's now"
 
 
 def test_the_lease_of_a_drop_survives_the_death_of_redis(server: RedisServer, open_registries: Open) -> None:

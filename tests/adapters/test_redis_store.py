@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,26 @@ def test_a_durable_blob_never_expires_and_a_replaced_one_leaves_no_chunks(redis_
         store.delete(DIGEST)
         assert client.keys("*") == []
     store.close()
+
+
+def test_a_deletion_that_comes_late_takes_only_the_copy_that_it_meant(redis_server: RedisServer) -> None:
+    """What a dead server has sent may reach Redis when others have uploaded the same again."""
+    with closing(open_redis_store(redis_server.url, durable=True)) as store:
+        store.put(DIGEST, {"a": b"old"})
+        script = store._delete
+
+        def come_late(**call: Any) -> None:
+            store.put(DIGEST, {"a": b"new"})
+            script(**call)
+
+        store._delete = come_late  # type: ignore[assignment]
+        store.delete(DIGEST)
+        assert read_members(store, DIGEST) == {"a": b"new"}
+        store._delete = script
+        store.delete(DIGEST)
+        assert not store.exists(DIGEST)
+        with redis_server.client() as client:
+            assert client.keys("slora:{*") == []
 
 
 def _put_and_die(url: str) -> None:
