@@ -18,6 +18,7 @@ from slora.model_config import ModelConfig
 from slora.packed_weight import pack_weight
 from slora.page_memory import PageMemory
 from slora.rotary import cos_sin_tables
+from slora.side_stream import CudaSideStream, SideStream
 from slora.step_batch import StepBatch
 from slora.weight_reader import WeightReader
 from slora_kernels.batch import AttentionRule, QueryKeyNorm
@@ -66,6 +67,7 @@ class Decoder:
         self.dtype = reader.dtype
         self.device = reader.device
         self._shape = config.shape(self.dtype.itemsize)
+        self._side: SideStream | None = CudaSideStream(self.device) if self.device.type == "cuda" else None
         loader = _WeightLoader(config, reader, max_model_len)
         embedding_name = f"{config.stored_root}.embed_tokens.weight"
         self._embedding = reader.matrix(embedding_name, config.vocab_size, config.hidden_size)
@@ -87,7 +89,8 @@ class Decoder:
 
     def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:
         """Writes the step's KV into its pages; returns the hidden states [B', H] of the rows in `sample_rows`."""
-        deltas = LoraDeltas(batch.lora, memory, kernels)
+        only_decodes = batch.attention.max_query == 1
+        deltas = LoraDeltas(batch.lora, memory, kernels, self._side if only_decodes else None)
         hidden = F.embedding(batch.token_ids, self._embedding)
         if batch.adapts_embedding:
             deltas.add_embedding(hidden, batch.token_ids, self._shape.embedding_site)
@@ -153,9 +156,7 @@ class _Forward:
 
     def _apply(self, x: Tensor, linear: Linear) -> Tensor:
         """x W^T + b, plus scale * (x A^T) B^T for the tokens that have an adapter."""
-        out = linear.apply(x, self._kernels)
-        self._deltas.add(out, x, linear.site)
-        return out
+        return self._deltas.compute(lambda: linear.apply(x, self._kernels), x, linear.site)
 
 
 class _WeightLoader:
