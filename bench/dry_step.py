@@ -23,7 +23,7 @@ from slora.lora_tiles import cut_rows, max_rows
 from slora.model_config import ModelConfig
 from slora.page_memory import PageMemory
 from slora.step_batch import StepBatch
-from slora_kernels.batch import AttentionBatch, KVGeometry, LoraTiles
+from slora_kernels.batch import AttentionBatch, KVGeometry, LoraTiles, TileLimits
 from slora_kernels.launch import Launch
 from slora_kernels.layout import lay_out_adapter
 from slora_kernels.triton_kernels import TritonKernels
@@ -95,7 +95,7 @@ class MetaModel:
         memory = PageMemory(
             self._geometry, self.shape, page_bytes, 2, 1, -(-layout.num_bytes // page_bytes), _META
         )
-        batch = _make_batch(step, kernels.tile_tokens, layout.reach.max_group_rank)
+        batch = _make_batch(step, kernels.tile_limits, layout.reach.max_group_rank)
         with torch.inference_mode(), _TorchOps() as ops:
             hidden = self._decoder.forward(batch, memory, kernels)
             logits = self._decoder.logits(hidden, LoraDeltas(batch.head_lora, memory, kernels))
@@ -122,7 +122,7 @@ def _num_bytes(launch: Launch, name: str) -> int:
     return tensor.nbytes if isinstance(tensor, Tensor) else 0
 
 
-def _make_batch(step: StepShape, tile_tokens: int, max_group_rank: int) -> StepBatch:
+def _make_batch(step: StepShape, limits: TileLimits, max_group_rank: int) -> StepBatch:
     num_tokens, context = step.batch * step.tokens, step.context + step.tokens
 
     def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -131,9 +131,12 @@ def _make_batch(step: StepShape, tile_tokens: int, max_group_rank: int) -> StepB
     lora = None
     if step.adapters:
         counts = [len(range(first, step.batch, step.adapters)) for first in range(step.adapters)]
-        tiles = [tile for count in counts for tile in cut_rows((0, 1.0), count * step.tokens, tile_tokens)]
+        decode_tokens = limits.decode_tokens if step.tokens == 1 else None
+        most = decode_tokens or limits.tokens
+        tiles = [tile for count in counts for tile in cut_rows((0, 1.0), count * step.tokens, most)]
         weights = torch.empty(len(tiles), device=_META)
-        lora = LoraTiles(ints(len(tiles), 3), weights, max_group_rank, max_rows(tiles))
+        num_decodes = len(tiles) if decode_tokens else 0
+        lora = LoraTiles(ints(len(tiles), 3), weights, max_group_rank, max_rows(tiles), num_decodes)
     attention = AttentionBatch(
         query_starts=ints(step.batch + 1),
         context_lens=ints(step.batch),

@@ -169,7 +169,7 @@ def _cut(buffers: _Buffers, shape: StepShape) -> StepBatch:
         max_query=1,
         max_context=shape.context,
     )
-    tiles = LoraTiles(buffers.tiles[:rows], buffers.weights[:rows], shape.rank, shape.tile_tokens)
+    tiles = LoraTiles(buffers.tiles[:rows], buffers.weights[:rows], shape.rank, shape.tile_tokens, rows)
     return StepBatch(
         token_ids=buffers.token_ids[:rows],
         attention=attention,

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from slora.step_plan import Chunk
+from slora_kernels.batch import TileLimits
 from slora_kernels.layout import LoraReach
 
 
@@ -19,15 +20,30 @@ class Tile(NamedTuple):
     weight: float
 
 
-def cut_token_tiles(chunks: Sequence[Chunk], tile_tokens: int) -> list[Tile]:
-    """Over the step's tokens."""
-    return list(_cut([(_adapter(chunk), chunk.num_tokens) for chunk in chunks], tile_tokens))
+class StepTiles(NamedTuple):
+    """Tiles of decode rows first. What a row is says its own chunk, not who is beside it: its bits follow from that."""
+
+    tiles: list[Tile]
+    num_decodes: int
 
 
-def cut_head_tiles(chunks: Sequence[Chunk], tile_tokens: int) -> list[Tile]:
-    """Over the rows that sample, of those adapters that reach the head."""
+def cut_token_tiles(chunks: Sequence[Chunk], limits: TileLimits) -> StepTiles:
+    """Over the step's tokens. A decode row is the only one of its chunk."""
+    if limits.decode_tokens is None:
+        return StepTiles(list(_cut([(_adapter(c), c.num_tokens) for c in chunks], limits.tokens)), 0)
+    decodes = [(_adapter(c) if c.num_tokens == 1 else None, c.num_tokens) for c in chunks]
+    others = [(_adapter(c) if c.num_tokens > 1 else None, c.num_tokens) for c in chunks]
+    tiles = list(_cut(decodes, limits.decode_tokens))
+    return StepTiles([*tiles, *_cut(others, limits.tokens)], len(tiles))
+
+
+def cut_head_tiles(chunks: Sequence[Chunk], limits: TileLimits) -> StepTiles:
+    """Over the rows that sample, of those adapters that reach the head: decode rows, all of them."""
     runs = [(_adapter(c) if _reach(c).head else None, len(c.draws)) for c in chunks if c.draws]
-    return list(_cut(runs, tile_tokens))
+    if limits.decode_tokens is None:
+        return StepTiles(list(_cut(runs, limits.tokens)), 0)
+    tiles = list(_cut(runs, limits.decode_tokens))
+    return StepTiles(tiles, len(tiles))
 
 
 def cut_rows(adapter: tuple[int, float], num_rows: int, tile_tokens: int) -> list[Tile]:

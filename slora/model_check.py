@@ -85,7 +85,7 @@ def _through_pages(
     first = [_chunk(sequences[0], 0, split)]
     second = [_chunk(sequences[0], split, len(prompts[0])), _chunk(sequences[1], 0, len(prompts[1]))]
     for chunks in (first, second):
-        batch = StepBatch.build(StepPlan(chunks=chunks), memory, kernels.tile_tokens)
+        batch = StepBatch.build(StepPlan(chunks=chunks), memory, kernels.tile_limits)
         hidden = model.forward(batch, memory, kernels)
     return list(model.logits(hidden, LoraDeltas(None, memory, kernels)))
 

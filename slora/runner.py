@@ -104,7 +104,7 @@ class Runner:
             self._sampling.write(sequence.row, sequence)
         if not plan.chunks:
             return None
-        batch = StepBatch.build(plan, self.memory, self.kernels.tile_tokens, self._long_rows)
+        batch = StepBatch.build(plan, self.memory, self.kernels.tile_limits, self._long_rows)
         return batch, self._forward(batch)
 
     def _draw(self, batch: StepBatch, hidden: Tensor) -> list[Sampled]:
@@ -163,7 +163,7 @@ class Runner:
 
     def _score(self, hidden: Tensor, sequence: Sequence) -> Tensor:
         """Logits of rows of a prompt."""
-        tiles = tile_prompt_rows(sequence, len(hidden), self.kernels.tile_tokens, self.device)
+        tiles = tile_prompt_rows(sequence, len(hidden), self.kernels.tile_limits.tokens, self.device)
         return self._model.logits(hidden, LoraDeltas(tiles, self.memory, self.kernels))
 
     def _memory(self, num_pages: int, num_host_pages: int = 0) -> PageMemory:

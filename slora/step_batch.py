@@ -10,12 +10,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slora.lora_tiles import Tile, cut_head_tiles, cut_rows, cut_token_tiles, join_reaches, max_rows
+from slora.lora_tiles import (
+    StepTiles,
+    Tile,
+    cut_head_tiles,
+    cut_rows,
+    cut_token_tiles,
+    join_reaches,
+    max_rows,
+)
 from slora.page_memory import PageMemory
 from slora.prompt_scoring import PromptRows, find_prompt_rows
 from slora.sequence import Sequence
 from slora.step_plan import Chunk, StepPlan
-from slora_kernels.batch import AttentionBatch, LoraTiles
+from slora_kernels.batch import AttentionBatch, LoraTiles, TileLimits
 
 IntArray = npt.NDArray[np.integer]
 
@@ -41,7 +49,7 @@ class StepBatch:
     prompts: list[PromptRows]
 
     @staticmethod
-    def build(plan: StepPlan, memory: PageMemory, tile_tokens: int, long_rows: int = 0) -> "StepBatch":
+    def build(plan: StepPlan, memory: PageMemory, limits: TileLimits, long_rows: int = 0) -> "StepBatch":
         """Raises RuntimeError if a chunk was planned for an adapter that has since left its slot.
 
         long_rows: the row of the rotary table at which the positions of long sequences begin.
@@ -60,8 +68,8 @@ class StepBatch:
         block_tables = _block_tables(chunks)
         contexts = (first_positions + counts).astype(np.int32)
         reach = join_reaches(chunks)
-        tiles = cut_token_tiles(chunks, tile_tokens)
-        head_tiles = cut_head_tiles(chunks, tile_tokens) if reach.head else []
+        tiles = cut_token_tiles(chunks, limits)
+        head_tiles = cut_head_tiles(chunks, limits) if reach.head else StepTiles([], 0)
         rows = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) for _ in chunk.draws]
         found = (find_prompt_rows(chunk, int(start)) for chunk, start in zip(chunks, starts, strict=False))
         prompts = [asked for asked in found if asked is not None]
@@ -74,8 +82,8 @@ class StepBatch:
             starts,
             contexts,
             block_tables,
-            *_tile_arrays(tiles),
-            *_tile_arrays(head_tiles),
+            *_tile_arrays(tiles.tiles),
+            *_tile_arrays(head_tiles.tiles),
         ]
         ids, pos, kv_slots, sample_rows, query_starts, context_lens, tables, *lora = _upload(
             arrays, memory.device
@@ -92,11 +100,9 @@ class StepBatch:
         return StepBatch(
             token_ids=ids,
             attention=attention,
-            lora=LoraTiles(lora[0], lora[1], reach.max_group_rank, max_rows(tiles)) if tiles else None,
+            lora=_join_tiles(tiles, lora[0], lora[1], reach.max_group_rank),
             adapts_embedding=reach.embedding,
-            head_lora=LoraTiles(lora[2], lora[3], reach.max_group_rank, max_rows(head_tiles))
-            if head_tiles
-            else None,
+            head_lora=_join_tiles(head_tiles, lora[2], lora[3], reach.max_group_rank),
             sample_rows=sample_rows,
             sampling=[sequence for chunk in chunks for sequence in chunk.draws],
             prompts=prompts,
@@ -148,6 +154,13 @@ def tile_prompt_rows(
     tiles = cut_rows((resident.slot, sequence.request.adapter_weight), num_rows, tile_tokens)
     rows, weights = (torch.from_numpy(array).to(device) for array in _tile_arrays(tiles))
     return LoraTiles(rows, weights, resident.reach.max_group_rank, max_rows(tiles))
+
+
+def _join_tiles(cut: StepTiles, tiles: Tensor, weights: Tensor, max_group_rank: int) -> LoraTiles | None:
+    """tiles, weights: those of `cut` on the device."""
+    if not cut.tiles:
+        return None
+    return LoraTiles(tiles, weights, max_group_rank, max_rows(cut.tiles), cut.num_decodes)
 
 
 def _tile_arrays(tiles: list[Tile]) -> list[IntArray | npt.NDArray[np.float32]]:

@@ -13,24 +13,20 @@ prefill  a chunk behind a context: TFLOP/s.
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from bench.gpu.device_time import time_device
+from bench.gpu.random_adapters import BLOCK_TOKENS, RandomAdapters, cut_evenly
 from bench.gpu.resumed_table import ResumedTable
 from bench.table import Row, print_table
-from slora.lora_tiles import cut_rows, max_rows
-from slora_kernels.batch import AdapterTables, AttentionBatch, AttentionRule, KVGeometry, LoraTiles
-from slora_kernels.layout import AdapterLayout, ModelShape, lay_out_adapter, llama_shape
+from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
+from slora_kernels.layout import ModelShape, llama_shape
 from slora_kernels.ops import Kernels, select_kernels
 
-BLOCK_TOKENS = 16
-REPEATS = 20
 RANKS: dict[str, tuple[int, ...]] = {"8": (8,), "16": (16,), "64": (64,), "mixed": (8, 16, 64)}
 SITES = ("qkv", "o", "gate_up", "down")
 Case = tuple[Row, Callable[[], Row]]
@@ -91,7 +87,7 @@ class KernelTimes:
         def measure() -> Row:
             source = torch.ones(self._sizes.copy_bytes, dtype=torch.uint8, device=self._device)
             target = torch.empty_like(source)
-            seconds = self._time(lambda: target.copy_(source))
+            seconds = time_device(lambda: target.copy_(source), self._device)
             return _rate(seconds, 2 * source.nbytes)
 
         yield {}, measure
@@ -107,8 +103,9 @@ class KernelTimes:
 
     def _lora(self, rank: str, num_adapters: int, batch: int, group: int) -> Row:
         shape, device = self._sizes.shape, self._device
-        scene = _Adapters.make(self._sizes, RANKS[rank], num_adapters, device)
-        tiles = _cut_tiles(batch, num_adapters, self._kernels.tile_tokens, scene.max_group_rank, device)
+        scene = RandomAdapters.make(shape, self._sizes.dtype, RANKS[rank], num_adapters, device)
+        limits = self._kernels.tile_limits
+        tiles = cut_evenly(batch, num_adapters, limits, scene.max_group_rank, device, only_decodes=True)
         sites = [shape.layer_sites(layer)[group] for layer in range(shape.num_layers)]
         x = torch.randn(batch, sites[0].in_width, device=device).to(self._sizes.dtype)
         out = torch.zeros(batch, sum(sites[0].widths), dtype=x.dtype, device=device)
@@ -122,8 +119,8 @@ class KernelTimes:
 
             return run
 
-        seconds = self._time(work(self._kernels)) / len(sites)
-        twin = self._time(work(self._twins), graph=False) / len(sites)
+        seconds = time_device(work(self._kernels), self._device) / len(sites)
+        twin = time_device(work(self._twins), self._device, graph=False) / len(sites)
         rows = sum(
             int(scene.layouts[n % len(scene.layouts)].groups[sites[0].group, 0]) for n in range(num_adapters)
         )
@@ -175,7 +172,7 @@ class KernelTimes:
             for layer in range(geometry.num_layers):
                 self._kernels.attend(q, pages, geometry, layer, step, rule)
 
-        seconds = self._time(run) / geometry.num_layers
+        seconds = time_device(run, self._device) / geometry.num_layers
         row = _rate(seconds, self._kv_bytes(batch * context) // geometry.num_layers)
         pairs = batch * tokens * (context - (tokens - 1) / 2)
         return row | {"TFLOP/s": 4 * pairs * geometry.num_heads * geometry.head_dim / seconds / 1e12}
@@ -184,75 +181,6 @@ class KernelTimes:
         geometry = self._sizes.geometry
         page_bytes = geometry.block_elements * geometry.dtype.itemsize * geometry.num_layers
         return tokens * page_bytes // BLOCK_TOKENS
-
-    def _time(self, work: Callable[[], object], *, graph: bool = True) -> float:
-        """Median seconds. On a GPU `work` is replayed as a graph, unless it waits for the device."""
-        work()
-        if self._device.type != "cuda":
-            return _time_on_cpu(work)
-        if graph:
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured):
-                work()
-            work = captured.replay
-        work()
-        spans = []
-        for _ in range(REPEATS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            work()
-            end.record()
-            spans.append((begin, end))
-        torch.cuda.synchronize(self._device)
-        return statistics.median(begin.elapsed_time(end) for begin, end in spans) / 1e3
-
-
-@dataclass(frozen=True, slots=True)
-class _Adapters:
-    """Random numbers in pages of their own for each; ranks are given out in turn."""
-
-    pages: Tensor
-    tables: AdapterTables
-    layouts: list[AdapterLayout]
-    max_group_rank: int
-
-    @staticmethod
-    def make(sizes: Sizes, ranks: tuple[int, ...], count: int, device: torch.device) -> "_Adapters":
-        shape = sizes.shape
-        linears = shape.num_modules - 2
-        layouts = [lay_out_adapter(shape, [rank] * linears + [0, 0]) for rank in ranks]
-        page_bytes = shape.page_bytes(BLOCK_TOKENS) * shape.num_layers
-        most_pages = max(-(-layout.num_bytes // page_bytes) for layout in layouts)
-        pages = torch.empty(count * most_pages, page_bytes, dtype=torch.uint8, device=device)
-        pages.view(sizes.dtype).normal_(std=0.02)
-        order = torch.randperm(len(pages), generator=torch.Generator().manual_seed(0))
-        mine = [layouts[slot % len(layouts)] for slot in range(count)]
-        tables = AdapterTables(
-            order.int().view(count, most_pages).to(device),
-            torch.stack([torch.from_numpy(layout.groups) for layout in mine]).to(device),
-            torch.stack([torch.from_numpy(layout.modules) for layout in mine]).to(device),
-            torch.ones(count, shape.num_modules, device=device),
-        )
-        return _Adapters(pages, tables, layouts, max(layout.reach.max_group_rank for layout in mine))
-
-
-def _cut_tiles(
-    batch: int, num_adapters: int, tile_tokens: int, max_group_rank: int, device: torch.device
-) -> LoraTiles:
-    first, tiles = 0, []
-    for slot in range(num_adapters):
-        count = len(range(slot, batch, num_adapters))
-        cut = cut_rows((slot, 1.0), count, tile_tokens)
-        tiles += [tile._replace(first_row=first + tile.first_row) for tile in cut]
-        first += count
-    rows = torch.tensor([tile[:3] for tile in tiles], dtype=torch.int32, device=device)
-    return LoraTiles(rows, torch.ones(len(tiles), device=device), max_group_rank, max_rows(tiles))
-
-
-def _time_on_cpu(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def _rate(seconds: float, num_bytes: int) -> Row:

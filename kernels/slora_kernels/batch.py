@@ -54,16 +54,28 @@ class LoraTiles:
     """The LoRA work of one step, shared by all layers. Tokens of the base model are in no tile.
 
     tiles: int32 [num_tiles, 3], (slot, first token, tokens); a token is in at most one tile, and a tile may be empty.
+    Tiles of decode rows come first, those of chunks behind them.
     weights: float32 [num_tiles], a factor on top of the adapter's scale.
     max_group_rank: greatest total rank of a linear group among the slots used; a host number, sizes the
     bridge.
     max_tokens: at least the tokens of the longest tile; a host number, chooses the kernels' sizes.
+    num_decodes: tiles of decode rows, each the only token of its sequence in this step (or a row that the output head
+    samples from); 0 also where an implementation has them tiled with all other tokens.
     """
 
     tiles: Tensor
     weights: Tensor
     max_group_rank: int
     max_tokens: int
+    num_decodes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TileLimits:
+    """The most tokens of a LoRA tile, and of one of decode rows; None for these: they are tiled with all others."""
+
+    tokens: int
+    decode_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

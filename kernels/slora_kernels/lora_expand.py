@@ -13,14 +13,16 @@ from torch import Tensor
 from slora_kernels.batch import AdapterTables, LoraTiles
 from slora_kernels.launch import Launch, dot_dtype
 from slora_kernels.layout import MAX_GROUP_MODULES, SEGMENT_BYTES, LoraSite
+from slora_kernels.lora_expand_rows import _lora_expand_rows_kernel
 from slora_kernels.lora_shrink import choose_block_tokens
+from slora_kernels.lora_sizes import LoraSizes
 
 # Rows of B per product: the smallest depth of a tensor core's product in 16 bits, so rank 8 wastes half and
 # no more.
 BLOCK_RANK = 16
 
 
-@triton.jit(do_not_specialize=["first_module", "num_tokens"])
+@triton.jit(do_not_specialize=["first_module", "first_tile", "num_tokens"])
 def _lora_expand_kernel(
     out,
     bridge,
@@ -31,6 +33,7 @@ def _lora_expand_kernel(
     modules,
     scales,
     num_tokens,
+    first_tile,
     first_module,
     out_stride,
     page_stride,
@@ -44,11 +47,12 @@ def _lora_expand_kernel(
     SEGMENT: tl.constexpr,
     PAGE_SEGMENTS: tl.constexpr,
     SPLITS: tl.constexpr,
+    PLANES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    tile, block = tl.program_id(0), tl.program_id(1)
+    tile, block = first_tile + tl.program_id(0), tl.program_id(1)
     BLOCKS_0: tl.constexpr = (WIDTH_0 + SEGMENT - 1) // SEGMENT
     BLOCKS_1: tl.constexpr = BLOCKS_0 + (WIDTH_1 + SEGMENT - 1) // SEGMENT
     member = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32)
@@ -68,26 +72,31 @@ def _lora_expand_kernel(
     tokens = tl.arange(0, BLOCK_M)
     lanes = tl.arange(0, SEGMENT)
     inside = segment * SEGMENT + lanes[None, :] < width
-    acc = tl.zeros((BLOCK_M, SEGMENT), tl.float32)
-    for start in range(0, rank, BLOCK_R):
-        rows = start + tl.arange(0, BLOCK_R)
-        taken = (tokens[:, None] < size) & (rows[None, :] < rank)
-        source = bridge + (first + tokens)[:, None] * bridge_stride + (first_row + rows)[None, :]
-        y = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-        for split in tl.static_range(SPLITS):
-            y += tl.load(source + split * num_tokens * bridge_stride, mask=taken, other=0.0).to(tl.float32)
-        at = first_segment + rows * row_segments
-        page = tl.load(page_table + slot * table_stride + at // PAGE_SEGMENTS, mask=rows < rank, other=0)
-        base = page.to(tl.int64) * page_stride + (at % PAGE_SEGMENTS) * SEGMENT
-        b = tl.load(pages + base[:, None] + lanes[None, :], mask=(rows[:, None] < rank) & inside, other=0.0)
-        acc = tl.dot(y.to(DOT_DTYPE), b.to(tl.float32).to(DOT_DTYPE), acc, input_precision="ieee")
     scale = tl.load(weights + tile) * tl.load(scales + place)
     columns = tl.multiple_of(column_start + segment * SEGMENT, ALIGNMENT) + lanes
     # The head's rows are as long as the vocabulary: a few thousand of them are more numbers than an int32 counts.
     target = out + (first + tokens).to(tl.int64)[:, None] * out_stride + columns[None, :]
     mask = (tokens[:, None] < size) & inside
-    old = tl.load(target, mask=mask, other=0.0).to(tl.float32)
-    tl.store(target, (old + acc * scale).to(out.dtype.element_ty), mask=mask)
+    # Read here, while pages are looked up, and not when it is needed.
+    old = tl.load(target, mask=mask, other=0.0)
+    # All planes at once: added one by one, each was moved between layouts by itself, behind barriers (25, now 11).
+    planes = tl.arange(0, PLANES)[:, None, None]
+    plane_starts = bridge + planes * (num_tokens * bridge_stride)
+    acc = tl.zeros((BLOCK_M, SEGMENT), tl.float32)
+    for start in range(0, rank, BLOCK_R):
+        rows = start + tl.arange(0, BLOCK_R)
+        taken = (tokens[:, None] < size) & (rows[None, :] < rank)
+        source = (
+            plane_starts + ((first + tokens)[:, None] * bridge_stride + (first_row + rows)[None, :])[None]
+        )
+        shares = tl.load(source, mask=taken[None] & (planes < SPLITS), other=0.0)
+        y = tl.sum(shares.to(tl.float32), axis=0)
+        at = first_segment + rows * row_segments
+        page = tl.load(page_table + slot * table_stride + at // PAGE_SEGMENTS, mask=rows < rank, other=0)
+        base = page.to(tl.int64) * page_stride + (at % PAGE_SEGMENTS) * SEGMENT
+        b = tl.load(pages + base[:, None] + lanes[None, :], mask=(rows[:, None] < rank) & inside, other=0.0)
+        acc = tl.dot(y.to(DOT_DTYPE), b.to(tl.float32).to(DOT_DTYPE), acc, input_precision="ieee")
+    tl.store(target, (old.to(tl.float32) + acc * scale).to(out.dtype.element_ty), mask=mask)
 
 
 def bind_lora_expand(
@@ -97,42 +106,73 @@ def bind_lora_expand(
     tables: AdapterTables,
     site: LoraSite,
     tiles: LoraTiles,
-) -> Launch:
-    """out [T, sum(site.widths)] of the model dtype is mutated; bridge [splits, T, columns] is shrink's."""
+    sizes: LoraSizes,
+) -> list[Launch]:
+    """out [T, sum(site.widths)] of the model dtype is mutated; bridge [splits, T, columns] is shrink's.
+
+    One launch for decode rows where they take a form of their own, one for all other tiles, neither without tiles.
+    """
     widths = site.widths
     padded = widths + (0,) * (MAX_GROUP_MODULES - len(widths))
     segment = SEGMENT_BYTES // out.element_size()
+    num_blocks = sum(triton.cdiv(width, segment) for width in widths)
     elements = pages.view(out.dtype)
-    return Launch(
-        _lora_expand_kernel,
-        (tiles.tiles.shape[0], sum(triton.cdiv(width, segment) for width in widths)),
-        {
-            "out": out,
-            "bridge": bridge,
-            "pages": elements,
-            "tiles": tiles.tiles,
-            "weights": tiles.weights,
-            "page_table": tables.page_table,
-            "modules": tables.modules,
-            "scales": tables.scales,
-            "num_tokens": bridge.shape[1],
-            "first_module": site.first_module,
-            "out_stride": out.stride(0),
-            "page_stride": elements.stride(0),
-            "table_stride": tables.page_table.stride(0),
-            "bridge_stride": bridge.stride(1),
-        },
-        {
-            "WIDTH_0": padded[0],
-            "WIDTH_1": padded[1],
-            "WIDTH_2": padded[2],
-            "ALIGNMENT": math.gcd(16, *widths),
-            "NUM_MODULES": tables.modules.shape[1],
-            "SEGMENT": segment,
-            "PAGE_SEGMENTS": pages.shape[1] // SEGMENT_BYTES,
-            "SPLITS": bridge.shape[0],
+    arguments = {
+        "out": out,
+        "bridge": bridge,
+        "pages": elements,
+        "tiles": tiles.tiles,
+        "weights": tiles.weights,
+        "page_table": tables.page_table,
+        "modules": tables.modules,
+        "scales": tables.scales,
+        "num_tokens": bridge.shape[1],
+        "first_module": site.first_module,
+        "out_stride": out.stride(0),
+        "page_stride": elements.stride(0),
+        "table_stride": tables.page_table.stride(0),
+        "bridge_stride": bridge.stride(1),
+    }
+    constants = {
+        "WIDTH_0": padded[0],
+        "WIDTH_1": padded[1],
+        "WIDTH_2": padded[2],
+        "ALIGNMENT": math.gcd(16, *widths),
+        "NUM_MODULES": tables.modules.shape[1],
+        "SEGMENT": segment,
+        "PAGE_SEGMENTS": pages.shape[1] // SEGMENT_BYTES,
+        "SPLITS": bridge.shape[0],
+        "PLANES": triton.next_power_of_2(bridge.shape[0]),
+    }
+    of_width = sizes.of_expand(sum(widths))
+    num_rows = tiles.num_decodes if of_width.decode == "rows" else 0
+    launches = []
+    if num_rows:
+        rows = of_width.rows
+        launches.append(
+            Launch(
+                _lora_expand_rows_kernel,
+                (num_rows, num_blocks),
+                arguments,
+                constants | {"BLOCK_R": rows.block_rank},
+                rows.num_warps,
+            )
+        )
+    if num_others := tiles.tiles.shape[0] - num_rows:
+        tile = of_width.tile(tiles.max_group_rank)
+        products = {
             "BLOCK_M": choose_block_tokens(tiles),
             "BLOCK_R": BLOCK_RANK,
             "DOT_DTYPE": dot_dtype(out.dtype),
-        },
-    )
+        }
+        launches.append(
+            Launch(
+                _lora_expand_kernel,
+                (num_others, num_blocks),
+                arguments | {"first_tile": num_rows},
+                constants | products,
+                tile.num_warps,
+                tile.num_stages,
+            )
+        )
+    return launches

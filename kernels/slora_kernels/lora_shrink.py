@@ -17,17 +17,13 @@ from torch import Tensor
 from slora_kernels.batch import AdapterTables, LoraTiles
 from slora_kernels.launch import Launch, dot_dtype
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
+from slora_kernels.lora_sizes import LoraSizes
 
 # The smallest M of a tensor core's product: most tiles of a decode batch hold one or two tokens.
 _SMALL_TILE_TOKENS = 16
 # In chunks, twice as many tokens read A and B half as often. Both sizes are made of the same instruction (mma.sync; a
 # Hopper has another one from 64 rows on), so a token gets the same bits in either.
 TILE_TOKENS = 32
-# Rows of A per program: q, k and v of a rank 8 adapter are 24.
-BLOCK_RANK = 32
-# Shares of the input width. Four tiles of a 4096-wide model then make 32 programs per block of rows, while
-# the planes stay small. It depends on nothing but the width, so that a batch does not change anybody's sums.
-MAX_SPLITS = 8
 
 
 @triton.jit(do_not_specialize=["group", "num_tokens"])
@@ -88,26 +84,24 @@ def choose_block_tokens(tiles: LoraTiles) -> int:
     return _SMALL_TILE_TOKENS if tiles.max_tokens <= _SMALL_TILE_TOKENS else TILE_TOKENS
 
 
-def count_splits(width: int, element_bytes: int) -> int:
-    """Shares of an input of `width` elements, at least a segment each."""
-    return min(MAX_SPLITS, -(-width * element_bytes // SEGMENT_BYTES))
-
-
 def bind_lora_shrink(
-    x: Tensor, pages: Tensor, tables: AdapterTables, site: LoraSite, tiles: LoraTiles
+    x: Tensor, pages: Tensor, tables: AdapterTables, site: LoraSite, tiles: LoraTiles, sizes: LoraSizes
 ) -> tuple[Launch, Tensor]:
     """x [T, in] of the model dtype, pages uint8 [num_pages, full_page_bytes].
 
     Returns the launch and the bridge that it fills, of x's dtype [splits, T, max_group_rank rounded up to 16];
     rows in no tile and columns past a tile's rank stay unwritten.
     """
-    splits = count_splits(x.shape[1], x.element_size())
+    width, of_width = x.shape[1], sizes.of_shrink(x.shape[1])
+    # At least a segment each. It depends on nothing but the width, so that a batch does not change anybody's sums.
+    splits = min(of_width.splits, triton.cdiv(width * x.element_size(), SEGMENT_BYTES))
+    tile = of_width.tile(tiles.max_group_rank)
     columns = triton.cdiv(tiles.max_group_rank, 16) * 16
     bridge = torch.empty(splits, x.shape[0], columns, dtype=x.dtype, device=x.device)
     elements = pages.view(x.dtype)
     return Launch(
         _lora_shrink_kernel,
-        (tiles.tiles.shape[0], triton.cdiv(tiles.max_group_rank, BLOCK_RANK), splits),
+        (tiles.tiles.shape[0], triton.cdiv(tiles.max_group_rank, tile.block_rank), splits),
         {
             "x": x,
             "pages": elements,
@@ -123,13 +117,15 @@ def bind_lora_shrink(
             "bridge_stride": columns,
         },
         {
-            "WIDTH": x.shape[1],
+            "WIDTH": width,
             "NUM_SITES": tables.groups.shape[1],
             "SEGMENT": SEGMENT_BYTES // x.element_size(),
             "PAGE_SEGMENTS": pages.shape[1] // SEGMENT_BYTES,
             "SPLITS": splits,
             "BLOCK_M": choose_block_tokens(tiles),
-            "BLOCK_R": BLOCK_RANK,
+            "BLOCK_R": tile.block_rank,
             "DOT_DTYPE": dot_dtype(x.dtype),
         },
+        tile.num_warps,
+        tile.num_stages,
     ), bridge

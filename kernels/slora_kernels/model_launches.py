@@ -24,6 +24,7 @@ from slora_kernels.layout import LoraSite, ModelShape, lay_out_adapter, llama_sh
 from slora_kernels.lora_expand import bind_lora_expand
 from slora_kernels.lora_look_up import bind_lora_look_up
 from slora_kernels.lora_shrink import TILE_TOKENS, bind_lora_shrink
+from slora_kernels.lora_sizes import LoraSizes, load_sizes
 from slora_kernels.paged_attention_decode import bind_paged_attention_decode
 from slora_kernels.paged_attention_prefill import bind_paged_attention_prefill
 from slora_kernels.quantized_linear import bind_quantized_linear
@@ -39,9 +40,16 @@ _INTERMEDIATE = 14336
 Launches = Iterator[tuple[str, Launch]]
 
 
-def _bind_site(
-    shape: ModelShape, pages: Tensor, dtype: torch.dtype, site: LoraSite, rank: int, tokens: int
+def bind_lora_site(
+    shape: ModelShape,
+    pages: Tensor,
+    dtype: torch.dtype,
+    site: LoraSite,
+    rank: int,
+    tokens: int,
+    sizes: LoraSizes,
 ) -> list[Launch]:
+    """Of a step with a tile of decode rows and one of a chunk: what leads to the bridge, and expand in both forms."""
     layout = lay_out_adapter(shape, [rank] * shape.num_modules)
     tables = AdapterTables(
         torch.zeros(1, 64, dtype=torch.int32),
@@ -49,15 +57,17 @@ def _bind_site(
         torch.from_numpy(layout.modules)[None],
         torch.ones(1, shape.num_modules),
     )
-    tiles = LoraTiles(torch.tensor([[0, 0, tokens]], dtype=torch.int32), torch.ones(1), 3 * rank, tokens)
+    rows = torch.tensor([[0, 0, _TOKENS], [0, _TOKENS, tokens]], dtype=torch.int32)
+    tiles = LoraTiles(rows, torch.ones(2), 3 * rank, tokens, num_decodes=1)
+    tokens += _TOKENS
     if site == shape.embedding_site:
         token_ids = torch.zeros(tokens, dtype=torch.int64)
         first, bridge = bind_lora_look_up(token_ids, pages, tables, site, tiles, dtype)
     else:
         x = torch.zeros(tokens, site.in_width, dtype=dtype)
-        first, bridge = bind_lora_shrink(x, pages, tables, site, tiles)
+        first, bridge = bind_lora_shrink(x, pages, tables, site, tiles, sizes)
     out = torch.zeros(tokens, sum(site.widths), dtype=dtype)
-    return [first, bind_lora_expand(out, bridge, pages, tables, site, tiles)]
+    return [first, *bind_lora_expand(out, bridge, pages, tables, site, tiles, sizes)]
 
 
 def _bind_attention(geometry: KVGeometry, rule: AttentionRule, norms: QueryKeyNorm | None) -> list[Launch]:
@@ -89,8 +99,9 @@ def _bind_llama(dtype: torch.dtype) -> Launches:
     pages = torch.zeros(2, shape.page_bytes(_BLOCK_TOKENS), dtype=torch.uint8)
     for rank in RANKS:
         for index, site in enumerate(shape.sites):
+            sizes = load_sizes().with_decode("rows")
             for tokens in (_TOKENS, TILE_TOKENS):
-                for launch in _bind_site(shape, pages, dtype, site, rank, tokens):
+                for launch in bind_lora_site(shape, pages, dtype, site, rank, tokens, sizes):
                     yield f"Llama-3.1-8B, site {index}, tiles of {tokens}, rank {rank}", launch
     geometry = KVGeometry(1, 32, 8, 128, _BLOCK_TOKENS, dtype)
     x = torch.zeros(_TOKENS, shape.hidden_size, dtype=dtype)

@@ -26,6 +26,7 @@ from slora_kernels.batch import (
     LoraStep,
     LoraTiles,
     QueryKeyNorm,
+    TileLimits,
 )
 from slora_kernels.layout import LoraSite
 from slora_kernels.lora_gather import gather_columns
@@ -106,7 +107,12 @@ class NumbaKernels:
     """
 
     name = "numba"
-    tile_tokens = TILE_TOKENS
+    tile_limits = TileLimits(TILE_TOKENS)
+
+    @staticmethod
+    def on(device: torch.device) -> "NumbaKernels":
+        """device: a CPU."""
+        return NumbaKernels()
 
     def __init__(self, team: ThreadTeam | None = None) -> None:
         self._team = team or ThreadTeam()

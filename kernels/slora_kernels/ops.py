@@ -21,6 +21,7 @@ from slora_kernels.batch import (
     LoraStep,
     LoraTiles,
     QueryKeyNorm,
+    TileLimits,
 )
 from slora_kernels.layout import LoraSite
 
@@ -49,8 +50,8 @@ class Kernels(Protocol):
     def name(self) -> str: ...
 
     @property
-    def tile_tokens(self) -> int:
-        """The most tokens of one LoRA tile."""
+    def tile_limits(self) -> TileLimits:
+        """How the tokens of a step are to be cut into LoRA tiles."""
 
     def warm_up(self, geometry: KVGeometry) -> float:
         """Compiles what a first step of this dtype would otherwise wait for; returns the seconds that it took."""
@@ -156,4 +157,4 @@ def select_kernels(name: str, device: torch.device) -> Kernels:
     if chosen == "numba" and device.type != "cpu":
         raise ValueError(f"kernels 'numba' run on a CPU only, not on {device}; choose auto or triton")
     module, class_name = _MODULES[chosen]
-    return cast(Kernels, getattr(importlib.import_module(module), class_name)())
+    return cast(Kernels, getattr(importlib.import_module(module), class_name).on(device))

@@ -22,6 +22,7 @@ from slora_kernels.batch import (
     LoraStep,
     LoraTiles,
     QueryKeyNorm,
+    TileLimits,
 )
 from slora_kernels.layout import LoraSite
 from slora_kernels.likeliest import find_likeliest
@@ -223,7 +224,12 @@ class TorchKernels:
 
     name = "torch"
     # A tile is a matmul: the longer the better.
-    tile_tokens = 1 << 30
+    tile_limits = TileLimits(1 << 30)
+
+    @staticmethod
+    def on(device: torch.device) -> "TorchKernels":
+        """The same on every device."""
+        return TorchKernels()
 
     def warm_up(self, geometry: KVGeometry) -> float:
         """Nothing to compile."""

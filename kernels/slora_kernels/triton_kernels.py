@@ -1,5 +1,8 @@
-"""The GPU's kernels behind the seam: eight LoRA launches a layer, no host synchronisation, nothing to
-prepare."""
+"""The GPU's kernels behind the seam, without host synchronisation and with nothing to prepare.
+
+LoRA takes eight launches a layer: a shrink and an expand for each linear group. Only where decode rows have a form of
+their own (`lora_sizes`) and share a step with chunks, which is bound by arithmetic, expand is launched once for each.
+"""
 
 from collections.abc import Callable
 
@@ -17,13 +20,16 @@ from slora_kernels.batch import (
     LoraStep,
     LoraTiles,
     QueryKeyNorm,
+    TileLimits,
 )
 from slora_kernels.launch import Launch
 from slora_kernels.layout import LoraSite
 from slora_kernels.likeliest import find_likeliest
 from slora_kernels.lora_expand import bind_lora_expand
+from slora_kernels.lora_expand_rows import ROW_TILE_TOKENS
 from slora_kernels.lora_look_up import bind_lora_look_up
 from slora_kernels.lora_shrink import TILE_TOKENS, bind_lora_shrink
+from slora_kernels.lora_sizes import LoraSizes, load_sizes, name_architecture
 from slora_kernels.paged_attention_decode import bind_paged_attention_decode
 from slora_kernels.paged_attention_prefill import bind_paged_attention_prefill
 from slora_kernels.quantized_linear import bind_quantized_linear
@@ -35,13 +41,23 @@ class TritonKernels:
     """See `Kernels`. The bridge is planes [splits, T, rank] of the model's dtype, summed by expand.
 
     launch: what becomes of a launch; whoever counts or compares them keeps them instead of, or beside, running them.
+    sizes: of the LoRA kernels; the package's defaults if none are given.
     """
 
     name = "triton"
-    tile_tokens = TILE_TOKENS
 
-    def __init__(self, launch: Callable[[Launch], None] = Launch.run) -> None:
+    def __init__(self, launch: Callable[[Launch], None] = Launch.run, sizes: LoraSizes | None = None) -> None:
         self._launch = launch
+        self._sizes = sizes or load_sizes()
+
+    @staticmethod
+    def on(device: torch.device) -> "TritonKernels":
+        """With the sizes for this GPU."""
+        return TritonKernels(sizes=load_sizes(name_architecture(device)))
+
+    @property
+    def tile_limits(self) -> TileLimits:
+        return TileLimits(TILE_TOKENS, ROW_TILE_TOKENS if self._sizes.has_rows else None)
 
     def warm_up(self, geometry: KVGeometry) -> float:
         """Nothing yet: a GPU compiles at the first launch, which takes real tensors."""
@@ -110,7 +126,7 @@ class TritonKernels:
         return find_likeliest(logits)
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
-        launch, bridge = bind_lora_shrink(x, pages, step.tables, site, step.tiles)
+        launch, bridge = bind_lora_shrink(x, pages, step.tables, site, step.tiles, self._sizes)
         if step.tiles.max_group_rank:
             self._launch(launch)
         return bridge
@@ -125,4 +141,5 @@ class TritonKernels:
 
     def expand(self, out: Tensor, bridge: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
         if step.tiles.max_group_rank:
-            self._launch(bind_lora_expand(out, bridge, pages, step.tables, site, step.tiles))
+            for launch in bind_lora_expand(out, bridge, pages, step.tables, site, step.tiles, self._sizes):
+                self._launch(launch)

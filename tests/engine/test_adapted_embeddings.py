@@ -10,6 +10,7 @@ import pytest
 from slora import LLM, SamplingParams
 from slora.request import EngineRequest
 from slora.step_batch import StepBatch
+from slora_kernels.batch import TileLimits
 from tests.engine.test_parity import GREEDY, Work, answer, judge, mix
 from tests.engine.test_prompt_logprobs import check_scores
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
@@ -98,7 +99,7 @@ def test_a_step_looks_up_and_adapts_the_head_for_those_alone_who_need_it(
     plan = engine._scheduler.schedule()
     for load in plan.loads:
         engine._runner.memory.load(load)
-    batch = StepBatch.build(plan, engine._runner.memory, tile_tokens=16)
+    batch = StepBatch.build(plan, engine._runner.memory, TileLimits(16))
     assert batch.adapts_embedding == adapts_embedding
     rows = batch.head_lora.tiles[:, 2].tolist() if batch.head_lora is not None else []
     assert sum(rows) == head_rows
@@ -106,3 +107,7 @@ def test_a_step_looks_up_and_adapts_the_head_for_those_alone_who_need_it(
         slots = [chunk.slot for chunk in plan.chunks for _ in chunk.draws]
         for slot, first, count in batch.head_lora.tiles.tolist():
             assert slots[first : first + count] == [slot] * count
+        # What is sampled is a row of its own, though a chunk led to it.
+        apart = StepBatch.build(plan, engine._runner.memory, TileLimits(16, 16))
+        assert apart.lora is not None and apart.head_lora is not None
+        assert (apart.lora.num_decodes, apart.head_lora.num_decodes) == (0, len(rows))

@@ -12,7 +12,9 @@ from slora.engine import Engine
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
 from slora.step_batch import StepBatch
+from slora_kernels.batch import TileLimits
 from slora_kernels.launch import Launch
+from slora_kernels.lora_sizes import load_sizes
 from slora_kernels.triton_kernels import TritonKernels
 from tests.support.driving import make_engine, make_source
 from tests.support.model_kit import ModelKit
@@ -37,7 +39,8 @@ class Bench:
         poison(self.engine)
         self.runner = self.engine._runner
         self.launches: list[Launch] = []
-        self.kernels = TritonKernels(self._launch)
+        # Decode rows in the form that is theirs alone: all of a graph's are such.
+        self.kernels = TritonKernels(self._launch, load_sizes().with_decode("rows"))
         self.num_captures = 0
         self.graphs = DecodeGraphs(self.forward, 4, MAX_CONTEXT, 16, torch.device("cpu"), self._capture)
 
@@ -55,7 +58,7 @@ class Bench:
             self.engine.step()
         plan = self.engine._scheduler.schedule()
         assert [chunk.num_tokens for chunk in plan.chunks] == [1] * len(adapters) and not plan.loads
-        return StepBatch.build(plan, self.runner.memory, self.kernels.tile_tokens)
+        return StepBatch.build(plan, self.runner.memory, self.kernels.tile_limits)
 
     def end(self, leaving: str) -> None:
         """Of all requests; one adapter leaves its slot."""
@@ -144,7 +147,15 @@ def test_no_argument_of_any_launch_changes_when_other_adapters_are_swapped_in(be
         return describe(bench.launches, lasting)
 
     first = bench.decode(SOME, 15)
-    replayed, unpadded = look(first, bench.graphs.run), look(first, bench.forward)
+    replayed = look(first, bench.graphs.run)
+    kernels = [launch.kernel.__name__ for launch in bench.launches if "lora" in launch.kernel.__name__]
+    assert {*kernels} == {"_lora_shrink_kernel", "_lora_expand_rows_kernel"}, (
+        "these are decode rows, all of them"
+    )
+    unpadded = look(first, bench.forward)
+    assert [
+        launch.kernel.__name__ for launch in bench.launches if "lora" in launch.kernel.__name__
+    ] == kernels
     assert first.lora is not None
     slots = first.lora.tiles[:, 0].tolist()
     held = memory.tables.groups[slots].tolist()
@@ -170,5 +181,5 @@ def test_a_step_with_a_chunk_of_a_prompt_is_no_graph(bench: Bench) -> None:
     params = SamplingParams(max_tokens=3)
     bench.engine.add(EngineRequest("a", "t", [1, 2, 3], None, params))
     plan = bench.engine._scheduler.schedule()
-    batch = StepBatch.build(plan, bench.runner.memory, 16)
+    batch = StepBatch.build(plan, bench.runner.memory, TileLimits(16))
     assert not bench.graphs.fits(batch)

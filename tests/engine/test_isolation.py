@@ -19,6 +19,7 @@ from slora_adapters.limits import AdapterLimits
 from slora_adapters.packing import pack
 from slora_adapters.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion
+from slora_kernels.batch import TileLimits
 from tests.support.cpu_kernels import CPU_KERNELS
 from tests.support.driving import Answer, drive, make_engine, make_source, step
 from tests.support.model_kit import ModelKit
@@ -146,7 +147,7 @@ def test_a_plan_for_an_adapter_that_has_left_its_slot_is_never_computed(kits: Ki
 
     plan = engine._scheduler.schedule()
     with pytest.raises(RuntimeError, match=f"slot {resident.slot} no longer holds the adapter"):
-        StepBatch.build(plan, engine._runner.memory, tile_tokens=16)
+        StepBatch.build(plan, engine._runner.memory, TileLimits(16))
 
 
 def test_a_step_that_breaks_ends_its_requests_and_the_engine_goes_on(
@@ -180,7 +181,7 @@ def test_rows_of_the_base_are_in_no_tile(kits: Kits) -> None:
     plan = engine._scheduler.schedule()
     for load in plan.loads:
         engine._runner.memory.load(load)
-    batch = StepBatch.build(plan, engine._runner.memory, tile_tokens=16)
+    batch = StepBatch.build(plan, engine._runner.memory, TileLimits(16))
     assert batch.lora is not None
     covered = torch.zeros(len(batch.token_ids), dtype=torch.int)
     for _, first, count in batch.lora.tiles.tolist():

@@ -84,7 +84,7 @@ class Steps:
         runner = self.engine._runner
         kernels = TritonKernels(Launch.run if stream is None else stream.launch)
         self._monkeypatch.setattr(runner._model, "_side", stream)
-        batch = StepBatch.build(plan, runner.memory, kernels.tile_tokens)
+        batch = StepBatch.build(plan, runner.memory, kernels.tile_limits)
         pages = runner.memory.pages.clone()
         hidden: Tensor = runner._model.forward(batch, runner.memory, kernels)
         runner.memory.pages.copy_(pages)

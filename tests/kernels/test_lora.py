@@ -155,7 +155,7 @@ def test_long_tiles_beside_short_ones_match_the_twin(
     kernels: Kernels, device: str, dtype: torch.dtype
 ) -> None:
     scene = build(dtype, device)
-    longest = min(70, kernels.tile_tokens)
+    longest = min(70, kernels.tile_limits.tokens)
     runs = [(0, 0, 1), *((3, at, min(longest, 71 - at)) for at in range(1, 71, longest)), (1, 71, 2)]
     tiles = build_tiles(runs, scene.tables)
     site = scene.shape.layer_sites(1)[QKV]
