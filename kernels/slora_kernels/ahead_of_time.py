@@ -51,12 +51,17 @@ def _quantized_forms(target: GPUTarget) -> list[torch.dtype]:
     return [torch.int8, torch.float8_e4m3fn] if has_float8 else [torch.int8]
 
 
+def pretend(target: str) -> None:
+    """From here on Triton compiles for one of `TARGETS`, and can run nothing."""
+    triton.runtime.driver.set_active(_AbsentGpu(TARGETS[target]))
+
+
 def compile_all(target: str, dtype: str) -> Iterator[CompiledKernel]:
     """Compiles every launch for one of `TARGETS`; what Triton raises passes through.
 
     Launches that are the same machine code are reported once each, compiled and measured once.
     """
-    triton.runtime.driver.set_active(_AbsentGpu(TARGETS[target]))
+    pretend(target)
     known: dict[str, CompiledKernel] = {}
     for case, launch in bind_all(DTYPES[dtype], _quantized_forms(TARGETS[target])):
         compiled = launch.compile()
