@@ -18,7 +18,7 @@ from slora.sampling_table import Column, SamplingRows, SamplingTable, Want
 
 
 def edit_logits(logits: Tensor, rows: SamplingRows, table: SamplingTable) -> Tensor:
-    """logits float32 [B, vocab_size], untouched; the edited ones come back, or the same if nobody asked for any."""
+    """logits [B, vocab_size], float32 if anybody asked for edits, untouched; the edited ones come back, or the same."""
     edited, penalised = rows.wanting(Want.EDITS), rows.wanting(Want.PENALTIES)
     if edited is None and penalised is None:
         return logits

@@ -1,7 +1,7 @@
 """Chooses the next token of every sequence of a step at once. Each row depends on nothing but itself, bit for bit.
 
-Edits of the logits come first (`logit_edits`), then the likeliest token is taken, or one is drawn (`token_draw`). What
-each row wants lies in the `SamplingTable`; chance is a hash of the request's seed and the token's position, so the
+Edits of the logits come first (`logit_edits`), then the likeliest token is taken, or one is drawn (`Kernels.draw`).
+What each row wants lies in the `SamplingTable`; chance is a hash of the request's seed and the token's position, so the
 same request gives the same tokens alone, in any batch, and after a preemption, if the model gives the same logits.
 """
 
@@ -16,8 +16,10 @@ from slora.sampling_params import MAX_LOGPROBS
 from slora.sampling_table import Column, SamplingRows, SamplingTable, Want
 from slora.sequence import Sequence
 from slora.step_plan import Sampled
-from slora.token_draw import race, truncate, weigh
 from slora_kernels.ops import Kernels
+
+# What is computed from logits in float32.
+_WIDE = Want.PENALTIES | Want.EDITS | Want.LOGPROBS | Want.SEARCH
 
 
 def sample(
@@ -29,15 +31,13 @@ def sample(
     one, which means nothing, and what it proposes.
     """
     rows = table.gather([sequence.row for sequence in sequences])
-    edited = logits
-    if not rows.is_plain:  # something beyond the likeliest token, which is the same in either dtype
+    if rows.wanting(_WIDE) is not None:  # to take or to draw a token, their own dtype does
         logits = table.widen(logits)
-        edited = edit_logits(logits, rows, table)
+    edited = edit_logits(logits, rows, table)
     best, choice = kernels.likeliest(edited)
-    drawing = rows.wanting(Want.DRAW)
-    if drawing is not None:
-        index = torch.from_numpy(drawing).to(logits.device)
-        choice[index] = _draw(edited, best, rows, index)
+    draws = rows.draws(logits.device)
+    if draws is not None:
+        choice[draws.rows] = kernels.draw(edited, best, draws)
     table.advance(rows, choice)
     # One transfer to the host: the tokens, and -1 where a row was not sound.
     tokens = [
@@ -64,25 +64,6 @@ def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[To
         TokenLogprobs(logprob, tuple(zip(ids[:count], values[:count], strict=True)))
         for logprob, ids, values, count in pairs
     ]
-
-
-def _draw(logits: Tensor, peaks: Tensor, rows: SamplingRows, index: Tensor) -> Tensor:
-    """int64 [len(index)]: what the rows at `index` draw."""
-    if len(index) < len(logits):
-        logits, peaks = logits[index], peaks[index]
-    weights = weigh(logits, peaks.unsqueeze(1), rows.fraction(Column.TEMPERATURE, index))
-    truncating = rows.wanting(Want.TRUNCATE)
-    if truncating is not None:
-        some = torch.from_numpy(truncating).to(logits.device)
-        places = torch.searchsorted(index, some)
-        columns = (
-            rows.whole(Column.TOP_K, some),
-            rows.fraction(Column.TOP_P, some),
-            rows.fraction(Column.MIN_P, some),
-        )
-        weights[places] = truncate(weights[places], *columns)
-    # A row that is not sound has no sound weights either; its token is thrown away, but must be one.
-    return race(weights, rows.keys(index)).clamp_(max=logits.shape[1] - 1)
 
 
 def _logprobs(logits: Tensor, choice: Tensor, rows: SamplingRows) -> dict[int, TokenLogprobs]:

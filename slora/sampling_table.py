@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slora.sequence import Sequence
+from slora_kernels.draws import NO_TOP_K, Draws
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ALWAYS = 2**62
@@ -42,7 +43,6 @@ class Want(IntFlag):
     """What a row takes beyond the likeliest token."""
 
     DRAW = auto()
-    TRUNCATE = auto()  # by top_k, top_p or min_p
     PENALTIES = auto()
     EDITS = auto()
     LOGPROBS = auto()
@@ -81,13 +81,15 @@ class SamplingRows:
         """float32 [len(index), 1]."""
         return self.numbers[index, column].view(torch.float64).float().unsqueeze(1)
 
-    def keys(self, index: Tensor) -> Tensor:
-        """int64 [len(index)], a hash of each row's seed and position: the same wherever and whenever it is drawn."""
-        seeds, positions = (
-            self.ints[:, column].astype(np.uint64) for column in (Column.SEED, Column.POSITION)
-        )
-        keys = _mix(seeds * _GOLDEN + (positions + np.uint64(1)) * np.uint64(0xD1342543DE82EF95))
-        return torch.from_numpy(keys.view(np.int64)).to(index.device)[index]
+    def draws(self, device: torch.device) -> Draws | None:
+        """Of those that draw; None if nobody does."""
+        drawing = self.wanting(Want.DRAW)
+        if drawing is None:
+            return None
+        ints = self.ints[drawing]
+        whole = np.stack((drawing, _hash_keys(ints), ints[:, Column.TOP_K]))
+        fractions = ints.view(np.float64)[:, (Column.TEMPERATURE, Column.TOP_P, Column.MIN_P)].T
+        return Draws.upload(whole, fractions, device)
 
 
 class SamplingTable:
@@ -118,10 +120,8 @@ class SamplingTable:
         params = sequence.request.sampling
         drawn = params.temperature > 0
         penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-        top_k = params.top_k if 0 < params.top_k < self.vocab_size else _ALWAYS
-        truncated = top_k < self.vocab_size or params.top_p < 1 or params.min_p > 0
+        top_k = params.top_k if 0 < params.top_k < self.vocab_size else NO_TOP_K
         wants = Want.DRAW if drawn else Want(0)
-        wants |= Want.TRUNCATE if drawn and truncated else 0
         wants |= Want.PENALTIES if penalised else 0
         wants |= Want.LOGPROBS if params.logprobs is not None else 0
         wants |= Want.SEARCH if params.use_beam_search else 0
@@ -229,6 +229,13 @@ class _TokenEdits:
             self._tokens = np.pad(self._tokens, more)
             self._values = np.pad(self._values, more)
             self._untils = np.pad(self._untils, more)
+
+
+def _hash_keys(ints: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Of each row's seed and position: the same wherever and whenever it is drawn."""
+    seeds, positions = (ints[:, column].astype(np.uint64) for column in (Column.SEED, Column.POSITION))
+    keys = _mix(seeds * _GOLDEN + (positions + np.uint64(1)) * np.uint64(0xD1342543DE82EF95))
+    return keys.view(np.int64)
 
 
 def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -7,6 +7,7 @@ its own KV each) and Qwen3-8B (norms of heads).
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from slora_kernels.batch import (
     LoraTiles,
     QueryKeyNorm,
 )
+from slora_kernels.draws import NO_TOP_K, Draws
 from slora_kernels.launch import Launch
 from slora_kernels.layout import LoraSite, ModelShape, lay_out_adapter, llama_shape
 from slora_kernels.lora_expand import bind_lora_expand
@@ -30,6 +32,9 @@ from slora_kernels.paged_attention_prefill import bind_paged_attention_prefill
 from slora_kernels.quantized_linear import bind_quantized_linear
 from slora_kernels.rms_norm import bind_rms_norm
 from slora_kernels.rotate_and_write_kv import bind_rotate_and_write_kv
+from slora_kernels.token_cutoffs import bind_token_cutoffs
+from slora_kernels.token_race import bind_token_race
+from slora_kernels.token_weights import bind_token_weights
 
 RANKS = (8, 16, 64)
 _TOKENS = 16
@@ -94,6 +99,17 @@ def _bind_attention(geometry: KVGeometry, rule: AttentionRule, norms: QueryKeyNo
     ]
 
 
+def _bind_draw(logits: Tensor) -> list[Launch]:
+    """Of a step in which all rows draw, truncated or not."""
+    count = len(logits)
+    whole, fractions = np.zeros((3, count), np.int64), np.ones((3, count))
+    whole[2] = NO_TOP_K
+    draws = Draws.upload(whole, fractions, logits.device)
+    launch, weights = bind_token_weights(logits, torch.zeros(count), draws)
+    launches = [launch, bind_token_cutoffs(weights, draws)[0]]
+    return launches + [bind_token_race(weights, w, draws, logits.shape[1])[0] for w in (None, weights[:, 0])]
+
+
 def _bind_llama(dtype: torch.dtype) -> Launches:
     shape = llama_shape(1, 4096, 32, 8, 128, _INTERMEDIATE, 128256, dtype.itemsize)
     pages = torch.zeros(2, shape.page_bytes(_BLOCK_TOKENS), dtype=torch.uint8)
@@ -110,6 +126,7 @@ def _bind_llama(dtype: torch.dtype) -> Launches:
         bind_rms_norm(x, None, x[0], 1e-5)[0],
         bind_rms_norm(x, x, x[0], 1e-5)[0],
         bind_act_mul(torch.zeros(_TOKENS, 2 * _INTERMEDIATE, dtype=dtype), "silu")[0],
+        *_bind_draw(torch.zeros(_TOKENS, shape.vocab_size, dtype=dtype)),
     ):
         yield "Llama-3.1-8B", launch
 

@@ -28,6 +28,7 @@ from slora_kernels.batch import (
     QueryKeyNorm,
     TileLimits,
 )
+from slora_kernels.draws import Draws
 from slora_kernels.layout import LoraSite
 from slora_kernels.lora_gather import gather_columns
 from slora_kernels.numba_attention import TILE_ROWS
@@ -36,6 +37,7 @@ from slora_kernels.numba_lora_plan import ITEMS_PER_THREAD, TILE_TOKENS, LoraPla
 from slora_kernels.numba_words import NOTHING, Field, Words, as_numbers, begin_job, pack
 from slora_kernels.quantized_matmuls import quantized_linear
 from slora_kernels.thread_team import ThreadTeam
+from slora_kernels.token_draw import draw_tokens
 
 # Reading fewer numbers than this takes less time than waking a second thread (about 10 us).
 SERIAL_NUMBERS = 65536
@@ -258,6 +260,9 @@ class NumbaKernels:
         fields, worker = (logits, best, tokens, width), numba_likeliest.likeliest_worker
         self._run(worker, logits.dtype, rows, fields, numbers=logits.numel())
         return best, tokens
+
+    def draw(self, logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
+        return draw_tokens(logits, peaks, draws)
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Unshrunk:
         """Left to `expand`: threads that meet once at a site, not twice, wait less for each other."""

@@ -23,6 +23,7 @@ from slora_kernels.batch import (
     QueryKeyNorm,
     TileLimits,
 )
+from slora_kernels.draws import Draws
 from slora_kernels.layout import LoraSite
 
 # An implementation's own.
@@ -115,6 +116,14 @@ class Kernels(Protocol):
         """logits [B, V], float32 or the model dtype -> the greatest of each row, float32 [B], and its token, int64 [B].
 
         The first of equals. A row with a NaN has NaN for its greatest, and any token.
+        """
+
+    def draw(self, logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
+        """logits [B, V], float32 or the model dtype, and the greatest of each row, float32 [B] -> a token of each row
+        that draws, int64 [N].
+
+        Temperature, then the filters, then chance. A row depends on nothing but itself; one whose peak is not finite
+        gets any token.
         """
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Bridge:

@@ -4,6 +4,8 @@ Arithmetic is float64 and results are rounded once to the dtype of the input, so
 implementation's own. Only the bytes that a kernel may read are read.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +19,7 @@ from slora_kernels.batch import (
     LoraTiles,
     QueryKeyNorm,
 )
+from slora_kernels.draws import Draws
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
 
@@ -197,3 +200,54 @@ def expand(
             delta = bridge[first : first + tokens, row : row + rank].double() @ b.double() * scale
             target.copy_(target.double() + delta)
             start += width
+
+
+def token_weights(logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
+    """float64 [N, V]: exp((l - peak) / temperature) in units of 2**-42, 0 for what is no number. Not cut off."""
+    below = (logits.double() - peaks.double()[:, None])[draws.rows] / draws.temperature.double()[:, None]
+    return below.exp().nan_to_num(nan=0.0) * 2.0**42
+
+
+def token_cutoffs(weights: Tensor, draws: Draws) -> list[int]:
+    """weights [N, V], whole numbers -> the least weight that each row keeps, by sorting. Python's integers never
+    overflow."""
+    cutoffs = []
+    columns = draws.top_k.tolist(), draws.top_p.tolist(), draws.min_p.tolist()
+    for row, top_k, top_p, min_p in zip(weights.tolist(), *columns, strict=True):
+        ordered = sorted((int(weight) for weight in row), reverse=True)
+        least = ordered[top_k - 1] if top_k <= len(ordered) else 0
+        left = float(sum(weight for weight in ordered if weight >= least))
+        nucleus, before = 0, 0
+        for weight in ordered:
+            # A token stays while the mass before it is below its share, so the first one always does.
+            if top_p == 1 or float(before) >= top_p * left:
+                break
+            nucleus, before = weight, before + weight
+        cutoffs.append(max(least, nucleus, math.ceil(min_p * 2.0**42)))
+    return cutoffs
+
+
+def token_race(weights: Tensor, cutoffs: list[int], keys: Tensor, block: int) -> list[int]:
+    """weights [N, width], whole numbers, width a multiple of `block` -> a token of each row, by its key int64."""
+    tokens = []
+    for row, cutoff, key in zip(weights.tolist(), cutoffs, keys.tolist(), strict=True):
+        kept = [int(weight) if weight >= cutoff else 0 for weight in row]
+        sums = [sum(kept[first : first + block]) for first in range(0, len(kept), block)]
+        first = block * _win(sums, key, len(kept))
+        tokens.append(first + _win(kept[first : first + block], key, first))
+    return tokens
+
+
+def _win(weights: list[int], key: int, first: int) -> int:
+    """Who is home first, of racers whose numbers count from `first`; of equals the first."""
+    scores = [weight / -math.log(_uniform(key, first + i)) for i, weight in enumerate(weights)]
+    return scores.index(max(scores))
+
+
+def _uniform(key: int, number: int) -> float:
+    """In (0, 1): output `number` of a SplitMix64 (Steele et al., 2014) seeded with `key`."""
+    state = (key + number * 0x9E3779B97F4A7C15) % 2**64
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
+    state ^= state >> 31
+    return ((state >> 12) + 0.5) * 2.0**-52

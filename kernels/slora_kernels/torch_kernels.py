@@ -24,11 +24,13 @@ from slora_kernels.batch import (
     QueryKeyNorm,
     TileLimits,
 )
+from slora_kernels.draws import Draws
 from slora_kernels.layout import LoraSite
 from slora_kernels.likeliest import find_likeliest
 from slora_kernels.lora_gather import gather_columns
 from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shrink_tiles
 from slora_kernels.quantized_matmuls import quantized_linear
+from slora_kernels.token_draw import draw_tokens
 
 # Context tokens per step of the walk: enough to pay for a dozen torch calls, small enough for the caches.
 COLUMN_TOKENS = 256
@@ -309,6 +311,9 @@ class TorchKernels:
 
     def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return find_likeliest(logits)
+
+    def draw(self, logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
+        return draw_tokens(logits, peaks, draws)
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
         plan = step.plan

@@ -22,6 +22,7 @@ from slora_kernels.batch import (
     QueryKeyNorm,
     TileLimits,
 )
+from slora_kernels.draws import Draws
 from slora_kernels.launch import Launch
 from slora_kernels.layout import LoraSite
 from slora_kernels.likeliest import find_likeliest
@@ -35,6 +36,9 @@ from slora_kernels.paged_attention_prefill import bind_paged_attention_prefill
 from slora_kernels.quantized_linear import bind_quantized_linear
 from slora_kernels.rms_norm import bind_rms_norm
 from slora_kernels.rotate_and_write_kv import bind_rotate_and_write_kv
+from slora_kernels.token_cutoffs import bind_token_cutoffs
+from slora_kernels.token_race import bind_token_race
+from slora_kernels.token_weights import bind_token_weights
 
 
 class TritonKernels:
@@ -124,6 +128,17 @@ class TritonKernels:
 
     def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return find_likeliest(logits)
+
+    def draw(self, logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
+        launch, weights = bind_token_weights(logits, peaks, draws)
+        self._launch(launch)
+        cutoffs = None
+        if draws.truncates:
+            launch, cutoffs = bind_token_cutoffs(weights, draws)
+            self._launch(launch)
+        launch, tokens = bind_token_race(weights, cutoffs, draws, logits.shape[1])
+        self._launch(launch)
+        return tokens
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
         launch, bridge = bind_lora_shrink(x, pages, step.tables, site, step.tiles, self._sizes)

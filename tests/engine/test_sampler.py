@@ -41,8 +41,10 @@ def make_sequence(
     return sequence
 
 
-def make_table(sequences: Rows[Sequence], vocab_size: int = VOCAB_SIZE) -> SamplingTable:
-    table = SamplingTable(len(sequences), vocab_size, torch.device("cpu"))
+def make_table(
+    sequences: Rows[Sequence], vocab_size: int = VOCAB_SIZE, device: torch.device | None = None
+) -> SamplingTable:
+    table = SamplingTable(len(sequences), vocab_size, device or torch.device("cpu"))
     for row, sequence in enumerate(sequences):
         sequence.row = row
         table.write(row, sequence)
@@ -113,6 +115,21 @@ def test_draws_over_seeds_follow_the_filtered_distribution(params: SamplingParam
     sequences = [make_sequence(params, seed=seed) for seed in range(count)]
     draws = torch.tensor(tokens_of(logits.expand(count, -1), sequences))
     check_fits(draws, distribution(logits, params))
+
+
+def test_a_gpus_kernels_choose_the_same_tokens() -> None:
+    """Drawn with and without filters, edited, greedy and not sound, in one batch of a 16-bit model."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    params = [*PARAMS, SamplingParams(temperature=0.0), SamplingParams(top_p=0.7, presence_penalty=1.0)] * 3
+    sequences = [make_sequence(one, seed=n, generated=[5, 6]) for n, one in enumerate(params)]
+    logits = random_logits(len(params)).bfloat16()
+    logits[4, 7] = math.nan
+    chosen = []
+    for name, where in (("torch", torch.device("cpu")), ("triton", device)):
+        table = make_table(sequences, device=where)
+        sampled = sample(logits.to(where), table, sequences, select_kernels(name, where))
+        chosen.append([one.token_id for one in sampled])
+    assert chosen[0] == chosen[1] and [token is None for token in chosen[0]].count(True) == 1
 
 
 def test_draws_over_the_positions_of_one_answer_follow_the_distribution() -> None:

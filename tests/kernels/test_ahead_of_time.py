@@ -32,6 +32,9 @@ WIDE_LOADS = {
     "_paged_attention_prefill_kernel": {"source", "place"},
     "_rms_norm_kernel": {"x", "weight"},
     "_act_mul_kernel": {"source"},
+    "_token_weights_kernel": {"logits"},
+    "_token_cutoffs_kernel": {"source"},
+    "_token_race_kernel": {"source"},
     # It gathers single numbers: the rows of A are the embedding's columns.
     "_lora_look_up_kernel": set(),
     # A few numbers of a head a thread, of which a step has little.

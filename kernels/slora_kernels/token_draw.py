@@ -15,10 +15,15 @@ different sizes: of 32,000 normal logits off by 1e-4, this changes 1 draw in 10,
 
 To race 32,000 tokens takes as many logarithms, so blocks of tokens race first, by their sums, and then the tokens of
 the winning block: the same distribution.
+
+This is where no kernel of ours draws. Weights lie in 64-bit integers here; on a GPU `token_weights`, `token_cutoffs`
+and `token_race` do the same without a sort.
 """
 
 import torch
 from torch import Tensor
+
+from slora_kernels.draws import Draws
 
 # A weight of 1, the likeliest token's. Sums of 2**20 such weights fit; what is below 2**-42 of it is never drawn.
 _ONE = 2.0**42
@@ -26,6 +31,19 @@ _BLOCK = 256
 # The candidates that a filter looks at first: enough, nearly always, and much cheaper than to sort a vocabulary.
 _FIRST, _SECOND = 256, 4096
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+
+
+def draw_tokens(logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
+    """See `Kernels.draw`."""
+    if len(draws.rows) < len(logits):
+        logits, peaks = logits[draws.rows], peaks[draws.rows]
+    weights = weigh(logits, peaks[:, None], draws.temperature[:, None])
+    if draws.truncates:
+        limits = draws.top_k, draws.top_p, draws.min_p
+        some = ((draws.top_k < logits.shape[1]) | (draws.top_p < 1) | (draws.min_p > 0)).nonzero().squeeze(1)
+        weights[some] = truncate(weights[some], *(limit[some, None] for limit in limits))
+    # A row that is not sound has no sound weights either; its token is thrown away, but must be one.
+    return race(weights, draws.keys).clamp_(max=logits.shape[1] - 1)
 
 
 def weigh(logits: Tensor, peaks: Tensor, temperature: Tensor) -> Tensor:
@@ -81,9 +99,7 @@ def _top_cutoff(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """int64 [B, 1]: the least weight that top_k and top_p leave."""
     cutoff = torch.zeros_like(top_k)
     rows = torch.arange(len(weights), device=weights.device)
-    # A GPU sorts a vocabulary faster than it tells the host whether it must.
-    sizes = (_FIRST, _SECOND, weights.shape[1]) if weights.device.type == "cpu" else (weights.shape[1],)
-    for size in sizes:
+    for size in (_FIRST, _SECOND, weights.shape[1]):
         size = min(size, weights.shape[1])
         found, settled = _cutoff_among(weights[rows], top_k[rows], top_p[rows], size)
         cutoff[rows] = found

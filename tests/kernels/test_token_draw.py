@@ -1,0 +1,333 @@
+"""Filters against transformers' own warpers; kernels against their twins; what a draw may depend on, and what not."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from slora_kernels import reference
+from slora_kernels.draws import NO_TOP_K, Draws
+from slora_kernels.ops import Kernels, select_kernels
+from slora_kernels.token_cutoffs import bind_token_cutoffs
+from slora_kernels.token_draw import race, truncate, weigh
+from slora_kernels.token_race import bind_token_race
+from slora_kernels.token_weights import ONE, RACE_BLOCK, bind_token_weights
+
+# Of Triton's kernels: a GPU if there is one.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def column(value: float, rows: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full((rows, 1), value, dtype=dtype)
+
+
+def make_draws(
+    top_k: Sequence[int],
+    top_p: Sequence[float],
+    min_p: Sequence[float],
+    *,
+    temperature: Sequence[float] | None = None,
+    rows: Sequence[int] | None = None,
+    keys: Sequence[int] | None = None,
+    device: torch.device = DEVICE,
+) -> Draws:
+    """top_k 0 is off."""
+    count = len(top_k)
+    whole = [rows or range(count), keys or range(count), [k or NO_TOP_K for k in top_k]]
+    fractions = [temperature or [1.0] * count, top_p, min_p]
+    return Draws.upload(np.array(whole, np.int64), np.array(fractions, np.float64), device)
+
+
+def find_cutoffs(weights: torch.Tensor, draws: Draws) -> list[float]:
+    """By Triton's kernel, of whole numbers [N, width]."""
+    launch, cutoffs = bind_token_cutoffs(weights.float().to(DEVICE), draws)
+    launch.run()
+    return cutoffs.tolist()
+
+
+def whole_weights(logits: torch.Tensor) -> torch.Tensor:
+    """float32 [N, width] of logits [N, V]."""
+    peaks = logits.amax(-1, keepdim=True)
+    return weigh(logits, peaks, column(1.0, len(logits))).float()
+
+
+def kept(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """bool, like `logits` [B, V]."""
+    rows = len(logits)
+    weights = weigh(logits, logits.amax(-1, keepdim=True), column(temperature, rows))
+    limits = column(top_k or NO_TOP_K, rows, torch.int64), column(top_p, rows), column(min_p, rows)
+    return truncate(weights, *limits)[:, : logits.shape[1]] > 0
+
+
+def kept_by_transformers(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> torch.Tensor:
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    if min_p > 0:
+        warpers.append(MinPLogitsWarper(min_p))
+    return warpers(torch.zeros(len(logits), 1, dtype=torch.long), logits.double()) > float("-inf")
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 2.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [
+        (1, 1.0, 0.0),
+        (7, 1.0, 0.0),
+        (300, 1.0, 0.0),
+        (5000, 1.0, 0.0),
+        (0, 0.01, 0.0),
+        (0, 0.5, 0.0),
+        (0, 0.9, 0.0),
+        (0, 0.999, 0.0),
+        (0, 1.0, 0.02),
+        (0, 1.0, 1.0),
+        (40, 0.9, 0.0),
+        (700, 0.7, 0.001),
+        (40, 0.95, 0.05),
+    ],
+)
+@pytest.mark.parametrize("vocab_size", [100, 6007])
+def test_filters_keep_what_transformers_keeps(
+    vocab_size: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = torch.randn(12, vocab_size, generator=torch.Generator().manual_seed(3)) * 2
+    mine = kept(logits, temperature, top_k, top_p, min_p)
+    theirs = kept_by_transformers(logits, temperature, top_k, top_p, min_p)
+    # Close to 2**-42 of the likeliest, whole numbers are too coarse to tell all tokens apart.
+    likelihoods = ((logits - logits.amax(-1, keepdim=True)) / temperature).double().exp()
+    assert not (mine != theirs)[likelihoods > 2.0**-26].any()
+
+
+def test_equals_stay_or_go_together() -> None:
+    """No order among equals is made up: 16-bit logits have many, and ids say nothing about tokens."""
+    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
+    for top_k, top_p in ((2, 1.0), (3, 1.0), (0, 0.6), (3, 0.7)):
+        assert kept(logits, 1.0, top_k, top_p, 0.0).tolist() == [[True, True, True, True, False]]
+
+
+@given(st.integers(0, 1 << 30), st.integers(1, 9), st.integers(1, 2000), st.booleans())
+def test_filters_and_draw_of_a_row_are_the_same_bits_in_any_batch(
+    seed: int, rows: int, vocab_size: int, coarse: bool
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab_size, generator=random) * 3
+    if coarse:
+        logits = logits.bfloat16().float()
+    peaks, temperature = logits.amax(-1, keepdim=True), torch.rand(rows, 1, generator=random) + 0.1
+    top_k = torch.randint(1, 2 * vocab_size, (rows, 1), generator=random)
+    top_p, min_p = torch.rand(2, rows, 1, generator=random) ** 2
+    keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=random)
+    weights = truncate(weigh(logits, peaks, temperature), top_k, 1 - top_p, min_p / 10)
+    tokens = race(weights, keys)
+    assert (tokens < vocab_size).all() and (weights.gather(1, tokens[:, None]) > 0).all()
+    for n in torch.randperm(rows, generator=random).tolist():
+        one = slice(n, n + 1)
+        alone = truncate(
+            weigh(logits[one].clone(), peaks[one], temperature[one]),
+            top_k[one],
+            1 - top_p[one],
+            min_p[one] / 10,
+        )
+        assert torch.equal(alone, weights[one])
+        assert torch.equal(race(alone, keys[one]), tokens[one])
+
+
+def test_a_rounding_in_the_logits_changes_as_few_draws_as_can_be(soak: bool) -> None:
+    """Of n logits that are off by d, the share of draws that change is about d, however many tokens there are.
+
+    The borders of a cumulative distribution shift all together: its inverse changes 200 times as many draws.
+    """
+    rounds, rows, vocab_size, off = (400 if soak else 20), 500, 32_000, 1e-4
+    random = torch.Generator().manual_seed(0)
+    changed = 0
+    for _ in range(rounds):
+        logits = torch.randn(1, vocab_size, generator=random) * 2
+        noise = torch.randn(1, vocab_size, generator=random) * off
+        keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=random)
+        one = column(1.0)
+        before, after = (
+            race(weigh(x, logits.amax(-1, keepdim=True), one).expand(rows, -1), keys)
+            for x in (logits, logits + noise)
+        )
+        changed += int((before != after).sum())
+    assert changed <= 10 * off * rounds * rows
+
+
+# Rows that a search for a cutoff could get wrong, all of one width.
+WIDTHS = (256, 1024, 128_256)
+
+
+def awkward_rows(width: int) -> torch.Tensor:
+    """float32 [N, width], whole numbers up to ONE."""
+    random = torch.Generator().manual_seed(width)
+    logits = torch.randn(1, width, generator=random) * 3
+    rows = {
+        "normal": whole_weights(logits)[0],
+        "of 16 bits, with many ties": whole_weights(logits.bfloat16().float())[0],
+        "flat": torch.full((width,), ONE),
+        "flat but for one": torch.cat((torch.tensor([ONE]), torch.full((width - 1,), 3.0))),
+        "one-hot": torch.cat((torch.zeros(width - 1), torch.tensor([ONE]))),
+        "two values": torch.where(torch.arange(width) % 3 == 0, ONE, ONE / 2),
+        "the least weights": torch.cat((torch.tensor([ONE]), torch.arange(width - 1) % 2)),
+        "as close as can be": torch.cat((torch.tensor([ONE]), ONE - 2.0**18 * (torch.arange(width - 1) % 50 + 1.0))),
+        "nothing": torch.zeros(width),
+    }  # fmt: skip
+    return torch.stack(list(rows.values()))
+
+
+FILTERS = (
+    (1, 1.0, 0.0),
+    (2, 1.0, 0.0),
+    (50, 1.0, 0.0),
+    (0, 1e-30, 0.0),
+    (0, 0.5, 0.0),
+    (0, 1 - 2**-24, 0.0),
+    (0, 1.0, 1e-9),
+    (200, 0.999, 0.0),
+    (7, 0.9, 0.3),
+)
+
+
+@pytest.mark.parametrize(
+    ("width", "top_k", "top_p", "min_p"),
+    [(width, *filters) for width in WIDTHS for filters in (FILTERS if width < 10_000 else FILTERS[-2:])],
+)
+def test_a_cutoff_is_the_one_that_sorting_finds(width: int, top_k: int, top_p: float, min_p: float) -> None:
+    weights = awkward_rows(width)
+    count = len(weights)
+    draws = make_draws([top_k] * count, [top_p] * count, [min_p] * count)
+    found, expected = find_cutoffs(weights, draws), reference.token_cutoffs(weights, draws)
+    sound = weights.amax(-1) == ONE
+    assert [f for f, s in zip(found, sound, strict=True) if s] == [
+        e for e, s in zip(expected, sound, strict=True) if s
+    ]
+
+
+@pytest.mark.parametrize("top_k", (255, 256, 257, 1023, 1024, 1025, 1300, 2047, 2048, 2049))
+def test_a_top_k_near_the_width_and_near_what_is_written_down(top_k: int) -> None:
+    random = torch.Generator().manual_seed(top_k)
+    weights = whole_weights(torch.randn(3, 2048, generator=random) * 2)
+    weights[1, 1300:] = 0
+    draws = make_draws([top_k] * 3, [1.0, 1.0, 0.99], [0.0] * 3)
+    assert find_cutoffs(weights, draws) == reference.token_cutoffs(weights, draws)
+
+
+@settings(max_examples=15)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0, 1, 2, 7, 256, 511, 512, 600]),
+            st.sampled_from([1e-9, 0.1, 0.5, 0.93, 1 - 1e-7, 1.0]),
+            st.sampled_from([0.0, 1e-6, 0.2, 1.0]),
+            st.integers(0, 3),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(0, 1 << 30),
+)
+def test_cutoff_and_draw_of_a_row_are_its_twins_alone_and_in_any_batch(
+    asked: list[tuple[int, float, float, int]], seed: int
+) -> None:
+    """digits: how coarse weights are, and so how many are equal."""
+    random = torch.Generator().manual_seed(seed)
+    keys = torch.randint(-(2**63), 2**63 - 1, (len(asked),), generator=random).tolist()
+    logits = torch.stack(
+        [(torch.randn(512, generator=random) * 3 * 2**digits).round() / 2**digits for *_, digits in asked]
+    )
+    weights = whole_weights(logits)
+    top_k, top_p, min_p = ([one[i] for one in asked] for i in range(3))
+    draws = make_draws(top_k, top_p, min_p, keys=keys)
+    expected = reference.token_cutoffs(weights, draws)
+    assert find_cutoffs(weights, draws) == expected
+    tokens = run_race(weights, expected, draws)
+    assert tokens == reference.token_race(weights, expected, draws.keys, RACE_BLOCK)
+    for n in range(len(asked)):
+        alone = make_draws(top_k[n : n + 1], top_p[n : n + 1], min_p[n : n + 1], keys=keys[n : n + 1])
+        one = weights[n : n + 1]
+        assert find_cutoffs(one, alone) == expected[n : n + 1]
+        assert run_race(one, expected[n : n + 1], alone) == tokens[n : n + 1]
+
+
+def run_race(weights: torch.Tensor, cutoffs: list[int] | None, draws: Draws) -> list[int]:
+    least = None if cutoffs is None else torch.tensor(cutoffs, dtype=torch.float32, device=DEVICE)
+    launch, tokens = bind_token_race(weights.to(DEVICE), least, draws, weights.shape[1])
+    launch.run()
+    drawn: list[int] = tokens.tolist()
+    return drawn
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_race_has_its_twins_winner(width: int) -> None:
+    weights = awkward_rows(width)[:-1]
+    count = len(weights)
+    draws = make_draws(
+        [0] * count, [1.0] * count, [0.0] * count, keys=[-(2**63), 2**63 - 1, *range(2, count)]
+    )
+    expected = reference.token_race(weights, [0] * count, draws.keys, RACE_BLOCK)
+    assert run_race(weights, None, draws) == expected
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("vocab_size", (1, 255, 1000, 2051))
+def test_weights_are_the_whole_part_of_what_they_stand_for(vocab_size: int, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(vocab_size)
+    wide = (torch.randn(4, vocab_size + 5, generator=random) * 4).to(dtype).to(DEVICE)
+    logits = wide[:, :vocab_size]  # rows that do not lie side by side
+    peaks = logits.float().amax(-1)
+    draws = make_draws([0] * 3, [1.0] * 3, [0.0] * 3, temperature=[0.5, 1.0, 2.0], rows=[3, 0, 2])
+    launch, weights = bind_token_weights(logits, peaks, draws)
+    launch.run()
+    expected = reference.token_weights(logits, peaks, draws)
+    assert torch.equal(weights, weights.floor()) and weights.shape[1] % RACE_BLOCK == 0
+    assert torch.equal(weights.amax(-1), torch.full_like(weights[:, 0], ONE)), "the likeliest weighs 1"
+    assert not weights[:, vocab_size:].any()
+    # exp() of up to 60 in float32, and what is cut off.
+    bound = expected * 60 * 2.0**-23 + 1
+    assert bool(((weights[:, :vocab_size] - expected).abs() <= bound).all())
+
+
+# The interpreter computes aloud: a tiny temperature carries what is below the peak to minus infinity.
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("vocab_size", (3, 1000, 5000))
+def test_every_implementation_draws_the_same_tokens(
+    kernels: Kernels, device: str, vocab_size: int, dtype: torch.dtype
+) -> None:
+    """Some rows draw and some do not; those that are not sound get a token and disturb nobody."""
+    random = torch.Generator().manual_seed(vocab_size)
+    logits = (torch.randn(12, vocab_size, generator=random) * 3).to(dtype)
+    asked = {
+        "top_k": [0, 1, 5, 0, 40, 0, 0, 0, 0],
+        "top_p": [1.0, 1.0, 1.0, 0.3, 0.9, 1.0, 0.5, 1.0, 0.5],
+        "min_p": [0.0, 0.0, 0.0, 0.0, 0.01, 0.2, 0.0, 0.0, 0.0],
+    }
+    temperature, rows = [1.0, 2.0, 1.5, 1.0, 0.7, 1e-40, 1.0, 1.0, 1.0], [11, 0, 3, 4, 5, 7, 8, 9, 10]
+    keys = torch.randint(-(2**63), 2**63 - 1, (9,), generator=random).tolist()
+
+    def draw(with_kernels: Kernels, where: str) -> list[int]:
+        draws = make_draws(**asked, temperature=temperature, rows=rows, keys=keys, device=torch.device(where))
+        there = logits.to(where)
+        return with_kernels.draw(there, there.float().amax(-1), draws).tolist()
+
+    sound = draw(select_kernels("torch", torch.device("cpu")), "cpu")
+    assert draw(kernels, device) == sound
+    logits[8], logits[9, 1], logits[10] = torch.nan, torch.inf, -torch.inf
+    damaged = draw(kernels, device)
+    assert damaged[:6] == sound[:6]
+    assert all(0 <= token < vocab_size for token in damaged)
