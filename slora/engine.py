@@ -15,6 +15,7 @@ from slora.errors import ContextTooLong, RequestFailed, RequestRefused
 from slora.huge_pages import touch
 from slora.kv_footprint import KVFootprint
 from slora.load_paces import LoadPaces
+from slora.model import LoadModel, load_model
 from slora.model_spec import ModelSpec
 from slora.pin import Pin
 from slora.request import EngineRequest, StepOutput
@@ -34,14 +35,19 @@ class Engine:
     """Raises ConfigError from the constructor when the model or a setting can't be served.
 
     costs: None measures them here. Given, the same requests make the same steps each time: batches, and so the last bit
-    of what they compute, follow from costs.
+    of what they compute, follow from costs. load: where the model comes from, if not from its checkpoint.
     """
 
     def __init__(
-        self, config: EngineConfig, model: ModelSpec, source: AdapterSource, costs: CostModel | None = None
+        self,
+        config: EngineConfig,
+        model: ModelSpec,
+        source: AdapterSource,
+        costs: CostModel | None = None,
+        load: LoadModel = load_model,
     ) -> None:
         self._config = config
-        self._runner = Runner(config, model)
+        self._runner = Runner(config, model, load)
         if costs is None:
             costs = self._runner.measure_costs()
         if config.pool_bytes is not None:  # else it is a share of what is free, which others may need first

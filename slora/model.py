@@ -1,6 +1,7 @@
 """The seam between the step loop and whoever computes the model: our decoder, or transformers' own classes."""
 
 import importlib
+from collections.abc import Callable
 from typing import Protocol, cast, runtime_checkable
 
 import torch
@@ -34,6 +35,10 @@ class ReferenceModel(Model, Protocol):
 
     def reference_logits(self, token_ids: list[int]) -> Tensor:
         """float32 [vocab_size]: what follows `token_ids`."""
+
+
+# What `load_model` is: for whoever makes a model's weights instead of reading them.
+LoadModel = Callable[[EngineConfig, ModelSpec, torch.dtype, torch.device, int], Model]
 
 
 def load_model(

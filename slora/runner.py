@@ -12,7 +12,7 @@ from slora.errors import ConfigError
 from slora.kv_footprint import KVFootprint
 from slora.load_stream import CudaLoadStream, LoadStream, split_loads
 from slora.lora_deltas import LoraDeltas
-from slora.model import ReferenceModel, load_model
+from slora.model import LoadModel, ReferenceModel, load_model
 from slora.model_check import check_model
 from slora.model_spec import ModelSpec
 from slora.page_memory import PageMemory
@@ -41,7 +41,7 @@ class Runner:
     num_swap_pages: of the host, for KV that is swapped out.
     """
 
-    def __init__(self, config: EngineConfig, model: ModelSpec) -> None:
+    def __init__(self, config: EngineConfig, model: ModelSpec, load: LoadModel = load_model) -> None:
         self.device = resolve_device(config.device)
         self.model = model
         self.dtype_name = model.resolve_dtype(config.dtype)
@@ -51,7 +51,7 @@ class Runner:
         wanted_len = config.max_model_len or model.max_positions
         # Where longrope's long factors begin in the decoder's table: behind the short ones of each position.
         self._long_rows = wanted_len
-        self._model = load_model(config, model, dtype, self.device, wanted_len)
+        self._model = load(config, model, dtype, self.device, wanted_len)
         self._shape = shape = model.shape(self.dtype_name)
         self._geometry = _geometry(shape, config.block_tokens, dtype)
         self.kernels.warm_up(self._geometry)

@@ -1,0 +1,143 @@
+"""Our LoRA kernels beside vLLM's and SGLang's, on the same adapters and the same machine.
+
+    python -m bench.gpu.peer_kernels FILE --peer-sources DIR [--seconds 300] [--tiny]
+
+Shapes are Llama-3.1-8B's in bfloat16, all four sites of a layer, rank 16, batches of 8 to 256 among 8 and 64 distinct
+adapters; the same numbers, in pages for ours and stacked by module for theirs. Each case checks first that theirs and
+ours add the same, and then times them over eight layers in turn, as a graph (bench/gpu/kernel_times.py). The bar: ours
+are 1.2 times as fast. DIR has the peers' sources: bench/gpu/peer_sources.py says which.
+
+--tiny compares the numbers on a CPU, in Triton's interpreter (TRITON_INTERPRET=1); its times mean nothing.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.gpu.device_time import time_device
+from bench.gpu.kernel_times import LLAMA_8B, SITES, Sizes
+from bench.gpu.peer_sources import PEERS, Weights
+from bench.gpu.random_adapters import RandomAdapters, cut_evenly
+from bench.gpu.resumed_table import ResumedTable
+from bench.table import Row, print_table
+from slora_kernels.layout import SEGMENT_BYTES, LoraSite, llama_shape
+from slora_kernels.ops import Kernels, select_kernels
+
+RANK = 16
+OURS = "slora"
+WHOLE = replace(LLAMA_8B, batches=(8, 64, 128, 256), adapters=(8, 64))
+SMALL = Sizes(
+    llama_shape(1, 256, 4, 2, 64, 384, 100, 2),
+    torch.float16,  # the interpreter multiplies bfloat16's raw bits
+    batches=(3,),
+    adapters=(2,),
+    contexts=(),
+    chunks=(),
+    copy_bytes=0,
+)
+
+
+class PeerTimes:
+    def __init__(self, sizes: Sizes, sources: Path, device: torch.device, kernels: Kernels) -> None:
+        self._sizes = sizes
+        self._sources = sources
+        self._device = device
+        self._kernels = kernels
+
+    def cases(self) -> Iterator[tuple[Row, Callable[[], Row]]]:
+        for count in self._sizes.adapters:
+            for batch in (b for b in self._sizes.batches if b >= count):
+                for group, site in enumerate(SITES):
+                    key = {"site": site, "adapters": count, "batch": batch}
+                    yield key, lambda n=count, b=batch, g=group: self._measure(n, b, g)
+
+    def _measure(self, num_adapters: int, batch: int, group: int) -> Row:
+        """Microseconds of each. Raises AssertionError if somebody adds other numbers."""
+        shape, device = self._sizes.shape, self._device
+        scene = RandomAdapters.make(shape, self._sizes.dtype, (RANK,), num_adapters, device)
+        sites = [shape.layer_sites(layer)[group] for layer in range(shape.num_layers)]
+        x = torch.randn(batch, sites[0].in_width, device=device).to(self._sizes.dtype)
+        start = torch.randn(batch, sum(sites[0].widths), device=device).to(self._sizes.dtype)
+        limits = self._kernels.tile_limits
+        tiles = cut_evenly(batch, num_adapters, limits, scene.max_group_rank, device, only_decodes=True)
+        step = self._kernels.prepare_lora(tiles, scene.tables)
+
+        def ours(out: Tensor, layer: int) -> None:
+            bridge = self._kernels.shrink(x, scene.pages, sites[layer], step)
+            self._kernels.expand(out, bridge, scene.pages, sites[layer], step)
+
+        row = {OURS: self._time(ours, start)}
+        expected = start.clone()
+        ours(expected, 0)
+        weights = [unpack(scene, site, self._sizes.dtype) for site in sites]
+        num_tokens = [len(range(slot, batch, num_adapters)) for slot in range(num_adapters)]
+        for name, make in PEERS.items():
+            peer = make(self._sources, num_tokens, device)
+            prepared = [peer.prepare(one) for one in weights]
+
+            def theirs(out: Tensor, layer: int, peer=peer, prepared=prepared) -> None:
+                peer.run(x, out, prepared[layer])
+
+            out = start.clone()
+            theirs(out, 0)
+            # Two roundings of the bridge and of the sum to 16 bits, of numbers of some units.
+            torch.testing.assert_close(out, expected, rtol=0.03, atol=0.03, msg=lambda m, n=name: f"{n}: {m}")
+            row[name] = self._time(theirs, start)
+            row[f"over {name}"] = row[name] / row[OURS]
+        return row
+
+    def _time(self, add: Callable[[Tensor, int], None], start: Tensor) -> float:
+        out, layers = start.clone(), self._sizes.shape.num_layers
+
+        def work() -> None:
+            for layer in range(layers):
+                add(out, layer)
+
+        return 1e6 * time_device(work, self._device) / layers
+
+
+def unpack(scene: RandomAdapters, site: LoraSite, dtype: torch.dtype) -> Weights:
+    """Of all adapters of a scene, copied out of their pages."""
+    modules = range(site.first_module, site.first_module + len(site.widths))
+    first_of_a, first_of_b = scene.layouts[0].groups[site.group, 1], scene.layouts[0].modules[:, 2]
+    count = len(scene.tables.page_table)
+
+    def rows(first: int, num_rows: int, width: int) -> Tensor:
+        segments = -(-width * dtype.itemsize // SEGMENT_BYTES)
+        page_segments = scene.pages.shape[1] // SEGMENT_BYTES
+        places = first + torch.arange(num_rows * segments, device=scene.pages.device)
+        page_ids = scene.tables.page_table.long()[:, places // page_segments]
+        found = scene.pages.view(-1, SEGMENT_BYTES)[page_ids * page_segments + places % page_segments]
+        return found.view(count, num_rows, -1).view(dtype)[..., :width]
+
+    a = rows(int(first_of_a), RANK * len(modules), site.in_width)
+    b = [
+        rows(int(first_of_b[m]), RANK, width).mT.contiguous()
+        for m, width in zip(modules, site.widths, strict=True)
+    ]
+    return Weights([part.contiguous() for part in a.split(RANK, 1)], b)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("table", type=Path, help="JSON lines; it is added to")
+    parser.add_argument("--peer-sources", type=Path, required=True, help="see bench/gpu/peer_sources.py")
+    parser.add_argument("--seconds", type=float, default=300.0, help="no case is begun after so long")
+    parser.add_argument("--tiny", action="store_true", help="on a CPU: to see that the numbers are the same")
+    options = parser.parse_args()
+    device = torch.device("cpu" if options.tiny else "cuda")
+    table = ResumedTable(options.table, device)
+    times = PeerTimes(
+        SMALL if options.tiny else WHOLE, options.peer_sources, device, select_kernels("triton", device)
+    )
+    is_whole = table.fill(times.cases(), options.seconds)
+    print_table("us a layer", table.rows())
+    print("\nall is measured" if is_whole else "\nnot all is measured yet: run it again")
+
+
+if __name__ == "__main__":
+    main()

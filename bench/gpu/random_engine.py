@@ -1,0 +1,195 @@
+"""An engine whose model and adapters are random numbers, made where they are used: nothing is written or read.
+
+Weights are made on the device; adapters lie packed on the host, pinned where there is a GPU, as the loader's would. Any
+number of them are copies of a few: each is loaded on its own, and what it takes is its bytes, not its numbers.
+"""
+
+import itertools
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.kernels import MODELS
+from bench.machines import ALL_LINEARS
+from slora.decoder import Decoder
+from slora.engine import Engine
+from slora.engine_config import EngineConfig
+from slora.model_spec import ModelSpec, read_model_spec
+from slora.request import EngineRequest
+from slora.sampling_params import SamplingParams
+from slora_adapters.packing import PackedAdapter
+from slora_adapters.source import Fetched, FetchFailed
+from slora_adapters.version import AdapterVersion
+from slora_kernels.layout import AdapterLayout, ModelShape, lay_out_adapter
+
+_DISTINCT = 4
+_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSize:
+    """fields: as in config.json. pool_bytes: None takes what the device has left."""
+
+    fields: Mapping[str, Any]
+    device: str
+    pool_bytes: int | None
+    max_model_len: int
+
+    @property
+    def dtype(self) -> str:
+        dtype: str = self.fields["dtype"]
+        return dtype
+
+    def spec(self) -> ModelSpec:
+        with tempfile.TemporaryDirectory() as directory:
+            self.write_config(Path(directory))
+            return read_model_spec(Path(directory))
+
+    def write_config(self, directory: Path) -> None:
+        (directory / "config.json").write_text(json.dumps(dict(self.fields)))
+
+    def layout(self, rank: int, adapted: Sequence[str] = ALL_LINEARS) -> AdapterLayout:
+        shape = self.spec().shape(self.dtype)
+        ranks = [rank if linear.path in adapted else 0 for linear in shape.linears]
+        return lay_out_adapter(shape, [*ranks * shape.num_layers, 0, 0])
+
+    def weight_bytes(self) -> int:
+        """Of what a decode step reads: all but the embedding, of which it reads single rows."""
+        shape = self.spec().shape(self.dtype)
+        linears = shape.num_layers * sum(linear.in_width * linear.out_width for linear in shape.linears)
+        return shape.element_bytes * (linears + shape.hidden_size * shape.vocab_size)
+
+
+LLAMA_8B = EngineSize(MODELS["llama-8b"], "cuda", 64 << 30, 8192)
+TINY = EngineSize(
+    MODELS["llama-8b"]
+    | {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "vocab_size": 256,
+        "max_position_embeddings": 2048,
+        "dtype": "float32",
+    },
+    "cpu",
+    16 << 20,
+    1024,
+)
+
+
+class RandomWeights:
+    """What a `WeightReader` gives the decoder, without a checkpoint."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._random = torch.Generator(device).manual_seed(0)
+
+    def vector(self, name: str, width: int) -> Tensor:
+        return torch.ones(width, dtype=self.dtype, device=self.device)
+
+    def matrix(self, name: str, num_rows: int, width: int) -> Tensor:
+        weight = torch.empty(num_rows, width, dtype=self.dtype, device=self.device)
+        return weight.normal_(std=_STD, generator=self._random)
+
+    def linear(self, parts: Sequence[tuple[str, int]], width: int) -> Tensor:
+        return self.matrix("", sum(rows for _, rows in parts), width)
+
+    def is_absent_or_same(self, name: str, other: str) -> bool:
+        return False
+
+    def leave_out(self, beginnings: tuple[str, ...]) -> None: ...
+
+    def read(self) -> None: ...
+
+
+def make_weights(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> Decoder:
+    """A `slora.model.LoadModel`."""
+    assert spec.decoder is not None, "the bench's models are of our own decoder"
+    return Decoder(spec.decoder, RandomWeights(dtype, device), max_model_len)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class RandomAdapters:
+    """An AdapterSource that has every adapter at hand."""
+
+    shape: ModelShape
+    dtype: str
+    layout: AdapterLayout
+    pinned: bool
+    capacity_bytes: int | None = None
+    paces: Mapping[str, float] = field(default_factory=dict)
+    _copies: list[PackedAdapter] = field(default_factory=list)
+    _arrived: list[Fetched | FetchFailed] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        scales = (self.layout.modules[:, 0] > 0).astype(np.float32)
+        for seed in range(_DISTINCT):
+            random = torch.Generator().manual_seed(seed)
+            buffer = torch.empty(self.layout.num_bytes, dtype=torch.uint8, pin_memory=self.pinned)
+            buffer.view(dtype).normal_(std=_STD, generator=random)
+            self._copies.append(PackedAdapter(self.layout, scales, buffer.numpy()))
+
+    def version(self, number: int) -> AdapterVersion:
+        """Each is of a tenant of its own, as S-LoRA's are."""
+        return AdapterVersion(f"tenant-{number}", f"{number:064x}")
+
+    def request(self, version: AdapterVersion) -> None:
+        self._arrived.append(Fetched(version, self._copies[int(version.digest, 16) % _DISTINCT]))
+
+    def poll(self) -> list[Fetched | FetchFailed]:
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def release(self, version: AdapterVersion) -> None: ...
+
+    def forget(self, version: AdapterVersion) -> None: ...
+
+
+class RandomEngine:
+    """rank: of all adapters, on the linears `adapted`. settings: EngineConfig's."""
+
+    def __init__(
+        self, size: EngineSize, rank: int, adapted: Sequence[str] = ALL_LINEARS, **settings: Any
+    ) -> None:
+        self.size = size
+        spec, layout = size.spec(), size.layout(rank, adapted)
+        self.adapters = RandomAdapters(spec.shape(size.dtype), size.dtype, layout, size.device == "cuda")
+        config = EngineConfig(
+            Path("random"),
+            dtype=size.dtype,
+            device=size.device,
+            pool_bytes=size.pool_bytes,
+            max_model_len=size.max_model_len,
+            swap_bytes=0,
+            prefix_cache="off",
+            max_lora_rank=rank,
+            **settings,
+        )
+        self.engine = Engine(config, spec, self.adapters, load=make_weights)
+        self._numbers = itertools.count()
+
+    def make_request(self, prompt: list[int], adapter: int | None, output_tokens: int) -> EngineRequest:
+        """Greedy, of exactly so many tokens. adapter: by number; None is the base."""
+        params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+        version = None if adapter is None else self.adapters.version(adapter)
+        tenant = "base" if version is None else version.tenant
+        return EngineRequest(str(next(self._numbers)), tenant, prompt, version, params)
+
+    def drop_all(self) -> None:
+        """Ends what runs or waits."""
+        for number in range(next(self._numbers)):
+            self.engine.abort(str(number))
