@@ -1,6 +1,6 @@
 """How long the kernels take on this GPU, beside the bytes that they must move and its own copies.
 
-    python -m bench.gpu.kernel_times FILE [--seconds 480] [--kinds copy lora decode prefill]
+    python -m bench.gpu.kernel_times FILE [--seconds 480] [--kinds copy lora decode prefill draw]
 
 FILE gets a row for each case as it is measured; run again, it goes on behind the last one. Shapes are Llama-3.1-8B's in
 bfloat16. Calls go over several layers in turn, so that nothing is found in a cache because it was used just now; they
@@ -10,6 +10,7 @@ lora     a site's shrink and expand: batch, distinct adapters, ranks. Bytes: A a
          the output twice.
 decode   attention of one token a sequence: batch, context. Bytes: K and V.
 prefill  a chunk behind a context: TFLOP/s.
+draw     tokens of a whole vocabulary, without filters and with: batch. Bytes: the logits.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from bench.gpu.device_time import time_device
@@ -24,11 +26,13 @@ from bench.gpu.random_adapters import BLOCK_TOKENS, RandomAdapters, cut_evenly
 from bench.gpu.resumed_table import ResumedTable
 from bench.table import Row, print_table
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
+from slora_kernels.draws import NO_TOP_K, Draws
 from slora_kernels.layout import ModelShape, llama_shape
 from slora_kernels.ops import Kernels, select_kernels
 
 RANKS: dict[str, tuple[int, ...]] = {"8": (8,), "16": (16,), "64": (64,), "mixed": (8, 16, 64)}
 SITES = ("qkv", "o", "gate_up", "down")
+FILTERS = {"none": (0, 1.0), "top_p 0.9": (0, 0.9), "top_k 50, top_p 0.9": (50, 0.9)}
 Case = tuple[Row, Callable[[], Row]]
 
 
@@ -78,6 +82,7 @@ class KernelTimes:
             "lora": self._loras,
             "decode": self._decodes,
             "prefill": self._prefills,
+            "draw": self._draws,
         }
         for kind in kinds:
             for key, measure in makers[kind]():
@@ -145,6 +150,24 @@ class KernelTimes:
                 key = {"tokens": tokens, "context": before + tokens}
                 yield key, lambda t=tokens, c=before + tokens: self._attention(1, t, c)
 
+    def _draws(self) -> Iterator[Case]:
+        for filters in FILTERS:
+            for batch in self._sizes.batches:
+                yield {"filters": filters, "batch": batch}, lambda f=filters, b=batch: self._draw(f, b)
+
+    def _draw(self, filters: str, batch: int) -> Row:
+        top_k, top_p = FILTERS[filters]
+        device = self._device
+        # As flat as a chat model's: some hundred tokens are worth drawing.
+        logits = (3 * torch.randn(batch, self._sizes.shape.vocab_size, device=device)).to(self._sizes.dtype)
+        peaks = logits.float().amax(-1)
+        whole = [range(batch), range(batch), [top_k or NO_TOP_K] * batch]
+        fractions = [[1.0] * batch, [top_p] * batch, [0.0] * batch]
+        draws = Draws.upload(np.array(whole, np.int64), np.array(fractions), device)
+        seconds = time_device(lambda: self._kernels.draw(logits, peaks, draws), device)
+        twin = time_device(lambda: self._twins.draw(logits, peaks, draws), device, graph=False)
+        return _rate(seconds, logits.nbytes) | {"torch us": twin * 1e6}
+
     def _attention(self, batch: int, tokens: int, context: int) -> Row:
         geometry, device = self._sizes.geometry, self._device
         blocks = -(-context // BLOCK_TOKENS)
@@ -195,7 +218,7 @@ def compare(rows: list[Row]) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    kinds = ["copy", "lora", "decode", "prefill"]
+    kinds = ["copy", "lora", "decode", "prefill", "draw"]
     parser.add_argument("table", type=Path, help="JSON lines; it is added to")
     parser.add_argument("--seconds", type=float, default=480.0, help="no case is begun after so long")
     parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds)

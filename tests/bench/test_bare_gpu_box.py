@@ -50,9 +50,12 @@ for name in sys.argv[1:]:
 """
     roots = [str(ROOT / folder) for folder in ("", "kernels", "adapters")]
     names = module_names()
-    assert {"slora.runner", "slora_kernels.triton_kernels", "slora_adapters.packing", "bench.kernels"} <= {
-        *names
-    }
+    assert {
+        "slora.runner",
+        "slora_kernels.triton_kernels",
+        "slora_adapters.packing",
+        "bench.gpu.end_to_end",
+    } <= {*names}
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, *names],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)},

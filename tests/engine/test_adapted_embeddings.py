@@ -1,6 +1,5 @@
 """Adapters on the embedding and on the output head answer as peft does, beside others whom they cost nothing."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -43,10 +42,7 @@ def test_parity_holds_with_chunks_and_preemption(
     assert verdict.equal, verdict
 
 
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU is here: Triton runs natively, in test_gpu.py"
-)
-def test_triton_kernels_in_the_interpreter_answer_as_peft_does(kits: Kits) -> None:
+def test_triton_kernels_answer_as_peft_does(kits: Kits) -> None:
     kit = kits("llama")
     work = Work([[3, 1, 4, 1], [5, 9], [2, 6, 5]], ["both_and_linears", "embedding", "head"])
     params = replace(GREEDY, max_tokens=3)

@@ -21,7 +21,10 @@ from tests.support.model_kit import ModelKit
 from tests.support.poison import poison
 
 # Rows that fill a step up hold whatever memory held, and the interpreter computes them aloud.
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: test_gpu.py replays real graphs"),
+]
 
 Kits = Callable[[str], ModelKit]
 MAX_CONTEXT = 64

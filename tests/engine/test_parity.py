@@ -1,6 +1,5 @@
 """Token for token what transformers + peft say: all kinds of adapters in one mixed batch, greedy, 64 tokens."""
 
-import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -181,13 +180,8 @@ def test_parity_holds_when_adapters_are_evicted_and_come_back(kits: Kits, model:
     assert verdict.equal, verdict
 
 
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU is here: Triton runs natively, in test_gpu.py"
-)
 @pytest.mark.parametrize("model", ["llama", "phi3_longrope", "gemma2"])
-def test_triton_kernels_in_the_interpreter_answer_as_peft_does(
-    tmp_path: Path, model: str, *, soak: bool
-) -> None:
+def test_triton_kernels_answer_as_peft_does(tmp_path: Path, model: str, *, soak: bool) -> None:
     kinds = {kind: kinds_for(model)[kind] for kind in ("r8_on_q_and_v", "patterns")}
     kit = make_kit(tmp_path, model, kinds, num_hidden_layers=2)
     work = Work([list(range(17)), [5], [9, 8, 7]], [None, *kinds])
