@@ -46,13 +46,29 @@ def penalise(
     """In place, the rows `index` int64 [N] of logits [B, V]. seen int32 [N, V]: twice the count in the answer, plus 1
     if in the prompt; the others [N, 1].
 
-    Only the tokens that were seen are touched: hundreds of a vocabulary of many thousands.
+    On a CPU only the tokens that were seen are touched: hundreds of a vocabulary of many thousands. A GPU would have
+    to tell the host how many these are.
     """
+    columns = repetition, presence, frequency
+    if logits.device.type != "cpu":
+        penalise_all(logits, index, seen, *columns)
+        return
     rows, tokens = seen.nonzero(as_tuple=True)
-    counts, places = seen[rows, tokens] >> 1, (index[rows], tokens)
-    repetition, presence, frequency = (
-        column.squeeze(1)[rows] for column in (repetition, presence, frequency)
-    )
-    values = logits[places]
+    places = (index[rows], tokens)
+    logits[places] = _penalised(logits[places], seen[rows, tokens], *(c.squeeze(1)[rows] for c in columns))
+
+
+def penalise_all(
+    logits: Tensor, index: Tensor, seen: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> None:
+    """See `penalise`: bit for bit the same, going over whole rows."""
+    values = logits[index]
+    logits[index] = torch.where(seen > 0, _penalised(values, seen, repetition, presence, frequency), values)
+
+
+def _penalised(
+    values: Tensor, seen: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> Tensor:
+    counts = seen >> 1
     scaled = torch.where(values < 0, values * repetition, values / repetition)
-    logits[places] = scaled - frequency * counts - presence * (counts > 0)
+    return scaled - frequency * counts - presence * (counts > 0)

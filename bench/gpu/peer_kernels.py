@@ -11,8 +11,9 @@ are 1.2 times as fast. DIR has the peers' sources: bench/gpu/peer_sources.py say
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,13 +21,14 @@ from torch import Tensor
 
 from bench.gpu.device_time import time_device
 from bench.gpu.kernel_times import LLAMA_8B, SITES, Sizes
-from bench.gpu.peer_sources import PEERS, Weights
+from bench.gpu.peer_sources import PEERS, Peer, Weights
 from bench.gpu.random_adapters import RandomAdapters, cut_evenly
 from bench.gpu.resumed_table import ResumedTable
 from bench.table import Row, print_table
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite, llama_shape
 from slora_kernels.ops import Kernels, select_kernels
 
+MakePeer = Callable[[list[int], torch.device], Peer]
 RANK = 16
 OURS = "slora"
 WHOLE = replace(LLAMA_8B, batches=(8, 64, 128, 256), adapters=(8, 64))
@@ -42,11 +44,15 @@ SMALL = Sizes(
 
 
 class PeerTimes:
-    def __init__(self, sizes: Sizes, sources: Path, device: torch.device, kernels: Kernels) -> None:
+    """make_peers: of whoever takes part, by name; given how many tokens each adapter has, and the device."""
+
+    def __init__(
+        self, sizes: Sizes, device: torch.device, kernels: Kernels, make_peers: Mapping[str, MakePeer]
+    ) -> None:
         self._sizes = sizes
-        self._sources = sources
         self._device = device
         self._kernels = kernels
+        self._make_peers = make_peers
 
     def cases(self) -> Iterator[tuple[Row, Callable[[], Row]]]:
         for count in self._sizes.adapters:
@@ -71,21 +77,23 @@ class PeerTimes:
             self._kernels.expand(out, bridge, scene.pages, sites[layer], step)
 
         row = {OURS: self._time(ours, start)}
-        expected = start.clone()
+        expected = torch.zeros_like(start)
         ours(expected, 0)
+        # Of 16 bits, in the bridge and in what is added, rounding is a hundredth of this.
+        most_off = 0.05 * expected.float().std()
         weights = [unpack(scene, site, self._sizes.dtype) for site in sites]
         num_tokens = [len(range(slot, batch, num_adapters)) for slot in range(num_adapters)]
-        for name, make in PEERS.items():
-            peer = make(self._sources, num_tokens, device)
+        for name, make in self._make_peers.items():
+            peer = make(num_tokens, device)
             prepared = [peer.prepare(one) for one in weights]
 
             def theirs(out: Tensor, layer: int, peer=peer, prepared=prepared) -> None:
                 peer.run(x, out, prepared[layer])
 
-            out = start.clone()
+            out = torch.zeros_like(start)
             theirs(out, 0)
-            # Two roundings of the bridge and of the sum to 16 bits, of numbers of some units.
-            torch.testing.assert_close(out, expected, rtol=0.03, atol=0.03, msg=lambda m, n=name: f"{n}: {m}")
+            off = (out.float() - expected.float()).abs().max()
+            assert off <= most_off, f"what {name} adds is {off} off, and {most_off} is allowed"
             row[name] = self._time(theirs, start)
             row[f"over {name}"] = row[name] / row[OURS]
         return row
@@ -131,9 +139,8 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cpu" if options.tiny else "cuda")
     table = ResumedTable(options.table, device)
-    times = PeerTimes(
-        SMALL if options.tiny else WHOLE, options.peer_sources, device, select_kernels("triton", device)
-    )
+    makers = {name: partial(make, options.peer_sources) for name, make in PEERS.items()}
+    times = PeerTimes(SMALL if options.tiny else WHOLE, device, select_kernels("triton", device), makers)
     is_whole = table.fill(times.cases(), options.seconds)
     print_table("us a layer", table.rows())
     print("\nall is measured" if is_whole else "\nnot all is measured yet: run it again")

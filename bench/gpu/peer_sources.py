@@ -15,10 +15,11 @@ Written for vLLM 0.32.0 and SGLang 0.5.23: `pip download --no-deps vllm==0.32.0 
 import importlib
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -42,10 +43,16 @@ class Weights:
         return self.a[0].shape[1]
 
 
+class Peer(Protocol):
+    def prepare(self, weights: Weights) -> Any:
+        """What `run` takes of a site's weights: whatever is done once."""
+
+    def run(self, x: Tensor, out: Tensor, weights: Any) -> None:
+        """out [T, sum of outs] += x [T, in] A B, module by module."""
+
+
 class VllmKernels:
     """num_tokens of each adapter, side by side."""
-
-    name = "vllm"
 
     def __init__(self, source: Path, num_tokens: list[int], device: torch.device) -> None:
         _stand_in_for_vllm(source)
@@ -85,8 +92,6 @@ class _Stacked:
 
 class SglangKernels:
     """csgmv, its default. num_tokens of each adapter, side by side."""
-
-    name = "sglang"
 
     def __init__(self, source: Path, num_tokens: list[int], device: torch.device) -> None:
         _stand_in_for_sglang(source, device)
@@ -137,8 +142,10 @@ class SglangKernels:
         )
 
 
-PeerKernels = VllmKernels | SglangKernels
-PEERS: dict[str, type[PeerKernels]] = {"vllm": VllmKernels, "sglang": SglangKernels}
+PEERS: dict[str, Callable[[Path, list[int], torch.device], Peer]] = {
+    "vllm": VllmKernels,
+    "sglang": SglangKernels,
+}
 
 
 def _stand_in_for_vllm(source: Path) -> None:

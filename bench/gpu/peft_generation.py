@@ -28,12 +28,15 @@ class PeftGeneration:
         self._device = torch.device(size.device)
         self._vocab_size = config.vocab_size
         lora = peft.LoraConfig(
-            r=rank, target_modules=[path.split(".")[1] for path in adapted], init_lora_weights=False
+            task_type="CAUSAL_LM",
+            r=rank,
+            target_modules=[path.split(".")[1] for path in adapted],
+            init_lora_weights=False,
         )
         torch.manual_seed(0)
         with self._device:
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, size.dtype)).eval()
-            self._model: Any = peft.PeftModel(model, lora, "a0", autocast_adapter_dtype=False)
+            self._model: Any = peft.PeftModelForCausalLM(model, lora, "a0", autocast_adapter_dtype=False)
             for number in range(1, num_adapters):
                 self._model.add_adapter(f"a{number}", lora)
         self._model.to(getattr(torch, size.dtype)).eval()

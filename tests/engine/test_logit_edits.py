@@ -11,7 +11,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from slora.logit_edits import edit_logits
+from slora.logit_edits import edit_logits, penalise, penalise_all
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
 from slora.sampling_table import SamplingTable
@@ -153,3 +153,19 @@ def test_a_row_forgets_who_had_it_before() -> None:
     for params, generated in ((wild, [1, 2, 3]), (SamplingParams(presence_penalty=1.0), [])):
         table.write(0, make_sequence(params, [4], generated, frozenset({8})))
     assert torch.equal(edit_logits(logits, table.gather([0]), table), logits)
+
+
+def test_penalties_over_whole_rows_are_those_of_the_tokens_that_were_seen() -> None:
+    """What a GPU does so as not to ask how many these are."""
+    random = torch.Generator().manual_seed(1)
+    logits = random_logits(5)
+    logits[:, 7] = -math.inf
+    index = torch.tensor([3, 0, 4])
+    seen = torch.randint(0, 9, (3, VOCAB_SIZE), generator=random, dtype=torch.int32)
+    seen[torch.rand(3, VOCAB_SIZE, generator=random) < 0.5] = 0
+    columns = torch.tensor([[[1.3], [0.7], [1.0]], [[0.5], [-1.0], [0.0]], [[0.25], [0.0], [-2.0]]])
+    some, all_tokens = logits.clone(), logits.clone()
+    penalise(some, index, seen, *columns)
+    penalise_all(all_tokens, index, seen, *columns)
+    assert torch.equal(some, all_tokens) and not torch.equal(some[3], logits[3])
+    assert torch.equal(some[[1, 2]], logits[[1, 2]])
