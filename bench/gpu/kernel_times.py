@@ -8,7 +8,7 @@ are captured as one graph, so that what is timed is the device's and not the hos
 
 lora     a site's shrink and expand: batch, distinct adapters, ranks. Bytes: A and B of the distinct adapters, x once,
          the output twice.
-decode   attention of one token a sequence: batch, context. Bytes: K and V.
+decode   attention of one token a sequence: batch, context, what K and V are kept as. Bytes: K and V.
 prefill  a chunk behind a context: TFLOP/s.
 draw     tokens of a whole vocabulary, without filters and with: batch. Bytes: the logits.
 """
@@ -27,7 +27,7 @@ from bench.gpu.resumed_table import ResumedTable
 from bench.table import Row, print_table
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
 from slora_kernels.draws import NO_TOP_K, Draws
-from slora_kernels.layout import ModelShape, llama_shape
+from slora_kernels.layout import KVFormat, ModelShape, llama_shape
 from slora_kernels.ops import Kernels, select_kernels
 
 RANKS: dict[str, tuple[int, ...]] = {"8": (8,), "16": (16,), "64": (64,), "mixed": (8, 16, 64)}
@@ -48,12 +48,10 @@ class Sizes:
     chunks: tuple[int, ...]
     copy_bytes: int
 
-    @property
-    def geometry(self) -> KVGeometry:
+    def geometry(self, kv_format: KVFormat) -> KVGeometry:
         shape = self.shape
-        return KVGeometry(
-            shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim, BLOCK_TOKENS, self.dtype
-        )
+        heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        return KVGeometry(shape.num_layers, *heads, BLOCK_TOKENS, self.dtype, kv_format)
 
 
 LLAMA_8B = Sizes(
@@ -138,17 +136,19 @@ class KernelTimes:
         return _rate(seconds, adapter_bytes + x.nbytes + 2 * out.nbytes) | {"torch us": twin * 1e6}
 
     def _decodes(self) -> Iterator[Case]:
-        for context in self._sizes.contexts:
-            for batch in self._sizes.batches:
-                if self._kv_bytes(batch * context) <= _MOST_KV_BYTES:
-                    key = {"batch": batch, "context": context}
-                    yield key, lambda b=batch, c=context: self._attention(b, 1, c)
+        for kv in KVFormat:
+            for context in self._sizes.contexts:
+                for batch in self._sizes.batches:
+                    if _kv_bytes(self._sizes.geometry(kv), batch * context) <= _MOST_KV_BYTES:
+                        key = {"kv": kv.value, "batch": batch, "context": context}
+                        yield key, lambda b=batch, c=context, f=kv: self._attention(b, 1, c, f)
 
     def _prefills(self) -> Iterator[Case]:
-        for tokens in self._sizes.chunks:
-            for before in (0, self._sizes.contexts[0]):
-                key = {"tokens": tokens, "context": before + tokens}
-                yield key, lambda t=tokens, c=before + tokens: self._attention(1, t, c)
+        for kv in KVFormat:
+            for tokens in self._sizes.chunks:
+                for before in (0, self._sizes.contexts[0]):
+                    key = {"kv": kv.value, "tokens": tokens, "context": before + tokens}
+                    yield key, lambda t=tokens, c=before + tokens, f=kv: self._attention(1, t, c, f)
 
     def _draws(self) -> Iterator[Case]:
         for filters in FILTERS:
@@ -168,11 +168,17 @@ class KernelTimes:
         twin = time_device(lambda: self._twins.draw(logits, peaks, draws), device, graph=False)
         return _rate(seconds, logits.nbytes) | {"torch us": twin * 1e6}
 
-    def _attention(self, batch: int, tokens: int, context: int) -> Row:
-        geometry, device = self._sizes.geometry, self._device
+    def _attention(self, batch: int, tokens: int, context: int, kv_format: KVFormat) -> Row:
+        geometry, device = self._sizes.geometry(kv_format), self._device
         blocks = -(-context // BLOCK_TOKENS)
-        pages = torch.empty(batch * blocks, self._kv_bytes(BLOCK_TOKENS), dtype=torch.uint8, device=device)
-        pages.view(geometry.dtype).normal_()
+        pages = torch.empty(
+            batch * blocks, _kv_bytes(geometry, BLOCK_TOKENS), dtype=torch.uint8, device=device
+        )
+        if geometry.has_scales:
+            # Any numbers will do that are finite: 1.5, with scales of 0.011.
+            pages.fill_(0x3C)
+        else:
+            pages.view(geometry.dtype).normal_()
         order = torch.randperm(batch * blocks, generator=torch.Generator().manual_seed(0))
         starts = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32)
         positions = torch.arange(context - tokens, context).repeat(batch)
@@ -196,14 +202,13 @@ class KernelTimes:
                 self._kernels.attend(q, pages, geometry, layer, step, rule)
 
         seconds = time_device(run, self._device) / geometry.num_layers
-        row = _rate(seconds, self._kv_bytes(batch * context) // geometry.num_layers)
+        row = _rate(seconds, _kv_bytes(geometry, batch * context) // geometry.num_layers)
         pairs = batch * tokens * (context - (tokens - 1) / 2)
         return row | {"TFLOP/s": 4 * pairs * geometry.num_heads * geometry.head_dim / seconds / 1e12}
 
-    def _kv_bytes(self, tokens: int) -> int:
-        geometry = self._sizes.geometry
-        page_bytes = geometry.block_elements * geometry.dtype.itemsize * geometry.num_layers
-        return tokens * page_bytes // BLOCK_TOKENS
+
+def _kv_bytes(geometry: KVGeometry, tokens: int) -> int:
+    return tokens * geometry.layout.num_bytes * geometry.num_layers // BLOCK_TOKENS
 
 
 def _rate(seconds: float, num_bytes: int) -> Row:

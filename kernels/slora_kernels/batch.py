@@ -10,10 +10,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from slora_kernels.layout import KVBlockLayout, KVFormat, lay_out_kv_block
+
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """How K and V of one layer lie in a page: `[2, num_kv_heads, block_tokens, head_dim]` of `dtype`."""
+    """How K and V of one layer lie in a page: `[2, num_kv_heads, block_tokens, head_dim]` of `number_dtype`, and in
+    FP8 behind them, from byte `layout.scales_start` on, a scale for each head_dim of them.
+
+    dtype: the model's.
+    """
 
     num_layers: int
     num_heads: int
@@ -21,11 +27,27 @@ class KVGeometry:
     head_dim: int
     block_tokens: int
     dtype: torch.dtype
+    kv_format: KVFormat = KVFormat.MODEL
 
     @property
-    def block_elements(self) -> int:
-        """Elements of one page in one layer."""
-        return 2 * self.num_kv_heads * self.block_tokens * self.head_dim
+    def number_dtype(self) -> torch.dtype:
+        """What K and V are in a page."""
+        return self.dtype if self.kv_format is KVFormat.MODEL else torch.float8_e4m3fn
+
+    @property
+    def has_scales(self) -> bool:
+        return self.kv_format is not KVFormat.MODEL
+
+    @property
+    def layout(self) -> KVBlockLayout:
+        return lay_out_kv_block(
+            self.num_kv_heads, self.head_dim, self.block_tokens, self.dtype.itemsize, self.kv_format
+        )
+
+    @property
+    def layer_numbers(self) -> int:
+        """Numbers, of `number_dtype`, from one layer's share of a page to the next one's."""
+        return self.layout.num_bytes // self.number_dtype.itemsize
 
     @property
     def group_heads(self) -> int:

@@ -2,7 +2,8 @@
 
 The pool is one allocation `[num_pages, num_layers, page_bytes]`. A page has two kinds of user:
 
-- a KV block: in each layer, K and V of `block_tokens` tokens, `[2, num_kv_heads, block_tokens, head_dim]`;
+- a KV block: in each layer, K and V of `block_tokens` tokens, `[2, num_kv_heads, block_tokens, head_dim]`, as numbers
+  of the model's dtype or in 8 bits with their scales behind them (`KVFormat`);
 - a slice of a packed adapter: one long byte string, cut into whole pages wherever layers happen to fall.
 
 Both are found through tables of page ids. Which linears a layer has, and which of them read the same input, is data
@@ -13,13 +14,15 @@ embedding and the output head follow, as two groups of one module. A row is padd
 page per segment, whatever the rank. Nothing is padded to a maximum rank.
 
 Worked example: Llama-3.1-8B in bf16, 16-token blocks: 2 * 8 * 16 * 128 * 2 = 64 KiB a layer, 2 MiB a page; a
-rank 16 adapter on all seven linears is 80 MiB = 40 pages, the KV of 640 tokens.
+rank 16 adapter on all seven linears is 80 MiB = 40 pages, the KV of 640 tokens. With KV in fp8 a page is 32.5 KiB a
+layer: 32 KiB of numbers and 512 bytes of scales. Bytes of a packed adapter are the same whatever KV is kept as.
 
 Knows no torch: loader and API processes import it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cache
 from typing import Any
 
@@ -32,6 +35,46 @@ SEGMENT_BYTES = 256
 MAX_GROUP_MODULES = 3
 
 Int32Array = npt.NDArray[np.int32]
+
+
+class KVFormat(StrEnum):
+    """What pages keep K and V as.
+
+    MODEL: numbers of the model's dtype.
+    FP8: float8 e4m3 (arXiv 2209.05433), each times a scale in bfloat16. A token's K of one head has one scale, its V
+    another: the largest magnitude over 448, rounded up. So nothing is clipped, nothing must be calibrated, and what is
+    kept depends on this token alone. K or V that is not finite has NaN for the scales of both.
+    """
+
+    MODEL = "auto"
+    FP8 = "fp8"
+
+
+# The largest number of e4m3, and the bytes of a scale: 1.6% on top of a head's 128 numbers.
+LARGEST_E4M3 = 448.0
+SCALE_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class KVBlockLayout:
+    """One layer's share of a KV block: numbers, from byte `scales_start` on their scales if the format has any,
+    `[2, num_kv_heads, block_tokens]`, and padding up to `num_bytes`."""
+
+    scales_start: int
+    num_bytes: int
+
+
+@cache
+def lay_out_kv_block(
+    num_kv_heads: int, head_dim: int, block_tokens: int, element_bytes: int, kv_format: KVFormat
+) -> KVBlockLayout:
+    """element_bytes: of the model's dtype. With scales, padded to whole segments."""
+    vectors = 2 * num_kv_heads * block_tokens
+    if kv_format is KVFormat.MODEL:
+        size = vectors * head_dim * element_bytes
+        return KVBlockLayout(size, size)
+    numbers = vectors * head_dim
+    return KVBlockLayout(numbers, -(-(numbers + vectors * SCALE_BYTES) // SEGMENT_BYTES) * SEGMENT_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +187,11 @@ class ModelShape:
         first = layer * len(self.groups)
         return self.sites[first : first + len(self.groups)]
 
-    def page_bytes(self, block_tokens: int) -> int:
+    def page_bytes(self, block_tokens: int, kv_format: KVFormat = KVFormat.MODEL) -> int:
         """Bytes of one page in one layer (K and V of a block). Raises ValueError if not whole segments."""
-        size = 2 * self.num_kv_heads * block_tokens * self.head_dim * self.element_bytes
+        size = lay_out_kv_block(
+            self.num_kv_heads, self.head_dim, block_tokens, self.element_bytes, kv_format
+        ).num_bytes
         if size % SEGMENT_BYTES:
             raise ValueError(
                 f"a page of {block_tokens} tokens takes {size} bytes a layer, which is not a multiple of "

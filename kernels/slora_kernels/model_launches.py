@@ -22,7 +22,7 @@ from slora_kernels.batch import (
 )
 from slora_kernels.draws import NO_TOP_K, Draws
 from slora_kernels.launch import Launch
-from slora_kernels.layout import LoraSite, ModelShape, lay_out_adapter, llama_shape
+from slora_kernels.layout import KVFormat, LoraSite, ModelShape, lay_out_adapter, llama_shape
 from slora_kernels.lora_expand import bind_lora_expand
 from slora_kernels.lora_look_up import bind_lora_look_up
 from slora_kernels.lora_shrink import TILE_TOKENS, bind_lora_shrink
@@ -87,7 +87,7 @@ def _bind_attention(geometry: KVGeometry, rule: AttentionRule, norms: QueryKeyNo
         max_query=_TOKENS - 1,
         max_context=_CONTEXT,
     )
-    pages = torch.zeros(2, geometry.block_elements * dtype.itemsize, dtype=torch.uint8)
+    pages = torch.zeros(2, geometry.layout.num_bytes, dtype=torch.uint8)
     qkv = torch.zeros(_TOKENS, (geometry.num_heads + 2 * geometry.num_kv_heads) * head_dim, dtype=dtype)
     q = qkv.view(_TOKENS, -1, head_dim)[:, : geometry.num_heads]
     out = torch.zeros(_TOKENS, geometry.num_heads * head_dim, dtype=dtype)
@@ -164,8 +164,22 @@ def _bind_quantized_linears(dtype: torch.dtype, forms: list[torch.dtype]) -> Lau
             yield f"Llama-3.1-8B, {form} weights, {num_tokens} tokens", launch
 
 
-def bind_all(dtype: torch.dtype, forms: list[torch.dtype]) -> Launches:
-    """All launches, each with what it is for. forms: the 8-bit numbers that weights may be."""
+def _bind_fp8_kv(dtype: torch.dtype) -> Launches:
+    """Attention over pages in fp8, of the model that is commonest and of the one whose heads are widest."""
+    for model, heads, rule in (
+        ("Llama-3.1-8B", (32, 8, 128), AttentionRule(0.1)),
+        ("Gemma-2-9B", (16, 8, 256), AttentionRule(1 / 16, window=4096, softcap=50.0)),
+    ):
+        geometry = KVGeometry(1, *heads, _BLOCK_TOKENS, dtype, KVFormat.FP8)
+        for launch in _bind_attention(geometry, rule, None):
+            yield f"{model}, KV in fp8", launch
+
+
+def bind_all(dtype: torch.dtype, forms: list[torch.dtype], kv_formats: list[KVFormat]) -> Launches:
+    """All launches, each with what it is for. forms: the 8-bit numbers that weights may be. kv_formats: what pages may
+    keep K and V as."""
     for bound in (_bind_llama, _bind_gemma, _bind_phi, _bind_qwen):
         yield from bound(dtype)
     yield from _bind_quantized_linears(dtype, forms)
+    if KVFormat.FP8 in kv_formats:
+        yield from _bind_fp8_kv(dtype)

@@ -3,6 +3,9 @@
 A tile walks what its window shows of its context in blocks of keys with an online softmax (arXiv 2205.14135),
 base 2, float32. Decode reads keys straight from the pages; a tile of many queries first copies a block of keys,
 turned, so that its scores are sums of whole rows.
+
+`scales` is None, or the pages once more as bfloat16: then K's are applied to the scores and V's to the weights, or both
+to a block that is copied.
 """
 
 import numpy as np
@@ -20,8 +23,11 @@ from slora_kernels.numba_language import (
     copy_widened,
     count_items,
     exp2,
+    multiply_columns,
     narrow,
     prefetch,
+    read_bfloat16_matrix,
+    read_byte_matrix,
     read_float,
     read_float_matrix,
     read_int,
@@ -72,14 +78,32 @@ def count_run(key: Int, end: Int, block_tokens: Int) -> Int:
 
 
 @compiled
-def load_block(target: Array, pages: Array, table: Array, key: Int, block_tokens: Int, start: Int) -> None:
-    """target [n, D] = K (or V) of tokens key to key + n, page by page; `start`: where the head's lie in a page."""
+def multiply(row: Array, factor: Float) -> None:
+    for i in range(row.shape[0]):
+        row[i] *= factor
+
+
+@compiled
+def load_block(
+    target: Array,
+    pages: Array,
+    scales: Array | None,
+    table: Array,
+    key: Int,
+    block_tokens: Int,
+    start: Int,
+    scale_start: Int,
+) -> None:
+    """target [n, D] = K (or V) of tokens key to key + n, page by page; the starts: where the head's lie in a page."""
     size, done = target.shape[1], 0
     while done < target.shape[0]:
         count = count_run(key + done, key + target.shape[0], block_tokens)
-        first = start + (key + done) % block_tokens * size
-        run = target[done : done + count].reshape(count * size)
-        copy_widened(run, pages[table[(key + done) // block_tokens], first : first + count * size])
+        page, offset = table[(key + done) // block_tokens], (key + done) % block_tokens
+        run, first = target[done : done + count], start + offset * size
+        copy_widened(run.reshape(count * size), pages[page, first : first + count * size])
+        if scales is not None:
+            for n in range(count):
+                multiply(run[n], widen(scales[page, scale_start + offset + n]))
         done += count
 
 
@@ -129,12 +153,6 @@ def find_peak(scores: Array, low: Float) -> Float:
 
 
 @compiled
-def multiply(row: Array, factor: Float) -> None:
-    for i in range(row.shape[0]):
-        row[i] *= factor
-
-
-@compiled
 def weigh(sums: Array, state: Array, scores: Array) -> None:
     """One row's scores become weights, and what it has summed up so far shrinks to their scale."""
     peak = find_peak(scores, state[0])
@@ -171,6 +189,7 @@ def attend_token(
     state: Array,
     scratch: Array,
     pages: Array,
+    scales: Array | None,
     table: Array,
     first: Int,
     visible: Int,
@@ -179,11 +198,13 @@ def attend_token(
     block_tokens: Int,
     start: Int,
     side: Int,
+    scale_start: Int,
 ) -> None:
     """rows [M, D] scaled queries of one token, which sees the keys from `first` up to `visible` -> sums, state.
 
     They are of several KV heads, `group` rows each, that follow each other in a page: it is read from end to end.
-    start: where the K of the first of them begin in a page; their V lie `side` behind.
+    start: where the K of the first of them begin in a page; their V lie `side` behind. scale_start: the same of scales,
+    of which there is one for each row of D.
     """
     num_rows, size = rows.shape
     head_elements, num_heads = block_tokens * size, num_rows // group
@@ -204,6 +225,10 @@ def attend_token(
                 mine = block[head * group : (head + 1) * group, at - key : at - key + count]
                 keys = page[start + head * head_elements + offset :]
                 score_run(mine, rows[head * group :], keys)
+                if scales is not None:
+                    first_scale = scale_start + head * block_tokens + at % block_tokens
+                    own = scales[table[at // block_tokens]]
+                    multiply_columns(mine, own[first_scale : first_scale + count])
             at += count
         for m in range(num_rows):
             # A row first, then what it sees of it: the compiler must know that its numbers lie side by side.
@@ -218,6 +243,11 @@ def attend_token(
             for head in range(num_heads):
                 m = head * group
                 values = page[start + side + head * head_elements + offset :]
+                if scales is not None:
+                    first_scale = scale_start + side // size + head * block_tokens + at % block_tokens
+                    own = scales[table[at // block_tokens]]
+                    mine = block[m : m + group, at - key : at - key + count]
+                    multiply_columns(mine, own[first_scale : first_scale + count])
                 gather_rows(
                     sums[m : m + group],
                     block[m : m + group, at - key :],
@@ -238,6 +268,7 @@ def attend_tile(
     state: Array,
     scratch: Array,
     pages: Array,
+    scales: Array | None,
     table: Array,
     before: Int,
     group: Int,
@@ -246,6 +277,7 @@ def attend_tile(
     block_tokens: Int,
     start: Int,
     side: Int,
+    scale_start: Int,
 ) -> None:
     """rows [M, D] scaled queries -> sums [M, D], state [M, 2].
 
@@ -260,8 +292,9 @@ def attend_tile(
         count = min(BLOCK_KEYS, visible - key)
         keys = scratch[: count * size].reshape((count, size))
         values = scratch[block : block + count * size].reshape((count, size))
-        load_block(keys, pages, table, key, block_tokens, start)
-        load_block(values, pages, table, key, block_tokens, start + side)
+        load_block(keys, pages, scales, table, key, block_tokens, start, scale_start)
+        v_scale_start = scale_start + side // size
+        load_block(values, pages, scales, table, key, block_tokens, start + side, v_scale_start)
         if num_rows < TURNED_ROWS:
             for m in range(num_rows):
                 clear(scores[m])
@@ -282,7 +315,7 @@ def attend_tile(
 
 
 # Fields of an attention job; tiles [n, 4] are (sequence, first token, tokens, KV tokens before the first). ITEM_HEADS:
-# KV heads of an item, a divisor of them all.
+# KV heads of an item, a divisor of them all. SCALES, and where the layer's begin, are there only in fp8.
 (
     Q,
     PAGES,
@@ -299,12 +332,25 @@ def attend_tile(
     WINDOW,
     SOFTCAP,
     ITEM_HEADS,
-) = range(15)
+    SCALES,
+    SCALE_START,
+) = range(17)
 
 
 def attend_worker(job: Job) -> None:
     """Items: tiles times groups of KV heads."""
-    q, pages, out = read_model_matrix(job, Q), read_model_matrix(job, PAGES), read_model_matrix(job, OUT)
+    attend_items(job, read_model_matrix(job, PAGES), None, 0)
+
+
+def attend_fp8_worker(job: Job) -> None:
+    """The same over pages in fp8."""
+    scales = read_bfloat16_matrix(job, SCALES)
+    attend_items(job, read_byte_matrix(job, PAGES), scales, read_int(job, SCALE_START))
+
+
+@compiled
+def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int) -> None:
+    q, out = read_model_matrix(job, Q), read_model_matrix(job, OUT)
     tiles, block_tables = read_int32_matrix(job, TILES), read_int32_matrix(job, BLOCK_TABLES)
     kv_heads, group, size = read_int(job, KV_HEADS), read_int(job, GROUP), read_int(job, HEAD_DIM)
     block_tokens, scale = read_int(job, BLOCK_TOKENS), read_float(job, SCALE) * _LOG2_E
@@ -338,6 +384,7 @@ def attend_worker(job: Job) -> None:
                 state,
                 rest,
                 pages,
+                scales,
                 table,
                 first_key,
                 visible,
@@ -346,6 +393,7 @@ def attend_worker(job: Job) -> None:
                 block_tokens,
                 start,
                 side,
+                scale_start + head * block_tokens,
             )
         else:
             for h in range(item_heads):
@@ -356,6 +404,7 @@ def attend_worker(job: Job) -> None:
                     state[low:high],
                     rest,
                     pages,
+                    scales,
                     table,
                     before,
                     group,
@@ -364,6 +413,7 @@ def attend_worker(job: Job) -> None:
                     block_tokens,
                     start + h * head_elements,
                     side,
+                    scale_start + (head + h) * block_tokens,
                 )
         for m in range(num_rows):
             row = m % head_rows

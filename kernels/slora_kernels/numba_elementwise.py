@@ -3,20 +3,26 @@
 import numpy as np
 
 from slora_kernels.batch import Activation
+from slora_kernels.layout import LARGEST_E4M3
 from slora_kernels.numba_language import (
     Array,
     Float,
+    Int,
     Job,
     compiled,
     count_items,
     exp2,
+    from_bits,
     narrow,
+    read_bfloat16_matrix,
+    read_byte_matrix,
     read_float,
     read_float_matrix,
     read_int,
     read_int64_matrix,
     read_model_matrix,
     take_item,
+    to_bits,
     widen,
 )
 
@@ -182,7 +188,7 @@ def norm_and_rotate_head(target: Array, source: Array, angles: Array, weight: Ar
 
 
 # Fields of a rotation job; LAYER_START is where the layer begins in a page. COS_SIN has no columns when nothing turns;
-# the last three are there only if NORMED.
+# the three of norms mean something only if NORMED; the last two are there only in fp8.
 (
     QKV,
     COS_SIN,
@@ -198,7 +204,38 @@ def norm_and_rotate_head(target: Array, source: Array, angles: Array, weight: Ar
     QUERY_NORM,
     KEY_NORM,
     HEAD_EPS,
-) = range(14)
+    SCALES,
+    SCALE_START,
+) = range(16)
+
+_INFINITY, _LARGEST_E4M3 = 0x7F800000, np.float32(LARGEST_E4M3)
+_NAN_SCALE, _SMALLEST_SCALE = 0x7FC0, 0x0080
+
+
+@compiled
+def find_largest(row: Array) -> Int:
+    """The greatest magnitude, as the bits of a float32; what is not finite is greater than any number."""
+    largest = np.int32(0)
+    for i in range(row.shape[0]):
+        largest = max(largest, to_bits(widen(row[i])) & np.int32(0x7FFFFFFF))
+    return largest
+
+
+@compiled
+def choose_scale(largest: Int, other: Int) -> Int:
+    """Bits of the scale in bfloat16 of one side, by its greatest magnitude and the other's; see `KVFormat`."""
+    if max(largest, other) >= _INFINITY:
+        return _NAN_SCALE
+    exact = to_bits(from_bits(np.int32(largest)) / _LARGEST_E4M3)
+    # The upper half of a float32 is a bfloat16; what is cut off rounds up.
+    return max((exact + 0xFFFF) >> 16, _SMALLEST_SCALE)
+
+
+@compiled
+def write_scaled(target: Array, source: Array, scale: Int) -> None:
+    divisor = from_bits(np.int32(scale << 16))
+    for i in range(source.shape[0]):
+        target[i] = narrow(widen(source[i]) / divisor, target)
 
 
 @compiled
@@ -212,12 +249,22 @@ def norm_and_rotate_heads(heads: Array, angles: Array, weight: Array, eps: Float
 
 def rotate_and_write_kv_worker(job: Job) -> None:
     """Items: tokens."""
-    qkv, pages = read_model_matrix(job, QKV), read_model_matrix(job, KV_PAGES)
+    rotate_and_write_items(job, read_model_matrix(job, KV_PAGES), None)
+
+
+def rotate_and_write_fp8_worker(job: Job) -> None:
+    """The same into pages in fp8."""
+    rotate_and_write_items(job, read_byte_matrix(job, KV_PAGES), read_bfloat16_matrix(job, SCALES))
+
+
+@compiled
+def rotate_and_write_items(job: Job, pages: Array, scales: Array | None) -> None:
+    qkv = read_model_matrix(job, QKV)
     cos_sin, positions = read_float_matrix(job, COS_SIN), read_int64_matrix(job, POSITIONS)[0]
     kv_slots, normed = read_int64_matrix(job, KV_SLOTS)[0], read_int(job, NORMED)
     heads, kv_heads, size = read_int(job, HEADS), read_int(job, KV_HEADS), read_int(job, HEAD_DIM)
     block_tokens, layer_start = read_int(job, BLOCK_TOKENS), read_int(job, LAYER_START)
-    turning = heads + kv_heads
+    turning, side = heads + kv_heads, kv_heads * block_tokens
     token = take_item(job)
     while token < count_items(job):
         row, angles = qkv[token], cos_sin[positions[token]]
@@ -231,15 +278,28 @@ def rotate_and_write_kv_worker(job: Job) -> None:
                 q = row[head * size : head * size + size]
                 rotate_head(q, q, angles)
         slot = kv_slots[token]
-        page, at = pages[slot // block_tokens], layer_start + slot % block_tokens * size
+        page, offset = pages[slot // block_tokens], slot % block_tokens
         for head in range(kv_heads):
             source = (heads + head) * size
-            target = at + head * block_tokens * size
-            if normed:
-                copy_row(page[target : target + size], row[source : source + size])
+            vector = head * block_tokens + offset
+            target = layer_start + vector * size
+            key, value = row[source : source + size], row[source + kv_heads * size :][:size]
+            key_target = page[target : target + size]
+            value_target = page[target + side * size : target + side * size + size]
+            if scales is not None:
+                if not normed:
+                    rotate_head(key, key, angles)
+                largest_key, largest_value = find_largest(key), find_largest(value)
+                key_scale = choose_scale(largest_key, largest_value)
+                value_scale = choose_scale(largest_value, largest_key)
+                write_scaled(key_target, key, key_scale)
+                write_scaled(value_target, value, value_scale)
+                beside = scales[slot // block_tokens, read_int(job, SCALE_START) :]
+                beside[vector], beside[side + vector] = key_scale, value_scale
             else:
-                rotate_head(page[target : target + size], row[source : source + size], angles)
-            source += kv_heads * size
-            target += kv_heads * block_tokens * size
-            copy_row(page[target : target + size], row[source : source + size])
+                if normed:
+                    copy_row(key_target, key)
+                else:
+                    rotate_head(key_target, key, angles)
+                copy_row(value_target, value)
         token = take_item(job)

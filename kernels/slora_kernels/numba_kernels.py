@@ -29,7 +29,7 @@ from slora_kernels.batch import (
     TileLimits,
 )
 from slora_kernels.draws import Draws
-from slora_kernels.layout import LoraSite
+from slora_kernels.layout import SCALE_BYTES, KVFormat, LoraSite
 from slora_kernels.lora_gather import gather_columns
 from slora_kernels.numba_attention import TILE_ROWS
 from slora_kernels.numba_language import NUM_ITEMS, compile_worker
@@ -46,17 +46,28 @@ _CARRIERS = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.f
 _WORKERS = (
     numba_elementwise.rms_norm_worker,
     numba_elementwise.act_mul_worker,
-    numba_elementwise.rotate_and_write_kv_worker,
-    numba_attention.attend_worker,
     numba_likeliest.likeliest_worker,
     numba_lora.lora_worker,
 )
+# Those that know what pages keep K and V as.
+_KV_WORKERS = {
+    KVFormat.MODEL: (numba_elementwise.rotate_and_write_kv_worker, numba_attention.attend_worker),
+    KVFormat.FP8: (numba_elementwise.rotate_and_write_fp8_worker, numba_attention.attend_fp8_worker),
+}
 Worker = Callable[[Any], None]
 
 
 @cache
 def _compile(worker: Worker, dtype: torch.dtype) -> Any:
     return compile_worker(worker, _CARRIERS[dtype])
+
+
+def _scale_fields(pages: Tensor, geometry: KVGeometry, layer: int) -> tuple[Field, ...]:
+    """The pages once more as scales, and where the layer's begin; nothing where there are none."""
+    if not geometry.has_scales:
+        return ()
+    first_byte = layer * geometry.layout.num_bytes + geometry.layout.scales_start
+    return as_numbers(pages, SCALE_BYTES), first_byte // SCALE_BYTES
 
 
 def _cut_queries(batch: AttentionBatch, tile_queries: int) -> Tensor:
@@ -121,9 +132,9 @@ class NumbaKernels:
         self._scratch = torch.empty(0)
 
     def warm_up(self, geometry: KVGeometry) -> float:
-        """Compiles, or loads from numba's cache, all workers for the geometry's dtype; returns the seconds."""
+        """Compiles, or loads from numba's cache, all workers for the geometry's formats; returns the seconds."""
         start = time.perf_counter()
-        for worker in _WORKERS:
+        for worker in (*_WORKERS, *_KV_WORKERS[geometry.kv_format]):
             _compile(worker, geometry.dtype)
         return time.perf_counter() - start
 
@@ -192,22 +203,25 @@ class NumbaKernels:
     ) -> Tensor:
         plan = step.plan
         assert isinstance(plan, AttentionPlan)
-        normed = () if norms is None else (norms.query.float(), norms.key.float(), norms.eps)
+        normed = (NOTHING, NOTHING, 0.0)
+        if norms is not None:
+            normed = (norms.query.float(), norms.key.float(), norms.eps)
         fields = (
             qkv,
             NOTHING if cos_sin is None else cos_sin,
-            as_numbers(pages, qkv.element_size()),
+            as_numbers(pages, geometry.number_dtype.itemsize),
             plan.positions,
             plan.kv_slots,
             geometry.num_heads,
             geometry.num_kv_heads,
             geometry.head_dim,
             geometry.block_tokens,
-            layer * geometry.block_elements,
+            layer * geometry.layer_numbers,
             int(norms is not None),
             *normed,
+            *_scale_fields(pages, geometry, layer),
         )
-        worker = numba_elementwise.rotate_and_write_kv_worker
+        worker, _ = _KV_WORKERS[geometry.kv_format]
         self._run(worker, geometry.dtype, qkv.shape[0], fields, numbers=qkv.numel())
         return qkv.view(qkv.shape[0], -1, geometry.head_dim)[:, : geometry.num_heads]
 
@@ -232,7 +246,7 @@ class NumbaKernels:
         assert q.stride(1) == geometry.head_dim and q.stride(2) == 1
         fields = (
             q,
-            as_numbers(pages, q.element_size()),
+            as_numbers(pages, geometry.number_dtype.itemsize),
             out,
             cut.words,
             plan.block_tables,
@@ -241,15 +255,17 @@ class NumbaKernels:
             group,
             geometry.head_dim,
             geometry.block_tokens,
-            layer * geometry.block_elements,
+            layer * geometry.layer_numbers,
             rule.scale,
             numba_attention.NO_WINDOW if rule.window is None else rule.window,
             rule.softcap or 0.0,
             cut.item_heads,
+            *_scale_fields(pages, geometry, layer),
         )
+        _, worker = _KV_WORKERS[geometry.kv_format]
         items = len(cut.tiles) * geometry.num_kv_heads // cut.item_heads
         numbers = q.numel() * rule.count_visible(step.batch.max_context)
-        self._run(numba_attention.attend_worker, geometry.dtype, items, fields, numbers=numbers)
+        self._run(worker, geometry.dtype, items, fields, numbers=numbers)
         return out
 
     def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,8 @@ The dtype of the model is carried by an array's element type, so one source serv
 
     float32 as float32;  bfloat16 as uint16 (its bits are the upper half of a float32's);  float16 as int16
 
+K and V in fp8 are uint8: e4m3, without its NaN, for it is their scale, in bfloat16, that says so.
+
 A job is a block of 64-bit words: the next item to take, the next worker's number, the number of items, then three
 words a field: address, rows and pitch of a tensor seen as a matrix of contiguous rows, or one number. The element
 type of the job's own pointer is that of the model. Arithmetic is float32 throughout.
@@ -35,7 +37,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS = 0, 1, 2, 3
 FIELD_WORDS = 3
 
-_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_I8, _I16, _I32, _I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F32, _F64 = ir.FloatType(), ir.DoubleType()
 _BYTE_POINTER = ir.IntType(8).as_pointer()
 _PREFETCH_TYPE = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _I32, _I32, _I32])
@@ -178,6 +180,16 @@ def read_bridge_matrix(typing: Any, job: Job, field: int) -> Any:
 
 
 @emitted
+def read_byte_matrix(typing: Any, job: Job, field: int) -> Any:
+    return _emit_matrix(job, types.uint8)
+
+
+@emitted
+def read_bfloat16_matrix(typing: Any, job: Job, field: int) -> Any:
+    return _emit_matrix(job, types.uint16)
+
+
+@emitted
 def read_int32_matrix(typing: Any, job: Job, field: int) -> Any:
     return _emit_matrix(job, types.int32)
 
@@ -243,18 +255,30 @@ def widen_value(builder: Any, element: Any, value: Any, lanes: int = 1) -> Any:
         return kind if lanes == 1 else ir.VectorType(kind, lanes)
 
     if element == types.uint16:
-        bits = _I32(16) if lanes == 1 else ir.Constant(of(_I32), [16] * lanes)
-        return builder.bitcast(builder.shl(builder.zext(value, of(_I32)), bits), of(_F32))
+        bits = builder.shl(builder.zext(value, of(_I32)), _fill(of(_I32), 16))
+        return builder.bitcast(bits, of(_F32))
     if element == types.int16:
         return builder.fpext(builder.bitcast(value, of(ir.HalfType())), of(_F32))
+    if element == types.uint8:
+        # Its exponent and fraction where a float16 has them; that one's exponent counts from 15 instead of 7.
+        bits = builder.and_(
+            builder.shl(builder.sext(value, of(_I16)), _fill(of(_I16), 7)), _fill(of(_I16), 0xBFFF)
+        )
+        half = builder.fpext(builder.bitcast(bits, of(ir.HalfType())), of(_F32))
+        return builder.fmul(half, _fill(of(_F32), 256.0))
     return value
+
+
+def _fill(kind: Any, number: float) -> Any:
+    """A constant of a kind, in all lanes of a vector."""
+    return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
 
 
 def _round_bfloat16(builder: Any, value: Any, of: Callable[[Any], Any]) -> Any:
     """To nearest, ties to even; NaN stays NaN although a carry would run through its bits."""
 
-    def constant(number: int, kind: Any = _I32) -> Any:
-        return ir.Constant(of(kind), [number] * of(kind).count if of(kind) is not kind else number)
+    def constant(number: int) -> Any:
+        return _fill(of(_I32), number)
 
     bits = builder.bitcast(value, of(_I32))
     odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
@@ -262,6 +286,24 @@ def _round_bfloat16(builder: Any, value: Any, of: Callable[[Any], Any]) -> Any:
     magnitude = builder.and_(bits, constant(0x7FFFFFFF))
     is_nan = builder.icmp_unsigned(">", magnitude, constant(0x7F800000))
     return builder.trunc(builder.select(is_nan, constant(0x7FC0), rounded), of(_I16))
+
+
+def _round_e4m3(builder: Any, value: Any, of: Callable[[Any], Any]) -> Any:
+    """Numbers of at most 448, to nearest, ties to even. As `e4m3.encode_numbers`, which says why."""
+
+    def constant(number: int) -> Any:
+        return _fill(of(_I32), number)
+
+    bits = builder.bitcast(value, of(_I32))
+    size = builder.and_(bits, constant(0x7FFFFFFF))
+    odd = builder.and_(builder.lshr(size, constant(20)), constant(1))
+    cut = builder.lshr(builder.add(builder.add(size, odd), constant(0x7FFFF)), constant(20))
+    normal = builder.sub(cut, constant(120 << 3))
+    shifted = builder.fadd(builder.bitcast(size, of(_F32)), _fill(of(_F32), 16384.0))
+    small = builder.sub(builder.bitcast(shifted, of(_I32)), constant(0x46800000))
+    is_small = builder.icmp_unsigned("<", size, constant(0x3C800000))
+    sign = builder.and_(builder.lshr(bits, constant(24)), constant(0x80))
+    return builder.trunc(builder.or_(builder.select(is_small, small, normal), sign), of(_I8))
 
 
 def narrow_value(builder: Any, element: Any, value: Any, lanes: int = 1) -> Any:
@@ -274,12 +316,14 @@ def narrow_value(builder: Any, element: Any, value: Any, lanes: int = 1) -> Any:
         return _round_bfloat16(builder, value, of)
     if element == types.int16:
         return builder.bitcast(builder.fptrunc(value, of(ir.HalfType())), of(_I16))
+    if element == types.uint8:
+        return _round_e4m3(builder, value, of)
     return value
 
 
 @emitted
 def widen(typing: Any, value: Any) -> Any:
-    """An element of the model's dtype as float32."""
+    """An element of any of these formats as float32."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return widen_value(builder, value, args[0])
@@ -356,7 +400,15 @@ def prefetch(array: Array) -> None:
 
 
 @emitted
-def _from_bits(typing: Any, bits: int) -> Any:
+def to_bits(typing: Any, value: Float) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _I32)
+
+    return types.int32(types.float32), emit
+
+
+@emitted
+def from_bits(typing: Any, bits: int) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], _F32)
 
@@ -377,7 +429,7 @@ def exp2(x: Float) -> Float:
     whole = np.int32(clamped - _HALF)
     f = clamped - np.float32(whole)
     series = _ONE + f * (_C1 + f * (_C2 + f * (_C3 + f * (_C4 + f * (_C5 + f * (_C6 + f * _C7))))))
-    power = _from_bits((whole + np.int32(127)) << np.int32(23))
+    power = from_bits((whole + np.int32(127)) << np.int32(23))
     return series * power if x >= _LOWEST else _ZERO
 
 
@@ -412,6 +464,15 @@ def copy_widened(target: Array, source: Array) -> None:
     """target float32 = source."""
     for i in range(source.shape[0]):
         target[i] = widen(source[i])
+
+
+@compiled
+def multiply_columns(rows: Array, factors: Array) -> None:
+    """rows float32 [M, n] *= factors [n]."""
+    for m in range(rows.shape[0]):
+        row = rows[m]
+        for n in range(factors.shape[0]):
+            row[n] *= widen(factors[n])
 
 
 @compiled

@@ -33,7 +33,7 @@ Bridge: TypeAlias = Any
 class Kernels(Protocol):
     """Tensors in, tensors out. T tokens, H hidden, I intermediate, Hq query heads, Hk KV heads, D head dim.
 
-    `pages` is uint8 [num_pages, full_page_bytes]; implementations view it in the model dtype. A step goes:
+    `pages` is uint8 [num_pages, full_page_bytes]; what K and V are in it, the geometry says. A step goes:
 
         step = kernels.prepare_attention(batch)     # once a step, for all layers
         q = kernels.rotate_and_write_kv(qkv, cos_sin, pages, geometry, layer, step)
@@ -55,7 +55,7 @@ class Kernels(Protocol):
         """How the tokens of a step are to be cut into LoRA tiles."""
 
     def warm_up(self, geometry: KVGeometry) -> float:
-        """Compiles what a first step of this dtype would otherwise wait for; returns the seconds that it took."""
+        """Compiles what a first step of these formats would otherwise wait for; returns the seconds that it took."""
 
     def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
         """Works out, once a step, what the attention of all layers shares."""

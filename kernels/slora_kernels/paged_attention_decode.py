@@ -13,7 +13,14 @@ from torch import Tensor
 
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
 from slora_kernels.launch import Launch, dot_dtype
-from slora_kernels.paged_walk import LOG2_E, base_two_cap, count_round_tokens, first_visible, walk_pages
+from slora_kernels.paged_walk import (
+    LOG2_E,
+    base_two_cap,
+    count_round_tokens,
+    first_visible,
+    view_pages,
+    walk_pages,
+)
 
 # Context tokens per round of the walk.
 ROUND_TOKENS = 64
@@ -34,6 +41,7 @@ def _measure_stretch(visible, BLOCK_N: tl.constexpr, MIN_STRETCH: tl.constexpr, 
 def _paged_attention_decode_kernel(
     q,
     pages,
+    scales,
     out,
     partial_values,
     partial_sums,
@@ -50,6 +58,7 @@ def _paged_attention_decode_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    LAYER_NUMBERS: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     MIN_STRETCH: tl.constexpr,
@@ -75,13 +84,15 @@ def _paged_attention_decode_kernel(
     mask = (rows[:, None] < GROUP) & (lanes[None, :] < HEAD_DIM)
     source = q + token * q_stride + heads[:, None] * HEAD_DIM + lanes[None, :]
     rows_q = tl.load(source, mask=mask, other=0.0).to(tl.float32).to(DOT_DTYPE)
-    head_start = layer * (2 * SIDE) + kv_head * BLOCK_TOKENS * HEAD_DIM
+    layer_start, head_tokens = layer * LAYER_NUMBERS, kv_head * BLOCK_TOKENS
     acc, peak, total = walk_pages(
         rows_q,
         tl.full((BLOCK_M,), context, tl.int32),
         pages,
+        scales,
         block_tables + b * table_stride,
-        head_start,
+        layer_start + head_tokens * HEAD_DIM,
+        layer_start // 2 + SIDE + head_tokens,
         page_stride,
         begin,
         tl.minimum(begin + stretch, context),
@@ -169,7 +180,7 @@ def bind_paged_attention_decode(
     rows = (sequences, geometry.num_heads, stretches)
     values = torch.empty(*rows, geometry.head_dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(*rows, 2, dtype=torch.float32, device=q.device)
-    elements = pages.view(geometry.dtype)
+    numbers, scales = view_pages(pages, geometry)
     shared = {
         "out": out,
         "partial_values": values,
@@ -193,11 +204,12 @@ def bind_paged_attention_decode(
         shared
         | {
             "q": q,
-            "pages": elements,
+            "pages": numbers,
+            "scales": scales,
             "block_tables": batch.block_tables,
             "scale": rule.scale * LOG2_E,
             "layer": layer,
-            "page_stride": elements.stride(0),
+            "page_stride": numbers.stride(0),
             "table_stride": batch.block_tables.stride(0),
             "q_stride": q.stride(0),
         },
@@ -205,6 +217,7 @@ def bind_paged_attention_decode(
         | {
             "KV_HEADS": geometry.num_kv_heads,
             "BLOCK_TOKENS": geometry.block_tokens,
+            "LAYER_NUMBERS": geometry.layer_numbers,
             "CAP": base_two_cap(rule),
             "BLOCK_M": max(16, triton.next_power_of_2(geometry.group_heads)),
             "DOT_DTYPE": dot_dtype(geometry.dtype),

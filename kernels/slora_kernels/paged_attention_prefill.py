@@ -11,7 +11,14 @@ from torch import Tensor
 
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
 from slora_kernels.launch import Launch, dot_dtype
-from slora_kernels.paged_walk import LOG2_E, base_two_cap, count_round_tokens, first_visible, walk_pages
+from slora_kernels.paged_walk import (
+    LOG2_E,
+    base_two_cap,
+    count_round_tokens,
+    first_visible,
+    view_pages,
+    walk_pages,
+)
 
 # Context tokens per round of the walk, and the warps of a program. Compiled ahead of time (not run), no target spills
 # a register with these, an H200 keeps two programs with heads of 128 on a multiprocessor (64 KiB of shared memory
@@ -45,6 +52,7 @@ def _find_sequence(query_starts, num_sequences, tile, TILE_QUERIES: tl.constexpr
 def _paged_attention_prefill_kernel(
     q,
     pages,
+    scales,
     out,
     query_starts,
     context_lens,
@@ -59,6 +67,7 @@ def _paged_attention_prefill_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    LAYER_NUMBERS: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     TILE_QUERIES: tl.constexpr,
@@ -84,14 +93,17 @@ def _paged_attention_prefill_kernel(
     mask = real[:, None] & (lanes[None, :] < HEAD_DIM)
     source = q + (first + queries)[:, None] * q_stride + heads[:, None] * HEAD_DIM + lanes[None, :]
     rows_q = tl.load(source, mask=mask, other=0.0).to(tl.float32).to(DOT_DTYPE)
+    layer_start, head_tokens = layer * LAYER_NUMBERS, kv_head * BLOCK_TOKENS
     before = tl.load(context_lens + b) - size
     begin = first_visible(before + query + 1, WINDOW)
     acc, _, total = walk_pages(
         rows_q,
         tl.where(real, before + queries + 1, begin + 1),
         pages,
+        scales,
         block_tables + b * table_stride,
-        layer * (2 * SIDE) + kv_head * BLOCK_TOKENS * HEAD_DIM,
+        layer_start + head_tokens * HEAD_DIM,
+        layer_start // 2 + SIDE + head_tokens,
         page_stride,
         begin,
         before + tl.minimum(query + TILE_QUERIES, size),
@@ -123,13 +135,14 @@ def bind_paged_attention_prefill(
     sequences = batch.context_lens.shape[0]
     rows = max(_count_rows(geometry), triton.next_power_of_2(geometry.group_heads))
     tile_queries = rows // geometry.group_heads
-    elements = pages.view(geometry.dtype)
+    numbers, scales = view_pages(pages, geometry)
     return Launch(
         _paged_attention_prefill_kernel,
         (q.shape[0] // tile_queries + sequences, geometry.num_kv_heads),
         {
             "q": q,
-            "pages": elements,
+            "pages": numbers,
+            "scales": scales,
             "out": out,
             "query_starts": batch.query_starts,
             "context_lens": batch.context_lens,
@@ -137,7 +150,7 @@ def bind_paged_attention_prefill(
             "scale": rule.scale * LOG2_E,
             "layer": layer,
             "num_sequences": sequences,
-            "page_stride": elements.stride(0),
+            "page_stride": numbers.stride(0),
             "table_stride": batch.block_tables.stride(0),
             "q_stride": q.stride(0),
         },
@@ -146,6 +159,7 @@ def bind_paged_attention_prefill(
             "KV_HEADS": geometry.num_kv_heads,
             "HEAD_DIM": geometry.head_dim,
             "BLOCK_TOKENS": geometry.block_tokens,
+            "LAYER_NUMBERS": geometry.layer_numbers,
             "WINDOW": rule.window,
             "CAP": base_two_cap(rule),
             "TILE_QUERIES": tile_queries,

@@ -2,13 +2,17 @@
 pages.
 
 Online softmax (arXiv 2205.14135) in base 2, fp32. Slots past the stretch are never loaded: they hold whatever
-the page's last user left there.
+the page's last user left there. Scales, where there are some, are applied to scores and weights: of those there are
+fewer than numbers of K and V, and on an sm_100 a product of 128 rows spills otherwise (compiled ahead of time, not
+run).
 """
 
 import math
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from slora_kernels.batch import AttentionRule, KVGeometry
 
@@ -34,8 +38,10 @@ def walk_pages(
     q,
     limits,
     pages,
+    scales,
     table,
     head_start,
+    scale_start,
     page_stride,
     begin,
     end,
@@ -52,8 +58,9 @@ def walk_pages(
 ):
     """q [M, D]; a row sees WINDOW tokens (None: all) before limits int32 [M]. scale and CAP include log2(e).
 
-    Tokens [begin, end) are read: one row at least must see each. head_start: elements from a page's start to this
-    layer's and head's K; V lies SIDE elements further.
+    Tokens [begin, end) are read: one row at least must see each. head_start: numbers from a page's start to this
+    layer's and head's K; V lies SIDE numbers further. scales: None, or the pages once more as bfloat16, in which K's
+    begin at scale_start and V's lie as many further as there are heads of a token.
     Returns unscaled values [M, D], peaks [M] (base 2) and totals [M].
     """
     lanes = tl.arange(0, BLOCK_D)
@@ -62,13 +69,20 @@ def walk_pages(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in range(begin, end, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
-        page = tl.load(table + tokens // BLOCK_TOKENS, mask=tokens < end, other=0)
-        base = page.to(tl.int64) * page_stride + head_start + (tokens % BLOCK_TOKENS) * HEAD_DIM
+        page = tl.load(table + tokens // BLOCK_TOKENS, mask=tokens < end, other=0).to(tl.int64) * page_stride
+        base = page + head_start + (tokens % BLOCK_TOKENS) * HEAD_DIM
         place = pages + base[:, None] + lanes[None, :]
         mask = (tokens[:, None] < end) & (lanes[None, :] < HEAD_DIM)
         k = tl.load(place, mask=mask, other=0.0).to(tl.float32).to(DOT_DTYPE)
-        v = tl.load(place + SIDE, mask=mask, other=0.0).to(tl.float32).to(DOT_DTYPE)
+        v = tl.load(place + SIDE, mask=mask, other=0.0).to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if scales is not None:
+            scale_place = scales + page // 2 + scale_start + tokens % BLOCK_TOKENS
+            k_scale = tl.load(scale_place, mask=tokens < end, other=0.0).to(tl.float32)
+            v_scale = tl.load(scale_place + SIDE // HEAD_DIM, mask=tokens < end, other=0.0).to(tl.float32)
+            scores *= k_scale[None, :]
+            if q.dtype == tl.float16:  # which a weight times a scale may be too small for
+                v *= v_scale[:, None]
         if CAP is not None:
             scores = _cap_scores(scores, CAP)
         seen = tokens[None, :] < limits[:, None]
@@ -79,7 +93,9 @@ def walk_pages(
         weights = tl.exp2(scores - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
         total = total * decay + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(DOT_DTYPE), v, acc * decay[:, None], input_precision="ieee")
+        if (scales is not None) & (q.dtype != tl.float16):
+            weights *= v_scale[None, :]
+        acc = tl.dot(weights.to(DOT_DTYPE), v.to(DOT_DTYPE), acc * decay[:, None], input_precision="ieee")
         peak = new_peak
     return acc, peak, total
 
@@ -97,6 +113,11 @@ def count_round_tokens(geometry: KVGeometry, most: int) -> int:
     """Context tokens per round of the walk: up to 64 of 128 numbers in 16 bits, 32 of 256."""
     row_bytes: int = triton.next_power_of_2(geometry.head_dim) * geometry.dtype.itemsize
     return min(most, ROUND_BYTES // row_bytes)
+
+
+def view_pages(pages: Tensor, geometry: KVGeometry) -> tuple[Tensor, Tensor | None]:
+    """pages uint8 [num_pages, full_page_bytes] as the walk takes them: numbers, and scales or None."""
+    return pages.view(geometry.number_dtype), pages.view(torch.bfloat16) if geometry.has_scales else None
 
 
 def base_two_cap(rule: AttentionRule) -> float | None:

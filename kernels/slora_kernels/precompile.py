@@ -15,7 +15,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def main() -> None:
-    """Only the dtype decides what is compiled: the other sizes are arguments of the kernels."""
+    """Only dtypes decide what is compiled: sizes are arguments. KV in fp8 is left to the first start that wants it."""
     kernels = select_kernels("auto", torch.device("cpu"))
     for dtype in _DTYPES:
         kernels.warm_up(

@@ -20,7 +20,7 @@ from slora_kernels.batch import (
     QueryKeyNorm,
 )
 from slora_kernels.draws import Draws
-from slora_kernels.layout import SEGMENT_BYTES, LoraSite
+from slora_kernels.layout import LARGEST_E4M3, SEGMENT_BYTES, LoraSite
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -78,9 +78,39 @@ def norm_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def view_layer(pages: Tensor, geometry: KVGeometry, layer: int) -> Tensor:
     """pages uint8 [num_pages, full_page_bytes] -> [num_pages, 2, Hk, block_tokens, D] of a layer, a view."""
-    size = geometry.block_elements
-    blocks = pages.view(geometry.dtype)[:, layer * size : (layer + 1) * size]
-    return blocks.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens, geometry.head_dim)
+    first = layer * geometry.layout.num_bytes
+    numbers = pages[:, first : first + geometry.layout.scales_start].view(geometry.number_dtype)
+    return numbers.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens, geometry.head_dim)
+
+
+def view_scales(pages: Tensor, geometry: KVGeometry, layer: int) -> Tensor:
+    """The same pages -> bfloat16 [num_pages, 2, Hk, block_tokens], the scales of a layer, a view."""
+    first = layer * geometry.layout.num_bytes + geometry.layout.scales_start
+    count = 2 * geometry.num_kv_heads * geometry.block_tokens
+    scales = pages[:, first : first + 2 * count].view(torch.bfloat16)
+    return scales.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens)
+
+
+def scale_up(largest: Tensor) -> Tensor:
+    """Magnitudes, float64 -> scales, bfloat16: the least that is no less than the 448th part, and a normal number."""
+    exact = largest / LARGEST_E4M3
+    near = exact.to(torch.bfloat16)
+    above = torch.nextafter(near, torch.tensor(torch.inf, dtype=torch.bfloat16, device=near.device))
+    return torch.where(near.double() < exact, above, near).clamp_min(torch.finfo(torch.bfloat16).tiny)
+
+
+def write_kv(pages: Tensor, geometry: KVGeometry, layer: int, slot: int, k: Tensor, v: Tensor) -> None:
+    """k, v float64 [Hk, D] of a token into its slot."""
+    page, offset = divmod(slot, geometry.block_tokens)
+    place = view_layer(pages, geometry, layer)[page, :, :, offset]
+    sides = torch.stack((k, v))
+    if geometry.has_scales:
+        largest = sides.abs().amax(-1)
+        scales = scale_up(largest)
+        scales[:, ~largest.isfinite().all(0)] = torch.nan
+        view_scales(pages, geometry, layer)[page, :, :, offset] = scales
+        sides = sides / scales.double()[..., None]
+    place.copy_(sides.to(geometry.number_dtype))
 
 
 def rotate_and_write_kv(
@@ -102,21 +132,23 @@ def rotate_and_write_kv(
     if cos_sin is not None:
         cos, sin = cos_sin[batch.positions].chunk(2, dim=-1)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    blocks = view_layer(pages, geometry, layer)
     for token, slot in enumerate(batch.kv_slots.tolist()):
-        page, offset = divmod(slot, geometry.block_tokens)
-        blocks[page, 0, :, offset] = k[token].to(geometry.dtype)
-        blocks[page, 1, :, offset] = v[token]
+        write_kv(pages, geometry, layer, slot, k[token], v[token].double())
     return q.to(qkv.dtype)
 
 
 def read_context(
     pages: Tensor, geometry: KVGeometry, layer: int, block_table: list[int], begin: int, end: int
 ) -> tuple[Tensor, Tensor]:
-    """K and V [end - begin, Hk, D] of tokens [begin, end) of a sequence."""
-    blocks = view_layer(pages, geometry, layer)
+    """K and V float64 [end - begin, Hk, D] of tokens [begin, end) of a sequence."""
     places = [divmod(t, geometry.block_tokens) for t in range(begin, end)]
-    rows = torch.stack([blocks[block_table[block], :, :, offset] for block, offset in places])
+
+    def read(blocks: Tensor) -> Tensor:
+        return torch.stack([blocks[block_table[block], :, :, offset] for block, offset in places]).double()
+
+    rows = read(view_layer(pages, geometry, layer))
+    if geometry.has_scales:
+        rows *= read(view_scales(pages, geometry, layer))[..., None]
     return rows[:, 0], rows[:, 1]
 
 
@@ -131,7 +163,7 @@ def attend(
         first = before + 1 - rule.count_visible(before + 1)
         table = batch.block_tables[b].tolist()
         sides = read_context(pages, geometry, layer, table, first, context)
-        k_all, v_all = (x.double().repeat_interleave(geometry.group_heads, dim=1) for x in sides)
+        k_all, v_all = (x.repeat_interleave(geometry.group_heads, dim=1) for x in sides)
         for token in range(starts[b], starts[b + 1]):
             end = before + 1 + token - starts[b]
             seen = slice(end - rule.count_visible(end) - first, end - first)

@@ -25,7 +25,7 @@ from slora_kernels.batch import (
     TileLimits,
 )
 from slora_kernels.draws import Draws
-from slora_kernels.layout import LoraSite
+from slora_kernels.layout import LARGEST_E4M3, LoraSite
 from slora_kernels.likeliest import find_likeliest
 from slora_kernels.lora_gather import gather_columns
 from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shrink_tiles
@@ -122,27 +122,41 @@ def _plan_attention(batch: AttentionBatch, window: int | None, block_tokens: int
     return [_plan_pass(part, queries, tables, window, block_tokens) for queries, part in work if part]
 
 
-def _view_layer(pages: Tensor, geometry: KVGeometry, layer: int) -> Tensor:
-    """K and V of one layer, [2, Hk, num_pages, block_tokens, D], a view."""
-    size = geometry.block_elements
-    blocks = pages.view(geometry.dtype)[:, layer * size : (layer + 1) * size]
-    sides = blocks.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens, geometry.head_dim)
-    return sides.permute(1, 2, 0, 3, 4)
+def _view_scales(shares: Tensor, geometry: KVGeometry) -> Tensor:
+    """Shares of one layer, uint8 [n, block_bytes] -> their scales bfloat16 [n, 2, Hk, block_tokens], a view."""
+    count = 2 * geometry.num_kv_heads * geometry.block_tokens
+    scales = shares[:, geometry.layout.scales_start :][:, : 2 * count].view(torch.bfloat16)
+    return scales.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens)
 
 
-def _gather_column(blocks: Tensor, block_ids: Tensor, geometry: KVGeometry) -> Tensor:
-    """blocks [num_blocks, block_elements], block_ids [n, C] -> K and V, float32 [2, Hk, n, C * block_tokens, D].
+def _view_numbers(shares: Tensor, geometry: KVGeometry) -> Tensor:
+    """The same -> K and V [n, 2, Hk, block_tokens, D], a view."""
+    numbers = shares[:, : geometry.layout.scales_start].view(geometry.number_dtype)
+    return numbers.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens, geometry.head_dim)
 
-    `blocks` is contiguous on purpose: index_select over a strided view would first copy the whole pool.
+
+def _scale_down(sides: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [T, 2, Hk, D] -> (float8 of the same shape, bfloat16 scales [T, 2, Hk])."""
+    largest = sides.abs().amax(-1)
+    # The upper half of a float32 is a bfloat16; what is cut off rounds up.
+    codes = (((largest / LARGEST_E4M3).view(torch.int32) + 0xFFFF) >> 16).to(torch.int16)
+    scales = codes.view(torch.bfloat16).clamp_min(torch.finfo(torch.bfloat16).tiny)
+    scales = scales.masked_fill(~largest.isfinite().all(1, keepdim=True), torch.nan)
+    return (sides / scales.float()[..., None]).to(torch.float8_e4m3fn), scales
+
+
+def _gather_column(shares: Tensor, block_ids: Tensor, geometry: KVGeometry) -> Tensor:
+    """shares uint8 [num_blocks, block_bytes], block_ids [n, C] -> K and V float32 [2, Hk, n, C * block_tokens, D].
+
+    `shares` is contiguous on purpose: index_select over a strided view would first copy the whole pool.
     """
     n, columns = block_ids.shape
-    gathered = blocks.index_select(0, block_ids.flatten())
-    sides = gathered.view(n, columns, 2, geometry.num_kv_heads, geometry.block_tokens, geometry.head_dim)
-    return (
-        sides.permute(2, 3, 0, 1, 4, 5)
-        .float()
-        .reshape(2, geometry.num_kv_heads, n, columns * geometry.block_tokens, geometry.head_dim)
-    )
+    gathered = shares.index_select(0, block_ids.flatten())
+    sides = _view_numbers(gathered, geometry).float()
+    if geometry.has_scales:
+        sides.mul_(_view_scales(gathered, geometry).float()[..., None])
+    sides = sides.view(n, columns, *sides.shape[1:]).permute(2, 3, 0, 1, 4, 5)
+    return sides.reshape(2, geometry.num_kv_heads, n, columns * geometry.block_tokens, geometry.head_dim)
 
 
 class _OnlineSoftmax:
@@ -168,9 +182,9 @@ class _OnlineSoftmax:
 
 
 def _attend_pass(
-    work: TilePass, q: Tensor, blocks: Tensor, geometry: KVGeometry, layer: int, rule: AttentionRule
+    work: TilePass, q: Tensor, shares: Tensor, geometry: KVGeometry, layer: int, rule: AttentionRule
 ) -> Tensor:
-    """q [n, Q, Hk, G, D] of the tiles -> float32 [n, Q, Hk, G, D]. blocks as in `_gather_column`."""
+    """q [n, Q, Hk, G, D] of the tiles -> float32 [n, Q, Hk, G, D]. shares as in `_gather_column`."""
     n, queries, kv_heads, group, head_dim = q.shape
     block_tokens, window = geometry.block_tokens, work.window
     rows = q.permute(2, 0, 1, 3, 4).reshape(kv_heads, n, queries * group, head_dim).float() * rule.scale
@@ -183,7 +197,7 @@ def _attend_pass(
         width = -(-min(column, work.walks[0] - start) // block_tokens)
         first = start // block_tokens
         places = start + torch.arange(width * block_tokens, device=q.device)
-        k, v = _gather_column(blocks, block_ids[:active, first : first + width], geometry)
+        k, v = _gather_column(shares, block_ids[:active, first : first + width], geometry)
         hidden = places >= limits[:active]
         # A weight of 0 does not silence a NaN, and what lies past a context, or behind a window, is anybody's old page.
         whole = sum(walk >= start + width * block_tokens for walk in work.walks[:active])
@@ -274,14 +288,21 @@ class TorchKernels:
             turned = _norm_heads(turned.float(), geometry.num_heads, norms)
         if cos_sin is not None:
             turned = _rotate_heads(turned.float(), cos_sin[step.batch.positions])
-        turned = turned.to(qkv.dtype)
-        k, v = turned[:, geometry.num_heads :], heads[:, turning:]
+        sides = torch.stack((turned[:, geometry.num_heads :], heads[:, turning:].to(turned.dtype)), dim=1)
         page = step.batch.kv_slots // geometry.block_tokens
         offset = step.batch.kv_slots % geometry.block_tokens
-        sides = _view_layer(pages, geometry, layer).permute(0, 2, 3, 1, 4)
-        sides[0].index_put_((page, offset), k)
-        sides[1].index_put_((page, offset), v)
-        return turned[:, : geometry.num_heads]
+        first = layer * geometry.layout.num_bytes
+        shares = pages[:, first : first + geometry.layout.num_bytes]
+        if geometry.has_scales:
+            numbers, scales = _scale_down(sides.float())
+            _view_scales(shares, geometry).permute(0, 3, 1, 2).index_put_((page, offset), scales)
+            # Put as bytes: torch puts no float8 by index.
+            into = _view_numbers(shares, geometry).view(torch.uint8)
+            into.permute(0, 3, 1, 2, 4).index_put_((page, offset), numbers.view(torch.uint8))
+        else:
+            into = _view_numbers(shares, geometry).permute(0, 3, 1, 2, 4)
+            into.index_put_((page, offset), sides.to(geometry.dtype))
+        return turned[:, : geometry.num_heads].to(qkv.dtype)
 
     def attend(
         self,
@@ -298,10 +319,10 @@ class TorchKernels:
         if key not in plan.passes:
             plan.passes[key] = _plan_attention(step.batch, *key)
         out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype, device=q.device)
-        blocks = pages.view(geometry.dtype).view(-1, geometry.block_elements)
+        shares = pages.view(-1, geometry.layout.num_bytes)
         packed = q.reshape(-1, geometry.num_kv_heads, geometry.group_heads, geometry.head_dim)
         for work in plan.passes[key]:
-            result = _attend_pass(work, packed[work.tokens], blocks, geometry, layer, rule)
+            result = _attend_pass(work, packed[work.tokens], shares, geometry, layer, rule)
             flat = result.to(q.dtype).flatten(2)
             if work.keep is None:
                 out[work.tokens] = flat

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slora_kernels.batch import AdapterTables, AttentionBatch, KVGeometry, LoraTiles
 from slora_kernels.layout import SEGMENT_BYTES, ModelShape, lay_out_adapter
-from slora_kernels.reference import view_layer
+from slora_kernels.reference import write_kv
 
 # A result is rounded once to its dtype: half a unit of 2^-7 or 2^-10, or a whole one where the interpreter cuts off.
 # Sums of some hundred float32 products of size 1 are off by a few 1e-7 (root of the number times 6e-8).
@@ -113,8 +113,8 @@ def build_attention(
     random = torch.Generator().manual_seed(seed)
     needed = [-(-context // geometry.block_tokens) for _, context in chunks]
     num_pages = sum(needed) + 3
-    size = geometry.num_layers * geometry.block_elements * geometry.dtype.itemsize
-    pages = torch.full((num_pages, size), 0xFF, dtype=torch.uint8)
+    page_bytes = geometry.num_layers * geometry.layout.num_bytes
+    pages = torch.full((num_pages, page_bytes), 0xFF, dtype=torch.uint8)
     order = torch.randperm(num_pages, generator=random).tolist()
     block_tables = torch.full((len(chunks), max(needed) + 2), order[0], dtype=torch.int32)
     slots: list[int] = []
@@ -126,12 +126,10 @@ def build_attention(
         places = [ids[t // geometry.block_tokens] * geometry.block_tokens for t in range(context)]
         slots += [places[t] + t % geometry.block_tokens for t in range(context - tokens, context)]
         for layer in range(geometry.num_layers):
-            blocks = view_layer(pages, geometry, layer)
             for t in range(behind, context):
                 values = torch.randn(2, geometry.num_kv_heads, geometry.head_dim, generator=random)
-                blocks[places[t] // geometry.block_tokens, :, :, t % geometry.block_tokens] = values.to(
-                    geometry.dtype
-                )
+                k, v = values.to(geometry.dtype).double()
+                write_kv(pages, geometry, layer, places[t] + t % geometry.block_tokens, k, v)
     starts = np.cumsum([0, *(tokens for tokens, _ in chunks)])
     batch = AttentionBatch(
         torch.tensor(starts, dtype=torch.int32, device=device),

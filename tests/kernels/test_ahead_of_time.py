@@ -42,12 +42,38 @@ WIDE_LOADS = {
     # Prefill is bound by its product, and the widening of numbers in registers decides its layout.
     "_quantized_linear_kernel": set(),
 }
+PRODUCTS = {"sm_80": "mma.sync", "sm_90": "mma.sync", "sm_100": "mma.sync", "gfx942": "v_mfma"}
+LARGE_PRODUCTS = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
+# The kernel's bulk of reading, named as in its source: every load of these is of 16 bytes. What is not named is small:
+# page ids, ranks, starts of 4 or 8 bytes, and in expand the bridge, whose rows begin wherever a module's rank ends.
+WIDE_LOADS = {
+    "_lora_shrink_kernel": {"x_rows", "pages"},
+    "_lora_expand_kernel": {"pages", "target"},
+    "_paged_attention_decode_kernel": {"source", "place"},
+    "_merge_stretches_kernel": {"source"},
+    "_paged_attention_prefill_kernel": {"source", "place"},
+    "_rms_norm_kernel": {"x", "weight"},
+    "_act_mul_kernel": {"source"},
+    # It gathers single numbers: the rows of A are the embedding's columns.
+    "_lora_look_up_kernel": set(),
+    # A few numbers of a head a thread, of which a step has little.
+    "_rotate_and_write_kv_kernel": set(),
+    # Prefill is bound by its product, and the widening of numbers in registers decides its layout.
+    "_quantized_linear_kernel": set(),
+}
+# Of 2 bytes: the bridge, and the scales of KV in fp8, of which there is one for a whole row of numbers.
+NARROW_LOADS = {
+    "_lora_expand_kernel": {"bridge"},
+    "_paged_attention_decode_kernel": {"scale_place"},
+    "_paged_attention_prefill_kernel": {"scale_place"},
+}
 PRODUCTS = {
     "_lora_shrink_kernel": SMALL_PRODUCTS,
     "_lora_expand_kernel": SMALL_PRODUCTS,
     "_paged_attention_decode_kernel": SMALL_PRODUCTS,
     "_paged_attention_prefill_kernel": LARGE_PRODUCTS,
 }
+FP8_KV = "KV in fp8"
 QUICK = tuple((target, "bfloat16") for target in SHARED_LIMITS)
 THOROUGH = tuple((target, dtype) for target in SHARED_LIMITS for dtype in ("bfloat16", "float16", "float32"))
 
@@ -113,13 +139,23 @@ def test_what_a_kernel_reads_in_bulk_it_loads_16_bytes_at_a_time(compiled: list[
         loads = kernel.load_bytes
         # The assembly ascribes a load to its source's line, or (some of ptxas's input) to its consumer's.
         wide = {pointer: loads.get(pointer, loads.get("", ())) for pointer in WIDE_LOADS[kernel.kernel]}
+        if kernel.kernel == "_paged_attention_decode_kernel" and FP8_KV in kernel.case:
+            # Half of a row of V is what Triton makes of the operand that it widens.
+            assert wide.pop("place") == (8, 16), kernel
         for pointer, sizes in wide.items():
             assert sizes == (16,) or (pointer not in loads and 16 in sizes), kernel
+        # Scales of KV: one of 2 bytes for a whole row of numbers.
+        others = [sizes for pointer, sizes in loads.items() if pointer != "scale_place"]
         least = 2 if "_lora_expand" in kernel.kernel else 4
-        assert not wide or all(min(sizes) >= least for sizes in loads.values()), kernel
+        assert not wide or all(min(sizes) >= least for sizes in others), kernel
     decodes = [k for k in compiled if k.kernel == "_quantized_linear_kernel" and " 16 tokens" in k.case]
     for kernel in decodes:
         assert kernel.load_bytes["row_starts"] == kernel.load_bytes["token_starts"] == (16,), kernel
+
+
+def test_kv_in_fp8_is_compiled_where_it_is_served(compiled: list[CompiledKernel]) -> None:
+    """Nothing older than sm_89 knows e4m3, and a gfx942 only its own."""
+    assert {kernel.target for kernel in compiled if FP8_KV in kernel.case} == {"sm_90", "sm_100"}
 
 
 def test_products_of_16_bit_numbers_run_on_matrix_units(compiled: list[CompiledKernel]) -> None:

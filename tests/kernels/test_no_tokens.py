@@ -22,7 +22,7 @@ def test_attention_of_no_sequences_is_empty_and_writes_no_page(kernels: Kernels,
     if kernels.name == "numba":
         pytest.skip("a step without tokens is never planned, and these views would need a look of their own")
     geometry = KVGeometry(1, HEADS, KV_HEADS, HEAD_DIM, 8, torch.float32)
-    pages = torch.full((3, geometry.block_elements * 4), 0xFF, dtype=torch.uint8, device=device)
+    pages = torch.full((3, geometry.layout.num_bytes), 0xFF, dtype=torch.uint8, device=device)
     ints = {"dtype": torch.int32, "device": device}
     longs = {"dtype": torch.int64, "device": device}
     batch = AttentionBatch(

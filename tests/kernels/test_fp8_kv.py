@@ -1,0 +1,268 @@
+"""K and V in fp8: what is written for each number, what is read of each code, and attention over such pages."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from slora_kernels import reference
+from slora_kernels.batch import AttentionRule, KVGeometry, QueryKeyNorm
+from slora_kernels.layout import KVFormat, llama_shape
+from slora_kernels.ops import Kernels
+from tests.kernels.scenes import AttentionScene, build_attention, check_close
+from tests.kernels.test_attention import (
+    CHUNKS,
+    DECODES,
+    HEADS,
+    MIXED,
+    RULES,
+    WINDOW_HEADS,
+    WINDOWED,
+    attend,
+    check_against_twin,
+    make_rule,
+    take_alone,
+)
+
+# All that are finite, least first; the last is 448.
+NUMBERS = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+ALL_NUMBERS = torch.cat((-NUMBERS.flip(0), NUMBERS))
+
+
+def make_geometry(heads: tuple[int, int, int, int], dtype: torch.dtype) -> KVGeometry:
+    return KVGeometry(2, *heads, dtype, KVFormat.FP8)
+
+
+def build(
+    heads: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    chunks: list[tuple[int, int]],
+    device: str,
+    window: int | None = None,
+) -> AttentionScene:
+    return build_attention(make_geometry(heads, dtype), chunks, window=window, device=device)
+
+
+def write(kernels: Kernels, scene: AttentionScene, k: Tensor, v: Tensor) -> Tensor:
+    """k, v [T, Hk, D] of the batch's tokens, not rotated, into a copy of the pages."""
+    pages, geometry = scene.pages.clone(), scene.geometry
+    q = torch.zeros(len(k), geometry.num_heads, geometry.head_dim, dtype=k.dtype, device=k.device)
+    qkv = torch.cat((q, k, v), dim=1).flatten(1)
+    step = kernels.prepare_attention(scene.batch)
+    kernels.rotate_and_write_kv(qkv, None, pages, geometry, scene.layer, step)
+    return pages
+
+
+def nearest(values: Tensor) -> Tensor:
+    """By looking at all of them: the codes uint8 of the nearest numbers; of two, that of an even code."""
+    distances = (values.double().abs()[..., None] - NUMBERS).abs()
+    even_first = (distances * 2**20 + torch.arange(0x7F) % 2 * 2**-20).argmin(-1).to(torch.uint8)
+    return even_first | torch.where(values.signbit(), 0x80, 0).to(torch.uint8)
+
+
+def test_every_number_is_rounded_to_the_nearest_and_ties_to_even(kernels: Kernels, device: str) -> None:
+    ties = (NUMBERS[1:] + NUMBERS[:-1]) / 2
+    beside = [torch.nextafter(ties.float(), torch.full_like(ties.float(), end)) for end in (0.0, 448.0)]
+    values = torch.cat((NUMBERS.float(), ties.float(), *beside))
+    values = torch.cat((values, -values))
+    tokens, heads, head_dim = -(-len(values) // (2 * 63)), 2, 64
+    scene = build((heads, heads, head_dim, 16), torch.float32, [(tokens, tokens)], device)
+    # With 448 in each vector its scale is one.
+    v = torch.full((tokens, heads, head_dim), 448.0)
+    v[..., 1:] = torch.nn.functional.pad(values, (0, tokens * heads * 63 - len(values))).view(
+        tokens, heads, 63
+    )
+    pages = write(kernels, scene, (2.0 * v).to(device), v.to(device)).cpu()
+    written = reference.view_layer(pages, scene.geometry, scene.layer).view(torch.uint8)
+    scales = reference.view_scales(pages, scene.geometry, scene.layer)
+    for token, slot in enumerate(scene.batch.kv_slots.tolist()):
+        page, offset = divmod(slot, 16)
+        assert scales[page, :, :, offset].tolist() == [[2.0, 2.0], [1.0, 1.0]]
+        assert torch.equal(written[page, 0, :, offset], nearest(v[token]))
+        assert torch.equal(written[page, 1, :, offset], nearest(v[token]))
+
+
+def test_every_code_is_read_as_its_number(kernels: Kernels, device: str) -> None:
+    """A token that sees itself alone gets its V."""
+    scene = build((2, 2, 64, 16), torch.float32, [(1, 1), (1, 1)], device)
+    for side, (page, offset) in enumerate(divmod(slot, 16) for slot in scene.batch.kv_slots.tolist()):
+        numbers = reference.view_layer(scene.pages, scene.geometry, scene.layer)[page, 1, :, offset]
+        half = torch.nn.functional.pad(ALL_NUMBERS[127 * side :][:127], (0, 1))
+        numbers.copy_(half.float().view(2, 64).to(device))
+        reference.view_scales(scene.pages, scene.geometry, scene.layer)[page, 1, :, offset] = 0.75
+    expected = reference.attend(
+        scene.q, scene.pages, scene.geometry, scene.layer, scene.batch, AttentionRule(0.1)
+    )
+    assert len(expected.unique()) == 253
+    assert torch.equal(attend(kernels, scene, AttentionRule(0.1)), expected)
+
+
+@pytest.mark.parametrize("size", (1e-38, 3e-6, 1.0, 1e5, 3e38))
+def test_a_scale_is_the_least_that_clips_nothing(kernels: Kernels, device: str, size: float) -> None:
+    scene = build((2, 2, 64, 16), torch.float32, [(5, 5), (1, 17)], device)
+    random = torch.Generator().manual_seed(4)
+    k, v = (torch.rand(2, 6, 2, 64, generator=random) * 2 - 1) * size
+    v[0] = 0.0
+    expected = scene.pages.clone()
+    for token, slot in enumerate(scene.batch.kv_slots.tolist()):
+        reference.write_kv(expected, scene.geometry, scene.layer, slot, k[token].double(), v[token].double())
+    pages = write(kernels, scene, k.to(device), v.to(device))
+    wanted, scales = (reference.view_scales(x.cpu(), scene.geometry, scene.layer) for x in (expected, pages))
+    assert torch.equal(scales.nan_to_num(), wanted.nan_to_num())
+    for token, slot in enumerate(scene.batch.kv_slots.tolist()):
+        page, offset = divmod(slot, 16)
+        for side, exact in enumerate((k, v)):
+            scale = scales[page, side, :, offset].double()[:, None]
+            read = reference.view_layer(pages.cpu(), scene.geometry, scene.layer)[
+                page, side, :, offset
+            ].double()
+            # Half a step of four significant bits, or of the smallest numbers.
+            error = (read * scale - exact[token].double()).abs()
+            assert bool((error <= (exact[token].double().abs() / 16).maximum(scale * 2**-10) * 1.0001).all())
+
+
+def check_pages(pages: Tensor, expected: Tensor, geometry: KVGeometry) -> None:
+    """The same but for a step here and there, where float32 is at the other side of a tie; NaN where nobody wrote."""
+    for layer in range(geometry.num_layers):
+        scales, wanted = (reference.view_scales(x, geometry, layer) for x in (pages, expected))
+        assert torch.equal(scales.isnan(), wanted.isnan())
+        check_close(scales.nan_to_num(), wanted.nan_to_num(), units=1, size=0)
+        codes, wanted_codes = (
+            reference.view_layer(x, geometry, layer).view(torch.uint8).int() for x in (pages, expected)
+        )
+        # A zero may be of either sign.
+        apart = (codes - wanted_codes).abs() * ((codes | wanted_codes) & 0x7F != 0)
+        assert int(apart.max()) <= 1 and float((apart > 0).float().mean()) < 0.01
+    end = geometry.layout.num_bytes
+    rest = pages.view(len(pages), geometry.num_layers, end)[:, :, geometry.layout.scales_start :]
+    padding = rest[:, :, 4 * geometry.num_kv_heads * geometry.block_tokens :]
+    assert bool((padding == 0xFF).all())
+
+
+@pytest.mark.parametrize("normed", (False, True), ids=("plain", "normed"))
+@pytest.mark.parametrize(
+    ("dtype", "heads", "rotated"),
+    [
+        (torch.float32, (6, 2, 16, 8), 16),
+        (torch.float32, (3, 1, 80, 16), 32),
+        (torch.float32, (2, 1, 24, 16), 0),
+        (torch.bfloat16, (4, 1, 128, 16), 128),
+    ],
+    ids=str,
+)
+def test_rotated_k_and_v_are_written_with_their_scales_and_nothing_else_is(
+    kernels: Kernels,
+    device: str,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int, int],
+    rotated: int,
+    *,
+    normed: bool,
+) -> None:
+    geometry = make_geometry(heads, dtype)
+    scene = build_attention(geometry, [(1, 1), (1, 17), (5, 21)], device=device)
+    random = torch.Generator().manual_seed(1)
+    width = (geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim
+    qkv = torch.randn(7, width, generator=random).to(dtype).to(device)
+    angles = torch.rand(32, rotated // 2, generator=random) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(device) if rotated else None
+    query, key = (torch.rand(2, geometry.head_dim, generator=random) + 0.5).to(device)
+    norms = QueryKeyNorm(query, key, 1e-6) if normed else None
+    expected_pages = scene.pages.clone()
+    expected = reference.rotate_and_write_kv(qkv, cos_sin, expected_pages, geometry, 1, scene.batch, norms)
+    step = kernels.prepare_attention(scene.batch)
+    q = kernels.rotate_and_write_kv(qkv, cos_sin, scene.pages, geometry, 1, step, norms)
+    check_close(q, expected, units=1)
+    check_pages(scene.pages.cpu(), expected_pages.cpu(), geometry)
+
+
+def test_what_a_token_gets_does_not_depend_on_the_batch(kernels: Kernels, device: str) -> None:
+    scene = build(HEADS[1], torch.bfloat16, MIXED, device)
+    count, (_, num_kv_heads, head_dim, block_tokens) = len(scene.batch.kv_slots), HEADS[1]
+    k, v = torch.randn(2, count, num_kv_heads, head_dim).to(torch.bfloat16).to(device)
+    pages = write(kernels, scene, k, v)
+    for b in (0, 2, 4):
+        first, last = scene.batch.query_starts[b : b + 2].tolist()
+        alone = write(kernels, take_alone(scene, b), k[first:last], v[first:last])
+        ids = torch.tensor(
+            sorted({slot // block_tokens for slot in scene.batch.kv_slots[first:last].tolist()})
+        )
+        assert torch.equal(alone[ids], pages[ids])
+
+
+@pytest.mark.parametrize("chunks", (DECODES, CHUNKS, MIXED), ids=("decode", "prefill", "mixed"))
+@pytest.mark.parametrize(
+    ("dtype", "heads"),
+    [
+        (torch.float32, HEADS[1]),
+        (torch.float32, HEADS[3]),
+        (torch.bfloat16, HEADS[2]),
+    ],
+    ids=str,
+)
+def test_attention_over_fp8_pages_matches_its_twin(
+    kernels: Kernels,
+    device: str,
+    heads: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    chunks: list[tuple[int, int]],
+) -> None:
+    scene = build(heads, dtype, chunks, device)
+    check_against_twin(kernels, scene, make_rule(scene))
+
+
+def test_v_too_small_for_half_precision_keeps_its_bits(kernels: Kernels, device: str) -> None:
+    """Scales of a model in float16 reach below what a float16 can be."""
+    if kernels.name == "numba":
+        pytest.skip("of one source for all dtypes, which takes 15 s to compile for another")
+    scene = build(HEADS[0], torch.float16, MIXED, device)
+    reference.view_scales(scene.pages, scene.geometry, scene.layer)[:, 1].mul_(2.0**-12)
+    expected = reference.attend(scene.q, scene.pages, scene.geometry, 1, scene.batch, AttentionRule(0.1))
+    check_close(attend(kernels, scene, AttentionRule(0.1)), expected, units=1, size=2.0**-12)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_windows_and_caps_hold_over_fp8_pages(
+    kernels: Kernels, device: str, dtype: torch.dtype, soak: bool
+) -> None:
+    pairs = [(rule, heads) for rule in RULES for heads in WINDOW_HEADS]
+    for (window, softcap), heads in pairs if soak else pairs[2 :: 2 * len(WINDOW_HEADS) + 1]:
+        scene = build(heads, dtype, WINDOWED, device, window)
+        check_against_twin(kernels, scene, make_rule(scene, window, softcap))
+
+
+def test_a_sequence_over_fp8_pages_gets_the_same_bits_alone_and_in_a_batch(
+    kernels: Kernels, device: str
+) -> None:
+    scene = build(HEADS[1], torch.bfloat16, MIXED, device)
+    together = attend(kernels, scene, make_rule(scene))
+    for b in range(len(MIXED)):
+        first, last = scene.batch.query_starts[b : b + 2].tolist()
+        assert torch.equal(together[first:last], attend(kernels, take_alone(scene, b), make_rule(scene)))
+
+
+@pytest.mark.parametrize("wrong", (torch.inf, -torch.inf, torch.nan))
+@pytest.mark.parametrize("side", (0, 1), ids=("k", "v"))
+def test_what_is_not_finite_is_nan_for_whoever_sees_it(
+    kernels: Kernels, device: str, side: int, wrong: float
+) -> None:
+    """A chunk writes its last token with one wrong number, in the second KV head, which half of the heads read."""
+    for chunks in ([(1, 40)], [(5, 40)]):
+        scene = build((6, 2, 16, 8), torch.float32, chunks, device)
+        sides = torch.randn(2, len(scene.q), 2, 16)
+        sides[side, -1, 1, 3] = wrong
+        pages = write(kernels, scene, *sides.to(device))
+        out = attend(kernels, replace(scene, pages=pages), AttentionRule(0.25)).view(-1, 6, 16)
+        assert bool(out[-1, 3:].isnan().all())
+        assert bool(out[:, :3].isfinite().all())
+
+
+def test_a_page_of_fp8_holds_almost_twice_the_tokens() -> None:
+    llama = llama_shape(32, 4096, 32, 8, 128, 14336, 128256, 2)
+    assert llama.page_bytes(16) == 65536
+    assert llama.page_bytes(16, KVFormat.FP8) == 32768 + 2 * 8 * 16 * 2
+    # 4096 numbers and 32 scales: padded to whole segments, whatever the heads.
+    narrow = llama_shape(1, 128, 2, 1, 128, 256, 100, 2)
+    assert narrow.page_bytes(16, KVFormat.FP8) == 4096 + 256
+    assert llama_shape(1, 48, 4, 1, 12, 72, 100, 4).page_bytes(2, KVFormat.FP8) == 256
