@@ -6,6 +6,7 @@ Start-up and prompts are in it, too; the steps are what lies under `decode`: `gr
 """
 
 import argparse
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -15,22 +16,26 @@ import torch
 from bench.stepped_engine import SteppedEngine
 from bench.workload import prompts, write_adapter, write_model
 
-_INPUT_TOKENS, _OUTPUT_TOKENS = 64, 64
+_OUTPUT_TOKENS = 64
 
 
-def run_steps(stepped: SteppedEngine, batch: int, num_adapters: int, seconds: float) -> int:
-    """The number of steps in which all requests decoded."""
-    asked = prompts(batch, _INPUT_TOKENS)
+def run_steps(
+    stepped: SteppedEngine, batch: int, num_adapters: int, input_tokens: int, seconds: float
+) -> list[float]:
+    """Seconds of each step in which all requests decoded."""
+    asked = prompts(batch, input_tokens)
     given = [index % num_adapters if num_adapters else None for index in range(batch)]
-    end, count, do_all_decode = time.monotonic() + seconds, 0, False
-    while time.monotonic() < end:
+    end, do_all_decode = time.monotonic() + seconds, False
+    taken: list[float] = []
+    while (began := time.monotonic()) < end:
         if not stepped.engine.num_unfinished:
             stepped.add(asked, given, _OUTPUT_TOKENS)
         num_tokens = decode(stepped) if do_all_decode else len(stepped.step())
-        count += do_all_decode
+        if do_all_decode:
+            taken.append(time.monotonic() - began)
         do_all_decode = num_tokens == stepped.engine.num_unfinished == batch
     stepped.drop()
-    return count
+    return taken
 
 
 def decode(stepped: SteppedEngine) -> int:
@@ -42,7 +47,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--input-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
+    parser.add_argument("--kernels", default="auto", choices=["auto", "numba", "torch"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=20.0)
     options = parser.parse_args()
@@ -54,10 +62,16 @@ def main() -> None:
         adapters = [root / f"adapter-{index}" for index in range(options.adapters)]
         for index, path in enumerate(adapters):
             write_adapter(path, index, dtype)
-        settings = {"dtype": options.dtype, "pool_bytes": 2 << 30, "swap_bytes": 0}
+        settings = {
+            "dtype": options.dtype,
+            "kv_cache_dtype": options.kv_cache_dtype,
+            "kernels": options.kernels,
+            "pool_bytes": 2 << 30,
+            "swap_bytes": 0,
+        }
         stepped = SteppedEngine(root / "model", adapters, settings)
-    steps = run_steps(stepped, options.batch, options.adapters, options.seconds)
-    print(f"{steps} steps in {options.seconds:g} s")
+    taken = run_steps(stepped, options.batch, options.adapters, options.input_tokens, options.seconds)
+    print(f"{len(taken)} steps in {options.seconds:g} s, the median {1e3 * statistics.median(taken):.2f} ms")
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ class Engine:
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             dtype=self._runner.dtype_name,
+            kv_cache_dtype=config.kv_cache_dtype,
             device=str(self._runner.device),
             kernels=self._runner.kernels.name,
             num_pages=num_pages,

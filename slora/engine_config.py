@@ -6,6 +6,7 @@ from pathlib import Path
 
 from slora.errors import ConfigError
 from slora.scheduler_config import check_choices
+from slora_kernels.layout import KVFormat
 
 _GIB = 1 << 30
 _LEAST = {
@@ -28,6 +29,8 @@ class EngineConfig:
     model_impl: auto, slora or transformers: whose code computes the model.
     quantization: what the weights of the layers' linears are rounded to while they are read: int8 or fp8, each row with
     its scale; auto takes them as the checkpoint stores them.
+    kv_cache_dtype: what pages keep K and V as: auto (the model's dtype) or fp8, 8 bits and a scale for each token and
+    head, with which the same pool holds nearly twice the tokens.
     pool_bytes: the one pool for KV and adapters; None is 90% of the GPU memory left after weights and a trial step,
     on a CPU 25% of the free RAM. A CPU's is taken from the system at start if it is named, else as it is used.
     max_model_len: prompt and answer together; None is the model's own, or what the pool holds if that is less.
@@ -52,6 +55,7 @@ class EngineConfig:
     kernels: str = "auto"
     model_impl: str = "auto"
     quantization: str = "auto"
+    kv_cache_dtype: str = "auto"
     pool_bytes: int | None = None
     block_tokens: int = 16
     max_model_len: int | None = None
@@ -72,6 +76,10 @@ class EngineConfig:
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
         check_choices(self)
+        if self.kv_cache_dtype not in list(KVFormat):
+            raise ConfigError(
+                f"kv_cache_dtype is {self.kv_cache_dtype!r}; it must be {' or '.join(KVFormat)}"
+            )
         if self.preemption == "swap" and self.swap_bytes == 0:
             raise ConfigError(
                 "preemption is swap, but swap_bytes is 0: there is nowhere to swap to; raise swap_bytes, or set "
@@ -85,6 +93,10 @@ class EngineConfig:
                 f"max_num_batched_tokens is {budget}, below max_num_seqs {self.max_num_seqs}: "
                 f"one step could not decode them all; raise it or lower max_num_seqs"
             )
+
+    @property
+    def kv_format(self) -> KVFormat:
+        return KVFormat(self.kv_cache_dtype)
 
     @property
     def served_name(self) -> str:

@@ -15,6 +15,7 @@ class EngineInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     dtype: str
+    kv_cache_dtype: str
     device: str
     kernels: str
     num_pages: int

@@ -25,7 +25,7 @@ from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 Message = dict[str, Any]
 

@@ -11,6 +11,7 @@ from slora.checkpoint import Checkpoint
 from slora.decoder import Decoder
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError
+from slora.float8_support import knows_float8
 from slora.lora_deltas import LoraDeltas
 from slora.model_config import ModelConfig
 from slora.model_spec import ModelSpec
@@ -71,11 +72,7 @@ def _open_weights(
             f"quantization is {name}, but this checkpoint is stored as {by_row}, and rounding twice loses more than "
             f"either; leave it at auto, or give the unquantized model"
         )
-    if "fp8" in (name, by_row) and device.type == "cuda" and not _knows_float8(device):
+    if "fp8" in (name, by_row) and device.type == "cuda" and not knows_float8(device):
         raise ConfigError("weights in fp8 need a GPU of compute capability 8.9 or later; choose int8")
     form = None if name == "auto" or by_row is not None else FORMS[name][0]
     return WeightReader(Checkpoint(config.model), dtype, device, form=form, block=block)
-
-
-def _knows_float8(device: torch.device) -> bool:
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)

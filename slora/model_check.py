@@ -2,10 +2,12 @@
 
 Two random prompts go through the pages, one in two chunks, the second of them beside the other prompt: whatever lets
 tokens meet outside attention (convolutions, recurrent state, masks that we are not told of) shows as another answer.
+The pages keep K and V in the model's dtype here, whatever they are served in: rounding to 8 bits would hide much.
 """
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from slora.step_batch import StepBatch
 from slora.step_plan import Chunk, StepPlan
 from slora.tenant import Tenant
 from slora_kernels.batch import KVGeometry
+from slora_kernels.layout import KVFormat
 from slora_kernels.ops import Kernels
 
 __all__ = ["check_model"]
@@ -39,13 +42,13 @@ def check_model(
     model: ReferenceModel,
     spec: ModelSpec,
     geometry: KVGeometry,
-    page_bytes: int,
     kernels: Kernels,
     device: torch.device,
 ) -> None:
-    """Raises ConfigError if the answers differ. page_bytes: of one page over all layers."""
+    """Raises ConfigError if the answers differ."""
     prompts = _prompts(spec)
-    ours = _through_pages(model, spec, geometry, page_bytes, kernels, device, prompts)
+    exact = replace(geometry, kv_format=KVFormat.MODEL)
+    ours = _through_pages(model, spec, exact, kernels, device, prompts)
     for prompt, logits in zip(prompts, ours, strict=True):
         expected = model.reference_logits(prompt).double()
         spread = (expected - expected.mean()).square().mean().sqrt()
@@ -68,7 +71,6 @@ def _through_pages(
     model: ReferenceModel,
     spec: ModelSpec,
     geometry: KVGeometry,
-    page_bytes: int,
     kernels: Kernels,
     device: torch.device,
     prompts: Tokens[list[int]],
@@ -76,6 +78,7 @@ def _through_pages(
     """The logits [vocab_size] after each prompt, in order."""
     num_pages = [-(-len(prompt) // geometry.block_tokens) for prompt in prompts]
     dtype_name = str(geometry.dtype).removeprefix("torch.")
+    page_bytes = geometry.num_layers * geometry.layout.num_bytes
     memory = PageMemory(geometry, spec.shape(dtype_name), page_bytes, sum(num_pages), 1, 1, device)
     # What a page held before must not matter, so it is made to hurt.
     memory.pages.fill_(0xFF)

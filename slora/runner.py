@@ -9,6 +9,7 @@ from slora.decode_graphs import DecodeGraphs, capture_cuda
 from slora.decoder import Decoder
 from slora.engine_config import EngineConfig, free_ram_bytes
 from slora.errors import ConfigError
+from slora.float8_support import check_float8_kv
 from slora.kv_footprint import KVFootprint
 from slora.load_stream import CudaLoadStream, LoadStream, split_loads
 from slora.lora_deltas import LoraDeltas
@@ -26,7 +27,7 @@ from slora.step_batch import StepBatch, tile_prompt_rows
 from slora.step_plan import AdapterLoad, Chunk, Sampled, StepPlan
 from slora.tenant import Tenant
 from slora_kernels.batch import KVGeometry
-from slora_kernels.layout import ModelShape, lay_out_adapter
+from slora_kernels.layout import KVFormat, ModelShape, lay_out_adapter
 from slora_kernels.ops import Kernels, select_kernels
 
 _CPU_POOL_SHARE = 0.25
@@ -47,17 +48,19 @@ class Runner:
         self.dtype_name = model.resolve_dtype(config.dtype)
         dtype: torch.dtype = getattr(torch, self.dtype_name)
         self.kernels = _kernels(config.kernels, self.device)
+        if config.kv_format is KVFormat.FP8:
+            check_float8_kv(self.device)
         _check_positions(config, model)
         wanted_len = config.max_model_len or model.max_positions
         # Where longrope's long factors begin in the decoder's table: behind the short ones of each position.
         self._long_rows = wanted_len
         self._model = load(config, model, dtype, self.device, wanted_len)
         self._shape = shape = model.shape(self.dtype_name)
-        self._geometry = _geometry(shape, config.block_tokens, dtype)
+        self._geometry = _geometry(shape, config, dtype)
         self.kernels.warm_up(self._geometry)
-        self.full_page_bytes = shape.num_layers * _page_bytes(shape, config.block_tokens)
+        self.full_page_bytes = shape.num_layers * _page_bytes(shape, config)
         if isinstance(self._model, ReferenceModel):
-            check_model(self._model, model, self._geometry, self.full_page_bytes, self.kernels, self.device)
+            check_model(self._model, model, self._geometry, self.kernels, self.device)
         self.num_slots = _MAX_SLOTS
         largest = lay_out_adapter(shape, [config.max_lora_rank] * shape.num_modules)
         self._max_adapter_pages = -(-largest.num_bytes // self.full_page_bytes)
@@ -244,14 +247,15 @@ class Runner:
         self.run(plan)
 
 
-def _geometry(shape: ModelShape, block_tokens: int, dtype: torch.dtype) -> KVGeometry:
+def _geometry(shape: ModelShape, config: EngineConfig, dtype: torch.dtype) -> KVGeometry:
     return KVGeometry(
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        block_tokens=block_tokens,
+        block_tokens=config.block_tokens,
         dtype=dtype,
+        kv_format=config.kv_format,
     )
 
 
@@ -271,9 +275,9 @@ def _kernels(name: str, device: torch.device) -> Kernels:
         raise ConfigError(str(error)) from error
 
 
-def _page_bytes(shape: ModelShape, block_tokens: int) -> int:
+def _page_bytes(shape: ModelShape, config: EngineConfig) -> int:
     try:
-        return shape.page_bytes(block_tokens)
+        return shape.page_bytes(config.block_tokens, config.kv_format)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

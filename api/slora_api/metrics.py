@@ -114,9 +114,9 @@ class _EngineCollector:
             counter.add_metric([self._model], value)
             yield counter
         cache = GaugeMetricFamily(
-            "vllm:cache_config_info", "The page pool.", labels=["block_size", "num_gpu_blocks"]
+            "vllm:cache_config_info", "The page pool.", labels=["block_size", "cache_dtype", "num_gpu_blocks"]
         )
-        cache.add_metric([str(info.block_tokens), str(info.num_pages)], 1)
+        cache.add_metric([str(info.block_tokens), info.kv_cache_dtype, str(info.num_pages)], 1)
         yield cache
         lora = GaugeMetricFamily(
             "vllm:lora_requests_info",

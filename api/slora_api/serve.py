@@ -148,6 +148,7 @@ def _children(settings: Settings, model: _Model, data: DataDir, sockets: _Socket
             "kernels": settings.kernels,
             "model_impl": settings.model_impl,
             "quantization": settings.quantization,
+            "kv_cache_dtype": settings.kv_cache_dtype,
             "pool_bytes": settings.pool_bytes,
             "block_tokens": settings.block_tokens,
             "max_model_len": settings.max_model_len,
@@ -257,8 +258,9 @@ async def _announce(services: Services, data: DataDir, url: str, admin_key: Admi
         await set_up_demo(adapters, services.tenancy, services.catalog, data.demo_keys) if adapters else []
     )
     info = client.info
+    kept = "" if info.kv_cache_dtype == "auto" else f" with KV in {info.kv_cache_dtype}"
     print(
-        f"slora: ready; {info.model_name} on {info.device} in {info.dtype}, {info.num_pages} pages",
+        f"slora: ready; {info.model_name} on {info.device} in {info.dtype}{kept}, {info.num_pages} pages",
         flush=True,
     )
     if tenants:

@@ -135,6 +135,11 @@ class Settings:
         "auto", "int8 or fp8 rounds the base model's linears to 8 bits, which halves their memory; auto takes them as "
         "the checkpoint stores them", _choice("auto", "int8", "fp8"), metavar="FORM",
     )  # fmt: skip
+    kv_cache_dtype: str = _setting(
+        "auto", "what the pool keeps K and V as: auto is the model's dtype; fp8 (e4m3, scaled by token and head) makes "
+        "room for nearly twice the tokens; on a GPU from compute capability 8.9 up", _choice("auto", "fp8"),
+        metavar="FORM",
+    )  # fmt: skip
     admin_key: str = _setting(
         "", "key of the operator; better set in the environment than as a flag, which other users of the machine "
         "can see. Without it one is made and printed once, at the first start", metavar="KEY"

@@ -84,7 +84,20 @@ class ScriptedEngine:
     @property
     def info(self) -> EngineInfo:
         return EngineInfo(
-            "base", self.max_model_len, 257, (EOS,), "float32", "cpu", "torch", 100, 16, 1024, 64, 8, SHAPE
+            "base",
+            self.max_model_len,
+            257,
+            (EOS,),
+            "float32",
+            "auto",
+            "cpu",
+            "torch",
+            100,
+            16,
+            1024,
+            64,
+            8,
+            SHAPE,
         )
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:

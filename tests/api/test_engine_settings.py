@@ -34,6 +34,7 @@ def test_choices_about_memory_and_service_reach_the_engine(kit: Kit, tmp_path: P
         "eviction": "size",
         "load_bytes_per_step": "1MB",
         "cuda_graphs": "off",
+        "kv_cache_dtype": "fp8",
     }
     told = engine_settings(read_settings({"model": str(kit.base), **flags}, {}), tmp_path / "chosen")
     expected = flags | {"swap_bytes": 64 << 20, "load_bytes_per_step": 10**6, "cuda_graphs": False}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slora.model_spec import read_model_spec
+from slora_kernels.layout import KVFormat
 from tests.support.oracle import Oracle
 from tests.support.peft_adapters import FUSED_KINDS, KINDS, WHOLE_KINDS, make_adapter
 from tests.support.tiny_models import OTHER_MODELS, make_model, write_model
@@ -22,9 +23,16 @@ class ModelKit:
     def path(self, adapter: str | None) -> Path | None:
         return self.adapters[adapter] if adapter is not None else None
 
-    def pool_bytes(self, num_pages: int, *, dtype: str = "float32", block_tokens: int = 16) -> int:
+    def pool_bytes(
+        self,
+        num_pages: int,
+        *,
+        dtype: str = "float32",
+        block_tokens: int = 16,
+        kv_format: KVFormat = KVFormat.MODEL,
+    ) -> int:
         shape = read_model_spec(self.directory).shape(dtype)
-        return num_pages * shape.num_layers * shape.page_bytes(block_tokens)
+        return num_pages * shape.num_layers * shape.page_bytes(block_tokens, kv_format)
 
 
 def kinds_for(model: str) -> Mapping[str, dict[str, object]]:

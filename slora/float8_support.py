@@ -1,0 +1,37 @@
+"""Which devices compute with float8 e4m3, and what is said of those that do not."""
+
+import torch
+
+from slora.errors import ConfigError
+
+__all__ = ["check_float8_kv", "knows_float8"]
+
+# Ada and later.
+_LEAST_CAPABILITY = (8, 9)
+
+
+def knows_float8(device: torch.device) -> bool:
+    """Of a GPU: whether numbers in e4m3 are widened there. AMD's are, in software where the hardware knows another."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+
+
+def check_float8_kv(device: torch.device) -> None:
+    """Raises ConfigError for a GPU on which attention can't read KV in fp8. A CPU can."""
+    if device.type != "cuda":
+        return
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip is not None:
+        raise ConfigError(
+            f"kv_cache_dtype is fp8, but {name} is AMD's, whose own e4m3 (up to 240) is not the one of pages (up "
+            f"to 448); leave kv_cache_dtype at auto (--kv-cache-dtype auto)"
+        )
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        raise ConfigError(
+            f"kv_cache_dtype is fp8, but {name} has compute capability {_spell(capability)}, and e4m3 needs "
+            f"{_spell(_LEAST_CAPABILITY)} or later; leave kv_cache_dtype at auto (--kv-cache-dtype auto)"
+        )
+
+
+def _spell(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
