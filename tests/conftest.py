@@ -20,7 +20,7 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
 
 # Machines differ in speed; a slow one must not fail a test for it.
 # The quick run has ten minutes on two cores; the soak run finds what these few examples do not.
-settings.register_profile("test", deadline=None, stateful_step_count=60, max_examples=40)
+settings.register_profile("test", deadline=None, stateful_step_count=50, max_examples=25)
 settings.register_profile("soak", deadline=None, stateful_step_count=200, max_examples=1000)
 
 
@@ -30,6 +30,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("soak" if config.getoption("--soak") else "test")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--soak"):
+        left_out = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")

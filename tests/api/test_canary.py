@@ -40,7 +40,7 @@ def names(platform: Platform, key: str) -> list[str]:
 
 
 def blobs(platform: Platform) -> list[Path]:
-    return [path for path in (platform.directory / "adapters").rglob("*") if path.is_file()]
+    return [path for path in (platform.directory / "adapters" / "blobs").rglob("*") if path.is_file()]
 
 
 def upload_with(platform: Platform, of_adapter: Trial, of_base: Trial | None = None) -> httpx.Response:

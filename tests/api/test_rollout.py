@@ -178,7 +178,7 @@ def test_what_an_alias_serves_is_deleted_by_force_only_and_its_bytes_go_with_it(
     put(platform, key, "prod", {"1": 90, "2": 10})
 
     def blobs() -> int:
-        return sum(path.is_file() for path in (platform.directory / "adapters").rglob("*"))
+        return sum(path.is_file() for path in (platform.directory / "adapters" / "blobs").rglob("*"))
 
     with platform.client(key) as client:
         before = blobs()

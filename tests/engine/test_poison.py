@@ -38,7 +38,7 @@ class HostPages:
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
 @pytest.mark.parametrize("model", ["llama", "mistral_window", "gpt2"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.soak)])
 def test_free_pages_are_read_by_nobody(kits: Kits, model: str, dtype: str, kernels: str) -> None:
     """A small pool and long answers: pages change hands all the time, sequences fork, give way and come back."""
     kit = kits(model)

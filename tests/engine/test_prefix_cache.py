@@ -110,25 +110,30 @@ PUBLIC: dict[str, int | str] = {"prefix_cache": "public"}
 SLICES: dict[str, int | str] = {"load_bytes_per_step": 1}  # a page of an adapter in each step
 
 
+QUICK_CASES = [
+    ("llama", 200, PUBLIC | CHUNKS),
+    ("llama", 80, {"preemption": "auto", "swap_pages": 60}),
+    ("llama", 36, RECOMPUTE | PUBLIC | SLICES),
+    ("llama", 27, SWAP | SLICES | {"eviction": "cost"}),
+    ("mistral_window", 25, SWAP | PUBLIC),
+    ("mistral_window", 24, RECOMPUTE | ODD_CHUNKS | {"eviction": "size", "scheduling": "fcfs"}),
+    ("phi3_longrope", 200, CHUNKS),
+    ("phi3_longrope", 24, SWAP | ODD_CHUNKS | {"eviction": "cost", "scheduling": "fcfs"}),
+]
+OTHER_CASES = [
+    ("llama", 200, {}),
+    ("llama", 36, SWAP),
+    ("llama", 36, {"preemption": "auto", "swap_pages": 5, **CHUNKS}),
+    ("mistral_window", 200, ODD_CHUNKS),
+    ("mistral_window", 25, SWAP | SLICES | CHUNKS | {"prefix_cache": "off"}),
+    ("phi3_longrope", 32, SWAP | SLICES),
+    ("phi3_longrope", 32, RECOMPUTE | PUBLIC | CHUNKS),
+]
+
+
 @pytest.mark.parametrize(
     ("model", "num_pages", "settings"),
-    [
-        ("llama", 200, {}),
-        ("llama", 200, PUBLIC | CHUNKS),
-        ("llama", 36, SWAP),
-        ("llama", 80, {"preemption": "auto", "swap_pages": 60}),
-        ("llama", 36, RECOMPUTE | PUBLIC | SLICES),
-        ("llama", 36, {"preemption": "auto", "swap_pages": 5, **CHUNKS}),
-        ("llama", 27, SWAP | SLICES | {"eviction": "cost"}),
-        ("mistral_window", 200, ODD_CHUNKS),
-        ("mistral_window", 25, SWAP | PUBLIC),
-        ("mistral_window", 25, SWAP | SLICES | CHUNKS | {"prefix_cache": "off"}),
-        ("mistral_window", 24, RECOMPUTE | ODD_CHUNKS | {"eviction": "size", "scheduling": "fcfs"}),
-        ("phi3_longrope", 200, CHUNKS),
-        ("phi3_longrope", 32, SWAP | SLICES),
-        ("phi3_longrope", 32, RECOMPUTE | PUBLIC | CHUNKS),
-        ("phi3_longrope", 24, SWAP | ODD_CHUNKS | {"eviction": "cost", "scheduling": "fcfs"}),
-    ],
+    [*QUICK_CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in OTHER_CASES)],
 )
 def test_answers_stay_what_they_are_whatever_is_found_evicted_swapped_and_computed_again(
     kits: Kits,

@@ -74,7 +74,8 @@ PRODUCTS = {
     "_paged_attention_prefill_kernel": LARGE_PRODUCTS,
 }
 FP8_KV = "KV in fp8"
-QUICK = tuple((target, "bfloat16") for target in SHARED_LIMITS)
+# One of each maker's; a target takes a minute of one core.
+QUICK = (("sm_90", "bfloat16"), ("gfx942", "bfloat16"))
 THOROUGH = tuple((target, dtype) for target in SHARED_LIMITS for dtype in ("bfloat16", "float16", "float32"))
 
 
@@ -155,7 +156,8 @@ def test_what_a_kernel_reads_in_bulk_it_loads_16_bytes_at_a_time(compiled: list[
 
 def test_kv_in_fp8_is_compiled_where_it_is_served(compiled: list[CompiledKernel]) -> None:
     """Nothing older than sm_89 knows e4m3, and a gfx942 only its own."""
-    assert {kernel.target for kernel in compiled if FP8_KV in kernel.case} == {"sm_90", "sm_100"}
+    served = {kernel.target for kernel in compiled} & {"sm_90", "sm_100"}
+    assert served == {kernel.target for kernel in compiled if FP8_KV in kernel.case}
 
 
 def test_products_of_16_bit_numbers_run_on_matrix_units(compiled: list[CompiledKernel]) -> None:
