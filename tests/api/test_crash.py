@@ -304,7 +304,7 @@ def check_after(client: httpx.Client, death: Death, change: Change, new: tuple[s
     return bool(found == change.after)
 
 
-@pytest.mark.parametrize("registry", ["sqlite", "redis"])
+@pytest.mark.parametrize("registry", ["sqlite", pytest.param("redis", marks=pytest.mark.soak)])
 def test_a_change_killed_at_any_step_is_made_whole_or_not_at_all(
     kit: Kit, tmp_path: Path, registry: str, soak: bool, request: pytest.FixtureRequest
 ) -> None:

@@ -43,8 +43,9 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 
 def kept_files(platform: Platform) -> set[Path]:
-    """Everything on disk that an upload could leave behind."""
-    places = (platform.directory / "adapters", platform.directory / "quarantine")
+    """Everything on disk that an upload could leave behind. The store's claim is the server's, made once."""
+    store = platform.directory / "adapters"
+    places = (store / "blobs", store / "tmp", platform.directory / "quarantine")
     return {path for place in places for path in place.rglob("*") if path.is_file()}
 
 

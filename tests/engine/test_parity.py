@@ -180,7 +180,10 @@ def test_parity_holds_when_adapters_are_evicted_and_come_back(kits: Kits, model:
     assert verdict.equal, verdict
 
 
-@pytest.mark.parametrize("model", ["llama", "phi3_longrope", "gemma2"])
+SOAKED = [pytest.param(model, marks=pytest.mark.soak) for model in ("phi3_longrope", "gemma2")]
+
+
+@pytest.mark.parametrize("model", ["llama", *SOAKED])
 def test_triton_kernels_answer_as_peft_does(tmp_path: Path, model: str, *, soak: bool) -> None:
     kinds = {kind: kinds_for(model)[kind] for kind in ("r8_on_q_and_v", "patterns")}
     kit = make_kit(tmp_path, model, kinds, num_hidden_layers=2)
@@ -194,7 +197,13 @@ def test_triton_kernels_answer_as_peft_does(tmp_path: Path, model: str, *, soak:
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
 @pytest.mark.parametrize(
     ("model", "dtype"),
-    [("qwen2", "bfloat16"), ("qwen2", "float16"), ("gemma2", "bfloat16"), ("gemma3_text", "bfloat16")],
+    [
+        ("qwen2", "bfloat16"),
+        # What it compiles takes half a minute.
+        pytest.param("qwen2", "float16", marks=pytest.mark.soak),
+        ("gemma2", "bfloat16"),
+        ("gemma3_text", "bfloat16"),
+    ],
 )
 def test_sixteen_bit_answers_are_as_near_to_the_truth_as_those_of_transformers(
     kits: Kits, report: Callable[[str], None], model: str, dtype: str, kernels: str

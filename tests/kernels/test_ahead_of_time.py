@@ -42,31 +42,6 @@ WIDE_LOADS = {
     # Prefill is bound by its product, and the widening of numbers in registers decides its layout.
     "_quantized_linear_kernel": set(),
 }
-PRODUCTS = {"sm_80": "mma.sync", "sm_90": "mma.sync", "sm_100": "mma.sync", "gfx942": "v_mfma"}
-LARGE_PRODUCTS = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
-# The kernel's bulk of reading, named as in its source: every load of these is of 16 bytes. What is not named is small:
-# page ids, ranks, starts of 4 or 8 bytes, and in expand the bridge, whose rows begin wherever a module's rank ends.
-WIDE_LOADS = {
-    "_lora_shrink_kernel": {"x_rows", "pages"},
-    "_lora_expand_kernel": {"pages", "target"},
-    "_paged_attention_decode_kernel": {"source", "place"},
-    "_merge_stretches_kernel": {"source"},
-    "_paged_attention_prefill_kernel": {"source", "place"},
-    "_rms_norm_kernel": {"x", "weight"},
-    "_act_mul_kernel": {"source"},
-    # It gathers single numbers: the rows of A are the embedding's columns.
-    "_lora_look_up_kernel": set(),
-    # A few numbers of a head a thread, of which a step has little.
-    "_rotate_and_write_kv_kernel": set(),
-    # Prefill is bound by its product, and the widening of numbers in registers decides its layout.
-    "_quantized_linear_kernel": set(),
-}
-# Of 2 bytes: the bridge, and the scales of KV in fp8, of which there is one for a whole row of numbers.
-NARROW_LOADS = {
-    "_lora_expand_kernel": {"bridge"},
-    "_paged_attention_decode_kernel": {"scale_place"},
-    "_paged_attention_prefill_kernel": {"scale_place"},
-}
 PRODUCTS = {
     "_lora_shrink_kernel": SMALL_PRODUCTS,
     "_lora_expand_kernel": SMALL_PRODUCTS,
