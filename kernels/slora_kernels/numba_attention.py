@@ -23,6 +23,7 @@ from slora_kernels.numba_language import (
     copy_widened,
     count_items,
     exp2,
+    magnitude,
     multiply_columns,
     narrow,
     prefetch,
@@ -53,11 +54,13 @@ NO_WINDOW = 1 << 40
 
 _LOW, _ZERO, _ONE, _MINUS_TWO = np.float32(-1e30), np.float32(0.0), np.float32(1.0), np.float32(-2.0)
 _LOG2_E = np.float32(np.log2(np.e))
+# The bits of an infinite float32, and a number that is none.
+_INFINITE, _NAN = np.int32(0x7F800000), np.float32(np.nan)
 
 
 def count_scratch(head_dim: int) -> int:
     """Float32 numbers that a worker needs."""
-    return 2 * TILE_ROWS * (head_dim + 1) + BLOCK_KEYS * (3 * head_dim + TILE_ROWS)
+    return TILE_ROWS * (2 * head_dim + 3) + BLOCK_KEYS * (3 * head_dim + TILE_ROWS)
 
 
 @compiled
@@ -153,6 +156,17 @@ def find_peak(scores: Array, low: Float) -> Float:
 
 
 @compiled
+def note_wrong(state: Array, scores: Array) -> None:
+    """One row's result is no number if a score is none, or infinite. By their bits: the softmax is compiled as if there
+    were no such numbers, and would leave them out."""
+    largest = np.int32(0)
+    for n in range(scores.shape[0]):
+        largest = max(largest, magnitude(scores[n]))
+    if largest >= _INFINITE:
+        state[2] = _ONE
+
+
+@compiled
 def weigh(sums: Array, state: Array, scores: Array) -> None:
     """One row's scores become weights, and what it has summed up so far shrinks to their scale."""
     peak = find_peak(scores, state[0])
@@ -165,7 +179,7 @@ def weigh(sums: Array, state: Array, scores: Array) -> None:
 
 @compiled
 def take_in(sums: Array, state: Array, scores: Array, values: Array) -> None:
-    """One row's step of the online softmax; state is (peak, total)."""
+    """One row's step of the online softmax; state is (peak, total, whether something was no number)."""
     weigh(sums, state, scores)
     add_rows(sums, scores, values)
 
@@ -233,6 +247,7 @@ def attend_token(
         for m in range(num_rows):
             # A row first, then what it sees of it: the compiler must know that its numbers lie side by side.
             scores = block[m, : end - key]
+            note_wrong(state[m], scores)
             if cap > _ZERO:
                 cap_scores(scores, cap)
             weigh(sums[m], state[m], scores)
@@ -279,7 +294,7 @@ def attend_tile(
     side: Int,
     scale_start: Int,
 ) -> None:
-    """rows [M, D] scaled queries -> sums [M, D], state [M, 2].
+    """rows [M, D] scaled queries -> sums [M, D], state [M, 3].
 
     Row m sees `window` tokens, itself the last, of before + m // group + 1. cap: of its scores; 0: none.
     """
@@ -304,14 +319,13 @@ def attend_tile(
             score_by_rows(scores, rows, turned)
         for m in range(num_rows):
             end = before + m // group + 1 - key
-            seen = min(count, end)
-            if cap > _ZERO and seen > 0:
-                cap_scores(scores[m, :seen], cap)
-            if seen > 0 and end <= window:
-                take_in(sums[m], state[m], scores[m, :seen], values[:seen])
-            elif seen > 0 and end - window < seen:
-                first = end - window
-                take_in(sums[m], state[m], scores[m, first:seen], values[first:seen])
+            seen, first = min(count, end), max(0, end - window)
+            if first < seen:
+                own = scores[m][first:seen]
+                note_wrong(state[m], own)
+                if cap > _ZERO:
+                    cap_scores(own, cap)
+                take_in(sums[m], state[m], own, values[first:seen])
 
 
 # Fields of an attention job; tiles [n, 4] are (sequence, first token, tokens, KV tokens before the first). ITEM_HEADS:
@@ -360,8 +374,8 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
     scratch = read_float_matrix(job, SCRATCH)[take_worker(job)]
     all_rows = scratch[: TILE_ROWS * size].reshape((TILE_ROWS, size))
     all_sums = scratch[TILE_ROWS * size : 2 * TILE_ROWS * size].reshape((TILE_ROWS, size))
-    all_state = scratch[2 * TILE_ROWS * size : 2 * TILE_ROWS * (size + 1)].reshape((TILE_ROWS, 2))
-    rest = scratch[2 * TILE_ROWS * (size + 1) :]
+    all_state = scratch[2 * TILE_ROWS * size : TILE_ROWS * (2 * size + 3)].reshape((TILE_ROWS, 3))
+    rest = scratch[TILE_ROWS * (2 * size + 3) :]
     item = take_item(job)
     while item < count_items(job):
         tile, head = item * item_heads // kv_heads, item * item_heads % kv_heads
@@ -374,7 +388,7 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
             load_queries(mine, q[first : first + tokens], (head + h) * group, group, scale)
         for m in range(num_rows):
             clear(sums[m])
-            state[m, 0], state[m, 1] = _LOW, _ZERO
+            state[m, 0], state[m, 1], state[m, 2] = _LOW, _ZERO, _ZERO
         start, table = read_int(job, LAYER_START) + head * head_elements, block_tables[b]
         if tokens == 1 and size % LANES == 0:
             first_key, visible = max(0, before + 1 - window), before + 1
@@ -418,7 +432,11 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
         for m in range(num_rows):
             row = m % head_rows
             column = ((head + m // head_rows) * group + row % group) * size
-            write_row(out[first + row // group, column : column + size], sums[m], _ONE / state[m, 1])
+            mine = out[first + row // group, column : column + size]
+            if state[m, 2] > _ZERO:
+                spoil_row(mine)
+            else:
+                write_row(mine, sums[m], _ONE / state[m, 1])
         item = take_item(job)
 
 
@@ -426,3 +444,9 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
 def write_row(out: Array, sums: Array, factor: Float) -> None:
     for i in range(sums.shape[0]):
         out[i] = narrow(sums[i] * factor, out)
+
+
+@compiled
+def spoil_row(out: Array) -> None:
+    for i in range(out.shape[0]):
+        out[i] = narrow(_NAN, out)

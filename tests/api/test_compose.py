@@ -208,7 +208,7 @@ def pull_from_redis_alone(host: Host, served: Served, key: str, adapter: Path) -
     assert other.text.endswith("data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize("store", ["files", "redis"])
+@pytest.mark.parametrize("store", ["redis", pytest.param("files", marks=pytest.mark.soak)])
 def test_its_commands_serve_as_processes_and_lose_nothing_when_killed(
     kit: Kit, tmp_path: Path, store: str
 ) -> None:

@@ -1,5 +1,7 @@
 """Small runs of what tells how adapters load: real servers on a tiny model."""
 
+import pytest
+
 from bench.cold_start import DISK, FILE, HOST, REDIS, cold_start_tables
 from bench.live_platform import Setup
 from bench.load_storm import storm_tables
@@ -28,6 +30,7 @@ def test_the_first_token_is_measured_from_every_tier() -> None:
         assert (row["SHA-256 ms"] is None) == (row["tier"] == HOST)
 
 
+@pytest.mark.soak
 def test_a_storm_is_of_adapters_that_are_all_cold_and_then_all_warm() -> None:
     (rows,) = storm_tables(1, 9, 4, _SETUP, ("redis",)).values()
     assert [(row["tier"], row["tenants"]) for row in rows] == [("redis", 1), ("redis", 8)]
@@ -41,6 +44,7 @@ def test_those_who_decode_are_watched_while_an_adapter_comes() -> None:
     assert row["<= 1.2"] in _ANSWERS and row["<= 5 ms"] in _ANSWERS
 
 
+@pytest.mark.soak
 def test_servers_with_few_and_with_many_adapters_are_compared() -> None:
     """Here one with itself: each takes seconds to start."""
     rows, verdicts = many_tables(1, (40,)).values()

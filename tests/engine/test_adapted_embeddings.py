@@ -42,6 +42,7 @@ def test_parity_holds_with_chunks_and_preemption(
     assert verdict.equal, verdict
 
 
+@pytest.mark.soak
 def test_triton_kernels_answer_as_peft_does(kits: Kits) -> None:
     kit = kits("llama")
     work = Work([[3, 1, 4, 1], [5, 9], [2, 6, 5]], ["both_and_linears", "embedding", "head"])

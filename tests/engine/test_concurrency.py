@@ -86,7 +86,7 @@ def check_same(answers: dict[str, Answer], alone: dict[str, Answer]) -> None:
         assert answer.logprobs == pytest.approx(alone[request_id].logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("sample", [greedy, sampled])
+@pytest.mark.parametrize("sample", [sampled, pytest.param(greedy, marks=pytest.mark.soak)])
 def test_sixty_four_requests_over_eight_adapters_and_the_base_answer_as_they_do_alone(
     kit: ModelKit, sample: Callable[[int], SamplingParams]
 ) -> None:

@@ -49,6 +49,7 @@ def draw_prompts(count: int, length: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for _ in range(count)]
 
 
+@pytest.mark.soak  # what it compiles takes half a minute
 def test_a_pool_holds_as_many_tokens_as_its_pages_say(kits: Kits) -> None:
     kit = kits("qwen3")
     pool_bytes = kit.pool_bytes(90, dtype="bfloat16")

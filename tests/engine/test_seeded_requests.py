@@ -76,7 +76,10 @@ def check_same(answers: dict[str, Answer], alone: dict[str, Answer]) -> None:
         assert answer.reason == alone[name].reason
 
 
-CASES = [(kernels, dtype) for dtype in ("bfloat16", "float32") for kernels in CPU_KERNELS]
+CASES = [
+    *((kernels, "bfloat16") for kernels in CPU_KERNELS),
+    *(pytest.param(kernels, "float32", marks=pytest.mark.soak) for kernels in CPU_KERNELS),
+]
 
 
 @pytest.mark.parametrize(("kernels", "dtype"), CASES)

@@ -49,8 +49,8 @@ PRODUCTS = {
     "_paged_attention_prefill_kernel": LARGE_PRODUCTS,
 }
 FP8_KV = "KV in fp8"
-# One of each maker's; a target takes a minute of one core.
-QUICK = (("sm_90", "bfloat16"), ("gfx942", "bfloat16"))
+# A target takes a minute of one core.
+QUICK = (("sm_90", "bfloat16"),)
 THOROUGH = tuple((target, dtype) for target in SHARED_LIMITS for dtype in ("bfloat16", "float16", "float32"))
 
 

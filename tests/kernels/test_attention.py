@@ -146,3 +146,20 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(
         first, last = scene.batch.query_starts[b : b + 2].tolist()
         alone = attend(kernels, take_alone(scene, b), make_rule(scene, window))
         assert torch.equal(together[first:last], alone)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("softcap", (None, 1.5), ids=("plain", "capped"))
+@pytest.mark.parametrize("chunk", ((1, 40), (5, 40), (12, 40)), ids=str)
+def test_a_key_that_is_no_number_is_one_for_all_who_see_it(
+    kernels: Kernels, device: str, dtype: torch.dtype, softcap: float | None, chunk: tuple[int, int]
+) -> None:
+    """In the second KV head, which half of the heads read, of token 30: only the last rows of a chunk of 12 see it."""
+    scene = build(HEADS[1], dtype, [chunk], device)
+    page = int(scene.batch.block_tables[0, 30 // 8])
+    reference.view_layer(scene.pages, scene.geometry, scene.layer)[page, 0, 1, 30 % 8, 3] = torch.nan
+    sees = scene.batch.positions.cpu() >= 30
+    for window, seeing in ((None, sees), (5, sees & (scene.batch.positions.cpu() < 35))):
+        out = attend(kernels, scene, make_rule(scene, window, softcap)).view(-1, 6, 16)
+        assert out[:, 3:].isnan().all(dim=(1, 2)).tolist() == seeing.tolist()
+        assert bool(out[:, :3].isfinite().all()) and bool(out[~seeing].isfinite().all())
