@@ -189,6 +189,8 @@ class LoaderClient:
     def _serve(self, run: _Run) -> None:
         """One connection, from after the handshake to its end."""
         with self._changed:
+            if self._closed:  # meanwhile, when there was nothing yet to hang up
+                return
             self._run = run
             for version, request in self._requests.items():
                 if not request.answered:

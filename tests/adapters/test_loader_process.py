@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 
@@ -340,6 +340,23 @@ def test_a_config_may_come_in_a_file_so_that_no_password_is_in_the_process_list(
         client.close()
         process.stdin.close()
         assert process.wait(WAIT_S) == 0
+
+
+def test_a_client_that_is_closed_while_it_connects_does_not_stay(bench: Bench) -> None:
+    connecting, closing = Event(), Event()
+
+    def wait_for_the_end(arena: object) -> None:
+        connecting.set()
+        assert closing.wait(WAIT_S)
+
+    client = LoaderClient(bench.process.config.socket, on_arena=wait_for_the_end)
+    assert connecting.wait(WAIT_S)
+    closer = Thread(target=client.close, daemon=True)
+    closer.start()
+    bench.wait_until(lambda: client._closed)
+    closing.set()
+    closer.join(WAIT_S)
+    assert not closer.is_alive() and not client.connected
 
 
 def test_the_loader_ends_with_its_standard_input(bench: Bench) -> None:
