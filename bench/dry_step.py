@@ -7,7 +7,6 @@ second. Knows no GPU: what a step takes there is for whoever has its rates.
 
 import json
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.made_weights import MadeWeights
 from slora.decoder import Decoder
 from slora.lora_deltas import LoraDeltas
 from slora.lora_tiles import cut_rows, max_rows
@@ -84,7 +84,7 @@ class MetaModel:
             _BLOCK_TOKENS,
             dtype,
         )
-        self._decoder = Decoder(self._config, _MetaReader(dtype), _BLOCK_TOKENS)
+        self._decoder = Decoder(self._config, MadeWeights(dtype, _META), _BLOCK_TOKENS)
 
     def count(self, step: StepShape) -> StepCount:
         launches: list[Launch] = []
@@ -156,31 +156,6 @@ def _make_batch(step: StepShape, limits: TileLimits, max_group_rank: int) -> Ste
         sampling=[],
         prompts=[],
     )
-
-
-class _MetaReader:
-    """What `WeightReader` gives, without a checkpoint."""
-
-    device = _META
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def vector(self, name: str, width: int) -> Tensor:
-        return self.matrix(name, 1, width)[0]
-
-    def matrix(self, name: str, num_rows: int, width: int) -> Tensor:
-        return torch.empty(num_rows, width, dtype=self.dtype, device=_META)
-
-    def linear(self, parts: Sequence[tuple[str, int]], width: int) -> Tensor:
-        return self.matrix("", sum(rows for _, rows in parts), width)
-
-    def is_absent_or_same(self, name: str, other: str) -> bool:
-        return False
-
-    def leave_out(self, beginnings: tuple[str, ...]) -> None: ...
-
-    def read(self) -> None: ...
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:

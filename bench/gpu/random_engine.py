@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from bench.kernels import MODELS
 from bench.machines import ALL_LINEARS
+from bench.made_weights import MadeWeights
 from slora.decoder import Decoder
 from slora.engine import Engine
 from slora.engine_config import EngineConfig
@@ -87,42 +87,16 @@ TINY = EngineSize(
 )
 
 
-class RandomWeights:
-    """What a `WeightReader` gives the decoder, without a checkpoint."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype = dtype
-        self.device = device
-        self._random = torch.Generator(device).manual_seed(0)
-
-    def vector(self, name: str, width: int) -> Tensor:
-        return torch.ones(width, dtype=self.dtype, device=self.device)
-
-    def matrix(self, name: str, num_rows: int, width: int) -> Tensor:
-        weight = torch.empty(num_rows, width, dtype=self.dtype, device=self.device)
-        return weight.normal_(std=_STD, generator=self._random)
-
-    def linear(self, parts: Sequence[tuple[str, int]], width: int) -> Tensor:
-        return self.matrix("", sum(rows for _, rows in parts), width)
-
-    def is_absent_or_same(self, name: str, other: str) -> bool:
-        return False
-
-    def leave_out(self, beginnings: tuple[str, ...]) -> None: ...
-
-    def read(self) -> None: ...
-
-
 def make_weights(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int
 ) -> Decoder:
     """A `slora.model.LoadModel`."""
     assert spec.decoder is not None, "the bench's models are of our own decoder"
-    return Decoder(spec.decoder, RandomWeights(dtype, device), max_model_len)  # type: ignore[arg-type]
+    return Decoder(spec.decoder, MadeWeights(dtype, device), max_model_len)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
-class RandomAdapters:
+class RandomSource:
     """An AdapterSource that has every adapter at hand."""
 
     shape: ModelShape
@@ -167,7 +141,7 @@ class RandomEngine:
     ) -> None:
         self.size = size
         spec, layout = size.spec(), size.layout(rank, adapted)
-        self.adapters = RandomAdapters(spec.shape(size.dtype), size.dtype, layout, size.device == "cuda")
+        self.adapters = RandomSource(spec.shape(size.dtype), size.dtype, layout, size.device == "cuda")
         config = EngineConfig(
             Path("random"),
             dtype=size.dtype,

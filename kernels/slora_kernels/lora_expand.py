@@ -13,6 +13,7 @@ from torch import Tensor
 from slora_kernels.batch import AdapterTables, LoraTiles
 from slora_kernels.launch import Launch, dot_dtype
 from slora_kernels.layout import MAX_GROUP_MODULES, SEGMENT_BYTES, LoraSite
+from slora_kernels.lora_columns import find_columns
 from slora_kernels.lora_expand_rows import _lora_expand_rows_kernel
 from slora_kernels.lora_shrink import choose_block_tokens
 from slora_kernels.lora_sizes import LoraSizes
@@ -53,12 +54,7 @@ def _lora_expand_kernel(
     DOT_DTYPE: tl.constexpr,
 ):
     tile, block = first_tile + tl.program_id(0), tl.program_id(1)
-    BLOCKS_0: tl.constexpr = (WIDTH_0 + SEGMENT - 1) // SEGMENT
-    BLOCKS_1: tl.constexpr = BLOCKS_0 + (WIDTH_1 + SEGMENT - 1) // SEGMENT
-    member = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32)
-    width = tl.where(member == 0, WIDTH_0, tl.where(member == 1, WIDTH_1, WIDTH_2))
-    column_start = tl.where(member == 0, 0, tl.where(member == 1, WIDTH_0, WIDTH_0 + WIDTH_1))
-    segment = block - tl.where(member == 0, 0, tl.where(member == 1, BLOCKS_0, BLOCKS_1))
+    member, width, column_start, segment = find_columns(block, WIDTH_0, WIDTH_1, WIDTH_2, SEGMENT)
     slot = tl.load(tiles + tile * 3)
     place = slot * NUM_MODULES + first_module + member
     rank = tl.load(modules + place * 3)

@@ -10,6 +10,8 @@ the table's to say (`lora_sizes`). Launched by `bind_lora_expand`.
 import triton
 import triton.language as tl
 
+from slora_kernels.lora_columns import find_columns
+
 # Taken one after the other: many programs of few tokens keep a GPU busier than few of many.
 ROW_TILE_TOKENS = 16
 
@@ -42,12 +44,7 @@ def _lora_expand_rows_kernel(
     BLOCK_R: tl.constexpr,
 ):
     tile, block = tl.program_id(0), tl.program_id(1)
-    BLOCKS_0: tl.constexpr = (WIDTH_0 + SEGMENT - 1) // SEGMENT
-    BLOCKS_1: tl.constexpr = BLOCKS_0 + (WIDTH_1 + SEGMENT - 1) // SEGMENT
-    member = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32)
-    width = tl.where(member == 0, WIDTH_0, tl.where(member == 1, WIDTH_1, WIDTH_2))
-    column_start = tl.where(member == 0, 0, tl.where(member == 1, WIDTH_0, WIDTH_0 + WIDTH_1))
-    segment = block - tl.where(member == 0, 0, tl.where(member == 1, BLOCKS_0, BLOCKS_1))
+    member, width, column_start, segment = find_columns(block, WIDTH_0, WIDTH_1, WIDTH_2, SEGMENT)
     slot = tl.load(tiles + tile * 3)
     place = slot * NUM_MODULES + first_module + member
     rank = tl.load(modules + place * 3)

@@ -113,9 +113,9 @@ def _bind_draw(logits: Tensor) -> list[Launch]:
 def _bind_llama(dtype: torch.dtype) -> Launches:
     shape = llama_shape(1, 4096, 32, 8, 128, _INTERMEDIATE, 128256, dtype.itemsize)
     pages = torch.zeros(2, shape.page_bytes(_BLOCK_TOKENS), dtype=torch.uint8)
+    sizes = load_sizes().with_decode("rows")
     for rank in RANKS:
         for index, site in enumerate(shape.sites):
-            sizes = load_sizes().with_decode("rows")
             for tokens in (_TOKENS, TILE_TOKENS):
                 for launch in bind_lora_site(shape, pages, dtype, site, rank, tokens, sizes):
                     yield f"Llama-3.1-8B, site {index}, tiles of {tokens}, rank {rank}", launch

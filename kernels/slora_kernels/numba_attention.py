@@ -13,6 +13,7 @@ import numpy as np
 from slora_kernels.numba_dots import add_four_dots, add_one_dot
 from slora_kernels.numba_gathers import gather_rows
 from slora_kernels.numba_language import (
+    INFINITY_BITS,
     Array,
     Float,
     Int,
@@ -23,7 +24,7 @@ from slora_kernels.numba_language import (
     copy_widened,
     count_items,
     exp2,
-    magnitude,
+    find_largest,
     multiply_columns,
     narrow,
     prefetch,
@@ -54,8 +55,7 @@ NO_WINDOW = 1 << 40
 
 _LOW, _ZERO, _ONE, _MINUS_TWO = np.float32(-1e30), np.float32(0.0), np.float32(1.0), np.float32(-2.0)
 _LOG2_E = np.float32(np.log2(np.e))
-# The bits of an infinite float32, and a number that is none.
-_INFINITE, _NAN = np.int32(0x7F800000), np.float32(np.nan)
+_NAN = np.float32(np.nan)
 
 
 def count_scratch(head_dim: int) -> int:
@@ -159,10 +159,7 @@ def find_peak(scores: Array, low: Float) -> Float:
 def note_wrong(state: Array, scores: Array) -> None:
     """One row's result is no number if a score is none, or infinite. By their bits: the softmax is compiled as if there
     were no such numbers, and would leave them out."""
-    largest = np.int32(0)
-    for n in range(scores.shape[0]):
-        largest = max(largest, magnitude(scores[n]))
-    if largest >= _INFINITE:
+    if find_largest(scores) >= INFINITY_BITS:
         state[2] = _ONE
 
 

@@ -5,6 +5,7 @@ import numpy as np
 from slora_kernels.batch import Activation
 from slora_kernels.layout import LARGEST_E4M3
 from slora_kernels.numba_language import (
+    INFINITY_BITS,
     Array,
     Float,
     Int,
@@ -12,6 +13,7 @@ from slora_kernels.numba_language import (
     compiled,
     count_items,
     exp2,
+    find_largest,
     from_bits,
     narrow,
     read_bfloat16_matrix,
@@ -208,23 +210,14 @@ def norm_and_rotate_head(target: Array, source: Array, angles: Array, weight: Ar
     SCALE_START,
 ) = range(16)
 
-_INFINITY, _LARGEST_E4M3 = 0x7F800000, np.float32(LARGEST_E4M3)
+_LARGEST_E4M3 = np.float32(LARGEST_E4M3)
 _NAN_SCALE, _SMALLEST_SCALE = 0x7FC0, 0x0080
-
-
-@compiled
-def find_largest(row: Array) -> Int:
-    """The greatest magnitude, as the bits of a float32; what is not finite is greater than any number."""
-    largest = np.int32(0)
-    for i in range(row.shape[0]):
-        largest = max(largest, to_bits(widen(row[i])) & np.int32(0x7FFFFFFF))
-    return largest
 
 
 @compiled
 def choose_scale(largest: Int, other: Int) -> Int:
     """Bits of the scale in bfloat16 of one side, by its greatest magnitude and the other's; see `KVFormat`."""
-    if max(largest, other) >= _INFINITY:
+    if max(largest, other) >= INFINITY_BITS:
         return _NAN_SCALE
     exact = to_bits(from_bits(np.int32(largest)) / _LARGEST_E4M3)
     # The upper half of a float32 is a bfloat16; what is cut off rounds up.

@@ -113,7 +113,7 @@ class AttentionPlan:
 
 
 class NumbaKernels:
-    """See `Kernels`. The bridge is [T, max_group_rank], see `bridge_dtype`. Tensors are a CPU's, with contiguous rows.
+    """See `Kernels`. Tensors are a CPU's, with contiguous rows.
 
     One caller at a time: scratch memory is shared by all calls. A token's results are the same to the bit alone and
     in a batch.
@@ -203,7 +203,7 @@ class NumbaKernels:
     ) -> Tensor:
         plan = step.plan
         assert isinstance(plan, AttentionPlan)
-        normed = (NOTHING, NOTHING, 0.0)
+        normed: tuple[Field, ...] = (NOTHING, NOTHING, NOTHING)
         if norms is not None:
             normed = (norms.query.float(), norms.key.float(), norms.eps)
         fields = (

@@ -42,6 +42,8 @@ _F32, _F64 = ir.FloatType(), ir.DoubleType()
 _BYTE_POINTER = ir.IntType(8).as_pointer()
 _PREFETCH_TYPE = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _I32, _I32, _I32])
 CACHE_LINE_BYTES = 64
+# Of a float32.
+INFINITY_BITS = 0x7F800000
 # Sums may be reordered, which is decided when compiling, so results stay the same from call to call. Without
 # numba's run-time nothing is counted: jobs own no memory, and counting took a third of the time of short rows. (A
 # function may then not return an array.)
@@ -346,6 +348,15 @@ def magnitude(typing: Any, value: Any) -> Any:
         return _emit_magnitude(builder, value, args[0])[0]
 
     return types.int32(value), emit
+
+
+@compiled
+def find_largest(row: Array) -> Int:
+    """The greatest magnitude, as the bits of a float32; what is not finite is `INFINITY_BITS` or more."""
+    largest = np.int32(0)
+    for i in range(row.shape[0]):
+        largest = max(largest, magnitude(widen(row[i])))
+    return largest
 
 
 @emitted

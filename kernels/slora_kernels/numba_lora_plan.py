@@ -119,6 +119,7 @@ class LoraPlan:
         )
 
 
+# Both are kept for good: the words of a job point into the tensors.
 @cache
 def _cut_columns(widths: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor]:
     """Blocks of expand, int32 [n, 4]: member of the group, first column in out, in the member, and columns; and the

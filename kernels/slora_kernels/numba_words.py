@@ -3,7 +3,6 @@
 import struct
 from array import array
 
-import torch
 from torch import Tensor
 
 from slora_kernels.numba_language import NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS
@@ -12,7 +11,7 @@ from slora_kernels.numba_language import NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_
 Words = tuple[int, int, int]
 Field = Words | Tensor | int | float
 # In place of a tensor that is not there.
-NOTHING = torch.empty(0)
+NOTHING: Words = (0, 1, 0)
 assert (NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS) == (0, 1, 2, 3)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from demo.tasks import TASKS, unseen_sentences
 from slora import LLM, SamplingParams
 from slora.engine import Engine
 from slora.engine_config import EngineConfig
@@ -23,9 +22,9 @@ from tests.support.driving import Answer, drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.poison import poison
 from tests.support.tiny_models import VOCAB_SIZE
+from tests.support.trained_model import ask_trained_model
 
 Kits = Callable[[str], ModelKit]
-DEMO = Path(__file__).parents[2] / "demo"
 FP8: dict[str, str] = {"kv_cache_dtype": "fp8"}
 SCORED = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
 
@@ -83,27 +82,11 @@ def test_tokens_are_found_about_as_likely_as_without(
 
 
 def test_a_trained_model_answers_as_well(report: Callable[[str], None], *, soak: bool) -> None:
-    sentences = unseen_sentences(200 if soak else 8)
-    tasks = {None: "echo", DEMO / "adapters" / "reverse": "reverse"}
-    asked = [(sentence, adapter) for adapter in tasks for sentence in sentences]
-    chats = [[{"role": "user", "content": sentence}] for sentence, _ in asked]
-    params = SamplingParams(max_tokens=160, temperature=0.0, logprobs=0)
-    answers = {}
-    for form in KVFormat:
-        llm = LLM(DEMO / "model", kv_cache_dtype=form.value, pool_bytes=64 << 20, kernels=KERNELS)
-        answers[form] = llm.chat(chats, params, [adapter for _, adapter in asked])
-    right = sum(
-        output.text == TASKS[tasks[adapter]].apply(sentence)
-        for output, (sentence, adapter) in zip(answers[KVFormat.FP8], asked, strict=True)
-    )
-    losses = {
-        form: -sum(entry.logprob for output in outputs for entry in output.logprobs or ())
-        / sum(len(output.token_ids) for output in outputs)
-        for form, outputs in answers.items()
-    }
-    report(f"KV in fp8: {right} of {len(asked)} answers right; nats a token {losses}")
-    assert right >= 0.95 * len(asked)
-    assert losses[KVFormat.FP8] <= losses[KVFormat.MODEL] + 0.005
+    count = 200 if soak else 8
+    plain, rounded = (ask_trained_model(count, kv_cache_dtype=form.value) for form in KVFormat)
+    report(f"KV in fp8: {rounded}; without: {plain}")
+    assert rounded.right >= 0.95 * rounded.asked
+    assert rounded.nats <= plain.nats + 0.005
 
 
 def assert_same(found: Mapping[str, Answer], expected: Mapping[str, Answer]) -> None:

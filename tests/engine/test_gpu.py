@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from slora import LLM
-from tests.engine.test_parity import GREEDY, Answer, Work, answer, chosen_logprobs, judge, mix
+from tests.engine.test_parity import GREEDY, Answer, Work, answer, judge, measure_errors, mix
 from tests.support.model_kit import ModelKit
-from tests.support.oracle import Oracle
 from tests.support.tiny_models import MODELS
 
 Kits = Callable[[str], ModelKit]
@@ -63,11 +62,7 @@ def test_sixteen_bit_answers_are_as_near_to_the_truth_as_those_of_transformers(
     kit = kits(model)
     work = mix(kit, prompts_each=2, seed=4)
     _, given = serve(kit, work, 400, dtype)
-    ours, answers = torch.tensor([a.logprobs for a in given]), [a.token_ids for a in given]
-    rounded = Oracle(kit.directory, kit.adapters, getattr(torch, dtype))
-    theirs = chosen_logprobs(rounded, work, answers)
-    truth = chosen_logprobs(rounded.in_float32(), work, answers)
-    our_error, their_error = (ours - truth).abs(), (theirs - truth).abs()
+    our_error, their_error = measure_errors(kit, work, given, dtype)
     report(
         f"{model} in {dtype} on a GPU, error of log-probabilities: mean {our_error.mean():.5f}, "
         f"largest {our_error.max():.4f}; of transformers + peft {their_error.mean():.5f}, {their_error.max():.4f}"

@@ -214,17 +214,24 @@ def test_sixteen_bit_answers_are_as_near_to_the_truth_as_those_of_transformers(
     params = replace(GREEDY, max_tokens=32)
     llm = LLM(kit.directory, dtype=dtype, kernels=kernels, pool_bytes=kit.pool_bytes(400, dtype=dtype))
     given = answer(llm, kit, work, params)
-    ours, answers = torch.tensor([a.logprobs for a in given]), [a.token_ids for a in given]
-    rounded = Oracle(kit.directory, kit.adapters, getattr(torch, dtype))
-    theirs = chosen_logprobs(rounded, work, answers)
-    truth = chosen_logprobs(rounded.in_float32(), work, answers)
-    our_error, their_error = (ours - truth).abs(), (theirs - truth).abs()
+    our_error, their_error = measure_errors(kit, work, given, dtype)
     report(
         f"{model} in {dtype} with {kernels} kernels, error of log-probabilities: mean {our_error.mean():.5f}, "
         f"largest {our_error.max():.4f}; of transformers + peft {their_error.mean():.5f}, {their_error.max():.4f}"
     )
     assert our_error.mean() < 1.3 * their_error.mean()
     assert our_error.max() < 3 * their_error.max()
+
+
+def measure_errors(
+    kit: ModelKit, work: Work, given: list[Answer], dtype: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the log-probabilities of the tokens given, [requests, tokens]: ours, and those of transformers + peft."""
+    ours, answers = torch.tensor([a.logprobs for a in given]), [a.token_ids for a in given]
+    rounded = Oracle(kit.directory, kit.adapters, getattr(torch, dtype))
+    theirs = chosen_logprobs(rounded, work, answers)
+    truth = chosen_logprobs(rounded.in_float32(), work, answers)
+    return (ours - truth).abs(), (theirs - truth).abs()
 
 
 def chosen_logprobs(oracle: Oracle, work: Work, answers: list[list[int]]) -> torch.Tensor:

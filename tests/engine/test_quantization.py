@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from demo.tasks import TASKS, unseen_sentences
 from slora import LLM, SamplingParams
 from slora.errors import ConfigError
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
@@ -19,13 +18,13 @@ from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
 from tests.support.peft_adapters import KINDS
 from tests.support.tiny_models import VOCAB_SIZE
+from tests.support.trained_model import ask_trained_model
 
 FORMS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 ADAPTERS = {kind: KINDS[kind] for kind in ("r8_on_q_and_v", "patterns")}
 # Prompts, the kind of each one's adapter, and the answers.
 Work = tuple[list[list[int]], list[str | None], list[list[int]]]
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-DEMO = Path(__file__).parents[2] / "demo"
 
 
 def is_linear(name: str) -> bool:
@@ -94,27 +93,11 @@ def test_answers_are_those_of_the_rounded_weights_with_and_without_adapters(
 def test_rounding_costs_a_trained_model_next_to_nothing(
     report: Callable[[str], None], form: str, *, soak: bool
 ) -> None:
-    sentences = unseen_sentences(200 if soak else 12)
-    tasks = {None: "echo", DEMO / "adapters" / "reverse": "reverse"}
-    asked = [(sentence, adapter) for adapter in tasks for sentence in sentences]
-    chats = [[{"role": "user", "content": sentence}] for sentence, _ in asked]
-    params = SamplingParams(max_tokens=160, temperature=0.0, logprobs=0)
-    answers = {}
-    for quantization in ("auto", form):
-        llm = LLM(DEMO / "model", quantization=quantization, pool_bytes=64 << 20, kernels=KERNELS)
-        answers[quantization] = llm.chat(chats, params, [adapter for _, adapter in asked])
-    right = sum(
-        output.text == TASKS[tasks[adapter]].apply(sentence)
-        for output, (sentence, adapter) in zip(answers[form], asked, strict=True)
-    )
-    losses = {
-        name: -sum(entry.logprob for output in outputs for entry in output.logprobs or ())
-        / sum(len(output.token_ids) for output in outputs)
-        for name, outputs in answers.items()
-    }
-    report(f"{form} weights: {right} of {len(asked)} answers right; nats a token {losses}")
-    assert right >= 0.95 * len(asked)
-    assert losses[form] <= losses["auto"] + 0.005
+    count = 200 if soak else 12
+    plain, rounded = (ask_trained_model(count, quantization=one) for one in ("auto", form))
+    report(f"{form} weights: {rounded}; without: {plain}")
+    assert rounded.right >= 0.95 * rounded.asked
+    assert rounded.nats <= plain.nats + 0.005
 
 
 def compressed(form: str, strategy: str, **weights: Any) -> dict[str, Any]:

@@ -1,0 +1,34 @@
+"""Weights for decoders whose checkpoint nobody has."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_STD = 0.02
+
+
+class MadeWeights:
+    """What a `WeightReader` gives the decoder, without a checkpoint: random numbers, or none on the meta device."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._random = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
+
+    def vector(self, name: str, width: int) -> Tensor:
+        return torch.ones(width, dtype=self.dtype, device=self.device)
+
+    def matrix(self, name: str, num_rows: int, width: int) -> Tensor:
+        weight = torch.empty(num_rows, width, dtype=self.dtype, device=self.device)
+        return weight.normal_(std=_STD, generator=self._random)
+
+    def linear(self, parts: Sequence[tuple[str, int]], width: int) -> Tensor:
+        return self.matrix("", sum(rows for _, rows in parts), width)
+
+    def is_absent_or_same(self, name: str, other: str) -> bool:
+        return False
+
+    def leave_out(self, beginnings: tuple[str, ...]) -> None: ...
+
+    def read(self) -> None: ...
