@@ -15,6 +15,7 @@ from torch import Tensor
 from slora.sampler import token_logprobs
 from slora.sequence import Sequence
 from slora.step_plan import Chunk
+from slora_kernels.layout import Int32Array
 
 # At 128k tokens of vocabulary a block's logits take 32 MB in float32.
 _BLOCK_ROWS = 64
@@ -33,15 +34,19 @@ class PromptRows:
         return range(self.first_token, self.first_token + len(self.targets))
 
 
-def find_prompt_rows(chunk: Chunk, first_token: int) -> PromptRows | None:
-    """What is to be scored of a chunk whose first token is `first_token` of the step; None if nothing is."""
-    sequence = chunk.sequence
-    # Token p of the prompt is scored by the row of token p - 1.
-    first = max(sequence.num_scored, chunk.start + 1)
-    end = min(sequence.num_prompt, chunk.start + chunk.num_tokens + 1)
-    if first >= end:
-        return None
-    return PromptRows(sequence, first_token + first - 1 - chunk.start, sequence.token_ids[first:end])
+def find_prompt_rows(chunks: list[Chunk], first_tokens: Int32Array) -> list[PromptRows]:
+    """What is to be scored in a step. first_tokens: where each chunk begins in it."""
+    found = []
+    for chunk, first_token in zip(chunks, first_tokens, strict=False):
+        sequence = chunk.sequence
+        if sequence.num_scored < sequence.num_prompt:
+            # Token p of the prompt is scored by the row of token p - 1.
+            first = max(sequence.num_scored, chunk.start + 1)
+            end = min(sequence.num_prompt, chunk.start + chunk.num_tokens + 1)
+            if first < end:
+                row = int(first_token) + first - 1 - chunk.start
+                found.append(PromptRows(sequence, row, sequence.token_ids[first:end]))
+    return found
 
 
 def score_prompts(

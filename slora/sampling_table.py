@@ -100,6 +100,7 @@ class SamplingTable:
         self.device = device
         self._ints = np.zeros((num_rows, len(Column)), np.int64)
         self._floats = self._ints.view(np.float64)
+        self._wants, self._positions = self._ints[:, Column.WANTS], self._ints[:, Column.POSITION]
         self._edits = _TokenEdits(num_rows)
         self._no_numbers = torch.empty((0, len(Column)), dtype=torch.int64, device=device)
         # int32 [num_rows, vocab_size]: twice the times that the answer has the token, plus 1 if the prompt has it.
@@ -145,9 +146,9 @@ class SamplingTable:
 
     def gather(self, rows: list[int]) -> SamplingRows:
         index = np.array(rows, np.int64)
-        wants = self._ints[index, Column.WANTS]
+        wants = self._wants[index]
         if self._edits.has_any:
-            is_edited = self._ints[index, Column.POSITION] < self._edits.until[index]
+            is_edited = self._positions[index] < self._edits.until[index]
             wants |= np.where(is_edited, Want.EDITS, 0)
         if not wants.any():  # as in most steps: one index and one upload are spared
             return SamplingRows(index, wants, True, self._ints[:0], self._no_numbers)
@@ -157,7 +158,7 @@ class SamplingTable:
     def edits(self, rows: SamplingRows, index: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """tokens int64, and what to add to their logits float32, both [len(index), E]; idle places add 0."""
         slots = rows.rows[index]
-        tokens, values = self._edits.gather(slots, self._ints[slots, Column.POSITION])
+        tokens, values = self._edits.gather(slots, self._positions[slots])
         return torch.from_numpy(tokens).to(self.device), torch.from_numpy(values).to(self.device)
 
     def seen(self, rows: SamplingRows, index: npt.NDArray[np.int64]) -> Tensor:
@@ -167,7 +168,7 @@ class SamplingTable:
 
     def advance(self, rows: SamplingRows, tokens: Tensor) -> None:
         """`tokens` int64 [B] follow: every row stands one place further, and counts its token if it counts any."""
-        self._ints[rows.rows, Column.POSITION] += 1
+        self._positions[rows.rows] += 1
         index = rows.wanting(Want.PENALTIES)
         if index is not None and self._seen is not None:
             slots, which = (torch.from_numpy(part).to(self.device) for part in (rows.rows[index], index))

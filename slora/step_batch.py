@@ -3,6 +3,7 @@
 Built once a step and read by every layer. Everything travels to the device in one copy.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,24 +71,25 @@ class StepBatch:
         reach = join_reaches(chunks)
         tiles = cut_token_tiles(chunks, limits)
         head_tiles = cut_head_tiles(chunks, limits) if reach.head else StepTiles([], 0)
-        rows = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) for _ in chunk.draws]
-        found = (find_prompt_rows(chunk, int(start)) for chunk, start in zip(chunks, starts, strict=False))
-        prompts = [asked for asked in found if asked is not None]
-        rows.extend(token for asked in prompts for token in asked.tokens)
+        draws = [chunk.draws for chunk in chunks]
+        last_rows = np.repeat(starts[1:] - 1, [len(drawn) for drawn in draws])
+        prompts = find_prompt_rows(chunks, starts)
+        scored = [token for asked in prompts for token in asked.tokens]
         arrays: list[IntArray | npt.NDArray[np.float32]] = [
             _token_ids(chunks, int(starts[-1])),
             _rotary_rows(chunks, positions, counts, long_rows),
             _kv_slots(positions, counts, block_tables, memory.geometry.block_tokens),
-            np.array(rows, np.int64),
+            np.array([*last_rows, *scored], np.int64) if scored else last_rows.astype(np.int64),
             starts,
             contexts,
             block_tables,
             *_tile_arrays(tiles.tiles),
             *_tile_arrays(head_tiles.tiles),
         ]
-        ids, pos, kv_slots, sample_rows, query_starts, context_lens, tables, *lora = _upload(
+        ids, pos, kv_slots, sample_rows, query_starts, context_lens, tables, *rest = _upload(
             arrays, memory.device
         )
+        tile_tensors = iter(rest)
         attention = AttentionBatch(
             query_starts=query_starts,
             context_lens=context_lens,
@@ -100,11 +102,11 @@ class StepBatch:
         return StepBatch(
             token_ids=ids,
             attention=attention,
-            lora=_join_tiles(tiles, lora[0], lora[1], reach.max_group_rank),
+            lora=_join_tiles(tiles, tile_tensors, reach.max_group_rank),
             adapts_embedding=reach.embedding,
-            head_lora=_join_tiles(head_tiles, lora[2], lora[3], reach.max_group_rank),
+            head_lora=_join_tiles(head_tiles, tile_tensors, reach.max_group_rank),
             sample_rows=sample_rows,
-            sampling=[sequence for chunk in chunks for sequence in chunk.draws],
+            sampling=[sequence for drawn in draws for sequence in drawn],
             prompts=prompts,
         )
 
@@ -156,16 +158,18 @@ def tile_prompt_rows(
     return LoraTiles(rows, weights, resident.reach.max_group_rank, max_rows(tiles))
 
 
-def _join_tiles(cut: StepTiles, tiles: Tensor, weights: Tensor, max_group_rank: int) -> LoraTiles | None:
-    """tiles, weights: those of `cut` on the device."""
+def _join_tiles(cut: StepTiles, tensors: Iterator[Tensor], max_group_rank: int) -> LoraTiles | None:
+    """tensors: of which the next are those of `cut` on the device."""
     if not cut.tiles:
         return None
-    return LoraTiles(tiles, weights, max_group_rank, max_rows(cut.tiles), cut.num_decodes)
+    return LoraTiles(next(tensors), next(tensors), max_group_rank, max_rows(cut.tiles), cut.num_decodes)
 
 
 def _tile_arrays(tiles: list[Tile]) -> list[IntArray | npt.NDArray[np.float32]]:
-    """int32 [num_tiles, 3] and float32 [num_tiles] of `LoraTiles`."""
-    rows = np.array([tile[:3] for tile in tiles], np.int32).reshape(-1, 3)
+    """int32 [num_tiles, 3] and float32 [num_tiles] of `LoraTiles`; nothing where there are no tiles."""
+    if not tiles:
+        return []
+    rows = np.array([tile[:3] for tile in tiles], np.int32)
     return [rows, np.array([tile.weight for tile in tiles], np.float32)]
 
 
