@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slora.errors import ConfigError
+from slora.errors import ConfigError, EngineUnavailable
 from slora_api.api_key import make_key
 from slora_api.errors import Conflict
 from slora_api.model_catalog import ModelCatalog
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _BASE_TENANT = "base"
 _PROMPT = "the quick brown fox"
+_RETRY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,20 @@ async def set_up_demo(
     names = [path.name for path in adapters]
     tenants = await asyncio.to_thread(_make_tenants, tenancy, keys_path, names)
     for path in adapters:
-        await catalog.publish(path.name, path.name, path)
+        await _publish(path, catalog)
     return tenants
+
+
+async def _publish(path: Path, catalog: ModelCatalog) -> None:
+    """An engine that dies meanwhile is started again, and then takes the adapter."""
+    while True:
+        try:
+            await catalog.publish(path.name, path.name, path)
+        except EngineUnavailable as error:
+            logger.warning("the demo's adapter %s has to wait: %s", path.name, error)
+            await asyncio.sleep(_RETRY_S)
+        else:
+            return
 
 
 def describe_demo(url: str, tenants: Iterable[DemoTenant]) -> str:

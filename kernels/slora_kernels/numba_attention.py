@@ -1,11 +1,11 @@
 """Paged attention on a CPU, decode and prefill alike: a tile of a sequence's queries and one KV head per item.
 
-A tile walks what its window shows of its context in blocks of keys with an online softmax (arXiv 2205.14135),
-base 2, float32. Decode reads keys straight from the pages; a tile of many queries first copies a block of keys,
-turned, so that its scores are sums of whole rows.
+A tile walks what its window shows of its context in blocks of keys with an online softmax (arXiv 2205.14135), base 2,
+summed in float32. Decode reads keys straight from the pages, its queries and weights in float32. A tile of several
+queries first copies a block, the keys turned, so that scores are sums of whole rows; its queries and weights are of the
+model's dtype, as on a GPU, for two products of bfloat16 may be one instruction.
 
-`scales` is None, or the pages once more as bfloat16: then K's are applied to the scores and V's to the weights, or both
-to a block that is copied.
+`scales` is None, or the pages once more as bfloat16: then K's are applied to the scores and V's to the weights.
 """
 
 import numpy as np
@@ -18,10 +18,9 @@ from slora_kernels.numba_language import (
     Float,
     Int,
     Job,
-    add_rows,
     clear,
     compiled,
-    copy_widened,
+    copy_numbers,
     count_items,
     exp2,
     find_largest,
@@ -41,10 +40,10 @@ from slora_kernels.numba_language import (
 )
 from slora_kernels.numba_vectors import LANES
 
-# Keys per block: with head dim 64 keys and values are 16 KiB each as float32, beside the scores in L2.
+# Keys per block: with head dim 64 keys and values are 8 KiB each in 16 bits, beside the scores in L2.
 BLOCK_KEYS = 64
 # Rows (queries times heads of a group) of a tile at most, and from which on turning the keys pays.
-TILE_ROWS = 96
+TILE_ROWS = 192
 TURNED_ROWS = 8
 
 # Keys and values are asked for so many numbers before they are read.
@@ -60,7 +59,12 @@ _NAN = np.float32(np.nan)
 
 def count_scratch(head_dim: int) -> int:
     """Float32 numbers that a worker needs."""
-    return TILE_ROWS * (2 * head_dim + 3) + BLOCK_KEYS * (3 * head_dim + TILE_ROWS)
+    return TILE_ROWS * (2 * head_dim + 3 + BLOCK_KEYS)
+
+
+def count_numbers(head_dim: int) -> int:
+    """Numbers of the model's dtype that it needs beside them: rows are read in whole vectors."""
+    return TILE_ROWS * (head_dim + BLOCK_KEYS) + 2 * BLOCK_KEYS * head_dim + 2 * LANES
 
 
 @compiled
@@ -72,6 +76,15 @@ def load_queries(rows: Array, q: Array, first_head: Int, group: Int, scale: Floa
         source, target = q[m // group, start : start + size], rows[m]
         for i in range(size):
             target[i] = widen(source[i]) * scale
+
+
+@compiled
+def copy_queries(rows: Array, q: Array, first_head: Int, group: Int) -> None:
+    """rows [t * group + g] = q [t, head first_head + g], of q [tokens, heads * D]."""
+    size = rows.shape[1]
+    for m in range(rows.shape[0]):
+        start = (first_head + m % group) * size
+        copy_numbers(rows[m], q[m // group, start : start + size])
 
 
 @compiled
@@ -87,26 +100,29 @@ def multiply(row: Array, factor: Float) -> None:
 
 
 @compiled
-def load_block(
-    target: Array,
-    pages: Array,
-    scales: Array | None,
-    table: Array,
-    key: Int,
-    block_tokens: Int,
-    start: Int,
-    scale_start: Int,
-) -> None:
-    """target [n, D] = K (or V) of tokens key to key + n, page by page; the starts: where the head's lie in a page."""
+def load_block(target: Array, pages: Array, table: Array, key: Int, block_tokens: Int, start: Int) -> None:
+    """target [n, D] = K (or V) of tokens key to key + n, page by page, without their scales. start: where the head's
+    lie in a page."""
     size, done = target.shape[1], 0
     while done < target.shape[0]:
         count = count_run(key + done, key + target.shape[0], block_tokens)
-        page, offset = table[(key + done) // block_tokens], (key + done) % block_tokens
-        run, first = target[done : done + count], start + offset * size
-        copy_widened(run.reshape(count * size), pages[page, first : first + count * size])
-        if scales is not None:
-            for n in range(count):
-                multiply(run[n], widen(scales[page, scale_start + offset + n]))
+        page, first = table[(key + done) // block_tokens], start + (key + done) % block_tokens * size
+        run = target[done : done + count].reshape(count * size)
+        copy_numbers(run, pages[page, first : first + count * size])
+        done += count
+
+
+@compiled
+def scale_block(
+    numbers: Array, scales: Array, table: Array, key: Int, block_tokens: Int, scale_start: Int
+) -> None:
+    """numbers [M, n] *= the scales of tokens key to key + n. scale_start: where the head's lie in a page."""
+    done = 0
+    while done < numbers.shape[1]:
+        count = count_run(key + done, key + numbers.shape[1], block_tokens)
+        first = scale_start + (key + done) % block_tokens
+        own = scales[table[(key + done) // block_tokens], first : first + count]
+        multiply_columns(numbers[:, done : done + count], own)
         done += count
 
 
@@ -120,20 +136,13 @@ def turn(target: Array, source: Array) -> None:
 
 
 @compiled
-def score_by_rows(scores: Array, rows: Array, turned: Array) -> None:
-    for m in range(rows.shape[0]):
-        clear(scores[m])
-        add_rows(scores[m], rows[m], turned)
-
-
-@compiled
-def soften(scores: Array, peak: Float) -> Float:
-    """scores = 2^(scores - peak); returns their sum."""
+def soften(weights: Array, scores: Array, peak: Float) -> Float:
+    """weights = 2^(scores - peak), which may be in place; returns their sum, as they are rounded."""
     total = _ZERO
     for n in range(scores.shape[0]):
-        weight = exp2(scores[n] - peak)
-        scores[n] = weight
-        total += weight
+        weight = narrow(exp2(scores[n] - peak), weights)
+        weights[n] = weight
+        total += widen(weight)
     return total
 
 
@@ -164,21 +173,15 @@ def note_wrong(state: Array, scores: Array) -> None:
 
 
 @compiled
-def weigh(sums: Array, state: Array, scores: Array) -> None:
-    """One row's scores become weights, and what it has summed up so far shrinks to their scale."""
+def weigh(weights: Array, sums: Array, state: Array, scores: Array) -> None:
+    """One row's step of the online softmax: its scores become weights, and what it has summed up so far shrinks to
+    their scale. state is (peak, total, whether something was no number)."""
     peak = find_peak(scores, state[0])
     decay = exp2(state[0] - peak)
     state[0] = peak
-    state[1] = state[1] * decay + soften(scores, peak)
+    state[1] = state[1] * decay + soften(weights, scores, peak)
     if decay < _ONE:
         multiply(sums, decay)
-
-
-@compiled
-def take_in(sums: Array, state: Array, scores: Array, values: Array) -> None:
-    """One row's step of the online softmax; state is (peak, total, whether something was no number)."""
-    weigh(sums, state, scores)
-    add_rows(sums, scores, values)
 
 
 @compiled
@@ -242,12 +245,11 @@ def attend_token(
                     multiply_columns(mine, own[first_scale : first_scale + count])
             at += count
         for m in range(num_rows):
-            # A row first, then what it sees of it: the compiler must know that its numbers lie side by side.
-            scores = block[m, : end - key]
+            scores = block[m, : end - key]  # side by side, see `weigh_tile`
             note_wrong(state[m], scores)
             if cap > _ZERO:
                 cap_scores(scores, cap)
-            weigh(sums[m], state[m], scores)
+            weigh(scores, sums[m], state[m], scores)
         at = key
         while at < end:
             count, offset = count_run(at, end, block_tokens), at % block_tokens * size
@@ -274,16 +276,49 @@ def attend_token(
 
 
 @compiled
+def weigh_tile(
+    weights: Array,
+    sums: Array,
+    state: Array,
+    scores: Array,
+    count: Int,
+    before: Int,
+    group: Int,
+    window: Int,
+    cap: Float,
+) -> None:
+    """Scores of the first `count` keys of a block -> their weights, both [M, BLOCK_KEYS]; 0 where a row does not see a
+    key. Row m sees `window` keys, the last of them before + m // group."""
+    is_wrong = find_largest(scores.reshape(scores.size)) >= INFINITY_BITS  # somewhere, and seldom
+    for m in range(weights.shape[0]):
+        end = before + m // group + 1
+        seen, first = min(count, end), min(count, max(0, end - window))
+        # A row first, then what it sees of it: the compiler must know that its numbers lie side by side.
+        own, row = weights[m], scores[m]
+        if first < seen:
+            if is_wrong:
+                note_wrong(state[m], row[first:seen])
+            if cap > _ZERO:
+                cap_scores(row[first:seen], cap)
+            weigh(own[first:seen], sums[m], state[m], row[first:seen])
+        if seen - first < count:
+            clear(own[:first])
+            clear(own[max(first, seen) : count])
+
+
+@compiled
 def attend_tile(
     rows: Array,
     sums: Array,
     state: Array,
     scratch: Array,
+    numbers: Array,
     pages: Array,
     scales: Array | None,
     table: Array,
     before: Int,
     group: Int,
+    factor: Float,
     window: Int,
     cap: Float,
     block_tokens: Int,
@@ -291,38 +326,38 @@ def attend_tile(
     side: Int,
     scale_start: Int,
 ) -> None:
-    """rows [M, D] scaled queries -> sums [M, D], state [M, 3].
+    """rows [M, D] queries -> sums [M, D], state [M, 3].
 
-    Row m sees `window` tokens, itself the last, of before + m // group + 1. cap: of its scores; 0: none.
+    Row m sees `window` tokens, itself the last, of before + m // group + 1. factor: of its scores. cap: of these; 0:
+    none.
     """
     num_rows, size = rows.shape
     block = BLOCK_KEYS * size
-    scores = scratch[3 * block : 3 * block + num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
-    turned = scratch[2 * block : 3 * block].reshape((size, BLOCK_KEYS))
+    turned = numbers[:block].reshape((size, BLOCK_KEYS))
+    block_rows = numbers[block : 2 * block].reshape((BLOCK_KEYS, size))
+    all_weights = numbers[2 * block : 2 * block + num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
+    all_scores = scratch[: num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
     visible = before + (num_rows - 1) // group + 1
     for key in range(max(0, before + 1 - window), visible, BLOCK_KEYS):
         count = min(BLOCK_KEYS, visible - key)
-        keys = scratch[: count * size].reshape((count, size))
-        values = scratch[block : block + count * size].reshape((count, size))
-        load_block(keys, pages, scales, table, key, block_tokens, start, scale_start)
-        v_scale_start = scale_start + side // size
-        load_block(values, pages, scales, table, key, block_tokens, start + side, v_scale_start)
-        if num_rows < TURNED_ROWS:
-            for m in range(num_rows):
-                clear(scores[m])
-            score_run(scores[:, :count], rows, keys.reshape(count * size))
-        else:
-            turn(turned, keys)
-            score_by_rows(scores, rows, turned)
+        scores, weights, loaded = all_scores[:, :count], all_weights[:, :count], block_rows[:count]
+        load_block(loaded, pages, table, key, block_tokens, start)
         for m in range(num_rows):
-            end = before + m // group + 1 - key
-            seen, first = min(count, end), max(0, end - window)
-            if first < seen:
-                own = scores[m][first:seen]
-                note_wrong(state[m], own)
-                if cap > _ZERO:
-                    cap_scores(own, cap)
-                take_in(sums[m], state[m], own, values[first:seen])
+            clear(all_scores[m])
+        if num_rows < TURNED_ROWS:
+            score_run(scores, rows, block_rows.reshape(block))
+            for m in range(num_rows):
+                multiply(all_scores[m], factor)
+        else:
+            turn(turned, loaded)
+            gather_rows(scores, rows, turned.reshape(block), BLOCK_KEYS, 0, factor, count, size)
+        if scales is not None:
+            scale_block(scores, scales, table, key, block_tokens, scale_start)
+        weigh_tile(all_weights, sums, state, all_scores, count, before - key, group, window, cap)
+        load_block(loaded, pages, table, key, block_tokens, start + side)
+        if scales is not None:
+            scale_block(weights, scales, table, key, block_tokens, scale_start + side // size)
+        gather_rows(sums, weights, block_rows.reshape(block), size, 0, _ONE, size, count)
 
 
 # Fields of an attention job; tiles [n, 4] are (sequence, first token, tokens, KV tokens before the first). ITEM_HEADS:
@@ -334,6 +369,7 @@ def attend_tile(
     TILES,
     BLOCK_TABLES,
     SCRATCH,
+    NUMBERS,
     KV_HEADS,
     GROUP,
     HEAD_DIM,
@@ -345,7 +381,7 @@ def attend_tile(
     ITEM_HEADS,
     SCALES,
     SCALE_START,
-) = range(17)
+) = range(18)
 
 
 def attend_worker(job: Job) -> None:
@@ -364,11 +400,13 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
     q, out = read_model_matrix(job, Q), read_model_matrix(job, OUT)
     tiles, block_tables = read_int32_matrix(job, TILES), read_int32_matrix(job, BLOCK_TABLES)
     kv_heads, group, size = read_int(job, KV_HEADS), read_int(job, GROUP), read_int(job, HEAD_DIM)
-    block_tokens, scale = read_int(job, BLOCK_TOKENS), read_float(job, SCALE) * _LOG2_E
+    block_tokens, factor = read_int(job, BLOCK_TOKENS), read_float(job, SCALE) * _LOG2_E
     window, cap = read_int(job, WINDOW), read_float(job, SOFTCAP) * _LOG2_E
     item_heads = read_int(job, ITEM_HEADS)
     head_elements, side = block_tokens * size, kv_heads * block_tokens * size
-    scratch = read_float_matrix(job, SCRATCH)[take_worker(job)]
+    worker = take_worker(job)
+    scratch, numbers = read_float_matrix(job, SCRATCH)[worker], read_model_matrix(job, NUMBERS)[worker]
+    all_queries = numbers[: TILE_ROWS * size].reshape((TILE_ROWS, size))
     all_rows = scratch[: TILE_ROWS * size].reshape((TILE_ROWS, size))
     all_sums = scratch[TILE_ROWS * size : 2 * TILE_ROWS * size].reshape((TILE_ROWS, size))
     all_state = scratch[2 * TILE_ROWS * size : TILE_ROWS * (2 * size + 3)].reshape((TILE_ROWS, 3))
@@ -379,18 +417,16 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
         b, first, tokens, before = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2], tiles[tile, 3]
         head_rows = tokens * group
         num_rows = item_heads * head_rows
-        rows, sums, state = all_rows[:num_rows], all_sums[:num_rows], all_state[:num_rows]
-        for h in range(item_heads):
-            mine = rows[h * head_rows : (h + 1) * head_rows]
-            load_queries(mine, q[first : first + tokens], (head + h) * group, group, scale)
+        own_q, sums, state = q[first : first + tokens], all_sums[:num_rows], all_state[:num_rows]
         for m in range(num_rows):
             clear(sums[m])
             state[m, 0], state[m, 1], state[m, 2] = _LOW, _ZERO, _ZERO
         start, table = read_int(job, LAYER_START) + head * head_elements, block_tables[b]
         if tokens == 1 and size % LANES == 0:
             first_key, visible = max(0, before + 1 - window), before + 1
+            load_queries(all_rows[:num_rows], own_q, head * group, group * item_heads, factor)
             attend_token(
-                rows,
+                all_rows[:num_rows],
                 sums,
                 state,
                 rest,
@@ -409,16 +445,19 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
         else:
             for h in range(item_heads):
                 low, high = h * head_rows, (h + 1) * head_rows
+                copy_queries(all_queries[:head_rows], own_q, (head + h) * group, group)
                 attend_tile(
-                    rows[low:high],
+                    all_queries[:head_rows],
                     sums[low:high],
                     state[low:high],
                     rest,
+                    numbers[TILE_ROWS * size :],
                     pages,
                     scales,
                     table,
                     before,
                     group,
+                    factor,
                     window,
                     cap,
                     block_tokens,

@@ -160,6 +160,15 @@ class NumbaKernels:
             self._scratch = torch.empty(threads * numbers)
         return self._scratch[: threads * numbers].view(threads, numbers)
 
+    def _attention_scratch(self, geometry: KVGeometry) -> tuple[Words, Words]:
+        """Float32 numbers of each thread, and behind them numbers of the model's dtype."""
+        floats = numba_attention.count_scratch(geometry.head_dim)
+        address, threads, pitch = pack(
+            self._reserve(floats + numba_attention.count_numbers(geometry.head_dim))
+        )
+        size = geometry.dtype.itemsize
+        return (address, threads, pitch), (address + 4 * floats, threads, 4 * pitch // size)
+
     def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
         plan = AttentionPlan(pack(batch.positions), pack(batch.kv_slots), pack(batch.block_tables), {})
         return AttentionStep(batch, plan)
@@ -250,7 +259,7 @@ class NumbaKernels:
             out,
             cut.words,
             plan.block_tables,
-            self._reserve(numba_attention.count_scratch(geometry.head_dim)),
+            *self._attention_scratch(geometry),
             geometry.num_kv_heads,
             group,
             geometry.head_dim,

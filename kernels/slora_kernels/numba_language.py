@@ -392,6 +392,18 @@ def narrow(typing: Any, value: Float, array: Array) -> Any:
 
 
 @emitted
+def convert(typing: Any, value: Any, array: Array) -> Any:
+    """An element of any of these formats as one of `array`."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if value == array.dtype:
+            return args[0]
+        return narrow_value(builder, array.dtype, widen_value(builder, value, args[0]))
+
+    return array.dtype(value, array), emit
+
+
+@emitted
 def _prefetch(typing: Any, array: Array, index: int) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(array)(context, builder, args[0]).data
@@ -445,45 +457,19 @@ def exp2(x: Float) -> Float:
 
 
 @compiled
-def add_row(target: Array, weight: Float, row: Array) -> None:
-    """target += weight * row, target float32."""
-    for i in range(row.shape[0]):
-        target[i] += weight * widen(row[i])
-
-
-@compiled
-def add_four_rows(target: Array, weights: Array, a: Array, b: Array, c: Array, d: Array) -> None:
-    """target += weights[0] * a + ... + weights[3] * d: one pass over target, in L1, for four products."""
-    w0, w1, w2, w3 = weights[0], weights[1], weights[2], weights[3]
-    for i in range(target.shape[0]):
-        target[i] = target[i] + w0 * widen(a[i]) + w1 * widen(b[i]) + w2 * widen(c[i]) + w3 * widen(d[i])
-
-
-@compiled
-def add_rows(target: Array, weights: Array, rows: Array) -> None:
-    """target += weights [n] times rows [n, size]; the order of the sums depends on n alone."""
-    n = weights.shape[0]
-    whole = n - n % 4
-    for r in range(0, whole, 4):
-        add_four_rows(target, weights[r : r + 4], rows[r], rows[r + 1], rows[r + 2], rows[r + 3])
-    for r in range(whole, n):
-        add_row(target, weights[r], rows[r])
-
-
-@compiled
-def copy_widened(target: Array, source: Array) -> None:
-    """target float32 = source."""
+def copy_numbers(target: Array, source: Array) -> None:
+    """target = source, rounded to its format."""
     for i in range(source.shape[0]):
-        target[i] = widen(source[i])
+        target[i] = convert(source[i], target)
 
 
 @compiled
 def multiply_columns(rows: Array, factors: Array) -> None:
-    """rows float32 [M, n] *= factors [n]."""
+    """rows [M, n] *= factors [n]."""
     for m in range(rows.shape[0]):
         row = rows[m]
         for n in range(factors.shape[0]):
-            row[n] *= widen(factors[n])
+            row[n] = narrow(widen(row[n]) * widen(factors[n]), row)
 
 
 @compiled

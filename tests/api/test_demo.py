@@ -60,6 +60,15 @@ def test_each_printed_curl_line_gets_its_own_adapters_answer_and_keys_stay_the_s
     assert json.loads(keys_file.read_text()) == keys
 
 
+def test_an_engine_that_dies_while_the_adapters_are_pushed_delays_them(demo: Path, tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    with running(start_command(demo, data_dir), environment(), data_dir) as served:
+        served.wait_until_ready()
+        assert not any("# tenant" in line for line in served.lines), "adapters are pushed from now on"
+        served.child("slora.engine_process").kill()
+        assert len(set(run_curl_lines(served).values())) == 3
+
+
 def test_a_server_without_demo_mode_keeps_no_key_in_the_clear(demo: Path, tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     command = [*SLORA, "serve", "--port", "0", "--model", str(demo / "model"), "--data-dir", str(data_dir)]
