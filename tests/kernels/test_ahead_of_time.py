@@ -5,6 +5,7 @@ is wanted of each kernel; the targets' limits stand beside it with their sources
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -98,15 +99,23 @@ def test_shared_memory_fits_the_target(compiled: list[CompiledKernel]) -> None:
         assert kernel.shared_bytes <= SHARED_LIMITS[kernel.target], kernel
 
 
-def may_spill(kernel: CompiledKernel) -> bool:
+def count_tolerated_spills(kernel: CompiledKernel) -> float:
     """Not claimed: products of float32, for checking, are unrolled into all registers that there are; a gfx942 widens
-    float8_e4m3fn in software."""
-    return kernel.dtype == "float32" or (kernel.target == "gfx942" and "float8" in kernel.case)
+    float8_e4m3fn in software. Two programs on a multiprocessor leave 128 registers a thread, where widening e4m3 to
+    float16 beside tcgen05 lacks a few; 200 without spills would leave one program."""
+    if kernel.dtype == "float32" or (kernel.target == "gfx942" and "float8" in kernel.case):
+        return math.inf
+    is_tight = (kernel.target, kernel.dtype, kernel.kernel) == (
+        "sm_100",
+        "float16",
+        "_paged_attention_prefill_kernel",
+    )
+    return 16 if is_tight and FP8_KV in kernel.case else 0
 
 
 def test_no_register_is_spilled(compiled: list[CompiledKernel]) -> None:
     for kernel in compiled:
-        assert kernel.spills == 0 or may_spill(kernel), kernel
+        assert kernel.spills <= count_tolerated_spills(kernel), kernel
         assert 0 < kernel.registers <= 512 and kernel.binary_bytes > 0, kernel
 
 
