@@ -62,7 +62,7 @@ class _Commands:
 
     def add(self, name: str, help_text: str) -> argparse.ArgumentParser:
         parser = self._actions.add_parser(name, help=help_text, description=help_text)
-        parser.set_defaults(handler=self._prefix + name)
+        parser.set_defaults(handler=self._prefix + name, refuse=parser.error)
         return parser
 
     def group(self, name: str, help_text: str) -> "_Commands":
@@ -237,7 +237,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand; the exit code is 0, 1 for a failure that was explained, 2 for wrong usage, unless its
     help says otherwise.
     """
-    parsed = _make_parser().parse_args(arguments)
+    parsed, unknown = _make_parser().parse_known_args(arguments)
+    if unknown:  # argparse would show how to call slora, not this subcommand
+        parsed.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     module, function = _HANDLERS[parsed.handler]
     handler: Callable[[argparse.Namespace], int] = getattr(importlib.import_module(module), function)
     try:

@@ -94,11 +94,14 @@ async def set_up_demo(
 
 async def _publish(path: Path, catalog: ModelCatalog) -> None:
     """An engine that dies meanwhile is started again, and then takes the adapter."""
+    is_told = False
     while True:
         try:
             await catalog.publish(path.name, path.name, path)
         except EngineUnavailable as error:
-            logger.warning("the demo's adapter %s has to wait: %s", path.name, error)
+            if not is_told:
+                logger.warning("the demo's adapter %s has to wait: %s", path.name, error)
+            is_told = True
             await asyncio.sleep(_RETRY_S)
         else:
             return
