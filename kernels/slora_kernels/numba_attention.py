@@ -13,7 +13,6 @@ import numpy as np
 from slora_kernels.numba_dots import add_four_dots, add_one_dot
 from slora_kernels.numba_gathers import gather_rows
 from slora_kernels.numba_language import (
-    INFINITY_BITS,
     Array,
     Float,
     Int,
@@ -22,8 +21,6 @@ from slora_kernels.numba_language import (
     compiled,
     copy_numbers,
     count_items,
-    exp2,
-    find_largest,
     multiply_columns,
     narrow,
     prefetch,
@@ -38,10 +35,17 @@ from slora_kernels.numba_language import (
     take_worker,
     widen,
 )
+from slora_kernels.numba_softmax import (
+    BLOCK_KEYS,
+    LOG2_E,
+    cap_scores,
+    multiply,
+    note_wrong,
+    weigh,
+    weigh_tile,
+)
 from slora_kernels.numba_vectors import LANES
 
-# Keys per block: with head dim 64 keys and values are 8 KiB each in 16 bits, beside the scores in L2.
-BLOCK_KEYS = 64
 # Rows (queries times heads of a group) of a tile at most, and from which on turning the keys pays.
 TILE_ROWS = 192
 TURNED_ROWS = 8
@@ -52,8 +56,7 @@ AHEAD = 1024
 # A window in place of none: behind any context.
 NO_WINDOW = 1 << 40
 
-_LOW, _ZERO, _ONE, _MINUS_TWO = np.float32(-1e30), np.float32(0.0), np.float32(1.0), np.float32(-2.0)
-_LOG2_E = np.float32(np.log2(np.e))
+_LOW, _ZERO, _ONE = np.float32(-1e30), np.float32(0.0), np.float32(1.0)
 _NAN = np.float32(np.nan)
 
 
@@ -94,12 +97,6 @@ def count_run(key: Int, end: Int, block_tokens: Int) -> Int:
 
 
 @compiled
-def multiply(row: Array, factor: Float) -> None:
-    for i in range(row.shape[0]):
-        row[i] *= factor
-
-
-@compiled
 def load_block(target: Array, pages: Array, table: Array, key: Int, block_tokens: Int, start: Int) -> None:
     """target [n, D] = K (or V) of tokens key to key + n, page by page, without their scales. start: where the head's
     lie in a page."""
@@ -133,55 +130,6 @@ def turn(target: Array, source: Array) -> None:
         row = target[i]
         for n in range(source.shape[0]):
             row[n] = source[n, i]
-
-
-@compiled
-def soften(weights: Array, scores: Array, peak: Float) -> Float:
-    """weights = 2^(scores - peak), which may be in place; returns their sum, as they are rounded."""
-    total = _ZERO
-    for n in range(scores.shape[0]):
-        weight = narrow(exp2(scores[n] - peak), weights)
-        weights[n] = weight
-        total += widen(weight)
-    return total
-
-
-@compiled
-def cap_scores(scores: Array, cap: Float) -> None:
-    """scores = cap * tanh(scores / cap), both in base 2."""
-    slope = _MINUS_TWO * _LOG2_E / cap
-    for n in range(scores.shape[0]):
-        small = exp2(abs(scores[n]) * slope)
-        size = cap * (_ONE - small) / (_ONE + small)
-        scores[n] = -size if scores[n] < _ZERO else size
-
-
-@compiled
-def find_peak(scores: Array, low: Float) -> Float:
-    peak = low
-    for n in range(scores.shape[0]):
-        peak = max(peak, scores[n])
-    return peak
-
-
-@compiled
-def note_wrong(state: Array, scores: Array) -> None:
-    """One row's result is no number if a score is none, or infinite. By their bits: the softmax is compiled as if there
-    were no such numbers, and would leave them out."""
-    if find_largest(scores) >= INFINITY_BITS:
-        state[2] = _ONE
-
-
-@compiled
-def weigh(weights: Array, sums: Array, state: Array, scores: Array) -> None:
-    """One row's step of the online softmax: its scores become weights, and what it has summed up so far shrinks to
-    their scale. state is (peak, total, whether something was no number)."""
-    peak = find_peak(scores, state[0])
-    decay = exp2(state[0] - peak)
-    state[0] = peak
-    state[1] = state[1] * decay + soften(weights, scores, peak)
-    if decay < _ONE:
-        multiply(sums, decay)
 
 
 @compiled
@@ -273,37 +221,6 @@ def attend_token(
                     count,
                 )
             at += count
-
-
-@compiled
-def weigh_tile(
-    weights: Array,
-    sums: Array,
-    state: Array,
-    scores: Array,
-    count: Int,
-    before: Int,
-    group: Int,
-    window: Int,
-    cap: Float,
-) -> None:
-    """Scores of the first `count` keys of a block -> their weights, both [M, BLOCK_KEYS]; 0 where a row does not see a
-    key. Row m sees `window` keys, the last of them before + m // group."""
-    is_wrong = find_largest(scores.reshape(scores.size)) >= INFINITY_BITS  # somewhere, and seldom
-    for m in range(weights.shape[0]):
-        end = before + m // group + 1
-        seen, first = min(count, end), min(count, max(0, end - window))
-        # A row first, then what it sees of it: the compiler must know that its numbers lie side by side.
-        own, row = weights[m], scores[m]
-        if first < seen:
-            if is_wrong:
-                note_wrong(state[m], row[first:seen])
-            if cap > _ZERO:
-                cap_scores(row[first:seen], cap)
-            weigh(own[first:seen], sums[m], state[m], row[first:seen])
-        if seen - first < count:
-            clear(own[:first])
-            clear(own[max(first, seen) : count])
 
 
 @compiled
@@ -400,8 +317,8 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
     q, out = read_model_matrix(job, Q), read_model_matrix(job, OUT)
     tiles, block_tables = read_int32_matrix(job, TILES), read_int32_matrix(job, BLOCK_TABLES)
     kv_heads, group, size = read_int(job, KV_HEADS), read_int(job, GROUP), read_int(job, HEAD_DIM)
-    block_tokens, factor = read_int(job, BLOCK_TOKENS), read_float(job, SCALE) * _LOG2_E
-    window, cap = read_int(job, WINDOW), read_float(job, SOFTCAP) * _LOG2_E
+    block_tokens, factor = read_int(job, BLOCK_TOKENS), read_float(job, SCALE) * LOG2_E
+    window, cap = read_int(job, WINDOW), read_float(job, SOFTCAP) * LOG2_E
     item_heads = read_int(job, ITEM_HEADS)
     head_elements, side = block_tokens * size, kv_heads * block_tokens * size
     worker = take_worker(job)

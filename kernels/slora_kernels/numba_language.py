@@ -439,9 +439,8 @@ def from_bits(typing: Any, bits: int) -> Any:
 
 
 # Taylor terms of 2^f for f within half a unit of 0: the first one left out is 5e-9.
-_C1, _C2, _C3, _C4, _C5, _C6, _C7 = (
-    np.float32(np.log(2.0) ** k / np.prod(np.arange(1.0, k + 1))) for k in range(1, 8)
-)
+EXP2_TERMS = tuple(np.float32(np.log(2.0) ** k / np.prod(np.arange(1.0, k + 1))) for k in range(1, 8))
+_C1, _C2, _C3, _C4, _C5, _C6, _C7 = EXP2_TERMS
 _HALF, _ONE, _ZERO, _LOWEST = np.float32(0.5), np.float32(1.0), np.float32(0.0), np.float32(-126.0)
 
 

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding
+import numpy as np
 from llvmlite import ir
 from numba import config, types
 from numba.core import cgutils
 
 from slora_kernels.numba_language import (
     CACHE_LINE_BYTES,
+    EXP2_TERMS,
     Array,
     compiled,
     narrow_value,
@@ -79,7 +81,7 @@ class Memory:
 
     def load(self, row: int, column: Any, mask: Any = None) -> Any:
         """float32 lanes from `column` on; where the mask is false, zeros, and nothing is read."""
-        return widen_value(self._builder, self._element, self.load_stored(row, column, LANES, mask), LANES)
+        return self.widen(self.load_stored(row, column, LANES, mask))
 
     def load_stored(self, row: int, column: Any, lanes: int, mask: Any = None) -> Any:
         """The same, as they are stored."""
@@ -110,8 +112,8 @@ class Memory:
     def load_wide(self, row: int, column: Any) -> Any:
         return widen_value(self._builder, self._element, self.load_one(row, column))
 
-    def store(self, row: int, column: Any, value: Any, mask: Any = None) -> None:
-        """value: float32 lanes; where the mask is false, nothing is written."""
+    def narrow(self, value: Any) -> Any:
+        """float32 lanes as they would be stored."""
         if PAIRS and self._element == types.uint16:
             kind = ir.VectorType(_Bfloat16(), LANES)
             function = cgutils.get_or_insert_function(
@@ -119,19 +121,32 @@ class Memory:
                 ir.FunctionType(kind, [value.type]),
                 "llvm.x86.avx512bf16.cvtneps2bf16.512",
             )
-            narrow = self._builder.bitcast(self._builder.call(function, [value]), ir.VectorType(_I16, LANES))
-        else:
-            narrow = narrow_value(self._builder, self._element, value, LANES)
-        builder, pointer = self._builder, self.pointer(row, column, narrow.type)
+            return self._builder.bitcast(self._builder.call(function, [value]), ir.VectorType(_I16, LANES))
+        return narrow_value(self._builder, self._element, value, LANES)
+
+    def widen(self, stored: Any) -> Any:
+        return widen_value(self._builder, self._element, stored, LANES)
+
+    def store(self, row: int, column: Any, value: Any, mask: Any = None) -> None:
+        """value: float32 lanes; where the mask is false, nothing is written."""
+        self.store_stored(row, column, self.narrow(value), mask)
+
+    def store_stored(self, row: int, column: Any, stored: Any, mask: Any = None) -> None:
+        """The same of lanes as they are stored."""
+        builder, pointer = self._builder, self.pointer(row, column, stored.type)
         if mask is None:
-            builder.store(narrow, pointer, align=self._size)
+            builder.store(stored, pointer, align=self._size)
             return
         function = cgutils.get_or_insert_function(
             builder.module,
-            ir.FunctionType(ir.VoidType(), [narrow.type, pointer.type, I32, mask.type]),
+            ir.FunctionType(ir.VoidType(), [stored.type, pointer.type, I32, mask.type]),
             f"llvm.masked.store.{self._suffix(LANES)}.p0",
         )
-        builder.call(function, [narrow, pointer, I32(self._size), mask])
+        builder.call(function, [stored, pointer, I32(self._size), mask])
+
+    def store_one(self, column: Any, number: Any) -> None:
+        """number: as it is stored, into row 0."""
+        self._builder.store(number, self.pointer(0, column, self._stored))
 
     def _suffix(self, lanes: int) -> str:
         return f"v{lanes}" + ("f32" if self._stored == F32 else f"i{8 * self._size}")
@@ -166,6 +181,38 @@ def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
     return builder.call(function, [a, b, c])
+
+
+def find_greater(builder: Any, a: Any, b: Any) -> Any:
+    """Lane by lane; b where one of both is no number."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def raise_two(builder: Any, x: Any) -> Any:
+    """2^x for lanes of x <= 0; see `numba_language.exp2`."""
+
+    def fill(number: float | np.float32) -> Any:
+        return ir.Constant(VECTOR, [float(number)] * LANES)
+
+    if LANES == 8:
+        x = builder.select(builder.fcmp_ordered("<", x, fill(-127.0)), fill(-127.0), x)
+    rounding = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(VECTOR, [VECTOR]), f"llvm.nearbyint.v{LANES}f32"
+    )
+    whole = builder.call(rounding, [x])
+    f = builder.fsub(x, whole)
+    series = fill(EXP2_TERMS[-1])
+    for term in (*EXP2_TERMS[-2::-1], np.float32(1.0)):
+        series = multiply_add(builder, f, series, fill(term))
+    if LANES == 16:
+        kind = ir.FunctionType(VECTOR, [VECTOR, VECTOR, VECTOR, _I16, I32])
+        scaling = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.mask.scalef.ps.512")
+        current_rounding = I32(4)
+        return builder.call(scaling, [series, whole, ir.Constant(VECTOR, None), _I16(-1), current_rounding])
+    ints = ir.VectorType(I32, LANES)
+    exponent = builder.add(builder.fptosi(whole, ints), ir.Constant(ints, [127] * LANES))
+    power = builder.bitcast(builder.shl(exponent, ir.Constant(ints, [23] * LANES)), VECTOR)
+    return builder.fmul(series, power)
 
 
 def join(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
