@@ -7,6 +7,9 @@ is the end of it):
     slora:{<digest>}:c:<upload>:<i>  chunks, numbered through all members
     slora:claims                     set of the registries that refer to blobs here
 
+A warm tier's keys begin with `slora:warm:{` in place of `slora:{`: it replaces, drops and lets expire as it likes, and
+what it does so must never be a blob of a durable store in the same Redis, which may be another host's.
+
 The braces keep a blob in one cluster slot. Each upload has chunk keys of its own, which expire; the manifest, written
 last by one script that also makes the chunks permanent (in a durable store), is what makes the blob exist. So readers
 never see half a blob, two uploads of one digest never mix, and what a dead writer left expires.
@@ -93,6 +96,7 @@ class RedisStore:
     def __init__(self, client: "redis.Redis[bytes]", *, durable: bool) -> None:
         self._client = client
         self._durable = durable
+        self._space = "slora:" if durable else "slora:warm:"
         self._expiry_s = 0 if durable else WARM_EXPIRY_S
         self._commit = client.register_script(_COMMIT)
         self._delete = client.register_script(_DELETE)
@@ -105,23 +109,23 @@ class RedisStore:
 
     def open(self, digest: str) -> RedisBlob:
         with as_unavailable():
-            found = self._client.hmget(_manifest_key(digest), ["members", "upload"])
+            found = self._client.hmget(self._manifest_key(digest), ["members", "upload"])
             manifest = None if None in found else _parse_manifest(found[0])
             if manifest is None:
                 raise AdapterNotFound(f"the store holds no adapter {digest[:12]}")
-            prefix = f"{_chunk_prefix(digest)}{found[1].decode('ascii', 'replace')}:"
+            prefix = f"{self._chunk_prefix(digest)}{found[1].decode('ascii', 'replace')}:"
             self._keep_warm(digest, prefix, manifest)
             return RedisBlob(self._client.connection_pool, prefix, manifest)
 
     def exists(self, digest: str) -> bool:
         with as_unavailable():
-            return bool(self._client.exists(_manifest_key(digest)))
+            return bool(self._client.exists(self._manifest_key(digest)))
 
     def delete(self, digest: str) -> None:
         with as_unavailable():
-            upload = self._client.hget(_manifest_key(digest), "upload")
+            upload = self._client.hget(self._manifest_key(digest), "upload")
             if upload is not None:
-                self._delete(keys=[_manifest_key(digest)], args=[_chunk_prefix(digest), upload])
+                self._delete(keys=[self._manifest_key(digest)], args=[self._chunk_prefix(digest), upload])
 
     def distrust(self, digest: str) -> bool:
         """There is no other copy here."""
@@ -129,8 +133,8 @@ class RedisStore:
 
     def digests(self) -> Iterator[str]:
         with as_unavailable():
-            found = [key.decode() for key in self._client.scan_iter("slora:{*}:m", count=1000)]
-        names = {key.removeprefix("slora:{").removesuffix("}:m") for key in found}
+            found = [key.decode() for key in self._client.scan_iter(f"{self._space}{{*}}:m", count=1000)]
+        names = {key.removeprefix(f"{self._space}{{").removesuffix("}:m") for key in found}
         return (name for name in names if is_digest(name))
 
     def claim(self, registry: str) -> None:
@@ -163,11 +167,11 @@ class RedisStore:
                 for start in range(0, num_bytes, CHUNK_BYTES):
                     chunk = buffer[: min(CHUNK_BYTES, num_bytes - start)]
                     part.read_into(name, start, chunk)
-                    keys.append(f"{_chunk_prefix(digest)}{upload}:{len(keys)}")
+                    keys.append(f"{self._chunk_prefix(digest)}{upload}:{len(keys)}")
                     connection.set(keys[-1], chunk, ex=UPLOAD_EXPIRY_S)
             done = self._commit(
-                keys=[_manifest_key(digest), *keys],
-                args=[json.dumps(manifest), upload, self._expiry_s, _chunk_prefix(digest)],
+                keys=[self._manifest_key(digest), *keys],
+                args=[json.dumps(manifest), upload, self._expiry_s, self._chunk_prefix(digest)],
                 client=connection,
             )
             if not done:
@@ -181,10 +185,16 @@ class RedisStore:
             return
         num_chunks = sum(_num_chunks(num_bytes) for _, num_bytes in manifest)
         with self._client.pipeline(transaction=False) as pipeline:
-            pipeline.expire(_manifest_key(digest), self._expiry_s)
+            pipeline.expire(self._manifest_key(digest), self._expiry_s)
             for chunk_id in range(num_chunks):
                 pipeline.expire(f"{prefix}{chunk_id}", self._expiry_s)
             pipeline.execute()
+
+    def _manifest_key(self, digest: str) -> str:
+        return f"{self._space}{{{check_digest(digest)}}}:m"
+
+    def _chunk_prefix(self, digest: str) -> str:
+        return f"{self._space}{{{digest}}}:c:"
 
 
 def _local_blobs(members: Mapping[str, Path | bytes]) -> Iterator[Blob]:
@@ -205,11 +215,3 @@ def _parse_manifest(raw: bytes) -> list[tuple[str, int]] | None:
 
 def _num_chunks(num_bytes: int) -> int:
     return -(-num_bytes // CHUNK_BYTES)
-
-
-def _manifest_key(digest: str) -> str:
-    return f"slora:{{{check_digest(digest)}}}:m"
-
-
-def _chunk_prefix(digest: str) -> str:
-    return f"slora:{{{digest}}}:c:"

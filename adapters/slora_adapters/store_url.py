@@ -26,13 +26,15 @@ def open_store(url: str, warm_url: str | None = None) -> Store:
 
     `url`: a path or file:///path; redis://, rediss://, unix:// (a Redis with append-only file and noeviction); or what
     fsspec has a filesystem for, such as s3://bucket/folder. `warm_url`: a Redis of any settings, whose contents may
-    vanish. Raises ValueError for other URLs, StoreUnavailable if the durable store does not answer or could lose data;
-    a warm tier that is down is left out until it answers.
+    vanish; the durable one again stands for none. Raises ValueError for other URLs, StoreUnavailable if the durable
+    store does not answer or could lose data; a warm tier that is down is left out until it answers.
     """
     if warm_url is not None and urlsplit(warm_url).scheme not in REDIS_SCHEMES:
         schemes = ", ".join(f"{scheme}://" for scheme in REDIS_SCHEMES)
         raise ValueError(f"the warm tier must be a Redis ({schemes}), not {urlsplit(warm_url).scheme!r}")
     durable = _open_durable(url)
+    if warm_url is not None and _place(warm_url) == _place(url):
+        warm_url = None  # a second copy in the same memory would be no nearer
     return durable if warm_url is None else TieredStore(durable, _open_redis(warm_url, durable=False))
 
 
@@ -55,6 +57,12 @@ def _open_durable(url: str) -> Store:
 def _open_redis(url: str, *, durable: bool) -> WarmStore:
     module = load_optional("redis_store", "redis", f"a {urlsplit(url).scheme}:// store")
     return cast(WarmStore, module.open_redis_store(url, durable=durable))
+
+
+def _place(url: str) -> tuple[str | None, int | None, str]:
+    """What a URL names, whoever asks."""
+    parts = urlsplit(url)
+    return parts.hostname, parts.port, parts.path
 
 
 def load_optional(module: str, extra: str, what: str) -> Any:

@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from slora_adapters.errors import AdapterNotFound, StoreUnavailable, StoreUnfit
 from slora_adapters.redis_blob import CHUNK_BYTES
 from slora_adapters.redis_store import UPLOAD_EXPIRY_S, WARM_EXPIRY_S, open_redis_store
 from slora_adapters.store_url import open_store
+from slora_adapters.tiered_store import TieredStore
 from tests.adapters.blobs import read_member, read_members
 from tests.redis_server import DURABLE, RedisServer
 
@@ -120,6 +122,48 @@ def test_a_deletion_that_comes_late_takes_only_the_copy_that_it_meant(redis_serv
         assert not store.exists(DIGEST)
         with redis_server.client() as client:
             assert client.keys("slora:{*") == []
+
+
+def test_no_warm_tier_ever_harms_a_durable_blob_in_the_same_redis(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """It may be another host's warm tier, which copies, replaces, distrusts and deletes the same adapter."""
+    durable = open_store(redis_server.url)
+    durable.put(DIGEST, {"a": b"durable"})
+    with (
+        closing(open_store(str(tmp_path), redis_server.url)) as other,
+        redis_server.client() as client,
+    ):
+        assert isinstance(other, TieredStore)
+        mine = set(client.keys("*"))
+
+        def expect_mine_whole() -> None:
+            assert read_members(durable, DIGEST) == {"a": b"durable"}
+            assert {client.ttl(key) for key in mine} == {-1}
+
+        for change in (
+            lambda: other.put(DIGEST, {"a": b"another's"}),
+            lambda: other.distrust(DIGEST),
+            lambda: read_members(other, DIGEST),
+            lambda: other.delete(DIGEST),
+        ):
+            change()
+            other.drain()
+            expect_mine_whole()
+        other.put(DIGEST, {"a": b"another's"})
+        other.drain()
+        assert len(client.keys("*")) > len(mine), "it did keep a copy of its own"
+        assert list(durable.digests()) == list(other.warm.digests()) == [DIGEST]
+        durable.delete(DIGEST)
+        assert read_members(other, DIGEST) == {"a": b"another's"}
+    durable.close()
+
+
+def test_the_store_again_as_its_warm_tier_is_no_tier(redis_server: RedisServer) -> None:
+    with closing(open_store(redis_server.url, redis_server.url)) as store, redis_server.client() as client:
+        assert store.tiers == ("redis",)
+        store.put(DIGEST, {"a": b"once"})
+        assert len(client.keys("*")) == 2
 
 
 def _put_and_die(url: str) -> None:

@@ -107,11 +107,13 @@ def test_nonsense_in_the_warm_tier_does_not_break_reads(tiers: TieredStore, warm
     tiers.durable.put(DIGEST, CONTENT)
     with warm_server.client() as client:
         for members in (b"", b"[", b"7", b'[["a"]]', b'[["a", "x"]]', b'[["a", -5]]', b'[["a", 5]]'):
-            client.hset(f"slora:{{{DIGEST}}}:m", mapping={"members": members, "upload": b"\xff", "chunks": 1})
+            client.hset(
+                f"slora:warm:{{{DIGEST}}}:m", mapping={"members": members, "upload": b"\xff", "chunks": 1}
+            )
             assert _content(tiers) == CONTENT
             tiers.drain()
             client.flushall()
-        client.set(f"slora:{{{DIGEST}}}:m", "not even a hash")
+        client.set(f"slora:warm:{{{DIGEST}}}:m", "not even a hash")
         assert _content(tiers) == CONTENT
 
 

