@@ -1,5 +1,8 @@
 """Carries out a plan on the device: moves pages, loads adapters, builds the batch, runs the decoder, draws tokens."""
 
+import logging
+from threading import Timer
+
 import torch
 from torch import Tensor
 
@@ -34,6 +37,9 @@ _CPU_POOL_SHARE = 0.25
 _GPU_POOL_SHARE = 0.9
 _SWAP_SHARE = 0.25
 _MAX_SLOTS = 1024
+# Kernels that were compiled before are there sooner.
+_LONG_WARM_UP_S = 3.0
+_log = logging.getLogger(__name__)
 
 
 class Runner:
@@ -57,7 +63,7 @@ class Runner:
         self._model = load(config, model, dtype, self.device, wanted_len)
         self._shape = shape = model.shape(self.dtype_name)
         self._geometry = _geometry(shape, config, dtype)
-        self.kernels.warm_up(self._geometry)
+        _warm_up(self.kernels, self._geometry)
         self.full_page_bytes = shape.num_layers * _page_bytes(shape, config)
         if isinstance(self._model, ReferenceModel):
             check_model(self._model, model, self._geometry, self.kernels, self.device)
@@ -245,6 +251,20 @@ class Runner:
             plan.chunks.append(Chunk(sequence, 0, 1, samples=number < num_rows, slot=None, generation=None))
         self.memory.pages.zero_()
         self.run(plan)
+
+
+def _warm_up(kernels: Kernels, geometry: KVGeometry) -> None:
+    """Whoever waits for kernels to be compiled reads what for."""
+    about = f"compiling {kernels.name} kernels for {geometry.dtype}, KV in {geometry.number_dtype}"
+    slow = Timer(
+        _LONG_WARM_UP_S, _log.info, [f"{about}: up to a minute or two, once; later starts find them"]
+    )
+    slow.daemon = True
+    slow.start()
+    try:
+        kernels.warm_up(geometry)
+    finally:
+        slow.cancel()
 
 
 def _geometry(shape: ModelShape, config: EngineConfig, dtype: torch.dtype) -> KVGeometry:

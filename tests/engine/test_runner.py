@@ -1,6 +1,8 @@
 """What a plan moves, it moves in an order in which nothing is lost."""
 
+import logging
 from collections.abc import Callable
+from threading import Event
 
 import pytest
 import torch
@@ -126,3 +128,24 @@ def test_swap_space_follows_from_the_settings(kits: Kits, monkeypatch: pytest.Mo
     assert pages(swap_bytes=kit.pool_bytes(7) + 1) == 7
     monkeypatch.setattr("slora.runner.free_ram_bytes", lambda: kit.pool_bytes(40))
     assert pages() == 10, "more than a quarter of the free memory"
+
+
+def test_whoever_waits_for_kernels_to_be_compiled_reads_what_for(
+    kits: Kits, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said, kit, records = Event(), kits("llama"), list[str]()
+
+    def note(record: logging.LogRecord) -> None:
+        records.append(record.getMessage())
+        said.set()
+
+    monkeypatch.setattr(logging.getLogger("slora.runner"), "handle", note)
+    owner = type(make_engine(kit, make_source(kit)[0], 40)._runner.kernels)
+    said.clear()
+    records.clear()
+    monkeypatch.setattr("slora.runner._LONG_WARM_UP_S", 0.01)
+    monkeypatch.setattr(owner, "warm_up", lambda self, geometry: said.wait(60))
+    with caplog.at_level(logging.INFO, "slora.runner"):
+        make_engine(kit, make_source(kit)[0], 40)
+    (message,) = records
+    assert "for torch.float32" in message
