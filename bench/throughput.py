@@ -14,10 +14,11 @@ import torch
 
 from bench.contender import ContenderFailed, ContenderProcess, Launch, Measured
 from bench.contenders.answering import Run, Setup
-from bench.floor import adapters_s, single_step_s
+from bench.floor import adapter_numbers, adapters_s, read_weight_numbers, single_step_s
 from bench.machine_rates import MachineRates, RateMeter
 from bench.table import Row
 from bench.workload import SMALL, prompts
+from slora.engine_config import free_ram_bytes
 
 # So many adapters are given out in turn; of more, each request draws one, all equally popular.
 _IN_TURN = 64
@@ -123,6 +124,9 @@ def throughput_rows(fleet: Fleet, plan: Plan, logs: Path) -> list[Row]:
 
     Raises ContenderFailed if it is our own engine that failed.
     """
+    key: Row = {"dtype": fleet.dtype, "adapters": plan.num_adapters}
+    if reason := _lack_of_room(fleet, plan):
+        return [{**key, "contender": "slora", "version": f"not measured: {reason}"}]
     cells = [_Cell(shape, batch) for shape in plan.shapes for batch in plan.batches]
     torch.set_num_threads(plan.threads)
     meter = RateMeter(getattr(torch, fleet.dtype))
@@ -134,10 +138,21 @@ def throughput_rows(fleet: Fleet, plan: Plan, logs: Path) -> list[Row]:
                 _run_round(fleet, plan, cell, contenders, meter.measure(), number)
     finally:
         contenders.stop()
-    key = {"dtype": fleet.dtype, "adapters": plan.num_adapters}
     rows = [{**key, **row} for cell in cells for row in _rows(plan, cell, contenders.started)]
     reasons = contenders.reasons.items()
     return rows + [{**key, "contender": name, "version": f"not measured: {why}"} for name, why in reasons]
+
+
+def _lack_of_room(fleet: Fleet, plan: Plan) -> str | None:
+    """A machine without the memory would kill our engine, hours into a run."""
+    numbers = read_weight_numbers() + sum(adapter_numbers(index) for index in range(plan.num_adapters))
+    wanted, free = plan.pool_bytes + fleet.element_bytes * numbers, free_ram_bytes()
+    if wanted <= free:
+        return None
+    return (
+        f"weights, pool and {plan.num_adapters} adapters take {wanted / 1e9:.1f} GB of memory, "
+        f"and {free / 1e9:.1f} are free; give fewer adapters (--adapters) or less pool (--pool-gib)"
+    )
 
 
 def _start(fleet: Fleet, plan: Plan, logs: Path, contenders: _Field) -> None:

@@ -242,3 +242,12 @@ def test_bars_judge_the_rows_that_they_are_for() -> None:
         ("ready", "<= 5", "MISSED"),
     ]
     assert re.fullmatch(r"bfloat16, decode, batch 64, 0 adapters", verdict_rows(rows)[0]["where"])
+
+
+def test_adapters_that_the_machine_has_no_room_for_are_left_out_and_said_to_be(tmp_path: Path) -> None:
+    plan = Plan(10**6, [Shape("small", 4, 4)], (1,), 1, 1, 1 << 30, {"slora": slora_launch(1)})
+    (row,) = throughput_rows(Fleet(tmp_path, [tmp_path], "float32"), plan, tmp_path)
+    assert re.match(
+        r"not measured: weights, pool and 1000000 adapters take \d+\.\d GB of memory, and ",
+        str(row["version"]),
+    )
