@@ -12,7 +12,7 @@ from slora.errors import ContextTooLong, RequestRefused
 from slora.request import EngineRequest, FinishReason
 from slora.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
-from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
+from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
 from tests.support.driving import Answer, drive, make_engine, make_source
 from tests.support.model_kit import ModelKit
 from tests.support.oracle import LOGPROB_TOLERANCE, MARGIN, Oracle
@@ -88,7 +88,7 @@ def check_parity(oracle: Oracle, asked: list[Asked], answers: dict[str, Answer])
     return excused
 
 
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
 @pytest.mark.parametrize(
     ("model", "num_pages", "settings"),
     [

@@ -10,7 +10,7 @@ import pytest
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams, choice_seed
 from slora_adapters.version import AdapterVersion
-from tests.support.cpu_kernels import CPU_KERNELS
+from tests.support.cpu_kernels import CPU_KERNELS, MOSTLY_FASTEST
 from tests.support.driving import Answer, drive, make_engine, make_source, step
 from tests.support.model_kit import ModelKit
 from tests.support.poison import poison
@@ -50,7 +50,7 @@ def assert_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
         assert found[name].logprobs == pytest.approx(answer.logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
 @pytest.mark.parametrize(
     ("model", "num_pages", "settings"),
     [

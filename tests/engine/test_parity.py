@@ -10,7 +10,7 @@ import torch
 
 from slora import LLM, SamplingParams
 from slora.model_config import ModelConfig
-from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
+from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST
 from tests.support.model_kit import ModelKit, kinds_for, make_kit
 from tests.support.oracle import Oracle, Verdict
 from tests.support.tiny_models import MODELS, SEEING, VOCAB_SIZE
@@ -58,7 +58,7 @@ def judge(oracle: Oracle, work: Work, answers: list[Answer]) -> Verdict:
     return sum((oracle.judge(p, a.token_ids, kind, a.logprobs) for p, a, kind in rows), Verdict())
 
 
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_kind_of_adapter_in_one_batch_answers_as_peft_does(
     kits: Kits, report: Callable[[str], None], model: str, kernels: str, *, soak: bool
@@ -150,7 +150,7 @@ def test_parity_holds_when_requests_are_preempted(kits: Kits, model: str, kernel
     assert verdict.equal, verdict
 
 
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
 @pytest.mark.parametrize("model", FEATURED)
 def test_parity_holds_in_chunks_under_preemption_and_behind_windows(
     kits: Kits, report: Callable[[str], None], model: str, kernels: str, *, soak: bool

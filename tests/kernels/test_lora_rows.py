@@ -37,7 +37,12 @@ def with_rows(block_rank: int, num_warps: int) -> LoraSizes:
 @GROUPS
 @pytest.mark.parametrize(
     ("dtype", "layer", "block_rank"),
-    ((torch.float32, 0, 16), (torch.float32, 1, 4), (torch.bfloat16, 1, 16), (torch.float16, 1, 32)),
+    [
+        (torch.float32, 0, 16),
+        pytest.param(torch.float32, 1, 4, marks=pytest.mark.soak),
+        (torch.bfloat16, 1, 16),
+        (torch.float16, 1, 32),
+    ],
 )
 def test_decode_rows_beside_chunks_match_the_twin(
     dtype: torch.dtype, layer: int, block_rank: int, group: int
@@ -62,7 +67,7 @@ def expand(
     return result
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.soak), torch.bfloat16])
 def test_a_decode_row_gets_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> None:
     """Alone the bridge has fewer columns, and the tile is another; a row of a chunk beside it changes nothing."""
     scene, sizes = build(dtype, DEVICE), with_rows(16, 1)
