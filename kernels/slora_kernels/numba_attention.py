@@ -1,9 +1,9 @@
 """Paged attention on a CPU, decode and prefill alike: a tile of a sequence's queries and one KV head per item.
 
 A tile walks what its window shows of its context in blocks of keys with an online softmax (arXiv 2205.14135), base 2,
-summed in float32. Decode reads keys straight from the pages, its queries and weights in float32. A tile of several
-queries first copies a block, the keys turned, so that scores are sums of whole rows; its queries and weights are of the
-model's dtype, as on a GPU, for two products of bfloat16 may be one instruction.
+summed in float32. Queries and weights are of the model's dtype, as on a GPU, for two products of bfloat16 may be one
+instruction. Decode reads keys and values straight from the pages. A tile of several queries first copies a block, the
+keys turned, so that scores are sums of whole rows.
 
 `scales` is None, or the pages once more as bfloat16: then K's are applied to the scores and V's to the weights.
 """
@@ -33,16 +33,14 @@ from slora_kernels.numba_language import (
     read_model_matrix,
     take_item,
     take_worker,
-    widen,
 )
 from slora_kernels.numba_softmax import (
     BLOCK_KEYS,
     LOG2_E,
-    cap_scores,
+    LOW,
     multiply,
-    note_wrong,
-    weigh,
     weigh_tile,
+    weigh_token,
 )
 from slora_kernels.numba_vectors import LANES
 
@@ -56,29 +54,18 @@ AHEAD = 1024
 # A window in place of none: behind any context.
 NO_WINDOW = 1 << 40
 
-_LOW, _ZERO, _ONE = np.float32(-1e30), np.float32(0.0), np.float32(1.0)
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _NAN = np.float32(np.nan)
 
 
 def count_scratch(head_dim: int) -> int:
     """Float32 numbers that a worker needs."""
-    return TILE_ROWS * (2 * head_dim + 3 + BLOCK_KEYS)
+    return TILE_ROWS * (head_dim + 3 + BLOCK_KEYS)
 
 
 def count_numbers(head_dim: int) -> int:
     """Numbers of the model's dtype that it needs beside them: rows are read in whole vectors."""
     return TILE_ROWS * (head_dim + BLOCK_KEYS) + 2 * BLOCK_KEYS * head_dim + 2 * LANES
-
-
-@compiled
-def load_queries(rows: Array, q: Array, first_head: Int, group: Int, scale: Float) -> None:
-    """rows [t * group + g] = q [t, head first_head + g] * scale, of q [tokens, heads * D]."""
-    size = rows.shape[1]
-    for m in range(rows.shape[0]):
-        start = (first_head + m % group) * size
-        source, target = q[m // group, start : start + size], rows[m]
-        for i in range(size):
-            target[i] = widen(source[i]) * scale
 
 
 @compiled
@@ -150,31 +137,34 @@ def attend_token(
     sums: Array,
     state: Array,
     scratch: Array,
+    numbers: Array,
     pages: Array,
     scales: Array | None,
     table: Array,
     first: Int,
     visible: Int,
     group: Int,
+    factor: Float,
     cap: Float,
     block_tokens: Int,
     start: Int,
     side: Int,
     scale_start: Int,
 ) -> None:
-    """rows [M, D] scaled queries of one token, which sees the keys from `first` up to `visible` -> sums, state.
+    """rows [M, D] queries of one token, which sees the keys from `first` up to `visible` -> sums [M, D], state [M, 3].
 
     They are of several KV heads, `group` rows each, that follow each other in a page: it is read from end to end.
     start: where the K of the first of them begin in a page; their V lie `side` behind. scale_start: the same of scales,
-    of which there is one for each row of D.
+    of which there is one for each row of D. factor: of the scores. cap: of these; 0: none.
     """
     num_rows, size = rows.shape
     head_elements, num_heads = block_tokens * size, num_rows // group
-    block = scratch[: num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
+    scores = scratch[: num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
+    weights = numbers[: num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
     for key in range(first, visible, BLOCK_KEYS):
         end = min(key + BLOCK_KEYS, visible)
         for m in range(num_rows):
-            clear(block[m])
+            clear(scores[m])
         at = key
         while at < end:
             count, offset = count_run(at, end, block_tokens), at % block_tokens * size
@@ -184,7 +174,7 @@ def attend_token(
                 ahead = pages[table[(at + count) // block_tokens]]
                 prefetch(ahead[start : start + num_heads * head_elements])
             for head in range(num_heads):
-                mine = block[head * group : (head + 1) * group, at - key : at - key + count]
+                mine = scores[head * group : (head + 1) * group, at - key : at - key + count]
                 keys = page[start + head * head_elements + offset :]
                 score_run(mine, rows[head * group :], keys)
                 if scales is not None:
@@ -192,12 +182,7 @@ def attend_token(
                     own = scales[table[at // block_tokens]]
                     multiply_columns(mine, own[first_scale : first_scale + count])
             at += count
-        for m in range(num_rows):
-            scores = block[m, : end - key]  # side by side, see `weigh_tile`
-            note_wrong(state[m], scores)
-            if cap > _ZERO:
-                cap_scores(scores, cap)
-            weigh(scores, sums[m], state[m], scores)
+        weigh_token(weights, sums, state, scores, end - key, factor, cap)
         at = key
         while at < end:
             count, offset = count_run(at, end, block_tokens), at % block_tokens * size
@@ -208,11 +193,11 @@ def attend_token(
                 if scales is not None:
                     first_scale = scale_start + side // size + head * block_tokens + at % block_tokens
                     own = scales[table[at // block_tokens]]
-                    mine = block[m : m + group, at - key : at - key + count]
+                    mine = weights[m : m + group, at - key : at - key + count]
                     multiply_columns(mine, own[first_scale : first_scale + count])
                 gather_rows(
                     sums[m : m + group],
-                    block[m : m + group, at - key :],
+                    weights[m : m + group, at - key :],
                     values,
                     size,
                     AHEAD,
@@ -277,12 +262,18 @@ def attend_tile(
         gather_rows(sums, weights, block_rows.reshape(block), size, 0, _ONE, size, count)
 
 
-# Fields of an attention job; tiles [n, 4] are (sequence, first token, tokens, KV tokens before the first). ITEM_HEADS:
-# KV heads of an item, a divisor of them all. SCALES, and where the layer's begin, are there only in fp8.
+# Fields of an attention job: of the call, of the model's rule, of the step. LAYER_START and SCALE_START are where the
+# layer's numbers and scales begin in a page. TILES [n, 4] are (sequence, first token, tokens, KV tokens before the
+# first). ITEM_HEADS: KV heads of an item, a divisor of them all. SCALES are there only in fp8.
 (
     Q,
-    PAGES,
     OUT,
+    LAYER_START,
+    SCALE_START,
+    SCALE,
+    WINDOW,
+    SOFTCAP,
+    PAGES,
     TILES,
     BLOCK_TABLES,
     SCRATCH,
@@ -291,13 +282,8 @@ def attend_tile(
     GROUP,
     HEAD_DIM,
     BLOCK_TOKENS,
-    LAYER_START,
-    SCALE,
-    WINDOW,
-    SOFTCAP,
     ITEM_HEADS,
     SCALES,
-    SCALE_START,
 ) = range(18)
 
 
@@ -324,10 +310,9 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
     worker = take_worker(job)
     scratch, numbers = read_float_matrix(job, SCRATCH)[worker], read_model_matrix(job, NUMBERS)[worker]
     all_queries = numbers[: TILE_ROWS * size].reshape((TILE_ROWS, size))
-    all_rows = scratch[: TILE_ROWS * size].reshape((TILE_ROWS, size))
-    all_sums = scratch[TILE_ROWS * size : 2 * TILE_ROWS * size].reshape((TILE_ROWS, size))
-    all_state = scratch[2 * TILE_ROWS * size : TILE_ROWS * (2 * size + 3)].reshape((TILE_ROWS, 3))
-    rest = scratch[TILE_ROWS * (2 * size + 3) :]
+    all_sums = scratch[: TILE_ROWS * size].reshape((TILE_ROWS, size))
+    all_state = scratch[TILE_ROWS * size : TILE_ROWS * (size + 3)].reshape((TILE_ROWS, 3))
+    rest, rest_numbers = scratch[TILE_ROWS * (size + 3) :], numbers[TILE_ROWS * size :]
     item = take_item(job)
     while item < count_items(job):
         tile, head = item * item_heads // kv_heads, item * item_heads % kv_heads
@@ -337,22 +322,24 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
         own_q, sums, state = q[first : first + tokens], all_sums[:num_rows], all_state[:num_rows]
         for m in range(num_rows):
             clear(sums[m])
-            state[m, 0], state[m, 1], state[m, 2] = _LOW, _ZERO, _ZERO
+            state[m, 0], state[m, 1], state[m, 2] = LOW, _ZERO, _ZERO
         start, table = read_int(job, LAYER_START) + head * head_elements, block_tables[b]
         if tokens == 1 and size % LANES == 0:
             first_key, visible = max(0, before + 1 - window), before + 1
-            load_queries(all_rows[:num_rows], own_q, head * group, group * item_heads, factor)
+            copy_queries(all_queries[:num_rows], own_q, head * group, group * item_heads)
             attend_token(
-                all_rows[:num_rows],
+                all_queries[:num_rows],
                 sums,
                 state,
                 rest,
+                rest_numbers,
                 pages,
                 scales,
                 table,
                 first_key,
                 visible,
                 group,
+                factor,
                 cap,
                 block_tokens,
                 start,
@@ -368,7 +355,7 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
                     sums[low:high],
                     state[low:high],
                     rest,
-                    numbers[TILE_ROWS * size :],
+                    rest_numbers,
                     pages,
                     scales,
                     table,

@@ -189,11 +189,18 @@ def norm_and_rotate_head(target: Array, source: Array, angles: Array, weight: Ar
         still[i] = narrow(widen(rest[i]) * scale * gain[i], target)
 
 
-# Fields of a rotation job; LAYER_START is where the layer begins in a page. COS_SIN has no columns when nothing turns;
-# the three of norms mean something only if NORMED; the last two are there only in fp8.
+# Fields of a rotation job: of the call, then of the step. LAYER_START and SCALE_START are where the layer's numbers and
+# scales begin in a page. COS_SIN has no columns when nothing turns; the three of norms mean something only if NORMED,
+# SCALES only in fp8.
 (
     QKV,
     COS_SIN,
+    LAYER_START,
+    SCALE_START,
+    NORMED,
+    QUERY_NORM,
+    KEY_NORM,
+    HEAD_EPS,
     KV_PAGES,
     POSITIONS,
     KV_SLOTS,
@@ -201,13 +208,7 @@ def norm_and_rotate_head(target: Array, source: Array, angles: Array, weight: Ar
     KV_HEADS,
     HEAD_DIM,
     BLOCK_TOKENS,
-    LAYER_START,
-    NORMED,
-    QUERY_NORM,
-    KEY_NORM,
-    HEAD_EPS,
     SCALES,
-    SCALE_START,
 ) = range(16)
 
 _LARGEST_E4M3 = np.float32(LARGEST_E4M3)

@@ -5,9 +5,7 @@ calls of a step share is worked out once.
 """
 
 import time
-from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -29,12 +27,12 @@ from slora_kernels.batch import (
     TileLimits,
 )
 from slora_kernels.draws import Draws
-from slora_kernels.layout import SCALE_BYTES, KVFormat, LoraSite
+from slora_kernels.layout import KVFormat, LoraSite
 from slora_kernels.lora_gather import gather_columns
-from slora_kernels.numba_attention import TILE_ROWS
+from slora_kernels.numba_attention_plan import AttentionPlan
 from slora_kernels.numba_language import NUM_ITEMS, compile_worker
-from slora_kernels.numba_lora_plan import ITEMS_PER_THREAD, TILE_TOKENS, LoraPlan, Unshrunk, bridge_dtype
-from slora_kernels.numba_words import NOTHING, Field, Words, as_numbers, begin_job, pack
+from slora_kernels.numba_lora_plan import TILE_TOKENS, LoraPlan, Unshrunk, bridge_dtype
+from slora_kernels.numba_words import JobWords, begin_job, pack, pack_row, pack_rows
 from slora_kernels.quantized_matmuls import quantized_linear
 from slora_kernels.thread_team import ThreadTeam
 from slora_kernels.token_draw import draw_tokens
@@ -60,56 +58,6 @@ Worker = Callable[[Any], None]
 @cache
 def _compile(worker: Worker, dtype: torch.dtype) -> Any:
     return compile_worker(worker, _CARRIERS[dtype])
-
-
-def _scale_fields(pages: Tensor, geometry: KVGeometry, layer: int) -> tuple[Field, ...]:
-    """The pages once more as scales, and where the layer's begin; nothing where there are none."""
-    if not geometry.has_scales:
-        return ()
-    first_byte = layer * geometry.layout.num_bytes + geometry.layout.scales_start
-    return as_numbers(pages, SCALE_BYTES), first_byte // SCALE_BYTES
-
-
-def _cut_queries(batch: AttentionBatch, tile_queries: int) -> Tensor:
-    """Tiles of attention, int32 [n, 4]: sequence, first token, tokens, KV tokens before; the longest first."""
-    starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
-    tiles = []
-    for b, context in enumerate(contexts):
-        tokens = starts[b + 1] - starts[b]
-        for at in range(0, tokens, tile_queries):
-            tiles.append((b, starts[b] + at, min(tile_queries, tokens - at), context - tokens + at))
-    tiles.sort(key=lambda tile: -tile[2] * (tile[3] + tile[2]))
-    return torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
-
-
-def _share_heads(num_tiles: int, num_heads: int, group: int, max_query: int) -> int:
-    """KV heads of one item. Where all decode, as many as leave work for all threads: their keys lie side by side."""
-    if max_query > 1:
-        return 1
-    fitting = [
-        heads for heads in range(1, num_heads + 1) if num_heads % heads == 0 and heads * group <= TILE_ROWS
-    ]
-    enough = ITEMS_PER_THREAD * torch.get_num_threads()
-    return max((heads for heads in fitting if num_tiles * num_heads // heads >= enough), default=1)
-
-
-@dataclass(frozen=True, slots=True)
-class QueryCut:
-    """tiles: int32 [n, 4], see `_cut_queries`. item_heads: KV heads of one item."""
-
-    tiles: Tensor
-    words: Words
-    item_heads: int
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """Fields that all layers share, as words. cuts: by heads per KV head and KV heads, made when first asked for."""
-
-    positions: Words
-    kv_slots: Words
-    block_tables: Words
-    cuts: dict[tuple[int, int], QueryCut]
 
 
 class NumbaKernels:
@@ -138,16 +86,7 @@ class NumbaKernels:
             _compile(worker, geometry.dtype)
         return time.perf_counter() - start
 
-    def _run(
-        self, worker: Worker, dtype: torch.dtype, items: int, fields: tuple[Field, ...], *, numbers: int
-    ) -> None:
-        """Runs a worker over its items; `numbers` is about how many numbers it reads, all together."""
-        job = begin_job(items)
-        for field in fields:
-            job.extend(pack(field))
-        self._start(worker, dtype, job, numbers=numbers)
-
-    def _start(self, worker: Worker, dtype: torch.dtype, job: "array[int]", *, numbers: int) -> None:
+    def _start(self, worker: Worker, dtype: torch.dtype, job: JobWords, *, numbers: int) -> None:
         items = job[NUM_ITEMS]
         if items:
             threads = 1 if numbers < SERIAL_NUMBERS else min(torch.get_num_threads(), items)
@@ -160,18 +99,8 @@ class NumbaKernels:
             self._scratch = torch.empty(threads * numbers)
         return self._scratch[: threads * numbers].view(threads, numbers)
 
-    def _attention_scratch(self, geometry: KVGeometry) -> tuple[Words, Words]:
-        """Float32 numbers of each thread, and behind them numbers of the model's dtype."""
-        floats = numba_attention.count_scratch(geometry.head_dim)
-        address, threads, pitch = pack(
-            self._reserve(floats + numba_attention.count_numbers(geometry.head_dim))
-        )
-        size = geometry.dtype.itemsize
-        return (address, threads, pitch), (address + 4 * floats, threads, 4 * pitch // size)
-
     def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
-        plan = AttentionPlan(pack(batch.positions), pack(batch.kv_slots), pack(batch.block_tables), {})
-        return AttentionStep(batch, plan)
+        return AttentionStep(batch, AttentionPlan(batch, self._reserve))
 
     def prepare_lora(self, tiles: LoraTiles, tables: AdapterTables) -> LoraStep:
         return LoraStep(tiles, tables, LoraPlan(tiles, tables, self._reserve))
@@ -183,18 +112,26 @@ class NumbaKernels:
         return self._norm((x, residual), weight, eps, adds=True)
 
     def _norm(self, rows: tuple[Tensor, Tensor], weight: Tensor, eps: float, *, adds: bool) -> Tensor:
-        x = rows[0]
-        out = torch.empty(x.shape, dtype=x.dtype)
-        is_wide = weight.dtype == torch.float32
-        fields = (*rows, weight, out, eps, int(adds), int(is_wide))
-        self._run(numba_elementwise.rms_norm_worker, x.dtype, x.shape[0], fields, numbers=x.numel())
+        x, residual = rows
+        out = torch.empty_like(x)  # half of what torch.empty takes with cold caches
+        job = begin_job(
+            len(x),
+            *pack_rows(x),
+            *pack_rows(residual),
+            *pack_row(weight),
+            *pack_rows(out),
+            *pack(eps),
+            *(adds, 0, 0),
+            *(weight.dtype is torch.float32, 0, 0),
+        )
+        self._start(numba_elementwise.rms_norm_worker, x.dtype, job, numbers=x.numel())
         return out
 
     def act_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
-        fields = (gate_up, out, numba_elementwise.ACTIVATIONS.index(activation))
-        worker, tokens = numba_elementwise.act_mul_worker, gate_up.shape[0]
-        self._run(worker, gate_up.dtype, tokens, fields, numbers=gate_up.numel())
+        kind = numba_elementwise.ACTIVATIONS.index(activation)
+        job = begin_job(len(gate_up), *pack_rows(gate_up), *pack_rows(out), *(kind, 0, 0))
+        self._start(numba_elementwise.act_mul_worker, gate_up.dtype, job, numbers=gate_up.numel())
         return out
 
     def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -212,26 +149,9 @@ class NumbaKernels:
     ) -> Tensor:
         plan = step.plan
         assert isinstance(plan, AttentionPlan)
-        normed: tuple[Field, ...] = (NOTHING, NOTHING, NOTHING)
-        if norms is not None:
-            normed = (norms.query.float(), norms.key.float(), norms.eps)
-        fields = (
-            qkv,
-            NOTHING if cos_sin is None else cos_sin,
-            as_numbers(pages, geometry.number_dtype.itemsize),
-            plan.positions,
-            plan.kv_slots,
-            geometry.num_heads,
-            geometry.num_kv_heads,
-            geometry.head_dim,
-            geometry.block_tokens,
-            layer * geometry.layer_numbers,
-            int(norms is not None),
-            *normed,
-            *_scale_fields(pages, geometry, layer),
-        )
+        job = plan.make_rotate_job(qkv, cos_sin, pages, geometry, layer, norms)
         worker, _ = _KV_WORKERS[geometry.kv_format]
-        self._run(worker, geometry.dtype, qkv.shape[0], fields, numbers=qkv.numel())
+        self._start(worker, geometry.dtype, job, numbers=qkv.numel())
         return qkv.view(qkv.shape[0], -1, geometry.head_dim)[:, : geometry.num_heads]
 
     def attend(
@@ -245,36 +165,11 @@ class NumbaKernels:
     ) -> Tensor:
         plan = step.plan
         assert isinstance(plan, AttentionPlan)
-        group = geometry.group_heads
-        if (group, geometry.num_kv_heads) not in plan.cuts:
-            tiles = _cut_queries(step.batch, max(1, TILE_ROWS // group))
-            heads = _share_heads(len(tiles), geometry.num_kv_heads, group, step.batch.max_query)
-            plan.cuts[group, geometry.num_kv_heads] = QueryCut(tiles, pack(tiles), heads)
-        cut = plan.cuts[group, geometry.num_kv_heads]
+        assert q.stride(1) == geometry.head_dim
         out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype)
-        assert q.stride(1) == geometry.head_dim and q.stride(2) == 1
-        fields = (
-            q,
-            as_numbers(pages, geometry.number_dtype.itemsize),
-            out,
-            cut.words,
-            plan.block_tables,
-            *self._attention_scratch(geometry),
-            geometry.num_kv_heads,
-            group,
-            geometry.head_dim,
-            geometry.block_tokens,
-            layer * geometry.layer_numbers,
-            rule.scale,
-            numba_attention.NO_WINDOW if rule.window is None else rule.window,
-            rule.softcap or 0.0,
-            cut.item_heads,
-            *_scale_fields(pages, geometry, layer),
-        )
+        job, numbers = plan.make_attend_job(q, out, pages, geometry, layer, rule)
         _, worker = _KV_WORKERS[geometry.kv_format]
-        items = len(cut.tiles) * geometry.num_kv_heads // cut.item_heads
-        numbers = q.numel() * rule.count_visible(step.batch.max_context)
-        self._run(worker, geometry.dtype, items, fields, numbers=numbers)
+        self._start(worker, geometry.dtype, job, numbers=numbers)
         return out
 
     def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,8 +177,8 @@ class NumbaKernels:
         if logits.stride(0) < width:  # one row for many: a job knows no such matrix
             logits = logits.contiguous()
         best, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
-        fields, worker = (logits, best, tokens, width), numba_likeliest.likeliest_worker
-        self._run(worker, logits.dtype, rows, fields, numbers=logits.numel())
+        job = begin_job(rows, *pack_rows(logits), *pack_row(best), *pack_row(tokens), *(width, 0, 0))
+        self._start(numba_likeliest.likeliest_worker, logits.dtype, job, numbers=logits.numel())
         return best, tokens
 
     def draw(self, logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:

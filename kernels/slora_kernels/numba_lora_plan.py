@@ -4,29 +4,22 @@ A step of 12 layers has 48 such jobs, each behind a matmul that leaves nothing o
 field by field, and twice as many of them, they took 3 ms of 18 (two cores, 64 tokens, 32 adapters).
 """
 
-from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from slora_kernels.batch import AdapterTables, LoraTiles
+from slora_kernels.job_threads import Reserve, count_busy_items
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 from slora_kernels.numba_lora import PACKED_PITCH
-from slora_kernels.numba_words import as_numbers, begin_job, pack, pack_all
+from slora_kernels.numba_words import JobWords, as_numbers, begin_job, pack_all, pack_rows
 
 # The most tokens of a LoRA tile: what they read and write stays in a core's own cache.
 TILE_TOKENS = 64
-# Items of a job are made smaller until there are this many for each thread.
-ITEMS_PER_THREAD = 4
 _SHRINK_ROWS = (16, 4)
 _EXPAND_COLUMNS = (1024, 256)
-Words: TypeAlias = "array[int]"
-# Scratch of so many float32 for each thread, [threads, numbers].
-Reserve = Callable[[int], Tensor]
 
 
 def bridge_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -47,7 +40,7 @@ class LoraPlan:
     def __init__(self, tiles: LoraTiles, tables: AdapterTables, reserve: Reserve) -> None:
         self._tiles, self._tables = tiles, tables
         self._num_tiles, self._rank = tiles.tiles.shape[0], tiles.max_group_rank
-        self._enough = ITEMS_PER_THREAD * torch.get_num_threads()
+        self._enough = count_busy_items()
         coarse, fine = _SHRINK_ROWS
         self._rows = coarse if self._num_tiles * -(-self._rank // coarse) >= self._enough else fine
         self._blocks = -(-self._rank // self._rows)
@@ -57,14 +50,14 @@ class LoraPlan:
         self._num_done = 0
         # The same for all sites, one after the other: [T, rank].
         self._bridge = torch.empty(0, 0)
-        self._bridge_words = pack(self._bridge)
+        self._bridge_words = pack_rows(self._bridge)
         self._pages: Tensor | None = None
         self._dtype = torch.float32
         self._words = pack_all()
 
     def make_job(
         self, out: Tensor, bridge: Unshrunk | Tensor, pages: Tensor, site: LoraSite
-    ) -> tuple[Words, int]:
+    ) -> tuple[JobWords, int]:
         """The job that adds to `out`, and about how many numbers it reads."""
         if pages is not self._pages or out.dtype is not self._dtype:
             self._settle(pages, out.dtype)
@@ -79,11 +72,11 @@ class LoraPlan:
             shrinks, before = num_tiles * self._blocks, self._num_done
             self._num_done += self._blocks
         else:
-            x, bridge_words, width, shrinks, before = out, pack(bridge), widest, 0, 0
+            x, bridge_words, width, shrinks, before = out, pack_rows(bridge), widest, 0, 0
         job = begin_job(
             shrinks + num_tiles * num_blocks,
-            *(x.data_ptr(), tokens, x.stride(0)),
-            *(out.data_ptr(), tokens, out.stride(0)),
+            *pack_rows(x),
+            *pack_rows(out),
             *bridge_words,
             *(shrinks, 0, 0, before, 0, 0),
         )
@@ -93,7 +86,7 @@ class LoraPlan:
 
     def _reserve_bridge(self, tokens: int) -> None:
         self._bridge = torch.empty(tokens, self._rank, dtype=bridge_dtype(self._dtype))
-        self._bridge_words = pack(self._bridge)
+        self._bridge_words = pack_rows(self._bridge)
 
     def _settle(self, pages: Tensor, dtype: torch.dtype) -> None:
         """Works out what all jobs share."""
@@ -101,7 +94,7 @@ class LoraPlan:
         self._reserve_bridge(0)
         tables, size, rank = self._tables, dtype.itemsize, self._rank
         # Of each thread: sums; or where each row begins, 64 bits, then rows that were brought together.
-        scratch, threads, pitch = pack(self._scratch)
+        scratch, threads, pitch = pack_rows(self._scratch)
         self._words = pack_all(
             as_numbers(pages, size),
             self._tiles.tiles,
@@ -132,7 +125,7 @@ def _cut_columns(widths: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor]
 
 
 @cache
-def _cut_site(site: LoraSite, columns: int, element_bytes: int) -> tuple[int, Words]:
+def _cut_site(site: LoraSite, columns: int, element_bytes: int) -> tuple[int, JobWords]:
     """The number of its blocks, and its words of a job."""
     blocks, widths = _cut_columns(site.widths, columns)
     segment = SEGMENT_BYTES // element_bytes

@@ -39,6 +39,8 @@ from slora_kernels.numba_vectors import (
 BLOCK_KEYS = 64
 _ZERO, _ONE, _MINUS_TWO = np.float32(0.0), np.float32(1.0), np.float32(-2.0)
 LOG2_E = np.float32(np.log2(np.e))
+# Below any score.
+LOW = np.float32(-1e30)
 
 
 @compiled
@@ -97,8 +99,8 @@ def weigh(weights: Array, sums: Array, state: Array, scores: Array) -> None:
 
 
 @emitted
-def _weigh_whole(typing: Any, weights: Array, state: Array, scores: Array) -> Any:
-    """The same of a row that sees a whole block; returns by how much to shrink what it has summed up."""
+def _soften_whole(typing: Any, weights: Array, state: Array, scores: Array) -> Any:
+    """Weights and state of a row that sees a whole block; returns by how much to shrink what it has summed up."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         nowhere = I64(0)
@@ -132,6 +134,34 @@ def _weigh_whole(typing: Any, weights: Array, state: Array, scores: Array) -> An
 
 
 @compiled
+def weigh_whole(weights: Array, sums: Array, state: Array, scores: Array) -> None:
+    """As `weigh`, of a row that sees a whole block."""
+    decay = _soften_whole(weights, state, scores)
+    if decay < _ONE:
+        multiply(sums, decay)
+
+
+@compiled
+def weigh_token(
+    weights: Array, sums: Array, state: Array, scores: Array, count: Int, factor: Float, cap: Float
+) -> None:
+    """Scores of a block, times `factor` -> their weights, both [M, BLOCK_KEYS]. All rows see its first `count` keys;
+    weights of the others are 0."""
+    for m in range(scores.shape[0]):
+        multiply(scores[m], factor)
+    is_wrong = find_largest(scores.reshape(scores.size)) >= INFINITY_BITS  # somewhere, and seldom
+    for m in range(scores.shape[0]):
+        row = scores[m]
+        if is_wrong:
+            note_wrong(state[m], row)
+        if cap > _ZERO:
+            cap_scores(row, cap)
+        for n in range(count, BLOCK_KEYS):
+            row[n] = LOW
+        weigh_whole(weights[m], sums[m], state[m], row)
+
+
+@compiled
 def weigh_tile(
     weights: Array,
     sums: Array,
@@ -157,9 +187,7 @@ def weigh_tile(
             if cap > _ZERO:
                 cap_scores(row[first:seen], cap)
             if seen - first == BLOCK_KEYS:
-                decay = _weigh_whole(own, state[m], row)
-                if decay < _ONE:
-                    multiply(sums[m], decay)
+                weigh_whole(own, sums[m], state[m], row)
             else:
                 weigh(own[first:seen], sums[m], state[m], row[first:seen])
         if seen - first < count:

@@ -21,6 +21,7 @@ from slora_kernels.numba_language import (
     EXP2_TERMS,
     Array,
     compiled,
+    emit_prefetch,
     narrow_value,
     widen_value,
 )
@@ -51,10 +52,7 @@ LANES = 16 if _has("avx512f") else 8
 # Two products of bfloat16 and their sum for each lane, in one instruction, as exact as float32.
 PAIRS = LANES == 16 and _has("avx512bf16")
 _I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_BYTES = ir.IntType(8).as_pointer()
 VECTOR = ir.VectorType(F32, LANES)
-# Rows of attention and of adapters are too short for the machine to see the next one coming.
-_PREFETCH = ir.FunctionType(ir.VoidType(), [_BYTES, I32, I32, I32])
 
 
 class Memory:
@@ -98,9 +96,7 @@ class Memory:
 
     def prefetch(self, row: int, column: Any) -> None:
         """Asks for the numbers around `column`, wherever that is: behind the last one, nothing comes of it."""
-        function = cgutils.get_or_insert_function(self._builder.module, _PREFETCH, "llvm.prefetch.p0")
-        arguments = [self.pointer(row, column, ir.IntType(8)), I32(0), I32(3), I32(1)]
-        self._builder.call(function, arguments)
+        emit_prefetch(self._builder, self.pointer(row, column, ir.IntType(8)))
 
     def lines(self, columns: list[Any]) -> list[Any]:
         """Of vectors that begin at `columns`, side by side, those where a cache line begins."""

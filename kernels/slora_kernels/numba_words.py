@@ -2,13 +2,16 @@
 
 import struct
 from array import array
+from functools import cache
+from typing import TypeAlias
 
 from torch import Tensor
 
 from slora_kernels.numba_language import NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS
 
-# A field as a job holds it.
+# A field as a job holds it, and fields that follow each other.
 Words = tuple[int, int, int]
+JobWords: TypeAlias = "array[int]"
 Field = Words | Tensor | int | float
 # In place of a tensor that is not there.
 NOTHING: Words = (0, 1, 0)
@@ -22,19 +25,31 @@ def pack(field: Field) -> Words:
     if isinstance(field, int):
         return field, 0, 0
     if isinstance(field, float):
-        return struct.unpack("q", struct.pack("d", field))[0], 0, 0
-    if field.dim() == 1:
-        return field.data_ptr(), 1, field.shape[0]
-    assert field.stride(-1) == 1, f"rows of stride {field.stride(-1)}"
-    return field.data_ptr(), field.shape[0], field.stride(0)
+        return _pack_float(field)
+    return pack_rows(field) if field.dim() > 1 else pack_row(field)
 
 
-def pack_all(*fields: Field) -> "array[int]":
-    """The words of fields that follow each other."""
+@cache
+def _pack_float(number: float) -> Words:
+    """Of as many as a model's constants are."""
+    return struct.unpack("q", struct.pack("d", number))[0], 0, 0
+
+
+def pack_rows(rows: Tensor) -> Words:
+    strides = rows.stride()
+    assert strides[-1] == 1, f"rows of stride {strides[-1]}"
+    return rows.data_ptr(), len(rows), strides[0]
+
+
+def pack_row(row: Tensor) -> Words:
+    return row.data_ptr(), 1, len(row)
+
+
+def pack_all(*fields: Field) -> JobWords:
     return array("q", (word for field in fields for word in pack(field)))
 
 
-def begin_job(items: int, *words: int) -> "array[int]":
+def begin_job(items: int, *words: int) -> JobWords:
     """The first words of a job, none of whose items is taken yet."""
     return array("q", (0, 0, items, *words))
 
