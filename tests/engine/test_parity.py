@@ -127,7 +127,7 @@ def test_the_text_part_of_a_model_that_sees_answers_as_the_whole_model_does(tmp_
     assert verdict.equal, verdict
 
 
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 def test_parity_holds_when_prompts_are_computed_in_chunks(kits: Kits, model: str, kernels: str) -> None:
     kit = kits(model)
@@ -139,7 +139,7 @@ def test_parity_holds_when_prompts_are_computed_in_chunks(kits: Kits, model: str
     assert verdict.equal, verdict
 
 
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 def test_parity_holds_when_requests_are_preempted(kits: Kits, model: str, kernels: str) -> None:
     kit = kits(model)
@@ -167,7 +167,7 @@ def test_parity_holds_in_chunks_under_preemption_and_behind_windows(
     assert verdict.equal, verdict
 
 
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 def test_parity_holds_when_adapters_are_evicted_and_come_back(kits: Kits, model: str, kernels: str) -> None:
     kit = kits(model)

@@ -8,7 +8,7 @@ import pytest
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
-from tests.support.cpu_kernels import CPU_KERNELS
+from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
 from tests.support.driving import Answer, drive, make_engine, make_source
 from tests.support.model_kit import ModelKit
 from tests.support.tiny_models import VOCAB_SIZE
@@ -77,8 +77,9 @@ def check_same(answers: dict[str, Answer], alone: dict[str, Answer]) -> None:
 
 
 CASES = [
-    *((kernels, "bfloat16") for kernels in CPU_KERNELS),
-    *(pytest.param(kernels, "float32", marks=pytest.mark.soak) for kernels in CPU_KERNELS),
+    pytest.param(kernels, dtype, marks=() if (kernels, dtype) == (KERNELS, "bfloat16") else pytest.mark.soak)
+    for dtype in ("bfloat16", "float32")
+    for kernels in CPU_KERNELS
 ]
 
 

@@ -20,6 +20,12 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return select_kernels(request.param, torch.device("cpu"))
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    callspec = getattr(item, "callspec", None)
+    if callspec and callspec.params.get("kernels") == "numba" and item.get_closest_marker("compiled_late"):
+        item.add_marker(pytest.mark.soak)
+
+
 @pytest.fixture
 def device(kernels: Kernels) -> str:
     """Where the kernels under test run: a GPU if there is one, except for those that are a CPU's."""

@@ -75,6 +75,7 @@ def test_attention_over_scattered_pages_matches_its_twin(
     check_against_twin(kernels, scene, make_rule(scene))
 
 
+@pytest.mark.compiled_late
 def test_attention_works_in_half_precision(kernels: Kernels, device: str) -> None:
     scene = build(HEADS[0], torch.float16, MIXED, device)
     check_against_twin(kernels, scene, AttentionRule(0.1))

@@ -25,6 +25,7 @@ from tests.kernels.test_attention import (
     take_alone,
 )
 
+LATE = pytest.mark.compiled_late
 # All that are finite, least first; the last is 448.
 NUMBERS = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
 ALL_NUMBERS = torch.cat((-NUMBERS.flip(0), NUMBERS))
@@ -147,7 +148,7 @@ def check_pages(pages: Tensor, expected: Tensor, geometry: KVGeometry) -> None:
         (torch.float32, (6, 2, 16, 8), 16),
         (torch.float32, (3, 1, 80, 16), 32),
         (torch.float32, (2, 1, 24, 16), 0),
-        (torch.bfloat16, (4, 1, 128, 16), 128),
+        pytest.param(torch.bfloat16, (4, 1, 128, 16), 128, marks=LATE),
     ],
     ids=str,
 )
@@ -197,7 +198,7 @@ def test_what_a_token_gets_does_not_depend_on_the_batch(kernels: Kernels, device
     [
         (torch.float32, HEADS[1]),
         (torch.float32, HEADS[3]),
-        (torch.bfloat16, HEADS[2]),
+        pytest.param(torch.bfloat16, HEADS[2], marks=LATE),
     ],
     ids=str,
 )
@@ -212,17 +213,16 @@ def test_attention_over_fp8_pages_matches_its_twin(
     check_against_twin(kernels, scene, make_rule(scene))
 
 
+@LATE
 def test_v_too_small_for_half_precision_keeps_its_bits(kernels: Kernels, device: str) -> None:
     """Scales of a model in float16 reach below what a float16 can be."""
-    if kernels.name == "numba":
-        pytest.skip("of one source for all dtypes, which takes 15 s to compile for another")
     scene = build(HEADS[0], torch.float16, MIXED, device)
     reference.view_scales(scene.pages, scene.geometry, scene.layer)[:, 1].mul_(2.0**-12)
     expected = reference.attend(scene.q, scene.pages, scene.geometry, 1, scene.batch, AttentionRule(0.1))
     check_close(attend(kernels, scene, AttentionRule(0.1)), expected, units=1, size=2.0**-12)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("dtype", (torch.float32, pytest.param(torch.bfloat16, marks=LATE)))
 def test_windows_and_caps_hold_over_fp8_pages(
     kernels: Kernels, device: str, dtype: torch.dtype, soak: bool
 ) -> None:
@@ -232,6 +232,7 @@ def test_windows_and_caps_hold_over_fp8_pages(
         check_against_twin(kernels, scene, make_rule(scene, window, softcap))
 
 
+@LATE
 def test_a_sequence_over_fp8_pages_gets_the_same_bits_alone_and_in_a_batch(
     kernels: Kernels, device: str
 ) -> None:
