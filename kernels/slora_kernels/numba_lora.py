@@ -1,9 +1,9 @@
 """Shrink and expand on a CPU: a few tokens read weights where they lie in the pages, many have rows of B packed first.
 
-Both are one job: threads that are through with shrinking go on to expand, and meet once, not twice, at each site.
-
-Tiles of a few tokens are bound by reading the weights, so an item is a stretch of rows (shrink) or of output columns
-(expand) of one tile, and few tiles still keep all threads busy.
+Both are one job. Of many tiles each is an item, shrunk and expanded by one thread: an adapter's rows of A and B lie
+one behind the other, and nobody waits for anybody. Of few, so that all threads have something to do, an item is a
+stretch of rows (shrink) or of output columns (expand) of one tile, and threads that are through with shrinking go on to
+expand.
 """
 
 from slora_kernels.numba_dots import add_four_dots, add_one_dot
@@ -161,10 +161,11 @@ def copy_narrowed(target: Array, sums: Array) -> None:
         target[i] = narrow(sums[i], target)
 
 
-# Fields of a job: of the call, of the step, of the site. X is what the first SHRINKS items shrink into BRIDGE, in
-# BLOCKS of BLOCK_ROWS rows of A for each tile. Each of them is announced at its tile in DONE, which held BEFORE. The
-# others expand: COLUMN_BLOCKS [n, 4] are (member of the group, first column in out, first column in the module,
-# columns). GROUP and FIRST_MODULE are the site's places among a slot's groups and modules.
+# Fields of a job: of the call, of the step, of the site. X is what is shrunk into BRIDGE; SHRINKS is 0 for a bridge
+# that is there already. With IS_WHOLE an item is a tile. Otherwise the first SHRINKS items shrink, in BLOCKS of
+# BLOCK_ROWS rows of A for each tile, and each of them is announced at its tile in DONE, which held BEFORE; the others
+# expand: COLUMN_BLOCKS [n, 4] are (member of the group, first column in out, first column in the module, columns).
+# GROUP and FIRST_MODULE are the site's places among a slot's groups and modules.
 (
     X,
     OUT,
@@ -178,6 +179,7 @@ def copy_narrowed(target: Array, sums: Array) -> None:
     GROUPS,
     MODULES,
     SCALES,
+    IS_WHOLE,
     BLOCKS,
     BLOCK_ROWS,
     DONE,
@@ -190,11 +192,11 @@ def copy_narrowed(target: Array, sums: Array) -> None:
     COLUMN_BLOCKS,
     WIDTHS,
     SEGMENT_SIZE,
-) = range(24)
+) = range(25)
 
 
 def lora_worker(job: Job) -> None:
-    """Items: blocks of rows of A of each tile, then, once those of its tile are done, blocks of its output columns."""
+    """Items: tiles; or blocks of rows of A of each tile, then, once those of its tile are done, of output columns."""
     x, out, pages = read_model_matrix(job, X), read_model_matrix(job, OUT), read_model_matrix(job, PAGES)
     bridge = read_bridge_matrix(job, BRIDGE)
     tiles, page_table = read_int32_matrix(job, TILES), read_int32_matrix(job, PAGE_TABLE)
@@ -204,16 +206,25 @@ def lora_worker(job: Job) -> None:
     group, width, first_module = read_int(job, GROUP), read_int(job, WIDTH), read_int(job, FIRST_MODULE)
     shrinks, blocks, block_rows = read_int(job, SHRINKS), read_int(job, BLOCKS), read_int(job, BLOCK_ROWS)
     done, awaited = read_int64_matrix(job, DONE)[0], read_int(job, BEFORE) + blocks
-    segment_size, worker = read_int(job, SEGMENT_SIZE), take_worker(job)
+    segment_size, worker, is_whole = read_int(job, SEGMENT_SIZE), take_worker(job), read_int(job, IS_WHOLE)
     row_segments = (width + segment_size - 1) // segment_size
     scratch = read_float_matrix(job, SUMS)[worker]
     packed, starts = read_model_matrix(job, PACKED)[worker], read_int64_matrix(job, STARTS)[worker]
     item = take_item(job)
-    while item < shrinks:
-        tile, row = item // blocks, item % blocks * block_rows
+    while item < count_items(job):
+        if is_whole:
+            tile, first_row, end_row = item, 0, blocks * block_rows * min(shrinks, 1)
+            first_block, end_block = 0, column_blocks.shape[0]
+        elif item < shrinks:
+            tile, first_row, first_block, end_block = item // blocks, item % blocks * block_rows, 0, 0
+            end_row = first_row + block_rows
+        else:
+            tile, first_row, end_row = (item - shrinks) // column_blocks.shape[0], 0, 0
+            first_block = (item - shrinks) % column_blocks.shape[0]
+            end_block = first_block + 1
         slot, first, tokens = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2]
         rank, segment = groups[slot, 2 * group], groups[slot, 2 * group + 1]
-        if row < rank:
+        for row in range(first_row, min(end_row, rank), block_rows):
             rows = min(block_rows, rank - row)
             numbers = scratch[: tokens * rows]
             clear(numbers)
@@ -221,28 +232,26 @@ def lora_worker(job: Job) -> None:
             shrink_rows(sums, x[first : first + tokens], pages, page_table[slot], at, segment_size, width)
             for t in range(tokens):
                 copy_narrowed(bridge[first + t, row : row + rows], sums[t])
-        announce(done, tile)
-        item = take_item(job)
-    while item < count_items(job):
-        tile = (item - shrinks) // column_blocks.shape[0]
-        slot, first, tokens = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2]
-        member, out_column, column, size = column_blocks[(item - shrinks) % column_blocks.shape[0]]
-        module = first_module + member
-        rank, row = modules[slot, 3 * module], modules[slot, 3 * module + 1]
-        if rank > 0:
-            if shrinks > 0:
-                await_count(done, tile, awaited)
-            expand_columns(
-                out[first : first + tokens, out_column:],
-                bridge[first : first + tokens, row : row + rank],
-                weights[0, tile] * scales[slot, module],
-                pages,
-                page_table[slot],
-                modules[slot, 3 * module + 2] + column // segment_size,
-                (widths[0, member] + segment_size - 1) // segment_size,
-                segment_size,
-                size,
-                starts[:rank],
-                packed[: rank * PACKED_PITCH].reshape((-1, PACKED_PITCH)),
-            )
+        if end_block == 0:
+            announce(done, tile)
+        for block in range(first_block, end_block):
+            member, out_column, column, size = column_blocks[block]
+            module = first_module + member
+            rank, row = modules[slot, 3 * module], modules[slot, 3 * module + 1]
+            if rank > 0:
+                if shrinks > 0 and not is_whole:
+                    await_count(done, tile, awaited)
+                expand_columns(
+                    out[first : first + tokens, out_column:],
+                    bridge[first : first + tokens, row : row + rank],
+                    weights[0, tile] * scales[slot, module],
+                    pages,
+                    page_table[slot],
+                    modules[slot, 3 * module + 2] + column // segment_size,
+                    (widths[0, member] + segment_size - 1) // segment_size,
+                    segment_size,
+                    size,
+                    starts[:rank],
+                    packed[: rank * PACKED_PITCH].reshape((-1, PACKED_PITCH)),
+                )
         item = take_item(job)

@@ -20,6 +20,11 @@ from slora_kernels.numba_words import JobWords, as_numbers, begin_job, pack_all,
 TILE_TOKENS = 64
 _SHRINK_ROWS = (16, 4)
 _EXPAND_COLUMNS = (1024, 256)
+# Of so many for each thread, a tile is computed by one of them. Measured with the longest first: 32 tiles of two tokens
+# 20.7 to 14.2 ms, 8 of 64 tokens 17.2 to 12.9 (two threads).
+_WHOLE_TILES = 2
+# What reading a rank's weights takes, in tokens.
+_READING_TOKENS = 8
 
 
 def bridge_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -38,8 +43,12 @@ class LoraPlan:
     """Of the sites whose tokens are cut into `tiles`, over one pool's pages and in one dtype."""
 
     def __init__(self, tiles: LoraTiles, tables: AdapterTables, reserve: Reserve) -> None:
-        self._tiles, self._tables = tiles, tables
+        self._tables = tables
         self._num_tiles, self._rank = tiles.tiles.shape[0], tiles.max_group_rank
+        self._is_whole = self._num_tiles >= _WHOLE_TILES * torch.get_num_threads()
+        self._tiles, self._weights = tiles.tiles, tiles.weights
+        if self._is_whole:
+            self._tiles, self._weights = _longest_first(tiles, tables)
         self._enough = count_busy_items()
         coarse, fine = _SHRINK_ROWS
         self._rows = coarse if self._num_tiles * -(-self._rank // coarse) >= self._enough else fine
@@ -70,11 +79,12 @@ class LoraPlan:
                 self._reserve_bridge(tokens)
             x, bridge_words, width = bridge.x, self._bridge_words, widest + site.in_width
             shrinks, before = num_tiles * self._blocks, self._num_done
-            self._num_done += self._blocks
+            if not self._is_whole:
+                self._num_done += self._blocks
         else:
             x, bridge_words, width, shrinks, before = out, pack_rows(bridge), widest, 0, 0
         job = begin_job(
-            shrinks + num_tiles * num_blocks,
+            num_tiles if self._is_whole else shrinks + num_tiles * num_blocks,
             *pack_rows(x),
             *pack_rows(out),
             *bridge_words,
@@ -97,12 +107,13 @@ class LoraPlan:
         scratch, threads, pitch = pack_rows(self._scratch)
         self._words = pack_all(
             as_numbers(pages, size),
-            self._tiles.tiles,
+            self._tiles,
             tables.page_table,
-            self._tiles.weights,
+            self._weights,
             tables.groups.flatten(1),
             tables.modules.flatten(1),
             tables.scales,
+            self._is_whole,
             self._blocks,
             self._rows,
             self._done,
@@ -110,6 +121,15 @@ class LoraPlan:
             (scratch + 8 * rank, threads, 4 * pitch // size),
             (scratch, threads, pitch // 2),
         )
+
+
+def _longest_first(tiles: LoraTiles, tables: AdapterTables) -> tuple[Tensor, Tensor]:
+    """Tiles and their weights, so that threads that take one after the other end at about the same time. In numpy:
+    torch's calls take five times as long."""
+    rows = tiles.tiles.numpy()
+    ranks = tables.groups.numpy()[rows[:, 0], :, 0].sum(1)
+    order = (-ranks * (rows[:, 2] + _READING_TOKENS)).argsort()
+    return torch.from_numpy(rows[order]), torch.from_numpy(tiles.weights.numpy()[order])
 
 
 # Both are kept for good: the words of a job point into the tensors.

@@ -16,7 +16,10 @@ numba_lora_plan = pytest.importorskip("slora_kernels.numba_lora_plan")
 language = pytest.importorskip("slora_kernels.numba_language")
 
 
-def test_outputs_wait_for_the_rows_that_another_thread_still_multiplies() -> None:
+def test_outputs_wait_for_the_rows_that_another_thread_still_multiplies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(numba_lora_plan, "_WHOLE_TILES", 3)  # both are cut, whatever the number of threads
     shape = llama_shape(1, 64, 2, 2, 16, 128, 300, 4)
     scene = build_adapters(shape, torch.float32, [[8] * 7 + [0, 0]] * 2)
     tiles = build_tiles([(0, 0, 3), (1, 3, 4)], scene.tables)
