@@ -1,9 +1,9 @@
 """Paged attention on a CPU, decode and prefill alike: a tile of a sequence's queries and one KV head per item.
 
 A tile walks what its window shows of its context in blocks of keys with an online softmax (arXiv 2205.14135), base 2,
-summed in float32. Queries and weights are of the model's dtype, as on a GPU, for two products of bfloat16 may be one
-instruction. Decode reads keys and values straight from the pages. A tile of several queries first copies a block, the
-keys turned, so that scores are sums of whole rows.
+summed in float32. Queries and weights are bfloat16 in a model of bfloat16, as on a GPU, for two products may be one
+instruction, and float32 in others. Decode reads keys and values straight from the pages. A tile of several queries
+first copies a block, the keys turned, so that scores are sums of whole rows.
 
 `scales` is None, or the pages once more as bfloat16: then K's are applied to the scores and V's to the weights.
 """
@@ -31,6 +31,7 @@ from slora_kernels.numba_language import (
     read_int,
     read_int32_matrix,
     read_model_matrix,
+    read_operand_matrix,
     take_item,
     take_worker,
 )
@@ -64,7 +65,7 @@ def count_scratch(head_dim: int) -> int:
 
 
 def count_numbers(head_dim: int) -> int:
-    """Numbers of the model's dtype that it needs beside them: rows are read in whole vectors."""
+    """Numbers of `operand_dtype` that it needs beside them: rows are read in whole vectors."""
     return TILE_ROWS * (head_dim + BLOCK_KEYS) + 2 * BLOCK_KEYS * head_dim + 2 * LANES
 
 
@@ -308,7 +309,7 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
     item_heads = read_int(job, ITEM_HEADS)
     head_elements, side = block_tokens * size, kv_heads * block_tokens * size
     worker = take_worker(job)
-    scratch, numbers = read_float_matrix(job, SCRATCH)[worker], read_model_matrix(job, NUMBERS)[worker]
+    scratch, numbers = read_float_matrix(job, SCRATCH)[worker], read_operand_matrix(job, NUMBERS)[worker]
     all_queries = numbers[: TILE_ROWS * size].reshape((TILE_ROWS, size))
     all_sums = scratch[: TILE_ROWS * size].reshape((TILE_ROWS, size))
     all_state = scratch[TILE_ROWS * size : TILE_ROWS * (size + 3)].reshape((TILE_ROWS, 3))

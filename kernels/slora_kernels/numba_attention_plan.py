@@ -13,7 +13,15 @@ from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry, Query
 from slora_kernels.job_threads import Reserve, count_busy_items
 from slora_kernels.layout import SCALE_BYTES
 from slora_kernels.numba_attention import NO_WINDOW, TILE_ROWS, count_numbers, count_scratch
-from slora_kernels.numba_words import NOTHING, JobWords, as_numbers, begin_job, pack_all, pack_rows
+from slora_kernels.numba_words import (
+    NOTHING,
+    JobWords,
+    as_numbers,
+    begin_job,
+    operand_dtype,
+    pack_all,
+    pack_rows,
+)
 
 
 def _cut_queries(batch: AttentionBatch, tile_queries: int) -> Tensor:
@@ -119,7 +127,7 @@ class AttentionPlan:
         self._tiles = _cut_queries(batch, max(1, TILE_ROWS // group))
         heads = _share_heads(len(self._tiles), geometry.num_kv_heads, group, batch.max_query)
         self._num_items = len(self._tiles) * geometry.num_kv_heads // heads
-        # Float32 numbers of each thread, and behind them numbers of the model's dtype.
+        # Float32 numbers of each thread, and behind them numbers of `operand_dtype`.
         floats = count_scratch(size)
         self._scratch = self._reserve(floats + count_numbers(size))
         address, threads, pitch = pack_rows(self._scratch)
@@ -128,7 +136,7 @@ class AttentionPlan:
             self._tiles,
             batch.block_tables,
             (address, threads, pitch),
-            (address + 4 * floats, threads, 4 * pitch // geometry.dtype.itemsize),
+            (address + 4 * floats, threads, 4 * pitch // operand_dtype(geometry.dtype).itemsize),
             geometry.num_kv_heads,
             group,
             size,

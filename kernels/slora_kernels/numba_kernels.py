@@ -31,8 +31,8 @@ from slora_kernels.layout import KVFormat, LoraSite
 from slora_kernels.lora_gather import gather_columns
 from slora_kernels.numba_attention_plan import AttentionPlan
 from slora_kernels.numba_language import NUM_ITEMS, compile_worker
-from slora_kernels.numba_lora_plan import TILE_TOKENS, LoraPlan, Unshrunk, bridge_dtype
-from slora_kernels.numba_words import JobWords, begin_job, pack, pack_row, pack_rows
+from slora_kernels.numba_lora_plan import TILE_TOKENS, LoraPlan, Unshrunk
+from slora_kernels.numba_words import JobWords, begin_job, operand_dtype, pack, pack_row, pack_rows
 from slora_kernels.quantized_matmuls import quantized_linear
 from slora_kernels.thread_team import ThreadTeam
 from slora_kernels.token_draw import draw_tokens
@@ -191,7 +191,7 @@ class NumbaKernels:
     def look_up(
         self, token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
     ) -> Tensor:
-        return gather_columns(token_ids, pages, site, step, dtype).to(bridge_dtype(dtype))
+        return gather_columns(token_ids, pages, site, step, dtype).to(operand_dtype(dtype))
 
     def expand(
         self, out: Tensor, bridge: Unshrunk | Tensor, pages: Tensor, site: LoraSite, step: LoraStep

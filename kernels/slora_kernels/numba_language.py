@@ -177,8 +177,8 @@ def read_float_matrix(typing: Any, job: Job, field: int) -> Any:
 
 
 @emitted
-def read_bridge_matrix(typing: Any, job: Job, field: int) -> Any:
-    """bfloat16 in a model of bfloat16, where pairs of products may be one instruction; else float32."""
+def read_operand_matrix(typing: Any, job: Job, field: int) -> Any:
+    """Of what the model's numbers are multiplied by; see `numba_words.operand_dtype`."""
     return _emit_matrix(job, job.dtype if job.dtype == types.uint16 else types.float32)
 
 

@@ -21,12 +21,12 @@ from slora_kernels.numba_language import (
     count_items,
     narrow,
     prefetch,
-    read_bridge_matrix,
     read_float_matrix,
     read_int,
     read_int32_matrix,
     read_int64_matrix,
     read_model_matrix,
+    read_operand_matrix,
     take_item,
     take_worker,
 )
@@ -198,7 +198,7 @@ def copy_narrowed(target: Array, sums: Array) -> None:
 def lora_worker(job: Job) -> None:
     """Items: tiles; or blocks of rows of A of each tile, then, once those of its tile are done, of output columns."""
     x, out, pages = read_model_matrix(job, X), read_model_matrix(job, OUT), read_model_matrix(job, PAGES)
-    bridge = read_bridge_matrix(job, BRIDGE)
+    bridge = read_operand_matrix(job, BRIDGE)
     tiles, page_table = read_int32_matrix(job, TILES), read_int32_matrix(job, PAGE_TABLE)
     weights, scales = read_float_matrix(job, WEIGHTS), read_float_matrix(job, SCALES)
     groups, modules = read_int32_matrix(job, GROUPS), read_int32_matrix(job, MODULES)

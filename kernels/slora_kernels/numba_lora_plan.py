@@ -14,7 +14,7 @@ from slora_kernels.batch import AdapterTables, LoraTiles
 from slora_kernels.job_threads import Reserve, count_busy_items
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 from slora_kernels.numba_lora import PACKED_PITCH
-from slora_kernels.numba_words import JobWords, as_numbers, begin_job, pack_all, pack_rows
+from slora_kernels.numba_words import JobWords, as_numbers, begin_job, operand_dtype, pack_all, pack_rows
 
 # The most tokens of a LoRA tile: what they read and write stays in a core's own cache.
 TILE_TOKENS = 64
@@ -25,11 +25,6 @@ _EXPAND_COLUMNS = (1024, 256)
 _WHOLE_TILES = 2
 # What reading a rank's weights takes, in tokens.
 _READING_TOKENS = 8
-
-
-def bridge_dtype(dtype: torch.dtype) -> torch.dtype:
-    """As `numba_language.read_bridge_matrix` has it."""
-    return dtype if dtype == torch.bfloat16 else torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +90,7 @@ class LoraPlan:
         return job, num_tiles * self._rank * width
 
     def _reserve_bridge(self, tokens: int) -> None:
-        self._bridge = torch.empty(tokens, self._rank, dtype=bridge_dtype(self._dtype))
+        self._bridge = torch.empty(tokens, self._rank, dtype=operand_dtype(self._dtype))
         self._bridge_words = pack_rows(self._bridge)
 
     def _settle(self, pages: Tensor, dtype: torch.dtype) -> None:

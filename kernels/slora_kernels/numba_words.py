@@ -5,6 +5,7 @@ from array import array
 from functools import cache
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from slora_kernels.numba_language import NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS
@@ -43,6 +44,13 @@ def pack_rows(rows: Tensor) -> Words:
 
 def pack_row(row: Tensor) -> Words:
     return row.data_ptr(), 1, len(row)
+
+
+def operand_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of what a model's numbers are multiplied by, bridges and weights of attention: bfloat16 in a model of bfloat16,
+    where two products may be one instruction; else float32, for weights times scales of V in fp8 reach below what a
+    float16 can be."""
+    return dtype if dtype == torch.bfloat16 else torch.float32
 
 
 def pack_all(*fields: Field) -> JobWords:
