@@ -33,9 +33,11 @@ def open_store(url: str, warm_url: str | None = None) -> Store:
         schemes = ", ".join(f"{scheme}://" for scheme in REDIS_SCHEMES)
         raise ValueError(f"the warm tier must be a Redis ({schemes}), not {urlsplit(warm_url).scheme!r}")
     durable = _open_durable(url)
-    if warm_url is not None and _place(warm_url) == _place(url):
-        warm_url = None  # a second copy in the same memory would be no nearer
-    return durable if warm_url is None else TieredStore(durable, _open_redis(warm_url, durable=False))
+    if warm_url is None or _place(warm_url) == _place(
+        url
+    ):  # a second copy in the same memory would be no nearer
+        return durable
+    return TieredStore(durable, _open_redis(warm_url, durable=False))
 
 
 def _open_durable(url: str) -> Store:

@@ -213,8 +213,8 @@ def lora_worker(job: Job) -> None:
     item = take_item(job)
     while item < count_items(job):
         if is_whole:
-            tile, first_row, end_row = item, 0, blocks * block_rows * min(shrinks, 1)
-            first_block, end_block = 0, column_blocks.shape[0]
+            tile, first_row, first_block, end_block = item, 0, 0, column_blocks.shape[0]
+            end_row = blocks * block_rows if shrinks > 0 else 0
         elif item < shrinks:
             tile, first_row, first_block, end_block = item // blocks, item % blocks * block_rows, 0, 0
             end_row = first_row + block_rows

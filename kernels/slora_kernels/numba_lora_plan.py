@@ -74,8 +74,7 @@ class LoraPlan:
                 self._reserve_bridge(tokens)
             x, bridge_words, width = bridge.x, self._bridge_words, widest + site.in_width
             shrinks, before = num_tiles * self._blocks, self._num_done
-            if not self._is_whole:
-                self._num_done += self._blocks
+            self._num_done += self._blocks
         else:
             x, bridge_words, width, shrinks, before = out, pack_rows(bridge), widest, 0, 0
         job = begin_job(

@@ -19,8 +19,8 @@ DEMO = Path(__file__).parents[2] / "demo"
 PROMPT = "the quick brown fox"
 MAX_TOKENS = 160
 LOWEST_ACCURACY = 0.95
-NUM_SENTENCES = 20
-NUM_JUDGED = 4  # of these, against peft: one teacher-forced pass each, the slow part
+NUM_SENTENCES = 40
+NUM_JUDGED = 8  # of these, against peft: one teacher-forced pass each, the slow part
 
 
 @pytest.fixture(scope="module")

@@ -205,7 +205,10 @@ FILTERS = (
 
 @pytest.mark.parametrize(
     ("width", "top_k", "top_p", "min_p"),
-    [(width, *filters) for width in WIDTHS for filters in (FILTERS if width < 10_000 else FILTERS[-1:])],
+    [
+        *((width, *filters) for width in WIDTHS for filters in (FILTERS if width < 10_000 else FILTERS[-1:])),
+        *(pytest.param(width, *FILTERS[-2], marks=pytest.mark.soak) for width in WIDTHS if width >= 10_000),
+    ],
 )
 def test_a_cutoff_is_the_one_that_sorting_finds(width: int, top_k: int, top_p: float, min_p: float) -> None:
     weights = awkward_rows(width)
