@@ -24,8 +24,8 @@ serve: $(SERVE) ## the demo: one base model, several tenants, one key each; SLOR
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest $(PYTEST_ARGS)
 
 test: $(TEST) ## the tests, in less than ten minutes on two cores
-	@$(PYTEST) tests/engine tests/kernels & engine=$$!; \
-		$(PYTEST) --ignore=tests/engine --ignore=tests/kernels; rest=$$?; \
+	@$(PYTEST) tests/slora tests/kernels & engine=$$!; \
+		$(PYTEST) --ignore=tests/slora --ignore=tests/kernels; rest=$$?; \
 		wait $$engine && exit $$rest
 
 check: $(TEST) ## format, lint, types, tests; changes nothing
@@ -63,7 +63,7 @@ $(SERVE): pyproject.toml | $(VENV)/bin/python
 	@echo "Installing into $(VENV): $(TORCH)$(if $(TORCH_INDEX), from $(TORCH_INDEX)) and what pyproject.toml lists"
 	$(PIP) "$(TORCH)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	$(PIP) -e ".[serve,redis,cpu]"
-	$(BIN)/python -P -m slora_kernels.precompile
+	$(BIN)/python -P -m slora_kernels.cpu.precompile
 	@touch $@
 
 $(TEST): $(SERVE)

@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 
 from bench.workload import ModelSize, make_adapter, write_model
-from slora.model_spec import read_model_spec
-from slora_adapters.adapter_record import AdapterDetails
-from slora_adapters.database import Database
-from slora_adapters.file_store import FileStore
+from slora.models.model_spec import read_model_spec
+from slora_adapters.database.database import Database
 from slora_adapters.limits import AdapterLimits
-from slora_adapters.peft_directory import TENSORS_NAME, parse_adapter
-from slora_adapters.registry import Registry
-from slora_adapters.sqlite_storage import SqliteStorage
-from slora_adapters.store import Store
+from slora_adapters.peft.peft_directory import TENSORS_NAME, parse_adapter
+from slora_adapters.registry.adapter_record import AdapterDetails
+from slora_adapters.registry.registry import Registry
+from slora_adapters.registry.sqlite_storage import SqliteStorage
+from slora_adapters.store.file_store import FileStore
+from slora_adapters.store.store import Store
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import lay_out_adapter
 from tests.api.served import CHARACTERS, write_tokenizer

@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 
 from bench.machines import Machine
-from slora_adapters.packing import PackedAdapter
+from slora_adapters.peft.packing import PackedAdapter
 from slora_adapters.version import AdapterVersion
 
 

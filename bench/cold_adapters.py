@@ -14,7 +14,7 @@ from bench.simulation import Setup, Simulation
 from bench.table import Row
 from bench.traces import S2, Trace, TraceRequest, merge
 from bench.virtual_source import FetchCosts
-from slora.step_plan import StepPlan
+from slora.scheduler.step_plan import StepPlan
 
 FAR = FetchCosts(bytes_per_s=20e6, num_lanes=5)
 COLD_EVERY_S = 0.1

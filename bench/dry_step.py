@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.made_weights import MadeWeights
-from slora.decoder import Decoder
-from slora.lora_deltas import LoraDeltas
-from slora.lora_tiles import cut_rows, max_rows
-from slora.model_config import ModelConfig
-from slora.page_memory import PageMemory
-from slora.step_batch import StepBatch
+from slora.device.lora_tiles import cut_rows, max_rows
+from slora.device.page_memory import PageMemory
+from slora.device.step_batch import StepBatch
+from slora.models.decoder import Decoder
+from slora.models.lora_deltas import LoraDeltas
+from slora.models.model_config import ModelConfig
 from slora_kernels.batch import AttentionBatch, KVGeometry, LoraTiles, TileLimits
+from slora_kernels.gpu.triton_kernels import TritonKernels
 from slora_kernels.launch import Launch
 from slora_kernels.layout import lay_out_adapter
-from slora_kernels.triton_kernels import TritonKernels
 
 _META = torch.device("meta")
 _BLOCK_TOKENS = 16

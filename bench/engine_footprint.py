@@ -19,10 +19,10 @@ from bench.contender import SOURCES
 from bench.table import Row
 from bench.workload import prompts
 from slora import SamplingParams
-from slora.engine_client import RemoteEngine
-from slora.model_spec import read_model_spec
+from slora.engine.client import RemoteEngine
+from slora.models.model_spec import read_model_spec
 from slora.request import EngineRequest
-from slora_adapters.loader_config import LoaderConfig
+from slora_adapters.loader.loader_config import LoaderConfig
 
 _BATCH, _TOKENS = 64, 64
 _CACHE_BYTES = 256 << 20
@@ -45,11 +45,11 @@ def footprint_row(model: Path, dtype: str, threads: int, folder: Path) -> Row:
     pool_bytes = _BATCH * (2 * _TOKENS + 16) * token_bytes
     engine = {"model": str(model), "dtype": dtype, "device": "cpu", "pool_bytes": pool_bytes, "swap_bytes": 0}
     config = json.dumps({**sockets, "engine": engine})
-    with _child("slora_adapters.loader_process", loader.to_json(), 1, folder):
+    with _child("slora_adapters.loader.loader_process", loader.to_json(), 1, folder):
         while not (folder / "loader.sock").exists():
             time.sleep(0.01)
         start = time.perf_counter()
-        with _child("slora.engine_process", config, threads, folder) as process_id:
+        with _child("slora.engine.process", config, threads, folder) as process_id:
             ready_at = asyncio.run(_fill(folder / "engine.sock"))
             pss, mapped = read_pss_bytes(process_id)
     weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))

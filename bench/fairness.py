@@ -11,7 +11,7 @@ from bench.machines import A10G_7B
 from bench.simulation import Policies, Setup, Simulation
 from bench.table import Row
 from bench.traces import Trace, merge, slora_trace
-from slora.step_plan import StepPlan
+from slora.scheduler.step_plan import StepPlan
 
 RANKS = (8,)
 # An A10G serves about 1.5 requests/s of S-LoRA's lengths: so each tenant alone is too much for it.

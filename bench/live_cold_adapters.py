@@ -17,13 +17,13 @@ from bench.paced_source import PacedSource
 from bench.request_log import percentile
 from bench.table import Row
 from bench.workload import RANKS, prompts, write_adapter, write_model
-from slora.engine import Engine
+from slora.engine.engine import Engine
 from slora.engine_config import EngineConfig
-from slora.model_spec import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
-from slora_adapters.peft_directory import read_adapter
-from slora_adapters.source import DirectorySource
+from slora_adapters.loader.source import DirectorySource
+from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion
 
 ALONE, BESIDE_COLD, BESIDE_BASE = "alone", "cold", "base"

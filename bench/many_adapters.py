@@ -24,14 +24,14 @@ import torch
 from bench.live_platform import running_redis
 from bench.table import Row
 from bench.workload import ModelSize, make_adapter, write_model
-from slora_adapters.adapter import AdapterExtras
-from slora_adapters.adapter_record import AdapterDetails
-from slora_adapters.database import Database
-from slora_adapters.file_store import FileStore
-from slora_adapters.redis_storage import open_redis_storage
-from slora_adapters.registry import Registry
-from slora_adapters.registry_storage import RegistryStorage
-from slora_adapters.sqlite_storage import SqliteStorage
+from slora_adapters.database.database import Database
+from slora_adapters.peft.adapter import AdapterExtras
+from slora_adapters.registry.adapter_record import AdapterDetails
+from slora_adapters.registry.redis_storage import open_redis_storage
+from slora_adapters.registry.registry import Registry
+from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.registry.sqlite_storage import SqliteStorage
+from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
 from tests.api.platform import bearer
 from tests.api.served import CHARACTERS, Served, serving, write_tokenizer

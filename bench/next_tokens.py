@@ -19,7 +19,7 @@ from functools import lru_cache
 from random import Random
 
 from bench.traces import FIRST_TOKEN
-from slora.beam_search import Proposal
+from slora.scheduler.beam_search import Proposal
 
 SENTENCE_TOKENS = 20
 _STICKS_A_TOKEN = (

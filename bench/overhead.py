@@ -11,8 +11,8 @@ from bench.machines import CPU_110M, Machine
 from bench.simulation import Setup, Simulation
 from bench.table import Row
 from bench.traces import TraceRequest
-from slora.page_pool import PagePool
-from slora.tenant import Tenant
+from slora.pool.page_pool import PagePool
+from slora.pool.tenant import Tenant
 
 NUM_TENANTS = 200
 OUTPUT_TOKENS = 4000

@@ -5,7 +5,7 @@ import itertools
 import time
 
 from bench.virtual_source import FetchCosts
-from slora_adapters.source import AdapterSource, Fetched, FetchFailed
+from slora_adapters.loader.source import AdapterSource, Fetched, FetchFailed
 from slora_adapters.version import AdapterVersion
 
 

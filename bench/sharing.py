@@ -22,8 +22,8 @@ from bench.next_tokens import SENTENCE_TOKENS, NextTokens
 from bench.simulation import Policies, Setup, Simulation
 from bench.table import Row
 from bench.traces import base_trace
-from slora.sequence import Sequence
-from slora.step_plan import StepPlan
+from slora.scheduler.sequence import Sequence
+from slora.scheduler.step_plan import StepPlan
 
 WIDTHS = (2, 4, 6)
 BEAMS = {"alike": NextTokens(0), "sentence": NextTokens(SENTENCE_TOKENS), "independent": NextTokens(None)}

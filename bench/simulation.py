@@ -19,10 +19,10 @@ from bench.virtual_source import FetchCosts, VirtualSource
 from slora.kv_footprint import KVFootprint
 from slora.request import EngineRequest, StepOutput
 from slora.sampling_params import SamplingParams
-from slora.scheduler import Scheduler
+from slora.scheduler.scheduler import Scheduler
+from slora.scheduler.sequence import Sequence
+from slora.scheduler.step_plan import Sampled, StepPlan
 from slora.scheduler_config import SchedulerConfig
-from slora.sequence import Sequence
-from slora.step_plan import Sampled, StepPlan
 
 STOP_TOKEN = 2
 

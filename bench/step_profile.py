@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import slora.decoder
-import slora.linear
-import slora.runner
+import slora.models.decoder
+import slora.runner.runner
+import slora.weights.linear
 from bench.step_clock import REST, StepClock, Timed
 from bench.stepped_engine import SteppedEngine
 from bench.table import Row
 from bench.workload import prompts
-from slora.decoder import Decoder
-from slora.engine_messages import encode_output
-from slora.runner import Runner
-from slora.scheduler import Scheduler
-from slora.step_batch import StepBatch
+from slora.device.step_batch import StepBatch
+from slora.engine.messages import encode_output
+from slora.models.decoder import Decoder
+from slora.runner.runner import Runner
+from slora.scheduler.scheduler import Scheduler
 from slora_adapters.wire import encode
 
 BASE, HEAD, ATTENTION, ELEMENTWISE = "base matmuls", "head", "attention", "elementwise"
@@ -88,9 +88,9 @@ def timed_functions(kernels: str) -> list[Timed]:
     owner = _kernels_class(kernels)
     return [
         *(Timed(owner, name, part) for name, part in _KERNELS.items()),
-        Timed(slora.linear, "multiply", BASE),
-        Timed(slora.decoder, "multiply", HEAD),
-        Timed(slora.runner, "sample", SAMPLE),
+        Timed(slora.weights.linear, "multiply", BASE),
+        Timed(slora.models.decoder, "multiply", HEAD),
+        Timed(slora.runner.runner, "sample", SAMPLE),
         Timed(Decoder, "forward", MODEL),
         Timed(Decoder, "logits", HEAD),
         Timed(Scheduler, "schedule", SCHEDULE),

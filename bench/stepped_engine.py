@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from slora import SamplingParams
-from slora.engine import Engine
+from slora.engine.engine import Engine
 from slora.engine_config import EngineConfig
-from slora.model_spec import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora.request import EngineRequest, StepOutput
-from slora_adapters.peft_directory import read_adapter
-from slora_adapters.source import DirectorySource
+from slora_adapters.loader.source import DirectorySource
+from slora_adapters.peft.peft_directory import read_adapter
 
 
 class SteppedEngine:

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from bench.adapter_fleet import AdapterFleet
-from slora_adapters.source import Fetched, FetchFailed
+from slora_adapters.loader.source import Fetched, FetchFailed
 from slora_adapters.version import AdapterVersion
 
 

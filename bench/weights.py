@@ -28,11 +28,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from slora.checkpoint import Checkpoint
-from slora.decoder import Decoder
-from slora.linear import QuantizedWeight
-from slora.model_config import ModelConfig
-from slora.weight_reader import WeightReader
+from slora.models.decoder import Decoder
+from slora.models.model_config import ModelConfig
+from slora.weights.checkpoint import Checkpoint
+from slora.weights.linear import QuantizedWeight
+from slora.weights.weight_reader import WeightReader
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, VOCAB = 2048, 8192, 16, 4, 16000
 SHARDS = 4

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 from slora.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from slora.answer import Choice, Completion, CompletionDelta
-    from slora.async_llm import AsyncLLM
-    from slora.llm import LLM
-    from slora.lora_adapter import LoraAdapter
+    from slora.llm.async_llm import AsyncLLM
+    from slora.llm.llm import LLM
+    from slora.llm.lora_adapter import LoraAdapter
+    from slora.text.answer import Choice, Completion, CompletionDelta
 
 __all__ = ["LLM", "AsyncLLM", "Choice", "Completion", "CompletionDelta", "LoraAdapter", "SamplingParams"]
 
 _MODULES = {
-    "AsyncLLM": "slora.async_llm",
-    "Choice": "slora.answer",
-    "Completion": "slora.answer",
-    "CompletionDelta": "slora.answer",
-    "LLM": "slora.llm",
-    "LoraAdapter": "slora.lora_adapter",
+    "AsyncLLM": "slora.llm.async_llm",
+    "Choice": "slora.text.answer",
+    "Completion": "slora.text.answer",
+    "CompletionDelta": "slora.text.answer",
+    "LLM": "slora.llm.llm",
+    "LoraAdapter": "slora.llm.lora_adapter",
 }
 
 

@@ -26,7 +26,7 @@ SOURCES = os.pathsep.join(str(folder.parent) for folder in LAYERS.values())
 
 
 # Loaded by name where it is asked for, with a word on what to install.
-OPTIONAL = {("slora/peft_oracle.py", "peft")}
+OPTIONAL = {("slora/verify/peft_oracle.py", "peft")}
 
 
 def trees() -> Iterator[tuple[str, Path, ast.Module]]:
@@ -152,19 +152,19 @@ asyncio.run(main())
 # What an API process imports of the engine; of the layers below and above it imports everything.
 LIGHT = [
     "slora",
-    "slora.answer",
-    "slora.detokenizer",
-    "slora.engine_client",
-    "slora.engine_info",
-    "slora.engine_messages",
+    "slora.text.answer",
+    "slora.text.detokenizer",
+    "slora.engine.client",
+    "slora.engine.info",
+    "slora.engine.messages",
     "slora.errors",
-    "slora.generation_defaults",
-    "slora.model_config",
-    "slora.model_spec",
-    "slora.open_streams",
+    "slora.text.generation_defaults",
+    "slora.models.model_config",
+    "slora.models.model_spec",
+    "slora.engine.open_streams",
     "slora.request",
     "slora.sampling_params",
-    "slora.tokenizer",
+    "slora.text.tokenizer",
     "slora_kernels.layout",
 ]
 
@@ -180,7 +180,7 @@ def test_api_and_loader_processes_need_no_torch() -> None:
 
 def test_help_waits_for_no_web_framework() -> None:
     done = run_python(
-        "sys.argv = ['slora', '--help']\nfrom slora_api.cli import main\nmain()",
+        "sys.argv = ['slora', '--help']\nfrom slora_api.cli.main import main\nmain()",
         hidden=["torch", "fastapi", "uvicorn", "httpx", "tokenizers", "redis", "numpy"],
     )
     assert done.returncode == 0, done.stderr
@@ -188,7 +188,7 @@ def test_help_waits_for_no_web_framework() -> None:
 
 
 def test_verify_says_what_to_install_where_peft_is_missing(tmp_path: Path) -> None:
-    code = "from slora_api.cli import main\nsys.exit(main(['adapter', 'verify', 'a', '--model', 'b']))"
+    code = "from slora_api.cli.main import main\nsys.exit(main(['adapter', 'verify', 'a', '--model', 'b']))"
     done = run_python(code, hidden=["peft"])
     assert done.returncode == 2, done.stderr
     assert "peft is not installed" in done.stdout and "pip install peft" in done.stdout

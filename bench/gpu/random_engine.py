@@ -18,14 +18,14 @@ import torch
 from bench.kernels import MODELS
 from bench.machines import ALL_LINEARS
 from bench.made_weights import MadeWeights
-from slora.decoder import Decoder
-from slora.engine import Engine
+from slora.engine.engine import Engine
 from slora.engine_config import EngineConfig
-from slora.model_spec import ModelSpec, read_model_spec
+from slora.models.decoder import Decoder
+from slora.models.model_spec import ModelSpec, read_model_spec
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
-from slora_adapters.packing import PackedAdapter
-from slora_adapters.source import Fetched, FetchFailed
+from slora_adapters.loader.source import Fetched, FetchFailed
+from slora_adapters.peft.packing import PackedAdapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import AdapterLayout, ModelShape, lay_out_adapter
 
@@ -90,7 +90,7 @@ TINY = EngineSize(
 def make_weights(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int
 ) -> Decoder:
-    """A `slora.model.LoadModel`."""
+    """A `slora.models.model.LoadModel`."""
     assert spec.decoder is not None, "the bench's models are of our own decoder"
     return Decoder(spec.decoder, MadeWeights(dtype, device), max_model_len)  # type: ignore[arg-type]
 

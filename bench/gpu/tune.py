@@ -6,7 +6,7 @@
 ROWS gets a line for each case as it is measured; run again, it goes on behind the last one. When all are there, the
 choice for this GPU is put into the table, by default the package's. A candidate is compared with the torch twin before
 it is timed. What may decide the order of somebody's sums is chosen by the width alone, the rest by width and rank: see
-`slora_kernels.lora_sizes`. Each step counts the same: by the time over that of the best candidate in it.
+`slora_kernels.gpu.lora_sizes`. Each step counts the same: by the time over that of the best candidate in it.
 """
 
 import argparse
@@ -24,12 +24,11 @@ from bench.gpu.device_time import time_device
 from bench.gpu.random_adapters import BLOCK_TOKENS, RandomAdapters, cut_evenly
 from bench.gpu.resumed_table import ResumedTable
 from bench.table import Row
-from slora_kernels.ahead_of_time import TARGETS, pretend
-from slora_kernels.compiled_kernel import CompiledKernel, read_compiled
-from slora_kernels.layout import LoraSite, ModelShape, llama_shape
-from slora_kernels.lora_expand_rows import ROW_TILE_TOKENS
-from slora_kernels.lora_shrink import TILE_TOKENS
-from slora_kernels.lora_sizes import (
+from slora_kernels.gpu.ahead_of_time import TARGETS, pretend
+from slora_kernels.gpu.compiled_kernel import CompiledKernel, read_compiled
+from slora_kernels.gpu.lora_expand_rows import ROW_TILE_TOKENS
+from slora_kernels.gpu.lora_shrink import TILE_TOKENS
+from slora_kernels.gpu.lora_sizes import (
     SIZES_FILE,
     ExpandSizes,
     ExpandTile,
@@ -41,9 +40,10 @@ from slora_kernels.lora_sizes import (
     name_architecture,
     read_sizes,
 )
-from slora_kernels.model_launches import bind_lora_site
+from slora_kernels.gpu.model_launches import bind_lora_site
+from slora_kernels.gpu.triton_kernels import TritonKernels
+from slora_kernels.layout import LoraSite, ModelShape, llama_shape
 from slora_kernels.ops import Kernels, select_kernels
-from slora_kernels.triton_kernels import TritonKernels
 
 _DEFAULT = load_sizes()
 # A site's greatest total rank over that of one module, when all linears are adapted: q, k and v.

@@ -142,9 +142,9 @@ class Kernels(Protocol):
 
 
 _MODULES = {
-    "triton": ("slora_kernels.triton_kernels", "TritonKernels"),
+    "triton": ("slora_kernels.gpu.triton_kernels", "TritonKernels"),
     "torch": ("slora_kernels.torch_kernels", "TorchKernels"),
-    "numba": ("slora_kernels.numba_kernels", "NumbaKernels"),
+    "numba": ("slora_kernels.cpu.kernels", "NumbaKernels"),
 }
 
 

@@ -3,7 +3,7 @@
 from contextlib import closing
 
 from slora_adapters.errors import AdapterNotFound
-from slora_adapters.store import Blob, Store
+from slora_adapters.store.store import Blob, Store
 
 
 def read_members(store: Store, digest: str, piece_bytes: int = 1 << 20) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ from safetensors.numpy import save
 
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.limits import AdapterLimits
-from slora_adapters.peft_directory import parse_adapter
+from slora_adapters.peft.peft_directory import parse_adapter
 from slora_kernels.layout import ModelShape, llama_shape
 
 SHAPE = llama_shape(2, 24, 4, 2, 6, 40, vocab_size=50, element_bytes=4)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from slora_adapters.database import Database
-from slora_adapters.redis_storage import open_redis_storage
-from slora_adapters.registry_storage import RegistryStorage
-from slora_adapters.sqlite_storage import SqliteStorage
+from slora_adapters.database.database import Database
+from slora_adapters.registry.redis_storage import open_redis_storage
+from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.registry.sqlite_storage import SqliteStorage
 from tests.redis_server import RedisServer
 
 

@@ -7,12 +7,12 @@ from threading import Event, Lock
 
 import numpy as np
 
-from slora_adapters.bundle import bundle
-from slora_adapters.file_store import FileStore
 from slora_adapters.limits import AdapterLimits
-from slora_adapters.packing import PackedAdapter, pack
-from slora_adapters.peft_directory import read_adapter
-from slora_adapters.store import Blob
+from slora_adapters.peft.bundle import bundle
+from slora_adapters.peft.packing import PackedAdapter, pack
+from slora_adapters.peft.peft_directory import read_adapter
+from slora_adapters.store.file_store import FileStore
+from slora_adapters.store.store import Blob
 from slora_adapters.version import AdapterVersion
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, write_directory
 

@@ -3,8 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from slora_adapters.module_names import ModuleId
-from slora_adapters.packing import PackedAdapter
+from slora_adapters.peft.module_names import ModuleId
+from slora_adapters.peft.packing import PackedAdapter
 from slora_kernels.layout import SEGMENT_BYTES, ModelShape
 
 STORAGE = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}

@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from slora_api.listener import open_listener
+from slora_api.server.listener import open_listener
 
 
 @contextmanager

@@ -8,33 +8,33 @@ from typing import Any
 
 import httpx
 
-from slora.generation_defaults import GenerationDefaults
-from slora_adapters.catalog import Catalog
-from slora_adapters.database import Database
+from slora.text.generation_defaults import GenerationDefaults
+from slora_adapters.database.database import Database
 from slora_adapters.limits import AdapterLimits
-from slora_adapters.registry_url import open_registry
-from slora_adapters.store_url import open_store
-from slora_api.adapter_quota import AdapterQuota
-from slora_api.admin_key import open_admin_key
-from slora_api.admission import Admission
-from slora_api.aliases import Aliases
-from slora_api.api_key import Pepper
-from slora_api.app import make_app
-from slora_api.base_identity import BaseIdentity
-from slora_api.canary import Canary
-from slora_api.change_follower import ChangeFollower
-from slora_api.chat_templates import ChatTemplates
-from slora_api.generation import Generator
-from slora_api.inspector import InspectionBounds, Inspector
-from slora_api.local_adapters import LocalAdapters
-from slora_api.metrics import Metrics
-from slora_api.model_catalog import BaseModel, ModelCatalog
-from slora_api.pinning import Pinning
-from slora_api.quarantine import Quarantine
-from slora_api.services import Services
+from slora_adapters.registry.catalog import Catalog
+from slora_adapters.registry.registry_url import open_registry
+from slora_adapters.store.store_url import open_store
+from slora_api.adapters.aliases import Aliases
+from slora_api.adapters.base_identity import BaseIdentity
+from slora_api.adapters.canary import Canary
+from slora_api.adapters.change_follower import ChangeFollower
+from slora_api.adapters.inspector import InspectionBounds, Inspector
+from slora_api.adapters.local_adapters import LocalAdapters
+from slora_api.adapters.model_catalog import BaseModel, ModelCatalog
+from slora_api.adapters.pinning import Pinning
+from slora_api.adapters.quarantine import Quarantine
+from slora_api.adapters.uploads import Uploads
+from slora_api.generation.admission import Admission
+from slora_api.generation.chat_templates import ChatTemplates
+from slora_api.generation.generation import Generator
+from slora_api.generation.metrics import Metrics
+from slora_api.routes.services import Services
+from slora_api.server.app import make_app
 from slora_api.settings import Settings
-from slora_api.tenancy import Tenancy
-from slora_api.uploads import Uploads
+from slora_api.tenants.adapter_quota import AdapterQuota
+from slora_api.tenants.admin_key import open_admin_key
+from slora_api.tenants.api_key import Pepper
+from slora_api.tenants.tenancy import Tenancy
 from tests.adapters.hand_made import SHAPE, make_members
 from tests.api.live_server import live_server
 from tests.api.scripted_engine import ScriptedEngine, byte_tokenizer

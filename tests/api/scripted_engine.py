@@ -8,15 +8,15 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from slora.adapter_place import AdapterPlace
-from slora.engine_info import EngineInfo, EngineStats
+from slora.engine.info import EngineInfo, EngineStats
+from slora.engine.load_paces import LoadPaces
+from slora.engine.pin import Pin
 from slora.errors import EngineUnavailable
-from slora.load_paces import LoadPaces
-from slora.pin import Pin
 from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 from slora.tenant_share import TenantShare
-from slora.tokenizer import Tokenizer
+from slora.text.tokenizer import Tokenizer
 from slora_adapters.version import AdapterVersion
-from slora_api.canary import CANARY_TENANT
+from slora_api.adapters.canary import CANARY_TENANT
 from tests.adapters.hand_made import SHAPE
 
 EOS = 256

@@ -25,7 +25,7 @@ from tests.support.tiny_models import make_model, write_model
 ADMIN_KEY = "the-operators-own-key"
 READY_S = 120
 # The console script, without needing an installation.
-SLORA = (sys.executable, "-P", "-c", "from slora_api.cli import main; raise SystemExit(main())")
+SLORA = (sys.executable, "-P", "-c", "from slora_api.cli.main import main; raise SystemExit(main())")
 # One token for each printable character, so that text tells exactly which tokens were generated, and an end token.
 CHARACTERS = "".join(map(chr, range(32, 127)))
 EOS = len(CHARACTERS)

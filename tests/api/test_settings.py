@@ -2,7 +2,7 @@ import argparse
 
 import pytest
 
-from slora_api.cli import _make_parser
+from slora_api.cli.main import _make_parser
 from slora_api.settings import (
     SettingRefused,
     Settings,

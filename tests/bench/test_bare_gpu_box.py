@@ -51,9 +51,9 @@ for name in sys.argv[1:]:
     roots = [str(ROOT / folder) for folder in ("", "kernels", "adapters")]
     names = module_names()
     assert {
-        "slora.runner",
-        "slora_kernels.triton_kernels",
-        "slora_adapters.packing",
+        "slora.runner.runner",
+        "slora_kernels.gpu.triton_kernels",
+        "slora_adapters.peft.packing",
         "bench.gpu.end_to_end",
     } <= {*names}
     done = subprocess.run(

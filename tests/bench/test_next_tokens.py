@@ -5,7 +5,7 @@ import math
 import pytest
 
 from bench.next_tokens import NextTokens
-from slora.beam_search import BeamSearch
+from slora.scheduler.beam_search import BeamSearch
 from tests.support.beam_model import beam_params
 
 

@@ -8,7 +8,7 @@ from bench.next_tokens import NextTokens
 from bench.simulation import Policies, PoolMeter, Setup, Simulation
 from bench.traces import S2, TraceRequest, base_trace, slora_trace
 from bench.virtual_source import FetchCosts
-from slora.step_plan import StepPlan
+from slora.scheduler.step_plan import StepPlan
 
 SLOW_FETCH = FetchCosts(latency_s=0.05, bytes_per_s=200e6, num_lanes=2)
 

@@ -23,9 +23,9 @@ from bench.gpu.tune import (
     write_choice,
 )
 from bench.table import Row
+from slora_kernels.gpu.lora_sizes import SIZES_FILE, read_sizes
+from slora_kernels.gpu.triton_kernels import TritonKernels
 from slora_kernels.layout import llama_shape
-from slora_kernels.lora_sizes import SIZES_FILE, read_sizes
-from slora_kernels.triton_kernels import TritonKernels
 
 CPU = torch.device("cpu")
 SMALL = Scope(

@@ -17,11 +17,11 @@ from transformers import (
 
 from slora_kernels import reference
 from slora_kernels.draws import NO_TOP_K, Draws
+from slora_kernels.gpu.token_cutoffs import bind_token_cutoffs
+from slora_kernels.gpu.token_race import bind_token_race
+from slora_kernels.gpu.token_weights import ONE, RACE_BLOCK, bind_token_weights
 from slora_kernels.ops import Kernels, select_kernels
-from slora_kernels.token_cutoffs import bind_token_cutoffs
 from slora_kernels.token_draw import race, truncate, weigh
-from slora_kernels.token_race import bind_token_race
-from slora_kernels.token_weights import ONE, RACE_BLOCK, bind_token_weights
 
 # Of Triton's kernels: a GPU if there is one.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -6,8 +6,8 @@ from functools import cache
 from random import Random
 from typing import NamedTuple
 
-from slora.beam_search import Proposal
 from slora.sampling_params import SamplingParams
+from slora.scheduler.beam_search import Proposal
 
 Model = Callable[[tuple[int, ...]], list[float]]
 

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 CPU_KERNELS = ["torch"]
-if importlib.util.find_spec("numba") and importlib.util.find_spec("slora_kernels.numba_kernels"):
+if importlib.util.find_spec("numba") and importlib.util.find_spec("slora_kernels.cpu.kernels"):
     CPU_KERNELS.append("numba")
 
 # What tests use that are not about kernels.

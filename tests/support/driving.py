@@ -5,12 +5,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from slora.cost_model import CostModel
-from slora.engine import Engine
+from slora.engine.engine import Engine
 from slora.engine_config import EngineConfig
-from slora.model_spec import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora.request import EngineRequest, FinishReason, StepOutput, TokenLogprobs
 from slora_adapters.limits import AdapterLimits
-from slora_adapters.source import AdapterSource, DirectorySource
+from slora_adapters.loader.source import AdapterSource, DirectorySource
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import KERNELS
 from tests.support.model_kit import ModelKit

@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from slora.engine_client import RemoteEngine
-from slora.model_spec import read_model_spec
-from slora_adapters.bundle import bundle
-from slora_adapters.file_store import FileStore
+from slora.engine.client import RemoteEngine
+from slora.models.model_spec import read_model_spec
 from slora_adapters.limits import AdapterLimits
-from slora_adapters.loader_config import LoaderConfig
-from slora_adapters.peft_directory import read_adapter
+from slora_adapters.loader.loader_config import LoaderConfig
+from slora_adapters.peft.bundle import bundle
+from slora_adapters.peft.peft_directory import read_adapter
+from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
 from tests.support.model_kit import ModelKit
 
@@ -102,14 +102,14 @@ class EngineStack:
                 dtype="float32",
                 host_cache_bytes=16 << 20,
             )
-            self.loader = self._start("slora_adapters.loader_process", config.to_json())
+            self.loader = self._start("slora_adapters.loader.loader_process", config.to_json())
         if self.engine is None or not self.engine.running:
             self.engine = self.start_engine()
 
     def start_engine(self, **settings: int | str) -> ChildProcess:
         engine = {"model": str(self._kit.directory), **self._settings, **settings}
         sockets = {"socket": str(self.socket), "loader_socket": str(self._loader_socket)}
-        return self._start("slora.engine_process", json.dumps({**sockets, "engine": engine}))
+        return self._start("slora.engine.process", json.dumps({**sockets, "engine": engine}))
 
     def stop(self) -> None:
         for process in (self.engine, self.loader):

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from functools import partial
 
 from slora.cost_model import CostModel
-from slora.eviction_policy import Content
-from slora.evictor import Evictor
-from slora.page_pool import PagePool
-from slora.tenant import Tenant
+from slora.pool.eviction_policy import Content
+from slora.pool.evictor import Evictor
+from slora.pool.page_pool import PagePool
+from slora.pool.tenant import Tenant
 
 
 class IdleBlock:

@@ -16,7 +16,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slora.peft_oracle import find_rope_switch, force_answer
+from slora.verify.peft_oracle import find_rope_switch, force_answer
 from tests.support.peft_adapters import quiet_peft
 
 MARGIN = 1e-4

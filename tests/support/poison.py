@@ -1,8 +1,8 @@
 """Bytes that hurt whoever reads what is nobody's: before each step, every free page holds 0xFF, which is NaN."""
 
-from slora.engine import Engine
+from slora.engine.engine import Engine
 from slora.request import StepOutput
-from slora.step_plan import Sampled, StepPlan
+from slora.scheduler.step_plan import Sampled, StepPlan
 
 
 def poison(engine: Engine, byte: int = 0xFF) -> None:

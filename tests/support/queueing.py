@@ -1,9 +1,9 @@
 """Sequences that wait, for tests of queues: nothing of them is ever computed."""
 
+from slora.pool.tenant import Tenant
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
-from slora.sequence import Sequence
-from slora.tenant import Tenant
+from slora.scheduler.sequence import Sequence
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 

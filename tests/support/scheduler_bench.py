@@ -13,10 +13,10 @@ from slora.cost_model import CostModel
 from slora.kv_footprint import KVFootprint
 from slora.request import EngineRequest, StepOutput
 from slora.sampling_params import SamplingParams
-from slora.scheduler import Scheduler
+from slora.scheduler.scheduler import Scheduler
+from slora.scheduler.sequence import Sequence
+from slora.scheduler.step_plan import AdapterLoad, Chunk, Sampled, StepPlan
 from slora.scheduler_config import SchedulerConfig
-from slora.sequence import Sequence
-from slora.step_plan import AdapterLoad, Chunk, Sampled, StepPlan
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from tests.support.beam_model import Model, beam_params, propose, random_model

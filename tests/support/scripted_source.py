@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from slora_adapters.packing import PackedAdapter
-from slora_adapters.source import FailureCode, Fetched, FetchFailed
+from slora_adapters.loader.source import FailureCode, Fetched, FetchFailed
+from slora_adapters.peft.packing import PackedAdapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import SEGMENT_BYTES, lay_out_adapter, llama_shape
 

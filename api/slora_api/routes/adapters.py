@@ -7,10 +7,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request, status
 
-from slora_api.authentication import CurrentKey
 from slora_api.listing import DEFAULT_LIMIT
+from slora_api.routes.services import Wired
 from slora_api.schemas import AliasMove, Limit, VersionNumber
-from slora_api.services import Wired
+from slora_api.tenants.authentication import CurrentKey
 
 __all__ = ["router"]
 

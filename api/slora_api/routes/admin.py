@@ -4,11 +4,11 @@ from typing import Any
 
 from fastapi import APIRouter, status
 
-from slora_api.adapter_json import adapter_json, alias_json
-from slora_api.authentication import Operator
+from slora_api.adapters.adapter_json import adapter_json, alias_json
+from slora_api.routes.services import Wired
 from slora_api.schemas import NewKeyRequest, NewTenantRequest, TenantChanges
-from slora_api.services import Wired
-from slora_api.tenancy import KeyRecord, ShareChanges, Tenant
+from slora_api.tenants.authentication import Operator
+from slora_api.tenants.tenancy import KeyRecord, ShareChanges, Tenant
 
 __all__ = ["router"]
 

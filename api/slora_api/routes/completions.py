@@ -5,15 +5,15 @@ from collections.abc import Awaitable, Callable
 from fastapi import APIRouter, Request, Response
 
 from slora.errors import AdapterFetchFailed
-from slora_api.answer_format import ChatFormat, CompletionFormat
-from slora_api.answering import answer_request
-from slora_api.authentication import CurrentKey
-from slora_api.prompts import chat_prompt, completion_prompts
+from slora_api.generation.answer_format import ChatFormat, CompletionFormat
+from slora_api.generation.answering import answer_request
+from slora_api.generation.prompts import chat_prompt, completion_prompts
+from slora_api.generation.served_model import ServedModel
+from slora_api.generation.service_terms import ServiceTerms
+from slora_api.routes.services import Services, Wired
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
-from slora_api.served_model import ServedModel
-from slora_api.service_terms import ServiceTerms
-from slora_api.services import Services, Wired
-from slora_api.tenancy import KeyRecord
+from slora_api.tenants.authentication import CurrentKey
+from slora_api.tenants.tenancy import KeyRecord
 
 __all__ = ["router"]
 

@@ -6,12 +6,12 @@ from typing import Any
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from slora.engine_info import EngineInfo, EngineStats
+from slora.engine.info import EngineInfo, EngineStats
 from slora.errors import EngineUnavailable
-from slora_api.authentication import Operator
 from slora_api.errors import Starting
-from slora_api.generation import Generator
-from slora_api.services import Wired
+from slora_api.generation.generation import Generator
+from slora_api.routes.services import Wired
+from slora_api.tenants.authentication import Operator
 
 __all__ = ["router"]
 

@@ -5,9 +5,9 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from slora_api.authentication import CurrentKey
+from slora_api.routes.services import Wired
 from slora_api.schemas import Limit
-from slora_api.services import Wired
+from slora_api.tenants.authentication import CurrentKey
 
 __all__ = ["router"]
 

@@ -7,10 +7,10 @@ needs to be done once and not at each start. To unload is to delete the name.
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
 
-from slora_api.authentication import Operator
 from slora_api.errors import BadRequest
+from slora_api.routes.services import Services, Wired
 from slora_api.schemas import LoadLoraRequest, UnloadLoraRequest
-from slora_api.services import Services, Wired
+from slora_api.tenants.authentication import Operator
 
 __all__ = ["router"]
 

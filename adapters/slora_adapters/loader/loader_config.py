@@ -1,0 +1,50 @@
+"""What a loader process is told when it is started: one JSON object on its command line."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.loader.loader import LOADS_PER_TENANT, NUM_THREADS, ServedFormat
+from slora_adapters.peft.number_format import STORAGE
+from slora_kernels.layout import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderConfig:
+    """socket: where engines connect. store, warm: URLs for `open_store`. shape, dtype: of the base model, as the
+    engine resolved them. host_cache_bytes: of the arena that is shared with engines.
+    """
+
+    socket: Path
+    store: str
+    shape: ModelShape
+    dtype: str
+    warm: str | None = None
+    host_cache_bytes: int = 2 << 30
+    max_lora_rank: int = 64
+    num_threads: int = NUM_THREADS
+    loads_per_tenant: int = LOADS_PER_TENANT
+
+    def served(self) -> ServedFormat:
+        limits = AdapterLimits(max_lora_rank=self.max_lora_rank, served_dtype=self.dtype)
+        return ServedFormat(self.shape, self.dtype, limits)
+
+    def to_json(self) -> str:
+        return json.dumps({**asdict(self), "socket": str(self.socket)})
+
+    @staticmethod
+    def from_json(text: str) -> "LoaderConfig":
+        """Raises ValueError for what is not a config."""
+        raw = json.loads(text)
+        unknown = raw.keys() - {field.name for field in fields(LoaderConfig)}
+        if unknown:
+            raise ValueError(f"unknown settings of the loader: {', '.join(sorted(unknown))}")
+        try:
+            shape = ModelShape.from_plain(raw["shape"])
+            config = LoaderConfig(**{**raw, "socket": Path(raw["socket"]), "shape": shape})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"settings of the loader are missing or of the wrong kind: {error}") from error
+        if config.dtype not in STORAGE:
+            raise ValueError(f"dtype {config.dtype!r} is not one of {', '.join(STORAGE)}")
+        return config

@@ -1,0 +1,93 @@
+"""The frames between a loader process and the engines that it serves.
+
+On connecting, a client receives one byte that carries the arena's memfd, then a hello. It sends load, release and
+forget; each load is answered by one loaded or failed with the same number.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from slora_adapters.errors import SloraError
+from slora_adapters.loader.host_cache import CachedAdapter
+from slora_adapters.loader.source import FetchFailed
+from slora_adapters.peft.packing import ByteArray, PackedAdapter
+from slora_adapters.version import AdapterVersion
+from slora_kernels.layout import LAYOUT_VERSION, AdapterLayout
+
+PROTOCOL_VERSION = 2
+
+Message = dict[str, Any]
+
+
+class LoaderMismatch(SloraError):
+    """The loader was built from another release: it packs or speaks differently."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """arena_bytes: size of the memory behind the descriptor."""
+
+    arena_bytes: int
+
+
+def encode_hello(arena_bytes: int) -> Message:
+    return {"op": "hello", "protocol": PROTOCOL_VERSION, "layout": LAYOUT_VERSION, "arena_bytes": arena_bytes}
+
+
+def decode_hello(message: Message) -> Hello:
+    """Raises LoaderMismatch."""
+    found = (message.get("protocol"), message.get("layout"))
+    if found != (PROTOCOL_VERSION, LAYOUT_VERSION):
+        raise LoaderMismatch(
+            f"the loader speaks protocol and layout {found}, this process {(PROTOCOL_VERSION, LAYOUT_VERSION)}; "
+            "restart both from one installation"
+        )
+    return Hello(message["arena_bytes"])
+
+
+def encode_call(op: str, version: AdapterVersion, number: int = 0) -> Message:
+    """op: "load", "release" or "forget"."""
+    return {"op": op, "version": [version.tenant, version.digest], "number": number}
+
+
+def decode_version(message: Message) -> AdapterVersion:
+    tenant, digest = message["version"]
+    return AdapterVersion(str(tenant), str(digest))
+
+
+def encode_loaded(entry: CachedAdapter, number: int, paces: Mapping[str, float]) -> Message:
+    """paces: the loader's, as they are now."""
+    return {
+        "op": "loaded",
+        "version": [entry.version.tenant, entry.version.digest],
+        "number": number,
+        "offset": entry.offset,
+        "num_segments": entry.layout.num_segments,
+        "groups": entry.layout.groups.tobytes(),
+        "modules": entry.layout.modules.tobytes(),
+        "scales": entry.scales.tobytes(),
+        "paces": dict(paces),
+    }
+
+
+def decode_loaded(message: Message, arena: ByteArray) -> PackedAdapter:
+    """The packed adapter, its buffer a view into the mapped arena."""
+    groups = np.frombuffer(bytearray(message["groups"]), np.int32).reshape(-1, 2)
+    modules = np.frombuffer(bytearray(message["modules"]), np.int32).reshape(-1, 3)
+    scales = np.frombuffer(bytearray(message["scales"]), np.float32)
+    layout = AdapterLayout(groups, modules, message["num_segments"])
+    return PackedAdapter(layout, scales, arena[message["offset"] : message["offset"] + layout.num_bytes])
+
+
+def encode_failed(failed: FetchFailed, number: int) -> Message:
+    version = [failed.version.tenant, failed.version.digest]
+    return {
+        "op": "failed",
+        "version": version,
+        "number": number,
+        "code": failed.code,
+        "message": failed.message,
+    }

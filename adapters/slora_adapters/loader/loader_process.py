@@ -1,0 +1,183 @@
+"""The loader as a process: `slora_adapters.loader.loader_process --config JSON`, adapters on demand over a Unix socket.
+
+Each run has an arena of its own: an engine that outlives it keeps the memory it mapped, and can never read bytes of
+one run by offsets of another. The process ends when its standard input does, so it never outlives its parent, and
+prints nothing on standard output. Exit code 2 means that its configuration can never work.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections import defaultdict
+
+from slora_adapters.errors import StoreUnavailable, StoreUnfit
+from slora_adapters.loader.host_cache import CachedAdapter, HostCache
+from slora_adapters.loader.loader import Loader
+from slora_adapters.loader.loader_config import LoaderConfig
+from slora_adapters.loader.loader_messages import (
+    Message,
+    decode_version,
+    encode_failed,
+    encode_hello,
+    encode_loaded,
+)
+from slora_adapters.loader.source import FetchFailed
+from slora_adapters.store.store_url import open_store
+from slora_adapters.version import AdapterVersion
+from slora_adapters.wire import BrokenFrame, read_message, write_message
+
+logger = logging.getLogger("slora.loader")
+
+# Behind the engine, where they share cores: a load takes what computing leaves, and a tenth of a core at least, instead
+# of making everybody's tokens late.
+_NICE = 10
+_SWITCH_INTERVAL_S = 5e-4
+
+
+class _Client:
+    """One connected engine, and the copies that it holds: when it goes, they are given back."""
+
+    def __init__(self, loader: Loader, writer: asyncio.StreamWriter) -> None:
+        self._loader = loader
+        self._writer = writer
+        self._loop = asyncio.get_running_loop()
+        self._held: defaultdict[AdapterVersion, list[CachedAdapter]] = defaultdict(list)
+        self._gone = False
+
+    def obey(self, message: Message) -> None:
+        version = decode_version(message)
+        match message["op"]:
+            case "load":
+                number = message["number"]
+                self._loader.load(version, lambda result: self._call_in_loop(result, number))
+            case "release":
+                if self._held[version]:
+                    self._loader.release(self._held[version].pop(0))
+            case "forget":
+                self._loader.forget(version)
+            case op:
+                raise BrokenFrame(f"an engine sent the unknown op {op!r}")
+
+    def leave(self) -> None:
+        self._gone = True
+        for entries in self._held.values():
+            for entry in entries:
+                self._loader.release(entry)
+        self._held.clear()
+
+    def _call_in_loop(self, result: CachedAdapter | FetchFailed, number: int) -> None:
+        """On a loader's thread, or in the loop already."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._answer, result, number)
+
+    def _answer(self, result: CachedAdapter | FetchFailed, number: int) -> None:
+        if isinstance(result, FetchFailed):
+            if not self._gone:
+                write_message(self._writer, encode_failed(result, number))
+        elif self._gone:
+            self._loader.release(result)
+        else:
+            self._held[result.version].append(result)
+            write_message(self._writer, encode_loaded(result, number, self._loader.paces))
+
+
+class LoaderServer:
+    """Serves engines on a Unix socket, from one asyncio loop that only moves small frames."""
+
+    def __init__(self, loader: Loader, cache: HostCache) -> None:
+        self._loader = loader
+        self._cache = cache
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One engine, from connection to end."""
+        client = _Client(self._loader, writer)
+        try:
+            _pass_descriptor(writer, self._cache.descriptor)
+            write_message(writer, encode_hello(self._cache.num_bytes))
+            while (message := await read_message(reader)) is not None:
+                client.obey(message)
+                await writer.drain()
+        except (BrokenFrame, ConnectionError) as error:
+            logger.error("connection to an engine broke: %s", error)
+        finally:
+            client.leave()
+            writer.close()
+
+
+def _pass_descriptor(writer: asyncio.StreamWriter, descriptor: int) -> None:
+    """Nothing was written before, so the one byte that carries the descriptor goes out at once and in order."""
+    transport_socket = writer.get_extra_info("socket")
+    with socket.fromfd(transport_socket.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as plain:
+        socket.send_fds(plain, [b"A"], [descriptor])
+
+
+async def _serve(config: LoaderConfig, server: LoaderServer) -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stopped.set)
+    # A terminal's Ctrl-C reaches us too, but it is the parent who decides when we go.
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    config.socket.unlink(missing_ok=True)
+    listener = await asyncio.start_unix_server(server.serve, config.socket)
+    await stopped.wait()
+    # Not `async with`: from Python 3.12 on that would wait until every engine has hung up.
+    listener.close()
+
+
+def run(config: LoaderConfig) -> None:
+    """Serves until SIGTERM. Raises ValueError or StoreUnfit for a configuration that can never work."""
+    store = open_store(config.store, config.warm)
+    cache = HostCache(config.host_cache_bytes)
+    loader = Loader(
+        store,
+        cache,
+        config.served(),
+        num_threads=config.num_threads,
+        loads_per_tenant=config.loads_per_tenant,
+    )
+    asyncio.run(_serve(config, LoaderServer(loader, cache)))
+    loader.close()
+    store.close()
+
+
+def _end_with_stdin() -> None:
+    """Ends this process when standard input does: the parent holds the other end, alive as long as it is."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def main() -> int:
+    # As @file the configuration stays out of the process list: a store's URL may hold a password.
+    description = "The loader process of slora; started by `slora serve`. Arguments may be lines of an @file."
+    parser = argparse.ArgumentParser(description=description, fromfile_prefix_chars="@")
+    parser.add_argument("--config", required=True, help="LoaderConfig as JSON")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    # A thread that hashes or copies comes back for a moment between two pieces; it must not wait for the 5 ms that
+    # another one may parse a header.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    os.nice(_NICE)
+    arguments = parser.parse_args()
+    _end_with_stdin()
+    try:
+        run(LoaderConfig.from_json(arguments.config))
+    except (ValueError, StoreUnfit) as error:
+        logger.error("%s", error)
+        return 2
+    except (StoreUnavailable, OSError) as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""How an engine gets adapters to the host: it asks, goes on stepping, and collects what has arrived.
+
+`AdapterSource` is the seam. `DirectorySource`, here, reads PEFT directories in the engine's own process, for
+the `LLM` class and for tests; `LoaderClient` speaks to a loader process that serves many tenants.
+
+The rules of the seam, for all implementations:
+- `request` never blocks; while a request of a version is in flight, further ones join it;
+- each request (or group of joined ones) is answered by exactly one `Fetched` or `FetchFailed` from `poll`;
+- a `Fetched` copy stays in place, unchanged, until `release`, once for each `Fetched`;
+- `forget` says that the version was deleted: its copy goes as soon as nobody holds it.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Literal, Protocol
+
+from slora_adapters.errors import AdapterInvalid, AdapterNotFound
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import Adapter
+from slora_adapters.peft.packing import PackedAdapter, pack
+from slora_adapters.peft.peft_directory import read_adapter
+from slora_adapters.version import AdapterVersion
+from slora_kernels.layout import ModelShape
+
+logger = logging.getLogger(__name__)
+
+FailureCode = Literal["not_found", "unavailable", "corrupt"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetched:
+    """The adapter lies packed on the host, and stays there until `release(version)`.
+
+    seconds: from `request` until it had come; next to none if it was there.
+    """
+
+    version: AdapterVersion
+    packed: PackedAdapter
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """The adapter could not be brought to the host. `message` may be shown to the tenant who asked for it."""
+
+    version: AdapterVersion
+    code: FailureCode
+    message: str
+
+
+class AdapterSource(Protocol):
+    """Brings adapter versions to the host. All methods are called from one thread; none blocks."""
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """What copies may take together until they are released; None if only memory limits them."""
+
+    @property
+    def paces(self) -> Mapping[str, float]:
+        """Seconds that a byte of a packed adapter took lately to come to the host, by the kind of place that it came
+        from; only of those that one has come from."""
+
+    def request(self, version: AdapterVersion) -> None:
+        """Starts to fetch a version."""
+
+    def poll(self) -> list[Fetched | FetchFailed]:
+        """What has arrived or failed since the last call."""
+
+    def release(self, version: AdapterVersion) -> None:
+        """Gives back one `Fetched` copy: it may be evicted from the host again."""
+
+    def forget(self, version: AdapterVersion) -> None:
+        """The version was deleted: its host copy is dropped."""
+
+
+class DirectorySource:
+    """Adapters from PEFT directories, read and packed in this process on `num_threads` threads (0: within
+    `request`); also adapters that lie in no directory, which stay packed here until they are forgotten.
+
+    `notify` is called, from any thread, whenever `poll` would return something. Copies of directories are not
+    cached: each fetch reads its directory again, and fails if the weights there are no longer the ones that were
+    added.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        dtype: str,
+        limits: AdapterLimits | None = None,
+        *,
+        notify: Callable[[], None] = lambda: None,
+        num_threads: int = 2,
+    ) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.limits = limits or AdapterLimits(served_dtype=dtype)
+        self._notify = notify
+        self._directories: dict[AdapterVersion, Path] = {}
+        self._packed: dict[AdapterVersion, PackedAdapter] = {}
+        self._in_flight: set[AdapterVersion] = set()
+        self._done: deque[Fetched | FetchFailed] = deque()
+        self._lock = Lock()
+        self._threads = ThreadPoolExecutor(num_threads, "adapter-load") if num_threads else None
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        return None
+
+    @property
+    def paces(self) -> Mapping[str, float]:
+        """Nobody asks."""
+        return {}
+
+    def add(self, directory: Path | str, tenant: str = "local") -> AdapterVersion:
+        """Validates the adapter in a directory and makes it fetchable. Raises as `read_adapter` does."""
+        return self.hold(read_adapter(directory, self.shape, self.limits), directory, tenant)
+
+    def hold(
+        self, adapter: Adapter, directory: Path | str | None = None, tenant: str = "local"
+    ) -> AdapterVersion:
+        """Makes a validated adapter fetchable: from its directory, or without one from a packed copy kept here."""
+        version = AdapterVersion(tenant, adapter.digest)
+        if directory is not None:
+            self._directories[version] = Path(directory)
+        elif version not in self._packed:
+            self._packed[version] = pack(adapter, self.shape, self.dtype)
+        return version
+
+    def request(self, version: AdapterVersion) -> None:
+        with self._lock:
+            if version in self._in_flight:
+                return
+            self._in_flight.add(version)
+        since = time.monotonic()
+        if self._threads is None:
+            self._finish(version, since)
+        else:
+            self._threads.submit(self._finish, version, since)
+
+    def poll(self) -> list[Fetched | FetchFailed]:
+        with self._lock:
+            results = list(self._done)
+            self._done.clear()
+            self._in_flight.difference_update(result.version for result in results)
+        return results
+
+    def release(self, version: AdapterVersion) -> None:
+        """Nothing to do: a copy is the caller's own memory."""
+
+    def forget(self, version: AdapterVersion) -> None:
+        self._directories.pop(version, None)
+        self._packed.pop(version, None)
+
+    def close(self) -> None:
+        """Waits for the loads under way; the source must not be used afterwards."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+
+    def _finish(self, version: AdapterVersion, since: float) -> None:
+        try:
+            result = self._load(version, since)
+        except Exception as error:  # top of a thread's loop: a bug must fail this request, not hang it
+            logger.exception("loading adapter %s failed", version.digest)
+            result = FetchFailed(version, "unavailable", f"the adapter could not be loaded: {error}")
+        with self._lock:
+            self._done.append(result)
+        self._notify()
+
+    def _load(self, version: AdapterVersion, since: float) -> Fetched | FetchFailed:
+        packed, directory = self._packed.get(version), self._directories.get(version)
+        if packed is not None:
+            return Fetched(version, packed)
+        if directory is None:
+            return FetchFailed(
+                version, "not_found", f"adapter {version.digest[:12]} was never added, or was deleted"
+            )
+        try:
+            adapter = read_adapter(directory, self.shape, self.limits)
+        except (AdapterNotFound, FileNotFoundError):
+            return FetchFailed(version, "not_found", f"adapter directory {str(directory)!r} is gone")
+        except AdapterInvalid as error:
+            return FetchFailed(version, "corrupt", f"the adapter was changed after it was added: {error}")
+        if adapter.digest != version.digest:
+            message = f"the weights in {str(directory)!r} were changed after they were added; add them again"
+            return FetchFailed(version, "corrupt", message)
+        packed = pack(adapter, self.shape, self.dtype)
+        return Fetched(version, packed, time.monotonic() - since)

@@ -1,0 +1,217 @@
+"""An adapter as it comes out of a store: what it is, from the first bytes of its blob; then its tensors, in pieces.
+
+The tensors are read in the order in which the digest takes them, whatever their order in the file; a file whose order
+is the same, as stores keep them (`bundle.py`), is read from its begin to its end. While one batch of rows is read the
+one before it is hashed, on a thread of its own, and packed, on another: a load takes as long as the slowest of the
+three, and holds no more than a few batches.
+
+What the digest vouches for is not looked at again: whoever published it scanned the numbers, and the same digest means
+the same numbers. What depends on this server is: shapes, ranks and scales, from the header; and whether numbers fit
+into the served dtype, where they are converted.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slora_adapters.errors import AdapterCorrupt, AdapterInvalid, Reason
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import list_ranks
+from slora_adapters.peft.digest import AdapterHash
+from slora_adapters.peft.packing import ByteArray, Packer
+from slora_adapters.peft.peft_config import CONFIG_NAME, MAX_CONFIG_BYTES, PeftConfig, parse_peft_config
+from slora_adapters.peft.peft_directory import TENSORS_NAME
+from slora_adapters.peft.tensor_file import DTYPES, PREFIX_BYTES, TensorSpan, measure_header, parse_spans
+from slora_adapters.peft.validation import validate
+from slora_adapters.store.store import Blob
+from slora_kernels.layout import AdapterLayout, ModelShape, lay_out_adapter
+
+__all__ = ["StoredAdapter", "make_buffers"]
+
+# Large enough for few of them, small enough to stay in the cache of the processor from reading to packing.
+BATCH_BYTES = 1 << 20
+# One is read, one waits or is hashed, one is packed, and one evens out their pace.
+NUM_BUFFERS = 4
+
+
+def make_buffers() -> list[bytearray]:
+    """What `StoredAdapter.pour` needs to be lent."""
+    return [bytearray(BATCH_BYTES) for _ in range(NUM_BUFFERS)]
+
+
+class StoredAdapter:
+    """The adapter in a blob, whose digest is the one given if `pour` returns.
+
+    Reads config and header, and raises AdapterCorrupt unless they are valid here; also what reading the blob raises.
+    """
+
+    def __init__(self, blob: Blob, digest: str, shape: ModelShape, limits: AdapterLimits) -> None:
+        self._blob = blob
+        self._digest = digest
+        self._shape = shape
+        try:
+            self._config = _read_config(blob)
+            self._body_start, self._spans = _read_header(blob, limits)
+            self._pairs, reasons = validate(self._config, self._spans, shape, limits)
+        except ValueError as error:
+            raise AdapterCorrupt(f"stored adapter {digest[:12]} is not valid here: {error}") from error
+        if reasons:
+            raise AdapterCorrupt(f"stored adapter {digest[:12]} is not valid here: {_describe(reasons)}")
+        self.layout: AdapterLayout = lay_out_adapter(shape, list_ranks(self._pairs, shape))
+
+    def pour(self, region: ByteArray, dtype: str, buffers: list[bytearray]) -> npt.NDArray[np.float32]:
+        """Packs the tensors into `region`, uint8 [layout.num_bytes], for the served dtype. Returns the scales.
+
+        What `region` holds means nothing before this returns. buffers: of `make_buffers`, lent for the time, of any
+        content.
+
+        Raises AdapterCorrupt if the digest differs or a weight overflows, and what reading the blob raises; nothing
+        writes to `region` any more then.
+        """
+        digest = AdapterHash(self._config)
+        packer = Packer(self._pairs, self._shape, dtype, self.layout, region)
+        try:
+            self._read(digest, packer, list(buffers))
+        except AdapterInvalid as error:
+            raise AdapterCorrupt(f"stored adapter {self._digest[:12]} is not valid here: {error}") from error
+        if digest.hexdigest() != self._digest:
+            raise AdapterCorrupt(
+                f"stored adapter {self._digest[:12]} has the digest {digest.hexdigest()[:12]} instead"
+            )
+        return packer.scales
+
+    def _read(self, digest: AdapterHash, packer: Packer, spare: list[bytearray]) -> None:
+        """Raises AdapterInvalid if a weight overflows. The threads have ended when this does."""
+        under_way: deque[tuple[bytearray, Future[None], Future[None]]] = deque()
+        with (
+            ThreadPoolExecutor(1, "adapter-hash") as hashing,
+            ThreadPoolExecutor(1, "adapter-pack") as packing,
+        ):
+            for batch in _list_batches(self._spans):
+                buffer = spare.pop() if spare else _finish(*under_way.popleft())
+                if len(buffer) < batch.num_bytes:
+                    buffer = bytearray(batch.num_bytes)  # of one row that is longer than any batch
+                content = memoryview(buffer)[: batch.num_bytes]
+                self._blob.read_into(TENSORS_NAME, self._body_start + batch.start, content)
+                hashed = hashing.submit(_hash, batch, content, digest)
+                under_way.append((buffer, hashed, packing.submit(_pack, batch, content, packer)))
+            while under_way:
+                _finish(*under_way.popleft())
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some rows of a tensor, the next ones in its file."""
+
+    tensor: TensorSpan
+    first_row: int
+    num_rows: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Rows that lie one behind the other in the body of the file, from byte `start` on."""
+
+    start: int
+    rows: list[_Rows]
+    num_bytes: int
+
+
+def _list_batches(spans: Mapping[str, TensorSpan]) -> Iterator[_Batch]:
+    """All rows in the order of their tensors' names. One row makes a batch at least, whatever its length."""
+    rows: list[_Rows] = []
+    start = end = num_bytes = 0
+    for name in sorted(spans):
+        tensor = spans[name]
+        row_bytes = tensor.num_bytes // tensor.shape[0]
+        if rows and tensor.start != end:
+            yield _Batch(start, rows, num_bytes)
+            rows, num_bytes = [], 0
+        first_row = 0
+        while first_row < tensor.shape[0]:
+            fitting = (BATCH_BYTES - num_bytes) // row_bytes
+            if fitting <= 0 and rows:
+                yield _Batch(start, rows, num_bytes)
+                rows, num_bytes = [], 0
+                continue
+            count = min(max(1, fitting), tensor.shape[0] - first_row)
+            if not rows:
+                start = tensor.start + first_row * row_bytes
+            rows.append(_Rows(tensor, first_row, count, count * row_bytes))
+            num_bytes += count * row_bytes
+            first_row += count
+        end = tensor.end
+    if rows:
+        yield _Batch(start, rows, num_bytes)
+
+
+def _hash(batch: _Batch, content: memoryview, digest: AdapterHash) -> None:
+    pieces: list[bytes | memoryview] = []
+    at = 0
+    for rows in batch.rows:
+        if rows.first_row == 0:
+            pieces.append(digest.describe(rows.tensor))
+        pieces.append(content[at : at + rows.num_bytes])
+        at += rows.num_bytes
+    digest.update(*pieces)
+
+
+def _pack(batch: _Batch, content: memoryview, packer: Packer) -> None:
+    at = 0
+    for rows in batch.rows:
+        values: npt.NDArray[Any] = np.frombuffer(content[at : at + rows.num_bytes], DTYPES[rows.tensor.dtype])
+        packer.write(rows.tensor, rows.first_row, values.reshape(rows.num_rows, -1))
+        at += rows.num_bytes
+
+
+def _finish(buffer: bytearray, hashed: Future[None], packed: Future[None]) -> bytearray:
+    """The buffer, once nobody reads it any more."""
+    hashed.result()
+    packed.result()
+    return buffer
+
+
+def _read_config(blob: Blob) -> PeftConfig:
+    """Raises ValueError."""
+    config, reasons = parse_peft_config(
+        _read(blob, CONFIG_NAME, 0, _size(blob, CONFIG_NAME, MAX_CONFIG_BYTES))
+    )
+    if config is None or reasons:
+        raise ValueError(_describe(reasons))
+    return config
+
+
+def _read_header(blob: Blob, limits: AdapterLimits) -> tuple[int, dict[str, TensorSpan]]:
+    """Where the body begins, and what is in it. Raises ValueError."""
+    file_bytes = _size(blob, TENSORS_NAME, limits.max_tensor_bytes)
+    prefix = _read(blob, TENSORS_NAME, 0, min(PREFIX_BYTES, file_bytes))
+    header_bytes = measure_header(prefix, file_bytes)
+    body_start = PREFIX_BYTES + header_bytes
+    header = _read(blob, TENSORS_NAME, PREFIX_BYTES, header_bytes)
+    return body_start, parse_spans(header, file_bytes - body_start)
+
+
+def _size(blob: Blob, name: str, max_bytes: int) -> int:
+    """Raises ValueError if there is no such member or it is too large."""
+    if name not in blob.members:
+        raise ValueError(f"{name} is missing")
+    if blob.members[name] > max_bytes:
+        raise ValueError(f"{name} is {blob.members[name]} bytes long; this server accepts {max_bytes}")
+    return blob.members[name]
+
+
+def _read(blob: Blob, name: str, start: int, num_bytes: int) -> memoryview:
+    content = memoryview(bytearray(num_bytes))
+    blob.read_into(name, start, content)
+    return content
+
+
+def _describe(reasons: list[Reason]) -> str:
+    shown = "; ".join(reason.message for reason in reasons[:3])
+    return shown if len(reasons) <= 3 else f"{shown}; and {len(reasons) - 3} more reasons"

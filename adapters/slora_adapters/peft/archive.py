@@ -1,0 +1,315 @@
+"""Unpacks an archive of a PEFT directory (zip, tar, tar.gz) into files that bear our own names.
+
+An archive is a program for whoever unpacks it: names that lead elsewhere, links, devices, sizes that lie, a megabyte
+that becomes a terabyte. So the only files that are ever made are those that an adapter may have, directly in the
+directory that is given; everything else is looked at and left out, or is a reason to refuse the whole. What comes out
+is counted while it comes out, whatever the headers say. Sizes and names are never believed, only compared.
+
+Knows nothing of what is in the files.
+"""
+
+import gzip
+import struct
+import tarfile
+import unicodedata
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NoReturn, Protocol, cast
+
+from slora_adapters.errors import AdapterInvalid, Reason
+from slora_adapters.peft.extras import MAX_TOKENIZER_BYTES
+from slora_adapters.peft.peft_directory import MEMBER_NAMES, TENSORS_NAME, refuse_pickles
+
+__all__ = ["MAX_MEMBERS", "unpack"]
+
+MAX_MEMBERS = 1024
+_MAX_NAME_CHARS = 255
+# What members that are left out, and the headers of all, may take of a compressed archive beside the tensors.
+_OTHER_BYTES = 64 << 20
+_CHUNK_BYTES = 1 << 20
+# Two blocks of zeros end a tar.
+_TAR_END_BYTES = 1024
+_ARCHIVE_SUFFIXES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar", ".jar", ".whl")
+_ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+_ENCRYPTED = 0x1
+_S_IFMT, _S_IFREG, _S_IFDIR, _S_IFLNK = 0o170000, 0o100000, 0o040000, 0o120000
+
+# What the standard library raises for an archive that is broken; all but errors of the disk.
+_BROKEN = (
+    EOFError,
+    NotImplementedError,
+    ValueError,
+    gzip.BadGzipFile,
+    struct.error,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+class _Readable(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
+class _Member(Protocol):
+    """One entry. name: as the archive has it. oddity: what it is if neither file nor directory."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def is_directory(self) -> bool: ...
+    @property
+    def oddity(self) -> str | None: ...
+    def open(self) -> AbstractContextManager[_Readable]: ...
+
+
+def unpack(archive: Path, directory: Path, max_tensor_bytes: int) -> None:
+    """Puts the files of the adapter in `archive` into `directory`, which must exist and be empty.
+
+    They may lie at the top of the archive or in one folder. max_tensor_bytes: the most that the tensor file may take.
+    Raises AdapterInvalid for what is no such archive; some files may have been written then.
+    """
+    unpacker = _Unpacker(directory, max_tensor_bytes)
+    with archive.open("rb") as file:
+        try:
+            for member in _members(file, max_tensor_bytes + _OTHER_BYTES):
+                unpacker.take(member)
+        except _BROKEN as error:
+            _refuse("archive_malformed", f"the archive is broken: {ascii(str(error))[1:-1][:200]}")
+
+
+def _members(file: BinaryIO, max_bytes: int) -> Iterator[_Member]:
+    start = file.read(262)
+    file.seek(0)
+    if start[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
+        return _zip_members(file)
+    if start[:2] == b"\x1f\x8b":
+        return _tar_members(_Counted(gzip.GzipFile(fileobj=file), max_bytes))
+    if start[257:262] == b"ustar":
+        return _tar_members(_Counted(file, max_bytes))
+    _refuse(
+        "archive_format",
+        f"the archive begins with {start[:4].hex(' ') or 'nothing'}; send a .zip, .tar or .tar.gz, or the files "
+        "themselves",
+    )
+
+
+class _Unpacker:
+    """What has been taken out of one archive so far."""
+
+    def __init__(self, directory: Path, max_tensor_bytes: int) -> None:
+        self._directory = directory
+        self._max_tensor_bytes = max_tensor_bytes
+        self._seen: set[tuple[str, ...]] = set()
+        self._folder: tuple[str, ...] | None = None
+        self._num_members = 0
+
+    def take(self, member: _Member) -> None:
+        self._num_members += 1
+        if self._num_members > MAX_MEMBERS:
+            _refuse(
+                "archive_members", f"the archive has more than {MAX_MEMBERS} members; leave out the others"
+            )
+        path = _check_name(member.name)
+        if member.oddity is not None:
+            _refuse(
+                "archive_member", f"{_quote(member.name)} is {member.oddity}; archive the files themselves"
+            )
+        if member.is_directory:
+            return
+        if not path or path in self._seen:
+            _refuse("archive_duplicate", f"{_quote(member.name)} is in the archive twice")
+        self._seen.add(path)
+        _check_content_by_name(member.name, path[-1])
+        if path[-1] in MEMBER_NAMES:
+            self._check_place(member.name, path)
+            self._extract(member, path[-1])
+
+    def _check_place(self, name: str, path: tuple[str, ...]) -> None:
+        folder = path[:-1]
+        if len(folder) > 1:
+            _refuse(
+                "archive_place", f"{_quote(name)} lies {len(folder)} folders deep; at most one is accepted"
+            )
+        if self._folder is not None and folder != self._folder:
+            _refuse("archive_place", f"{_quote(name)} lies in another folder than the adapter's other files")
+        self._folder = folder
+
+    def _extract(self, member: _Member, name: str) -> None:
+        limit, setting = MAX_TOKENIZER_BYTES, "for this file"
+        if name == TENSORS_NAME:
+            limit, setting = self._max_tensor_bytes, "max_upload_bytes"
+        size = 0
+        with member.open() as source, (self._directory / name).open("xb") as target:
+            while chunk := source.read(_CHUNK_BYTES):
+                size += len(chunk)
+                if size > limit:
+                    _refuse("archive_too_large", f"{name} unpacks to more than {limit} bytes ({setting})")
+                target.write(chunk)
+        if size != member.size:
+            _refuse("archive_malformed", f"{name} unpacks to {size} bytes; the archive says {member.size}")
+
+
+def _check_name(name: str) -> tuple[str, ...]:
+    """The path in the archive, part by part."""
+    fault = _name_fault(name)
+    if fault is not None:
+        _refuse("archive_name", f"the archive's member {_quote(name)} {fault}")
+    return tuple(part for part in name.split("/") if part not in ("", "."))
+
+
+def _name_fault(name: str) -> str | None:
+    if len(name) > _MAX_NAME_CHARS:
+        return f"has a name of {len(name)} characters; at most {_MAX_NAME_CHARS} are accepted"
+    strange = next((character for character in name if not " " <= character <= "~"), None)
+    if strange is not None:
+        # Only ASCII, because what looks the same need not be the same: a Cyrillic letter, a composed accent.
+        known = unicodedata.name(strange, "a control character or no character at all")
+        return f"has U+{ord(strange):04X} ({known}) in its name; use ASCII letters"
+    if "\\" in name:
+        return "has a backslash in its name"
+    if name.startswith("/") or name[1:2] == ":":
+        return "is an absolute path"
+    if ".." in name.split("/"):
+        return "leads out of the archive ('..')"
+    return None
+
+
+def _check_content_by_name(name: str, file_name: str) -> None:
+    if pickles := refuse_pickles([name]):
+        raise AdapterInvalid(tuple(pickles))
+    if file_name.lower().endswith(_ARCHIVE_SUFFIXES):
+        _refuse("archive_nested", f"{_quote(name)} is an archive within the archive; leave it out")
+    meant = file_name.lower().strip(" .")
+    if meant in MEMBER_NAMES and file_name not in MEMBER_NAMES:
+        _refuse("archive_name", f"the archive's member {_quote(name)} must be spelt {meant!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class _ZipMember:
+    archive: zipfile.ZipFile
+    info: zipfile.ZipInfo
+
+    @property
+    def name(self) -> str:
+        # `filename` is what is left of it: cut at a NUL, or replaced by an extra field.
+        return self.info.orig_filename
+
+    @property
+    def size(self) -> int:
+        return self.info.file_size
+
+    @property
+    def is_directory(self) -> bool:
+        return self.info.is_dir()
+
+    @property
+    def oddity(self) -> str | None:
+        kind = (self.info.external_attr >> 16) & _S_IFMT
+        if kind not in (0, _S_IFREG, _S_IFDIR):
+            return "a symbolic link" if kind == _S_IFLNK else "a special file"
+        if self.info.flag_bits & _ENCRYPTED:
+            return "encrypted"
+        if self.info.compress_type not in _ZIP_METHODS:
+            return f"compressed by method {self.info.compress_type}, where deflate is accepted"
+        if self.info.filename != self.info.orig_filename:
+            return "called otherwise in another field"
+        return None
+
+    def open(self) -> AbstractContextManager[_Readable]:
+        return self.archive.open(self.info)
+
+
+def _zip_members(file: BinaryIO) -> Iterator[_Member]:
+    with zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            yield _ZipMember(archive, info)
+
+
+_TAR_ODDITIES: Sequence[tuple[bytes, str]] = (
+    (tarfile.SYMTYPE, "a symbolic link"),
+    (tarfile.LNKTYPE, "a hard link"),
+    (tarfile.CHRTYPE, "a character device"),
+    (tarfile.BLKTYPE, "a block device"),
+    (tarfile.FIFOTYPE, "a named pipe"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _TarMember:
+    archive: tarfile.TarFile
+    info: tarfile.TarInfo
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def size(self) -> int:
+        return self.info.size
+
+    @property
+    def is_directory(self) -> bool:
+        return self.info.isdir()
+
+    @property
+    def oddity(self) -> str | None:
+        if self.info.issparse():
+            return "a sparse file"
+        if self.info.isreg() or self.info.isdir():
+            return None
+        return next(
+            (text for kind, text in _TAR_ODDITIES if kind == self.info.type), "of a kind that nobody knows"
+        )
+
+    def open(self) -> AbstractContextManager[_Readable]:
+        content = self.archive.extractfile(self.info)
+        assert content is not None, "the member is a regular file"
+        return content
+
+
+class _Counted:
+    """A tar's bytes, after decompression. end: behind the last one that is not zero."""
+
+    def __init__(self, file: _Readable, max_bytes: int) -> None:
+        self.num_bytes = 0
+        self.end = 0
+        self._file = file
+        self._max_bytes = max_bytes
+
+    def read(self, size: int, /) -> bytes:
+        chunk = self._file.read(size)
+        if content := len(chunk.rstrip(b"\0")):
+            self.end = self.num_bytes + content
+        self.num_bytes += len(chunk)
+        if self.num_bytes > self._max_bytes:
+            _refuse("archive_too_large", f"the archive unpacks to more than {self._max_bytes} bytes")
+        return chunk
+
+
+def _tar_members(source: _Counted) -> Iterator[_Member]:
+    with tarfile.open(fileobj=cast(BinaryIO, source), mode="r|") as archive:
+        while (info := archive.next()) is not None:
+            if info.size < 0:
+                raise tarfile.ReadError(f"a member of {info.size} bytes")
+            yield _TarMember(archive, info)
+        position = archive.offset
+    while source.read(_CHUNK_BYTES):
+        pass
+    # tarfile takes a header that it can't read for the end.
+    if source.end > position or source.num_bytes < position + _TAR_END_BYTES:
+        raise tarfile.ReadError(f"after {position} bytes there is neither a member nor the end")
+
+
+def _quote(name: str) -> str:
+    return ascii(name if len(name) <= 120 else name[:117] + "...")
+
+
+def _refuse(code: str, message: str) -> NoReturn:
+    raise AdapterInvalid((Reason(code, message),))

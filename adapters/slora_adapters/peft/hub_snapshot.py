@@ -1,0 +1,78 @@
+"""Downloads adapters from the Hugging Face hub, through the hub's own client and its cache of snapshots.
+
+HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean everywhere. Only files that an adapter may consist
+of are asked for, so pickles are never even downloaded.
+
+Needs the package huggingface_hub, which comes with transformers; only `hub_reference.py` loads this module.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from slora_adapters.errors import AdapterNotFound, StoreUnavailable
+from slora_adapters.peft.hub_reference import HubReference, HubSnapshot
+from slora_adapters.peft.peft_config import CONFIG_NAME
+from slora_adapters.peft.peft_directory import MEMBER_NAMES, TENSORS_NAME
+
+
+def download(reference: HubReference) -> HubSnapshot:
+    """See `HubReference.download`."""
+    prefix = f"{reference.folder}/" if reference.folder else ""
+    with _explained(reference):
+        root = snapshot_download(
+            reference.repo,
+            revision=reference.revision,
+            allow_patterns=[prefix + name for name in MEMBER_NAMES],
+            library_name="slora",
+        )
+    # The cache calls the folder of a snapshot by its commit.
+    pinned = replace(reference, revision=Path(root).name)
+    directory = Path(root) / prefix
+    missing = [name for name in (CONFIG_NAME, TENSORS_NAME) if not (directory / name).is_file()]
+    if missing:
+        raise AdapterNotFound(
+            f"{pinned} has no {' and no '.join(missing)} (or the hub went out of reach before it came); a PEFT adapter "
+            "has both, and of pickles such as adapter_model.bin nothing is ever read"
+        )
+    return HubSnapshot(directory, pinned)
+
+
+@contextmanager
+def _explained(reference: HubReference) -> Iterator[None]:
+    try:
+        yield
+    except GatedRepoError as error:
+        raise AdapterNotFound(
+            f"{reference} is gated: ask for access on the page of {reference.repo}, then set HF_TOKEN to your token"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise AdapterNotFound(
+            f"the hub has no repository {reference.repo}, or it is private: then set HF_TOKEN to a token that reads it"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise AdapterNotFound(f"{reference.repo} has no revision {reference.revision!r}") from error
+    except HFValidationError as error:
+        raise ValueError(f"{reference} can't be on the hub: {error}") from error
+    except LocalEntryNotFoundError as error:
+        raise StoreUnavailable(
+            f"the hub is out of reach, and this machine's cache does not hold {reference}: "
+            + _first_line(error.__cause__ or error)
+        ) from error
+    except Exception as error:  # its HTTP library, and so what that raises, differs from release to release
+        raise StoreUnavailable(f"the hub did not give us {reference}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    """Its errors go on with links to documentation."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,0 +1,129 @@
+"""Writes an adapter in the byte order that the kernels read (`slora_kernels.layout`), converted to the served
+dtype.
+
+A's rows of a linear group lie one after another, then each module's B transposed; every row is padded with
+zeros to whole segments. What comes out needs no further work: loading it into the pool is copying pages.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slora_adapters.errors import AdapterInvalid, Reason
+from slora_adapters.peft.adapter import Adapter, Factor, LoraPair
+from slora_adapters.peft.module_names import ModuleId
+from slora_adapters.peft.number_format import STORAGE, convert, fits, largest_magnitude_bits, may_overflow
+from slora_kernels.layout import SEGMENT_BYTES, AdapterLayout, LoraSite, ModelShape, lay_out_adapter
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAdapter:
+    """scales: float32 [num_modules], 0 where not adapted. buffer: uint8 [layout.num_bytes], possibly shared memory."""
+
+    layout: AdapterLayout
+    scales: npt.NDArray[np.float32]
+    buffer: ByteArray
+
+
+def pack(adapter: Adapter, shape: ModelShape, dtype: str) -> PackedAdapter:
+    """Packs into new memory. See `pack_into`."""
+    layout = lay_out_adapter(shape, adapter.ranks(shape))
+    return pack_into(adapter, shape, dtype, layout, np.empty(layout.num_bytes, np.uint8))
+
+
+def pack_into(
+    adapter: Adapter, shape: ModelShape, dtype: str, layout: AdapterLayout, buffer: ByteArray
+) -> PackedAdapter:
+    """Overwrites all of `buffer`; see `Packer`, and what it raises."""
+    packer = Packer(adapter.pairs, shape, dtype, layout, buffer)
+    for pair in adapter.pairs.values():
+        packer.write(pair.a, 0, pair.a.values)
+        packer.write(pair.b, 0, pair.b.values)
+    return PackedAdapter(layout, packer.scales, buffer)
+
+
+class Packer:
+    """Writes an adapter's tensors into `buffer`, uint8 [layout.num_bytes], aligned to 4 bytes: rows at a time, in any
+    order. When all are written nothing of its old content is left.
+
+    `dtype` is "float32", "float16" or "bfloat16". scales: float32 [num_modules], 0 where not adapted. Raises ValueError
+    if `shape` is for another element size.
+    """
+
+    def __init__(
+        self,
+        pairs: Mapping[ModuleId, LoraPair[Any]],
+        shape: ModelShape,
+        dtype: str,
+        layout: AdapterLayout,
+        buffer: ByteArray,
+    ) -> None:
+        if STORAGE[dtype].itemsize != shape.element_bytes:
+            raise ValueError(
+                f"{dtype} takes {STORAGE[dtype].itemsize} bytes, the shape says {shape.element_bytes}"
+            )
+        self.scales = np.zeros(shape.num_modules, np.float32)
+        self._dtype = dtype
+        self._places: dict[str, _Place] = {}
+        for site in shape.sites:
+            for module_id, width in enumerate(site.widths, site.first_module):
+                pair = pairs.get(module_id)
+                if pair is not None:
+                    self.scales[module_id] = pair.scale
+                    for_a, for_b = _places(site, module_id, width, shape, layout)
+                    rows = (
+                        buffer[place].view(STORAGE[dtype]).reshape(pair.rank, -1) for place in (for_a, for_b)
+                    )
+                    self._places[pair.a.name] = _Place(
+                        next(rows), site.in_width, pair.path, is_transposed=False
+                    )
+                    self._places[pair.b.name] = _Place(next(rows), width, pair.path, is_transposed=True)
+
+    def write(self, tensor: Factor, first_row: int, values: npt.NDArray[Any]) -> None:
+        """`values`: rows of a tensor, from `first_row` on, as its file has them. Raises AdapterInvalid if one of them
+        overflows."""
+        place = self._places[tensor.name]
+        _check_overflow(tensor, values, place.path, self._dtype)
+        served = convert(values, tensor.dtype, self._dtype)
+        if place.is_transposed:
+            place.rows[:, first_row : first_row + len(values)] = served.T
+            if first_row == 0:
+                place.rows[:, place.width :] = 0
+        else:
+            rows = place.rows[first_row : first_row + len(values)]
+            rows[:, : place.width] = served
+            rows[:, place.width :] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """rows: [rank, width and padding], where a tensor belongs. is_transposed: it is a B, [width, rank]."""
+
+    rows: npt.NDArray[Any]
+    width: int
+    path: str
+    is_transposed: bool
+
+
+def _places(
+    site: LoraSite, module_id: ModuleId, width: int, shape: ModelShape, layout: AdapterLayout
+) -> tuple[slice, slice]:
+    """Where a module's rows of A and of B transposed lie in the buffer, in bytes."""
+    a_segments, b_segments = shape.row_segments(site.in_width), shape.row_segments(width)
+    rank, first_row, b_start = (int(n) for n in layout.modules[module_id])
+    a_start = int(layout.groups[site.group, 1]) + first_row * a_segments
+    return _segments(a_start, rank * a_segments), _segments(b_start, rank * b_segments)
+
+
+def _segments(start: int, count: int) -> slice:
+    return slice(start * SEGMENT_BYTES, (start + count) * SEGMENT_BYTES)
+
+
+def _check_overflow(tensor: Factor, values: npt.NDArray[Any], path: str, dtype: str) -> None:
+    if may_overflow(tensor.dtype, dtype) and not fits(tensor.dtype, largest_magnitude_bits(values), dtype):
+        raise AdapterInvalid((Reason("overflow", f"a weight of {path} overflows in {dtype}"),))

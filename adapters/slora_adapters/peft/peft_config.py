@@ -1,0 +1,340 @@
+"""Reads adapter_config.json as PEFT writes it, keeping only what decides the arithmetic, and refusing what we
+lack.
+
+PEFT's LoraConfig is a long list of variants. Each key falls into one of four kinds: read here (rank, scale,
+targets); without effect on a trained adapter's arithmetic (dropout, how it was initialised, who trained it);
+a variant that this server does not compute, refused by name when it is switched on; unknown, refused unless
+it is empty, because nobody can tell whether it changes the arithmetic.
+
+Matching rules are PEFT's own (0.21): patterns for ranks and alphas are `(.*\\.)?(pattern)$`, the first that
+matches wins; targets in a list match a whole dotted suffix of the module's name; a string is a regular
+expression over the whole name, or "all-linear".
+
+Knows names of modules, but no base model's shape and no tensors.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from slora_adapters.errors import Reason
+from slora_adapters.peft.name_pattern import NamePattern, StepBudget
+from slora_adapters.peft.strict_json import parse_object
+
+CONFIG_NAME = "adapter_config.json"
+MAX_CONFIG_BYTES = 1 << 20
+MAX_PATTERNS = 2048
+MAX_LIST_ENTRIES = 8192
+ALL_LINEAR = "all-linear"
+
+# No effect on the arithmetic of a trained adapter: provenance, training, and how weights were initialised.
+_HARMLESS = frozenset(
+    {
+        "fan_in_fan_out",  # says how the base stores its weight; A and B lie the same way either way
+        "auto_mapping",
+        "base_model_name_or_path",
+        "corda_config",
+        "eva_config",
+        "inference_mode",
+        "lora_dropout",
+        "lora_ga_config",
+        "loftq_config",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "task_type",
+    }
+)
+
+_READ = frozenset(
+    {
+        "alpha_pattern",
+        "bias",
+        "ensure_weight_tying",
+        "exclude_modules",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "peft_type",
+        "r",
+        "rank_pattern",
+        "target_modules",
+        "use_rslora",
+    }
+)
+
+# Variants that compute something else than W x + scale * B (A x), and why each is refused when switched on.
+_VARIANTS: Mapping[str, str] = {
+    "use_dora": "DoRA rescales the base weight by trained magnitudes",
+    "lora_bias": "it adds a bias to B",
+    "modules_to_save": "whole modules were trained; this server applies low-rank deltas only",
+    "target_parameters": "it adapts bare parameters instead of linear layers",
+    "trainable_token_indices": "token embeddings were trained",
+    "megatron_config": "it was trained on Megatron's parallel layers",
+    "layer_replication": "it runs layers of the base model several times",
+    "alora_invocation_tokens": "aLoRA switches the adapter on in the middle of a prompt",
+    "use_qalora": "QALoRA pools the input of A",
+    "use_bdlora": "its factors are block-diagonal",
+    "arrow_config": "Arrow routes between several adapters",
+    "kasa_config": "KaSA truncates the base weight and inserts a diagonal between A and B",
+    "velora_config": "VeLoRA keeps further tensors beside A and B",
+    "monteclora_config": "Monteclora samples its weights",
+}
+
+# Values of init_lora_weights that leave the base model as it is; the others subtract B A from the base weight
+# or quantise it, and PEFT does so again whenever it loads the adapter.
+_HARMLESS_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+_BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "lora_ga")
+
+Value = TypeVar("Value")
+
+_PLAIN_PATTERN = re.compile(r"(?:[\w.^-]|\\[.dw-])*\Z", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """The fields of a LoraConfig that decide which modules are adapted, with what rank and scale.
+
+    Patterns keep the file's order, because the first that matches wins. ensure_weight_tying is accepted only where it
+    does nothing, and so is not part of the JSON.
+    """
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    rank_patterns: tuple[tuple[str, int], ...]
+    alpha_patterns: tuple[tuple[str, float], ...]
+    target_modules: tuple[str, ...] | str
+    exclude_modules: tuple[str, ...] | str
+    layers_to_transform: tuple[int, ...] | None
+    layers_pattern: tuple[str, ...]
+    ensure_weight_tying: bool = False
+
+    def to_json(self) -> dict[str, object]:
+        """The same fields in PEFT's own names, normalised: equal configs give equal JSON."""
+        return {
+            "peft_type": "LORA",
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "use_rslora": self.use_rslora,
+            "rank_pattern": dict(self.rank_patterns),
+            "alpha_pattern": dict(self.alpha_patterns),
+            "target_modules": _jsonable(self.target_modules),
+            "exclude_modules": _jsonable(self.exclude_modules) or None,
+            "layers_to_transform": self.layers_to_transform and list(self.layers_to_transform),
+            "layers_pattern": list(self.layers_pattern) or None,
+        }
+
+
+def _jsonable(names: tuple[str, ...] | str) -> list[str] | str:
+    return names if isinstance(names, str) else list(names)
+
+
+def parse_peft_config(raw: bytes | memoryview) -> tuple[PeftConfig | None, list[Reason]]:
+    """The config, or None when it is too broken to go on, and every reason to refuse it (none: accepted)."""
+    try:
+        fields = parse_object(raw, source=CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
+    except ValueError as error:
+        return None, [Reason("config_malformed", str(error))]
+    reasons = [*_refuse_variants(fields), *_refuse_unknown(fields)]
+    reader = _FieldReader(fields, reasons)
+    config = PeftConfig(
+        rank=reader.rank(),
+        alpha=reader.alpha(),
+        use_rslora=reader.flag("use_rslora"),
+        rank_patterns=reader.table("rank_pattern", reader.rank_value),
+        alpha_patterns=reader.table("alpha_pattern", reader.alpha_value),
+        target_modules=reader.targets(),
+        exclude_modules=reader.names("exclude_modules"),
+        layers_to_transform=reader.layers(),
+        layers_pattern=reader.layers_pattern(),
+        ensure_weight_tying=reader.flag("ensure_weight_tying"),
+    )
+    reasons += _refuse_bad_combination(config)
+    return (None if reader.broken else config), reasons
+
+
+def _refuse_variants(fields: Mapping[str, object]) -> Iterable[Reason]:
+    kind = fields.get("peft_type")
+    if kind != "LORA":
+        yield Reason("peft_type", f"peft_type is {kind!r}; this server serves LORA only")
+    for key, why in _VARIANTS.items():
+        if fields.get(key):
+            yield Reason(key, f"{key} is set: {why}, which this server does not compute")
+    if fields.get("bias") not in (None, "none"):
+        yield Reason("bias", f"bias is {fields['bias']!r}: trained biases are not supported, only 'none'")
+    init = fields.get("init_lora_weights")
+    if isinstance(init, str) and init.lower() not in _HARMLESS_INITS:
+        yield _refuse_init(init.lower())
+
+
+def _refuse_init(init: str) -> Reason:
+    if init.startswith(_BASE_CHANGING_INITS):
+        return Reason(
+            "init_lora_weights",
+            f"init_lora_weights is {init!r}: such an adapter only fits a base model changed by the same "
+            "initialisation; convert it with save_pretrained(path_initial_model_for_weight_conversion=...)",
+        )
+    known = ", ".join(sorted(_HARMLESS_INITS))
+    return Reason("init_lora_weights", f"init_lora_weights is {init[:80]!r}; known are true, false, {known}")
+
+
+def _refuse_unknown(fields: Mapping[str, object]) -> Iterable[Reason]:
+    for key in fields.keys() - _READ - _HARMLESS - _VARIANTS.keys():
+        if fields[key]:
+            yield Reason(
+                "config_unknown_key",
+                f"{CONFIG_NAME} sets {key[:80]!r}, which this server does not know; remove it if it has no "
+                "effect on the result",
+            )
+
+
+def _refuse_bad_combination(config: PeftConfig) -> Iterable[Reason]:
+    if isinstance(config.target_modules, str) and (
+        config.layers_to_transform is not None or config.layers_pattern
+    ):
+        yield Reason(
+            "layers_to_transform",
+            "layers_to_transform and layers_pattern need target_modules as a list of names",
+        )
+    elif config.layers_pattern and config.layers_to_transform is None:
+        yield Reason("layers_pattern", "layers_pattern is set without layers_to_transform")
+
+
+class _FieldReader:
+    """Reads fields one by one; a wrong one becomes a reason and a placeholder, so that all are looked at."""
+
+    def __init__(self, fields: Mapping[str, object], reasons: list[Reason]) -> None:
+        self.fields = fields
+        self.reasons = reasons
+        self.broken = False
+
+    def refuse(self, code: str, message: str) -> None:
+        self.broken = True
+        self.reasons.append(Reason(code, message))
+
+    def flag(self, key: str) -> bool:
+        value = self.fields.get(key) or False
+        if value is not True and value is not False:
+            self.refuse(key, f"{key} is {value!r}, expected true or false")
+        return value is True
+
+    def rank(self) -> int:
+        return self.rank_value("r", self.fields.get("r"))
+
+    def rank_value(self, what: str, value: object) -> int:
+        if type(value) is int and 1 <= value < 1 << 20:
+            return value
+        self.refuse("rank", f"{what} is {_short(value)}, expected a positive whole number")
+        return 1
+
+    def alpha(self) -> float:
+        return self.alpha_value("lora_alpha", self.fields.get("lora_alpha"))
+
+    def alpha_value(self, what: str, value: object) -> float:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < abs(value) < 1e30:
+            return float(value)
+        self.refuse("alpha", f"{what} is {_short(value)}, expected a finite number other than 0")
+        return 1.0
+
+    def table(self, key: str, read: Callable[[str, object], Value]) -> tuple[tuple[str, Value], ...]:
+        value = self.fields.get(key) or {}
+        if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
+            self.refuse(key, f"{key} must be a table of at most {MAX_PATTERNS} patterns")
+            return ()
+        for pattern in value:
+            self._check_pattern(key, pattern_regex(pattern))
+        return tuple((pattern, read(f"{key}[{pattern[:80]!r}]", entry)) for pattern, entry in value.items())
+
+    def targets(self) -> tuple[str, ...] | str:
+        targets = self.names("target_modules")
+        if not targets:
+            self.refuse("target_modules", "target_modules is missing or empty; name the adapted modules")
+        return targets
+
+    def names(self, key: str) -> tuple[str, ...] | str:
+        """Names are sorted and unique, as PEFT makes a set of them."""
+        value = self.fields.get(key) or []
+        if isinstance(value, str):
+            if value.lower() == ALL_LINEAR and key == "target_modules":
+                return ALL_LINEAR
+            self._check_pattern(key, value)
+            return value
+        if (
+            not isinstance(value, list)
+            or len(value) > MAX_LIST_ENTRIES
+            or not all(isinstance(v, str) for v in value)
+        ):
+            self.refuse(
+                key, f"{key} must be a list of at most {MAX_LIST_ENTRIES} names, or a regular expression"
+            )
+            return ()
+        return tuple(sorted(set(value)))
+
+    def layers(self) -> tuple[int, ...] | None:
+        value = self.fields.get("layers_to_transform")
+        layers = [value] if type(value) is int else value
+        if layers is None or layers == []:
+            return None
+        if not isinstance(layers, list) or not all(type(v) is int and 0 <= v < 1 << 20 for v in layers):
+            self.refuse(
+                "layers_to_transform", f"layers_to_transform is {_short(value)}, expected layer numbers"
+            )
+            return None
+        return tuple(sorted(set(layers)))
+
+    def layers_pattern(self) -> tuple[str, ...]:
+        value = self.fields.get("layers_pattern") or []
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list) or not all(
+            isinstance(v, str) and re.fullmatch(r"\w+", v) for v in names
+        ):
+            self.refuse(
+                "layers_pattern", f"layers_pattern is {_short(value)}, expected names such as 'layers'"
+            )
+            return ()
+        return tuple(sorted(set(names)))
+
+    def _check_pattern(self, key: str, pattern: str) -> None:
+        try:
+            NamePattern(pattern)
+        except ValueError as error:
+            self.refuse(key, f"{key}: {error}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def pattern_regex(pattern: str) -> str:
+    """PEFT's regular expression for a key of rank_pattern or alpha_pattern."""
+    return rf"(.*\.)?({pattern})$"
+
+
+class PatternTable(Generic[Value]):
+    """The first pattern that matches a module's name decides its value, otherwise the default does."""
+
+    def __init__(self, patterns: Iterable[tuple[str, Value]], default: Value, budget: StepBudget) -> None:
+        self.default = default
+        self.matchers = [(_start_matcher(pattern, budget), value) for pattern, value in patterns]
+
+    def lookup(self, module_name: str) -> Value:
+        """Raises ValueError if a pattern takes too long to match."""
+        for matches, value in self.matchers:
+            if matches(module_name):
+                return value
+        return self.default
+
+
+def _start_matcher(pattern: str, budget: StepBudget) -> Callable[[str], object]:
+    # Without repeats or groups of its own a pattern cannot backtrack badly. EVA writes one such pattern per
+    # module, and several hundred patterns times several hundred modules is where the slower matcher would be
+    # felt.
+    if _PLAIN_PATTERN.match(pattern):
+        return re.compile(pattern_regex(pattern)).match
+    return NamePattern(pattern_regex(pattern), budget).matches_start

@@ -1,0 +1,150 @@
+"""Reads an adapter as PEFT saves it, from a directory or from a bundle of named byte strings.
+
+Only four kinds of file are ever opened: the config, the safetensors file, and the texts that may lie beside
+them. Pickles (`adapter_model.bin` and the like) are refused by name and never opened.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from slora_adapters.errors import AdapterInvalid, AdapterNotFound, Reason
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import Adapter, AdapterExtras
+from slora_adapters.peft.base_embeddings import find_copies, refuse_other_matrices
+from slora_adapters.peft.digest import adapter_digest
+from slora_adapters.peft.extras import EXTRA_NAMES, read_extras
+from slora_adapters.peft.file_mapping import map_file
+from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig, parse_peft_config
+from slora_adapters.peft.tensor_file import StoredTensor, read_tensors
+from slora_adapters.peft.validation import check_values, validate
+from slora_kernels.layout import ModelShape
+
+TENSORS_NAME = "adapter_model.safetensors"
+# Everything that may be uploaded as part of an adapter.
+MEMBER_NAMES = (CONFIG_NAME, TENSORS_NAME, *EXTRA_NAMES)
+_CONVERT = "save the adapter with save_pretrained(directory, safe_serialization=True)"
+# Protocols 2 to 5, and the zip that newer torch puts around its pickle.
+_PICKLE_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+# An adapter that breaks one rule often breaks it in every layer.
+MAX_REASONS_PER_CODE = 3
+
+
+def read_adapter(directory: Path | str, shape: ModelShape, limits: AdapterLimits) -> Adapter:
+    """The adapter in a PEFT directory; its tensors are views over the mapped file.
+
+    Raises AdapterNotFound if there is no such directory, AdapterInvalid with every reason to refuse the
+    adapter.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise AdapterNotFound(f"there is no adapter directory {str(directory)!r}")
+    members = {name: map_file(directory / name) for name in MEMBER_NAMES if (directory / name).is_file()}
+    if TENSORS_NAME not in members:
+        pickles = refuse_pickles(path.name for path in sorted(directory.iterdir()))
+        if pickles:
+            raise _invalid(pickles)
+    return parse_adapter(members, shape, limits)
+
+
+def parse_adapter(members: Mapping[str, memoryview], shape: ModelShape, limits: AdapterLimits) -> Adapter:
+    """The adapter in a bundle of files, by name. Raises AdapterInvalid with every reason to refuse it."""
+    reasons: list[Reason] = []
+    config = _parse_config(members.get(CONFIG_NAME), reasons)
+    tensors = _parse_tensors(members.get(TENSORS_NAME), limits, reasons)
+    extras, extra_reasons = read_extras(members, limits)
+    reasons += extra_reasons
+    return _assemble(config, tensors, extras, reasons, shape, limits)
+
+
+def assemble_adapter(
+    raw_config: bytes, tensors: Mapping[str, StoredTensor], shape: ModelShape, limits: AdapterLimits
+) -> Adapter:
+    """An adapter whose tensors are in memory, by the same rules. Raises AdapterInvalid with every reason."""
+    reasons: list[Reason] = []
+    config = _parse_config(memoryview(raw_config), reasons)
+    return _assemble(config, tensors, AdapterExtras(), reasons, shape, limits)
+
+
+def _assemble(
+    config: PeftConfig | None,
+    tensors: Mapping[str, StoredTensor] | None,
+    extras: AdapterExtras,
+    reasons: list[Reason],
+    shape: ModelShape,
+    limits: AdapterLimits,
+) -> Adapter:
+    if config is None or tensors is None:
+        raise _invalid(reasons)
+    copies = find_copies(tensors, shape)
+    own = {name: tensor for name, tensor in tensors.items() if name not in copies}
+    pairs, pair_reasons = validate(config, own, shape, limits)
+    reasons += pair_reasons
+    reasons += check_values(own.values(), limits)
+    reasons += refuse_other_matrices((tensors[name] for name in sorted(copies)), shape, limits.base_directory)
+    if reasons:
+        raise _invalid(reasons)
+    return Adapter(
+        config,
+        pairs,
+        adapter_digest(config, own),
+        extras,
+        has_copies=bool(copies),
+        is_sorted=list(own) == sorted(own),
+    )
+
+
+def refuse_pickles(names: Iterable[str]) -> list[Reason]:
+    """A reason for each file name that is a pickle: unpickling runs whatever code the file's author chose."""
+    return [
+        Reason("pickle", f"{name[:120]!r} is a pickle, which is never loaded; {_CONVERT}")
+        for name in names
+        if name.lower().endswith(_PICKLE_SUFFIXES)
+    ]
+
+
+def _invalid(reasons: list[Reason]) -> AdapterInvalid:
+    by_code: dict[str, list[Reason]] = {}
+    for reason in reasons:
+        by_code.setdefault(reason.code, []).append(reason)
+    kept: list[Reason] = []
+    for code, found in by_code.items():
+        kept += found[:MAX_REASONS_PER_CODE]
+        if len(found) > MAX_REASONS_PER_CODE:
+            kept.append(Reason(code, f"and {len(found) - MAX_REASONS_PER_CODE} more of this kind"))
+    return AdapterInvalid(tuple(kept))
+
+
+def _parse_config(raw: memoryview | None, reasons: list[Reason]) -> PeftConfig | None:
+    if raw is None:
+        reasons.append(Reason("missing_file", f"{CONFIG_NAME} is missing"))
+        return None
+    config, found = parse_peft_config(raw)
+    reasons += found
+    return config
+
+
+def _parse_tensors(
+    raw: memoryview | None, limits: AdapterLimits, reasons: list[Reason]
+) -> dict[str, StoredTensor] | None:
+    if raw is None:
+        reasons.append(Reason("missing_file", f"{TENSORS_NAME} is missing"))
+        return None
+    if len(raw) > limits.max_tensor_bytes:
+        message = f"{TENSORS_NAME} is {len(raw)} bytes long; this server accepts {limits.max_tensor_bytes}"
+        reasons.append(Reason("too_large", message))
+        return None
+    try:
+        return read_tensors(raw)
+    except ValueError as error:
+        if _looks_pickled(raw):
+            message = f"{TENSORS_NAME} is a pickle under another name, which is never loaded; {_CONVERT}"
+            reasons.append(Reason("pickle", message))
+        else:
+            reasons.append(Reason("tensors_malformed", f"{TENSORS_NAME}: {error}"))
+        return None
+
+
+def _looks_pickled(raw: memoryview) -> bool:
+    """Whether it begins as torch.save does; a header's length may do so, too, but then fits into the file."""
+    return bytes(raw[:4]).startswith(_PICKLE_STARTS) and int.from_bytes(raw[:8], "little") > len(raw)

@@ -1,0 +1,146 @@
+"""Turns a config and a file of tensors into an `Adapter`, or says every reason why not.
+
+Strict on purpose: what PEFT would load with a warning (tensors that the config does not name, modules without
+tensors) is refused here, because served it would answer like the base model, or half like it, with no error
+anywhere.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from slora_adapters.errors import Reason
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import AnyFactor, Factor, LoraPair
+from slora_adapters.peft.module_names import ModuleId, parse_factor_name
+from slora_adapters.peft.name_pattern import StepBudget
+from slora_adapters.peft.number_format import fits, is_finite, largest_magnitude_bits
+from slora_adapters.peft.peft_config import PatternTable, PeftConfig
+from slora_adapters.peft.targeting import resolve_targets
+from slora_adapters.peft.tensor_file import StoredTensor
+from slora_kernels.layout import LinearShape, ModelShape
+
+# Parts of tensor names that PEFT gives to things that this server does not serve.
+_FOREIGN_TENSORS: Sequence[tuple[str, str, str]] = (
+    ("lora_magnitude_vector", "use_dora", "DoRA magnitudes"),
+    ("lora_embedding_", "embeddings", "an adapter on an embedding that the base model does not have"),
+    ("modules_to_save", "modules_to_save", "a wholly trained module"),
+    ("trainable_tokens", "trainable_token_indices", "trained token embeddings"),
+    (".bias", "bias", "a trained bias"),
+)
+
+
+def validate(
+    config: PeftConfig, tensors: Mapping[str, AnyFactor], shape: ModelShape, limits: AdapterLimits
+) -> tuple[dict[ModuleId, LoraPair[AnyFactor]], list[Reason]]:
+    """The adapter's pairs and every reason to refuse it that does not lie in its numbers (`check_values`).
+
+    Pairs are complete only if there is no reason.
+    """
+    factors, reasons = _sort_factors(tensors, shape)
+    budget = StepBudget()
+    targets, target_reasons = resolve_targets(config, shape, budget)
+    reasons += target_reasons
+    present = frozenset(module_id for module_id, _ in factors)
+    reasons += _compare_with_targets(present, targets, shape)
+    pairs: dict[ModuleId, LoraPair[AnyFactor]] = {}
+    try:
+        ranks = PatternTable(config.rank_patterns, config.rank, budget)
+        alphas = PatternTable(config.alpha_patterns, config.alpha, budget)
+        for module_id in sorted(present & targets):
+            pair = (factors.get((module_id, "A")), factors.get((module_id, "B")))
+            module = shape.modules[module_id]
+            rank, alpha = ranks.lookup(module.path), alphas.lookup(module.path)
+            scale = alpha / (rank**0.5 if config.use_rslora else rank)
+            found = list(_check_pair(module, pair, rank, scale, limits))
+            reasons += found
+            if pair[0] is not None and pair[1] is not None and not found:
+                pairs[module_id] = LoraPair(module.path, pair[0], pair[1], scale)
+    except ValueError as error:
+        reasons.append(Reason("rank_pattern", f"rank_pattern or alpha_pattern: {error}"))
+    return pairs, reasons
+
+
+def check_values(tensors: Iterable[StoredTensor], limits: AdapterLimits) -> Iterable[Reason]:
+    """Reasons to refuse numbers: those that are none, and those that the server's dtype can't hold.
+
+    Once for each upload: whoever loads weights by their digest has the numbers that were scanned then.
+    """
+    for tensor in tensors:
+        magnitude = largest_magnitude_bits(tensor.values)
+        if not is_finite(tensor.dtype, magnitude):
+            yield Reason("non_finite", f"tensor {tensor.name!r} holds NaN or infinity")
+        elif limits.served_dtype is not None and not fits(tensor.dtype, magnitude, limits.served_dtype):
+            message = f"tensor {tensor.name!r} overflows in {limits.served_dtype}, which this server uses"
+            yield Reason("overflow", message)
+
+
+def _sort_factors(
+    tensors: Mapping[str, AnyFactor], shape: ModelShape
+) -> tuple[dict[tuple[ModuleId, str], AnyFactor], list[Reason]]:
+    factors: dict[tuple[ModuleId, str], AnyFactor] = {}
+    reasons: list[Reason] = []
+    for name, tensor in tensors.items():
+        parsed = parse_factor_name(name, shape)
+        if parsed is None:
+            reasons.append(_foreign_tensor(name))
+        elif parsed in factors:
+            reasons.append(
+                Reason("duplicate_tensor", f"{name!r} and {factors[parsed].name!r} are the same weight")
+            )
+        else:
+            factors[parsed] = tensor
+    return factors, reasons
+
+
+def _foreign_tensor(name: str) -> Reason:
+    for part, code, what in _FOREIGN_TENSORS:
+        if part in name:
+            return Reason(code, f"tensor {name[:120]!r} is {what}, which is not supported")
+    return Reason("unknown_tensor", f"tensor {name[:120]!r} belongs to no module of the base model")
+
+
+def _compare_with_targets(
+    present: frozenset[ModuleId], targets: frozenset[ModuleId], shape: ModelShape
+) -> Iterable[Reason]:
+    if missing := targets - present:
+        yield Reason(
+            "missing_tensors", f"the config adapts {_some(missing, shape)}, but there are no tensors for it"
+        )
+    if extra := present - targets:
+        yield Reason(
+            "untargeted_tensors",
+            f"there are tensors for {_some(extra, shape)}, which the config does not adapt",
+        )
+
+
+def _some(modules: frozenset[ModuleId], shape: ModelShape) -> str:
+    names = [shape.modules[module_id].path for module_id in sorted(modules)]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _check_pair(
+    module: LinearShape,
+    pair: tuple[Factor | None, Factor | None],
+    rank: int,
+    scale: float,
+    limits: AdapterLimits,
+) -> Iterable[Reason]:
+    name = module.path
+    if rank > limits.max_lora_rank:
+        message = (
+            f"{name} has rank {rank}; this server accepts at most {limits.max_lora_rank} (max_lora_rank)"
+        )
+        yield Reason("rank_too_high", message)
+    if abs(scale) > limits.max_scale:
+        message = (
+            f"{name} is scaled by {scale:g}; this server accepts at most {limits.max_scale:g} (max_scale)"
+        )
+        yield Reason("scale_too_high", message)
+    expected = ((rank, module.in_width), (module.out_width, rank))
+    for factor, tensor, wanted in zip("AB", pair, expected, strict=True):
+        if tensor is None:
+            yield Reason("missing_tensors", f"{name} has no lora_{factor}")
+        elif tensor.shape != wanted:
+            message = (
+                f"lora_{factor} of {name} has shape {list(tensor.shape)}; config and base need {list(wanted)}"
+            )
+            yield Reason("shape_mismatch", message)

@@ -1,0 +1,118 @@
+"""A name of the registry as Redis keeps it, and back: see `redis_scripts.py`."""
+
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from slora_adapters.peft.adapter import AdapterExtras
+from slora_adapters.registry.adapter_record import AdapterDetails, AdapterRecord
+from slora_adapters.registry.alias import AliasHistory, decode_states, encode_states
+from slora_adapters.registry.named_adapter import Alias, NamedAdapter
+from slora_adapters.registry.registry_storage import KEPT_CHANGES, NameKey
+from slora_adapters.version import AdapterVersion
+
+__all__ = ["parse_name", "plan_change"]
+
+
+def plan_change(before: NamedAdapter, after: NamedAdapter, revision: str) -> dict[str, Any]:
+    """What makes `after` of `before`, for `redis_scripts.SAVE`. Numbers are texts, because Lua's have 14 digits."""
+    pinned, unpinned = after.pins().keys(), before.pins().keys()
+    return {
+        "tenant": after.tenant,
+        "name": after.name,
+        "revision": revision,
+        "nonce": uuid.uuid4().hex,
+        "has_changed": after != before,
+        "is_gone": not after.records,
+        "named_at": repr(after.named_at),
+        "last_number": str(after.last_number),
+        "removed": [
+            [str(number), record.version.digest]
+            for number, record in before.records.items()
+            if number not in after.records
+        ],
+        "added": [
+            [str(number), record.version.digest, str(record.details.num_bytes), _encode_record(record)]
+            for number, record in after.records.items()
+            if number not in before.records
+        ],
+        "updated": [
+            [str(number), _encode_record(record)]
+            for number, record in after.records.items()
+            if number in before.records and record != before.records[number]
+        ],
+        "aliases": [
+            [alias, _encode_alias(one)]
+            for alias, one in after.aliases.items()
+            if one != before.aliases.get(alias)
+        ],
+        "dropped": sorted(before.aliases.keys() - after.aliases.keys()),
+        "pinned": sorted(pinned - unpinned),
+        "unpinned": sorted(unpinned - pinned),
+        "moved_pin": before.pins() != after.pins(),
+        "kept_changes": str(KEPT_CHANGES),
+    }
+
+
+def _encode_record(record: AdapterRecord) -> str:
+    details, extras = record.details, record.details.extras
+    return json.dumps(
+        {
+            "digest": record.version.digest,
+            "created_at": record.created_at,
+            "rank": details.rank,
+            "target_modules": details.target_modules,
+            "num_bytes": details.num_bytes,
+            "packed_bytes": details.packed_bytes,
+            "chat_template": extras.chat_template,
+            "generation_config": extras.generation_config,
+        }
+    )
+
+
+def _parse_record(key: NameKey, number: int, named_at: float, raw: bytes) -> AdapterRecord:
+    tenant, name = key
+    fields = json.loads(raw)
+    details = AdapterDetails(
+        fields["rank"],
+        tuple(fields["target_modules"]),
+        fields["num_bytes"],
+        AdapterExtras(fields["chat_template"], fields["generation_config"]),
+        fields["packed_bytes"],
+    )
+    return AdapterRecord(
+        name, number, AdapterVersion(tenant, fields["digest"]), details, fields["created_at"], named_at
+    )
+
+
+def _encode_alias(one: Alias) -> str:
+    """states: the last is the present one."""
+    states = encode_states([*one.history.before, one.history.state])
+    return json.dumps(
+        {"states": states, "salt": one.salt, "pinned": one.pinned, "updated_at": one.updated_at}
+    )
+
+
+def _parse_alias(raw: bytes) -> Alias:
+    fields = json.loads(raw)
+    *before, state = decode_states(fields["states"])
+    return Alias(AliasHistory(state, tuple(before)), fields["salt"], fields["pinned"], fields["updated_at"])
+
+
+def parse_name(text: str, answer: Sequence[Any]) -> tuple[NamedAdapter, str]:
+    tenant, _, name = text.partition("/")
+    if not answer:
+        return NamedAdapter(tenant, name), ""
+    named_at, last_number, revision, aliases, records = answer
+    return NamedAdapter(
+        tenant,
+        name,
+        float(named_at),
+        int(last_number),
+        {
+            int(number): _parse_record((tenant, name), int(number), float(named_at), raw)
+            for number, raw in zip(records[::2], records[1::2], strict=True)
+        },
+        {alias.decode(): _parse_alias(raw) for alias, raw in zip(aliases[::2], aliases[1::2], strict=True)},
+    ), revision.decode()

@@ -1,0 +1,374 @@
+"""The registry's names in Redis, for several hosts. It must be one that loses nothing (`durable_redis.py`).
+
+A name is read by one script, at one moment, edited here, and kept by one script, if its revision is still the same;
+else all is done again. So nothing is ever seen or left half done, and no update is lost. `redis_scripts.py` has the
+scripts, and says what lies where.
+
+A blob is dropped in a store that knows nothing of this Redis. So `collect` leaves a lease on the digest, and brings it
+to the disk, before it drops; `reserve` waits for its end, so that no upload of the same weights begins meanwhile. It
+ends with a drop that came back. After one that failed or crashed it runs out, after LEASE_S, because who knows what the
+store is still about to do; or sooner, when the server that crashed starts again: what the dead have asked a store for
+it does at once or not at all, or only to the copy that they saw. A drop takes milliseconds, and minutes if the store
+does not answer; one that is frozen for longer than the lease, and goes on then, could take away a blob that was
+uploaded after it.
+
+The cursor of the feed names the run of the server, too. One that was killed may have lost changes that it had shown
+and nobody had acknowledged; who has seen them must look everything up again.
+
+Needs the package redis, so only `registry_url.py` loads this module.
+"""
+
+import json
+import random
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from slora_adapters.errors import StoreUnavailable, TryAgain
+from slora_adapters.registry.adapter_record import AdapterRecord, Holdings, Rollout
+from slora_adapters.registry.named_adapter import NamedAdapter
+from slora_adapters.registry.redis_names import parse_name, plan_change
+from slora_adapters.registry.redis_scripts import (
+    END_LEASE,
+    END_LEASES,
+    LEASE,
+    OPEN,
+    PREFIX,
+    READ,
+    RESERVE,
+    SAVE,
+    SCHEMA,
+    name_key,
+)
+from slora_adapters.registry.reference import LATEST
+from slora_adapters.registry.registry_storage import (
+    RESERVATION_S,
+    Change,
+    Changes,
+    NameKey,
+    reservation_lost,
+)
+from slora_adapters.store.durable_redis import (
+    DURABLE_TIMEOUT_S,
+    as_unavailable,
+    check_settings,
+    connect,
+    wait_for_disk,
+)
+from slora_adapters.version import AdapterVersion
+
+__all__ = ["LEASE_S", "RedisStorage", "open_redis_storage"]
+
+T = TypeVar("T")
+# How long nobody may upload weights whose drop did not come back.
+LEASE_S = 600
+# How long an upload waits for a drop of the same weights, and a change for others of the same name.
+_PATIENCE_S = 10.0
+_PAUSE_S = 0.01
+# For lookups; requests wait for them.
+_LOOKUP_TIMEOUT_S = 5.0
+# Of the feed in one answer; of names in one script, during which Redis does nothing else.
+_MAX_CHANGES = 1000
+_BATCH = 200
+
+
+def open_redis_storage(url: str, server: str | None = None) -> "RedisStorage":
+    """server: a name that only one process at a time has; what its earlier ones left undone is over. None has no
+    earlier ones. Raises StoreUnavailable if the Redis at `url` does not answer or was written by a newer release,
+    StoreUnfit if it could lose what it is told."""
+    storage = RedisStorage(url, server or uuid.uuid4().hex)
+    try:
+        storage.prepare()
+    except BaseException:
+        storage.close()
+        raise
+    return storage
+
+
+class RedisStorage:
+    """See `registry_storage.RegistryStorage`."""
+
+    def __init__(self, url: str, server: str) -> None:
+        self._server = server
+        # Nothing is sent twice: a change could be made twice, and who waits for a lookup has waited long enough.
+        self._reader = connect(url, _LOOKUP_TIMEOUT_S, num_retries=0)
+        self._writer = connect(url, DURABLE_TIMEOUT_S, num_retries=0)
+        self._read_script = self._reader.register_script(READ)
+        self._save_script = self._writer.register_script(SAVE)
+        self._reserve_script = self._writer.register_script(RESERVE)
+        self._lease_script = self._writer.register_script(LEASE)
+        self._end_lease_script = self._writer.register_script(END_LEASE)
+
+    def prepare(self) -> None:
+        """Checks the settings and the layout of what is there; see `open_redis_storage`."""
+        check_settings(
+            self._writer,
+            "this Redis could lose names of adapters; as their registry",
+            "Set that (a Redis of its own is best), or leave --registry out where one host is enough",
+        )
+        with as_unavailable(), self._writer.client() as connection:
+            schema = connection.eval(OPEN, 0, SCHEMA, uuid.uuid4().hex)
+            if int(schema) > SCHEMA:
+                raise StoreUnavailable(
+                    f"this Redis has version {int(schema)} of the registry; this release knows {SCHEMA}: run the "
+                    "newer release"
+                )
+            connection.eval(END_LEASES, 1, name_key("drops", self._server), f"{self._server}/")
+            wait_for_disk(connection)  # stores are told the registry's name
+
+    @property
+    def registry(self) -> str:
+        """Raises StoreUnavailable, too, if the Redis was emptied since it was prepared."""
+        with as_unavailable():
+            found = self._reader.get(f"{PREFIX}id")
+        if found is None:
+            raise StoreUnavailable("this Redis holds no registry any more; start the servers again")
+        return bytes(found).decode()
+
+    # -- looking up -------------------------------------------------------------------------------------------------
+
+    def find_version(self, key: NameKey, number: int) -> AdapterRecord | None:
+        return self._read_one(key, numbers=[str(number)]).records.get(number)
+
+    def find_rollout(self, key: NameKey, alias: str) -> Rollout | None:
+        named = self._read_one(key, alias=alias)
+        return named.rollout(alias) if alias in named.aliases else None
+
+    def newest(self, key: NameKey) -> AdapterRecord | None:
+        return self._read_one(key, newest=1).newest
+
+    def aliases(self, key: NameKey) -> Sequence[Rollout]:
+        return _rollouts(self._read_one(key, alias="*"))
+
+    def rollouts(self, tenant: str, limit: int | None, after: tuple[str, str] | None) -> Sequence[Rollout]:
+        found: list[Rollout] = []
+        for named in self._walk(tenant, "-" if after is None else f"[{after[0]}", "*", limit):
+            own = _rollouts(named)
+            found += [one for one in own if after is None or (named.name, one.alias) > after]
+            if limit is not None and len(found) >= limit:
+                break
+        return found[:limit]
+
+    def names(self, tenant: str, limit: int | None, after: str | None) -> Sequence[Rollout]:
+        found: list[Rollout] = []
+        for named in self._walk(tenant, "-" if after is None else f"({after}", LATEST, limit):
+            if limit is not None and len(found) >= limit:
+                break
+            found.append(named.rollout(LATEST))
+        return found
+
+    def versions(self, key: NameKey, limit: int | None, after: int | None) -> Sequence[AdapterRecord]:
+        bound = "+inf" if after is None else f"({after}"
+        named = self._read_one(key, newest=-1 if limit is None else limit, below=bound)
+        return [named.records[number] for number in sorted(named.records, reverse=True)]
+
+    def holdings(self, tenant: str) -> Holdings:
+        with as_unavailable(), self._pipeline() as pipeline:
+            counts, sizes = (
+                pipeline.hvals(name_key("weights", tenant)).hgetall(name_key("sizes", tenant)).execute()
+            )
+        return Holdings(sum(map(int, counts)), {digest.decode(): int(size) for digest, size in sizes.items()})
+
+    def pinned(self) -> Sequence[Rollout]:
+        with as_unavailable():
+            return self._read_pinned(self._reader.smembers(f"{PREFIX}pins"))
+
+    def named(self, versions: Collection[AdapterVersion]) -> set[AdapterVersion]:
+        with as_unavailable(), self._pipeline() as pipeline:
+            for version in versions:
+                pipeline.hexists(name_key("weights", version.tenant), version.digest)
+            return {version for version, has in zip(versions, pipeline.execute(), strict=True) if has}
+
+    def is_referenced(self, digest: str, now: float) -> bool:
+        with as_unavailable(), self._pipeline() as pipeline:
+            pipeline.scard(name_key("owners", digest)).zcount(
+                name_key("reserved", digest), f"({now!r}", "+inf"
+            )
+            return any(pipeline.execute())
+
+    # -- changing ---------------------------------------------------------------------------------------------------
+
+    def change(
+        self,
+        key: NameKey,
+        wanted: Collection[int] | None,
+        edit: Callable[[NamedAdapter], T],
+        reservation: str | None = None,
+        now: float = 0.0,
+    ) -> tuple[T, Change]:
+        def once() -> tuple[T, Change] | None:
+            before, revision = self._load(key, wanted)
+            after = before.copy()
+            result = edit(after)
+            plan = plan_change(before, after, revision)
+            if reservation is not None:
+                plan |= {"reservation": reservation.split("/"), "now": repr(now)}
+            return self._save(result, plan, before, after)
+
+        return _until_kept(once, key)
+
+    def change_pins(
+        self, key: NameKey, edit: Callable[[NamedAdapter, Sequence[Rollout]], T]
+    ) -> tuple[T, Change]:
+        def once() -> tuple[T, Change] | None:
+            with as_unavailable(), self._pipeline() as pipeline:
+                pipeline.get(f"{PREFIX}pins_revision").smembers(f"{PREFIX}pins")
+                pins_revision, members = pipeline.execute()
+                pinned = self._read_pinned(members)
+            before, revision = self._load(key, ())
+            after = before.copy()
+            result = edit(after, pinned)
+            plan = plan_change(before, after, revision) | {"pins_revision": (pins_revision or b"").decode()}
+            return self._save(result, plan, before, after)
+
+        return _until_kept(once, key)
+
+    # -- blobs ------------------------------------------------------------------------------------------------------
+
+    def reserve(self, digest: str, now: float) -> str:
+        """One that Redis loses because it dies needs no care: `change` finds it gone."""
+        reservation = uuid.uuid4().hex
+        deadline = time.monotonic() + _PATIENCE_S
+        keys = [name_key("dropping", digest), name_key("reserved", digest)]
+        with as_unavailable():
+            while not self._reserve_script(
+                keys, [reservation, repr(now + RESERVATION_S), int(2 * RESERVATION_S)]
+            ):
+                if time.monotonic() > deadline:
+                    raise TryAgain(
+                        "the same weights are being deleted, or were when a server died; upload again when it is "
+                        f"back, or in {LEASE_S // 60} minutes"
+                    )
+                time.sleep(_PAUSE_S)
+        return f"{digest}/{reservation}"
+
+    def give_back(self, reservation: str) -> None:
+        digest, _, token = reservation.partition("/")
+        with as_unavailable():
+            self._writer.zrem(name_key("reserved", digest), token)
+
+    def collect(self, digest: str, drop: Callable[[str], None], now: float) -> bool:
+        lease = f"{self._server}/{uuid.uuid4().hex}"
+        dropping, drops = name_key("dropping", digest), name_key("drops", self._server)
+        with as_unavailable(), self._writer.client() as connection:
+            keys = [dropping, name_key("reserved", digest), name_key("owners", digest), drops]
+            if not self._lease_script(keys, [lease, repr(now), LEASE_S, digest], client=connection):
+                return False
+            wait_for_disk(connection)
+        drop(digest)
+        with as_unavailable():
+            self._end_lease_script([dropping, drops], [lease, digest])
+        return True
+
+    # -- the feed ---------------------------------------------------------------------------------------------------
+
+    def changes(self, cursor: str | None) -> Changes:
+        run, _, position = (cursor or "").partition("/")
+        entry, _, _ = position.partition("/")
+        with as_unavailable(), self._pipeline() as pipeline:
+            pipeline.info("server").xrevrange(f"{PREFIX}changes", count=1)
+            if cursor is not None:
+                pipeline.xrange(f"{PREFIX}changes", entry, "+", count=_MAX_CHANGES + 1)
+            server, last, *ranges = pipeline.execute()
+        found = ranges[0] if ranges else []
+        if run == server["run_id"] and found and _position(found[0]) == position:
+            changes = tuple(_parse_change(fields) for _, fields in found[1:])
+            return Changes(f"{run}/{_position(found[-1])}", changes, is_all=len(changes) < _MAX_CHANGES)
+        # Somebody may have emptied the Redis; then the feed begins with what comes next.
+        position = _position(last[0]) if last else "0-0/"
+        return Changes(f"{server['run_id']}/{position}", resync=True)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+
+    def _pipeline(self) -> Any:
+        """Several questions at once. Not MULTI, which a full Redis refuses, whatever is in it."""
+        return self._reader.pipeline(transaction=False)
+
+    def _read(self, asks: Sequence[Mapping[str, Any]]) -> list[tuple[NamedAdapter, str]]:
+        """Names and their revisions, empty for one that is not there."""
+        with as_unavailable():
+            answers = self._read_script(args=[json.dumps(asks)])
+        return [parse_name(ask["id"], answer) for ask, answer in zip(asks, answers, strict=True)]
+
+    def _read_one(self, key: NameKey, **ask: Any) -> NamedAdapter:
+        return self._read([{"id": "/".join(key), **ask}])[0][0]
+
+    def _load(self, key: NameKey, wanted: Collection[int] | None) -> tuple[NamedAdapter, str]:
+        ask = {
+            "id": "/".join(key),
+            "alias": "*",
+            "history": True,
+            "newest": -1 if wanted is None else 2,
+            "numbers": [str(number) for number in wanted or ()],
+        }
+        return self._read([ask])[0]
+
+    def _walk(self, tenant: str, start: str, alias: str, limit: int | None) -> Iterator[NamedAdapter]:
+        """The tenant's names, sorted, with what `alias` points at. start: as ZRANGEBYLEX takes it."""
+        # One more than is wanted, because the first may be the one to go on from.
+        count = _BATCH if limit is None else min(_BATCH, limit + 1)
+        while True:
+            with as_unavailable():
+                page = self._reader.zrangebylex(name_key("names", tenant), start, "+", start=0, num=count)
+            names = [name.decode() for name in page]
+            for named, _ in self._read([{"id": f"{tenant}/{name}", "alias": alias} for name in names]):
+                if named.aliases:  # else it was deleted in between
+                    yield named
+            if len(names) < count:
+                return
+            start = f"({names[-1]}"
+
+    def _read_pinned(self, members: Collection[bytes]) -> Sequence[Rollout]:
+        pins = sorted(tuple(member.decode().replace("@", "/").split("/")) for member in members)
+        found = self._read([{"id": f"{tenant}/{name}", "alias": alias} for tenant, name, alias in pins])
+        return [
+            named.rollout(alias)
+            for (named, _), (_, _, alias) in zip(found, pins, strict=True)
+            if alias in named.aliases
+        ]
+
+    def _save(
+        self, result: T, plan: Mapping[str, Any], before: NamedAdapter, after: NamedAdapter
+    ) -> tuple[T, Change] | None:
+        """None if somebody else was faster."""
+        with as_unavailable(), self._writer.client() as connection:
+            outcome, *digests = self._save_script(args=[json.dumps(plan)], client=connection)
+            if outcome == b"stale":
+                return None
+            if outcome == b"lost":
+                raise reservation_lost()
+            wait_for_disk(connection)
+        orphaned = tuple(AdapterVersion(after.tenant, digest.decode()) for digest in digests)
+        return result, Change(after.tenant, after.name, orphaned, before.pins() != after.pins())
+
+
+def _until_kept(once: Callable[[], tuple[T, Change] | None], key: NameKey) -> tuple[T, Change]:
+    deadline = time.monotonic() + _PATIENCE_S
+    while (done := once()) is None:
+        if time.monotonic() > deadline:
+            raise TryAgain(f"too many change {key[1]!r}, or pins, at once; try again")
+        time.sleep(random.uniform(0, _PAUSE_S))
+    return done
+
+
+def _rollouts(named: NamedAdapter) -> list[Rollout]:
+    return [named.rollout(alias) for alias in sorted(named.aliases)]
+
+
+def _position(entry: tuple[bytes, Mapping[bytes, bytes]]) -> str:
+    entry_id, fields = entry
+    return f"{entry_id.decode()}/{fields[b'nonce'].decode()}"
+
+
+def _parse_change(fields: Mapping[bytes, bytes]) -> Change:
+    tenant = fields[b"tenant"].decode()
+    digests = fields[b"orphaned"].decode().split()
+    return Change(
+        tenant,
+        fields[b"name"].decode(),
+        tuple(AdapterVersion(tenant, digest) for digest in digests),
+        fields[b"moved_pin"] == b"1",
+    )

@@ -1,0 +1,208 @@
+"""A durable store in a folder of local files.
+
+    blobs/ab/ab12.../      one folder per digest, complete from the moment it exists
+    tmp/...                blobs being written, and deleted ones on their way out
+    claims/<registry>      an empty file for each registry that refers to blobs here
+
+A blob is written to a folder in tmp, every file and folder synced to disk, then renamed into place: at whatever
+instant the process or the machine dies, a blob is either whole or absent. What dead writers left in tmp is removed at
+start; living ones hold a lock on their folder, which the kernel releases when they die.
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from slora_adapters.errors import AdapterNotFound, StoreUnavailable, TryAgain
+from slora_adapters.store.blob_name import check_digest, check_member_name, is_digest
+from slora_adapters.store.local_blob import TIER, LocalBlob
+
+# How often a put starts over because a delete of the same digest came in between.
+_MAX_ATTEMPTS = 10
+
+
+class FileStore:
+    """See `store.Store`. Several processes may share the folder. Raises StoreUnavailable if it cannot be used."""
+
+    tiers = (TIER,)
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root).absolute()
+        self._blobs = self.root / "blobs"
+        self._tmp = self.root / "tmp"
+        self._claims = self.root / "claims"
+        with _as_unavailable(self.root):
+            self._blobs.mkdir(parents=True, exist_ok=True)
+            self._tmp.mkdir(exist_ok=True)
+            self._claims.mkdir(exist_ok=True)
+            _sync_folder(self.root)
+            _sweep(self._tmp)
+
+    def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
+        check_digest(digest)
+        for name in members:
+            check_member_name(name)
+        with _as_unavailable(self.root):
+            for _ in range(_MAX_ATTEMPTS):
+                with _locked_folder(self._tmp) as folder:
+                    for name, content in members.items():
+                        _write_member(folder / name, content)
+                    _sync_folder(folder)
+                    if self._publish(folder, digest):
+                        return
+        raise TryAgain(f"blob {digest[:12]} was deleted each time that it was stored; try again")
+
+    def open(self, digest: str) -> LocalBlob:
+        with _as_unavailable(self.root):
+            try:
+                return LocalBlob({path.name: path for path in sorted(self._folder(digest).iterdir())})
+            except FileNotFoundError:
+                self._check_there()
+                raise AdapterNotFound(f"the store holds no adapter {digest[:12]}") from None
+
+    def exists(self, digest: str) -> bool:
+        with _as_unavailable(self.root):
+            if self._folder(digest).exists():
+                return True
+            self._check_there()
+            return False
+
+    def delete(self, digest: str) -> None:
+        with _as_unavailable(self.root):
+            trash = self._tmp / uuid.uuid4().hex
+            try:
+                os.rename(self._folder(digest), trash)
+            except FileNotFoundError:
+                self._check_there()
+                return
+            _sync_folder(self._folder(digest).parent)
+            shutil.rmtree(trash, ignore_errors=True)
+
+    def distrust(self, digest: str) -> bool:
+        """There is no other copy."""
+        return False
+
+    def digests(self) -> Iterator[str]:
+        with _as_unavailable(self.root):
+            folders = [path for shard in self._blobs.iterdir() for path in shard.iterdir()]
+        return (path.name for path in folders if is_digest(path.name))
+
+    def claim(self, registry: str) -> None:
+        with _as_unavailable(self.root):
+            (self._claims / registry).touch()
+            _sync_folder(self._claims)
+
+    def claims(self) -> frozenset[str]:
+        with _as_unavailable(self.root):
+            return frozenset(path.name for path in self._claims.iterdir())
+
+    def check(self) -> None:
+        """Raises StoreUnavailable unless the folder is there and can be written to."""
+        if not os.access(self._tmp, os.W_OK):
+            raise StoreUnavailable(f"the store's folder {str(self._tmp)!r} is missing or not writable")
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def _check_there(self) -> None:
+        """Tells a store without a blob from a place without a store, such as a disk that is not mounted."""
+        if not self._tmp.is_dir():
+            raise StoreUnavailable(f"there is no store any more in {str(self.root)!r}; is its disk mounted?")
+
+    def _folder(self, digest: str) -> Path:
+        return self._blobs / digest[:2] / check_digest(digest)
+
+    def _publish(self, folder: Path, digest: str) -> bool:
+        """Moves a finished folder into place. False if a blob that it was replacing was deleted under its hands."""
+        place = self._folder(digest)
+        place.parent.mkdir(exist_ok=True)
+        _sync_folder(self._blobs)
+        try:
+            os.rename(folder, place)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            return _replace_members(folder, place)
+        _sync_folder(place.parent)
+        return True
+
+
+def _replace_members(folder: Path, place: Path) -> bool:
+    """Member by member: each is interchangeable with the one that it replaces, so readers may see a mixture."""
+    try:
+        for member in folder.iterdir():
+            os.replace(member, place / member.name)
+        _sync_folder(place)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _write_member(path: Path, content: Path | bytes) -> None:
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        shutil.copyfile(content, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _locked_folder(parent: Path) -> Iterator[Path]:
+    """A new folder that no sweep removes while we live; removed at the end, if it is still there."""
+    while True:
+        folder = parent / uuid.uuid4().hex
+        folder.mkdir()
+        lock = _try_lock(folder)
+        if lock is not None:
+            break
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _try_lock(folder: Path) -> int | None:
+    """A descriptor that locks the folder; None if somebody else holds it or has just removed it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_nlink > 0 and folder.exists():
+            return descriptor
+    except BlockingIOError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def _sweep(tmp: Path) -> None:
+    for folder in tmp.iterdir():
+        lock = _try_lock(folder)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _as_unavailable(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreUnavailable(f"the store in {str(root)!r} cannot be used: {error}") from error

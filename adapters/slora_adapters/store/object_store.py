@@ -1,0 +1,436 @@
+"""A durable store in any place that fsspec has a filesystem for: S3, Google Cloud Storage, Azure, SFTP, ...
+
+Such places rename nothing and write no two objects at once; some show a file while it is being written. So no object
+is ever written twice, and what there is follows from names alone:
+
+    blobs/ab/ab12.../<upload>.<member>                 the members of one upload, under names that no other has
+    blobs/ab/ab12.../done.<turn>.<upload>.<members>.<bytes>
+                                                       written last: that upload is whole, with so much in it
+    begun/<upload>.<digest>                            an upload or a deletion is under way
+    claims/<registry>                                  a registry refers to blobs here
+    slora-store                                        there is a store here
+
+A blob is the last whole upload in its folder, in the order of turns; each writer takes the turn after those that it
+finds, and removes those before the last one, which itself goes only by a deletion. So readers never see half a blob,
+two uploads of one digest never mix, and a deletion removes exactly what it found. One listing says whether a blob
+exists, and with the sizes in it a reader asks for all members at once, large ones in several ranges (`object_blob.py`).
+
+The Redis store's way, a manifest that names its chunks, would be written again by each upload: only some places do
+that in one piece, and none lets a deletion say which manifest it means, so that it could strand the members of another
+one. Members named by their content would be shared between uploads, and somebody would have to count by whom.
+
+A note in `begun` outlives its writer. A writer gives up long before its note is old; whoever opens the store or puts
+something looks at the old ones, a few at a time, and removes what they left that is not whole.
+
+Needs the package fsspec, so only `store_url.py` loads this module.
+"""
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import fsspec
+from fsspec.core import url_to_fs
+
+from slora_adapters.errors import AdapterError, AdapterNotFound, StoreUnavailable, StoreUnfit, TryAgain
+from slora_adapters.store.blob_name import check_digest, check_member_name, is_digest
+from slora_adapters.store.object_blob import TIER, ObjectBlob
+
+_NUM_THREADS = 16
+# A writer that takes longer gives up; what is older than the second is nobody's. Between them is room for clocks that
+# differ between hosts.
+UPLOAD_LIMIT_S = 3600
+LEFTOVER_AGE_S = 24 * 3600
+_MAX_SWEPT = 16
+# How often a folder is read again that changed while it was read.
+_MAX_ATTEMPTS = 10
+
+_UPLOAD = "[0-9a-f]{40}"
+_DONE = re.compile(rf"done\.(\d{{1,18}})\.({_UPLOAD})\.(\d{{1,6}})\.(\d{{1,18}})", re.ASCII)
+_MEMBER = re.compile(rf"({_UPLOAD})\.(.+)", re.ASCII)
+_NOTE = re.compile(rf"({_UPLOAD})\.([0-9a-f]{{64}})", re.ASCII)
+_SECRET_OPTION = re.compile("pass|secret|token|key|sas|cred|connection", re.IGNORECASE)
+
+
+def open_object_store(url: str) -> "ObjectStore":
+    """The store at an fsspec URL; its filesystem takes options from fsspec's configuration and its own environment.
+
+    Raises ValueError for a URL that no installed package knows, StoreUnfit where nothing can be written,
+    StoreUnavailable if the place does not answer.
+    """
+    parts = urlsplit(url)
+    scheme = parts.scheme
+    if "::" in url:
+        raise ValueError("a store's URL cannot be a chain ('::'): what is cached in between could be stale")
+    if not parts.netloc + parts.path.strip("/"):
+        raise ValueError(f"a {scheme}:// store needs a place, as in {scheme}://bucket/folder")
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ValueError:
+        raise ValueError(
+            "stores are a path, file:///path, redis://host/db or what fsspec has a filesystem for (s3://, gs://, "
+            f"abfs://, ...); {scheme!r} is not known"
+        ) from None
+    except ImportError as error:
+        raise ValueError(
+            f"a {scheme}:// store needs one more package beside slora[objects]: {error}"
+        ) from None
+    with _as_unavailable(scheme, _secrets(url)):
+        # Not the instance that others share: of ours a cache is switched off.
+        filesystem, root = url_to_fs(url, skip_instance_cache=True)
+    store = ObjectStore(filesystem, root, scheme=scheme, secrets=_secrets(url))
+    store.prepare()
+    return store
+
+
+@dataclass(slots=True)
+class _Upload:
+    """What a folder holds of one upload. done: the name that says that it is whole; promised: members and bytes."""
+
+    upload_id: str
+    members: dict[str, int] = field(default_factory=dict)
+    done: str | None = None
+    turn: int = 0
+    promised: tuple[int, int] = (0, 0)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.done is not None and self.promised == (len(self.members), sum(self.members.values()))
+
+
+class ObjectStore:
+    """See `store.Store`. What `put` wrote is as durable as a finished write is to the filesystem: of files on this
+    machine (`file_store.py` is for them) that is only until it loses power.
+
+    root: as the filesystem wants it. secrets: never shown in an error. clock: seconds since 1970.
+    """
+
+    tiers = (TIER,)
+
+    def __init__(
+        self,
+        filesystem: Any,
+        root: str,
+        *,
+        scheme: str,
+        secrets: tuple[str, ...] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._filesystem = filesystem
+        # A listing from memory would hide what others have put since.
+        filesystem.dircache.use_listings_cache = False
+        self._root = root.rstrip("/")
+        self._begun = f"{self._root}/begun"
+        self._scheme = scheme
+        self._secrets = (*secrets, *_option_secrets(filesystem.storage_options))
+        self._clock = clock
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "object-store")
+
+    def prepare(self) -> None:
+        """Proves that objects can be written, listed and removed here. Raises StoreUnfit, StoreUnavailable."""
+        with self._as_unavailable():
+            try:
+                if not self._is_there(f"{self._root}/slora-store"):
+                    self._write(f"{self._root}/slora-store", b"adapters of slora\n")
+                for _ in range(2):  # a listing that is remembered shows the first note again
+                    with self._noted("0" * 64) as upload_id:
+                        if not any(name.startswith(upload_id) for name, _ in self._list(self._begun)):
+                            raise self._unlisted()
+                self._sweep()
+            except (FileNotFoundError, PermissionError, NotImplementedError) as error:
+                cause = _cause(error, self._secrets)
+                raise StoreUnfit(f"nothing can be kept in the {self._scheme}:// store: {cause}") from None
+
+    def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
+        check_digest(digest)
+        for name in members:
+            check_member_name(name)
+        with self._as_unavailable():
+            self._check_there()
+            self._sweep()
+            with self._noted(digest) as upload_id:
+                try:
+                    self._upload(digest, upload_id, members)
+                except BaseException:
+                    self._abandon(digest, upload_id)
+                    raise
+
+    def open(self, digest: str) -> ObjectBlob:
+        check_digest(digest)
+        with self._as_unavailable():
+            upload = self._find(digest)
+            if upload is None:
+                self._check_there()
+                raise AdapterNotFound(f"the store holds no adapter {digest[:12]}")
+        prefix = f"{self._folder(digest)}/{upload.upload_id}."
+
+        def read(name: str, start: int, end: int) -> bytes:
+            with self._as_unavailable():
+                return self._read_range(prefix + name, start, end)
+
+        return ObjectBlob(upload.members, read, self._threads)
+
+    def exists(self, digest: str) -> bool:
+        check_digest(digest)
+        with self._as_unavailable():
+            if self._find(digest) is not None:
+                return True
+            self._check_there()
+            return False
+
+    def delete(self, digest: str) -> None:
+        check_digest(digest)
+        with self._as_unavailable():
+            found = [one for one in self._uploads(digest) if one.done or self._is_abandoned(one)]
+            if not found:
+                self._check_there()
+                return
+            with self._noted(digest):
+                self._remove_uploads(digest, found)
+
+    def distrust(self, digest: str) -> bool:
+        """There is no other copy."""
+        return False
+
+    def digests(self) -> Iterator[str]:
+        """Folder by folder, of which there are at most 256: a listing is never in memory as a whole."""
+        with self._as_unavailable():
+            self._check_there()
+            shards = [name for name, _ in self._list(f"{self._root}/blobs")]
+        for shard in shards:
+            with self._as_unavailable():
+                names = [name for name, _ in self._list(f"{self._root}/blobs/{shard}") if is_digest(name)]
+                found = list(self._threads.map(self._find, names))
+            yield from (name for name, upload in zip(names, found, strict=True) if upload is not None)
+
+    def claim(self, registry: str) -> None:
+        with self._as_unavailable():
+            self._write(f"{self._root}/claims/{registry}", b"refers to blobs here\n")
+
+    def claims(self) -> frozenset[str]:
+        with self._as_unavailable():
+            self._check_there()
+            return frozenset(name for name, _ in self._list(f"{self._root}/claims"))
+
+    def check(self) -> None:
+        with self._as_unavailable():
+            self._check_there()
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def _upload(self, digest: str, upload_id: str, members: Mapping[str, Path | bytes]) -> None:
+        folder = self._folder(digest)
+        sizes = [len(one) if isinstance(one, bytes) else one.stat().st_size for one in members.values()]
+        turn = 1 + max((upload.turn for upload in self._uploads(digest)), default=0)
+        writes = [
+            self._threads.submit(self._write, f"{folder}/{upload_id}.{name}", content)
+            for name, content in members.items()
+        ]
+        wait(writes)  # all, also if one fails: what is written later nobody would remove
+        for write in writes:
+            write.result()
+        if self._age_s(upload_id) > UPLOAD_LIMIT_S:
+            raise TryAgain(f"the upload took more than {UPLOAD_LIMIT_S} s; try again")
+        done = f"{folder}/done.{turn}.{upload_id}.{len(sizes)}.{sum(sizes)}"
+        self._write(done, b"whole\n")
+        self._remove_uploads(digest, self._outdone(self._settled(digest, upload_id, done)))
+
+    def _settled(self, digest: str, upload_id: str, done: str) -> list[_Upload]:
+        """The digest's uploads, once ours shows there as it was written, or somebody has removed it again."""
+        for _ in range(_MAX_ATTEMPTS):
+            uploads = self._uploads(digest)
+            if any(upload.upload_id == upload_id and upload.is_whole for upload in uploads):
+                return uploads
+            if not self._is_there(done):
+                return uploads
+        raise self._unlisted()
+
+    def _unlisted(self) -> StoreUnfit:
+        return StoreUnfit(
+            f"the {self._scheme}:// store does not list what was just written to it; switch off what remembers its "
+            "listings"
+        )
+
+    def _outdone(self, uploads: list[_Upload]) -> list[_Upload]:
+        """Those that no reader takes any more, and those that nobody finishes."""
+        last = max((index for index, upload in enumerate(uploads) if upload.is_whole), default=0)
+        return [
+            upload
+            for index, upload in enumerate(uploads)
+            if (upload.done and index < last) or self._is_abandoned(upload)
+        ]
+
+    def _abandon(self, digest: str, upload_id: str) -> None:
+        """Removes what a failed upload wrote, if it can. Its note stays: a write that failed may still arrive."""
+        with suppress(Exception):  # the failure that is being raised says more
+            own = [one for one in self._uploads(digest) if one.upload_id == upload_id]
+            self._remove_uploads(digest, own)
+
+    def _sweep(self) -> None:
+        """Removes what the dead left, of a few of them."""
+        notes = [match for name, _ in self._list(self._begun) if (match := _NOTE.fullmatch(name))]
+        for match in [match for match in notes if self._is_old(match[1])][:_MAX_SWEPT]:
+            upload_id, digest = match.groups()
+            self._remove_uploads(digest, self._outdone(self._uploads(digest)))
+            self._remove(self._note(digest, upload_id))
+
+    def _find(self, digest: str) -> _Upload | None:
+        """The upload that is the blob."""
+        for _ in range(_MAX_ATTEMPTS):
+            uploads = self._uploads(digest)
+            whole = [upload for upload in uploads if upload.is_whole]
+            if whole:
+                return whole[-1]
+            if not any(upload.done for upload in uploads):
+                break
+            # Of files, a listing is not of one instant: it may show what is being removed and not what came instead.
+        return None
+
+    def _uploads(self, digest: str) -> list[_Upload]:
+        """All that is there of a digest, in the order of turns."""
+        found: dict[str, _Upload] = {}
+        for name, num_bytes in self._list(self._folder(digest)):
+            if match := _DONE.fullmatch(name):
+                upload = found.setdefault(match[2], _Upload(match[2]))
+                upload.done, upload.turn = name, int(match[1])
+                upload.promised = int(match[3]), int(match[4])
+            elif match := _MEMBER.fullmatch(name):
+                found.setdefault(match[1], _Upload(match[1])).members[match[2]] = num_bytes
+        return sorted(found.values(), key=lambda upload: (upload.turn, upload.upload_id))
+
+    def _read_range(self, path: str, start: int, end: int) -> bytes:
+        """Raises AdapterNotFound if its upload was replaced or deleted since it was listed."""
+        try:
+            piece: bytes = self._filesystem.cat_file(path, start=start, end=end)
+        except FileNotFoundError:
+            raise AdapterNotFound(f"{path.rsplit('/', 1)[-1]!r} is gone that was being read") from None
+        if len(piece) != end - start:
+            raise OSError(f"{len(piece)} bytes came of bytes {start} to {end} of {path.rsplit('/', 1)[-1]!r}")
+        return piece
+
+    def _remove_uploads(self, digest: str, uploads: list[_Upload]) -> None:
+        """Each first ceases to be whole, so that none is read while it goes."""
+        folder = self._folder(digest)
+        for upload in uploads:
+            if upload.done:
+                self._remove(f"{folder}/{upload.done}")
+            for name in upload.members:
+                self._remove(f"{folder}/{upload.upload_id}.{name}")
+
+    @contextmanager
+    def _noted(self, digest: str) -> Iterator[str]:
+        """The id of a new upload, noted until the block has ended well."""
+        upload_id = f"{int(self._clock()):08x}{uuid.uuid4().hex}"
+        note = self._note(digest, upload_id)
+        self._write(note, b"begun\n")
+        yield upload_id
+        self._remove(note)
+
+    def _is_abandoned(self, upload: _Upload) -> bool:
+        return not upload.is_whole and self._is_old(upload.upload_id)
+
+    def _is_old(self, upload_id: str) -> bool:
+        return self._age_s(upload_id) > LEFTOVER_AGE_S
+
+    def _age_s(self, upload_id: str) -> float:
+        """Since it began; its id says when."""
+        return self._clock() - int(upload_id[:8], 16)
+
+    def _folder(self, digest: str) -> str:
+        return f"{self._root}/blobs/{digest[:2]}/{digest}"
+
+    def _note(self, digest: str, upload_id: str) -> str:
+        return f"{self._begun}/{upload_id}.{digest}"
+
+    def _check_there(self) -> None:
+        """Tells a store without a blob from a place without a store: one that is not mounted, a bucket that is gone."""
+        if not self._is_there(f"{self._root}/slora-store"):
+            raise StoreUnavailable(
+                f"there is no store any more in the {self._scheme}:// place; was it moved?"
+            )
+
+    def _is_there(self, path: str) -> bool:
+        """Asks for the object itself: what filesystems say of its existence may come from memory."""
+        try:
+            self._filesystem.cat_file(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _list(self, folder: str) -> list[tuple[str, int]]:
+        """(name, bytes) of what lies in a folder."""
+        try:
+            entries = self._filesystem.ls(folder, detail=True)
+        except FileNotFoundError:
+            return []
+        return [(entry["name"].rstrip("/").rsplit("/", 1)[-1], entry["size"] or 0) for entry in entries]
+
+    def _write(self, path: str, content: Path | bytes) -> None:
+        try:
+            self._send(path, content)
+        except FileNotFoundError:
+            if not self._root.startswith("/"):
+                raise  # there is no bucket, and to make one is for people
+            self._filesystem.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+            self._send(path, content)
+
+    def _send(self, path: str, content: Path | bytes) -> None:
+        if isinstance(content, bytes):
+            self._filesystem.pipe_file(path, content)
+        else:
+            self._filesystem.put_file(str(content), path)
+
+    def _remove(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            self._filesystem.rm_file(path)
+
+    @contextmanager
+    def _as_unavailable(self) -> Iterator[None]:
+        with _as_unavailable(self._scheme, self._secrets):
+            yield
+
+
+def _secrets(url: str) -> tuple[str, ...]:
+    parts = urlsplit(url)
+    found = [parts.password, parts.query]
+    return tuple({text for one in found if one for text in (one, unquote(one))})
+
+
+def _option_secrets(options: Mapping[str, Any]) -> Iterator[str]:
+    """Values among a filesystem's options, from its URL or its configuration, that nobody should see."""
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _option_secrets(value)
+        elif isinstance(value, str) and value and _SECRET_OPTION.search(name):
+            yield value
+
+
+def _cause(error: BaseException, secrets: tuple[str, ...]) -> str:
+    """What a backend says, without the secrets that we know of and without those that URLs carry."""
+    text = str(error)
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, "***")
+    text = re.sub(r"://[^/\s@]*@", "://***@", text)
+    text = re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1?***", text)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextmanager
+def _as_unavailable(scheme: str, secrets: tuple[str, ...]) -> Iterator[None]:
+    try:
+        yield
+    except AdapterError:
+        raise
+    except Exception as error:  # the errors of fsspec's many backends have nothing else in common
+        # Not `from error`: a traceback would show what the message leaves out.
+        raise StoreUnavailable(
+            f"the {scheme}:// store does not answer as it should: {_cause(error, secrets)}"
+        ) from None

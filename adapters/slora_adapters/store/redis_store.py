@@ -1,0 +1,217 @@
+"""Adapters in Redis: as a durable store of its own, or as a warm tier whose contents may vanish.
+
+A blob is cut into chunks of 4 MiB, plain strings (one large string blocks the server for half a second, and 512 MiB
+is the end of it):
+
+    slora:{<digest>}:m               manifest, a hash: members (JSON), upload
+    slora:{<digest>}:c:<upload>:<i>  chunks, numbered through all members
+    slora:claims                     set of the registries that refer to blobs here
+
+A warm tier's keys begin with `slora:warm:{` in place of `slora:{`: it replaces, drops and lets expire as it likes, and
+what it does so must never be a blob of a durable store in the same Redis, which may be another host's.
+
+The braces keep a blob in one cluster slot. Each upload has chunk keys of its own, which expire; the manifest, written
+last by one script that also makes the chunks permanent (in a durable store), is what makes the blob exist. So readers
+never see half a blob, two uploads of one digest never mix, and what a dead writer left expires.
+
+Needs the package redis, so only `store_url.py` loads this module.
+"""
+
+import json
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+
+import redis
+
+from slora_adapters.errors import AdapterNotFound, TryAgain
+from slora_adapters.store.blob_name import check_digest, check_member_name, is_digest
+from slora_adapters.store.durable_redis import (
+    DURABLE_TIMEOUT_S,
+    as_unavailable,
+    check_settings,
+    connect,
+    wait_for_disk,
+)
+from slora_adapters.store.local_blob import LocalBlob
+from slora_adapters.store.redis_blob import CHUNK_BYTES, TIER, RedisBlob
+from slora_adapters.store.store import Blob
+
+# Time that an upload has between one chunk and the commit, before Redis clears it away.
+UPLOAD_EXPIRY_S = 3600
+# A warm copy that nobody reads is gone after this time.
+WARM_EXPIRY_S = 24 * 3600
+_WARM_TIMEOUT_S = 5.0
+_CLAIMS_KEY = "slora:claims"
+
+# KEYS: manifest, then the new chunks. ARGV: members, upload, seconds to live (0: for ever), first part of chunk keys.
+# Returns 0 if a chunk is missing, else 1. The chunks that the manifest named before are deleted.
+_COMMIT = """
+for i = 2, #KEYS do
+  if redis.call('EXISTS', KEYS[i]) == 0 then return 0 end
+end
+for i = 2, #KEYS do
+  if ARGV[3] == '0' then redis.call('PERSIST', KEYS[i]) else redis.call('EXPIRE', KEYS[i], ARGV[3]) end
+end
+local old = redis.call('HMGET', KEYS[1], 'upload', 'chunks')
+redis.call('HSET', KEYS[1], 'members', ARGV[1], 'upload', ARGV[2], 'chunks', #KEYS - 1)
+if ARGV[3] ~= '0' then redis.call('EXPIRE', KEYS[1], ARGV[3]) else redis.call('PERSIST', KEYS[1]) end
+if old[1] then
+  for i = 0, tonumber(old[2]) - 1 do redis.call('UNLINK', ARGV[4] .. old[1] .. ':' .. i) end
+end
+return 1
+"""
+
+# KEYS: manifest. ARGV: first part of chunk keys, the upload. Leaves another one, which came after whoever asks looked.
+_DELETE = """
+local old = redis.call('HMGET', KEYS[1], 'upload', 'chunks')
+if old[1] == ARGV[2] then
+  for i = 0, tonumber(old[2]) - 1 do redis.call('UNLINK', ARGV[1] .. old[1] .. ':' .. i) end
+  redis.call('UNLINK', KEYS[1])
+end
+return 1
+"""
+
+
+def open_redis_store(url: str, *, durable: bool) -> "RedisStore":
+    """A store on the Redis at `url`. Raises StoreUnavailable if `durable` and it does not answer, StoreUnfit if it
+    could lose data; a warm tier may be down, and is not contacted here.
+    """
+    client = connect(url, DURABLE_TIMEOUT_S if durable else _WARM_TIMEOUT_S, num_retries=1 if durable else 0)
+    if durable:
+        check_settings(
+            client,
+            "this Redis could lose adapters; as the only store",
+            "Set that, or use a file store and give this Redis as its warm tier",
+        )
+    return RedisStore(client, durable=durable)
+
+
+class RedisStore:
+    """See `store.Store` and `store.WarmStore`."""
+
+    tiers = (TIER,)
+
+    def __init__(self, client: "redis.Redis[bytes]", *, durable: bool) -> None:
+        self._client = client
+        self._durable = durable
+        self._space = "slora:" if durable else "slora:warm:"
+        self._expiry_s = 0 if durable else WARM_EXPIRY_S
+        self._commit = client.register_script(_COMMIT)
+        self._delete = client.register_script(_DELETE)
+
+    def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
+        self._put(digest, _local_blobs(members))
+
+    def copy(self, digest: str, blob: Blob) -> None:
+        self._put(digest, [blob])
+
+    def open(self, digest: str) -> RedisBlob:
+        with as_unavailable():
+            found = self._client.hmget(self._manifest_key(digest), ["members", "upload"])
+            manifest = None if None in found else _parse_manifest(found[0])
+            if manifest is None:
+                raise AdapterNotFound(f"the store holds no adapter {digest[:12]}")
+            prefix = f"{self._chunk_prefix(digest)}{found[1].decode('ascii', 'replace')}:"
+            self._keep_warm(digest, prefix, manifest)
+            return RedisBlob(self._client.connection_pool, prefix, manifest)
+
+    def exists(self, digest: str) -> bool:
+        with as_unavailable():
+            return bool(self._client.exists(self._manifest_key(digest)))
+
+    def delete(self, digest: str) -> None:
+        with as_unavailable():
+            upload = self._client.hget(self._manifest_key(digest), "upload")
+            if upload is not None:
+                self._delete(keys=[self._manifest_key(digest)], args=[self._chunk_prefix(digest), upload])
+
+    def distrust(self, digest: str) -> bool:
+        """There is no other copy here."""
+        return False
+
+    def digests(self) -> Iterator[str]:
+        with as_unavailable():
+            found = [key.decode() for key in self._client.scan_iter(f"{self._space}{{*}}:m", count=1000)]
+        names = {key.removeprefix(f"{self._space}{{").removesuffix("}:m") for key in found}
+        return (name for name in names if is_digest(name))
+
+    def claim(self, registry: str) -> None:
+        with as_unavailable(), self._client.client() as connection:
+            connection.sadd(_CLAIMS_KEY, registry)
+            if self._durable:
+                wait_for_disk(connection)
+
+    def claims(self) -> frozenset[str]:
+        with as_unavailable():
+            return frozenset(one.decode() for one in self._client.smembers(_CLAIMS_KEY))
+
+    def check(self) -> None:
+        with as_unavailable():
+            self._client.ping()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _put(self, digest: str, blobs: Iterable[Blob]) -> None:
+        """Stores the members of all `blobs` as one blob."""
+        check_digest(digest)
+        upload = uuid.uuid4().hex
+        keys: list[str] = []
+        manifest: list[tuple[str, int]] = []
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        with as_unavailable(), self._client.client() as connection:
+            for part, name, num_bytes in ((p, *member) for p in blobs for member in p.members.items()):
+                manifest.append((check_member_name(name), num_bytes))
+                for start in range(0, num_bytes, CHUNK_BYTES):
+                    chunk = buffer[: min(CHUNK_BYTES, num_bytes - start)]
+                    part.read_into(name, start, chunk)
+                    keys.append(f"{self._chunk_prefix(digest)}{upload}:{len(keys)}")
+                    connection.set(keys[-1], chunk, ex=UPLOAD_EXPIRY_S)
+            done = self._commit(
+                keys=[self._manifest_key(digest), *keys],
+                args=[json.dumps(manifest), upload, self._expiry_s, self._chunk_prefix(digest)],
+                client=connection,
+            )
+            if not done:
+                raise TryAgain("Redis dropped part of the upload; it may be short of memory")
+            if self._durable:
+                wait_for_disk(connection)
+
+    def _keep_warm(self, digest: str, prefix: str, manifest: list[tuple[str, int]]) -> None:
+        """A warm copy lives for a while after its last use."""
+        if self._durable:
+            return
+        num_chunks = sum(_num_chunks(num_bytes) for _, num_bytes in manifest)
+        with self._client.pipeline(transaction=False) as pipeline:
+            pipeline.expire(self._manifest_key(digest), self._expiry_s)
+            for chunk_id in range(num_chunks):
+                pipeline.expire(f"{prefix}{chunk_id}", self._expiry_s)
+            pipeline.execute()
+
+    def _manifest_key(self, digest: str) -> str:
+        return f"{self._space}{{{check_digest(digest)}}}:m"
+
+    def _chunk_prefix(self, digest: str) -> str:
+        return f"{self._space}{{{digest}}}:c:"
+
+
+def _local_blobs(members: Mapping[str, Path | bytes]) -> Iterator[Blob]:
+    """One after the other, so that only one file is open."""
+    for name, content in members.items():
+        with closing(LocalBlob({check_member_name(name): content})) as blob:
+            yield blob
+
+
+def _parse_manifest(raw: bytes) -> list[tuple[str, int]] | None:
+    """None for what is no manifest: somebody else has written to our Redis, and a warm tier must not break reads."""
+    try:
+        entries = [(str(name), int(num_bytes)) for name, num_bytes in json.loads(raw)]
+    except (ValueError, TypeError):
+        return None
+    return entries if all(num_bytes >= 0 for _, num_bytes in entries) else None
+
+
+def _num_chunks(num_bytes: int) -> int:
+    return -(-num_bytes // CHUNK_BYTES)

@@ -1,0 +1,75 @@
+"""Opens stores by URL; the only place that decides which implementations are loaded."""
+
+import importlib
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import unquote, urlsplit
+
+from slora_adapters.store.file_store import FileStore
+from slora_adapters.store.store import Store, WarmStore
+from slora_adapters.store.tiered_store import TieredStore
+
+# fsspec has two names for files.
+_FILE_SCHEMES = ("file", "local")
+REDIS_SCHEMES = ("redis", "rediss", "unix")
+# What fsspec could open, and nobody should keep adapters in.
+_NO_STORES = {
+    "hf": "adapters are only read from the Hugging Face hub: slora adapter push hf://ORG/REPO",
+    "http": "web pages can't be written",
+    "https": "web pages can't be written",
+    "memory": "what one process keeps in its memory no other sees, and it ends with the process",
+}
+
+
+def open_store(url: str, warm_url: str | None = None) -> Store:
+    """Opens a durable store, with an optional warm tier in front of it.
+
+    `url`: a path or file:///path; redis://, rediss://, unix:// (a Redis with append-only file and noeviction); or what
+    fsspec has a filesystem for, such as s3://bucket/folder. `warm_url`: a Redis of any settings, whose contents may
+    vanish; the durable one again stands for none. Raises ValueError for other URLs, StoreUnavailable if the durable
+    store does not answer or could lose data; a warm tier that is down is left out until it answers.
+    """
+    if warm_url is not None and urlsplit(warm_url).scheme not in REDIS_SCHEMES:
+        schemes = ", ".join(f"{scheme}://" for scheme in REDIS_SCHEMES)
+        raise ValueError(f"the warm tier must be a Redis ({schemes}), not {urlsplit(warm_url).scheme!r}")
+    durable = _open_durable(url)
+    if warm_url is None or _place(warm_url) == _place(
+        url
+    ):  # a second copy in the same memory would be no nearer
+        return durable
+    return TieredStore(durable, _open_redis(warm_url, durable=False))
+
+
+def _open_durable(url: str) -> Store:
+    parts = urlsplit(url)
+    if "://" not in url:
+        return FileStore(Path(url))
+    if parts.scheme in _FILE_SCHEMES:
+        if parts.netloc not in ("", "localhost"):
+            raise ValueError(f"{parts.scheme}:// names files of this machine, as in {parts.scheme}:///path")
+        return FileStore(Path(unquote(parts.path)))
+    if parts.scheme in REDIS_SCHEMES:
+        return _open_redis(url, durable=True)
+    if why := _NO_STORES.get(parts.scheme):
+        raise ValueError(f"{parts.scheme}:// can't be a store of adapters: {why}")
+    module = load_optional("object_store", "objects", f"a {parts.scheme}:// store")
+    return cast(Store, module.open_object_store(url))
+
+
+def _open_redis(url: str, *, durable: bool) -> WarmStore:
+    module = load_optional("redis_store", "redis", f"a {urlsplit(url).scheme}:// store")
+    return cast(WarmStore, module.open_redis_store(url, durable=durable))
+
+
+def _place(url: str) -> tuple[str | None, int | None, str]:
+    """What a URL names, whoever asks."""
+    parts = urlsplit(url)
+    return parts.hostname, parts.port, parts.path
+
+
+def load_optional(module: str, extra: str, what: str) -> Any:
+    """A module that needs a package of its own. Raises ValueError, naming what to install for `what`."""
+    try:
+        return importlib.import_module(f"slora_adapters.{module}")
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{what} needs the package {error.name}: pip install 'slora[{extra}]'") from error

@@ -1,0 +1,186 @@
+"""A durable store with a warm tier in front: reads try the warm tier first, and never depend on it.
+
+Writes and deletes are done when the durable store has done them. The warm tier is filled in the background, by what
+is put and by what is read past it; it is left alone for a few seconds after each failure, so that a dead one costs
+one timeout, not one per read.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from threading import Lock
+
+from slora_adapters.errors import AdapterNotFound, StoreUnavailable
+from slora_adapters.store.store import Blob, Store, WarmStore
+
+logger = logging.getLogger(__name__)
+
+REST_AFTER_FAILURE_S = 5.0
+# Blobs waiting to be copied to the warm tier; beyond it, reads are not copied at all.
+MAX_PENDING_COPIES = 8
+
+
+class TieredStore:
+    """See `store.Store`. What `exists`, `digests` and `claims` say is the durable store's word."""
+
+    def __init__(self, durable: Store, warm: WarmStore, clock: Callable[[], float] = time.monotonic) -> None:
+        self.durable = durable
+        self.warm = warm
+        self._clock = clock
+        self._resting_until = float("-inf")
+        # Whether a copy that is there already is to be replaced.
+        self._pending: dict[str, bool] = {}
+        self._lock = Lock()
+        self._copier = ThreadPoolExecutor(1, "warm-copy")
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        return (*self.warm.tiers, *self.durable.tiers)
+
+    def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
+        self.durable.put(digest, members)
+        self.copy_later(digest, replace=True)
+
+    def open(self, digest: str) -> Blob:
+        if self._warm_is_up():
+            try:
+                return _WarmBlob(self.warm.open(digest), self, digest)
+            except AdapterNotFound:
+                pass
+            except StoreUnavailable as error:
+                self.rest(error)
+        return _DurableBlob(self.durable.open(digest), self, digest)
+
+    def exists(self, digest: str) -> bool:
+        return self.durable.exists(digest)
+
+    def delete(self, digest: str) -> None:
+        self.durable.delete(digest)
+        try:
+            self.warm.delete(digest)
+        except StoreUnavailable as error:
+            # Its copy expires by itself, and nothing asks for a digest that the registry does not name.
+            self.rest(error)
+
+    def distrust(self, digest: str) -> bool:
+        """Drops the warm copy; the durable one is worth another try if there was one."""
+        try:
+            had_copy = self.warm.exists(digest)
+            self.warm.delete(digest)
+        except StoreUnavailable as error:
+            self.rest(error)
+            return True
+        return self.durable.distrust(digest) or had_copy
+
+    def digests(self) -> Iterator[str]:
+        return self.durable.digests()
+
+    def claim(self, registry: str) -> None:
+        self.durable.claim(registry)
+
+    def claims(self) -> frozenset[str]:
+        return self.durable.claims()
+
+    def check(self) -> None:
+        """The durable store's word: a platform is ready without its warm tier."""
+        self.durable.check()
+
+    def close(self) -> None:
+        """Waits for the copy under way, if any."""
+        self._copier.shutdown(cancel_futures=True)
+        self.warm.close()
+        self.durable.close()
+
+    def drain(self) -> None:
+        """Waits until everything that was to be copied to the warm tier has been, or has failed to be."""
+        self._copier.submit(lambda: None).result()
+
+    def _warm_is_up(self) -> bool:
+        return self._clock() >= self._resting_until
+
+    def rest(self, error: StoreUnavailable) -> None:
+        """Leaves the warm tier alone for a while."""
+        logger.warning("warm tier left alone for %.0f s: %s", REST_AFTER_FAILURE_S, error)
+        self._resting_until = self._clock() + REST_AFTER_FAILURE_S
+
+    def _is_warm(self, digest: str) -> bool:
+        """Whether there is a copy that can be read, at least its begin."""
+        try:
+            self.warm.open(digest).close()
+        except AdapterNotFound:
+            return False
+        return True
+
+    def copy_later(self, digest: str, *, replace: bool = False) -> None:
+        """To the warm tier, in the background, unless it is too busy."""
+        with self._lock:
+            if digest in self._pending:
+                self._pending[digest] |= replace
+                return
+            if not self._warm_is_up() or len(self._pending) >= MAX_PENDING_COPIES:
+                return
+            self._pending[digest] = replace
+        self._copier.submit(self._copy, digest)
+
+    def _copy(self, digest: str) -> None:
+        with self._lock:  # first of all: a put from here on must be copied again
+            replace = self._pending.pop(digest)
+        try:
+            if not replace and self._is_warm(digest):
+                return  # copied since, and perhaps being read
+            with closing(self.durable.open(digest)) as blob:
+                self.warm.copy(digest, blob)
+            if not self.durable.exists(digest):  # deleted meanwhile, here or by another process
+                self.warm.delete(digest)
+        except AdapterNotFound:
+            pass  # deleted before we came to it
+        except StoreUnavailable as error:
+            self.rest(error)
+        except Exception:  # top of a background job: a fault here must not go unseen, nor end the thread
+            logger.exception("copying %s to the warm tier failed", digest)
+
+
+class _DurableBlob:
+    """A blob that was not in the warm tier, and is copied there when it has been read."""
+
+    def __init__(self, blob: Blob, tiers: TieredStore, digest: str) -> None:
+        self.members = blob.members
+        self.tier = blob.tier
+        self.next_tier = tiers.warm.tiers[0]
+        self._blob = blob
+        self._tiers = tiers
+        self._digest = digest
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        self._blob.read_into(name, start, buffer)
+
+    def close(self) -> None:
+        self._blob.close()
+        self._tiers.copy_later(self._digest)
+
+
+class _WarmBlob:
+    """A blob in the warm tier. Where it breaks off it is gone: whoever opens it again reads the durable one."""
+
+    def __init__(self, blob: Blob, tiers: TieredStore, digest: str) -> None:
+        self.members = blob.members
+        self.tier = self.next_tier = blob.tier
+        self._blob = blob
+        self._tiers = tiers
+        self._digest = digest
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        try:
+            self._blob.read_into(name, start, buffer)
+        except AdapterNotFound:
+            self._tiers.distrust(self._digest)
+            raise
+        except StoreUnavailable as error:
+            self._tiers.rest(error)
+            raise AdapterNotFound("the warm copy that was being read broke off") from error
+
+    def close(self) -> None:
+        self._blob.close()

@@ -1,0 +1,68 @@
+"""How tenants move the aliases of their adapters: what `name@prod` serves, to whom, and back again.
+
+A move is one transaction, so a request is answered by what was before it or by what is after it, and one that has
+begun stays with its version. Whatever is pinned follows. Knows no HTTP; its dictionaries are the API's JSON.
+"""
+
+import asyncio
+from typing import Any
+
+from slora_adapters.registry.alias import Targets
+from slora_adapters.registry.reference import LATEST
+from slora_adapters.registry.registry import Registry, Rollout
+from slora_api.adapters.adapter_json import alias_json
+from slora_api.adapters.pinning import Pinning
+
+__all__ = ["Aliases"]
+
+Json = dict[str, Any]
+
+
+class Aliases:
+    """Of all tenants, each tenant's for itself. What is not there raises AdapterNotFound."""
+
+    def __init__(self, registry: Registry, pinning: Pinning) -> None:
+        self._registry = registry
+        self._pinning = pinning
+
+    def list(self, tenant: str, name: str) -> list[Json]:
+        self._registry.rollout(tenant, f"{name}@{LATEST}")  # every name has it
+        return [alias_json(rollout) for rollout in self._registry.aliases(tenant, name)]
+
+    def describe(self, tenant: str, name: str, alias: str) -> Json:
+        return alias_json(self._registry.rollout(tenant, f"{name}@{alias}"))
+
+    async def move(
+        self,
+        tenant: str,
+        name: str,
+        alias: str,
+        targets: Targets,
+        *,
+        expected: Targets | None,
+        follows_pushes: bool,
+    ) -> Json:
+        """Raises what `Registry.move` raises."""
+        rollout = await asyncio.to_thread(
+            self._registry.move,
+            tenant,
+            name,
+            alias,
+            targets,
+            expected=expected,
+            follows_pushes=follows_pushes,
+        )
+        return self._moved(rollout)
+
+    async def roll_back(self, tenant: str, name: str, alias: str) -> Json:
+        """Raises AliasConflict if there is nothing to go back to."""
+        return self._moved(await asyncio.to_thread(self._registry.roll_back, tenant, name, alias))
+
+    async def delete(self, tenant: str, name: str, alias: str) -> None:
+        """Raises BadAlias for `latest`."""
+        self._moved(await asyncio.to_thread(self._registry.delete_alias, tenant, name, alias))
+
+    def _moved(self, rollout: Rollout) -> Json:
+        if rollout.pinned:
+            self._pinning.refresh()
+        return alias_json(rollout)

@@ -1,0 +1,135 @@
+"""Has uploads inspected in processes of their own, one for each, and tells what came of it.
+
+A process that crashes, hangs or takes too much ends alone: its upload is refused with the word for it, and nobody else
+notices. How many run at once is bounded by admission, like the uploads themselves.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from slora_adapters.errors import AdapterInvalid, Reason
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.checked_adapter import CheckedAdapter
+from slora_adapters.peft.inspection_process import InspectionTask, OutOfMemory, decode_answer
+from slora_api.adapters.quarantine import Quarantine
+from slora_api.errors import InspectionFailed
+from slora_kernels.layout import ModelShape
+
+__all__ = ["InspectionBounds", "Inspector"]
+
+# Only what Python needs to start: no secret reaches a process that opens strangers' files.
+_PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
+# One thread: the cores serve requests.
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+# A config of 1 MiB and two texts of 256 KiB, where JSON makes six bytes of each.
+_MAX_ANSWER_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class InspectionBounds:
+    """What the inspection of one upload may take: memory of its own, and computing time, which grows with the upload: a
+    few kilobytes that keep a core busy for a minute are no adapter. By the clock it may take `patience` times as long.
+
+    Worked example: 80 MiB get 10 + 40 s of computing, 250 s in all; reading and weighing them takes one.
+    """
+
+    memory_bytes: int = 512 << 20
+    cpu_seconds: int = 10
+    bytes_per_cpu_second: int = 2 << 20
+    patience: float = 5.0
+
+    def cpu_seconds_for(self, source: Path) -> int:
+        files = source.iterdir() if source.is_dir() else [source]
+        return self.cpu_seconds + sum(file.stat().st_size for file in files) // self.bytes_per_cpu_second
+
+
+class Inspector:
+    """Inspects adapters for a base model of `shape` by `limits`; what has to be written goes to the quarantine."""
+
+    def __init__(
+        self, quarantine: Quarantine, shape: ModelShape, limits: AdapterLimits, bounds: InspectionBounds
+    ) -> None:
+        self._quarantine = quarantine
+        self._shape = shape
+        self._limits = limits
+        self._bounds = bounds
+
+    @asynccontextmanager
+    async def inspect(self, source: Path) -> AsyncIterator[CheckedAdapter]:
+        """The adapter in `source`, a PEFT directory or an archive of one; its files stay as long as the context.
+
+        Raises AdapterInvalid with every reason, InspectionFailed, or DiskFull.
+        """
+        async with self._quarantine.folder() as scratch:
+            yield await self._inspect(source, scratch)
+
+    async def _inspect(self, source: Path, scratch: Path) -> CheckedAdapter:
+        bounds = self._bounds
+        cpu_seconds = bounds.cpu_seconds_for(source)
+        wall_seconds = bounds.patience * cpu_seconds
+        task = InspectionTask(
+            source,
+            scratch,
+            self._shape,
+            self._limits,
+            bounds.memory_bytes,
+            cpu_seconds,
+            parent=os.getpid(),
+        )
+        process = await _start(task)
+        try:
+            async with asyncio.timeout(wall_seconds):
+                line = await _read_line(process)
+                exit_code = await process.wait()
+        except TimeoutError:
+            raise InspectionFailed(
+                f"Checking the adapter took longer than {wall_seconds:g} s; the server is too busy. Try again."
+            ) from None
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if exit_code == -signal.SIGXCPU:
+            raise _over_limit(f"more than {cpu_seconds} s of computing")
+        try:
+            return decode_answer(line)
+        except OutOfMemory:
+            raise _over_limit(f"more than {bounds.memory_bytes} bytes of memory") from None
+        except ValueError:
+            raise InspectionFailed(
+                f"The process that checked the adapter ended with {_describe(exit_code)} and no answer; the server's "
+                "log says more."
+            ) from None
+
+
+async def _start(task: InspectionTask) -> Process:
+    arguments = ("-P", "-m", "slora_adapters.peft.inspection_process", task.to_json())
+    environment = _ENVIRONMENT | {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    return await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, stdin=DEVNULL, stdout=PIPE, limit=_MAX_ANSWER_BYTES, env=environment
+    )
+
+
+async def _read_line(process: Process) -> bytes:
+    """What it answered; nothing that anybody understands if that is too long."""
+    assert process.stdout is not None
+    try:
+        return await process.stdout.readline()
+    except ValueError:
+        return b""
+
+
+def _over_limit(what: str) -> AdapterInvalid:
+    message = f"checking the adapter takes {what}, which no proper one of this size needs"
+    return AdapterInvalid((Reason("inspection_limit", message),))
+
+
+def _describe(exit_code: int) -> str:
+    return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"

@@ -1,0 +1,351 @@
+"""What each tenant may call: the base model and its own adapters, by name; and how adapters come and go.
+
+Names are looked up in the registry at each request, once: so a new version answers in the next one, one that is gone
+does not, and a request that has begun stays with its version. A name of another tenant is not found, in the same words
+as a name that nobody has. Lookups that take some ten microseconds run on the event loop, those that another host
+answers on a thread, as does whatever writes or reads weights.
+
+Knows no HTTP; its dictionaries are the API's JSON.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slora.engine.client import EngineClient
+from slora.errors import EngineUnavailable
+from slora.text.generation_defaults import GenerationDefaults, read_generation_defaults, refuse_unhonoured
+from slora_adapters.errors import (
+    AdapterInUse,
+    AdapterInvalid,
+    AdapterNotFound,
+    BadAdapterName,
+    StoreUnavailable,
+)
+from slora_adapters.peft.checked_adapter import CheckedAdapter
+from slora_adapters.registry.catalog import Catalog
+from slora_adapters.registry.reference import check_adapter_name, parse_reference
+from slora_adapters.registry.registry import RESERVATION_S, AdapterRecord, Publication, Rollout
+from slora_adapters.version import AdapterVersion
+from slora_api.adapters.adapter_json import adapter_json, digest_text, version_json
+from slora_api.adapters.base_identity import BaseIdentity
+from slora_api.adapters.canary import Canary
+from slora_api.adapters.inspector import Inspector
+from slora_api.adapters.pinning import Pinning
+from slora_api.errors import BadRequest, InUse, ModelNotFound
+from slora_api.generation.chat_templates import ChatTemplates
+from slora_api.generation.served_model import ServedModel
+from slora_api.listing import DEFAULT_LIMIT, list_json
+from slora_api.tenants.adapter_quota import AdapterQuota
+from slora_api.tenants.tenancy import KeyRecord
+
+__all__ = ["DEFAULT_MODEL", "BaseModel", "ModelCatalog"]
+
+_log = logging.getLogger(__name__)
+
+# The name that stands for the key's own adapter.
+DEFAULT_MODEL = "default"
+# At once; a server that takes more uploads than this lets the others wait for their trial.
+_MAX_PUBLISHING = 16
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """The one model that is shared. created_at: seconds since 1970, when this server started."""
+
+    name: str
+    identity: BaseIdentity
+    defaults: GenerationDefaults
+    created_at: int
+
+
+class ModelCatalog:
+    """The models of all tenants, each tenant's for itself."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        adapters: Catalog,
+        templates: ChatTemplates,
+        client: EngineClient,
+        pinning: Pinning,
+        inspector: Inspector,
+        quota: AdapterQuota,
+        canary: Canary,
+    ) -> None:
+        self._base = base
+        self._adapters = adapters
+        self._templates = templates
+        self._client = client
+        self._pinning = pinning
+        self._inspector = inspector
+        self._quota = quota
+        self._canary = canary
+        # They wait while the engine tries an adapter out; those that everybody shares must not.
+        self._publishers = ThreadPoolExecutor(_MAX_PUBLISHING, "publish")
+        # Of each tenant that ever uploaded: what is counted must not change before it is kept.
+        self._publishing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def find_model(
+        self, key: KeyRecord, name: str, user: str | None = None, *, is_doubtful: bool = False
+    ) -> ServedModel:
+        """What `name` means for this key. Where an alias points at several versions, the same `user` gets the same, and
+        None a drawn one. is_doubtful: what it meant a moment ago is not there any more. Raises ModelNotFound, and
+        StoreUnavailable for a name that is not known here while the registry does not answer.
+        """
+        wanted = self._reference(key, name)
+        if wanted is None:
+            return ServedModel(name, None, None, None, self._base.defaults)
+        registry = self._adapters.registry
+        if is_doubtful:
+            registry.doubt(key.tenant, wanted)
+        if registry.is_near(key.tenant, wanted):
+            record = self._find_version(key.tenant, wanted, user)
+        else:
+            record = await asyncio.to_thread(self._find_version, key.tenant, wanted, user)
+        extras = record.details.extras
+        own = read_generation_defaults(extras.generation_config)
+        return ServedModel(
+            name, record.version, record.label, extras.chat_template, own.over(self._base.defaults)
+        )
+
+    def list_models(self, key: KeyRecord, limit: int | None = None, after: str | None = None) -> Json:
+        """The base model and the tenant's names and aliases, in OpenAI's form; single versions go without saying.
+
+        A page of them, or all if there is no `limit`. Raises BadRequest if `after` can be none of them.
+        """
+        models = [self._base_model()] if after is None else []
+        behind = None if after in (None, self._base.name) else _name_and_alias(after)
+        rollouts = self._adapters.registry.rollouts(
+            key.tenant, limit=None if limit is None else limit + 1 - len(models), after=behind
+        )
+        models += [self._adapter_model(one.label, one.main) for one in rollouts]
+        return list_json(models, "id", limit)
+
+    def describe_model(self, key: KeyRecord, name: str) -> Json:
+        """One of them, or one version. Raises ModelNotFound."""
+        wanted = self._reference(key, name)
+        if wanted is None:
+            return self._base_model()
+        rollout = self._find_rollout(key.tenant, wanted)
+        if rollout is not None:
+            return self._adapter_model(rollout.label, rollout.main)
+        record = self._find_version(key.tenant, wanted)
+        return self._adapter_model(record.label, record)
+
+    def list_adapters(self, tenant: str, limit: int = DEFAULT_LIMIT, after: str | None = None) -> Json:
+        """A page of the tenant's names, sorted."""
+        rollouts = self._adapters.registry.list(tenant, limit=limit + 1, after=after)
+        return list_json([adapter_json(rollout) for rollout in rollouts], "name", limit)
+
+    def describe_adapter(self, tenant: str, reference: str) -> Json:
+        """Raises ModelNotFound."""
+        rollout = self._find_rollout(tenant, reference)
+        if rollout is not None:
+            return adapter_json(rollout)
+        return self._version_json(self._find_version(tenant, reference))
+
+    def list_versions(
+        self, tenant: str, name: str, limit: int = DEFAULT_LIMIT, after: int | None = None
+    ) -> Json:
+        """A page of a name's, newest first. Raises AdapterNotFound."""
+        registry = self._adapters.registry
+        rollouts = registry.aliases(tenant, name)
+        records = registry.versions(tenant, name, limit=limit + 1, after=after)
+        return list_json([version_json(record, rollouts) for record in records], "version", limit)
+
+    async def publish(
+        self, tenant: str, name: str, source: Path, base_fingerprint: str | None = None
+    ) -> Json:
+        """Checks the adapter in `source`, a PEFT directory or an archive of one, stores it durably, and makes it the
+        name's next version. base_fingerprint: of the base that it was trained on, if that is known.
+
+        `new_version` is False in the answer if the newest version is the same adapter: that one is it, so that a lost
+        answer can be asked for again. Raises EngineUnavailable, BadRequest, AdapterInvalid with all reasons,
+        InspectionFailed, QuotaExceeded, StoreUnavailable.
+        """
+        self._check_name(name)
+        if not self._client.ready:
+            # Told before the work, too: without an engine nothing can be tried out.
+            raise EngineUnavailable(
+                "the engine is starting, and no adapter is accepted untried; upload it again"
+            )
+        async with self._inspector.inspect(source) as adapter:
+            base = await self._base.identity.compare(base_fingerprint, adapter.certificate.base_name)
+            await self._check_extras(adapter)
+            async with self._publishing[tenant]:
+                published, effect = await self._try_and_keep(tenant, name, adapter)
+        if published.moved_pin:
+            self._pinning.refresh()
+        certificate = adapter.certificate.to_json() | {
+            "base": base,
+            "logprob_change": effect,
+            "predicted_load_ms": await self._predict_load_ms(adapter),
+        }
+        return await asyncio.to_thread(self._version_json, published.record) | {
+            "new_version": published.is_new,
+            "certificate": certificate,
+        }
+
+    async def delete(self, tenant: str, reference: str, *, force: bool = False) -> None:
+        """A version, or a name with all of its versions. Raises ModelNotFound, BadAlias, InUse; see `Registry.delete`.
+
+        Requests that run on what is deleted finish; then its pages, prefixes and copies are free.
+        """
+        try:
+            removal = await asyncio.to_thread(self._adapters.withdraw, tenant, reference, force=force)
+        except AdapterNotFound:
+            raise ModelNotFound(reference) from None
+        except AdapterInUse as error:
+            raise InUse(reference, error.aliases) from None
+        for version in removal.orphaned:
+            with suppress(EngineUnavailable):  # one that just died has nothing to forget
+                await self._client.forget(version)
+        if removal.moved_pin:
+            self._pinning.refresh()
+
+    async def prewarm(self, key: KeyRecord, reference: str) -> Json:
+        """Begins to bring all versions that the reference stands for near the next request for them; nothing has to
+        leave the pool for it. Says where each is now. Raises ModelNotFound, EngineUnavailable.
+        """
+        records = await asyncio.to_thread(self._find_versions, key.tenant, reference)
+        versions = [
+            {
+                "version": record.number,
+                "digest": digest_text(record),
+                "place": (await self._client.prewarm(record.version, key.share)).value,
+            }
+            for record in records
+        ]
+        return {"object": "adapter.prewarm", "name": reference, "versions": versions}
+
+    async def sweep(self) -> None:
+        """Drops what crashes have left in the store, until cancelled: at the start, and again whenever what was being
+        uploaded at the last time has come or lost its claim. Beside all else: it looks at each blob."""
+        while True:
+            try:
+                await asyncio.to_thread(self._adapters.sweep)
+            except StoreUnavailable as error:
+                _log.error("what nobody refers to stays in the store until the next time: %s", error)
+            await asyncio.sleep(RESERVATION_S)
+
+    async def _try_and_keep(
+        self, tenant: str, name: str, adapter: CheckedAdapter
+    ) -> tuple[Publication, float | None]:
+        """Publishes it if its tenant may have it and it answers as an adapter should. Returns what the canary found,
+        too; None for the newest version again, which takes nothing and was tried out when it came.
+
+        What the trial brought into the engine leaves it again: it was loaded whatever its tenant may hold of the pool.
+        """
+        loop = asyncio.get_running_loop()
+        registry, publish = self._adapters.registry, partial(self._adapters.publish, tenant, name, adapter)
+        version = AdapterVersion(tenant, adapter.digest)
+        newest = await asyncio.to_thread(registry.newest, tenant, name)
+        if newest is not None and newest.holds(version, adapter.extras):
+            return await asyncio.to_thread(publish), None
+        holdings = await asyncio.to_thread(registry.holdings, tenant)
+        self._quota.check(holdings, name, adapter)
+        effects: list[float] = []
+
+        def try_out(version: AdapterVersion) -> None:
+            trial = self._canary.try_out(version, adapter.embedded_tokens)
+            effects.append(asyncio.run_coroutine_threadsafe(trial, loop).result())
+
+        try:
+            published = await loop.run_in_executor(self._publishers, publish, try_out)
+        finally:
+            if adapter.digest not in holdings.sizes:
+                with suppress(EngineUnavailable):
+                    await self._client.forget(version)
+        return published, effects[0]
+
+    async def _predict_load_ms(self, adapter: CheckedAdapter) -> dict[str, float | None] | None:
+        """By what loads took lately; see `LoadPaces.load_ms`. None if the engine has just died."""
+        try:
+            paces = (await self._client.stats()).load_paces
+        except EngineUnavailable:
+            return None
+        return paces.load_ms(adapter.certificate.pool_bytes, self._adapters.store.tiers)
+
+    def _reference(self, key: KeyRecord, name: str) -> str | None:
+        """The adapter that `name` means for this key; None for the base model."""
+        wanted = key.adapter if name == DEFAULT_MODEL else name
+        return None if wanted == self._base.name else wanted
+
+    def _find_version(self, tenant: str, reference: str, user: str | None = None) -> AdapterRecord:
+        try:
+            return self._adapters.registry.get(tenant, reference, user)
+        except AdapterNotFound:
+            raise ModelNotFound(reference) from None
+
+    def _find_versions(self, tenant: str, reference: str) -> list[AdapterRecord]:
+        """All that it stands for."""
+        rollout = self._find_rollout(tenant, reference)
+        return [self._find_version(tenant, reference)] if rollout is None else [*rollout.records.values()]
+
+    def _find_rollout(self, tenant: str, reference: str) -> Rollout | None:
+        """None if it is no name or alias that is there."""
+        try:
+            return self._adapters.registry.rollout(tenant, reference)
+        except AdapterNotFound:
+            return None
+
+    def _version_json(self, record: AdapterRecord) -> Json:
+        return version_json(record, self._adapters.registry.aliases(record.version.tenant, record.name))
+
+    def _check_name(self, name: str) -> None:
+        if name in (DEFAULT_MODEL, self._base.name):
+            raise BadRequest(f"`{name}` is the name of something else here; choose another.", "name")
+        check_adapter_name(name)
+
+    async def _check_extras(self, adapter: CheckedAdapter) -> None:
+        reasons = refuse_unhonoured(adapter.extras.generation_config)
+        if adapter.extras.chat_template is not None:
+            reasons += await self._templates.check(adapter.extras.chat_template)
+        if reasons:
+            raise AdapterInvalid(tuple(reasons))
+
+    def _base_model(self) -> Json:
+        return self._model(self._base.name, "slora", self._base.created_at, self._base.name, None)
+
+    def _adapter_model(self, name: str, record: AdapterRecord) -> Json:
+        owner, root = record.version.tenant, digest_text(record)
+        return self._model(name, owner, int(record.named_at), root, self._base.name)
+
+    def _model(self, name: str, owner: str, created_at: int, root: str, parent: str | None) -> Json:
+        return {
+            "id": name,
+            "object": "model",
+            "created": created_at,
+            "owned_by": owner,
+            "root": root,
+            "parent": parent,
+            "permission": [],
+            "max_model_len": self._max_model_len(),
+        }
+
+    def _max_model_len(self) -> int | None:
+        """Known once there has been an engine."""
+        try:
+            return self._client.info.max_model_len
+        except EngineUnavailable:
+            return None
+
+
+def _name_and_alias(model: str) -> tuple[str, str]:
+    with suppress(BadAdapterName):
+        wanted = parse_reference(model)
+        if wanted.alias is not None:
+            return wanted.name, wanted.alias
+    raise BadRequest(
+        f"`after` is {model[:257]!r}, which is no model of this list; send the `last_id` of the page before.",
+        "after",
+    )

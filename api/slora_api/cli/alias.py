@@ -1,0 +1,71 @@
+"""`slora adapter versions, alias, rollback`: what a name and its aliases serve, looked at and moved (tenant)."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+from slora_api.cli.remote import CommandFailed, check, explained, tenant_client, walk
+
+__all__ = ["move", "roll_back", "versions"]
+
+
+def _read_targets(words: Sequence[str]) -> dict[str, int]:
+    """`3` is all requests for version 3, `3=90 4=10` a split. Sums are the server's to check."""
+    targets: dict[str, int] = {}
+    for word in words:
+        number, equals, weight = word.partition("=")
+        if not number.isdecimal() or (equals and not weight.isdecimal()) or number in targets:
+            raise CommandFailed(f"{word!r} is no VERSION=PERCENT, such as 4=10, or stands there twice")
+        if not equals and len(words) > 1:
+            raise CommandFailed(f"{word!r} needs its percent, such as {word}=10, beside other versions")
+        targets[number] = int(weight) if equals else 100
+    return targets
+
+
+def _path(arguments: argparse.Namespace) -> str:
+    return f"/v1/adapters/{quote(arguments.name, safe='')}/aliases/{quote(arguments.alias, safe='')}"
+
+
+def _alias_line(alias: dict[str, Any]) -> str:
+    targets = "  ".join(f"{number}={weight}" for number, weight in alias["versions"].items())
+    line = f"{alias['name']}@{alias['alias']}  {targets}"
+    return line + "  follows pushes" if alias["follows_pushes"] else line
+
+
+@explained
+def versions(arguments: argparse.Namespace) -> None:
+    with tenant_client() as client:
+        for version in walk(client, f"/v1/adapters/{quote(arguments.name, safe='')}/versions"):
+            aliases = "  ".join(f"{alias}={weight}" for alias, weight in version["aliases"].items())
+            label = f"{version['name']}@{version['version']}"
+            print(
+                f"{label}  rank {version['rank']}  {version['bytes']} bytes  {version['digest']}  {aliases}".rstrip()
+            )
+
+
+@explained
+def move(arguments: argparse.Namespace) -> None:
+    """Without versions it is shown."""
+    is_move = bool(arguments.versions)
+    if not is_move and (arguments.expect is not None or arguments.follow):
+        raise CommandFailed("--expect and --follow say how to move an alias; give the VERSION to move it to")
+    if is_move and arguments.delete:
+        raise CommandFailed("--delete takes the alias away; leave out the versions")
+    body: dict[str, Any] = {"versions": _read_targets(arguments.versions), "follows_pushes": arguments.follow}
+    if arguments.expect is not None:
+        body["expected"] = _read_targets(arguments.expect)
+    with tenant_client() as client:
+        if arguments.delete:
+            check(client.delete(_path(arguments)))
+            print(f"{arguments.name}@{arguments.alias} removed")
+        elif is_move:
+            print(_alias_line(check(client.put(_path(arguments), json=body))))
+        else:
+            print(_alias_line(check(client.get(_path(arguments)))))
+
+
+@explained
+def roll_back(arguments: argparse.Namespace) -> None:
+    with tenant_client() as client:
+        print(_alias_line(check(client.post(_path(arguments) + "/rollback"))))

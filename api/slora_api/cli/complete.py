@@ -1,0 +1,66 @@
+"""`slora complete`: one prompt, the answer printed as it streams in."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+from slora_api.cli.remote import CommandFailed, check, explained, tenant_client
+
+__all__ = ["complete"]
+
+DEFAULT_MAX_TOKENS = 256
+
+
+def _body(arguments: argparse.Namespace) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": arguments.model, "stream": True}
+    body["max_tokens"] = DEFAULT_MAX_TOKENS if arguments.max_tokens is None else arguments.max_tokens
+    for name in ("temperature", "seed"):
+        if getattr(arguments, name) is not None:
+            body[name] = getattr(arguments, name)
+    if not arguments.chat:
+        return body | {"prompt": arguments.prompt}
+    system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    return body | {"messages": [*system, {"role": "user", "content": arguments.prompt}]}
+
+
+def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The JSON of each server-sent event up to [DONE]; raises CommandFailed on an error event."""
+    for line in response.iter_lines():
+        if line == "data: [DONE]":
+            return
+        if line.startswith("data: "):
+            chunk: dict[str, Any] = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                raise CommandFailed(chunk["error"]["message"])
+            yield chunk
+    raise CommandFailed("the connection ended in the middle of the answer")
+
+
+def _text(chunk: dict[str, Any]) -> str:
+    choice = chunk["choices"][0]
+    text: str | None = choice["delta"].get("content") if "delta" in choice else choice["text"]
+    return text or ""
+
+
+@explained
+def complete(arguments: argparse.Namespace) -> None:
+    path = "/v1/chat/completions" if arguments.chat else "/v1/completions"
+    if arguments.system and not arguments.chat:
+        raise CommandFailed("--system needs --chat")
+    with tenant_client() as client, client.stream("POST", path, json=_body(arguments)) as response:
+        if not response.is_success:
+            response.read()
+            check(response)
+        is_empty = True
+        for chunk in _chunks(response):
+            text = _text(chunk)
+            is_empty = is_empty and not text
+            print(text, end="", flush=True)
+    print()
+    if is_empty:
+        hint = "" if arguments.chat else "; a model trained on chat messages needs --chat"
+        print(f"slora: the model ended its answer without a word{hint}", file=sys.stderr)

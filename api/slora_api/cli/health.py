@@ -1,0 +1,13 @@
+"""`slora health`: what a container engine or a script asks; no key needed."""
+
+import argparse
+
+from slora_api.cli.remote import check, explained, open_client
+
+__all__ = ["health"]
+
+
+@explained
+def health(arguments: argparse.Namespace) -> None:
+    with open_client({}) as client:
+        print(check(client.get("/readyz" if arguments.ready else "/healthz"))["status"])

@@ -1,0 +1,249 @@
+"""The `slora` command. This module holds names and help texts only, so that `slora --help` is instant.
+
+What a subcommand does is in a module of its own, named in `_HANDLERS` and imported when it is called.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+from slora_api.settings import setting_specs
+
+__all__ = ["main"]
+
+# The one place where command line and code meet: subcommand -> module and function taking the parsed arguments.
+_HANDLERS = {
+    "serve": ("slora_api.server.serve", "main"),
+    "tenant create": ("slora_api.cli.tenant", "create"),
+    "tenant set": ("slora_api.cli.tenant", "change"),
+    "tenant list": ("slora_api.cli.tenant", "show"),
+    "key create": ("slora_api.cli.key", "create"),
+    "key list": ("slora_api.cli.key", "show"),
+    "key revoke": ("slora_api.cli.key", "revoke"),
+    "adapter push": ("slora_api.cli.adapter", "push"),
+    "adapter verify": ("slora.verify.verify_command", "verify"),
+    "adapter list": ("slora_api.cli.adapter", "show"),
+    "adapter rm": ("slora_api.cli.adapter", "remove"),
+    "adapter versions": ("slora_api.cli.alias", "versions"),
+    "adapter alias": ("slora_api.cli.alias", "move"),
+    "adapter rollback": ("slora_api.cli.alias", "roll_back"),
+    "adapter prewarm": ("slora_api.cli.adapter", "prewarm"),
+    "adapter pin": ("slora_api.cli.adapter", "pin"),
+    "adapter pins": ("slora_api.cli.adapter", "pins"),
+    "adapter unpin": ("slora_api.cli.adapter", "unpin"),
+    "complete": ("slora_api.cli.complete", "complete"),
+    "health": ("slora_api.cli.health", "health"),
+}
+
+_EPILOG = """\
+environment:
+  SLORA_URL        the server to talk to (default: port SLORA_PORT, or 8000, of this machine)
+  SLORA_ADMIN_KEY  the operator's key; tenant, key and adapter pin need it
+  SLORA_API_KEY    a tenant's key; adapter and complete need it
+  HF_TOKEN         what the Hugging Face hub asks for to push private or gated adapters from it
+
+from nothing to an answer:
+  slora serve --model DIR
+  slora tenant create acme
+  slora key create acme --adapter shout
+  slora adapter verify ./my-adapter --model DIR
+  slora adapter push ./my-adapter --name shout
+  slora complete "hello there"
+"""
+
+
+class _Commands:
+    """Adds subcommands to one parser, each with the name of its handler."""
+
+    def __init__(self, parser: argparse.ArgumentParser, prefix: str = "") -> None:
+        self._actions = parser.add_subparsers(metavar="COMMAND", required=True)
+        self._prefix = prefix
+
+    def add(self, name: str, help_text: str) -> argparse.ArgumentParser:
+        parser = self._actions.add_parser(name, help=help_text, description=help_text)
+        parser.set_defaults(handler=self._prefix + name, refuse=parser.error)
+        return parser
+
+    def group(self, name: str, help_text: str) -> "_Commands":
+        return _Commands(self._actions.add_parser(name, help=help_text, description=help_text), name + " ")
+
+
+def _add_serve(commands: _Commands) -> None:
+    parser = commands.add("serve", "run the server")
+    parser.epilog = "Each flag is also an environment variable: --max-model-len is SLORA_MAX_MODEL_LEN."
+    for spec in setting_specs():
+        shown = f" (default {spec.default_text})" if spec.default_text else ""
+        argument = parser.add_argument(
+            spec.flag, dest=spec.name, metavar=spec.metavar, help=spec.help_text + shown
+        )
+        if spec.name == "demo":
+            # With no value it means the demo of this repository.
+            argument.nargs, argument.const = "?", "demo"
+
+
+def _add_tenants_and_keys(commands: _Commands) -> None:
+    tenants = commands.group("tenant", "create, change and list tenants (operator)")
+    _add_share(tenants.add("create", "create a tenant"), lambda default: f" (default {default})")
+    _add_share(tenants.add("set", "change a tenant's share, from its next request on"), lambda _default: "")
+    tenants.add("list", "list the tenants with their shares")
+
+    keys = commands.group("key", "create, list and revoke API keys (operator)")
+    create = keys.add("create", "create an API key for a tenant and print it; it is shown this once")
+    create.add_argument("tenant")
+    create.add_argument("--adapter", metavar="NAME[@ALIAS]", help="what model=default means for this key")
+    keys.add("list", "list a tenant's keys, without the secrets").add_argument("tenant")
+    keys.add("revoke", "revoke a key, at once").add_argument("key_id", help="as in slora_KEYID_..._...")
+
+
+def _add_share(tenant: argparse.ArgumentParser, shown: Callable[[int], str]) -> None:
+    tenant.add_argument("name")
+    tenant.add_argument(
+        "--weight", type=float, metavar="X", help="tokens served, against other tenants'" + shown(1)
+    )
+    tenant.add_argument(
+        "--min-pool-share", type=float, metavar="X",
+        help="fraction of the pool that others can't take from it once it has it" + shown(0),
+    )  # fmt: skip
+    tenant.add_argument(
+        "--max-pool-share", type=float, metavar="X",
+        help="fraction of the pool that it never holds more of" + shown(1),
+    )  # fmt: skip
+    tenant.add_argument(
+        "--priority", type=int, metavar="N", help="class that it is served in; lower goes first" + shown(0)
+    )
+
+
+def _add_adapters(commands: _Commands) -> None:
+    adapters = commands.group(
+        "adapter", "verify, upload, list, roll out and remove LoRA adapters (tenant), pin them (operator)"
+    )
+    _add_verify(adapters)
+    push = adapters.add("push", "upload an adapter as the next version of a name; it can be called at once")
+    push.add_argument(
+        "source",
+        help="holds adapter_config.json and adapter_model.safetensors: a directory; a .zip, .tar or .tar.gz of one; or "
+        "hf://ORG/REPO[@REVISION][/FOLDER], which is downloaded to this machine first",
+    )
+    push.add_argument("--name", help="name to call it by (default: that of the source)")
+    push.add_argument(
+        "--base", metavar="DIR", help="the model that it was trained on; refused if another is served"
+    )
+    adapters.add("list", "list your adapters with what they serve")
+    remove = adapters.add("rm", "remove a version, or an adapter with all of its versions")
+    remove.add_argument("name", metavar="NAME[@N]")
+    remove.add_argument("--force", action="store_true", help="though aliases point at it")
+    _add_rollouts(adapters)
+    prewarm = adapters.add("prewarm", "bring an adapter near before it is asked for, and say where it is")
+    prewarm.add_argument("name", metavar="NAME[@N|@ALIAS]")
+    for name, help_text in (
+        ("pin", "keep a tenant's adapter in the page pool, there before anybody asks (operator)"),
+        ("unpin", "let it leave the pool like any other (operator)"),
+    ):
+        pin = adapters.add(name, help_text)
+        pin.add_argument("name", metavar="NAME[@ALIAS]")
+        pin.add_argument("--tenant", required=True, metavar="T", help="whose adapter it is")
+    adapters.add("pins", "list what is pinned of all tenants (operator)")
+
+
+def _add_rollouts(adapters: _Commands) -> None:
+    adapters.add("versions", "list the versions of an adapter, newest first").add_argument("name")
+    alias = adapters.add("alias", "point NAME@ALIAS at a version, or split its requests; alone, show it")
+    alias.epilog = (
+        "`latest` is what the bare name serves: each push moves it, unless it was set without --follow."
+    )
+    alias.add_argument("name")
+    alias.add_argument("alias")
+    alias.add_argument("versions", nargs="*", metavar="VERSION[=PERCENT]", help="3, or 3=90 4=10")
+    alias.add_argument(
+        "--expect", nargs="*", metavar="VERSION[=PERCENT]", help="only if it points there now (none: is new)"
+    )
+    alias.add_argument("--follow", action="store_true", help="from now on each push takes all requests")
+    alias.add_argument("--delete", action="store_true", help="take the alias away; versions stay")
+    rollback = adapters.add("rollback", "put NAME@ALIAS back to where it was before its last move")
+    rollback.add_argument("name")
+    rollback.add_argument("alias", nargs="?", default="latest", help="default latest: the bare name")
+
+
+def _add_verify(adapters: _Commands) -> None:
+    verify = adapters.add("verify", "compare an adapter as it would be served with peft; needs no server")
+    verify.epilog = "The exit code is 0 if they are equal, 1 if not, 2 if the adapter can't be served."
+    verify.add_argument("directory", help="holds adapter_config.json and adapter_model.safetensors")
+    verify.add_argument("--model", metavar="DIR", required=True, help="the base model")
+    verify.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        action="append",
+        help="may be given several times (default: random tokens)",
+    )
+    verify.add_argument(
+        "--max-tokens", type=_positive, default=16, metavar="N", help="of each answer (default 16)"
+    )
+    verify.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
+        help="of both sides (default float32, which tells rounding from a difference)",
+    )  # fmt: skip
+    verify.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
+    verify.add_argument(
+        "--max-lora-rank", type=_positive, default=128, metavar="N", help="the server's limit (default 128)"
+    )
+    verify.add_argument("--json", action="store_true", help="everything, for programs")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("it must be at least 1")
+    return value
+
+
+def _add_complete(commands: _Commands) -> None:
+    parser = commands.add("complete", "send a prompt and print the answer as it comes")
+    parser.add_argument("prompt")
+    parser.add_argument("--model", default="default", help="an adapter, the base model, or default")
+    parser.add_argument("--chat", action="store_true", help="as a chat message, through the chat template")
+    parser.add_argument("--system", metavar="TEXT", help="a system message, with --chat")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="most tokens to answer with (default 256)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, metavar="X", help="0 takes the likeliest token each time"
+    )
+    parser.add_argument("--seed", type=int, metavar="N")
+
+
+def _add_health(commands: _Commands) -> None:
+    parser = commands.add("health", "ask whether the server is up; the exit code is 0 if it is")
+    parser.add_argument("--ready", action="store_true", help="and whether a request would be answered now")
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slora",
+        description="One base model, thousands of LoRA adapters, an API key for each tenant.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = _Commands(parser)
+    _add_serve(commands)
+    _add_tenants_and_keys(commands)
+    _add_adapters(commands)
+    _add_complete(commands)
+    _add_health(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; the exit code is 0, 1 for a failure that was explained, 2 for wrong usage, unless its
+    help says otherwise.
+    """
+    parsed, unknown = _make_parser().parse_known_args(arguments)
+    if unknown:  # argparse would show how to call slora, not this subcommand
+        parsed.refuse(f"unrecognized arguments: {' '.join(unknown)}")
+    module, function = _HANDLERS[parsed.handler]
+    handler: Callable[[argparse.Namespace], int] = getattr(importlib.import_module(module), function)
+    try:
+        return handler(parsed)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,227 @@
+"""How text becomes the JSON of the two completion APIs, whole or chunk by chunk.
+
+`CompletionFormat` and `ChatFormat` are the two shapes of OpenAI's API. Id, time and model are the same throughout an
+answer; `model` is what was asked for. Knows no engine and no HTTP.
+"""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from slora.request import FinishReason
+from slora_api.generation.prompt_echo import ScoredToken, TokenText
+from slora_api.generation.text_stream import TextDelta
+
+__all__ = ["Answer", "AnswerFormat", "ChatFormat", "CompletionFormat", "Usage"]
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Answer:
+    """One whole answer, gathered from its deltas."""
+
+    text: str = ""
+    tokens: list[TokenText] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    logprob: float = 0.0
+    scores: tuple[tuple[ScoredToken, ...] | None, ...] = ()
+
+    def add(self, delta: TextDelta) -> None:
+        self.text += delta.text
+        self.tokens += delta.tokens
+        self.finish_reason = delta.finish_reason
+        self.logprob += delta.logprob
+        self.scores += delta.scores
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens to be charged; completion_tokens grows as they come. cached_tokens: of the prompt, found in the cache."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, delta: TextDelta) -> None:
+        self.completion_tokens += delta.num_tokens
+        self.cached_tokens += delta.num_cached
+
+    def to_json(self) -> Json:
+        total = self.prompt_tokens + self.completion_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": total,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class AnswerFormat(Protocol):
+    """One API's shape, for one request."""
+
+    def opening(self) -> list[Json]:
+        """Chunks that come before any text."""
+
+    def chunk(self, delta: TextDelta) -> list[Json]:
+        """Chunks that carry a delta."""
+
+    def usage(self, usage: Usage) -> Json:
+        """The chunk that carries the usage alone."""
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
+        """The body of an answer that is not streamed."""
+
+
+class _Envelope:
+    """What every object of one answer begins with."""
+
+    __slots__ = ("_created", "_id", "_include_usage", "_model")
+
+    def __init__(self, prefix: str, model: str, *, include_usage: bool) -> None:
+        self._id = f"{prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = model
+        self._include_usage = include_usage
+
+    def chunk(self, kind: str, choices: list[Json]) -> Json:
+        made = self.whole(kind, choices)
+        # With include_usage every chunk has the field, null in all but the last.
+        return made | {"usage": None} if self._include_usage else made
+
+    def whole(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+
+class CompletionFormat:
+    """/v1/completions. logprobs: whether they were asked for."""
+
+    def __init__(self, model: str, *, include_usage: bool, logprobs: bool) -> None:
+        self._envelope = _Envelope("cmpl", model, include_usage=include_usage)
+        self._logprobs = logprobs
+        # Where the next token starts in its answer's text, by index.
+        self._offsets: dict[int, int] = {}
+
+    def opening(self) -> list[Json]:
+        return []
+
+    def chunk(self, delta: TextDelta) -> list[Json]:
+        if not delta.text and not delta.tokens and delta.finish_reason is None:
+            return []
+        choice = self._choice(delta.index, delta.text, delta.tokens, delta.finish_reason)
+        return [self._envelope.chunk("text_completion", [choice])]
+
+    def usage(self, usage: Usage) -> Json:
+        return self._envelope.whole("text_completion", []) | {"usage": usage.to_json()}
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
+        choices = [
+            self._choice(index, answer.text, answer.tokens, answer.finish_reason) | _scores_json(answer)
+            for index, answer in enumerate(answers)
+        ]
+        return self._envelope.whole("text_completion", choices) | {"usage": usage.to_json()}
+
+    def _choice(
+        self, index: int, text: str, tokens: Sequence[TokenText], reason: FinishReason | None
+    ) -> Json:
+        logprobs = self._logprobs_json(index, tokens) if self._logprobs else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs_json(self, index: int, tokens: Sequence[TokenText]) -> Json:
+        offset, offsets = self._offsets.get(index, 0), []
+        for token in tokens:
+            offsets.append(offset)
+            offset += token.width
+        self._offsets[index] = offset
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            # The chosen token is always among them, likely or not.
+            "top_logprobs": [
+                None if token.logprob is None else {**dict(token.top), token.text: token.logprob}
+                for token in tokens
+            ],
+            "text_offset": offsets,
+        }
+
+
+class ChatFormat:
+    """/v1/chat/completions. logprobs: whether they were asked for."""
+
+    def __init__(self, model: str, *, include_usage: bool, logprobs: bool, num_choices: int = 1) -> None:
+        self._envelope = _Envelope("chatcmpl", model, include_usage=include_usage)
+        self._logprobs = logprobs
+        self._num_choices = num_choices
+
+    def opening(self) -> list[Json]:
+        first = {"role": "assistant", "content": ""}
+        return [self._delta(index, first, ()) for index in range(self._num_choices)]
+
+    def chunk(self, delta: TextDelta) -> list[Json]:
+        chunks = []
+        if delta.text or delta.tokens:
+            chunks.append(self._delta(delta.index, {"content": delta.text}, delta.tokens))
+        if delta.finish_reason is not None:
+            chunks.append(self._delta(delta.index, {}, (), delta.finish_reason))
+        return chunks
+
+    def usage(self, usage: Usage) -> Json:
+        return self._envelope.whole("chat.completion.chunk", []) | {"usage": usage.to_json()}
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "logprobs": self._logprobs_json(answer.tokens),
+                "finish_reason": answer.finish_reason,
+            }
+            for index, answer in enumerate(answers)
+        ]
+        scores = _scores_json(answers[0])
+        return self._envelope.whole("chat.completion", choices) | {"usage": usage.to_json()} | scores
+
+    def _delta(
+        self, index: int, delta: Json, tokens: Sequence[TokenText], reason: FinishReason | None = None
+    ) -> Json:
+        logprobs = self._logprobs_json(tokens) if tokens else None
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return self._envelope.chunk("chat.completion.chunk", [choice])
+
+    def _logprobs_json(self, tokens: Sequence[TokenText]) -> Json | None:
+        if not self._logprobs:
+            return None
+        content = [
+            _token_json(token.text, token.logprob)
+            | {"top_logprobs": [_token_json(text, logprob) for text, logprob in token.top]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _scores_json(answer: Answer) -> Json:
+    """`prompt_logprobs` in vLLM's form, where they were asked for: for each token of the prompt, tokens by id."""
+    if not answer.scores:
+        return {}
+    places = [
+        None
+        if place is None
+        else {
+            str(token.token_id): {"logprob": token.logprob, "rank": token.rank, "decoded_token": token.text}
+            for token in place
+        }
+        for place in answer.scores
+    ]
+    return {"prompt_logprobs": places}
+
+
+def _token_json(text: str, logprob: float | None) -> Json:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "surrogatepass"))}

@@ -1,0 +1,89 @@
+"""From prompts to a stream of text: admits the request, hands it to the engine, counts what comes back."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from slora.engine.client import EngineClient
+from slora.engine.info import EngineInfo
+from slora.request import EngineRequest
+from slora.text.tokenizer import Tokenizer
+from slora_api.errors import Starting
+from slora_api.generation.admission import Admission
+from slora_api.generation.metrics import Metrics
+from slora_api.generation.prompts import Prompt
+from slora_api.generation.served_model import ServedModel
+from slora_api.generation.service_terms import ServiceTerms
+from slora_api.generation.text_stream import TextDelta, merge_streams, stream_text
+
+__all__ = ["Generator"]
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """Everything that it takes to answer prompts."""
+
+    client: EngineClient
+    tokenizer: Tokenizer
+    admission: Admission
+    metrics: Metrics
+
+    def engine_info(self) -> EngineInfo:
+        """Limits of the engine. Raises Starting while there is none that answers."""
+        if not self.client.ready:
+            raise Starting("The engine is starting; try again shortly.")
+        return self.client.info
+
+    def missing(self) -> str | None:
+        """What keeps this server from answering now; None if nothing does."""
+        if self.admission.stopping:
+            return "the server is shutting down"
+        return None if self.client.ready else "the engine or its loader is not connected"
+
+    async def run(
+        self, terms: ServiceTerms, model: ServedModel, prompts: Sequence[Prompt]
+    ) -> AsyncGenerator[TextDelta, None]:
+        """The answers to `prompts`, by index, as they come; all prompts want as many, and those of the first one come
+        first. Closing it early aborts them all.
+
+        Raises what admission and engine raise; nothing is left running then.
+        """
+        started_at = time.perf_counter()
+        sampling = prompts[0].sampling
+        with self.admission.generation(terms.tenant, len(prompts), sampling.width, sampling.width_param):
+            seen_first = False
+            async with aclosing(self._streams(terms, model, prompts)) as deltas:
+                async for delta in deltas:
+                    if not seen_first:
+                        seen_first = True
+                        self.metrics.first_token(time.perf_counter() - started_at)
+                    if delta.finish_reason is not None:
+                        self.metrics.finished(delta.finish_reason, time.perf_counter() - started_at)
+                    yield delta
+
+    def _streams(
+        self, terms: ServiceTerms, model: ServedModel, prompts: Sequence[Prompt]
+    ) -> AsyncGenerator[TextDelta, None]:
+        # Ids of our own making: what a client sends as its id could be another's.
+        requests = [
+            EngineRequest(
+                uuid.uuid4().hex,
+                terms.tenant,
+                prompt.token_ids,
+                model.adapter,
+                prompt.sampling,
+                share=terms.share,
+                priority=terms.priority,
+                deadline_s=terms.deadline_s,
+            )
+            for prompt in prompts
+        ]
+        streams = [
+            stream_text(
+                self.client, self.tokenizer, request, index * request.sampling.num_choices, prompt.echo
+            )
+            for index, (request, prompt) in enumerate(zip(requests, prompts, strict=True))
+        ]
+        return streams[0] if len(streams) == 1 else merge_streams(streams)

@@ -1,0 +1,172 @@
+"""What the operator's dashboards read: vLLM's names, so that existing ones work, and our own under `slora_`.
+
+Counters that the API knows are kept here; what the engine knows is asked of it when somebody looks, so its numbers
+are always its own. Adapters are labelled `tenant/digest prefix`: names are not unique across tenants, and the
+operator's view (authentication.py) is the only one with labels at all.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric
+
+from slora.engine.info import EngineInfo, EngineStats
+from slora.request import FinishReason
+
+__all__ = ["Metrics"]
+
+# From one decode step to the longest answers; the middle is where people notice.
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Metrics:
+    """One server's numbers. `model_name` labels what vLLM labels with it."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model = model_name
+        self._registry = CollectorRegistry()
+        self._first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", "From arrival at the API to the first token."
+        )
+        self._whole_answer = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From arrival at the API to the last token."
+        )
+        self._finished = Counter(
+            "vllm:request_success", "Answers that came to their end.", ["model_name", "finished_reason"],
+            registry=self._registry,
+        )  # fmt: skip
+        self._http = Counter(
+            "slora_http_requests", "Answers by route and status; 0 is a client that left before any.",
+            ["route", "status"], registry=self._registry,
+        )  # fmt: skip
+        self._http_seconds = Histogram(
+            "slora_http_request_seconds", "Time to the end of an answer.", ["route"], registry=self._registry,
+            buckets=_SECONDS,
+        )  # fmt: skip
+        self._restarts = Counter(
+            "slora_process_restarts", "Times that a process of the server died and was started again.",
+            ["process"], registry=self._registry,
+        )  # fmt: skip
+        self._ready = Gauge("slora_ready", "1 when engine and loader are connected.", registry=self._registry)
+        self._engine = _EngineCollector(model_name)
+        self._registry.register(self._engine)
+
+    def _histogram(self, name: str, help_text: str) -> Histogram:
+        return Histogram(name, help_text, ["model_name"], registry=self._registry, buckets=_SECONDS)
+
+    def first_token(self, seconds: float) -> None:
+        self._first_token.labels(self._model).observe(seconds)
+
+    def finished(self, reason: FinishReason, seconds: float) -> None:
+        self._finished.labels(self._model, reason.value).inc()
+        self._whole_answer.labels(self._model).observe(seconds)
+
+    def answered(self, route: str, status: int, seconds: float) -> None:
+        """Takes the route's pattern, not the path: paths would make a label of every adapter's name."""
+        self._http.labels(route, str(status)).inc()
+        self._http_seconds.labels(route).observe(seconds)
+
+    def restarted(self, process: str) -> None:
+        self._restarts.labels(process).inc()
+
+    def render(self, engine: tuple[EngineInfo, EngineStats] | None) -> bytes:
+        """The text that Prometheus scrapes; without an engine its numbers are left out, not shown as zeros."""
+        self._ready.set(engine is not None)
+        self._engine.latest = engine
+        return generate_latest(self._registry)
+
+
+class _EngineCollector:
+    """Turns the engine's own numbers into metrics."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model = model_name
+        self.latest: tuple[EngineInfo, EngineStats] | None = None
+
+    def collect(self) -> Iterable[Metric]:
+        if self.latest is not None:
+            yield from self._vllm(*self.latest)
+            yield from _own(self.latest[1])
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def _vllm(self, info: EngineInfo, stats: EngineStats) -> Iterator[Metric]:
+        held = (stats.pages_total - stats.pages_free - stats.pages_cached) / stats.pages_total
+        yield self._gauge("num_requests_running", "Sequences in the running batch.", stats.running)
+        waiting = stats.waiting + stats.awaiting_adapter
+        yield self._gauge("num_requests_waiting", "Sequences that wait to be computed.", waiting)
+        yield self._gauge(
+            "kv_cache_usage_perc", "Share of the page pool in use, adapters included; 1 is all.", held
+        )
+        for name, help_text, value in (
+            ("num_preemptions", "Sequences that gave up their pages to others.", stats.preemptions),
+            ("prompt_tokens", "Prompt tokens taken in, cached ones too.", stats.prompt_tokens),
+            ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
+            ("generation_tokens", "Tokens generated.", stats.generated_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found there.", stats.prefix_hits),
+        ):
+            counter = CounterMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter
+        cache = GaugeMetricFamily(
+            "vllm:cache_config_info", "The page pool.", labels=["block_size", "cache_dtype", "num_gpu_blocks"]
+        )
+        cache.add_metric([str(info.block_tokens), info.kv_cache_dtype, str(info.num_pages)], 1)
+        yield cache
+        lora = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Adapters in the running batch; the value is the time of the scrape.",
+            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        lora.add_metric([str(info.max_num_seqs), ",".join(stats.running_adapters), ""], time.time())
+        yield lora
+
+    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
+        gauge.add_metric([self._model], value)
+        return gauge
+
+
+def _own(stats: EngineStats) -> Iterator[Metric]:
+    pages = GaugeMetricFamily("slora_pages", "Pages of the pool by state.", labels=["state"])
+    for state in ("free", "held", "cached"):
+        pages.add_metric([state], getattr(stats, f"pages_{state}"))
+    yield pages
+    yield GaugeMetricFamily("slora_adapter_pages", "Pages that hold adapters.", stats.adapter_pages)
+    yield GaugeMetricFamily("slora_resident_adapters", "Adapters in the pool.", stats.resident_adapters)
+    yield GaugeMetricFamily("slora_pinned_adapters", "Adapters that are pinned.", stats.pinned_adapters)
+    yield GaugeMetricFamily(
+        "slora_pinned_adapters_loaded", "Pinned adapters that are in the pool.", stats.pinned_loaded
+    )
+    yield CounterMetricFamily(
+        "slora_pin_failures", "Times that a pinned adapter could not be brought there.", stats.pin_failures
+    )
+    yield GaugeMetricFamily(
+        "slora_requests_awaiting_adapter", "Sequences whose adapter is being fetched.", stats.awaiting_adapter
+    )
+    yield CounterMetricFamily("slora_adapter_loads", "Adapters copied into the pool.", stats.adapter_loads)
+    yield CounterMetricFamily(
+        "slora_adapter_evictions", "Idle adapters that gave up their pages.", stats.adapter_evictions
+    )
+    yield CounterMetricFamily(
+        "slora_prefix_evictions", "Cached prefix blocks that gave up their pages.", stats.prefix_evictions
+    )
+    swap = GaugeMetricFamily("slora_swap_pages", "Host pages for sequences that gave way.", labels=["state"])
+    swap.add_metric(["free"], stats.swap_pages_total - stats.swap_pages_used)
+    swap.add_metric(["used"], stats.swap_pages_used)
+    yield swap
+    swapped = CounterMetricFamily(
+        "slora_swapped_pages", "Pages copied to the host (out) and back (in).", labels=["direction"]
+    )
+    swapped.add_metric(["out"], stats.swapped_out_pages)
+    swapped.add_metric(["in"], stats.swapped_in_pages)
+    yield swapped
+    yield CounterMetricFamily(
+        "slora_deadline_misses", "Requests whose first token could not come in time.", stats.deadline_misses
+    )
+    yield CounterMetricFamily("slora_engine_steps", "Steps of the engine.", stats.steps)

@@ -1,0 +1,184 @@
+"""Answers as clients see them: text with each token's own, one stream for each prompt, several merged into one.
+
+Whoever closes a stream early, or is cancelled while waiting on it, aborts what it stands for in the engine; nothing
+is left running.
+
+Knows no HTTP and no JSON.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+from slora.engine.client import EngineClient
+from slora.request import EngineRequest, FinishReason, TokenLogprobs
+from slora.text.answer import Answer, CompletionDelta, stream_answer
+from slora.text.tokenizer import Tokenizer
+from slora_api.generation.prompt_echo import PromptEcho, ScoredToken, TokenText, echo_tokens, score_tokens
+
+__all__ = ["TextDelta", "merge_streams", "stream_text"]
+
+# Deltas that may wait for a slow reader, for each stream; then the engine's iterator is not asked for more.
+_QUEUE_DELTAS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What is new in answer `index`. num_tokens counts every token computed, whether or not its text is shown.
+
+    tokens, logprob (of all of them together): empty and 0 unless somebody needs log-probabilities. scores: of the
+    prompt, in the first delta of each answer, if they were asked for. num_cached: tokens of the prompt that were found
+    in the prefix cache, told once.
+    """
+
+    index: int
+    text: str
+    num_tokens: int
+    tokens: tuple[TokenText, ...] = ()
+    finish_reason: FinishReason | None = None
+    logprob: float = 0.0
+    scores: tuple[tuple[ScoredToken, ...] | None, ...] = ()
+    num_cached: int = 0
+
+
+@dataclass(slots=True)
+class _HeldTokens:
+    """Tokens wait until the text that they start in is certain, so that none is shown that a stop string cuts off."""
+
+    tokenizer: Tokenizer
+    held: list[tuple[int, TokenText]] = field(default_factory=list)
+    decoded_chars: int = 0
+    certain_chars: int = 0
+
+    def push(self, delta: CompletionDelta, num_shown: int) -> None:
+        for token_id, logprobs in zip(delta.token_ids[:num_shown], delta.logprobs or (), strict=False):
+            text = self.tokenizer.token_text(token_id)
+            top = tuple((self.tokenizer.token_text(other), logprob) for other, logprob in logprobs.top)
+            self.held.append((self.decoded_chars, TokenText(text, logprobs.logprob, top, len(text))))
+            self.decoded_chars += len(text)
+
+    def release(self, text: str, *, everything: bool) -> tuple[TokenText, ...]:
+        self.certain_chars += len(text)
+        count = sum(1 for start, _ in self.held if everything or start < self.certain_chars)
+        released, self.held = self.held[:count], self.held[count:]
+        return tuple(token for _, token in released)
+
+
+async def stream_text(
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    request: EngineRequest,
+    index: int = 0,
+    echo: PromptEcho | None = None,
+) -> AsyncGenerator[TextDelta, None]:
+    """The answers to one request; the first has that index. The last delta of each has a finish_reason.
+
+    Raises what `EngineClient.generate` raises.
+    """
+    answer = Answer(request, tokenizer, index)
+    held_tokens = [_HeldTokens(tokenizer) for _ in range(request.sampling.num_choices)]
+    answered = stream_answer(client.generate(answer.request), answer, client.end_choice)
+    prompt = _PromptSoFar(tokenizer, request, echo) if echo is not None else None
+    async with aclosing(answered) as deltas:
+        async for delta in deltas:
+            if prompt is not None and delta.prompt_logprobs:
+                prompt.scores.extend(delta.prompt_logprobs)
+                continue
+            if prompt is not None and not prompt.was_told(delta.choice):
+                told = await prompt.tell(index, delta.choice)
+                yield replace(told, num_cached=delta.num_cached_tokens) if prompt.echo.alone else told
+            if prompt is not None and prompt.echo.alone:
+                if prompt.was_told_to_all:
+                    return
+                continue
+            is_cut, held = answer.is_cut(delta.choice), held_tokens[delta.choice]
+            # A token that ends the answer is computed and counted, but is no part of its text.
+            num_shown = len(delta.token_ids) - (delta.finish_reason is FinishReason.STOP and not is_cut)
+            held.push(delta, num_shown)
+            tokens = held.release(delta.text, everything=delta.finish_reason is not None and not is_cut)
+            logprob = sum(entry.logprob for entry in delta.logprobs or ())
+            yield TextDelta(
+                index + delta.choice, delta.text, len(delta.token_ids), tokens, delta.finish_reason, logprob,
+                num_cached=delta.num_cached_tokens,
+            )  # fmt: skip
+
+
+class _PromptSoFar:
+    """What the engine said of the prompt, told once to each answer before anything else of it."""
+
+    def __init__(self, tokenizer: Tokenizer, request: EngineRequest, echo: PromptEcho) -> None:
+        self.echo = echo
+        self.scores: list[TokenLogprobs | None] = []
+        self._tokenizer = tokenizer
+        self._request = request
+        self._first: TextDelta | None = None
+        self._told: set[int] = set()
+
+    def was_told(self, choice: int) -> bool:
+        return choice in self._told
+
+    @property
+    def was_told_to_all(self) -> bool:
+        return len(self._told) == self._request.sampling.num_choices
+
+    async def tell(self, index: int, choice: int) -> TextDelta:
+        self._told.add(choice)
+        if self._first is None:
+            # A long prompt takes its time to read, token by token.
+            self._first = await asyncio.to_thread(self._read)
+        return replace(self._first, index=index + choice)
+
+    def _read(self) -> TextDelta:
+        echo, about = self.echo, (self._tokenizer, self._request.prompt_token_ids, self.scores)
+        return TextDelta(
+            0,
+            echo.text or "",
+            0,
+            echo_tokens(*about, echo.logprobs) if echo.logprobs is not None else (),
+            FinishReason.LENGTH if echo.alone else None,
+            scores=score_tokens(*about, echo.scores) if echo.scores is not None else (),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A stream has nothing more to say; `error` is why, if it failed."""
+
+    error: Exception | None = None
+
+
+_Queue = asyncio.Queue[TextDelta | _Ended]
+
+
+async def _pump(stream: AsyncGenerator[TextDelta, None], queue: _Queue) -> None:
+    try:
+        async with aclosing(stream):
+            async for delta in stream:
+                await queue.put(delta)
+    except Exception as error:  # the top of a task: whoever reads the queue raises it
+        await queue.put(_Ended(error))
+    else:
+        await queue.put(_Ended())
+
+
+async def merge_streams(
+    streams: Sequence[AsyncGenerator[TextDelta, None]],
+) -> AsyncGenerator[TextDelta, None]:
+    """Deltas of several streams, side by side, as they come. One stream that fails ends them all with its error."""
+    queue: _Queue = asyncio.Queue(maxsize=_QUEUE_DELTAS * len(streams))
+    pumps = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
+    running = len(pumps)
+    try:
+        while running:
+            item = await queue.get()
+            if isinstance(item, TextDelta):
+                yield item
+            elif item.error is not None:
+                raise item.error
+            else:
+                running -= 1
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

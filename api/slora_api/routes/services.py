@@ -1,0 +1,43 @@
+"""What routes work with, made once by the composition root, and how a route asks for it."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from slora_api.adapters.aliases import Aliases
+from slora_api.adapters.change_follower import ChangeFollower
+from slora_api.adapters.local_adapters import LocalAdapters
+from slora_api.adapters.model_catalog import ModelCatalog
+from slora_api.adapters.pinning import Pinning
+from slora_api.adapters.uploads import Uploads
+from slora_api.generation.chat_templates import ChatTemplates
+from slora_api.generation.generation import Generator
+from slora_api.settings import Settings
+from slora_api.tenants.tenancy import Tenancy
+
+__all__ = ["Services", "Wired"]
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """One server's parts."""
+
+    settings: Settings
+    tenancy: Tenancy
+    catalog: ModelCatalog
+    aliases: Aliases
+    pinning: Pinning
+    follower: ChangeFollower
+    uploads: Uploads
+    local_adapters: LocalAdapters
+    templates: ChatTemplates
+    generator: Generator
+
+
+def _services(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
+
+
+Wired = Annotated[Services, Depends(_services)]

@@ -1,0 +1,52 @@
+"""The ASGI application: routes inside, and around them authentication, body limits and what holds for every request."""
+
+import logging
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp
+
+from slora_adapters.errors import SloraError, StoreUnavailable
+from slora_api.errors import error_response
+from slora_api.routes import adapters, admin, completions, health, models, vllm_adapters
+from slora_api.routes.services import Services
+from slora_api.server.body_limit import BodyLimit, BodyLimits
+from slora_api.server.request_scope import RequestScope
+from slora_api.tenants.admin_key import AdminKey
+from slora_api.tenants.authentication import Authentication
+
+__all__ = ["make_app", "make_router"]
+
+logger = logging.getLogger(__name__)
+
+# What starlette looks up by the error's class. The last is for bugs: they are answered here and logged by RequestScope.
+_ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, Exception)
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, StoreUnavailable):  # the tenant is not told all of it
+        logger.warning("request %s: %s", request.state.request_id, error)
+    return error_response(error)
+
+
+def make_router(services: Services) -> FastAPI:
+    """The routes alone, without the layers that guard them. Documentation pages would load scripts from elsewhere."""
+    app = FastAPI(title="slora", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.services = services
+    for module in (completions, models, adapters, vllm_adapters, admin, health):
+        app.include_router(module.router)
+    for kind in _ERRORS:
+        app.add_exception_handler(kind, _answer_error)
+    return app
+
+
+def make_app(services: Services, admin_key: AdminKey) -> ASGIApp:
+    """Everything, outermost last: what comes first in the code sees a request last."""
+    settings = services.settings
+    app: ASGIApp = make_router(services)
+    app = Authentication(app, services.tenancy, admin_key)
+    app = BodyLimit(app, BodyLimits(settings.max_body_bytes, settings.max_upload_bytes))
+    return RequestScope(app, services.generator.metrics.answered)

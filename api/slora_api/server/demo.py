@@ -1,0 +1,122 @@
+"""Demo mode: a tenant and a key for each adapter of the demo, and one tenant with nothing but the base model.
+
+The keys are random and are kept in the data directory (mode 0600), so that a restart prints the same ones; only the
+demo keeps keys in the clear. Adapters go the way of every upload.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from slora.errors import ConfigError, EngineUnavailable
+from slora_api.adapters.model_catalog import ModelCatalog
+from slora_api.errors import Conflict
+from slora_api.tenants.api_key import make_key
+from slora_api.tenants.tenancy import Tenancy
+
+__all__ = ["DemoTenant", "describe_demo", "find_demo_adapters", "set_up_demo"]
+
+logger = logging.getLogger(__name__)
+
+_BASE_TENANT = "base"
+_PROMPT = "the quick brown fox"
+_RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class DemoTenant:
+    """adapter None: this tenant calls the base model."""
+
+    name: str
+    adapter: str | None
+    key: str
+
+    def __repr__(self) -> str:
+        return f"DemoTenant({self.name!r}, {self.adapter!r}, '***')"
+
+
+def find_demo_adapters(directory: Path) -> list[Path]:
+    """Raises ConfigError if there is no demo."""
+    found = sorted(path.parent for path in directory.glob("*/adapter_config.json"))
+    if not found:
+        raise ConfigError(f"{directory} holds no adapters; --demo needs DIR/model and DIR/adapters/NAME")
+    return found
+
+
+def _read_keys(path: Path) -> dict[str, str]:
+    try:
+        keys: dict[str, str] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    return keys
+
+
+def _write_keys(path: Path, keys: Mapping[str, str]) -> None:
+    """Readable by the owner from the first byte on, and never half written."""
+    temporary = path.with_suffix(".new")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(keys, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _make_tenants(tenancy: Tenancy, keys_path: Path, adapters: Iterable[str]) -> list[DemoTenant]:
+    wanted: dict[str, str | None] = {_BASE_TENANT: None, **{name: name for name in adapters}}
+    keys = _read_keys(keys_path)
+    keys |= {tenant: make_key().secret for tenant in wanted if tenant not in keys}
+    # Written before they are valid: a key that works and is recorded nowhere would be of no use to anybody.
+    _write_keys(keys_path, keys)
+    for tenant, adapter in wanted.items():
+        with suppress(Conflict):  # it is there from an earlier start
+            tenancy.create_tenant(tenant)
+        tenancy.adopt_key(tenant, adapter, keys[tenant])
+    return [DemoTenant(tenant, adapter, keys[tenant]) for tenant, adapter in wanted.items()]
+
+
+async def set_up_demo(
+    adapters: Sequence[Path], tenancy: Tenancy, catalog: ModelCatalog, keys_path: Path
+) -> list[DemoTenant]:
+    """Makes the demo's tenants, keys and adapters, or finds them again. Needs an engine, as all uploads do."""
+    names = [path.name for path in adapters]
+    tenants = await asyncio.to_thread(_make_tenants, tenancy, keys_path, names)
+    for path in adapters:
+        await _publish(path, catalog)
+    return tenants
+
+
+async def _publish(path: Path, catalog: ModelCatalog) -> None:
+    """An engine that dies meanwhile is started again, and then takes the adapter."""
+    is_told = False
+    while True:
+        try:
+            await catalog.publish(path.name, path.name, path)
+        except EngineUnavailable as error:
+            if not is_told:
+                logger.warning("the demo's adapter %s has to wait: %s", path.name, error)
+            is_told = True
+            await asyncio.sleep(_RETRY_S)
+        else:
+            return
+
+
+def describe_demo(url: str, tenants: Iterable[DemoTenant]) -> str:
+    """What a newcomer reads: the keys, and a command line to paste for each."""
+    lines = ["", "The same prompt and the same base model; each key brings its own adapter:"]
+    body = {"model": "default", "messages": [{"role": "user", "content": _PROMPT}], "temperature": 0}
+    for tenant in tenants:
+        means = f"adapter {tenant.adapter}" if tenant.adapter else "no adapter: the base model"
+        lines += [
+            "",
+            f"# tenant {tenant.name}, {means}",
+            f"curl -s {url}/v1/chat/completions -H 'Authorization: Bearer {tenant.key}' "
+            f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}",
+        ]
+    return "\n".join(lines)

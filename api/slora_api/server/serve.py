@@ -1,0 +1,347 @@
+"""`slora serve`: the composition root. Everything that a server consists of is made here, once, and taken down here.
+
+Order of life: data directory and its lock, secrets, database, adapters, then the child processes, then HTTP. The
+socket is open before the engine is ready (/readyz says so), and is the first thing to close at the end.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from slora.engine.client import RemoteEngine
+from slora.errors import ConfigError, SloraError
+from slora.models.model_spec import read_model_spec
+from slora.text.generation_defaults import read_model_defaults
+from slora.text.tokenizer import Tokenizer
+from slora_adapters.database.database import Database
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.loader.loader_config import LoaderConfig
+from slora_adapters.registry.catalog import SHARED_GRACE_S, Catalog
+from slora_adapters.registry.registry_url import open_registry
+from slora_adapters.store.store_url import open_store
+from slora_api.adapters.aliases import Aliases
+from slora_api.adapters.base_identity import BaseIdentity
+from slora_api.adapters.canary import Canary
+from slora_api.adapters.change_follower import ChangeFollower
+from slora_api.adapters.inspector import InspectionBounds, Inspector
+from slora_api.adapters.local_adapters import LocalAdapters
+from slora_api.adapters.model_catalog import DEFAULT_MODEL, BaseModel, ModelCatalog
+from slora_api.adapters.pinning import Pinning
+from slora_api.adapters.quarantine import Quarantine
+from slora_api.adapters.uploads import Uploads
+from slora_api.generation.admission import Admission
+from slora_api.generation.chat_templates import ChatTemplates
+from slora_api.generation.generation import Generator
+from slora_api.generation.metrics import Metrics
+from slora_api.routes.services import Services
+from slora_api.server.app import make_app
+from slora_api.server.data_dir import DataDir, open_data_dir
+from slora_api.server.demo import describe_demo, find_demo_adapters, set_up_demo
+from slora_api.server.listener import BACKLOG, open_listener
+from slora_api.server.supervisor import Child, Supervisor
+from slora_api.settings import SettingRefused, Settings, read_settings, unknown_variables
+from slora_api.tenants.adapter_quota import AdapterQuota
+from slora_api.tenants.admin_key import AdminKey, open_admin_key
+from slora_api.tenants.api_key import Pepper
+from slora_api.tenants.tenancy import Tenancy
+
+__all__ = ["main"]
+
+logger = logging.getLogger("slora.serve")
+
+# Above the 60 s for which load balancers commonly keep an idle connection, so that they, not we, close it.
+_KEEP_ALIVE_S = 75
+_POLL_S = 0.05
+# What Linux takes, without the byte that ends it.
+_SOCKET_PATH_BYTES = 107
+
+
+class _Model:
+    """What the API must know of the base model, read from its directory without the engine. Raises ConfigError."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.directory = Path(settings.model)
+        self.config = read_model_spec(self.directory, settings.model_impl)
+        self.dtype = self.config.resolve_dtype(settings.dtype)
+        self.shape = self.config.shape(self.dtype)
+        self.name = settings.model_name or self.directory.resolve().name
+        if self.name == DEFAULT_MODEL:
+            raise ConfigError(
+                f"a base model named {DEFAULT_MODEL!r} could not be told from a key's adapter; give a --model-name"
+            )
+        self.tokenizer = Tokenizer.from_directory(self.directory)
+        self.limits = AdapterLimits(
+            max_lora_rank=settings.max_lora_rank,
+            max_tensor_bytes=settings.max_upload_bytes,
+            served_dtype=self.dtype,
+            vocab_size=self.config.vocab_size,
+            base_directory=self.directory,
+        )
+
+    def base(self) -> BaseModel:
+        identity = BaseIdentity(self.directory, (self.name, self.directory.resolve().name))
+        return BaseModel(self.name, identity, read_model_defaults(self.directory), int(time.time()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sockets:
+    """Where the child processes listen."""
+
+    directory: Path
+
+    @property
+    def engine(self) -> Path:
+        return self.directory / "engine.sock"
+
+    @property
+    def loader(self) -> Path:
+        return self.directory / "loader.sock"
+
+
+def _open_sockets(stack: AsyncExitStack, data: DataDir) -> _Sockets:
+    """In the data directory if its path is short enough, else in a temporary one that a kill -9 leaves behind."""
+    sockets = _Sockets(data.path / "run")
+    if len(os.fsencode(sockets.engine)) > _SOCKET_PATH_BYTES:
+        return _Sockets(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slora-"))))
+    sockets.directory.mkdir(mode=0o700, exist_ok=True)
+    # Those of a server that was killed: its children may take a moment to go, and must not be mistaken for ours.
+    for stale in (sockets.engine, sockets.loader):
+        stale.unlink(missing_ok=True)
+    return sockets
+
+
+def _url(listener: socket.socket) -> str:
+    """How somebody on this machine reaches the server."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _store_url(settings: Settings, data: DataDir) -> str:
+    return settings.store or str(data.adapters)
+
+
+def _children(settings: Settings, model: _Model, data: DataDir, sockets: _Sockets) -> list[Child]:
+    engine: dict[str, Any] = {
+        "socket": str(sockets.engine),
+        "loader_socket": str(sockets.loader),
+        "engine": {
+            "model": str(model.directory),
+            "model_name": model.name,
+            "dtype": settings.dtype,
+            "device": settings.device,
+            "kernels": settings.kernels,
+            "model_impl": settings.model_impl,
+            "quantization": settings.quantization,
+            "kv_cache_dtype": settings.kv_cache_dtype,
+            "pool_bytes": settings.pool_bytes,
+            "block_tokens": settings.block_tokens,
+            "max_model_len": settings.max_model_len,
+            "max_num_seqs": settings.max_num_seqs,
+            "max_num_batched_tokens": settings.max_num_batched_tokens,
+            "max_lora_rank": settings.max_lora_rank,
+            "scheduling": settings.scheduling,
+            "prefix_cache": settings.prefix_cache,
+            "eviction": settings.eviction,
+            "preemption": settings.preemption,
+            "swap_bytes": settings.swap_bytes,
+            "load_bytes_per_step": settings.load_bytes_per_step,
+            "cuda_graphs": settings.cuda_graphs == "on",
+        },
+    }
+    loader = LoaderConfig(
+        socket=sockets.loader,
+        store=_store_url(settings, data),
+        warm=settings.redis or None,
+        shape=model.shape,
+        dtype=model.dtype,
+        host_cache_bytes=settings.host_cache_bytes,
+        max_lora_rank=settings.max_lora_rank,
+    )
+    return [
+        # Its stores' URLs may hold passwords, which a command line would show to everybody on the machine.
+        Child(
+            "loader",
+            "slora_adapters.loader.loader_process",
+            [data.write_arguments("--config", loader.to_json())],
+        ),
+        Child("engine", "slora.engine.process", ["--config", json.dumps(engine)]),
+    ]
+
+
+async def _open_services(
+    stack: AsyncExitStack,
+    settings: Settings,
+    model: _Model,
+    data: DataDir,
+    pepper: Pepper,
+    client: RemoteEngine,
+) -> Services:
+    """Makes what routes work with; the stack closes it."""
+    database = Database(data.database)
+    stack.callback(database.close)
+    store = open_store(_store_url(settings, data), settings.redis or None)
+    stack.callback(store.close)
+    registry = open_registry(settings.registry, database, data.server)
+    stack.callback(registry.close)
+    adapters = Catalog(registry, store, grace_s=SHARED_GRACE_S if settings.store else 0.0)
+    templates = ChatTemplates(model.tokenizer)
+    stack.push_async_callback(templates.close)
+    admission = Admission(
+        max_requests=settings.max_concurrent_requests,
+        max_per_tenant=settings.max_concurrent_per_tenant,
+        max_uploads=settings.max_concurrent_uploads,
+    )
+    tenancy = Tenancy(database, pepper)
+    pinning = Pinning(registry, tenancy, client)
+    quarantine = Quarantine(data.quarantine)
+    inspector = Inspector(quarantine, model.shape, model.limits, InspectionBounds())
+    quota = AdapterQuota(settings.max_versions_per_tenant, settings.max_adapter_bytes_per_tenant)
+    canary = Canary(client, model.tokenizer)
+    return Services(
+        settings,
+        tenancy,
+        ModelCatalog(model.base(), adapters, templates, client, pinning, inspector, quota, canary),
+        Aliases(registry, pinning),
+        pinning,
+        ChangeFollower(registry, client, pinning.refresh),
+        Uploads(quarantine),
+        LocalAdapters(
+            Path(settings.lora_root) if settings.lora_root else None, quarantine, settings.max_upload_bytes
+        ),
+        templates,
+        Generator(client, model.tokenizer, admission, Metrics(model.name)),
+    )
+
+
+def _make_http_server(app: ASGIApp, settings: Settings) -> uvicorn.Server:
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=math.ceil(settings.drain_seconds),
+        )
+    )
+
+
+async def _announce(services: Services, data: DataDir, url: str, admin_key: AdminKey) -> None:
+    """Says where the server is, sets up the demo if there is one, and says when the engine answers."""
+    settings, client = services.settings, services.generator.client
+    print(f"slora: listening on {url}; the engine is starting", flush=True)
+    if admin_key.shown_once is not None:
+        print(f"slora: admin key, shown this once: {admin_key.shown_once}", flush=True)
+    # Looked for first: who waits for an engine is to hear at once that there is nothing to wait for.
+    adapters = find_demo_adapters(Path(settings.demo) / "adapters") if settings.demo else []
+    while not client.ready:
+        await asyncio.sleep(_POLL_S)
+    tenants = (
+        await set_up_demo(adapters, services.tenancy, services.catalog, data.demo_keys) if adapters else []
+    )
+    info = client.info
+    kept = "" if info.kv_cache_dtype == "auto" else f" with KV in {info.kv_cache_dtype}"
+    print(
+        f"slora: ready; {info.model_name} on {info.device} in {info.dtype}{kept}, {info.num_pages} pages",
+        flush=True,
+    )
+    if tenants:
+        print(describe_demo(url, tenants), flush=True)
+
+
+async def _run_until_stopped(
+    server: uvicorn.Server, listener: socket.socket, admission: Admission, work: list[asyncio.Task[None]]
+) -> None:
+    """Serves until a signal, or until some of the `work` behind the server fails, whose error is raised."""
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    # uvicorn sets its signal handlers as soon as it runs; ours take their place.
+    await asyncio.sleep(0)
+
+    def stop() -> None:
+        # A second signal does not wait for requests in progress.
+        server.force_exit = admission.stopping
+        admission.stop()
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    watched = {serving, *work}
+    try:
+        while not serving.done():
+            done, watched = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+    finally:
+        server.should_exit = True
+        await asyncio.gather(serving, return_exceptions=True)
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+
+
+async def _serve(settings: Settings) -> None:
+    model = _Model(settings)
+    async with AsyncExitStack() as stack:
+        data = stack.enter_context(open_data_dir(Path(settings.data_dir)))
+        listener = stack.enter_context(open_listener(settings.host, settings.port))
+        sockets = _open_sockets(stack, data)
+        pepper = Pepper.from_file(data.pepper)
+        client = RemoteEngine(sockets.engine)
+        services = await _open_services(stack, settings, model, data, pepper, client)
+        # Last of what may be refused: a new one is shown at the first start, and by none that failed.
+        admin_key = open_admin_key(settings.admin_key, data.path, pepper)
+        supervisor = Supervisor(
+            _children(settings, model, data, sockets), services.generator.metrics.restarted
+        )
+        work = [
+            supervisor.run(),
+            client.run(services.pinning.refresh),
+            services.pinning.run(),
+            services.follower.run(),
+            services.catalog.sweep(),
+            _announce(services, data, _url(listener), admin_key),
+        ]
+        await _run_until_stopped(
+            _make_http_server(make_app(services, admin_key), settings),
+            listener,
+            services.generator.admission,
+            [asyncio.create_task(one) for one in work],
+        )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs a server until it is told to stop. Returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    try:
+        settings = read_settings(vars(arguments), os.environ)
+    except SettingRefused as error:
+        print(f"slora: {error}", file=sys.stderr)
+        return 2
+    for name, meant in unknown_variables(os.environ).items():
+        logger.warning("%s is no setting%s", name, f"; is it {meant} that you mean?" if meant else "")
+    try:
+        asyncio.run(_serve(settings))
+    except (SloraError, OSError, ValueError) as error:
+        print(f"slora: {error}", file=sys.stderr)
+        return 1
+    return 0

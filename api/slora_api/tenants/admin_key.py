@@ -1,0 +1,54 @@
+"""The operator's key: given by the environment, or made once at the first start and kept only as a hash.
+
+A given key wins and is never written down. A made one is shown once; who loses it deletes the file and starts again.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from slora_api.tenants.api_key import Pepper, make_key
+
+__all__ = ["AdminKey", "open_admin_key"]
+
+logger = logging.getLogger(__name__)
+
+_FILE_NAME = "admin-key.hmac"
+_WEAK_CHARS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class AdminKey:
+    """`shown_once` is the text of a key made just now, None for any other."""
+
+    pepper: Pepper
+    digest: bytes
+    shown_once: str | None = None
+
+    def __repr__(self) -> str:
+        return "AdminKey(***)"
+
+    def matches(self, key: str) -> bool:
+        return self.pepper.matches(key, self.digest)
+
+
+def open_admin_key(given: str, directory: Path, pepper: Pepper) -> AdminKey:
+    """The key that is valid for this run: `given` if not empty, else the one of the first start."""
+    if given:
+        if len(given) < _WEAK_CHARS:
+            logger.warning(
+                "the admin key has %d characters; take at least %d random ones", len(given), _WEAK_CHARS
+            )
+        return AdminKey(pepper, pepper.digest(given))
+    path = directory / _FILE_NAME
+    try:
+        return AdminKey(pepper, bytes.fromhex(path.read_text()))
+    except FileNotFoundError:
+        key = make_key().secret
+    digest = pepper.digest(key)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(digest.hex())
+        file.flush()
+        os.fsync(file.fileno())
+    return AdminKey(pepper, digest, shown_once=key)

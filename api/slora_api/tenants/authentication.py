@@ -1,0 +1,80 @@
+"""Who is asking. Every path needs a key unless it is named here, so a route that somebody forgets is closed.
+
+The middleware finds out who the caller is; a route's signature says who it is for: `CurrentKey` for a tenant's key,
+`Operator` for the operator. The two must agree, and neither trusts the other: a route without either is still closed
+to callers without a key.
+
+/metrics is the operator's. It names tenants' adapters and shows how much each of them is used, which is nobody
+else's business; Prometheus sends a key with `authorization: {credentials_file: ...}`.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from slora_api.errors import Forbidden, Unauthorized, error_response
+from slora_api.tenants.admin_key import AdminKey
+from slora_api.tenants.tenancy import KeyRecord, Tenancy
+
+__all__ = ["PUBLIC_PATHS", "Authentication", "CurrentKey", "Operator"]
+
+# Load balancers and container engines ask these without a key; they tell nothing but "up" and "ready".
+PUBLIC_PATHS = frozenset({"/healthz", "/readyz"})
+
+_BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class _OperatorCaller:
+    """The holder of the admin key."""
+
+
+_Caller = _OperatorCaller | KeyRecord
+
+
+class Authentication:
+    """ASGI middleware: puts the caller into the request's state, or answers 401."""
+
+    def __init__(self, app: ASGIApp, tenancy: Tenancy, admin_key: AdminKey) -> None:
+        self._app = app
+        self._tenancy = tenancy
+        self._admin_key = admin_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in PUBLIC_PATHS:
+            caller = self._identify(Headers(scope=scope).get("authorization", ""))
+            if caller is None:
+                await error_response(Unauthorized())(scope, receive, send)
+                return
+            scope["state"]["caller"] = caller
+        await self._app(scope, receive, send)
+
+    def _identify(self, header: str) -> _Caller | None:
+        match = _BEARER.fullmatch(header.strip())
+        if match is None:
+            return None
+        if self._admin_key.matches(match[1]):
+            return _OperatorCaller()
+        return self._tenancy.authenticate(match[1])
+
+
+def _current_key(request: Request) -> KeyRecord:
+    caller = getattr(request.state, "caller", None)
+    if not isinstance(caller, KeyRecord):
+        raise Forbidden(
+            "This route is for tenants; the operator's key has no adapters. Use a tenant's API key."
+        )
+    return caller
+
+
+def _operator(request: Request) -> None:
+    if not isinstance(getattr(request.state, "caller", None), _OperatorCaller):
+        raise Forbidden("This route is for the operator; use the admin key.")
+
+
+CurrentKey = Annotated[KeyRecord, Depends(_current_key)]
+Operator = Annotated[None, Depends(_operator)]

@@ -1,0 +1,293 @@
+"""Tenants and their API keys.
+
+A tenant is a name with a share of the engine; a key belongs to one tenant and may carry its default adapter: a name, or
+`name@alias`, whose moves it then follows. Keys are kept as hashes and read from the database at each request, together
+with their tenant's share (some ten microseconds), so a revocation or a new share holds for the very next one, in every
+process that shares the database.
+
+Methods block on the disk: those that write are called off the event loop. Knows no HTTP.
+"""
+
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from sqlite3 import Connection, IntegrityError
+from typing import Any
+
+from slora.request import MAX_PRIORITY
+from slora.tenant_share import DEFAULT_SHARE, TenantShare
+from slora_adapters.database.database import Database
+from slora_adapters.errors import BadAdapterName
+from slora_adapters.registry.reference import parse_reference
+from slora_api.errors import BadRequest, Conflict, NotFound
+from slora_api.tenants.api_key import NewKey, Pepper, make_key, read_key_id
+
+__all__ = ["KeyRecord", "ShareChanges", "Tenancy", "Tenant", "check_name"]
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}", re.ASCII)
+
+_MIGRATIONS = (
+    """
+    CREATE TABLE tenants (
+        name TEXT PRIMARY KEY,
+        created_at INTEGER NOT NULL
+    ) STRICT;
+    CREATE TABLE api_keys (
+        key_id TEXT PRIMARY KEY,
+        tenant TEXT NOT NULL REFERENCES tenants (name),
+        digest BLOB NOT NULL,
+        adapter TEXT,
+        created_at INTEGER NOT NULL,
+        revoked_at INTEGER
+    ) STRICT;
+    CREATE INDEX api_keys_by_tenant ON api_keys (tenant, created_at);
+    """,
+    """
+    ALTER TABLE tenants ADD COLUMN weight REAL NOT NULL DEFAULT 1;
+    ALTER TABLE tenants ADD COLUMN min_pool_share REAL NOT NULL DEFAULT 0;
+    ALTER TABLE tenants ADD COLUMN max_pool_share REAL NOT NULL DEFAULT 1;
+    ALTER TABLE tenants ADD COLUMN priority INTEGER NOT NULL DEFAULT 0;
+    """,
+)
+
+
+def check_name(name: str, param: str) -> str:
+    """The name, if it can be one of a tenant. Raises BadRequest naming `param`."""
+    if not _NAME.fullmatch(name):
+        raise BadRequest(
+            f"`{param}` is {name[:140]!r}; a name has 1 to 128 of a-z, 0-9, '.', '_', '-' and starts with a letter "
+            "or digit.",
+            param,
+        )
+    return name
+
+
+def _check_reference(adapter: str) -> None:
+    """Raises BadRequest."""
+    try:
+        parse_reference(adapter)
+    except BadAdapterName as error:
+        raise BadRequest(f"`adapter`: {error}.", "adapter") from None
+
+
+# Beyond these a tenant is as good as alone, or as good as never served.
+_LEAST_WEIGHT, _MOST_WEIGHT = 0.001, 1000.0
+# Rounding, when floors such as 0.7 + 0.2 + 0.1 are added up.
+_SUM_SLACK = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """created_at: seconds since 1970."""
+
+    name: str
+    created_at: int
+    share: TenantShare
+
+
+@dataclass(frozen=True, slots=True)
+class ShareChanges:
+    """What becomes of a tenant's share; None leaves it as it is. The names are those that operators see.
+
+    min_pool_share, max_pool_share: fractions of the pool's pages, `min_share` and `max_share` of a TenantShare.
+    """
+
+    weight: float | None = None
+    min_pool_share: float | None = None
+    max_pool_share: float | None = None
+    priority: int | None = None
+
+    def apply(self, share: TenantShare) -> TenantShare:
+        """The share that comes of it. Raises BadRequest naming the field, its value and the limit."""
+        self._check_range("weight", _LEAST_WEIGHT, _MOST_WEIGHT)
+        self._check_range("min_pool_share", 0, 1)
+        self._check_range("max_pool_share", 0, 1)
+        self._check_range("priority", -MAX_PRIORITY, MAX_PRIORITY)
+        floor = share.min_share if self.min_pool_share is None else self.min_pool_share
+        ceiling = share.max_share if self.max_pool_share is None else self.max_pool_share
+        if floor > ceiling:
+            raise BadRequest(
+                f"`min_pool_share` would be {floor:g}, more than `max_pool_share`, {ceiling:g}; lower the one or "
+                "raise the other.",
+                "min_pool_share" if self.max_pool_share is None else "max_pool_share",
+            )
+        weight = share.weight if self.weight is None else self.weight
+        return TenantShare(weight, floor, ceiling, share.priority if self.priority is None else self.priority)
+
+    def _check_range(self, name: str, least: float, most: float) -> None:
+        value = getattr(self, name)
+        if value is not None and not least <= value <= most:
+            raise BadRequest(f"`{name}` is {value}; it must be from {least:g} to {most:g}.", name)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRecord:
+    """A key without its secret. adapter: what `model="default"` means for it; None is the base model.
+
+    share: its tenant's, as it was when the key was read.
+    """
+
+    key_id: str
+    tenant: str
+    adapter: str | None
+    created_at: int
+    revoked_at: int | None
+    share: TenantShare
+
+
+_SHARE_COLUMNS = "weight, min_pool_share, max_pool_share, priority"
+_KEY_COLUMNS = f"key_id, tenant, adapter, api_keys.created_at, revoked_at, {_SHARE_COLUMNS}"
+_KEYS = "FROM api_keys JOIN tenants ON tenants.name = api_keys.tenant"
+
+
+class Tenancy:
+    """Tenants and keys in the shared database."""
+
+    def __init__(self, database: Database, pepper: Pepper) -> None:
+        self._database = database
+        self._pepper = pepper
+        # Compared with when there is no such key, so that a wrong id takes as long as a wrong secret.
+        self._no_digest = pepper.digest("")
+        database.migrate("tenancy", _MIGRATIONS)
+
+    def create_tenant(self, name: str, changes: ShareChanges | None = None) -> Tenant:
+        """Makes a tenant whose share is the default one with `changes`.
+
+        Raises BadRequest for a name or a share that cannot be one, Conflict for a name that is taken.
+        """
+        share = DEFAULT_SHARE if changes is None else changes.apply(DEFAULT_SHARE)
+        tenant = Tenant(check_name(name, "name"), int(time.time()), share)
+        try:
+            with self._database.transaction() as connection:
+                connection.execute(
+                    "INSERT INTO tenants (name, created_at) VALUES (?, ?)", (tenant.name, tenant.created_at)
+                )
+                _write_share(connection, tenant)
+        except IntegrityError:
+            raise Conflict(f"The tenant `{name}` exists already.") from None
+        return tenant
+
+    def change_share(
+        self,
+        name: str,
+        changes: ShareChanges,
+        check: Callable[[TenantShare, Tenant], None] = lambda before, tenant: None,
+    ) -> Tenant:
+        """Gives a tenant another share, from its next request on. `check` is told the share that it had and the tenant
+        as it is to be; raising, it keeps things as they are. Raises NotFound, or BadRequest naming the field."""
+        with self._database.transaction() as connection:
+            before = _find_tenant(connection.execute(_ONE_TENANT, (name,)).fetchall(), name)
+            tenant = replace(before, share=changes.apply(before.share))
+            check(before.share, tenant)
+            _write_share(connection, tenant)
+        return tenant
+
+    def find_tenant(self, name: str) -> Tenant:
+        """Raises NotFound."""
+        return _find_tenant(self._database.read(_ONE_TENANT, (name,)), name)
+
+    def list_tenants(self) -> Sequence[Tenant]:
+        return [_read_tenant(row) for row in self._database.read(f"{_TENANTS} ORDER BY name")]
+
+    def create_key(self, tenant: str, adapter: str | None = None) -> tuple[KeyRecord, NewKey]:
+        """Makes a key; its secret is in the second value and nowhere else. Raises NotFound or BadRequest."""
+        if adapter is not None:
+            _check_reference(adapter)
+        share = self.find_tenant(tenant).share
+        key = make_key()
+        record = KeyRecord(key.key_id, tenant, adapter, int(time.time()), None, share)
+        self._insert(record, key.secret)
+        return record, key
+
+    def adopt_key(self, tenant: str, adapter: str | None, secret: str) -> KeyRecord:
+        """Makes a key that was drawn earlier valid; one that is known stays what it is, revoked ones too.
+
+        Raises NotFound for an unknown tenant, BadRequest for a text that is no key.
+        """
+        key_id = read_key_id(secret)
+        if key_id is None:
+            raise BadRequest("The text is not one of our keys.")
+        share = self.find_tenant(tenant).share
+        record = KeyRecord(key_id, tenant, adapter, int(time.time()), None, share)
+        self._insert(record, secret)
+        return record
+
+    def list_keys(self, tenant: str) -> Sequence[KeyRecord]:
+        """Raises NotFound for an unknown tenant."""
+        self.find_tenant(tenant)
+        rows = self._database.read(
+            f"SELECT {_KEY_COLUMNS} {_KEYS} WHERE tenant = ? ORDER BY api_keys.created_at, key_id", (tenant,)
+        )
+        return [_read_key(row) for row in rows]
+
+    def revoke_key(self, key_id: str) -> None:
+        """From now on the key opens nothing; revoking it again changes nothing. Raises NotFound."""
+        with self._database.transaction() as connection:
+            changed = connection.execute(
+                "UPDATE api_keys SET revoked_at = coalesce(revoked_at, ?) WHERE key_id = ?",
+                (int(time.time()), key_id),
+            ).rowcount
+        if not changed:
+            raise NotFound(f"There is no key `{key_id[:64]}`.")
+
+    def authenticate(self, secret: str) -> KeyRecord | None:
+        """The key that `secret` is, if it is one, is known and is not revoked."""
+        key_id = read_key_id(secret)
+        rows = self._database.read(
+            f"SELECT digest, {_KEY_COLUMNS} {_KEYS} WHERE key_id = ? AND revoked_at IS NULL", (key_id,)
+        )
+        stored, record = (rows[0][0], _read_key(rows[0][1:])) if rows else (self._no_digest, None)
+        return record if self._pepper.matches(secret, stored) else None
+
+    def _insert(self, record: KeyRecord, secret: str) -> None:
+        with self._database.transaction() as connection:
+            connection.execute(
+                "INSERT INTO api_keys (key_id, tenant, digest, adapter, created_at) VALUES (?, ?, ?, ?, ?) "
+                "ON CONFLICT DO NOTHING",
+                (
+                    record.key_id,
+                    record.tenant,
+                    self._pepper.digest(secret),
+                    record.adapter,
+                    record.created_at,
+                ),
+            )
+
+
+_TENANTS = f"SELECT name, created_at, {_SHARE_COLUMNS} FROM tenants"
+_ONE_TENANT = f"{_TENANTS} WHERE name = ?"
+
+
+def _read_tenant(row: tuple[Any, ...]) -> Tenant:
+    name, created_at, *share = row
+    return Tenant(name, created_at, TenantShare(*share))
+
+
+def _find_tenant(rows: Sequence[tuple[Any, ...]], name: str) -> Tenant:
+    if not rows:
+        raise NotFound(f"There is no tenant `{name[:128]}`.")
+    return _read_tenant(rows[0])
+
+
+def _read_key(row: tuple[Any, ...]) -> KeyRecord:
+    key_id, tenant, adapter, created_at, revoked_at, *share = row
+    return KeyRecord(key_id, tenant, adapter, created_at, revoked_at, TenantShare(*share))
+
+
+def _write_share(connection: Connection, tenant: Tenant) -> None:
+    """Raises BadRequest if all tenants' floors would then be more than the pool."""
+    share = tenant.share
+    connection.execute(
+        "UPDATE tenants SET weight = ?, min_pool_share = ?, max_pool_share = ?, priority = ? WHERE name = ?",
+        (share.weight, share.min_share, share.max_share, share.priority, tenant.name),
+    )
+    floors = [floor for (floor,) in connection.execute("SELECT min_pool_share FROM tenants")]
+    if (total := math.fsum(floors)) > 1 + _SUM_SLACK:
+        left = max(0.0, 1 - (total - share.min_share))
+        raise BadRequest(
+            f"`min_pool_share` is {share.min_share:g}, but other tenants' leave {left:g} of the pool; lower it, or "
+            "theirs.",
+            "min_pool_share",
+        )

@@ -1,0 +1,393 @@
+"""Paged attention on a CPU, decode and prefill alike: a tile of a sequence's queries and one KV head per item.
+
+A tile walks what its window shows of its context in blocks of keys with an online softmax (arXiv 2205.14135), base 2,
+summed in float32. Queries and weights are bfloat16 in a model of bfloat16, as on a GPU, for two products may be one
+instruction, and float32 in others. Decode reads keys and values straight from the pages. A tile of several queries
+first copies a block, the keys turned, so that scores are sums of whole rows.
+
+`scales` is None, or the pages once more as bfloat16: then K's are applied to the scores and V's to the weights.
+"""
+
+import numpy as np
+
+from slora_kernels.cpu.dots import add_four_dots, add_one_dot
+from slora_kernels.cpu.gathers import gather_rows
+from slora_kernels.cpu.language import (
+    Array,
+    Float,
+    Int,
+    Job,
+    clear,
+    compiled,
+    copy_numbers,
+    count_items,
+    multiply_columns,
+    narrow,
+    prefetch,
+    read_bfloat16_matrix,
+    read_byte_matrix,
+    read_float,
+    read_float_matrix,
+    read_int,
+    read_int32_matrix,
+    read_model_matrix,
+    read_operand_matrix,
+    take_item,
+    take_worker,
+)
+from slora_kernels.cpu.softmax import (
+    BLOCK_KEYS,
+    LOG2_E,
+    LOW,
+    multiply,
+    weigh_tile,
+    weigh_token,
+)
+from slora_kernels.cpu.vectors import LANES
+
+# Rows (queries times heads of a group) of a tile at most, and from which on turning the keys pays.
+TILE_ROWS = 192
+TURNED_ROWS = 8
+
+# Keys and values are asked for so many numbers before they are read.
+AHEAD = 1024
+
+# A window in place of none: behind any context.
+NO_WINDOW = 1 << 40
+
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_NAN = np.float32(np.nan)
+
+
+def count_scratch(head_dim: int) -> int:
+    """Float32 numbers that a worker needs."""
+    return TILE_ROWS * (head_dim + 3 + BLOCK_KEYS)
+
+
+def count_numbers(head_dim: int) -> int:
+    """Numbers of `operand_dtype` that it needs beside them: rows are read in whole vectors."""
+    return TILE_ROWS * (head_dim + BLOCK_KEYS) + 2 * BLOCK_KEYS * head_dim + 2 * LANES
+
+
+@compiled
+def copy_queries(rows: Array, q: Array, first_head: Int, group: Int) -> None:
+    """rows [t * group + g] = q [t, head first_head + g], of q [tokens, heads * D]."""
+    size = rows.shape[1]
+    for m in range(rows.shape[0]):
+        start = (first_head + m % group) * size
+        copy_numbers(rows[m], q[m // group, start : start + size])
+
+
+@compiled
+def count_run(key: Int, end: Int, block_tokens: Int) -> Int:
+    """Keys from `key` on that lie behind each other in its page."""
+    return min(block_tokens - key % block_tokens, end - key)
+
+
+@compiled
+def load_block(target: Array, pages: Array, table: Array, key: Int, block_tokens: Int, start: Int) -> None:
+    """target [n, D] = K (or V) of tokens key to key + n, page by page, without their scales. start: where the head's
+    lie in a page."""
+    size, done = target.shape[1], 0
+    while done < target.shape[0]:
+        count = count_run(key + done, key + target.shape[0], block_tokens)
+        page, first = table[(key + done) // block_tokens], start + (key + done) % block_tokens * size
+        run = target[done : done + count].reshape(count * size)
+        copy_numbers(run, pages[page, first : first + count * size])
+        done += count
+
+
+@compiled
+def scale_block(
+    numbers: Array, scales: Array, table: Array, key: Int, block_tokens: Int, scale_start: Int
+) -> None:
+    """numbers [M, n] *= the scales of tokens key to key + n. scale_start: where the head's lie in a page."""
+    done = 0
+    while done < numbers.shape[1]:
+        count = count_run(key + done, key + numbers.shape[1], block_tokens)
+        first = scale_start + (key + done) % block_tokens
+        own = scales[table[(key + done) // block_tokens], first : first + count]
+        multiply_columns(numbers[:, done : done + count], own)
+        done += count
+
+
+@compiled
+def turn(target: Array, source: Array) -> None:
+    """target [D, n] = source [n, D], turned."""
+    for i in range(target.shape[0]):
+        row = target[i]
+        for n in range(source.shape[0]):
+            row[n] = source[n, i]
+
+
+@compiled
+def score_run(scores: Array, rows: Array, keys: Array) -> None:
+    """scores [M, n] += rows [M, D] times the n keys that begin in `keys`, one behind the other."""
+    size, n = rows.shape[1], 0
+    while n + 4 <= scores.shape[1]:
+        add_four_dots(scores[:, n:], rows, keys[n * size :], size, size)
+        n += 4
+    while n < scores.shape[1]:
+        add_one_dot(scores[:, n:], rows, keys[n * size :], size, size)
+        n += 1
+
+
+@compiled
+def attend_token(
+    rows: Array,
+    sums: Array,
+    state: Array,
+    scratch: Array,
+    numbers: Array,
+    pages: Array,
+    scales: Array | None,
+    table: Array,
+    first: Int,
+    visible: Int,
+    group: Int,
+    factor: Float,
+    cap: Float,
+    block_tokens: Int,
+    start: Int,
+    side: Int,
+    scale_start: Int,
+) -> None:
+    """rows [M, D] queries of one token, which sees the keys from `first` up to `visible` -> sums [M, D], state [M, 3].
+
+    They are of several KV heads, `group` rows each, that follow each other in a page: it is read from end to end.
+    start: where the K of the first of them begin in a page; their V lie `side` behind. scale_start: the same of scales,
+    of which there is one for each row of D. factor: of the scores. cap: of these; 0: none.
+    """
+    num_rows, size = rows.shape
+    head_elements, num_heads = block_tokens * size, num_rows // group
+    scores = scratch[: num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
+    weights = numbers[: num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
+    for key in range(first, visible, BLOCK_KEYS):
+        end = min(key + BLOCK_KEYS, visible)
+        for m in range(num_rows):
+            clear(scores[m])
+        at = key
+        while at < end:
+            count, offset = count_run(at, end, block_tokens), at % block_tokens * size
+            page = pages[table[at // block_tokens]]
+            prefetch(page[start + side : start + side + num_heads * head_elements])
+            if at + count < visible:
+                ahead = pages[table[(at + count) // block_tokens]]
+                prefetch(ahead[start : start + num_heads * head_elements])
+            for head in range(num_heads):
+                mine = scores[head * group : (head + 1) * group, at - key : at - key + count]
+                keys = page[start + head * head_elements + offset :]
+                score_run(mine, rows[head * group :], keys)
+                if scales is not None:
+                    first_scale = scale_start + head * block_tokens + at % block_tokens
+                    own = scales[table[at // block_tokens]]
+                    multiply_columns(mine, own[first_scale : first_scale + count])
+            at += count
+        weigh_token(weights, sums, state, scores, end - key, factor, cap)
+        at = key
+        while at < end:
+            count, offset = count_run(at, end, block_tokens), at % block_tokens * size
+            page = pages[table[at // block_tokens]]
+            for head in range(num_heads):
+                m = head * group
+                values = page[start + side + head * head_elements + offset :]
+                if scales is not None:
+                    first_scale = scale_start + side // size + head * block_tokens + at % block_tokens
+                    own = scales[table[at // block_tokens]]
+                    mine = weights[m : m + group, at - key : at - key + count]
+                    multiply_columns(mine, own[first_scale : first_scale + count])
+                gather_rows(
+                    sums[m : m + group],
+                    weights[m : m + group, at - key :],
+                    values,
+                    size,
+                    AHEAD,
+                    _ONE,
+                    size,
+                    count,
+                )
+            at += count
+
+
+@compiled
+def attend_tile(
+    rows: Array,
+    sums: Array,
+    state: Array,
+    scratch: Array,
+    numbers: Array,
+    pages: Array,
+    scales: Array | None,
+    table: Array,
+    before: Int,
+    group: Int,
+    factor: Float,
+    window: Int,
+    cap: Float,
+    block_tokens: Int,
+    start: Int,
+    side: Int,
+    scale_start: Int,
+) -> None:
+    """rows [M, D] queries -> sums [M, D], state [M, 3].
+
+    Row m sees `window` tokens, itself the last, of before + m // group + 1. factor: of its scores. cap: of these; 0:
+    none.
+    """
+    num_rows, size = rows.shape
+    block = BLOCK_KEYS * size
+    turned = numbers[:block].reshape((size, BLOCK_KEYS))
+    block_rows = numbers[block : 2 * block].reshape((BLOCK_KEYS, size))
+    all_weights = numbers[2 * block : 2 * block + num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
+    all_scores = scratch[: num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
+    visible = before + (num_rows - 1) // group + 1
+    for key in range(max(0, before + 1 - window), visible, BLOCK_KEYS):
+        count = min(BLOCK_KEYS, visible - key)
+        scores, weights, loaded = all_scores[:, :count], all_weights[:, :count], block_rows[:count]
+        load_block(loaded, pages, table, key, block_tokens, start)
+        for m in range(num_rows):
+            clear(all_scores[m])
+        if num_rows < TURNED_ROWS:
+            score_run(scores, rows, block_rows.reshape(block))
+            for m in range(num_rows):
+                multiply(all_scores[m], factor)
+        else:
+            turn(turned, loaded)
+            gather_rows(scores, rows, turned.reshape(block), BLOCK_KEYS, 0, factor, count, size)
+        if scales is not None:
+            scale_block(scores, scales, table, key, block_tokens, scale_start)
+        weigh_tile(all_weights, sums, state, all_scores, count, before - key, group, window, cap)
+        load_block(loaded, pages, table, key, block_tokens, start + side)
+        if scales is not None:
+            scale_block(weights, scales, table, key, block_tokens, scale_start + side // size)
+        gather_rows(sums, weights, block_rows.reshape(block), size, 0, _ONE, size, count)
+
+
+# Fields of an attention job: of the call, of the model's rule, of the step. LAYER_START and SCALE_START are where the
+# layer's numbers and scales begin in a page. TILES [n, 4] are (sequence, first token, tokens, KV tokens before the
+# first). ITEM_HEADS: KV heads of an item, a divisor of them all. SCALES are there only in fp8.
+(
+    Q,
+    OUT,
+    LAYER_START,
+    SCALE_START,
+    SCALE,
+    WINDOW,
+    SOFTCAP,
+    PAGES,
+    TILES,
+    BLOCK_TABLES,
+    SCRATCH,
+    NUMBERS,
+    KV_HEADS,
+    GROUP,
+    HEAD_DIM,
+    BLOCK_TOKENS,
+    ITEM_HEADS,
+    SCALES,
+) = range(18)
+
+
+def attend_worker(job: Job) -> None:
+    """Items: tiles times groups of KV heads."""
+    attend_items(job, read_model_matrix(job, PAGES), None, 0)
+
+
+def attend_fp8_worker(job: Job) -> None:
+    """The same over pages in fp8."""
+    scales = read_bfloat16_matrix(job, SCALES)
+    attend_items(job, read_byte_matrix(job, PAGES), scales, read_int(job, SCALE_START))
+
+
+@compiled
+def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int) -> None:
+    q, out = read_model_matrix(job, Q), read_model_matrix(job, OUT)
+    tiles, block_tables = read_int32_matrix(job, TILES), read_int32_matrix(job, BLOCK_TABLES)
+    kv_heads, group, size = read_int(job, KV_HEADS), read_int(job, GROUP), read_int(job, HEAD_DIM)
+    block_tokens, factor = read_int(job, BLOCK_TOKENS), read_float(job, SCALE) * LOG2_E
+    window, cap = read_int(job, WINDOW), read_float(job, SOFTCAP) * LOG2_E
+    item_heads = read_int(job, ITEM_HEADS)
+    head_elements, side = block_tokens * size, kv_heads * block_tokens * size
+    worker = take_worker(job)
+    scratch, numbers = read_float_matrix(job, SCRATCH)[worker], read_operand_matrix(job, NUMBERS)[worker]
+    all_queries = numbers[: TILE_ROWS * size].reshape((TILE_ROWS, size))
+    all_sums = scratch[: TILE_ROWS * size].reshape((TILE_ROWS, size))
+    all_state = scratch[TILE_ROWS * size : TILE_ROWS * (size + 3)].reshape((TILE_ROWS, 3))
+    rest, rest_numbers = scratch[TILE_ROWS * (size + 3) :], numbers[TILE_ROWS * size :]
+    item = take_item(job)
+    while item < count_items(job):
+        tile, head = item * item_heads // kv_heads, item * item_heads % kv_heads
+        b, first, tokens, before = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2], tiles[tile, 3]
+        head_rows = tokens * group
+        num_rows = item_heads * head_rows
+        own_q, sums, state = q[first : first + tokens], all_sums[:num_rows], all_state[:num_rows]
+        for m in range(num_rows):
+            clear(sums[m])
+            state[m, 0], state[m, 1], state[m, 2] = LOW, _ZERO, _ZERO
+        start, table = read_int(job, LAYER_START) + head * head_elements, block_tables[b]
+        if tokens == 1 and size % LANES == 0:
+            first_key, visible = max(0, before + 1 - window), before + 1
+            copy_queries(all_queries[:num_rows], own_q, head * group, group * item_heads)
+            attend_token(
+                all_queries[:num_rows],
+                sums,
+                state,
+                rest,
+                rest_numbers,
+                pages,
+                scales,
+                table,
+                first_key,
+                visible,
+                group,
+                factor,
+                cap,
+                block_tokens,
+                start,
+                side,
+                scale_start + head * block_tokens,
+            )
+        else:
+            for h in range(item_heads):
+                low, high = h * head_rows, (h + 1) * head_rows
+                copy_queries(all_queries[:head_rows], own_q, (head + h) * group, group)
+                attend_tile(
+                    all_queries[:head_rows],
+                    sums[low:high],
+                    state[low:high],
+                    rest,
+                    rest_numbers,
+                    pages,
+                    scales,
+                    table,
+                    before,
+                    group,
+                    factor,
+                    window,
+                    cap,
+                    block_tokens,
+                    start + h * head_elements,
+                    side,
+                    scale_start + (head + h) * block_tokens,
+                )
+        for m in range(num_rows):
+            row = m % head_rows
+            column = ((head + m // head_rows) * group + row % group) * size
+            mine = out[first + row // group, column : column + size]
+            if state[m, 2] > _ZERO:
+                spoil_row(mine)
+            else:
+                write_row(mine, sums[m], _ONE / state[m, 1])
+        item = take_item(job)
+
+
+@compiled
+def write_row(out: Array, sums: Array, factor: Float) -> None:
+    for i in range(sums.shape[0]):
+        out[i] = narrow(sums[i] * factor, out)
+
+
+@compiled
+def spoil_row(out: Array) -> None:
+    for i in range(out.shape[0]):
+        out[i] = narrow(_NAN, out)

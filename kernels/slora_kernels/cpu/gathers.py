@@ -1,0 +1,224 @@
+"""Sums of rows of weights, each times a factor of its own, for a few tokens at a time."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from slora_kernels.cpu.language import Array, Float, Int, compiled, emitted
+from slora_kernels.cpu.vectors import (
+    I32,
+    I64,
+    LANES,
+    MOST_SUMS,
+    MOST_TOKENS,
+    PAIRS,
+    VECTOR,
+    Memory,
+    for_tokens,
+    join,
+    mask_below,
+    multiply_add,
+    multiply_add_pairs,
+    read_operands,
+    splat,
+)
+
+
+class _SingleRows:
+    """What gathers multiply: a row at a time, in float32."""
+
+    step = 1
+    multiply = staticmethod(multiply_add)
+
+    def __init__(
+        self, builder: Any, factors: Memory, rows: Memory, first: Callable[[Any], Any], vectors: int
+    ) -> None:
+        """first: where a row begins."""
+        self._builder, self._factors, self._rows, self._first = builder, factors, rows, first
+        self._starts = [I64(v * LANES) for v in range(vectors)]
+
+    def prefetch(self, row: Any, ahead: Any) -> None:
+        first = self._builder.add(self._first(row), ahead)
+        for start in self._rows.lines(self._starts):
+            self._rows.prefetch(0, self._builder.add(first, start))
+
+    def weights(self, row: Any) -> list[Any]:
+        first = self._first(row)
+        return [self._rows.load(0, self._builder.add(first, start)) for start in self._starts]
+
+    def factor(self, token: int, row: Any) -> Any:
+        return splat(self._builder, self._factors.load_wide(token, row))
+
+    def in_order(self, totals: list[Any]) -> list[Any]:
+        """Sums as their columns lie."""
+        return totals
+
+
+class _PairedRows(_SingleRows):
+    """Two rows of bfloat16 at a time, the numbers of a column side by side: lanes are in the order in which a machine
+    interleaves fastest, within each 16 bytes."""
+
+    step = 2
+    multiply = staticmethod(multiply_add_pairs)
+    _LOW: ClassVar = [
+        place
+        for lane in range(0, 2 * LANES, 8)
+        for k in range(lane, lane + 4)
+        for place in (k, k + 2 * LANES)
+    ]
+    _HIGH: ClassVar = [place + 4 for place in _LOW]
+    # Of 32 columns: those that the first LANES of them come from, and the others.
+    _FRONT: ClassVar = [
+        place
+        for k in range(0, LANES // 2, 4)
+        for half in (0, LANES)
+        for place in range(half + k, half + k + 4)
+    ]
+    _BACK: ClassVar = [place + LANES // 2 for place in _FRONT]
+
+    def weights(self, row: Any, *, alone: bool = False) -> list[Any]:
+        builder, found = self._builder, []
+        pair = (self._first(row), None if alone else self._first(builder.add(row, I64(1))))
+        wide = len(self._starts) // 2 * 2
+        for start in self._starts[:wide:2]:
+            a, b = self._load_two(pair, start, 2 * LANES)
+            found += [join(builder, a, b, self._LOW), join(builder, a, b, self._HIGH)]
+        for start in self._starts[wide:]:
+            a, b = self._load_two(pair, start, LANES)
+            found.append(join(builder, a, b, [place for k in range(LANES) for place in (k, k + LANES)]))
+        return found
+
+    def factor(self, token: int, row: Any, *, alone: bool = False) -> Any:
+        builder = self._builder
+        if alone:  # behind it lies something else
+            both = builder.zext(self._factors.load_one(token, row), I32)
+        else:
+            both = builder.load(self._factors.pointer(token, row, I32), align=2)
+        return splat(builder, both)
+
+    def in_order(self, totals: list[Any]) -> list[Any]:
+        builder, ordered = self._builder, []
+        wide = len(totals) // 2 * 2
+        for low, high in zip(totals[:wide:2], totals[1:wide:2], strict=True):
+            ordered += [join(builder, low, high, self._FRONT), join(builder, low, high, self._BACK)]
+        return ordered + totals[wide:]
+
+    def _load_two(self, pair: tuple[Any, Any], column: Any, lanes: int) -> tuple[Any, Any]:
+        first, second = pair
+        a = self._rows.load_stored(0, self._builder.add(first, column), lanes)
+        if second is None:
+            return a, ir.Constant(a.type, None)
+        return a, self._rows.load_stored(0, self._builder.add(second, column), lanes)
+
+
+def _emit_gathers(tokens: int, vectors: int) -> Callable[..., None]:
+    """target [tokens, size] += scale * factors [tokens, count] times `count` rows.
+
+    `size` is that of all vectors, or less where there is but one.
+    """
+
+    @emitted
+    def gathers(
+        typing: Any,
+        target: Array,
+        factors: Array,
+        weights: Array,
+        pitch: Array | Int,
+        ahead: Int,
+        scale: Float,
+        count: Int,
+        size: Int,
+    ) -> Any:
+        in_pairs = PAIRS and factors.dtype == weights.dtype == types.uint16
+        starts = pitch if isinstance(pitch, types.Array) else None
+
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            results, factors_of, rows_of = read_operands(context, builder, signature, args)
+            kind = _PairedRows if in_pairs else _SingleRows
+
+            def first(row: Any) -> Any:
+                if starts is None:
+                    return builder.mul(row, args[3])
+                return Memory(context, builder, starts, args[3], I64(0)).load_one(0, row)
+
+            rows = kind(builder, factors_of, rows_of, first, vectors)
+            zero = ir.Constant(VECTOR, None)
+            totals = [
+                [cgutils.alloca_once_value(builder, zero) for _ in range(vectors)] for _ in range(tokens)
+            ]
+
+            def step(row: Any, **named: bool) -> None:
+                for k in range(rows.step):
+                    rows.prefetch(builder.add(row, I64(k)), args[4])
+                found = rows.weights(row, **named)
+                for t in range(tokens):
+                    factor = rows.factor(t, row, **named)
+                    for total, weight in zip(totals[t], found, strict=True):
+                        builder.store(rows.multiply(builder, factor, weight, builder.load(total)), total)
+
+            whole = builder.and_(args[6], I64(-rows.step))
+            with cgutils.for_range_slice(builder, I64(0), whole, I64(rows.step)) as (row, _):
+                step(row)
+            if rows.step > 1:
+                with cgutils.if_unlikely(builder, builder.icmp_signed("<", whole, args[6])):
+                    step(whole, alone=True)
+            scale = splat(builder, args[5])
+            mask = mask_below(builder, args[7]) if vectors == 1 else None
+            for t in range(tokens):
+                sums = rows.in_order([builder.load(total) for total in totals[t]])
+                for v, total in enumerate(sums):
+                    before = results.load(t, I64(v * LANES), mask)
+                    results.store(t, I64(v * LANES), multiply_add(builder, scale, total, before), mask)
+            return context.get_dummy_value()
+
+        numbers = (starts or types.int64, types.int64, types.float32, types.int64, types.int64)
+        return types.void(target, factors, weights, *numbers), emit
+
+    return gathers
+
+
+_gather_sixteen, _gather_eight = _emit_gathers(1, MOST_SUMS), _emit_gathers(2, MOST_SUMS // 2)
+_gather_four = for_tokens(lambda tokens: _emit_gathers(tokens, 4))
+_gather_one = for_tokens(lambda tokens: _emit_gathers(tokens, 1))
+
+
+@compiled
+def gather_rows(
+    target: Array,
+    factors: Array,
+    weights: Array,
+    pitch: Array | Int,
+    ahead: Int,
+    scale: Float,
+    size: Int,
+    count: Int,
+) -> None:
+    """target [t, size] += scale * factors [t, count] times `count` rows of `size` numbers, `pitch` apart, or each where
+    an int64 array says that it begins.
+
+    Rows are read in whole vectors: there must be room for as much behind the last one. What lies `ahead` numbers from
+    what is read is asked for.
+    """
+    for t in range(0, target.shape[0], MOST_TOKENS):
+        sums, own, column = target[t : t + MOST_TOKENS], factors[t : t + MOST_TOKENS], 0
+        if sums.shape[0] == 1:
+            while column + MOST_SUMS * LANES <= size:
+                part, rows = sums[:, column:], weights[column:]
+                _gather_sixteen(part, own, rows, pitch, ahead, scale, count, size - column)
+                column += MOST_SUMS * LANES
+        elif sums.shape[0] == 2:
+            while column + MOST_SUMS // 2 * LANES <= size:
+                part, rows = sums[:, column:], weights[column:]
+                _gather_eight(part, own, rows, pitch, ahead, scale, count, size - column)
+                column += MOST_SUMS // 2 * LANES
+        while column + 4 * LANES <= size:
+            part, rows = sums[:, column:], weights[column:]
+            _gather_four(part, own, rows, pitch, ahead, scale, count, size - column)
+            column += 4 * LANES
+        while column < size:
+            part, rows = sums[:, column:], weights[column:]
+            _gather_one(part, own, rows, pitch, ahead, scale, count, size - column)
+            column += LANES

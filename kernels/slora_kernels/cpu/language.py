@@ -1,0 +1,486 @@
+"""The few words in which the CPU kernels are written: a job's fields, number formats, loops over rows.
+
+The dtype of the model is carried by an array's element type, so one source serves all three:
+
+    float32 as float32;  bfloat16 as uint16 (its bits are the upper half of a float32's);  float16 as int16
+
+K and V in fp8 are uint8: e4m3, without its NaN, for it is their scale, in bfloat16, that says so.
+
+A job is a block of 64-bit words: the next item to take, the next worker's number, the number of items, then three
+words a field: address, rows and pitch of a tensor seen as a matrix of contiguous rows, or one number. The element
+type of the job's own pointer is that of the model. Arithmetic is float32 throughout.
+
+Rows are sliced before the loop that runs over them: indexing a matrix inside it keeps LLVM from vectorising (8
+times slower, measured).
+"""
+
+import hashlib
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from llvmlite import ir
+from numba import cfunc, config, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
+
+Array = Any
+Job = Any
+Int = Any
+Float = Any
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS = 0, 1, 2, 3
+FIELD_WORDS = 3
+
+_I8, _I16, _I32, _I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_F32, _F64 = ir.FloatType(), ir.DoubleType()
+_BYTE_POINTER = ir.IntType(8).as_pointer()
+_PREFETCH_TYPE = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _I32, _I32, _I32])
+_SECOND_CACHE = 2
+CACHE_LINE_BYTES = 64
+# Of a float32.
+INFINITY_BITS = 0x7F800000
+# Sums may be reordered, which is decided when compiling, so results stay the same from call to call. Without
+# numba's run-time nothing is counted: jobs own no memory, and counting took a third of the time of short rows. (A
+# function may then not return an array.)
+_OPTIONS: dict[str, Any] = {"fastmath": True, "error_model": "numpy", "_nrt": False}
+
+
+def compiled(function: Function) -> Function:
+    """numba's njit with the options that all kernels share."""
+    return cast(Function, njit(nogil=True, forceinline=True, **_OPTIONS)(function))
+
+
+def compile_worker(worker: Callable[[Job], None], carrier: Any) -> Any:
+    """The worker as a C function `void(void *job)` for numbers carried as `carrier`, cached on disk."""
+    user_choice = config.CACHE_DIR
+    config.CACHE_DIR = str(_cache_directory(user_choice))
+    try:
+        return cfunc(types.void(types.CPointer(carrier)), cache=True, **_OPTIONS)(worker)
+    finally:
+        config.CACHE_DIR = user_choice
+
+
+@cache
+def _cache_directory(user_choice: str) -> Path:
+    """One for each state of these sources: numba itself looks at the worker's file alone, and would go on with what it
+    compiled before another one of them was changed."""
+    here = Path(__file__).parent
+    root = Path(user_choice) if user_choice else here / "__pycache__"
+    if not user_choice and not os.access(here, os.W_OK):
+        root = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "slora"
+    sources = b"".join(path.read_bytes() for path in sorted(here.glob("*.py")))
+    return root / f"numba-{hashlib.sha256(sources).hexdigest()[:16]}"
+
+
+def emitted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """numba's intrinsic, whose first argument its callers do not pass."""
+    return cast(Callable[..., Any], intrinsic(function))
+
+
+def _point(builder: Any, job: Any, index: Any, word: Any) -> Any:
+    return builder.gep(builder.bitcast(job, word.as_pointer()), [index])
+
+
+@emitted
+def _add_one(typing: Any, job: Job, word: int) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", _point(builder, args[0], args[1], _I64), _I64(1), "monotonic")
+
+    return types.int64(job, types.int64), emit
+
+
+@emitted
+def announce(typing: Any, counts: Array, index: int) -> Any:
+    """Adds one to a number of an int64 array. Who sees it by `await_count` sees all that was written before it."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(counts)(context, builder, args[0]).data
+        builder.atomic_rmw("add", builder.gep(data, [args[1]]), _I64(1), "release")
+        return context.get_dummy_value()
+
+    return types.void(counts, types.int64), emit
+
+
+@emitted
+def _read_announced(typing: Any, counts: Array, index: int) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(counts)(context, builder, args[0]).data
+        return builder.load_atomic(builder.gep(data, [args[1]]), "acquire", 8)
+
+    return types.int64(counts, types.int64), emit
+
+
+@emitted
+def _yield_core(typing: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I32, [])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+
+    return types.int32(), emit
+
+
+@emitted
+def _read_word(typing: Any, job: Job, word: int) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_point(builder, args[0], args[1], _I64))
+
+    return types.int64(job, types.int64), emit
+
+
+@emitted
+def _read_double(typing: Any, job: Job, word: int) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_point(builder, args[0], args[1], _F64))
+
+    return types.float64(job, types.int64), emit
+
+
+def _emit_matrix(job: Any, element: Any) -> Any:
+    """An array [rows, pitch] over the words of a field."""
+    matrix = types.Array(element, 2, "C")
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first = builder.add(builder.mul(args[1], _I64(FIELD_WORDS)), _I64(NUM_WORDS))
+        address, rows, pitch = (
+            builder.load(_point(builder, args[0], builder.add(first, _I64(k)), _I64)) for k in range(3)
+        )
+        made = context.make_array(matrix)(context, builder)
+        size = _I64(context.get_abi_sizeof(context.get_data_type(element)))
+        populate_array(
+            made,
+            data=builder.inttoptr(address, made.data.type),
+            shape=[rows, pitch],
+            strides=[builder.mul(pitch, size), size],
+            itemsize=size,
+            meminfo=None,
+        )
+        return made._getvalue()
+
+    return matrix(job, types.int64), emit
+
+
+@emitted
+def read_model_matrix(typing: Any, job: Job, field: int) -> Any:
+    """A tensor of the model's dtype, [rows, pitch]."""
+    return _emit_matrix(job, job.dtype)
+
+
+@emitted
+def read_float_matrix(typing: Any, job: Job, field: int) -> Any:
+    return _emit_matrix(job, types.float32)
+
+
+@emitted
+def read_operand_matrix(typing: Any, job: Job, field: int) -> Any:
+    """Of what the model's numbers are multiplied by; see `words.operand_dtype`."""
+    return _emit_matrix(job, job.dtype if job.dtype == types.uint16 else types.float32)
+
+
+@emitted
+def read_byte_matrix(typing: Any, job: Job, field: int) -> Any:
+    return _emit_matrix(job, types.uint8)
+
+
+@emitted
+def read_bfloat16_matrix(typing: Any, job: Job, field: int) -> Any:
+    return _emit_matrix(job, types.uint16)
+
+
+@emitted
+def read_int32_matrix(typing: Any, job: Job, field: int) -> Any:
+    return _emit_matrix(job, types.int32)
+
+
+@emitted
+def read_int64_matrix(typing: Any, job: Job, field: int) -> Any:
+    return _emit_matrix(job, types.int64)
+
+
+@emitted
+def count_between(typing: Any, origin: Array, array: Array) -> Any:
+    """How many numbers lie from the beginning of `origin` to that of `array`, wherever both are."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first, second = (
+            builder.ptrtoint(context.make_array(kind)(context, builder, value).data, _I64)
+            for kind, value in zip(signature.args, args, strict=True)
+        )
+        size = _I64(context.get_abi_sizeof(context.get_data_type(origin.dtype)))
+        return builder.sdiv(builder.sub(second, first), size)
+
+    return types.int64(origin, array), emit
+
+
+@compiled
+def take_item(job: Job) -> Int:
+    """The next item that nobody has taken; past the last one, NUM_ITEMS or more."""
+    return _add_one(job, NEXT_ITEM)
+
+
+@compiled
+def await_count(counts: Array, index: Int, count: Int) -> None:
+    """Until `count` was announced, by threads that have begun to. A core that others want is left to them."""
+    while _read_announced(counts, index) < count:
+        _yield_core()
+
+
+@compiled
+def take_worker(job: Job) -> Int:
+    """This thread's number, counted from 0."""
+    return _add_one(job, NEXT_WORKER)
+
+
+@compiled
+def count_items(job: Job) -> Int:
+    return _read_word(job, NUM_ITEMS)
+
+
+@compiled
+def read_int(job: Job, field: int) -> Int:
+    return _read_word(job, NUM_WORDS + field * FIELD_WORDS)
+
+
+@compiled
+def read_float(job: Job, field: int) -> Float:
+    return np.float32(_read_double(job, NUM_WORDS + field * FIELD_WORDS))
+
+
+def widen_value(builder: Any, element: Any, value: Any, lanes: int = 1) -> Any:
+    """float32 of a number, or of a vector of `lanes` of them."""
+
+    def of(kind: Any) -> Any:
+        return kind if lanes == 1 else ir.VectorType(kind, lanes)
+
+    if element == types.uint16:
+        bits = builder.shl(builder.zext(value, of(_I32)), _fill(of(_I32), 16))
+        return builder.bitcast(bits, of(_F32))
+    if element == types.int16:
+        return builder.fpext(builder.bitcast(value, of(ir.HalfType())), of(_F32))
+    if element == types.uint8:
+        # Its exponent and fraction where a float16 has them; that one's exponent counts from 15 instead of 7.
+        bits = builder.and_(
+            builder.shl(builder.sext(value, of(_I16)), _fill(of(_I16), 7)), _fill(of(_I16), 0xBFFF)
+        )
+        half = builder.fpext(builder.bitcast(bits, of(ir.HalfType())), of(_F32))
+        return builder.fmul(half, _fill(of(_F32), 256.0))
+    return value
+
+
+def _fill(kind: Any, number: float) -> Any:
+    """A constant of a kind, in all lanes of a vector."""
+    return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
+
+
+def _round_bfloat16(builder: Any, value: Any, of: Callable[[Any], Any]) -> Any:
+    """To nearest, ties to even; NaN stays NaN although a carry would run through its bits."""
+
+    def constant(number: int) -> Any:
+        return _fill(of(_I32), number)
+
+    bits = builder.bitcast(value, of(_I32))
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, odd), constant(0x7FFF)), constant(16))
+    magnitude = builder.and_(bits, constant(0x7FFFFFFF))
+    is_nan = builder.icmp_unsigned(">", magnitude, constant(0x7F800000))
+    return builder.trunc(builder.select(is_nan, constant(0x7FC0), rounded), of(_I16))
+
+
+def _round_e4m3(builder: Any, value: Any, of: Callable[[Any], Any]) -> Any:
+    """Numbers of at most 448, to nearest, ties to even. As `e4m3.encode_numbers`, which says why."""
+
+    def constant(number: int) -> Any:
+        return _fill(of(_I32), number)
+
+    bits = builder.bitcast(value, of(_I32))
+    size = builder.and_(bits, constant(0x7FFFFFFF))
+    odd = builder.and_(builder.lshr(size, constant(20)), constant(1))
+    cut = builder.lshr(builder.add(builder.add(size, odd), constant(0x7FFFF)), constant(20))
+    normal = builder.sub(cut, constant(120 << 3))
+    shifted = builder.fadd(builder.bitcast(size, of(_F32)), _fill(of(_F32), 16384.0))
+    small = builder.sub(builder.bitcast(shifted, of(_I32)), constant(0x46800000))
+    is_small = builder.icmp_unsigned("<", size, constant(0x3C800000))
+    sign = builder.and_(builder.lshr(bits, constant(24)), constant(0x80))
+    return builder.trunc(builder.or_(builder.select(is_small, small, normal), sign), of(_I8))
+
+
+def narrow_value(builder: Any, element: Any, value: Any, lanes: int = 1) -> Any:
+    """float32 numbers, one or a vector of `lanes`, rounded to nearest even."""
+
+    def of(kind: Any) -> Any:
+        return kind if lanes == 1 else ir.VectorType(kind, lanes)
+
+    if element == types.uint16:
+        return _round_bfloat16(builder, value, of)
+    if element == types.int16:
+        return builder.bitcast(builder.fptrunc(value, of(ir.HalfType())), of(_I16))
+    if element == types.uint8:
+        return _round_e4m3(builder, value, of)
+    return value
+
+
+@emitted
+def widen(typing: Any, value: Any) -> Any:
+    """An element of any of these formats as float32."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return widen_value(builder, value, args[0])
+
+    return types.float32(value), emit
+
+
+def _emit_magnitude(builder: Any, element: Any, value: Any) -> tuple[Any, Any]:
+    """The bits of a number without its sign, int32, and whether it has one."""
+    bits = builder.bitcast(value, _I32) if element == types.float32 else builder.sext(value, _I32)
+    mask = 0x7FFFFFFF if element == types.float32 else 0x7FFF
+    return builder.and_(bits, _I32(mask)), builder.icmp_signed("<", bits, _I32(0))
+
+
+@emitted
+def magnitude(typing: Any, value: Any) -> Any:
+    """An int32 that orders numbers of the model's dtype by their size."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _emit_magnitude(builder, value, args[0])[0]
+
+    return types.int32(value), emit
+
+
+@compiled
+def find_largest(row: Array) -> Int:
+    """The greatest magnitude, as the bits of a float32; what is not finite is `INFINITY_BITS` or more."""
+    largest = np.int32(0)
+    for i in range(row.shape[0]):
+        largest = max(largest, magnitude(widen(row[i])))
+    return largest
+
+
+@emitted
+def rank_number(typing: Any, value: Any) -> Any:
+    """An int32 that orders numbers of the model's dtype; those that are none lie beyond the infinite ones."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        size, is_negative = _emit_magnitude(builder, value, args[0])
+        return builder.select(is_negative, builder.neg(size), size)
+
+    return types.int32(value), emit
+
+
+@emitted
+def is_nan_magnitude(typing: Any, size: Int, array: Array) -> Any:
+    """Whether a `magnitude` of a number of `array` is that of none."""
+    infinite = {types.uint16: 0x7F80, types.int16: 0x7C00, types.float32: 0x7F800000}[array.dtype]
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.icmp_signed(">", args[0], _I32(infinite))
+
+    return types.boolean(types.int32, array), emit
+
+
+@emitted
+def narrow(typing: Any, value: Float, array: Array) -> Any:
+    """A float32 as an element of `array`, rounded to nearest even."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return narrow_value(builder, array.dtype, args[0])
+
+    return array.dtype(types.float32, array), emit
+
+
+@emitted
+def convert(typing: Any, value: Any, array: Array) -> Any:
+    """An element of any of these formats as one of `array`."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if value == array.dtype:
+            return args[0]
+        return narrow_value(builder, array.dtype, widen_value(builder, value, args[0]))
+
+    return array.dtype(value, array), emit
+
+
+def emit_prefetch(builder: Any, pointer: Any) -> None:
+    """Asks for the line around `pointer` (to bytes) as far as the second cache.
+
+    Of what comes to the first one a core waits for 24 lines or so at a time: with these LoRA for 32 adapters of two
+    tokens took 0.70 of the base's matmuls, with those of the second 0.60 (EPYC, Zen 5).
+    """
+    function = cgutils.get_or_insert_function(builder.module, _PREFETCH_TYPE, "llvm.prefetch.p0")
+    builder.call(function, [pointer, _I32(0), _I32(_SECOND_CACHE), _I32(1)])
+
+
+@emitted
+def _prefetch(typing: Any, array: Array, index: int) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(array)(context, builder, args[0]).data
+        emit_prefetch(builder, builder.bitcast(builder.gep(data, [args[1]]), _BYTE_POINTER))
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), emit
+
+
+@compiled
+def prefetch(array: Array) -> None:
+    """Asks for a row that will be read soon: rows are too short for the hardware to see them coming."""
+    for i in range(0, array.shape[0], CACHE_LINE_BYTES // array.itemsize):
+        _prefetch(array, i)
+
+
+@emitted
+def to_bits(typing: Any, value: Float) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _I32)
+
+    return types.int32(types.float32), emit
+
+
+@emitted
+def from_bits(typing: Any, bits: int) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _F32)
+
+    return types.float32(types.int32), emit
+
+
+# Taylor terms of 2^f for f within half a unit of 0: the first one left out is 5e-9.
+EXP2_TERMS = tuple(np.float32(np.log(2.0) ** k / np.prod(np.arange(1.0, k + 1))) for k in range(1, 8))
+_C1, _C2, _C3, _C4, _C5, _C6, _C7 = EXP2_TERMS
+_HALF, _ONE, _ZERO, _LOWEST = np.float32(0.5), np.float32(1.0), np.float32(0.0), np.float32(-126.0)
+
+
+@compiled
+def exp2(x: Float) -> Float:
+    """2^x for x <= 0, without a call, so that loops over it become vectors; 0 below -126."""
+    clamped = max(x, _LOWEST)
+    whole = np.int32(clamped - _HALF)
+    f = clamped - np.float32(whole)
+    series = _ONE + f * (_C1 + f * (_C2 + f * (_C3 + f * (_C4 + f * (_C5 + f * (_C6 + f * _C7))))))
+    power = from_bits((whole + np.int32(127)) << np.int32(23))
+    return series * power if x >= _LOWEST else _ZERO
+
+
+@compiled
+def copy_numbers(target: Array, source: Array) -> None:
+    """target = source, rounded to its format."""
+    for i in range(source.shape[0]):
+        target[i] = convert(source[i], target)
+
+
+@compiled
+def multiply_columns(rows: Array, factors: Array) -> None:
+    """rows [M, n] *= factors [n]."""
+    for m in range(rows.shape[0]):
+        row = rows[m]
+        for n in range(factors.shape[0]):
+            row[n] = narrow(widen(row[n]) * widen(factors[n]), row)
+
+
+@compiled
+def clear(array: Array) -> None:
+    for i in range(array.shape[0]):
+        array[i] = _ZERO

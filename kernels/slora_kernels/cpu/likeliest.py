@@ -1,0 +1,72 @@
+"""The greatest of each row on a CPU: one pass over logits in the model's dtype, then one over the block that has it.
+
+In whole numbers, whose order is that of the logits: what is compiled for speed takes no heed of what is not a number.
+"""
+
+import numpy as np
+
+from slora_kernels.cpu.language import (
+    Array,
+    Int,
+    Job,
+    compiled,
+    count_items,
+    is_nan_magnitude,
+    magnitude,
+    rank_number,
+    read_float_matrix,
+    read_int,
+    read_int64_matrix,
+    read_model_matrix,
+    take_item,
+    widen,
+)
+
+BLOCK = 256
+_LOWEST, _NONE = np.int32(-(2**31)), np.int32(0)
+_NAN = np.float32(np.nan)
+
+
+@compiled
+def find_peak(numbers: Array) -> tuple[Int, Int]:
+    """The greatest rank, and the greatest magnitude."""
+    peak, size = _LOWEST, _NONE
+    for i in range(numbers.shape[0]):
+        peak = max(peak, rank_number(numbers[i]))
+        size = max(size, magnitude(numbers[i]))
+    return peak, size
+
+
+@compiled
+def find_place(numbers: Array, peak: Int) -> Int:
+    for i in range(numbers.shape[0]):
+        if rank_number(numbers[i]) == peak:
+            return i
+    return 0
+
+
+# Fields of a job: logits [B, V], the greatest of each row [1, B], its token [1, B].
+LOGITS, BEST, TOKENS, WIDTH = range(4)
+
+
+def likeliest_worker(job: Job) -> None:
+    """Items: rows."""
+    logits, best, tokens = (
+        read_model_matrix(job, LOGITS),
+        read_float_matrix(job, BEST)[0],
+        read_int64_matrix(job, TOKENS)[0],
+    )
+    width = read_int(job, WIDTH)
+    row = take_item(job)
+    while row < count_items(job):
+        numbers = logits[row]
+        peak, size, start = _LOWEST, _NONE, 0
+        for first in range(0, width, BLOCK):
+            block_peak, block_size = find_peak(numbers[first : min(first + BLOCK, width)])
+            size = max(size, block_size)
+            if block_peak > peak:
+                peak, start = block_peak, first
+        token = start + find_place(numbers[start : min(start + BLOCK, width)], peak)
+        tokens[row] = token
+        best[row] = _NAN if is_nan_magnitude(size, numbers) else widen(numbers[token])
+        row = take_item(job)

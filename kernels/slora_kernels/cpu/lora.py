@@ -1,0 +1,257 @@
+"""Shrink and expand on a CPU: a few tokens read weights where they lie in the pages, many have rows of B packed first.
+
+Both are one job. Of many tiles each is an item, shrunk and expanded by one thread: an adapter's rows of A and B lie
+one behind the other, and nobody waits for anybody. Of few, so that all threads have something to do, an item is a
+stretch of rows (shrink) or of output columns (expand) of one tile, and threads that are through with shrinking go on to
+expand.
+"""
+
+from slora_kernels.cpu.dots import add_four_dots, add_one_dot
+from slora_kernels.cpu.gathers import gather_rows
+from slora_kernels.cpu.language import (
+    Array,
+    Float,
+    Int,
+    Job,
+    announce,
+    await_count,
+    clear,
+    compiled,
+    count_between,
+    count_items,
+    narrow,
+    prefetch,
+    read_float_matrix,
+    read_int,
+    read_int32_matrix,
+    read_int64_matrix,
+    read_model_matrix,
+    read_operand_matrix,
+    take_item,
+    take_worker,
+)
+from slora_kernels.cpu.vectors import LANES
+
+# Columns of B are asked for so many numbers before they are read.
+AHEAD = 256
+# From so many tokens on, rows of B are first brought together, so many columns at a time: 64 rows fill two thirds of
+# the innermost cache. Where they lie, their pitch is often a multiple of 4 KiB, and then all of them want the same few
+# places of it.
+PACKED_TOKENS = 32
+PACKED_COLUMNS = 256
+PACKED_AHEAD = 4
+PACKED_PITCH = PACKED_COLUMNS + 2 * LANES
+
+
+@compiled
+def find_segment(pages: Array, table: Array, segment: Int, segment_size: Int) -> tuple[Int, Int]:
+    """Page and first number of a segment of an adapter."""
+    page_segments = pages.shape[1] // segment_size
+    return table[segment // page_segments], segment % page_segments * segment_size
+
+
+@compiled
+def shrink_row(
+    sums: Array, x: Array, pages: Array, table: Array, segment: Int, segment_size: Int, width: Int
+) -> None:
+    """sums [t, 1] += x [t, :width] times the row that begins at `segment`, page by page."""
+    done = 0
+    while done < width:
+        page, start = find_segment(pages, table, segment + done // segment_size, segment_size)
+        count = min(width - done, pages.shape[1] - start)
+        add_one_dot(sums, x[:, done:], pages[page, start:], 0, count)
+        done += count
+
+
+@compiled
+def shrink_rows(
+    sums: Array, x: Array, pages: Array, table: Array, segment: Int, segment_size: Int, width: Int
+) -> None:
+    """sums [t, n] += x [t, :width] times n rows, one after the other from `segment` on: four at a time in a page."""
+    row_segments = (width + segment_size - 1) // segment_size
+    pitch, n = row_segments * segment_size, 0
+    while n < sums.shape[1]:
+        at = segment + n * row_segments
+        page, start = find_segment(pages, table, at, segment_size)
+        if n + 4 <= sums.shape[1] and start + 4 * pitch <= pages.shape[1]:
+            add_four_dots(sums[:, n:], x, pages[page, start:], pitch, width)
+            n += 4
+        else:
+            shrink_row(sums[:, n:], x, pages, table, at, segment_size, width)
+            n += 1
+
+
+@compiled
+def pack_row(
+    target: Array, pages: Array, table: Array, segment: Int, segment_size: Int, pitch: Int, size: Int
+) -> None:
+    """target [:size] = the numbers from `segment` on. pitch: to the next row, of which some are asked for."""
+    done = 0
+    while done < size:
+        page, start = find_segment(pages, table, segment + done // segment_size, segment_size)
+        count = min(size - done, pages.shape[1] - start)
+        ahead = start + PACKED_AHEAD * pitch
+        prefetch(pages[page, min(ahead, pages.shape[1]) : min(ahead + count, pages.shape[1])])
+        source = pages[page, start : start + count]
+        piece = target[done : done + count]
+        for i in range(count):
+            piece[i] = source[i]
+        done += count
+
+
+@compiled
+def find_rows(
+    starts: Array,
+    packed: Array,
+    pages: Array,
+    table: Array,
+    segment: Int,
+    row_segments: Int,
+    segment_size: Int,
+    size: Int,
+    is_packed: bool,
+) -> None:
+    """starts [rank] = where each row's `size` columns begin, in numbers from the beginning of `pages`.
+
+    The first row's begin at `segment`. Those that two pages share are brought to `packed` [rank, ...], or all of them.
+    """
+    page, pitch, page_numbers = 0, row_segments * segment_size, pages.shape[1]
+    start, to_packed = page_numbers, count_between(pages, packed)
+    for r in range(starts.shape[0]):
+        start += pitch
+        if start + size > page_numbers:
+            page, start = find_segment(pages, table, segment + r * row_segments, segment_size)
+        if is_packed or start + size > page_numbers:
+            pack_row(packed[r], pages, table, segment + r * row_segments, segment_size, pitch, size)
+            starts[r] = to_packed + r * packed.shape[1]
+        else:
+            starts[r] = page * page_numbers + start
+
+
+@compiled
+def expand_columns(
+    out: Array,
+    factors: Array,
+    scale: Float,
+    pages: Array,
+    table: Array,
+    segment: Int,
+    row_segments: Int,
+    segment_size: Int,
+    size: Int,
+    starts: Array,
+    packed: Array,
+) -> None:
+    """out [t, size] += scale * factors [t, rank] times rows whose columns begin at `segment`, `row_segments` apart.
+
+    starts [rank] and packed [rank, PACKED_PITCH] are for `find_rows`.
+    """
+    rank, numbers = factors.shape[1], pages.reshape((-1,))
+    is_packed = factors.shape[0] >= PACKED_TOKENS
+    ahead = 0 if is_packed else AHEAD
+    for column in range(0, size, PACKED_COLUMNS):
+        width, at = min(PACKED_COLUMNS, size - column), segment + column // segment_size
+        find_rows(starts, packed, pages, table, at, row_segments, segment_size, width, is_packed)
+        gather_rows(out[:, column:], factors, numbers, starts, ahead, scale, width, rank)
+
+
+@compiled
+def copy_narrowed(target: Array, sums: Array) -> None:
+    for i in range(sums.shape[0]):
+        target[i] = narrow(sums[i], target)
+
+
+# Fields of a job: of the call, of the step, of the site. X is what is shrunk into BRIDGE; SHRINKS is 0 for a bridge
+# that is there already. With IS_WHOLE an item is a tile. Otherwise the first SHRINKS items shrink, in BLOCKS of
+# BLOCK_ROWS rows of A for each tile, and each of them is announced at its tile in DONE, which held BEFORE; the others
+# expand: COLUMN_BLOCKS [n, 4] are (member of the group, first column in out, first column in the module, columns).
+# GROUP and FIRST_MODULE are the site's places among a slot's groups and modules.
+(
+    X,
+    OUT,
+    BRIDGE,
+    SHRINKS,
+    BEFORE,
+    PAGES,
+    TILES,
+    PAGE_TABLE,
+    WEIGHTS,
+    GROUPS,
+    MODULES,
+    SCALES,
+    IS_WHOLE,
+    BLOCKS,
+    BLOCK_ROWS,
+    DONE,
+    SUMS,
+    PACKED,
+    STARTS,
+    GROUP,
+    WIDTH,
+    FIRST_MODULE,
+    COLUMN_BLOCKS,
+    WIDTHS,
+    SEGMENT_SIZE,
+) = range(25)
+
+
+def lora_worker(job: Job) -> None:
+    """Items: tiles; or blocks of rows of A of each tile, then, once those of its tile are done, of output columns."""
+    x, out, pages = read_model_matrix(job, X), read_model_matrix(job, OUT), read_model_matrix(job, PAGES)
+    bridge = read_operand_matrix(job, BRIDGE)
+    tiles, page_table = read_int32_matrix(job, TILES), read_int32_matrix(job, PAGE_TABLE)
+    weights, scales = read_float_matrix(job, WEIGHTS), read_float_matrix(job, SCALES)
+    groups, modules = read_int32_matrix(job, GROUPS), read_int32_matrix(job, MODULES)
+    column_blocks, widths = read_int32_matrix(job, COLUMN_BLOCKS), read_int32_matrix(job, WIDTHS)
+    group, width, first_module = read_int(job, GROUP), read_int(job, WIDTH), read_int(job, FIRST_MODULE)
+    shrinks, blocks, block_rows = read_int(job, SHRINKS), read_int(job, BLOCKS), read_int(job, BLOCK_ROWS)
+    done, awaited = read_int64_matrix(job, DONE)[0], read_int(job, BEFORE) + blocks
+    segment_size, worker, is_whole = read_int(job, SEGMENT_SIZE), take_worker(job), read_int(job, IS_WHOLE)
+    row_segments = (width + segment_size - 1) // segment_size
+    scratch = read_float_matrix(job, SUMS)[worker]
+    packed, starts = read_model_matrix(job, PACKED)[worker], read_int64_matrix(job, STARTS)[worker]
+    item = take_item(job)
+    while item < count_items(job):
+        if is_whole:
+            tile, first_row, first_block, end_block = item, 0, 0, column_blocks.shape[0]
+            end_row = blocks * block_rows if shrinks > 0 else 0
+        elif item < shrinks:
+            tile, first_row, first_block, end_block = item // blocks, item % blocks * block_rows, 0, 0
+            end_row = first_row + block_rows
+        else:
+            tile, first_row, end_row = (item - shrinks) // column_blocks.shape[0], 0, 0
+            first_block = (item - shrinks) % column_blocks.shape[0]
+            end_block = first_block + 1
+        slot, first, tokens = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2]
+        rank, segment = groups[slot, 2 * group], groups[slot, 2 * group + 1]
+        for row in range(first_row, min(end_row, rank), block_rows):
+            rows = min(block_rows, rank - row)
+            numbers = scratch[: tokens * rows]
+            clear(numbers)
+            sums, at = numbers.reshape((-1, rows)), segment + row * row_segments
+            shrink_rows(sums, x[first : first + tokens], pages, page_table[slot], at, segment_size, width)
+            for t in range(tokens):
+                copy_narrowed(bridge[first + t, row : row + rows], sums[t])
+        if end_block == 0:
+            announce(done, tile)
+        for block in range(first_block, end_block):
+            member, out_column, column, size = column_blocks[block]
+            module = first_module + member
+            rank, row = modules[slot, 3 * module], modules[slot, 3 * module + 1]
+            if rank > 0:
+                if shrinks > 0 and not is_whole:
+                    await_count(done, tile, awaited)
+                expand_columns(
+                    out[first : first + tokens, out_column:],
+                    bridge[first : first + tokens, row : row + rank],
+                    weights[0, tile] * scales[slot, module],
+                    pages,
+                    page_table[slot],
+                    modules[slot, 3 * module + 2] + column // segment_size,
+                    (widths[0, member] + segment_size - 1) // segment_size,
+                    segment_size,
+                    size,
+                    starts[:rank],
+                    packed[: rank * PACKED_PITCH].reshape((-1, PACKED_PITCH)),
+                )
+        item = take_item(job)

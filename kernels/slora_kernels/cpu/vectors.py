@@ -1,0 +1,269 @@
+"""Vectors of float32 in LLVM's own words: what a block of a product is built of.
+
+Left to itself, LLVM makes vectors of the loop for one token, and the next token reads and widens the same weights
+again. A block reads and widens each number once for all its tokens, its sums in registers. Each sum is formed in the
+same order whatever block it is in: a token's result is the same to the bit alone and among others.
+
+Rows of weights are of the model's dtype and lie `pitch` numbers apart.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding
+import numpy as np
+from llvmlite import ir
+from numba import config, types
+from numba.core import cgutils
+
+from slora_kernels.cpu.language import (
+    CACHE_LINE_BYTES,
+    EXP2_TERMS,
+    Array,
+    compiled,
+    emit_prefetch,
+    narrow_value,
+    widen_value,
+)
+
+
+def _has(feature: str) -> bool:
+    """Of the machine that numba compiles for: this one, unless its NUMBA_CPU_NAME or NUMBA_CPU_FEATURES say another."""
+    if config.CPU_FEATURES is not None:
+        return f"+{feature}" in config.CPU_FEATURES.split(",")
+    return config.CPU_NAME is None and bool(llvmlite.binding.get_host_cpu_features().get(feature))
+
+
+class _Bfloat16(ir.Type):  # type: ignore[misc]
+    """LLVM's own, which llvmlite does not know; carried as 16 bits everywhere else."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bfloat16)
+
+    def __hash__(self) -> int:
+        return hash(_Bfloat16)
+
+
+# Machines with AVX-512 have 32 registers of 16 numbers; a block's sums take 16 of them. Others have 16 of 8.
+LANES = 16 if _has("avx512f") else 8
+# Two products of bfloat16 and their sum for each lane, in one instruction, as exact as float32.
+PAIRS = LANES == 16 and _has("avx512bf16")
+_I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+VECTOR = ir.VectorType(F32, LANES)
+
+
+class Memory:
+    """Rows of numbers somewhere: `pitch` from one to the next."""
+
+    def __init__(self, context: Any, builder: Any, kind: Any, array: Any, pitch: Any = None) -> None:
+        made = context.make_array(kind)(context, builder, array)
+        self._builder = builder
+        self._element = kind.dtype
+        self._stored = context.get_data_type(kind.dtype)
+        self._size = context.get_abi_sizeof(self._stored)
+        self._first = builder.ptrtoint(made.data, I64)
+        self._column_bytes, stride = I64(self._size), None
+        if kind.ndim == 2:
+            stride, self._column_bytes = cgutils.unpack_tuple(builder, made.strides)
+        self._stride = builder.mul(pitch, I64(self._size)) if pitch is not None else stride
+
+    def pointer(self, row: int, column: Any, kind: Any) -> Any:
+        builder = self._builder
+        address = builder.add(self._first, builder.mul(self._stride, I64(row)))
+        return builder.inttoptr(
+            builder.add(address, builder.mul(column, self._column_bytes)), kind.as_pointer()
+        )
+
+    def load(self, row: int, column: Any, mask: Any = None) -> Any:
+        """float32 lanes from `column` on; where the mask is false, zeros, and nothing is read."""
+        return self.widen(self.load_stored(row, column, LANES, mask))
+
+    def load_stored(self, row: int, column: Any, lanes: int, mask: Any = None) -> Any:
+        """The same, as they are stored."""
+        builder, kind = self._builder, ir.VectorType(self._stored, lanes)
+        pointer = self.pointer(row, column, kind)
+        if mask is None:
+            return builder.load(pointer, align=self._size)
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(kind, [kind.as_pointer(), I32, mask.type, kind]),
+            f"llvm.masked.load.{self._suffix(lanes)}.p0",
+        )
+        return builder.call(function, [pointer, I32(self._size), mask, ir.Constant(kind, None)])
+
+    def prefetch(self, row: int, column: Any) -> None:
+        """Asks for the numbers around `column`, wherever that is: behind the last one, nothing comes of it."""
+        emit_prefetch(self._builder, self.pointer(row, column, ir.IntType(8)))
+
+    def lines(self, columns: list[Any]) -> list[Any]:
+        """Of vectors that begin at `columns`, side by side, those where a cache line begins."""
+        return columns[:: max(1, CACHE_LINE_BYTES // (LANES * self._size))]
+
+    def load_one(self, row: int, column: Any) -> Any:
+        return self._builder.load(self.pointer(row, column, self._stored))
+
+    def load_wide(self, row: int, column: Any) -> Any:
+        return widen_value(self._builder, self._element, self.load_one(row, column))
+
+    def narrow(self, value: Any) -> Any:
+        """float32 lanes as they would be stored."""
+        if PAIRS and self._element == types.uint16:
+            kind = ir.VectorType(_Bfloat16(), LANES)
+            function = cgutils.get_or_insert_function(
+                self._builder.module,
+                ir.FunctionType(kind, [value.type]),
+                "llvm.x86.avx512bf16.cvtneps2bf16.512",
+            )
+            return self._builder.bitcast(self._builder.call(function, [value]), ir.VectorType(_I16, LANES))
+        return narrow_value(self._builder, self._element, value, LANES)
+
+    def widen(self, stored: Any) -> Any:
+        return widen_value(self._builder, self._element, stored, LANES)
+
+    def store(self, row: int, column: Any, value: Any, mask: Any = None) -> None:
+        """value: float32 lanes; where the mask is false, nothing is written."""
+        self.store_stored(row, column, self.narrow(value), mask)
+
+    def store_stored(self, row: int, column: Any, stored: Any, mask: Any = None) -> None:
+        """The same of lanes as they are stored."""
+        builder, pointer = self._builder, self.pointer(row, column, stored.type)
+        if mask is None:
+            builder.store(stored, pointer, align=self._size)
+            return
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [stored.type, pointer.type, I32, mask.type]),
+            f"llvm.masked.store.{self._suffix(LANES)}.p0",
+        )
+        builder.call(function, [stored, pointer, I32(self._size), mask])
+
+    def store_one(self, column: Any, number: Any) -> None:
+        """number: as it is stored, into row 0."""
+        self._builder.store(number, self.pointer(0, column, self._stored))
+
+    def _suffix(self, lanes: int) -> str:
+        return f"v{lanes}" + ("f32" if self._stored == F32 else f"i{8 * self._size}")
+
+
+def read_operands(context: Any, builder: Any, signature: Any, args: Any) -> tuple[Memory, Memory, Memory]:
+    """Of a block's arguments: the sums, what is multiplied, and the rows of weights, `pitch` (the fourth) apart or each
+    where a table (the fourth) says."""
+    sums, x, weights, pitch = signature.args[:4]
+    return (
+        Memory(context, builder, sums, args[0]),
+        Memory(context, builder, x, args[1]),
+        Memory(context, builder, weights, args[2], I64(0) if isinstance(pitch, types.Array) else args[3]),
+    )
+
+
+def splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
+    """All lanes the same."""
+    nothing = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+    first = builder.insert_element(nothing, value, I32(0))
+    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(I32, lanes), None))
+
+
+def mask_below(builder: Any, end: Any, lanes: int = LANES) -> Any:
+    """A mask of the lanes before `end`, an int64."""
+    indexes = ir.Constant(ir.VectorType(I32, lanes), list(range(lanes)))
+    return builder.icmp_signed("<", indexes, splat(builder, builder.trunc(end, I32), lanes))
+
+
+def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once where the machine can."""
+    kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
+    return builder.call(function, [a, b, c])
+
+
+def find_greater(builder: Any, a: Any, b: Any) -> Any:
+    """Lane by lane; b where one of both is no number."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def raise_two(builder: Any, x: Any) -> Any:
+    """2^x for lanes of x <= 0; see `language.exp2`."""
+
+    def fill(number: float | np.float32) -> Any:
+        return ir.Constant(VECTOR, [float(number)] * LANES)
+
+    if LANES == 8:
+        x = builder.select(builder.fcmp_ordered("<", x, fill(-127.0)), fill(-127.0), x)
+    rounding = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(VECTOR, [VECTOR]), f"llvm.nearbyint.v{LANES}f32"
+    )
+    whole = builder.call(rounding, [x])
+    f = builder.fsub(x, whole)
+    series = fill(EXP2_TERMS[-1])
+    for term in (*EXP2_TERMS[-2::-1], np.float32(1.0)):
+        series = multiply_add(builder, f, series, fill(term))
+    if LANES == 16:
+        kind = ir.FunctionType(VECTOR, [VECTOR, VECTOR, VECTOR, _I16, I32])
+        scaling = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.mask.scalef.ps.512")
+        current_rounding = I32(4)
+        return builder.call(scaling, [series, whole, ir.Constant(VECTOR, None), _I16(-1), current_rounding])
+    ints = ir.VectorType(I32, LANES)
+    exponent = builder.add(builder.fptosi(whole, ints), ir.Constant(ints, [127] * LANES))
+    power = builder.bitcast(builder.shl(exponent, ir.Constant(ints, [23] * LANES)), VECTOR)
+    return builder.fmul(series, power)
+
+
+def join(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+    """The lanes of a, and behind them those of b, that are named."""
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+
+def sum_lanes(builder: Any, vectors: list[Any]) -> Any:
+    """One lane for each of the vectors: the sum of its lanes, half upon half. All of them take about as many
+    instructions together as three would one by one."""
+    while len(vectors) & (len(vectors) - 1):
+        vectors = [*vectors, ir.Constant(VECTOR, None)]
+    part = LANES  # lanes that each sum is spread over
+    while part > 1:
+        part //= 2
+        if len(vectors) > 1:
+            low = [lane for lane in range(2 * LANES) if lane % (2 * part) < part]
+            pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
+        else:
+            low = [lane for lane in range(vectors[0].type.count) if lane % (2 * part) < part]
+            pairs = [(vectors[0], vectors[0])]
+        high = [lane + part for lane in low]
+        vectors = [builder.fadd(join(builder, a, b, low), join(builder, a, b, high)) for a, b in pairs]
+    return vectors[0]
+
+
+def multiply_add_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c of bfloat16 a and b in pairs: lane i of the sums takes in numbers 2i and 2i + 1."""
+    kind = ir.VectorType(_Bfloat16(), 2 * LANES)
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(VECTOR, [VECTOR, kind, kind]), "llvm.x86.avx512bf16.dpbf16ps.512"
+    )
+    return builder.call(function, [c, builder.bitcast(a, kind), builder.bitcast(b, kind)])
+
+
+# Sums take 16 of 32 registers, or half of 16.
+MOST_SUMS = 16 if LANES == 16 else 8
+MOST_TOKENS = MOST_SUMS // 4
+
+
+def for_tokens(emit: Callable[[int], Callable[..., None]]) -> Callable[..., None]:
+    """A function of sums and of what is multiplied, both a row a token, then of a block's other arguments."""
+    most, three, two, one = emit(MOST_TOKENS), emit(3), emit(2), emit(1)
+
+    @compiled
+    def run(sums: Array, x: Array, *rest: Any) -> None:
+        tokens, t = sums.shape[0], 0
+        while t + MOST_TOKENS <= tokens:
+            most(sums[t:], x[t:], *rest)
+            t += MOST_TOKENS
+        if tokens - t == 3:
+            three(sums[t:], x[t:], *rest)
+        elif tokens - t == 2:
+            two(sums[t:], x[t:], *rest)
+        elif tokens - t == 1:
+            one(sums[t:], x[t:], *rest)
+
+    return run

@@ -1,0 +1,92 @@
+"""Compiles every Triton kernel for GPUs that are not here, and reports what each needs.
+
+    python -P -m slora_kernels.gpu.ahead_of_time sm_90 gfx942 bfloat16
+
+Triton is given a driver that names a target and nothing else; the launchers then bind real tensors of real models'
+shapes, and Triton works out signature, alignments and options exactly as it does when it launches. Runs in a process
+without TRITON_INTERPRET: an interpreted kernel cannot be compiled.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from slora_kernels.gpu.compiled_kernel import CompiledKernel, read_compiled
+from slora_kernels.gpu.model_launches import bind_all
+from slora_kernels.layout import KVFormat
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class _AbsentGpu:
+    """What Triton asks of a driver before it compiles. Triton keeps compiled kernels by device: one per target."""
+
+    target: GPUTarget
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> str:
+        return str(self.target.arch)
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+def _quantized_forms(target: GPUTarget) -> list[torch.dtype]:
+    """float8_e4m3fn is known from sm_89 up, and in software on gfx942."""
+    has_float8 = target.backend == "hip" or target.arch >= 89
+    return [torch.int8, torch.float8_e4m3fn] if has_float8 else [torch.int8]
+
+
+def pretend(target: str) -> None:
+    """From here on Triton compiles for one of `TARGETS`, and can run nothing."""
+    triton.runtime.driver.set_active(_AbsentGpu(TARGETS[target]))
+
+
+def _kv_formats(target: GPUTarget) -> list[KVFormat]:
+    """gfx942's own e4m3 has another bias, and no 448: pages in fp8 are not served there."""
+    has_float8 = target.backend == "cuda" and target.arch >= 89
+    return list(KVFormat) if has_float8 else [KVFormat.MODEL]
+
+
+def compile_all(target: str, dtype: str) -> Iterator[CompiledKernel]:
+    """Compiles every launch for one of `TARGETS`; what Triton raises passes through.
+
+    Launches that are the same machine code are reported once each, compiled and measured once.
+    """
+    pretend(target)
+    known: dict[str, CompiledKernel] = {}
+    forms, kv_formats = _quantized_forms(TARGETS[target]), _kv_formats(TARGETS[target])
+    for case, launch in bind_all(DTYPES[dtype], forms, kv_formats):
+        compiled = launch.compile()
+        if compiled.hash not in known:
+            known[compiled.hash] = read_compiled(compiled, target, dtype, case)
+        yield dataclasses.replace(known[compiled.hash], case=case)
+
+
+def main(names: list[str]) -> None:
+    """names: of `TARGETS` (default: all) and of `DTYPES` (default: bfloat16), in any order."""
+    targets = [name for name in names if name in TARGETS] or list(TARGETS)
+    dtypes = [name for name in names if name in DTYPES] or ["bfloat16"]
+    for target in targets:
+        for dtype in dtypes:
+            for compiled in compile_all(target, dtype):
+                print(json.dumps(dataclasses.asdict(compiled)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,174 @@
+"""Expand: adds scale * bridge * B to the base GEMM's output, all modules of a linear group in one launch.
+
+A program takes one tile of tokens and one segment of output columns. It sums the planes that shrink left, in
+order, and reads the segment of each of its module's rows of B transposed from the adapter's pages.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slora_kernels.batch import AdapterTables, LoraTiles
+from slora_kernels.gpu.lora_columns import find_columns
+from slora_kernels.gpu.lora_expand_rows import _lora_expand_rows_kernel
+from slora_kernels.gpu.lora_shrink import choose_block_tokens
+from slora_kernels.gpu.lora_sizes import LoraSizes
+from slora_kernels.launch import Launch, dot_dtype
+from slora_kernels.layout import MAX_GROUP_MODULES, SEGMENT_BYTES, LoraSite
+
+# Rows of B per product: the smallest depth of a tensor core's product in 16 bits, so rank 8 wastes half and
+# no more.
+BLOCK_RANK = 16
+
+
+@triton.jit(do_not_specialize=["first_module", "first_tile", "num_tokens"])
+def _lora_expand_kernel(
+    out,
+    bridge,
+    pages,
+    tiles,
+    weights,
+    page_table,
+    modules,
+    scales,
+    num_tokens,
+    first_tile,
+    first_module,
+    out_stride,
+    page_stride,
+    table_stride,
+    bridge_stride,
+    WIDTH_0: tl.constexpr,
+    WIDTH_1: tl.constexpr,
+    WIDTH_2: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    NUM_MODULES: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PAGE_SEGMENTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PLANES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    tile, block = first_tile + tl.program_id(0), tl.program_id(1)
+    member, width, column_start, segment = find_columns(block, WIDTH_0, WIDTH_1, WIDTH_2, SEGMENT)
+    slot = tl.load(tiles + tile * 3)
+    place = slot * NUM_MODULES + first_module + member
+    rank = tl.load(modules + place * 3)
+    first = tl.load(tiles + tile * 3 + 1)
+    size = tl.load(tiles + tile * 3 + 2)
+    if (rank == 0) | (size == 0):
+        return
+    first_row = tl.load(modules + place * 3 + 1)
+    first_segment = tl.load(modules + place * 3 + 2) + segment
+    row_segments = (width + SEGMENT - 1) // SEGMENT
+    tokens = tl.arange(0, BLOCK_M)
+    lanes = tl.arange(0, SEGMENT)
+    inside = segment * SEGMENT + lanes[None, :] < width
+    scale = tl.load(weights + tile) * tl.load(scales + place)
+    columns = tl.multiple_of(column_start + segment * SEGMENT, ALIGNMENT) + lanes
+    # The head's rows are as long as the vocabulary: a few thousand of them are more numbers than an int32 counts.
+    target = out + (first + tokens).to(tl.int64)[:, None] * out_stride + columns[None, :]
+    mask = (tokens[:, None] < size) & inside
+    # Read here, while pages are looked up, and not when it is needed.
+    old = tl.load(target, mask=mask, other=0.0)
+    # All planes at once: added one by one, each was moved between layouts by itself, behind barriers (25, now 11).
+    planes = tl.arange(0, PLANES)[:, None, None]
+    plane_starts = bridge + planes * (num_tokens * bridge_stride)
+    acc = tl.zeros((BLOCK_M, SEGMENT), tl.float32)
+    for start in range(0, rank, BLOCK_R):
+        rows = start + tl.arange(0, BLOCK_R)
+        taken = (tokens[:, None] < size) & (rows[None, :] < rank)
+        source = (
+            plane_starts + ((first + tokens)[:, None] * bridge_stride + (first_row + rows)[None, :])[None]
+        )
+        shares = tl.load(source, mask=taken[None] & (planes < SPLITS), other=0.0)
+        y = tl.sum(shares.to(tl.float32), axis=0)
+        at = first_segment + rows * row_segments
+        page = tl.load(page_table + slot * table_stride + at // PAGE_SEGMENTS, mask=rows < rank, other=0)
+        base = page.to(tl.int64) * page_stride + (at % PAGE_SEGMENTS) * SEGMENT
+        b = tl.load(pages + base[:, None] + lanes[None, :], mask=(rows[:, None] < rank) & inside, other=0.0)
+        acc = tl.dot(y.to(DOT_DTYPE), b.to(tl.float32).to(DOT_DTYPE), acc, input_precision="ieee")
+    tl.store(target, (old.to(tl.float32) + acc * scale).to(out.dtype.element_ty), mask=mask)
+
+
+def bind_lora_expand(
+    out: Tensor,
+    bridge: Tensor,
+    pages: Tensor,
+    tables: AdapterTables,
+    site: LoraSite,
+    tiles: LoraTiles,
+    sizes: LoraSizes,
+) -> list[Launch]:
+    """out [T, sum(site.widths)] of the model dtype is mutated; bridge [splits, T, columns] is shrink's.
+
+    One launch for decode rows where they take a form of their own, one for all other tiles, neither without tiles.
+    """
+    widths = site.widths
+    padded = widths + (0,) * (MAX_GROUP_MODULES - len(widths))
+    segment = SEGMENT_BYTES // out.element_size()
+    num_blocks = sum(triton.cdiv(width, segment) for width in widths)
+    elements = pages.view(out.dtype)
+    arguments = {
+        "out": out,
+        "bridge": bridge,
+        "pages": elements,
+        "tiles": tiles.tiles,
+        "weights": tiles.weights,
+        "page_table": tables.page_table,
+        "modules": tables.modules,
+        "scales": tables.scales,
+        "num_tokens": bridge.shape[1],
+        "first_module": site.first_module,
+        "out_stride": out.stride(0),
+        "page_stride": elements.stride(0),
+        "table_stride": tables.page_table.stride(0),
+        "bridge_stride": bridge.stride(1),
+    }
+    constants = {
+        "WIDTH_0": padded[0],
+        "WIDTH_1": padded[1],
+        "WIDTH_2": padded[2],
+        "ALIGNMENT": math.gcd(16, *widths),
+        "NUM_MODULES": tables.modules.shape[1],
+        "SEGMENT": segment,
+        "PAGE_SEGMENTS": pages.shape[1] // SEGMENT_BYTES,
+        "SPLITS": bridge.shape[0],
+        "PLANES": triton.next_power_of_2(bridge.shape[0]),
+    }
+    of_width = sizes.of_expand(sum(widths))
+    num_rows = tiles.num_decodes if of_width.decode == "rows" else 0
+    launches = []
+    if num_rows:
+        rows = of_width.rows
+        launches.append(
+            Launch(
+                _lora_expand_rows_kernel,
+                (num_rows, num_blocks),
+                arguments,
+                constants | {"BLOCK_R": rows.block_rank},
+                rows.num_warps,
+            )
+        )
+    if num_others := tiles.tiles.shape[0] - num_rows:
+        tile = of_width.tile(tiles.max_group_rank)
+        products = {
+            "BLOCK_M": choose_block_tokens(tiles),
+            "BLOCK_R": BLOCK_RANK,
+            "DOT_DTYPE": dot_dtype(out.dtype),
+        }
+        launches.append(
+            Launch(
+                _lora_expand_kernel,
+                (num_others, num_blocks),
+                arguments | {"first_tile": num_rows},
+                constants | products,
+                tile.num_warps,
+                tile.num_stages,
+            )
+        )
+    return launches

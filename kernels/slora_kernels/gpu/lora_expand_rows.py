@@ -1,0 +1,81 @@
+"""Expand for decode rows: scale * bridge * B for one token after the other, without matrix units.
+
+A program is a warp with one segment of output columns, and takes the tokens of its tile in turn: products and sums of
+float32, in an order that the width alone decides. So a token's bits do not depend on who shares its tile, and tokens of
+one adapter find B in the cache where the first of them left it. A token alone with its adapter takes a third of the
+instructions of a tile (on sm_90, rank 16), eight tokens of one adapter twice as many: which form decode rows take is
+the table's to say (`lora_sizes`). Launched by `bind_lora_expand`.
+"""
+
+import triton
+import triton.language as tl
+
+from slora_kernels.gpu.lora_columns import find_columns
+
+# Taken one after the other: many programs of few tokens keep a GPU busier than few of many.
+ROW_TILE_TOKENS = 16
+
+
+@triton.jit(do_not_specialize=["first_module", "num_tokens"])
+def _lora_expand_rows_kernel(
+    out,
+    bridge,
+    pages,
+    tiles,
+    weights,
+    page_table,
+    modules,
+    scales,
+    num_tokens,
+    first_module,
+    out_stride,
+    page_stride,
+    table_stride,
+    bridge_stride,
+    WIDTH_0: tl.constexpr,
+    WIDTH_1: tl.constexpr,
+    WIDTH_2: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    NUM_MODULES: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PAGE_SEGMENTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PLANES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    tile, block = tl.program_id(0), tl.program_id(1)
+    member, width, column_start, segment = find_columns(block, WIDTH_0, WIDTH_1, WIDTH_2, SEGMENT)
+    slot = tl.load(tiles + tile * 3)
+    place = slot * NUM_MODULES + first_module + member
+    rank = tl.load(modules + place * 3)
+    first = tl.load(tiles + tile * 3 + 1)
+    size = tl.load(tiles + tile * 3 + 2)
+    if (rank == 0) | (size == 0):
+        return
+    first_row = tl.load(modules + place * 3 + 1)
+    first_segment = tl.load(modules + place * 3 + 2) + segment
+    row_segments = (width + SEGMENT - 1) // SEGMENT
+    scale = tl.load(weights + tile) * tl.load(scales + place)
+    lanes = tl.arange(0, SEGMENT)
+    inside = segment * SEGMENT + lanes < width
+    columns = tl.multiple_of(column_start + segment * SEGMENT, ALIGNMENT) + lanes
+    planes = tl.arange(0, PLANES)[:, None]
+    plane_starts = bridge + planes * (num_tokens * bridge_stride)
+    for index in range(size):
+        token = first + index
+        # The head's rows are as long as the vocabulary: a few thousand of them are more numbers than an int32 counts.
+        target = out + token.to(tl.int64) * out_stride + columns
+        old = tl.load(target, mask=inside, other=0.0)
+        acc = tl.zeros((SEGMENT,), tl.float32)
+        for start in range(0, rank, BLOCK_R):
+            rows = start + tl.arange(0, BLOCK_R)
+            source = plane_starts + (token * bridge_stride + first_row + rows)[None, :]
+            shares = tl.load(source, mask=(rows < rank)[None, :] & (planes < SPLITS), other=0.0)
+            y = tl.sum(shares.to(tl.float32), axis=0)
+            at = first_segment + rows * row_segments
+            page = tl.load(page_table + slot * table_stride + at // PAGE_SEGMENTS, mask=rows < rank, other=0)
+            base = page.to(tl.int64) * page_stride + (at % PAGE_SEGMENTS) * SEGMENT
+            filled = (rows[:, None] < rank) & inside[None, :]
+            b = tl.load(pages + base[:, None] + lanes[None, :], mask=filled, other=0.0)
+            acc += tl.sum(y[:, None] * b.to(tl.float32), axis=0)
+        tl.store(target, (old.to(tl.float32) + acc * scale).to(out.dtype.element_ty), mask=inside)

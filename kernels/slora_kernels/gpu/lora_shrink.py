@@ -1,0 +1,131 @@
+"""Shrink: x times A of each tile's adapter, straight from its pages, for all modules of a linear group at
+once.
+
+A program takes one tile of tokens, one block of A's rows and one share of the input width. Shares are written
+as separate planes, which expand sums in order: no atomics and nothing to clear, so a result does not depend
+on who else is in the batch. The rank is read from the tables, so rank 8 beside rank 128 costs its own bytes.
+
+The planes are of the model's dtype: each share is rounded once, and a 16-bit plane is half of float32's traffic
+between shrink and expand.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slora_kernels.batch import AdapterTables, LoraTiles
+from slora_kernels.gpu.lora_sizes import LoraSizes
+from slora_kernels.launch import Launch, dot_dtype
+from slora_kernels.layout import SEGMENT_BYTES, LoraSite
+
+# The smallest M of a tensor core's product: most tiles of a decode batch hold one or two tokens.
+_SMALL_TILE_TOKENS = 16
+# In chunks, twice as many tokens read A and B half as often. Both sizes are made of the same instruction (mma.sync; a
+# Hopper has another one from 64 rows on), so a token gets the same bits in either.
+TILE_TOKENS = 32
+
+
+@triton.jit(do_not_specialize=["group", "num_tokens"])
+def _lora_shrink_kernel(
+    x,
+    pages,
+    bridge,
+    tiles,
+    page_table,
+    groups,
+    num_tokens,
+    group,
+    x_stride,
+    page_stride,
+    table_stride,
+    bridge_stride,
+    WIDTH: tl.constexpr,
+    NUM_SITES: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PAGE_SEGMENTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = tl.load(tiles + tile * 3)
+    first = tl.load(tiles + tile * 3 + 1)
+    size = tl.load(tiles + tile * 3 + 2)
+    entry = groups + (slot * NUM_SITES + group) * 2
+    rank = tl.load(entry)
+    if (block * BLOCK_R >= rank) | (size == 0):
+        return
+    ROW_SEGMENTS: tl.constexpr = (WIDTH + SEGMENT - 1) // SEGMENT
+    SHARE: tl.constexpr = (ROW_SEGMENTS + SPLITS - 1) // SPLITS
+    tokens = tl.arange(0, BLOCK_M)
+    lanes = tl.arange(0, SEGMENT)
+    rows = block * BLOCK_R + tl.arange(0, BLOCK_R)
+    row_starts = tl.load(entry + 1) + rows * ROW_SEGMENTS
+    x_rows = x + (first + tokens)[:, None] * x_stride
+    acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    for segment in range(split * SHARE, tl.minimum(split * SHARE + SHARE, ROW_SEGMENTS)):
+        columns = segment * SEGMENT + lanes
+        inside = columns[None, :] < WIDTH
+        values = tl.load(x_rows + columns[None, :], mask=(tokens[:, None] < size) & inside, other=0.0)
+        at = row_starts + segment
+        page = tl.load(page_table + slot * table_stride + at // PAGE_SEGMENTS, mask=rows < rank, other=0)
+        start = page.to(tl.int64) * page_stride + (at % PAGE_SEGMENTS) * SEGMENT
+        a = tl.load(pages + start[:, None] + lanes[None, :], mask=(rows[:, None] < rank) & inside, other=0.0)
+        left, right = values.to(tl.float32).to(DOT_DTYPE), a.to(tl.float32).to(DOT_DTYPE)
+        acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+    target = bridge + (split * num_tokens + first + tokens)[:, None] * bridge_stride + rows[None, :]
+    tl.store(target, acc.to(bridge.dtype.element_ty), mask=(tokens[:, None] < size) & (rows[None, :] < rank))
+
+
+def choose_block_tokens(tiles: LoraTiles) -> int:
+    """Tokens of a program's product: the smaller of two sizes if that holds every tile."""
+    return _SMALL_TILE_TOKENS if tiles.max_tokens <= _SMALL_TILE_TOKENS else TILE_TOKENS
+
+
+def bind_lora_shrink(
+    x: Tensor, pages: Tensor, tables: AdapterTables, site: LoraSite, tiles: LoraTiles, sizes: LoraSizes
+) -> tuple[Launch, Tensor]:
+    """x [T, in] of the model dtype, pages uint8 [num_pages, full_page_bytes].
+
+    Returns the launch and the bridge that it fills, of x's dtype [splits, T, max_group_rank rounded up to 16];
+    rows in no tile and columns past a tile's rank stay unwritten.
+    """
+    width, of_width = x.shape[1], sizes.of_shrink(x.shape[1])
+    # At least a segment each. It depends on nothing but the width, so that a batch does not change anybody's sums.
+    splits = min(of_width.splits, triton.cdiv(width * x.element_size(), SEGMENT_BYTES))
+    tile = of_width.tile(tiles.max_group_rank)
+    columns = triton.cdiv(tiles.max_group_rank, 16) * 16
+    bridge = torch.empty(splits, x.shape[0], columns, dtype=x.dtype, device=x.device)
+    elements = pages.view(x.dtype)
+    return Launch(
+        _lora_shrink_kernel,
+        (tiles.tiles.shape[0], triton.cdiv(tiles.max_group_rank, tile.block_rank), splits),
+        {
+            "x": x,
+            "pages": elements,
+            "bridge": bridge,
+            "tiles": tiles.tiles,
+            "page_table": tables.page_table,
+            "groups": tables.groups,
+            "num_tokens": x.shape[0],
+            "group": site.group,
+            "x_stride": x.stride(0),
+            "page_stride": elements.stride(0),
+            "table_stride": tables.page_table.stride(0),
+            "bridge_stride": columns,
+        },
+        {
+            "WIDTH": width,
+            "NUM_SITES": tables.groups.shape[1],
+            "SEGMENT": SEGMENT_BYTES // x.element_size(),
+            "PAGE_SEGMENTS": pages.shape[1] // SEGMENT_BYTES,
+            "SPLITS": splits,
+            "BLOCK_M": choose_block_tokens(tiles),
+            "BLOCK_R": tile.block_rank,
+            "DOT_DTYPE": dot_dtype(x.dtype),
+        },
+        tile.num_warps,
+        tile.num_stages,
+    ), bridge

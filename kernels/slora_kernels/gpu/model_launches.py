@@ -1,0 +1,185 @@
+"""Every Triton launch of a step, for the shapes of real models, bound to tensors of zeros.
+
+The shapes are those that strain the kernels differently: Llama-3.1-8B (grouped heads of 128, LoRA of three ranks),
+Gemma-2-9B (heads of 256, soft cap, window, norms in float32, GELU), Phi-3-mini (heads of 96, not a power of two, of
+its own KV each) and Qwen3-8B (norms of heads).
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slora_kernels.batch import (
+    AdapterTables,
+    AttentionBatch,
+    AttentionRule,
+    KVGeometry,
+    LoraTiles,
+    QueryKeyNorm,
+)
+from slora_kernels.draws import NO_TOP_K, Draws
+from slora_kernels.gpu.act_mul import bind_act_mul
+from slora_kernels.gpu.lora_expand import bind_lora_expand
+from slora_kernels.gpu.lora_look_up import bind_lora_look_up
+from slora_kernels.gpu.lora_shrink import TILE_TOKENS, bind_lora_shrink
+from slora_kernels.gpu.lora_sizes import LoraSizes, load_sizes
+from slora_kernels.gpu.paged_attention_decode import bind_paged_attention_decode
+from slora_kernels.gpu.paged_attention_prefill import bind_paged_attention_prefill
+from slora_kernels.gpu.quantized_linear import bind_quantized_linear
+from slora_kernels.gpu.rms_norm import bind_rms_norm
+from slora_kernels.gpu.rotate_and_write_kv import bind_rotate_and_write_kv
+from slora_kernels.gpu.token_cutoffs import bind_token_cutoffs
+from slora_kernels.gpu.token_race import bind_token_race
+from slora_kernels.gpu.token_weights import bind_token_weights
+from slora_kernels.launch import Launch
+from slora_kernels.layout import KVFormat, LoraSite, ModelShape, lay_out_adapter, llama_shape
+
+RANKS = (8, 16, 64)
+_TOKENS = 16
+_CONTEXT = 8192
+_BLOCK_TOKENS = 16
+_INTERMEDIATE = 14336
+
+Launches = Iterator[tuple[str, Launch]]
+
+
+def bind_lora_site(
+    shape: ModelShape,
+    pages: Tensor,
+    dtype: torch.dtype,
+    site: LoraSite,
+    rank: int,
+    tokens: int,
+    sizes: LoraSizes,
+) -> list[Launch]:
+    """Of a step with a tile of decode rows and one of a chunk: what leads to the bridge, and expand in both forms."""
+    layout = lay_out_adapter(shape, [rank] * shape.num_modules)
+    tables = AdapterTables(
+        torch.zeros(1, 64, dtype=torch.int32),
+        torch.from_numpy(layout.groups)[None],
+        torch.from_numpy(layout.modules)[None],
+        torch.ones(1, shape.num_modules),
+    )
+    rows = torch.tensor([[0, 0, _TOKENS], [0, _TOKENS, tokens]], dtype=torch.int32)
+    tiles = LoraTiles(rows, torch.ones(2), 3 * rank, tokens, num_decodes=1)
+    tokens += _TOKENS
+    if site == shape.embedding_site:
+        token_ids = torch.zeros(tokens, dtype=torch.int64)
+        first, bridge = bind_lora_look_up(token_ids, pages, tables, site, tiles, dtype)
+    else:
+        x = torch.zeros(tokens, site.in_width, dtype=dtype)
+        first, bridge = bind_lora_shrink(x, pages, tables, site, tiles, sizes)
+    out = torch.zeros(tokens, sum(site.widths), dtype=dtype)
+    return [first, *bind_lora_expand(out, bridge, pages, tables, site, tiles, sizes)]
+
+
+def _bind_attention(geometry: KVGeometry, rule: AttentionRule, norms: QueryKeyNorm | None) -> list[Launch]:
+    """Of a step in which one sequence decodes and another computes a chunk."""
+    dtype, head_dim = geometry.dtype, geometry.head_dim
+    batch = AttentionBatch(
+        query_starts=torch.tensor([0, 1, _TOKENS], dtype=torch.int32),
+        context_lens=torch.tensor([_CONTEXT, _TOKENS], dtype=torch.int32),
+        block_tables=torch.zeros(2, _CONTEXT // _BLOCK_TOKENS, dtype=torch.int32),
+        positions=torch.zeros(_TOKENS, dtype=torch.int64),
+        kv_slots=torch.zeros(_TOKENS, dtype=torch.int64),
+        max_query=_TOKENS - 1,
+        max_context=_CONTEXT,
+    )
+    pages = torch.zeros(2, geometry.layout.num_bytes, dtype=torch.uint8)
+    qkv = torch.zeros(_TOKENS, (geometry.num_heads + 2 * geometry.num_kv_heads) * head_dim, dtype=dtype)
+    q = qkv.view(_TOKENS, -1, head_dim)[:, : geometry.num_heads]
+    out = torch.zeros(_TOKENS, geometry.num_heads * head_dim, dtype=dtype)
+    angles = torch.zeros(_CONTEXT, head_dim)
+    return [
+        *bind_paged_attention_decode(q, pages, out, geometry, 0, batch, rule),
+        bind_paged_attention_prefill(q, pages, out, geometry, 0, batch, rule),
+        bind_rotate_and_write_kv(qkv, angles, pages, geometry, 0, batch, norms),
+    ]
+
+
+def _bind_draw(logits: Tensor) -> list[Launch]:
+    """Of a step in which all rows draw, truncated or not."""
+    count = len(logits)
+    whole, fractions = np.zeros((3, count), np.int64), np.ones((3, count))
+    whole[2] = NO_TOP_K
+    draws = Draws.upload(whole, fractions, logits.device)
+    launch, weights = bind_token_weights(logits, torch.zeros(count), draws)
+    launches = [launch, bind_token_cutoffs(weights, draws)[0]]
+    return launches + [bind_token_race(weights, w, draws, logits.shape[1])[0] for w in (None, weights[:, 0])]
+
+
+def _bind_llama(dtype: torch.dtype) -> Launches:
+    shape = llama_shape(1, 4096, 32, 8, 128, _INTERMEDIATE, 128256, dtype.itemsize)
+    pages = torch.zeros(2, shape.page_bytes(_BLOCK_TOKENS), dtype=torch.uint8)
+    sizes = load_sizes().with_decode("rows")
+    for rank in RANKS:
+        for index, site in enumerate(shape.sites):
+            for tokens in (_TOKENS, TILE_TOKENS):
+                for launch in bind_lora_site(shape, pages, dtype, site, rank, tokens, sizes):
+                    yield f"Llama-3.1-8B, site {index}, tiles of {tokens}, rank {rank}", launch
+    geometry = KVGeometry(1, 32, 8, 128, _BLOCK_TOKENS, dtype)
+    x = torch.zeros(_TOKENS, shape.hidden_size, dtype=dtype)
+    for launch in (
+        *_bind_attention(geometry, AttentionRule(0.1), None),
+        bind_rms_norm(x, None, x[0], 1e-5)[0],
+        bind_rms_norm(x, x, x[0], 1e-5)[0],
+        bind_act_mul(torch.zeros(_TOKENS, 2 * _INTERMEDIATE, dtype=dtype), "silu")[0],
+        *_bind_draw(torch.zeros(_TOKENS, shape.vocab_size, dtype=dtype)),
+    ):
+        yield "Llama-3.1-8B", launch
+
+
+def _bind_gemma(dtype: torch.dtype) -> Launches:
+    geometry = KVGeometry(1, 16, 8, 256, _BLOCK_TOKENS, dtype)
+    x = torch.zeros(_TOKENS, 3584, dtype=dtype)
+    for launch in (
+        *_bind_attention(geometry, AttentionRule(1 / 16, window=4096, softcap=50.0), None),
+        bind_rms_norm(x, x, torch.ones(3584), 1e-6)[0],
+        bind_act_mul(torch.zeros(_TOKENS, 2 * _INTERMEDIATE, dtype=dtype), "gelu_tanh")[0],
+    ):
+        yield "Gemma-2-9B", launch
+
+
+def _bind_phi(dtype: torch.dtype) -> Launches:
+    geometry = KVGeometry(1, 32, 32, 96, _BLOCK_TOKENS, dtype)
+    for launch in _bind_attention(geometry, AttentionRule(0.1, window=2047), None):
+        yield "Phi-3-mini", launch
+
+
+def _bind_qwen(dtype: torch.dtype) -> Launches:
+    norm = torch.ones(128, dtype=dtype)
+    geometry = KVGeometry(1, 32, 8, 128, _BLOCK_TOKENS, dtype)
+    yield "Qwen3-8B", _bind_attention(geometry, AttentionRule(0.1), QueryKeyNorm(norm, norm, 1e-6))[-1]
+
+
+def _bind_quantized_linears(dtype: torch.dtype, forms: list[torch.dtype]) -> Launches:
+    """Of a decode step, a mixed one and a prefill, with 8-bit weights of each form."""
+    for form in forms:
+        values = torch.zeros(4096, 4096, dtype=torch.int8).view(form)
+        for num_tokens in (_TOKENS, 4 * _TOKENS, 64 * _TOKENS):
+            x = torch.zeros(num_tokens, 4096, dtype=dtype)
+            launch, _ = bind_quantized_linear(x, values, torch.ones(4096), None)
+            yield f"Llama-3.1-8B, {form} weights, {num_tokens} tokens", launch
+
+
+def _bind_fp8_kv(dtype: torch.dtype) -> Launches:
+    """Attention over pages in fp8, of the model that is commonest and of the one whose heads are widest."""
+    for model, heads, rule in (
+        ("Llama-3.1-8B", (32, 8, 128), AttentionRule(0.1)),
+        ("Gemma-2-9B", (16, 8, 256), AttentionRule(1 / 16, window=4096, softcap=50.0)),
+    ):
+        geometry = KVGeometry(1, *heads, _BLOCK_TOKENS, dtype, KVFormat.FP8)
+        for launch in _bind_attention(geometry, rule, None):
+            yield f"{model}, KV in fp8", launch
+
+
+def bind_all(dtype: torch.dtype, forms: list[torch.dtype], kv_formats: list[KVFormat]) -> Launches:
+    """All launches, each with what it is for. forms: the 8-bit numbers that weights may be. kv_formats: what pages may
+    keep K and V as."""
+    for bound in (_bind_llama, _bind_gemma, _bind_phi, _bind_qwen):
+        yield from bound(dtype)
+    yield from _bind_quantized_linears(dtype, forms)
+    if KVFormat.FP8 in kv_formats:
+        yield from _bind_fp8_kv(dtype)

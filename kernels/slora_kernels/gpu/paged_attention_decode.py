@@ -1,0 +1,228 @@
+"""Attention of sequences that compute one token: split over the context, so that one long sequence fills a
+GPU.
+
+A program takes a sequence, a KV head (its query heads are the rows of the product) and a stretch of the
+context that its window shows. How that is cut depends on its own length alone, so a result does not depend on the
+batch. A sequence of one stretch is written at once; the others leave partial sums, which a second kernel merges.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
+from slora_kernels.gpu.paged_walk import (
+    LOG2_E,
+    base_two_cap,
+    count_round_tokens,
+    first_visible,
+    view_pages,
+    walk_pages,
+)
+from slora_kernels.launch import Launch, dot_dtype
+
+# Context tokens per round of the walk.
+ROUND_TOKENS = 64
+# A stretch is long enough to pay for the merge, and there are enough of them that one sequence with 8 KV
+# heads makes 128 programs, about as many as an H100 or H200 has multiprocessors.
+MIN_STRETCH_TOKENS = 128
+MAX_STRETCHES = 16
+
+
+@triton.jit
+def _measure_stretch(visible, BLOCK_N: tl.constexpr, MIN_STRETCH: tl.constexpr, MAX_STRETCHES: tl.constexpr):
+    """Tokens per stretch of those that are seen: whole rounds of the walk."""
+    share = tl.cdiv(tl.cdiv(visible, MAX_STRETCHES), BLOCK_N) * BLOCK_N
+    return tl.maximum(share, MIN_STRETCH)
+
+
+@triton.jit(do_not_specialize=["layer", "num_stretches"])
+def _paged_attention_decode_kernel(
+    q,
+    pages,
+    scales,
+    out,
+    partial_values,
+    partial_sums,
+    query_starts,
+    context_lens,
+    block_tables,
+    scale,
+    layer,
+    num_stretches,
+    page_stride,
+    table_stride,
+    q_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    LAYER_NUMBERS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    MIN_STRETCH: tl.constexpr,
+    MAX_STRETCHES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    b, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token = tl.load(query_starts + b)
+    context = tl.load(context_lens + b)
+    behind = first_visible(context, WINDOW)
+    stretch = _measure_stretch(context - behind, BLOCK_N, MIN_STRETCH, MAX_STRETCHES)
+    begin = behind + part * stretch
+    if (tl.load(query_starts + b + 1) - token != 1) | (begin >= context):
+        return
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    SIDE: tl.constexpr = KV_HEADS * BLOCK_TOKENS * HEAD_DIM
+    rows = tl.arange(0, BLOCK_M)
+    lanes = tl.arange(0, BLOCK_D)
+    heads = kv_head * GROUP + rows
+    mask = (rows[:, None] < GROUP) & (lanes[None, :] < HEAD_DIM)
+    source = q + token * q_stride + heads[:, None] * HEAD_DIM + lanes[None, :]
+    rows_q = tl.load(source, mask=mask, other=0.0).to(tl.float32).to(DOT_DTYPE)
+    layer_start, head_tokens = layer * LAYER_NUMBERS, kv_head * BLOCK_TOKENS
+    acc, peak, total = walk_pages(
+        rows_q,
+        tl.full((BLOCK_M,), context, tl.int32),
+        pages,
+        scales,
+        block_tables + b * table_stride,
+        layer_start + head_tokens * HEAD_DIM,
+        layer_start // 2 + SIDE + head_tokens,
+        page_stride,
+        begin,
+        tl.minimum(begin + stretch, context),
+        scale,
+        SIDE,
+        BLOCK_TOKENS,
+        HEAD_DIM,
+        WINDOW,
+        CAP,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_D,
+        DOT_DTYPE,
+    )
+    if context - behind <= stretch:
+        target = out + (token * HEADS + heads)[:, None] * HEAD_DIM + lanes[None, :]
+        tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    else:
+        place = (b * HEADS + heads) * num_stretches + part
+        tl.store(partial_values + place[:, None] * HEAD_DIM + lanes[None, :], acc, mask=mask)
+        tl.store(partial_sums + place * 2, peak, mask=rows < GROUP)
+        tl.store(partial_sums + place * 2 + 1, total, mask=rows < GROUP)
+
+
+@triton.jit(do_not_specialize=["num_stretches"])
+def _merge_stretches_kernel(
+    out,
+    partial_values,
+    partial_sums,
+    query_starts,
+    context_lens,
+    num_stretches,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MIN_STRETCH: tl.constexpr,
+    MAX_STRETCHES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    b, head = tl.program_id(0), tl.program_id(1)
+    token = tl.load(query_starts + b)
+    context = tl.load(context_lens + b)
+    visible = context - first_visible(context, WINDOW)
+    stretch = _measure_stretch(visible, BLOCK_N, MIN_STRETCH, MAX_STRETCHES)
+    if (tl.load(query_starts + b + 1) - token != 1) | (visible <= stretch):
+        return
+    parts = tl.arange(0, MAX_STRETCHES)
+    lanes = tl.arange(0, BLOCK_D)
+    used = parts * stretch < visible
+    place = (b * HEADS + head) * num_stretches + parts
+    peaks = tl.load(partial_sums + place * 2, mask=used, other=-float("inf"))
+    totals = tl.load(partial_sums + place * 2 + 1, mask=used, other=0.0)
+    decay = tl.exp2(peaks - tl.max(peaks, 0))
+    source = partial_values + place[:, None] * HEAD_DIM + lanes[None, :]
+    values = tl.load(source, mask=used[:, None] & (lanes[None, :] < HEAD_DIM), other=0.0)
+    merged = tl.sum(values * decay[:, None], 0) / tl.sum(totals * decay, 0)
+    target = out + (token * HEADS + head) * HEAD_DIM + lanes
+    tl.store(target, merged.to(out.dtype.element_ty), mask=lanes < HEAD_DIM)
+
+
+def _count_round_tokens(geometry: KVGeometry) -> int:
+    """Heads of 80 or 96 are masked, and an MI300 keeps masks in scalar registers: half a round does not spill them."""
+    whole = geometry.head_dim == triton.next_power_of_2(geometry.head_dim)
+    return count_round_tokens(geometry, ROUND_TOKENS if whole else ROUND_TOKENS // 2)
+
+
+def count_stretches(most_visible: int) -> int:
+    """Most stretches of any context of which up to `most_visible` tokens are seen: min(16, one per 128)."""
+    return min(MAX_STRETCHES, -(-most_visible // MIN_STRETCH_TOKENS))
+
+
+def bind_paged_attention_decode(
+    q: Tensor,
+    pages: Tensor,
+    out: Tensor,
+    geometry: KVGeometry,
+    layer: int,
+    batch: AttentionBatch,
+    rule: AttentionRule,
+) -> list[Launch]:
+    """q [T, Hq, D] -> out [T, Hq * D] for sequences of exactly one query; other rows stay as they are."""
+    sequences = batch.context_lens.shape[0]
+    stretches = count_stretches(rule.count_visible(batch.max_context))
+    rows = (sequences, geometry.num_heads, stretches)
+    values = torch.empty(*rows, geometry.head_dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(*rows, 2, dtype=torch.float32, device=q.device)
+    numbers, scales = view_pages(pages, geometry)
+    shared = {
+        "out": out,
+        "partial_values": values,
+        "partial_sums": sums,
+        "query_starts": batch.query_starts,
+        "context_lens": batch.context_lens,
+        "num_stretches": stretches,
+    }
+    sizes = {
+        "HEADS": geometry.num_heads,
+        "HEAD_DIM": geometry.head_dim,
+        "WINDOW": rule.window,
+        "MIN_STRETCH": MIN_STRETCH_TOKENS,
+        "MAX_STRETCHES": MAX_STRETCHES,
+        "BLOCK_N": _count_round_tokens(geometry),
+        "BLOCK_D": triton.next_power_of_2(geometry.head_dim),
+    }
+    walk = Launch(
+        _paged_attention_decode_kernel,
+        (sequences, geometry.num_kv_heads, stretches),
+        shared
+        | {
+            "q": q,
+            "pages": numbers,
+            "scales": scales,
+            "block_tables": batch.block_tables,
+            "scale": rule.scale * LOG2_E,
+            "layer": layer,
+            "page_stride": numbers.stride(0),
+            "table_stride": batch.block_tables.stride(0),
+            "q_stride": q.stride(0),
+        },
+        sizes
+        | {
+            "KV_HEADS": geometry.num_kv_heads,
+            "BLOCK_TOKENS": geometry.block_tokens,
+            "LAYER_NUMBERS": geometry.layer_numbers,
+            "CAP": base_two_cap(rule),
+            "BLOCK_M": max(16, triton.next_power_of_2(geometry.group_heads)),
+            "DOT_DTYPE": dot_dtype(geometry.dtype),
+        },
+        num_warps=4 if geometry.dtype.itemsize == 2 else 8,
+    )
+    merge = Launch(_merge_stretches_kernel, (sequences, geometry.num_heads), shared, sizes)
+    return [walk, merge] if stretches > 1 else [walk]

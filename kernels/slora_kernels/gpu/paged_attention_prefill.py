@@ -1,0 +1,172 @@
+"""Causal attention of chunks: the tokens of a chunk attend to all earlier pages and to each other.
+
+A program takes a tile of a sequence's query tokens with the query heads of one KV head, packed as rows, and
+finds its sequence by bisection in the query starts: the grid is a bound that needs no host work. Sequences of
+a single query token are left to the decode kernel, in any batch, so that their sums are always the same.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
+from slora_kernels.gpu.paged_walk import (
+    LOG2_E,
+    base_two_cap,
+    count_round_tokens,
+    first_visible,
+    view_pages,
+    walk_pages,
+)
+from slora_kernels.launch import Launch, dot_dtype
+
+# Context tokens per round of the walk, and the warps of a program. Compiled ahead of time (not run), no target spills
+# a register with these, an H200 keeps two programs with heads of 128 on a multiprocessor (64 KiB of shared memory
+# each) and an MI300 two on a compute unit (32 KiB of LDS each). Rounds of 64 tokens spill there.
+ROUND_TOKENS = 32
+NUM_WARPS = 8
+
+
+def _count_rows(geometry: KVGeometry) -> int:
+    """Rows of the product: query tokens times heads of a group. float32 is for checking, not for speed."""
+    if geometry.dtype.itemsize == 4:
+        return 16
+    return 128 if geometry.head_dim <= 128 else 64
+
+
+@triton.jit
+def _find_sequence(query_starts, num_sequences, tile, TILE_QUERIES: tl.constexpr):
+    """The last sequence that begins by `tile`: starts // TILE_QUERIES + b tiles are set aside before b."""
+    low = 0
+    high = num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_starts + middle) // TILE_QUERIES + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit(do_not_specialize=["layer", "num_sequences"])
+def _paged_attention_prefill_kernel(
+    q,
+    pages,
+    scales,
+    out,
+    query_starts,
+    context_lens,
+    block_tables,
+    scale,
+    layer,
+    num_sequences,
+    page_stride,
+    table_stride,
+    q_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    LAYER_NUMBERS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    b = _find_sequence(query_starts, num_sequences, tile, TILE_QUERIES)
+    first = tl.load(query_starts + b)
+    size = tl.load(query_starts + b + 1) - first
+    query = (tile - first // TILE_QUERIES - b) * TILE_QUERIES
+    if (size == 1) | (query >= size):
+        return
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    SIDE: tl.constexpr = KV_HEADS * BLOCK_TOKENS * HEAD_DIM
+    rows = tl.arange(0, BLOCK_M)
+    lanes = tl.arange(0, BLOCK_D)
+    queries = query + rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    real = (rows < TILE_QUERIES * GROUP) & (queries < size)
+    mask = real[:, None] & (lanes[None, :] < HEAD_DIM)
+    source = q + (first + queries)[:, None] * q_stride + heads[:, None] * HEAD_DIM + lanes[None, :]
+    rows_q = tl.load(source, mask=mask, other=0.0).to(tl.float32).to(DOT_DTYPE)
+    layer_start, head_tokens = layer * LAYER_NUMBERS, kv_head * BLOCK_TOKENS
+    before = tl.load(context_lens + b) - size
+    begin = first_visible(before + query + 1, WINDOW)
+    acc, _, total = walk_pages(
+        rows_q,
+        tl.where(real, before + queries + 1, begin + 1),
+        pages,
+        scales,
+        block_tables + b * table_stride,
+        layer_start + head_tokens * HEAD_DIM,
+        layer_start // 2 + SIDE + head_tokens,
+        page_stride,
+        begin,
+        before + tl.minimum(query + TILE_QUERIES, size),
+        scale,
+        SIDE,
+        BLOCK_TOKENS,
+        HEAD_DIM,
+        WINDOW,
+        CAP,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_D,
+        DOT_DTYPE,
+    )
+    target = out + ((first + queries) * HEADS + heads)[:, None] * HEAD_DIM + lanes[None, :]
+    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+def bind_paged_attention_prefill(
+    q: Tensor,
+    pages: Tensor,
+    out: Tensor,
+    geometry: KVGeometry,
+    layer: int,
+    batch: AttentionBatch,
+    rule: AttentionRule,
+) -> Launch:
+    """q [T, Hq, D] -> out [T, Hq * D] for sequences of two or more queries; other rows stay as they are."""
+    sequences = batch.context_lens.shape[0]
+    rows = max(_count_rows(geometry), triton.next_power_of_2(geometry.group_heads))
+    tile_queries = rows // geometry.group_heads
+    numbers, scales = view_pages(pages, geometry)
+    return Launch(
+        _paged_attention_prefill_kernel,
+        (q.shape[0] // tile_queries + sequences, geometry.num_kv_heads),
+        {
+            "q": q,
+            "pages": numbers,
+            "scales": scales,
+            "out": out,
+            "query_starts": batch.query_starts,
+            "context_lens": batch.context_lens,
+            "block_tables": batch.block_tables,
+            "scale": rule.scale * LOG2_E,
+            "layer": layer,
+            "num_sequences": sequences,
+            "page_stride": numbers.stride(0),
+            "table_stride": batch.block_tables.stride(0),
+            "q_stride": q.stride(0),
+        },
+        {
+            "HEADS": geometry.num_heads,
+            "KV_HEADS": geometry.num_kv_heads,
+            "HEAD_DIM": geometry.head_dim,
+            "BLOCK_TOKENS": geometry.block_tokens,
+            "LAYER_NUMBERS": geometry.layer_numbers,
+            "WINDOW": rule.window,
+            "CAP": base_two_cap(rule),
+            "TILE_QUERIES": tile_queries,
+            "BLOCK_M": rows,
+            "BLOCK_N": count_round_tokens(geometry, ROUND_TOKENS),
+            "BLOCK_D": triton.next_power_of_2(geometry.head_dim),
+            "DOT_DTYPE": dot_dtype(geometry.dtype),
+        },
+        num_warps=NUM_WARPS,
+    )

@@ -1,0 +1,198 @@
+"""Norms and rotates q in place and writes normed, rotated k, and v, into their pages: one read of qkv between GEMM
+and attention.
+
+A program takes one token and one KV head: its query heads, its k and its v. Both of these it has in whole, so it knows
+their scales where pages keep them in fp8.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slora_kernels.batch import AttentionBatch, KVGeometry, QueryKeyNorm
+from slora_kernels.gpu.e4m3 import encode_numbers, encode_scale, measure_magnitudes
+from slora_kernels.launch import Launch
+
+
+@triton.jit
+def _turn_heads(
+    source,
+    real,
+    angles,
+    weight,
+    eps,
+    HALF: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NORMED: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """source: where heads begin [M], of which `real` [M] are there; the first 2 HALF dimensions turn.
+
+    Returns both halves of these [M, BLOCK_HALF] and the rest [M, BLOCK_REST], float32.
+    """
+    halves = tl.arange(0, BLOCK_HALF)
+    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+    turning, staying = halves < HALF, rest < HEAD_DIM
+    at_a, at_rest = source[:, None] + halves[None, :], source[:, None] + rest[None, :]
+    mask_a, mask_rest = real[:, None] & turning[None, :], real[:, None] & staying[None, :]
+    a = tl.load(at_a, mask=mask_a, other=0.0).to(tl.float32)
+    b = tl.load(at_a + HALF, mask=mask_a, other=0.0).to(tl.float32)
+    c = tl.load(at_rest, mask=mask_rest, other=0.0).to(tl.float32)
+    if NORMED:
+        squares = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)
+        factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        a *= factor * tl.load(weight + halves, mask=turning, other=0.0).to(tl.float32)[None, :]
+        b *= factor * tl.load(weight + HALF + halves, mask=turning, other=0.0).to(tl.float32)[None, :]
+        c *= factor * tl.load(weight + rest, mask=staying, other=0.0).to(tl.float32)[None, :]
+    cos = tl.load(angles + halves, mask=turning, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(angles + HALF + halves, mask=turning, other=0.0).to(tl.float32)[None, :]
+    return a * cos - b * sin, b * cos + a * sin, c
+
+
+@triton.jit
+def _store_heads(
+    target,
+    real,
+    a,
+    b,
+    c,
+    HALF: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """What `_turn_heads` gives, to where heads begin [M]."""
+    halves = tl.arange(0, BLOCK_HALF)
+    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+    to_a, to_rest = target[:, None] + halves[None, :], target[:, None] + rest[None, :]
+    mask_a, mask_rest = real[:, None] & (halves < HALF)[None, :], real[:, None] & (rest < HEAD_DIM)[None, :]
+    element = target.dtype.element_ty
+    tl.store(to_a, a.to(element), mask=mask_a)
+    tl.store(to_a + HALF, b.to(element), mask=mask_a)
+    tl.store(to_rest, c.to(element), mask=mask_rest)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _rotate_and_write_kv_kernel(
+    qkv,
+    cos_sin,
+    query_norm,
+    key_norm,
+    pages,
+    scales,
+    positions,
+    kv_slots,
+    eps,
+    layer,
+    qkv_stride,
+    page_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    NORMED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    LAYER_NUMBERS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    SIDE: tl.constexpr = KV_HEADS * BLOCK_TOKENS * HEAD_DIM
+    row = qkv + token * qkv_stride
+    angles = cos_sin + tl.load(positions + token) * (2 * HALF)
+
+    members = tl.arange(0, BLOCK_G)
+    q, real = row + (kv_head * GROUP + members) * HEAD_DIM, members < GROUP
+    if (HALF > 0) | NORMED:
+        a, b, c = _turn_heads(
+            q, real, angles, query_norm, eps, HALF, HEAD_DIM, NORMED, BLOCK_HALF, BLOCK_REST
+        )
+        _store_heads(q, real, a, b, c, HALF, HEAD_DIM, BLOCK_HALF, BLOCK_REST)
+
+    slot = tl.load(kv_slots + token)
+    page, offset = slot // BLOCK_TOKENS, slot % BLOCK_TOKENS
+    start = page * page_stride + layer * LAYER_NUMBERS
+    one = tl.arange(0, 1)
+    # A row without a slot only fills up a step.
+    written = slot + one >= 0
+    target = pages + start + (kv_head * BLOCK_TOKENS + offset) * HEAD_DIM + one
+    key = row + (HEADS + kv_head) * HEAD_DIM + one
+    a, b, c = _turn_heads(key, written, angles, key_norm, eps, HALF, HEAD_DIM, NORMED, BLOCK_HALF, BLOCK_REST)
+    lanes = tl.arange(0, BLOCK_D)
+    inside = (lanes < HEAD_DIM) & written
+    value = tl.load(key + KV_HEADS * HEAD_DIM + lanes, mask=inside, other=0.0)
+    if scales is not None:
+        value = value.to(tl.float32)
+        largest_k = tl.maximum(
+            tl.maximum(tl.max(measure_magnitudes(a), 1), tl.max(measure_magnitudes(b), 1)),
+            tl.max(measure_magnitudes(c), 1),
+        )
+        largest_v = tl.max(measure_magnitudes(value), 0)
+        scale_k, scale_v = encode_scale(largest_k, largest_v), encode_scale(largest_v, largest_k)
+        a, b, c = (
+            encode_numbers(a, scale_k[:, None]),
+            encode_numbers(b, scale_k[:, None]),
+            encode_numbers(c, scale_k[:, None]),
+        )
+        value = encode_numbers(value, scale_v)
+        # They lie behind the numbers, and take two bytes each.
+        place = scales + start // 2 + SIDE + kv_head * BLOCK_TOKENS + offset + one
+        tl.store(place, scale_k.to(tl.int16), mask=written)
+        tl.store(place + KV_HEADS * BLOCK_TOKENS, scale_v.to(tl.int16), mask=written)
+    _store_heads(target, written, a, b, c, HALF, HEAD_DIM, BLOCK_HALF, BLOCK_REST)
+    tl.store(target + SIDE + lanes, value, mask=inside)
+
+
+def bind_rotate_and_write_kv(
+    qkv: Tensor,
+    cos_sin: Tensor | None,
+    pages: Tensor,
+    geometry: KVGeometry,
+    layer: int,
+    batch: AttentionBatch,
+    norms: QueryKeyNorm | None = None,
+) -> Launch:
+    """qkv [T, (Hq + 2 Hk) * D] has its q rotated in place; pages uint8 [num_pages, full_page_bytes] get k and
+    v.
+
+    cos_sin float32 [max_positions, R], or None: R = 0; kv_slots and positions are int64 [T]; a slot of -1 is nowhere.
+    """
+    numbers = pages if geometry.has_scales else pages.view(geometry.dtype)
+    rotary = 0 if cos_sin is None else cos_sin.shape[1]
+    return Launch(
+        _rotate_and_write_kv_kernel,
+        (qkv.shape[0], geometry.num_kv_heads),
+        {
+            "qkv": qkv,
+            # What stands in for a tensor that is not there is never read.
+            "cos_sin": qkv if cos_sin is None else cos_sin,
+            "query_norm": qkv if norms is None else norms.query,
+            "key_norm": qkv if norms is None else norms.key,
+            "pages": numbers,
+            "scales": pages.view(torch.int16) if geometry.has_scales else None,
+            "positions": batch.positions,
+            "kv_slots": batch.kv_slots,
+            "eps": 0.0 if norms is None else norms.eps,
+            "layer": layer,
+            "qkv_stride": qkv.stride(0),
+            "page_stride": numbers.stride(0),
+        },
+        {
+            "HEADS": geometry.num_heads,
+            "KV_HEADS": geometry.num_kv_heads,
+            "HEAD_DIM": geometry.head_dim,
+            "HALF": rotary // 2,
+            "NORMED": norms is not None,
+            "BLOCK_TOKENS": geometry.block_tokens,
+            "LAYER_NUMBERS": geometry.layer_numbers,
+            "BLOCK_G": triton.next_power_of_2(geometry.group_heads),
+            "BLOCK_D": triton.next_power_of_2(geometry.head_dim),
+            "BLOCK_HALF": triton.next_power_of_2(max(1, rotary // 2)),
+            "BLOCK_REST": triton.next_power_of_2(max(1, geometry.head_dim - rotary)),
+        },
+    )

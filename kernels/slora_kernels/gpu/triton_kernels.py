@@ -1,0 +1,160 @@
+"""The GPU's kernels behind the seam, without host synchronisation and with nothing to prepare.
+
+LoRA takes eight launches a layer: a shrink and an expand for each linear group. Only where decode rows have a form of
+their own (`lora_sizes`) and share a step with chunks, which is bound by arithmetic, expand is launched once for each.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from slora_kernels.batch import (
+    Activation,
+    AdapterTables,
+    AttentionBatch,
+    AttentionRule,
+    AttentionStep,
+    KVGeometry,
+    LoraStep,
+    LoraTiles,
+    QueryKeyNorm,
+    TileLimits,
+)
+from slora_kernels.draws import Draws
+from slora_kernels.gpu.act_mul import bind_act_mul
+from slora_kernels.gpu.lora_expand import bind_lora_expand
+from slora_kernels.gpu.lora_expand_rows import ROW_TILE_TOKENS
+from slora_kernels.gpu.lora_look_up import bind_lora_look_up
+from slora_kernels.gpu.lora_shrink import TILE_TOKENS, bind_lora_shrink
+from slora_kernels.gpu.lora_sizes import LoraSizes, load_sizes, name_architecture
+from slora_kernels.gpu.paged_attention_decode import bind_paged_attention_decode
+from slora_kernels.gpu.paged_attention_prefill import bind_paged_attention_prefill
+from slora_kernels.gpu.quantized_linear import bind_quantized_linear
+from slora_kernels.gpu.rms_norm import bind_rms_norm
+from slora_kernels.gpu.rotate_and_write_kv import bind_rotate_and_write_kv
+from slora_kernels.gpu.token_cutoffs import bind_token_cutoffs
+from slora_kernels.gpu.token_race import bind_token_race
+from slora_kernels.gpu.token_weights import bind_token_weights
+from slora_kernels.launch import Launch
+from slora_kernels.layout import LoraSite
+from slora_kernels.likeliest import find_likeliest
+
+
+class TritonKernels:
+    """See `Kernels`. The bridge is planes [splits, T, rank] of the model's dtype, summed by expand.
+
+    launch: what becomes of a launch; whoever counts or compares them keeps them instead of, or beside, running them.
+    sizes: of the LoRA kernels; the package's defaults if none are given.
+    """
+
+    name = "triton"
+
+    def __init__(self, launch: Callable[[Launch], None] = Launch.run, sizes: LoraSizes | None = None) -> None:
+        self._launch = launch
+        self._sizes = sizes or load_sizes()
+
+    @staticmethod
+    def on(device: torch.device) -> "TritonKernels":
+        """With the sizes for this GPU."""
+        return TritonKernels(sizes=load_sizes(name_architecture(device)))
+
+    @property
+    def tile_limits(self) -> TileLimits:
+        return TileLimits(TILE_TOKENS, ROW_TILE_TOKENS if self._sizes.has_rows else None)
+
+    def warm_up(self, geometry: KVGeometry) -> float:
+        """Nothing yet: a GPU compiles at the first launch, which takes real tensors."""
+        return 0.0
+
+    def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
+        return AttentionStep(batch, None)
+
+    def prepare_lora(self, tiles: LoraTiles, tables: AdapterTables) -> LoraStep:
+        return LoraStep(tiles, tables, None)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        launch, out = bind_rms_norm(x, None, weight, eps)
+        self._launch(launch)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        launch, out = bind_rms_norm(x, residual, weight, eps)
+        self._launch(launch)
+        return out
+
+    def act_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        launch, out = bind_act_mul(gate_up, activation)
+        self._launch(launch)
+        return out
+
+    def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        launch, out = bind_quantized_linear(x, values, scales, bias)
+        self._launch(launch)
+        return out
+
+    def rotate_and_write_kv(
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor | None,
+        pages: Tensor,
+        geometry: KVGeometry,
+        layer: int,
+        step: AttentionStep,
+        norms: QueryKeyNorm | None = None,
+    ) -> Tensor:
+        self._launch(bind_rotate_and_write_kv(qkv, cos_sin, pages, geometry, layer, step.batch, norms))
+        heads = qkv.view(qkv.shape[0], qkv.shape[1] // geometry.head_dim, geometry.head_dim)
+        return heads[:, : geometry.num_heads]
+
+    def attend(
+        self,
+        q: Tensor,
+        pages: Tensor,
+        geometry: KVGeometry,
+        layer: int,
+        step: AttentionStep,
+        rule: AttentionRule,
+    ) -> Tensor:
+        batch = step.batch
+        out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype, device=q.device)
+        # Which sequence is whose is decided on the device: each kernel passes over the other's sequences.
+        if batch.max_query == 1 or batch.context_lens.shape[0] > 1:
+            for launch in bind_paged_attention_decode(q, pages, out, geometry, layer, batch, rule):
+                self._launch(launch)
+        if batch.max_query > 1:
+            self._launch(bind_paged_attention_prefill(q, pages, out, geometry, layer, batch, rule))
+        return out
+
+    def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return find_likeliest(logits)
+
+    def draw(self, logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
+        launch, weights = bind_token_weights(logits, peaks, draws)
+        self._launch(launch)
+        cutoffs = None
+        if draws.truncates:
+            launch, cutoffs = bind_token_cutoffs(weights, draws)
+            self._launch(launch)
+        launch, tokens = bind_token_race(weights, cutoffs, draws, logits.shape[1])
+        self._launch(launch)
+        return tokens
+
+    def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
+        launch, bridge = bind_lora_shrink(x, pages, step.tables, site, step.tiles, self._sizes)
+        if step.tiles.max_group_rank:
+            self._launch(launch)
+        return bridge
+
+    def look_up(
+        self, token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
+    ) -> Tensor:
+        launch, bridge = bind_lora_look_up(token_ids, pages, step.tables, site, step.tiles, dtype)
+        if step.tiles.max_group_rank:
+            self._launch(launch)
+        return bridge
+
+    def expand(self, out: Tensor, bridge: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
+        if step.tiles.max_group_rank:
+            for launch in bind_lora_expand(out, bridge, pages, step.tables, site, step.tiles, self._sizes):
+                self._launch(launch)

@@ -1,0 +1,127 @@
+"""The pool's bytes: one allocation for KV blocks and adapters alike, and the tables that find adapters in it.
+
+`PagePool` says whose a page is; this module only holds and writes bytes. A KV block and a slice of an adapter are
+found the same way, by page id through an int32 table.
+
+An adapter may come in slices, one a step, so that a large one stalls nobody. Until its last slice is here its slot
+holds no adapter at all: neither the coming one nor the one before.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slora.device.host_pages import HostPages
+from slora.device.huge_pages import empty_tensor
+from slora.scheduler.step_plan import AdapterLoad
+from slora_adapters.peft.packing import PackedAdapter
+from slora_kernels.batch import AdapterTables, KVGeometry
+from slora_kernels.layout import ModelShape
+
+
+class _SlotContent(NamedTuple):
+    """Pages [0, num_pages) of the adapter that has moved in under this generation of the slot."""
+
+    generation: int
+    num_pages: int
+    is_complete: bool
+
+
+class PageMemory:
+    """pages: uint8 [num_pages, num_layers * page_bytes]. tables: one row for each adapter slot.
+
+    host_pages: `num_host_pages` of the same size in the host's memory, pinned if `device` is a GPU.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        shape: ModelShape,
+        full_page_bytes: int,
+        num_pages: int,
+        num_slots: int,
+        max_adapter_pages: int,
+        device: torch.device,
+        num_host_pages: int = 0,
+    ) -> None:
+        self.geometry = geometry
+        self.full_page_bytes = full_page_bytes
+        self.device = device
+        self.pages = empty_tensor((num_pages, full_page_bytes), torch.uint8, device)
+        self.tables = _empty_tables(num_slots, shape, max_adapter_pages, device)
+        self.host_pages = HostPages(num_host_pages, full_page_bytes, is_pinned=device.type == "cuda")
+        self._slots: dict[int, _SlotContent] = {}
+
+    def load(self, load: AdapterLoad) -> None:
+        """Copies a slice of an adapter into its pages; with the last one, points its slot's tables at them.
+
+        Raises RuntimeError for a slice that does not follow the one before it.
+        """
+        resident, end = load.resident, load.first_page + load.num_pages
+        before = self._slots.pop(resident.slot, None)
+        if load.first_page and before != _SlotContent(resident.generation, load.first_page, False):
+            raise RuntimeError(
+                f"pages from {load.first_page} on of {resident.version} came to slot {resident.slot}, but those before "
+                f"them did not"
+            )
+        content = load.packed.buffer[load.first_page * self.full_page_bytes : end * self.full_page_bytes]
+        self.write(resident.pages[load.first_page : end], torch.from_numpy(content))
+        if load.is_last:
+            self._write_tables(resident.slot, resident.pages, load.packed)
+        self._slots[resident.slot] = _SlotContent(resident.generation, end, load.is_last)
+
+    def write(self, pages: list[int], content: Tensor) -> None:
+        """Copies `content`, uint8 [n] of the host, into the pages one after the other. The last may stay part empty.
+
+        From pinned memory a GPU reads it in the order of its other work: before that is somebody else's again, `wait`.
+        """
+        whole, rest = divmod(len(content), self.full_page_bytes)
+        body = content[: whole * self.full_page_bytes].view(whole, self.full_page_bytes)
+        for page, row in zip(pages, body, strict=False):
+            self.pages[page].copy_(row, non_blocking=True)
+        if rest:
+            self.pages[pages[whole], :rest].copy_(content[whole * self.full_page_bytes :], non_blocking=True)
+
+    def wait(self) -> None:
+        """Until a GPU has done all that it was given, on whichever stream."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        """Copies whole pages (source, target). All sources are read before any target is written."""
+        sources, targets = torch.tensor(copies, dtype=torch.int64).to(self.device).unbind(dim=1)
+        self.pages.index_copy_(0, targets, self.pages.index_select(0, sources))
+
+    def swap_out(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies pages (page, page of the host), all layers of them. A GPU does it in the order of its other work.
+
+        Page by page: a page is one stretch of memory, and gathering many of them first would take as much again.
+        """
+        for page, host_page in pairs:
+            self.host_pages[host_page].copy_(self.pages[page], non_blocking=True)
+
+    def swap_in(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies pages (page of the host, page) back. See `swap_out`."""
+        for host_page, page in pairs:
+            self.pages[page].copy_(self.host_pages[host_page], non_blocking=True)
+
+    def holds(self, slot: int, generation: int) -> bool:
+        """Whether the slot has the adapter that the work was planned for, all of it."""
+        content = self._slots.get(slot)
+        return content is not None and content.is_complete and content.generation == generation
+
+    def _write_tables(self, slot: int, pages: list[int], packed: PackedAdapter) -> None:
+        page_ids = torch.tensor(pages, dtype=torch.int32)
+        self.tables.page_table[slot, : len(page_ids)] = page_ids.to(self.device)
+        self.tables.groups[slot] = torch.from_numpy(packed.layout.groups).to(self.device)
+        self.tables.modules[slot] = torch.from_numpy(packed.layout.modules).to(self.device)
+        self.tables.scales[slot] = torch.from_numpy(packed.scales).to(self.device)
+
+
+def _empty_tables(num_slots: int, shape: ModelShape, max_pages: int, device: torch.device) -> AdapterTables:
+    def zeros(*sizes: int) -> Tensor:
+        return torch.zeros((num_slots, *sizes), dtype=torch.int32, device=device)
+
+    scales = torch.zeros((num_slots, shape.num_modules), dtype=torch.float32, device=device)
+    return AdapterTables(zeros(max_pages), zeros(shape.num_sites, 2), zeros(shape.num_modules, 3), scales)

@@ -1,0 +1,257 @@
+"""The engine: requests in, tokens out, one step at a time. Schedule, run, postprocess.
+
+Single-threaded: whoever owns it calls `add`, `abort`, `forget` and `step` from one thread. Knows no socket, no key.
+"""
+
+import logging
+import secrets
+import time
+
+from slora.adapter_place import AdapterPlace
+from slora.cost_model import CostModel
+from slora.device.huge_pages import touch
+from slora.engine.info import EngineInfo, EngineStats
+from slora.engine.load_paces import LoadPaces
+from slora.engine.pin import Pin
+from slora.engine_config import EngineConfig
+from slora.errors import ContextTooLong, RequestFailed, RequestRefused
+from slora.kv_footprint import KVFootprint
+from slora.models.model import LoadModel, load_model
+from slora.models.model_spec import ModelSpec
+from slora.request import EngineRequest, StepOutput
+from slora.runner.runner import Runner
+from slora.sampling_params import SamplingParams
+from slora.scheduler.scheduler import Scheduler
+from slora.scheduler.sequence import Sequence
+from slora.scheduler_config import SchedulerConfig
+from slora.tenant_share import TenantShare
+from slora_adapters.loader.source import AdapterSource
+from slora_adapters.version import AdapterVersion
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Raises ConfigError from the constructor when the model or a setting can't be served.
+
+    costs: None measures them here. Given, the same requests make the same steps each time: batches, and so the last bit
+    of what they compute, follow from costs. load: where the model comes from, if not from its checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelSpec,
+        source: AdapterSource,
+        costs: CostModel | None = None,
+        load: LoadModel = load_model,
+    ) -> None:
+        self._config = config
+        self._runner = Runner(config, model, load)
+        if costs is None:
+            costs = self._runner.measure_costs()
+        if config.pool_bytes is not None:  # else it is a share of what is free, which others may need first
+            touch(self._runner.memory.pages)
+        num_pages = len(self._runner.memory.pages)
+        budget = config.token_budget(self._runner.device.type)
+        scheduler = SchedulerConfig(
+            num_pages=num_pages,
+            num_slots=self._runner.num_slots,
+            full_page_bytes=self._runner.full_page_bytes,
+            footprint=KVFootprint(config.block_tokens, model.window),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=budget,
+            rope_switch=model.rope_switch,
+            load_pages=config.load_pages(self._runner.full_page_bytes),
+            swap_pages=self._runner.num_swap_pages,
+            prefix_cache=config.prefix_cache,
+            preemption=config.preemption,
+            scheduling=config.scheduling,
+            eviction=config.eviction,
+        )
+        self._source, self._load_byte_s = source, costs.load_byte_s
+        self._scheduler = Scheduler(scheduler, source, costs)
+        self._tenants = self._scheduler.memory.tenants
+        self._num_steps = self._prompt_tokens = self._generated_tokens = 0
+        self.info = EngineInfo(
+            model_name=config.served_name,
+            max_model_len=self._runner.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            dtype=self._runner.dtype_name,
+            kv_cache_dtype=config.kv_cache_dtype,
+            device=str(self._runner.device),
+            kernels=self._runner.kernels.name,
+            num_pages=num_pages,
+            block_tokens=config.block_tokens,
+            full_page_bytes=self._runner.full_page_bytes,
+            max_lora_rank=config.max_lora_rank,
+            max_num_seqs=config.max_num_seqs,
+            shape=model.shape(self._runner.dtype_name),
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work or self.next_due_in_s == 0
+
+    @property
+    def next_due_in_s(self) -> float | None:
+        """Seconds until a deadline can't be kept any more, or a pinned adapter is tried again; 0 if that is due."""
+        next_s = self._scheduler.next_due_s
+        return None if next_s is None else max(0.0, next_s - time.monotonic())
+
+    @property
+    def num_unfinished(self) -> int:
+        return self._scheduler.num_running + self._scheduler.num_waiting
+
+    def add(self, request: EngineRequest) -> None:
+        """Takes a request in. Raises RequestRefused, naming the field, if it can never be served."""
+        if self._scheduler.find(request.request_id):
+            raise RequestRefused(f"request id {request.request_id!r} is already running", "request_id")
+        self._check_choices(request)
+        max_tokens = self._check_length(request)
+        outside = [t for t in request.prompt_token_ids if not 0 <= t < self.info.vocab_size]
+        if outside:
+            raise RequestRefused(
+                f"prompt has token id {outside[0]}; this model's ids are 0 to {self.info.vocab_size - 1}",
+                "prompt",
+            )
+        sampling = request.sampling
+        sampling.check_vocabulary(self.info.vocab_size)
+        stop_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_ids |= frozenset(self.info.eos_token_ids)
+        self._check_min_tokens(sampling.min_tokens, stop_ids, max_tokens)
+        self._check_width(sampling, stop_ids)
+        seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
+        self._tenants.set_share(request.tenant, request.share)
+        tenant = self._tenants.find(request.tenant)
+        sequence = Sequence(request, tenant, max_tokens, stop_ids, seed, self._config.block_tokens)
+        self._scheduler.add(sequence, time.monotonic())
+        self._prompt_tokens += len(request.prompt_token_ids)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ends a request, or one choice of it, and frees what it holds. Unknown or finished ones are no error."""
+        self._scheduler.abort(request_id, index)
+
+    def forget(self, version: AdapterVersion) -> None:
+        """An adapter was deleted: it leaves the pool now, or with the last request that uses it."""
+        self._scheduler.forget(version)
+
+    def set_pins(self, pins: list[Pin]) -> None:
+        """These adapters and no others are brought to the pool before anybody asks for them, and stay."""
+        for pin in pins:
+            self._tenants.set_share(pin.version.tenant, pin.share)
+        self._scheduler.set_pins(pin.version for pin in pins)
+
+    def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
+        """Brings an adapter near before anybody asks for it, if there is room. share: its tenant's. Returns where it is
+        now."""
+        self._tenants.set_share(version.tenant, share)
+        return self._scheduler.prewarm(version)
+
+    def step(self) -> list[StepOutput]:
+        """Computes one step. What breaks in it ends the requests of that step, never the engine."""
+        plan = self._scheduler.schedule(time.monotonic())
+        try:
+            sampled = self._runner.run(plan)
+        except Exception:
+            _log.exception("a step of %d requests failed", len(plan.chunks))
+            return self._scheduler.fail(
+                plan, RequestFailed("the engine failed on the step that held this request")
+            )
+        self._num_steps += bool(plan.chunks)
+        self._generated_tokens += len(sampled)
+        return self._scheduler.postprocess(plan, sampled)
+
+    def check(self) -> None:
+        """Proves that no page is lost. Raises AssertionError with what does not add up."""
+        self._scheduler.check()
+
+    def stats(self) -> EngineStats:
+        scheduler, memory = self._scheduler, self._scheduler.memory
+        residents = list(memory.residency)
+        running = tuple(
+            sorted(f"{r.version.tenant}/{r.version.digest[:12]}" for r in residents if r.num_users)
+        )
+        return EngineStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            awaiting_adapter=scheduler.num_awaiting_adapter,
+            pages_total=memory.pool.num_pages,
+            pages_free=memory.pool.num_free,
+            pages_held=memory.pool.num_held,
+            pages_cached=memory.pool.num_cached,
+            adapter_pages=sum(len(r.pages) for r in residents),
+            resident_adapters=len(residents),
+            running_adapters=running,
+            adapter_loads=scheduler.supply.num_loads,
+            adapter_evictions=memory.residency.num_evictions,
+            pinned_adapters=scheduler.pins.num_wanted,
+            pinned_loaded=scheduler.pins.num_loaded,
+            pin_failures=scheduler.pins.num_failures,
+            preemptions=scheduler.num_preemptions,
+            prefix_queries=scheduler.prefixes.num_queries,
+            prefix_hits=scheduler.prefixes.num_hits,
+            prefix_evictions=memory.kv.num_evictions,
+            swapped_out_pages=scheduler.swapping.num_pages_out,
+            swapped_in_pages=scheduler.swapping.num_pages_in,
+            swap_pages_total=scheduler.swapping.num_pages,
+            swap_pages_used=scheduler.swapping.num_used,
+            deadline_misses=scheduler.num_deadlines_missed,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            steps=self._num_steps,
+            load_paces=LoadPaces(self._load_byte_s, dict(self._source.paces)),
+        )
+
+    def _check_choices(self, request: EngineRequest) -> None:
+        wanted, limit = request.sampling.width, self.info.max_num_seqs
+        if wanted > limit:
+            field = request.sampling.width_param
+            raise RequestRefused(
+                f"{field} is {wanted}; this server runs at most {limit} sequences at once (max_num_seqs)",
+                field,
+            )
+
+    def _check_width(self, sampling: SamplingParams, stop_ids: frozenset[int]) -> None:
+        """As many tokens as there are to be beams must be left to go on with."""
+        num_left = self.info.vocab_size - sum(token < self.info.vocab_size for token in stop_ids)
+        if sampling.use_beam_search and sampling.width > num_left:
+            field = sampling.width_param
+            raise RequestRefused(
+                f"{field} is {sampling.width}, but only {num_left} of the {self.info.vocab_size} tokens are no stop "
+                "tokens; ask for fewer beams",
+                field,
+            )
+
+    def _check_min_tokens(self, min_tokens: int, stop_ids: frozenset[int], max_tokens: int) -> None:
+        if min_tokens > max_tokens:
+            raise RequestRefused(
+                f"min_tokens is {min_tokens}, but there is room for {max_tokens} only (max_model_len)",
+                "min_tokens",
+            )
+        if min_tokens and all(token in stop_ids for token in range(self.info.vocab_size)):
+            raise RequestRefused(
+                f"min_tokens is {min_tokens}, but each of the {self.info.vocab_size} tokens is a stop token",
+                "min_tokens",
+            )
+
+    def _check_length(self, request: EngineRequest) -> int:
+        """The most tokens that it may generate."""
+        limit, count = self.info.max_model_len, len(request.prompt_token_ids)
+        if count == 0:
+            raise RequestRefused("the prompt is empty; it needs at least one token", "prompt")
+        if count >= limit:
+            raise ContextTooLong(
+                f"the prompt has {count} tokens; this model takes at most {limit} with the answer (max_model_len)",
+                "prompt",
+            )
+        wanted = request.sampling.max_tokens
+        if wanted is not None and count + wanted > limit:
+            raise ContextTooLong(
+                f"the prompt has {count} tokens and max_tokens is {wanted}: {count + wanted} in all, but this model "
+                f"takes at most {limit} (max_model_len); ask for at most {limit - count}",
+                "max_tokens",
+            )
+        return wanted if wanted is not None else limit - count

@@ -1,0 +1,178 @@
+"""An engine on a thread of this process, for callers on event loops: an `EngineClient` without socket or frames.
+
+The thread builds the engine and is the only one that touches it. PyTorch and the kernels let the interpreter go while
+they compute, so the event loops go on meanwhile. Knows no text.
+"""
+
+import asyncio
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import aclosing, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from slora.adapter_place import AdapterPlace
+from slora.engine.engine import Engine
+from slora.engine.info import EngineInfo, EngineStats
+from slora.engine.open_streams import OpenStreams
+from slora.engine.pin import Pin
+from slora.engine.worker import (
+    Abort,
+    Add,
+    AskStats,
+    Command,
+    EngineWorker,
+    Forget,
+    Prewarm,
+    SetPins,
+    Stop,
+    Wake,
+)
+from slora.errors import EngineUnavailable
+from slora.request import EngineRequest, StepOutput, TokenDelta
+from slora.tenant_share import TenantShare
+from slora_adapters.version import AdapterVersion
+
+__all__ = ["LocalEngine"]
+
+_log = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer", EngineStats, AdapterPlace)
+
+
+class LocalEngine:
+    """An EngineClient for any number of event loops; `start` it before use, `close` it after."""
+
+    def __init__(self) -> None:
+        self._worker = EngineWorker(self._deliver)
+        self._thread: threading.Thread | None = None
+        self._info: EngineInfo | None = None
+        # Why there is no engine; nothing is posted any more once this is set.
+        self._gone: str | None = "the engine was not started"
+        self._gate = threading.Lock()
+        # Written by the event loops, read by the engine's thread.
+        self._loops: dict[str, asyncio.AbstractEventLoop] = {}
+        self._asked: set[Future[Any]] = set()
+        self._streams = OpenStreams()
+
+    def start(self, build: Callable[[], Engine]) -> None:
+        """Returns when the engine is built. Raises what `build` raises."""
+        built: Future[EngineInfo] = Future()
+        self._thread = threading.Thread(target=self._own, args=(build, built), name="engine", daemon=True)
+        self._thread.start()
+        self._info = built.result()
+
+    def close(self) -> None:
+        """Ends the engine after its present step; whoever waits for it hears so. Twice is no harm."""
+        self._worker.post(Stop())
+        if self._thread is not None:
+            self._thread.join()
+
+    def wake(self) -> None:
+        """An adapter arrived. From any thread."""
+        self._worker.post(Wake())
+
+    @property
+    def ready(self) -> bool:
+        return self._gone is None
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineUnavailable("the engine was not started")
+        return self._info
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        try:
+            async with aclosing(self._streams.read(request, self._send, self._abort)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self._loops.pop(request.request_id, None)
+
+    def end_choice(self, request_id: str, index: int) -> None:
+        self._streams.end_choice(request_id, index)
+        self._worker.post(Abort(request_id, index))
+
+    async def stats(self) -> EngineStats:
+        return await self._ask(AskStats)
+
+    async def forget(self, version: AdapterVersion) -> None:
+        self._worker.post(Forget(version))
+
+    async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
+        return await self._ask(partial(Prewarm, version, share))
+
+    async def set_pins(self, pins: Sequence[Pin]) -> None:
+        self._post(SetPins(list(pins)))
+
+    async def _ask(self, make: Callable[[Callable[[_Answer], None]], Command]) -> _Answer:
+        """What the engine answers to the command that is made with the call that takes it."""
+        answer: Future[_Answer] = Future()
+        self._asked.add(answer)
+        try:
+            self._post(make(partial(_settle, answer)))
+            return await asyncio.wrap_future(answer)
+        finally:
+            self._asked.discard(answer)
+
+    async def _send(self, request: EngineRequest) -> None:
+        self._loops[request.request_id] = asyncio.get_running_loop()
+        self._post(Add(request))
+
+    def _post(self, command: Command) -> None:
+        """What somebody will wait for: either the engine gets it before it ends, or it is refused here."""
+        with self._gate:
+            if self._gone is not None:
+                raise EngineUnavailable(self._gone)
+            self._worker.post(command)
+
+    def _abort(self, request_id: str) -> None:
+        self._worker.post(Abort(request_id))
+
+    def _own(self, build: Callable[[], Engine], built: Future[EngineInfo]) -> None:
+        """The engine's thread, from its first step to its last."""
+        try:
+            engine = build()
+        except Exception as error:  # whoever starts the engine hears it
+            built.set_exception(error)
+            return
+        self._gone = None
+        built.set_result(engine.info)
+        reason = "the engine was closed"
+        try:
+            self._worker.run(engine)
+        except BaseException:
+            _log.critical("the engine broke; nothing more is served", exc_info=True)
+            reason = "the engine broke; see the log"
+        with self._gate:
+            self._gone = reason
+        self._deliver([StepOutput(name, error=EngineUnavailable(reason)) for name in list(self._loops)])
+        for answer in list(self._asked):
+            _settle(answer, EngineUnavailable(reason))
+
+    def _deliver(self, outputs: list[StepOutput]) -> None:
+        """On the engine's thread: one call into each event loop, whatever the number of its requests."""
+        batches: dict[asyncio.AbstractEventLoop, list[StepOutput]] = defaultdict(list)
+        for output in outputs:
+            loop = self._loops.get(output.request_id)
+            if loop is not None:  # None: it was aborted meanwhile
+                batches[loop].append(output)
+        for loop, batch in batches.items():
+            with suppress(RuntimeError):  # the loop was closed, and nobody in it waits any more
+                loop.call_soon_threadsafe(partial(self._put, batch))
+
+    def _put(self, outputs: list[StepOutput]) -> None:
+        for output in outputs:
+            self._streams.put(output)
+
+
+def _settle(answer: Future[_Answer], found: _Answer | Exception) -> None:
+    with suppress(InvalidStateError):  # whoever asked was cancelled, or has been answered
+        if isinstance(found, Exception):
+            answer.set_exception(found)
+        else:
+            answer.set_result(found)

@@ -1,0 +1,182 @@
+"""The frames between API and engine as plain maps, and back. `op` names the kind; both ends use only this module.
+
+API to engine:  add, abort, forget, pins (all of them, in place of those before), prewarm, stats
+engine to API:  hello (its EngineInfo, once), status, outputs (one frame a step), stats, place (of what was prewarmed)
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, astuple, fields
+from typing import Any
+
+from slora.engine.info import EngineInfo, EngineStats
+from slora.engine.load_paces import LoadPaces
+from slora.engine.pin import Pin
+from slora.errors import (
+    AdapterFetchFailed,
+    ContextTooLong,
+    DeadlineMissed,
+    EngineUnavailable,
+    RequestFailed,
+    RequestRefused,
+)
+from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta, TokenLogprobs
+from slora.sampling_params import SamplingParams
+from slora.tenant_share import TenantShare
+from slora_adapters.version import AdapterVersion
+from slora_kernels.layout import ModelShape
+
+PROTOCOL_VERSION = 8
+
+Message = dict[str, Any]
+
+
+def encode_add(request: EngineRequest) -> Message:
+    sampling = request.sampling
+    return {
+        "op": "add",
+        "id": request.request_id,
+        "tenant": request.tenant,
+        "share": astuple(request.share),
+        "priority": request.priority,
+        "deadline_s": request.deadline_s,
+        "prompt": request.prompt_token_ids,
+        "adapter": encode_version(request.adapter) if request.adapter is not None else None,
+        "adapter_weight": request.adapter_weight,
+        "sampling": {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+        # The wire's maps have strings for keys.
+        | {"logit_bias": list(sampling.logit_bias.items())},
+    }
+
+
+def decode_add(message: Message) -> EngineRequest:
+    sampling = dict(message["sampling"])
+    sampling["stop"] = tuple(sampling["stop"])
+    sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+    sampling["logit_bias"] = dict(sampling["logit_bias"])
+    adapter = message["adapter"]
+    return EngineRequest(
+        request_id=message["id"],
+        tenant=message["tenant"],
+        prompt_token_ids=message["prompt"],
+        adapter=decode_version(adapter) if adapter is not None else None,
+        sampling=SamplingParams(**sampling),
+        adapter_weight=message["adapter_weight"],
+        share=TenantShare(*message["share"]),
+        priority=message["priority"],
+        deadline_s=message["deadline_s"],
+    )
+
+
+def encode_version(version: AdapterVersion) -> list[str]:
+    return [version.tenant, version.digest]
+
+
+def decode_version(pair: list[str]) -> AdapterVersion:
+    return AdapterVersion(*pair)
+
+
+def encode_pins(pins: Iterable[Pin]) -> Message:
+    return {"op": "pins", "pins": [[encode_version(pin.version), astuple(pin.share)] for pin in pins]}
+
+
+def decode_pins(message: Message) -> list[Pin]:
+    return [Pin(decode_version(version), TenantShare(*share)) for version, share in message["pins"]]
+
+
+def encode_prewarm(version: AdapterVersion, share: TenantShare) -> Message:
+    return {"op": "prewarm", "version": encode_version(version), "share": astuple(share)}
+
+
+def decode_prewarm(message: Message) -> tuple[AdapterVersion, TenantShare]:
+    return decode_version(message["version"]), TenantShare(*message["share"])
+
+
+def encode_info(info: EngineInfo) -> Message:
+    return {"op": "hello", "protocol": PROTOCOL_VERSION, "info": asdict(info)}
+
+
+def decode_info(message: Message) -> EngineInfo:
+    """Raises EngineUnavailable when the engine speaks another version of the protocol."""
+    if message.get("protocol") != PROTOCOL_VERSION:
+        raise EngineUnavailable(
+            f"the engine speaks protocol {message.get('protocol')}, this process {PROTOCOL_VERSION}; "
+            "restart both from one installation"
+        )
+    info = dict(message["info"])
+    info["shape"] = ModelShape.from_plain(info["shape"])
+    info["eos_token_ids"] = tuple(info["eos_token_ids"])
+    return EngineInfo(**info)
+
+
+def encode_stats(stats: EngineStats, number: int) -> Message:
+    return {"op": "stats", "number": number, "stats": asdict(stats)}
+
+
+def decode_stats(message: Message) -> EngineStats:
+    stats = dict(message["stats"])
+    stats["running_adapters"] = tuple(stats["running_adapters"])
+    stats["load_paces"] = LoadPaces(**stats["load_paces"])
+    return EngineStats(**stats)
+
+
+def encode_output(output: StepOutput) -> list[Any]:
+    """[id, token ids, finish reason, logprobs, error, choice, prompt's logprobs, tokens found in the prefix cache]:
+    short, because each step has one for each sequence."""
+    delta, error = output.delta, output.error
+    return [
+        output.request_id,
+        delta.token_ids if delta else (),
+        delta.finish_reason if delta else None,
+        _encode_logprobs(delta.logprobs) if delta else None,
+        _encode_error(error) if error is not None else None,
+        delta.index if delta else 0,
+        _encode_logprobs(delta.prompt_logprobs) if delta else None,
+        delta.num_cached if delta else 0,
+    ]
+
+
+def decode_output(row: list[Any]) -> StepOutput:
+    request_id, token_ids, reason, logprobs, error, index, scored, num_cached = row
+    if error is not None:
+        return StepOutput(request_id, error=_decode_error(error))
+    entries = tuple(entry for entry in _decode_logprobs(logprobs) if entry is not None) or None
+    finish = FinishReason(reason) if reason is not None else None
+    delta = TokenDelta(tuple(token_ids), finish, entries, index, _decode_logprobs(scored), num_cached)
+    return StepOutput(request_id, delta)
+
+
+def _encode_logprobs(entries: Iterable[TokenLogprobs | None] | None) -> list[Any] | None:
+    if not entries:
+        return None
+    return [None if entry is None else (entry.logprob, entry.top) for entry in entries]
+
+
+def _decode_logprobs(rows: list[Any] | None) -> tuple[TokenLogprobs | None, ...]:
+    return tuple(
+        None if row is None else TokenLogprobs(row[0], tuple((token, logprob) for token, logprob in row[1]))
+        for row in rows or ()
+    )
+
+
+def _encode_error(error: Exception) -> Message:
+    if isinstance(error, RequestRefused):
+        return {
+            "kind": "too_long" if isinstance(error, ContextTooLong) else "refused",
+            "message": error.message,
+            "param": error.param,
+            "code": error.code,
+        }
+    if isinstance(error, AdapterFetchFailed):
+        return {"kind": "fetch", "message": error.message, "code": error.code}
+    return {"kind": "deadline" if isinstance(error, DeadlineMissed) else "failed", "message": str(error)}
+
+
+def _decode_error(fields: Message) -> Exception:
+    kind, message = fields["kind"], fields["message"]
+    if kind == "too_long":
+        return ContextTooLong(message, fields["param"])
+    if kind == "refused":
+        return RequestRefused(message, fields["param"], fields["code"])
+    if kind == "fetch":
+        return AdapterFetchFailed(message, fields["code"])
+    return DeadlineMissed(message) if kind == "deadline" else RequestFailed(message)

@@ -1,0 +1,326 @@
+"""The engine as a process: `slora.engine.process --config JSON`, commands and tokens over a Unix socket.
+
+The main thread runs an asyncio loop that only moves frames; one other thread owns the engine. The process ends when
+its standard input does, so it never outlives its parent, and prints nothing on standard output.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from slora.adapter_place import AdapterPlace
+from slora.device.pinned_memory import PinnedMemory
+from slora.engine.engine import Engine
+from slora.engine.messages import (
+    Message,
+    decode_add,
+    decode_pins,
+    decode_prewarm,
+    decode_version,
+    encode_info,
+    encode_output,
+    encode_stats,
+)
+from slora.engine.worker import Abort, Add, AskStats, EngineWorker, Forget, Prewarm, SetPins, Stop, Wake
+from slora.engine_config import EngineConfig
+from slora.errors import ConfigError, RequestRefused
+from slora.models.model_spec import read_model_spec
+from slora.request import StepOutput
+from slora.runner.runner import resolve_device
+from slora_adapters.loader.loader_client import LoaderClient
+from slora_adapters.wire import BrokenFrame, encode, read_message
+
+_log = logging.getLogger("slora.engine")
+
+# An API process that leaves this many frames unread is stuck; keeping them would cost us the memory instead.
+_MAX_UNREAD_FRAMES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessConfig:
+    """socket: where API processes connect. loader_socket: where the loader listens."""
+
+    socket: Path
+    loader_socket: Path
+    engine: EngineConfig
+
+    @staticmethod
+    def from_json(text: str) -> "ProcessConfig":
+        raw = json.loads(text)
+        known = {field.name for field in fields(EngineConfig)}
+        settings = {name: value for name, value in raw["engine"].items() if name in known}
+        settings["model"] = Path(settings["model"])
+        return ProcessConfig(Path(raw["socket"]), Path(raw["loader_socket"]), EngineConfig(**settings))
+
+
+class _Peer:
+    """One connected API process. Its requests are known to the engine as `<peer number>:<request id>`.
+
+    unfinished: of each request, the choices that are not over.
+    """
+
+    def __init__(self, number: int, writer: asyncio.StreamWriter) -> None:
+        self.number = number
+        self.unfinished: dict[str, set[int]] = {}
+        self._writer = writer
+        self._frames: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def end(self, engine_id: str, index: int | None = None) -> None:
+        """A choice of a request is over, or all of it."""
+        left = self.unfinished.get(engine_id, set()) - {index}
+        if index is None or not left:
+            self.unfinished.pop(engine_id, None)
+        else:
+            self.unfinished[engine_id] = left
+
+    def send(self, message: Message) -> None:
+        if self._writer.is_closing():
+            return
+        if self._frames.qsize() >= _MAX_UNREAD_FRAMES:
+            _log.error("API process %d left %d frames unread: closing", self.number, _MAX_UNREAD_FRAMES)
+            # Not close(): it would wait until the peer has read what it never reads.
+            self._writer.transport.abort()
+            return
+        self._frames.put_nowait(encode(message))
+
+    async def write(self) -> None:
+        """Runs as long as the connection: drain() is where a slow reader holds us back, and nobody else."""
+        with suppress(ConnectionError):  # `serve` hears of it too, and cleans up
+            while True:
+                self._writer.write(await self._frames.get())
+                await self._writer.drain()
+
+
+class EngineServer:
+    """Moves frames between API processes and the engine's worker. Lives on the asyncio loop."""
+
+    def __init__(self, worker: EngineWorker, hello: Message, loader_connected: Callable[[], bool]) -> None:
+        self._worker = worker
+        self._hello = hello
+        self._loader_connected = loader_connected
+        self._peers: dict[int, _Peer] = {}
+        self._num_peers = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One API process, from connection to end; what it leaves unfinished is aborted."""
+        self._num_peers += 1
+        peer = _Peer(self._num_peers, writer)
+        self._peers[peer.number] = peer
+        peer.send(self._hello)
+        peer.send(self._status())
+        writing = asyncio.create_task(peer.write())
+        try:
+            while (message := await read_message(reader)) is not None:
+                self._obey(peer, message)
+        except BrokenFrame as error:
+            _log.error("API process %d: %s", peer.number, error)
+        except ConnectionError as error:
+            _log.info("API process %d is gone: %s", peer.number, error)
+        finally:
+            del self._peers[peer.number]
+            for engine_id in peer.unfinished:
+                self._worker.post(Abort(engine_id))
+            writing.cancel()
+            writer.close()
+
+    def deliver(self, outputs: list[StepOutput]) -> None:
+        """The outputs of one step, one frame for each API process that has any, and one for each answer told whole: all
+        of a beam search's together could be more than a frame may hold."""
+        rows: dict[int, list[Any]] = {}
+        for output in outputs:
+            prefix, request_id = output.request_id.split(":", 1)
+            peer = self._peers.get(int(prefix))
+            if peer is None:
+                continue
+            if output.delta is None:
+                peer.end(output.request_id)
+            elif output.delta.finish_reason is not None:
+                peer.end(output.request_id, output.delta.index)
+            row = [request_id, *encode_output(output)[1:]]
+            if output.delta is not None and len(output.delta.token_ids) > 1:
+                peer.send({"op": "outputs", "outputs": [row]})
+            else:
+                rows.setdefault(peer.number, []).append(row)
+        for number, batch in rows.items():
+            self._peers[number].send({"op": "outputs", "outputs": batch})
+
+    def tell_status(self) -> None:
+        for peer in self._peers.values():
+            peer.send(self._status())
+
+    def _status(self) -> Message:
+        return {"op": "status", "loader": self._loader_connected()}
+
+    def _obey(self, peer: _Peer, message: Message) -> None:
+        match message["op"]:
+            case "add":
+                self._add(peer, message)
+            case "abort":
+                engine_id = f"{peer.number}:{message['id']}"
+                peer.end(engine_id, message["index"])
+                self._worker.post(Abort(engine_id, message["index"]))
+            case "forget":
+                self._worker.post(Forget(decode_version(message["version"])))
+            case "pins":
+                self._worker.post(SetPins(decode_pins(message)))
+            case "prewarm":
+                self._prewarm(peer, message)
+            case "stats":
+                self._answer_stats(peer, message["number"])
+            case op:
+                raise BrokenFrame(f"API process {peer.number} sent the unknown op {op!r}")
+
+    def _add(self, peer: _Peer, message: Message) -> None:
+        engine_id = f"{peer.number}:{message['id']}"
+        try:
+            request = decode_add({**message, "id": engine_id})
+        except RequestRefused as error:
+            self.deliver([StepOutput(engine_id, error=error)])
+            return
+        peer.unfinished[engine_id] = set(range(request.sampling.num_choices))
+        self._worker.post(Add(request))
+
+    def _prewarm(self, peer: _Peer, message: Message) -> None:
+        loop, number = asyncio.get_running_loop(), message["number"]
+
+        def answer(place: AdapterPlace) -> None:
+            _call_in(loop, lambda: peer.send({"op": "place", "number": number, "place": place.value}))
+
+        self._worker.post(Prewarm(*decode_prewarm(message), answer))
+
+    def _answer_stats(self, peer: _Peer, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._worker.post(
+            AskStats(lambda stats: _call_in(loop, lambda: peer.send(encode_stats(stats, number))))
+        )
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """From the engine's thread; a loop that is already closed has nobody left to tell."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(call)
+
+
+class EngineProcess:
+    """Wires worker, loader client and socket server. The engine is built and stepped on the worker's thread."""
+
+    def __init__(self, config: ProcessConfig) -> None:
+        self._config = config
+        self._loop = asyncio.new_event_loop()
+        self._worker = EngineWorker(self._deliver)
+        self._server: EngineServer | None = None
+        self._started: asyncio.Future[Engine] = self._loop.create_future()
+        self._loader: LoaderClient | None = None
+
+    def run(self) -> int:
+        """Serves until stdin ends or a signal comes. Returns the exit code."""
+        thread = threading.Thread(target=self._own_engine, name="engine", daemon=True)
+        thread.start()
+        try:
+            self._loop.run_until_complete(self._serve())
+        except ConfigError as error:
+            _log.error("%s", error)
+            return 2
+        self._worker.post(Stop())
+        thread.join(timeout=10)
+        return 0
+
+    async def _serve(self) -> None:
+        stopped = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # A terminal's Ctrl-C reaches us too, but it is the parent who decides when we go.
+            self._loop.add_signal_handler(number, stopped.set if number == signal.SIGTERM else _ignore)
+        engine = await self._started
+        self._server = EngineServer(self._worker, encode_info(engine.info), self._loader_connected)
+        self._config.socket.unlink(missing_ok=True)
+        server = await asyncio.start_unix_server(self._server.serve, self._config.socket)
+        watcher = asyncio.create_task(self._watch_loader(self._server))
+        await stopped.wait()
+        watcher.cancel()
+        # Not `async with server`: from Python 3.12 on that would wait until every API process has hung up.
+        server.close()
+
+    def _own_engine(self) -> None:
+        """The engine's thread. Whatever escapes ends the process: its parent starts a fresh one."""
+        try:
+            config = self._config
+            model = read_model_spec(config.engine.model, config.engine.model_impl)
+            self._loader = _connect_loader(config, lambda: self._worker.post(Wake()))
+            engine = Engine(config.engine, model, self._loader)
+        except Exception as error:
+            self._loop.call_soon_threadsafe(self._started.set_exception, error)
+            return
+        self._loop.call_soon_threadsafe(self._started.set_result, engine)
+        try:
+            self._worker.run(engine)
+        except BaseException:
+            _log.critical("the engine broke; this process ends", exc_info=True)
+            os._exit(70)
+
+    def _deliver(self, outputs: list[StepOutput]) -> None:
+        """On the engine's thread."""
+        if self._server is not None:
+            server = self._server
+            _call_in(self._loop, lambda: server.deliver(outputs))
+
+    def _loader_connected(self) -> bool:
+        return self._loader is not None and self._loader.connected
+
+    async def _watch_loader(self, server: EngineServer) -> None:
+        known = self._loader_connected()
+        while True:
+            await asyncio.sleep(0.05)
+            if self._loader_connected() != known:
+                known = not known
+                _log.warning("loader %s", "connected" if known else "lost")
+                server.tell_status()
+
+
+def _connect_loader(config: ProcessConfig, notify: Callable[[], None]) -> LoaderClient:
+    """Raises ConfigError for a device that there is none of."""
+    if resolve_device(config.engine.device).type == "cuda":
+        return LoaderClient(config.loader_socket, notify=notify, on_arena=PinnedMemory)
+    return LoaderClient(config.loader_socket, notify=notify)
+
+
+def _ignore() -> None:
+    pass
+
+
+def end_with_stdin() -> None:
+    """Ends this process when standard input does: the parent holds the other end, alive as long as it is."""
+
+    def watch() -> None:
+        # Not sys.stdin: its lock, held here, would turn an exit with a code into an abort.
+        while os.read(0, 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The engine process of slora; started by `slora serve`.")
+    parser.add_argument("--config", required=True, help="ProcessConfig as JSON")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    end_with_stdin()
+    try:
+        config = ProcessConfig.from_json(parser.parse_args().config)
+    except ConfigError as error:
+        _log.error("%s", error)
+        return 2
+    return EngineProcess(config).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""`LLM` for callers on an event loop: many requests at once, each its own coroutine, computed in shared batches.
+
+    async with AsyncLLM("path/to/model") as llm:
+        async for delta in llm.stream("one", SamplingParams(max_tokens=8), "path/to/adapter"):
+            print(delta.text, end="")
+
+The engine runs on a thread of this process. Separate engine and loader processes, as behind the HTTP API, keep many
+API processes apart from one engine; here there is one caller, which would only pay for sockets, and adapters given as
+tensors would have to be copied through them.
+
+A request lives as long as whoever waits for it: a task that is cancelled, or an iterator that is closed, ends its
+request in the engine and frees its pages.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Self
+
+from slora.engine.engine import Engine
+from slora.engine.info import EngineInfo, EngineStats
+from slora.engine.local_engine import LocalEngine
+from slora.engine_config import EngineConfig
+from slora.llm.intake import AdapterLike, Intake, Messages, Prompt
+from slora.sampling_params import SamplingParams
+from slora.text.answer import Answer, Completion, CompletionDelta, stream_answer
+
+__all__ = ["AsyncLLM"]
+
+
+class AsyncLLM:
+    """A model with its pool. Settings not named here are EngineConfig's, by keyword.
+
+    The constructor loads the model and blocks meanwhile; in a running server, `await asyncio.to_thread(AsyncLLM, ...)`.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        **settings: int | str | None,
+    ) -> None:
+        config = EngineConfig(Path(model), dtype=dtype, device=device, **settings)  # type: ignore[arg-type]
+        self._engine = LocalEngine()
+        # Adapters load beside the steps of those who are already running.
+        self._intake = Intake(config, notify=self._engine.wake, num_threads=2)
+        self._engine.start(lambda: Engine(config, self._intake.model, self._intake.source))
+        self._intake.max_model_len = self._engine.info.max_model_len
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    async def stats(self) -> EngineStats:
+        return await self._engine.stats()
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, adapter: AdapterLike | None = None
+    ) -> Completion:
+        """The whole answer to one prompt, as `LLM.generate` gives it; for several, await several at once."""
+        return await self._finish(lambda: self._intake.answers([prompt], params, adapter))
+
+    async def chat(
+        self, messages: Messages, params: SamplingParams | None = None, adapter: AdapterLike | None = None
+    ) -> Completion:
+        """The whole answer to one conversation, as `LLM.chat` gives it."""
+        return await self._finish(lambda: self._intake.chat_answers([messages], params, adapter))
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, adapter: AdapterLike | None = None
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        """As `generate`, piece by piece, but not with best_of above n. Raises when it is first awaited, not before."""
+        return self._stream(lambda: self._intake.answers([prompt], params, adapter))
+
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None, adapter: AdapterLike | None = None
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        """As `chat`, piece by piece."""
+        return self._stream(lambda: self._intake.chat_answers([messages], params, adapter))
+
+    async def forget(self, adapter: AdapterLike) -> None:
+        """Drops an adapter from pool and host, as soon as nobody uses it. Tensors are kept until then."""
+        if (version := self._intake.forget(adapter)) is not None:
+            await self._engine.forget(version)
+
+    async def close(self) -> None:
+        """Ends the engine; what is unfinished fails with EngineUnavailable."""
+        await asyncio.to_thread(self._engine.close)
+        await asyncio.to_thread(self._intake.source.close)
+
+    async def _stream(self, take_in: Callable[[], list[Answer]]) -> AsyncGenerator[CompletionDelta, None]:
+        # On a thread, because a long text takes its time to tokenise, and an adapter to read.
+        (answer,) = await asyncio.to_thread(take_in)
+        answer.request.sampling.refuse_streaming()
+        async with aclosing(self._read(answer)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _finish(self, take_in: Callable[[], list[Answer]]) -> Completion:
+        (answer,) = await asyncio.to_thread(take_in)
+        async with aclosing(self._read(answer)) as deltas:
+            async for _ in deltas:
+                pass
+        return answer.completion()
+
+    def _read(self, answer: Answer) -> AsyncGenerator[CompletionDelta, None]:
+        return stream_answer(self._engine.generate(answer.request), answer, self._engine.end_choice)

@@ -1,0 +1,295 @@
+"""What a library's user hands over becomes requests: texts, conversations and adapters in, `Answer`s to fill out.
+
+`LLM` and `AsyncLLM` share it, so both accept and refuse the same things with the same words. Safe to call from
+several threads. Knows the model's files and the adapters on the host, but no engine: nothing is computed here.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from jinja2 import TemplateSyntaxError
+
+from slora.engine_config import EngineConfig
+from slora.errors import ConfigError, RequestRefused
+from slora.llm.lora_adapter import AdapterPath, LoraAdapter, TensorAdapter
+from slora.models.model_spec import read_model_spec
+from slora.request import EngineRequest
+from slora.sampling_params import SamplingParams
+from slora.text.answer import Answer
+from slora.text.generation_defaults import (
+    GenerationDefaults,
+    read_generation_defaults,
+    read_model_defaults,
+    refuse_unhonoured,
+)
+from slora.text.tokenizer import Tokenizer, compile_chat_template
+from slora_adapters.errors import AdapterInvalid, Reason
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.loader.source import DirectorySource
+from slora_adapters.peft.adapter import Adapter, AdapterExtras
+from slora_adapters.peft.hub_reference import HubReference
+from slora_adapters.peft.peft_directory import TENSORS_NAME, assemble_adapter, read_adapter
+from slora_adapters.version import AdapterVersion
+from slora_kernels.layout import ModelShape
+
+__all__ = [
+    "AdapterLike",
+    "Adapters",
+    "Intake",
+    "Messages",
+    "Params",
+    "Prompt",
+    "as_conversations",
+    "as_prompts",
+    "read_content",
+]
+
+Prompt = str | Sequence[int]
+# One conversation: {"role": ..., "content": ...} turn by turn.
+Messages = Sequence[Mapping[str, Any]]
+# One for all prompts, or one for each. None: the model's own defaults; the bare base.
+Params = SamplingParams | Sequence[SamplingParams] | None
+AdapterLike = LoraAdapter | AdapterPath
+Adapters = AdapterLike | Sequence[AdapterLike | None] | None
+
+_TENANT = "local"
+# What a completion without max_tokens gets, here as over HTTP; an answer in a chat may fill the context.
+_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What a prompt is answered by: the bare base, or one version of an adapter with what it brings along."""
+
+    version: AdapterVersion | None
+    chat_template: str | None
+    defaults: GenerationDefaults
+    weight: float = 1.0
+
+
+class Intake:
+    """`notify` and `num_threads` are DirectorySource's. Raises ConfigError for a model that can't be served.
+
+    max_model_len: of the engine, which knows it once its pool is there; until then the model's own.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, notify: Callable[[], None] = lambda: None, num_threads: int = 0
+    ) -> None:
+        self.model = read_model_spec(config.model, config.model_impl)
+        dtype = self.model.resolve_dtype(config.dtype)
+        limits = AdapterLimits(
+            max_lora_rank=config.max_lora_rank,
+            served_dtype=dtype,
+            vocab_size=self.model.vocab_size,
+            base_directory=config.model,
+        )
+        self.source = DirectorySource(
+            self.model.shape(dtype), dtype, limits, notify=notify, num_threads=num_threads
+        )
+        has_tokenizer = (config.model / "tokenizer.json").is_file()
+        self._tokenizer = Tokenizer.from_directory(config.model) if has_tokenizer else None
+        self._base = _Served(None, None, read_model_defaults(config.model))
+        self.max_model_len = self.model.max_positions
+        self._served: dict[tuple[Path, int] | TensorAdapter, _Served] = {}
+        self._gates: dict[tuple[Path, int] | TensorAdapter | HubReference, Lock] = {}
+        # What a branch of the hub meant when it was first asked for, it means from then on.
+        self._downloaded: dict[HubReference, Path] = {}
+        self._num_forgotten = 0
+        self._lock = Lock()
+        self._numbers = itertools.count(1)
+
+    def answers(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params,
+        adapters: Adapters,
+    ) -> list[Answer]:
+        """One empty answer for each prompt, with the request that fills it.
+
+        Raises RequestRefused naming what can't be served, AdapterInvalid or AdapterNotFound.
+        """
+        served = [self._find(one) for one in _spread(adapters, len(prompts), "adapters")]
+        token_ids = [self._encode(prompt) for prompt in prompts]
+        return self._answers(token_ids, served, params, _COMPLETION_TOKENS)
+
+    def chat_answers(
+        self,
+        conversations: Sequence[Messages],
+        params: Params,
+        adapters: Adapters,
+    ) -> list[Answer]:
+        """The same for conversations, through the adapter's chat template or else the model's."""
+        served = [self._find(one) for one in _spread(adapters, len(conversations), "adapters")]
+        tokenizer = self._need_tokenizer("a chat needs a tokenizer with a chat template", "messages")
+        token_ids = [
+            tokenizer.encode_chat(tokenizer.apply_chat_template(messages, one.chat_template))
+            for messages, one in zip(conversations, served, strict=True)
+        ]
+        return self._answers(token_ids, served, params, None)
+
+    def _answers(
+        self,
+        token_ids: list[list[int]],
+        served: list[_Served],
+        params: Params,
+        default_tokens: int | None,
+    ) -> list[Answer]:
+        wanted = _spread(params, len(token_ids), "params")
+        rows = zip(token_ids, served, wanted, strict=True)
+        return [
+            Answer(
+                self._request(ids, one, sampling or self._defaults(ids, one, default_tokens)),
+                self._tokenizer,
+                index,
+            )
+            for index, (ids, one, sampling) in enumerate(rows)
+        ]
+
+    def _request(self, token_ids: list[int], served: _Served, sampling: SamplingParams) -> EngineRequest:
+        if sampling.stop:
+            self._need_tokenizer("stop strings need a tokenizer; use stop_token_ids", "stop")
+        request_id = str(next(self._numbers))
+        return EngineRequest(request_id, _TENANT, token_ids, served.version, sampling, served.weight)
+
+    def _defaults(self, token_ids: list[int], served: _Served, default_tokens: int | None) -> SamplingParams:
+        """What the adapter's generation_config.json says, then the model's; more than what is left means all of it."""
+        max_tokens = served.defaults.max_tokens or default_tokens
+        if max_tokens is not None and max_tokens > self.max_model_len - len(token_ids):
+            max_tokens = None
+        sampling = served.defaults.params(max_tokens)
+        return sampling if self._tokenizer is not None else replace(sampling, stop=())
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self._need_tokenizer("a text needs a tokenizer; pass token ids", "prompt").encode(prompt)
+        return [int(token) for token in prompt]
+
+    def _need_tokenizer(self, why: str, param: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestRefused(f"this model directory has no tokenizer.json, and {why}", param)
+        return self._tokenizer
+
+    def forget(self, adapter: AdapterLike) -> AdapterVersion | None:
+        """The version that an adapter stands for, which is read anew if it is asked for again; None if it never was."""
+        with self._lock:
+            content = _named(adapter).content
+            if isinstance(content, HubReference):
+                directory = self._downloaded.pop(content, None)
+                if directory is None:
+                    return None
+                content = directory
+            served = self._served.get(_key(content))
+            if served is None:
+                return None
+            self._served = {k: v for k, v in self._served.items() if v.version != served.version}
+            self._gates = {key: gate for key, gate in self._gates.items() if key in self._served}
+            self._num_forgotten += 1
+            return served.version
+
+    def _find(self, adapter: AdapterLike | None) -> _Served:
+        """Reads and validates an adapter when it is first asked for, and again when its file was written anew."""
+        if adapter is None:
+            return self._base
+        named = _named(adapter)
+        content = self._download(named.content) if isinstance(named.content, HubReference) else named.content
+        key = _key(content)
+        with self._gate(key):  # read once, however many ask; those who ask for others do not wait
+            served = self._served.get(key) or self._add(key, content)
+        return replace(served, weight=named.weight)
+
+    def _download(self, reference: HubReference) -> Path:
+        with self._gate(reference):
+            directory = self._downloaded.get(reference)
+            if directory is None:
+                directory = self._downloaded[reference] = reference.download().directory
+        return directory
+
+    def _gate(self, key: tuple[Path, int] | TensorAdapter | HubReference) -> Lock:
+        with self._lock:
+            return self._gates.setdefault(key, Lock())
+
+    def _add(self, key: tuple[Path, int] | TensorAdapter, content: Path | TensorAdapter) -> _Served:
+        number = self._num_forgotten
+        adapter = read_content(content, self.source.shape, self.source.limits)
+        directory = content.resolve() if isinstance(content, Path) else None
+        # The engine may forget later than we do: what is added from now on is another version, even of equal weights.
+        version = self.source.hold(adapter, directory, f"{_TENANT}/{number}")
+        own = read_generation_defaults(adapter.extras.generation_config)
+        served = _Served(version, adapter.extras.chat_template, own.over(self._base.defaults))
+        with self._lock:
+            if (
+                number == self._num_forgotten
+            ):  # else it may just have been forgotten: the next one reads it anew
+                self._served[key] = served
+        return served
+
+
+def read_content(
+    content: Path | HubReference | TensorAdapter, shape: ModelShape, limits: AdapterLimits
+) -> Adapter:
+    """The adapter, held to what the server asks of an upload. Raises AdapterNotFound, AdapterInvalid, and what
+    `HubReference.download` raises.
+    """
+    if isinstance(content, HubReference):
+        content = content.download().directory
+    if isinstance(content, Path):
+        adapter = read_adapter(content, shape, limits)
+    else:
+        adapter = assemble_adapter(content.config, content.tensors, shape, limits)
+    if reasons := _refuse_extras(adapter.extras):
+        raise AdapterInvalid(tuple(reasons))
+    return adapter
+
+
+def _refuse_extras(extras: AdapterExtras) -> list[Reason]:
+    """Why the texts beside an adapter can't be honoured."""
+    reasons = refuse_unhonoured(extras.generation_config)
+    if extras.chat_template is not None:
+        try:
+            compile_chat_template(extras.chat_template)
+        except TemplateSyntaxError as error:
+            message = f"the chat template cannot be read: line {error.lineno}: {error.message}"
+            reasons.append(Reason("chat_template_malformed", message))
+    return reasons
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A text or a list of token ids is one prompt; anything else is a list of prompts."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    """A list of messages is one conversation; a list of such lists is several."""
+    if messages and isinstance(messages[0], Mapping):
+        return [messages]  # type: ignore[list-item]
+    return list(messages)  # type: ignore[arg-type]
+
+
+def _spread(value: Any, count: int, name: str) -> list[Any]:
+    """One for all, or one for each."""
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise ConfigError(
+            f"{name} has {len(value)} entries for {count} prompts; give one for all or one for each"
+        )
+    return list(value)
+
+
+def _named(adapter: AdapterLike) -> LoraAdapter:
+    return adapter if isinstance(adapter, LoraAdapter) else LoraAdapter(adapter)
+
+
+def _key(content: Path | TensorAdapter) -> tuple[Path, int] | TensorAdapter:
+    """A directory by when its weights were written, in nanoseconds; 0 without any, which reading them will explain."""
+    if isinstance(content, TensorAdapter):
+        return content
+    path = content.resolve() / TENSORS_NAME
+    return path, path.stat().st_mtime_ns if path.is_file() else 0

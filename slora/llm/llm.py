@@ -1,0 +1,156 @@
+"""The engine as a library: one call, many prompts, each with its own adapter or none.
+
+    llm = LLM("path/to/model")
+    outputs = llm.generate(["one", "two"], SamplingParams(max_tokens=8), adapters=["path/to/adapter", None])
+
+Needs no HTTP stack and no database: adapters are PEFT directories, or tensors (`LoraAdapter`). The engine steps on the
+caller's thread, while a call waits for its answers; `AsyncLLM` is for many callers at once.
+"""
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from slora.engine.engine import Engine
+from slora.engine.info import EngineInfo, EngineStats
+from slora.engine_config import EngineConfig
+from slora.llm.intake import (
+    AdapterLike,
+    Adapters,
+    Intake,
+    Messages,
+    Params,
+    Prompt,
+    as_conversations,
+    as_prompts,
+)
+from slora.request import StepOutput
+from slora.text.answer import Answer, Completion, CompletionDelta
+
+__all__ = ["LLM"]
+
+
+class LLM:
+    """A model with its pool. Settings not named here are EngineConfig's, by keyword. For one thread at a time."""
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        **settings: int | str | None,
+    ) -> None:
+        config = EngineConfig(Path(model), dtype=dtype, device=device, **settings)  # type: ignore[arg-type]
+        # Loads happen inside `request`: without other work to go on with, a thread would only add waiting.
+        self._intake = Intake(config, num_threads=0)
+        self._engine = Engine(config, self._intake.model, self._intake.source)
+        self._intake.max_model_len = self._engine.info.max_model_len
+        self._inboxes: dict[str, deque[StepOutput]] = {}
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, adapters: Adapters = None
+    ) -> list[Completion]:
+        """Continues every prompt, text or token ids, and returns the answers in the same order.
+
+        params: one for all, or one for each; None takes what the adapter's or the model's generation_config.json says.
+        adapters: one PEFT directory or LoraAdapter (None: the bare base) for all, or one for each.
+        Raises RequestRefused naming what can't be served, AdapterInvalid for what is no valid adapter of this model;
+        then no prompt is answered.
+        """
+        return self._finish(self._intake.answers(as_prompts(prompts), params, adapters))
+
+    def chat(
+        self, messages: Messages | Sequence[Messages], params: Params = None, adapters: Adapters = None
+    ) -> list[Completion]:
+        """Answers one conversation or several, as `generate` does, through the adapter's or the model's template."""
+        return self._finish(self._intake.chat_answers(as_conversations(messages), params, adapters))
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, adapters: Adapters = None
+    ) -> Iterator[CompletionDelta]:
+        """As `generate`, but each answer comes piece by piece; a delta's index is its prompt's, choice which of n.
+
+        Raises RequestRefused for best_of above n, too. Closing the iterator, or dropping it, ends what is unfinished.
+        """
+        return self._stream(_streamable(self._intake.answers(as_prompts(prompts), params, adapters)))
+
+    def stream_chat(
+        self, messages: Messages | Sequence[Messages], params: Params = None, adapters: Adapters = None
+    ) -> Iterator[CompletionDelta]:
+        """As `chat`, piece by piece."""
+        return self._stream(
+            _streamable(self._intake.chat_answers(as_conversations(messages), params, adapters))
+        )
+
+    def forget(self, adapter: AdapterLike) -> None:
+        """Drops an adapter from pool and host, as soon as no open stream uses it. Tensors are kept until then."""
+        if (version := self._intake.forget(adapter)) is not None:
+            self._engine.forget(version)
+
+    def check(self) -> None:
+        """Proves that no page of the pool is lost."""
+        self._engine.check()
+
+    def _finish(self, answers: list[Answer]) -> list[Completion]:
+        for _ in self._stream(answers):
+            pass
+        return [answer.completion() for answer in answers]
+
+    def _stream(self, answers: list[Answer]) -> Iterator[CompletionDelta]:
+        """Steps the engine whenever there is nothing to hand out; others' outputs wait in inboxes of their own."""
+        inbox: deque[StepOutput] = deque()
+        unfinished = {answer.request.request_id: answer for answer in answers}
+        self._inboxes |= dict.fromkeys(unfinished, inbox)
+        try:
+            for answer in answers:
+                self._engine.add(answer.request)
+            while unfinished:
+                while not inbox:
+                    self._step()
+                output = inbox.popleft()
+                asked = unfinished.get(output.request_id)
+                if asked is None or (output.delta is not None and not asked.wants(output.delta.index)):
+                    continue  # computed for another stream's sake, after a stop string had ended it
+                delta = _take(asked, output)
+                if asked.is_over:
+                    self._end(asked, unfinished)
+                elif delta.finish_reason is not None:
+                    self._engine.abort(output.request_id, delta.choice)
+                yield delta
+        finally:
+            for answer in list(unfinished.values()):
+                self._end(answer, unfinished)
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            if output.request_id in self._inboxes:
+                self._inboxes[output.request_id].append(output)
+
+    def _end(self, answer: Answer, unfinished: dict[str, Answer]) -> None:
+        """Nothing more of it is wanted. A stop string may have ended a choice that the engine would go on with."""
+        request_id = answer.request.request_id
+        del unfinished[request_id], self._inboxes[request_id]
+        self._engine.abort(request_id)
+
+
+def _streamable(answers: list[Answer]) -> list[Answer]:
+    for answer in answers:
+        answer.request.sampling.refuse_streaming()
+    return answers
+
+
+def _take(answer: Answer, output: StepOutput) -> CompletionDelta:
+    """Raises the error that ended the request."""
+    if output.error is not None:
+        raise output.error
+    assert output.delta is not None, "an output has a delta or an error"
+    return answer.take(output.delta)

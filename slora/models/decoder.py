@@ -1,0 +1,212 @@
+"""The decoder over flat tokens: fused qkv and gate_up, paged attention, LoRA beside each linear.
+
+It serves every family that `ModelConfig` can describe: what differs is data, read when the weights are loaded.
+
+One forward pass serves prefill chunks and decode steps of many sequences at once; there is no batch axis, only the
+tokens of the step. Knows no sequence, no adapter and no page: those are in the batch's tables.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slora.device.page_memory import PageMemory
+from slora.device.side_stream import CudaSideStream, SideStream
+from slora.device.step_batch import StepBatch
+from slora.models.lora_deltas import LoraDeltas
+from slora.models.model_config import ModelConfig
+from slora.models.rotary import cos_sin_tables
+from slora.weights.linear import Linear, multiply
+from slora.weights.packed_weight import pack_weight
+from slora.weights.weight_reader import WeightReader
+from slora_kernels.batch import AttentionRule, QueryKeyNorm
+from slora_kernels.layout import LoraSite
+from slora_kernels.ops import Kernels
+
+_LARGE_HEAD_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """cos_sin: the layer's rope. attention_post_norm, mlp_post_norm: before the outputs join the residual."""
+
+    attention_rule: AttentionRule
+    cos_sin: Tensor
+    query_key_norm: QueryKeyNorm | None
+    attention_norm: Tensor
+    attention_post_norm: Tensor | None
+    mlp_norm: Tensor
+    mlp_post_norm: Tensor | None
+    qkv: Linear
+    output: Linear
+    gate_up: Linear
+    down: Linear
+
+    def packed(self) -> "DecoderLayer":
+        return replace(
+            self,
+            qkv=self.qkv.packed(),
+            output=self.output.packed(),
+            gate_up=self.gate_up.packed(),
+            down=self.down.packed(),
+        )
+
+
+class Decoder:
+    """Weights on `device` in `dtype`. Loading reads each tensor straight to its place in them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        reader: WeightReader,
+        max_model_len: int,
+    ) -> None:
+        self.config = config
+        self.dtype = reader.dtype
+        self.device = reader.device
+        self._shape = config.shape(self.dtype.itemsize)
+        self._side: SideStream | None = CudaSideStream(self.device) if self.device.type == "cuda" else None
+        loader = _WeightLoader(config, reader, max_model_len)
+        embedding_name = f"{config.stored_root}.embed_tokens.weight"
+        self._embedding = reader.matrix(embedding_name, config.vocab_size, config.hidden_size)
+        # Rounded as a buffer of the model would be: sqrt(3072) is 55.5 in bfloat16.
+        scale = config.embedding_scale
+        self._embedding_scale = None if scale is None else torch.tensor(scale).to(self.device, self.dtype)
+        self._layers = [loader.layer(index) for index in range(config.num_layers)]
+        self._norm = loader.norm(f"{config.stored_root}.norm", config.hidden_size)
+        # As transformers does: a head that is there and differs was not tied, whatever config.json says.
+        head_name = f"{config.stored_root.removesuffix('model')}lm_head.weight"
+        tied = config.tie_word_embeddings and reader.is_absent_or_same(head_name, embedding_name)
+        head = self._embedding if tied else reader.matrix(head_name, config.vocab_size, config.hidden_size)
+        reader.leave_out(config.left_out)
+        reader.read()
+        for index in range(config.num_layers):  # one by one: for a moment each is there twice
+            self._layers[index] = self._layers[index].packed()
+        # A tied one must stay plain to be looked up in: a large one is not worth the memory twice.
+        self._lm_head = pack_weight(head) if not tied or head.nbytes <= _LARGE_HEAD_BYTES else head
+
+    def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:
+        """Writes the step's KV into its pages; returns the hidden states [B', H] of the rows in `sample_rows`."""
+        only_decodes = batch.attention.max_query == 1
+        deltas = LoraDeltas(batch.lora, memory, kernels, self._side if only_decodes else None)
+        hidden = F.embedding(batch.token_ids, self._embedding)
+        if batch.adapts_embedding:
+            deltas.add_embedding(hidden, batch.token_ids, self._shape.embedding_site)
+        if self._embedding_scale is not None:
+            hidden = hidden * self._embedding_scale
+        return _Forward(self.config, batch, memory, kernels, deltas).run(self._layers, hidden, self._norm)
+
+    def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
+        """[N, vocab_size] of hidden states [N, H]. deltas: of adapters that reach the head, for these rows."""
+        logits = multiply(hidden, self._lm_head)
+        deltas.add(logits, hidden, self._shape.head_site)
+        softcap = self.config.final_softcap
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+class _Forward:
+    """One forward pass: what every layer of it shares."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: StepBatch,
+        memory: PageMemory,
+        kernels: Kernels,
+        deltas: LoraDeltas,
+    ) -> None:
+        self._activation = config.activation
+        self._eps = config.rms_norm_eps
+        self._batch = batch
+        self._memory = memory
+        self._kernels = kernels
+        self._step = kernels.prepare_attention(batch.attention)
+        self._deltas = deltas
+
+    def run(self, layers: list[DecoderLayer], residual: Tensor, last_norm: Tensor) -> Tensor:
+        """residual [T, H] is written to; returns the normalised hidden states [B', H] of the rows in `sample_rows`."""
+        kernels, eps = self._kernels, self._eps
+        hidden = kernels.rms_norm(residual, layers[0].attention_norm, eps)
+        for index, layer in enumerate(layers):
+            attended = self._norm(self._attend(hidden, layer, index), layer.attention_post_norm)
+            hidden = kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps)
+            output = self._norm(self._transform(hidden, layer), layer.mlp_post_norm)
+            if index + 1 < len(layers):
+                hidden = kernels.add_rms_norm(output, residual, layers[index + 1].attention_norm, eps)
+        rows = self._batch.sample_rows
+        return kernels.add_rms_norm(output[rows], residual[rows], last_norm, eps)
+
+    def _attend(self, hidden: Tensor, layer: DecoderLayer, index: int) -> Tensor:
+        kernels, pages, geometry = self._kernels, self._memory.pages, self._memory.geometry
+        qkv = self._apply(hidden, layer.qkv)
+        query = kernels.rotate_and_write_kv(
+            qkv, layer.cos_sin, pages, geometry, index, self._step, layer.query_key_norm
+        )
+        attended = kernels.attend(query, pages, geometry, index, self._step, layer.attention_rule)
+        return self._apply(attended, layer.output)
+
+    def _transform(self, hidden: Tensor, layer: DecoderLayer) -> Tensor:
+        gated = self._kernels.act_mul(self._apply(hidden, layer.gate_up), self._activation)
+        return self._apply(gated, layer.down)
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else self._kernels.rms_norm(x, weight, self._eps)
+
+    def _apply(self, x: Tensor, linear: Linear) -> Tensor:
+        """x W^T + b, plus scale * (x A^T) B^T for the tokens that have an adapter."""
+        return self._deltas.compute(lambda: linear.apply(x, self._kernels), x, linear.site)
+
+
+class _WeightLoader:
+    """Finds a layer's tensors under their Hugging Face names and fuses those that read the same input."""
+
+    def __init__(self, config: ModelConfig, reader: WeightReader, max_model_len: int) -> None:
+        self._config = config
+        self._reader = reader
+        self._shape = config.shape(reader.dtype.itemsize)
+        self._cos_sin = cos_sin_tables(config, max_model_len, reader.device)
+
+    def norm(self, name: str, width: int) -> Tensor:
+        """A norm's factors; one plus a small number needs more bits than a 16-bit model's."""
+        weight = self._reader.vector(f"{name}.weight", width)
+        return 1.0 + weight.float() if self._config.norm_offset else weight
+
+    def layer(self, index: int) -> DecoderLayer:
+        config, prefix = self._config, f"{self._config.stored_root}.layers.{index}"
+        window = config.window_of_layer[index]
+        biased = (config.qkv_bias, config.output_bias, config.mlp_bias, config.mlp_bias)
+        sites = zip(self._shape.layer_sites(index), biased, strict=True)
+        qkv, output, gate_up, down = (self._linear(site, biased=bias) for site, bias in sites)
+
+        def norm(place: str) -> Tensor:
+            return self.norm(f"{prefix}.{place}_layernorm", config.hidden_size)
+
+        return DecoderLayer(
+            attention_rule=AttentionRule(config.attention_scale, window, config.attention_softcap),
+            cos_sin=self._cos_sin[config.rope_of_layer[index]],
+            query_key_norm=self._query_key_norm(f"{prefix}.self_attn") if config.qk_norm else None,
+            attention_norm=norm("input"),
+            attention_post_norm=norm("post_attention") if config.post_norms else None,
+            # Without post norms, the norm before the MLP goes by the name of what it comes after.
+            mlp_norm=norm("pre_feedforward" if config.post_norms else "post_attention"),
+            mlp_post_norm=norm("post_feedforward") if config.post_norms else None,
+            qkv=qkv,
+            output=output,
+            gate_up=gate_up,
+            down=down,
+        )
+
+    def _query_key_norm(self, prefix: str) -> QueryKeyNorm:
+        head_dim = self._config.head_dim
+        query, key = (self.norm(f"{prefix}.{name}", head_dim) for name in ("q_norm", "k_norm"))
+        return QueryKeyNorm(query, key, self._config.rms_norm_eps)
+
+    def _linear(self, site: LoraSite, *, biased: bool) -> Linear:
+        modules = self._shape.modules[site.first_module : site.first_module + len(site.widths)]
+        config, reader = self._config, self._reader
+        rows = {m.path.replace(config.root, config.stored_root, 1): m.out_width for m in modules}
+        weight = reader.linear([(f"{name}.weight", count) for name, count in rows.items()], site.in_width)
+        biases = [reader.vector(f"{name}.bias", count) for name, count in rows.items()] if biased else []
+        return Linear(weight, torch.cat(biases) if biases else None, site)

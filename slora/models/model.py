@@ -1,0 +1,78 @@
+"""The seam between the step loop and whoever computes the model: our decoder, or transformers' own classes."""
+
+import importlib
+from collections.abc import Callable
+from typing import Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from slora.device.float8_support import knows_float8
+from slora.device.page_memory import PageMemory
+from slora.device.step_batch import StepBatch
+from slora.engine_config import EngineConfig
+from slora.errors import ConfigError
+from slora.models.decoder import Decoder
+from slora.models.lora_deltas import LoraDeltas
+from slora.models.model_config import ModelConfig
+from slora.models.model_spec import ModelSpec
+from slora.weights.checkpoint import Checkpoint
+from slora.weights.quantization import FORMS
+from slora.weights.weight_reader import WeightReader
+from slora_kernels.ops import Kernels
+
+
+class Model(Protocol):
+    def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:
+        """Writes the step's KV into its pages; returns hidden states [B', H] of the rows that become logits."""
+
+    def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
+        """[N, vocab_size] of hidden states [N, H]. deltas: of adapters that reach the head, for these rows."""
+
+
+@runtime_checkable
+class ReferenceModel(Model, Protocol):
+    """A model that can also be computed without our pages and kernels, to be compared with."""
+
+    def reference_logits(self, token_ids: list[int]) -> Tensor:
+        """float32 [vocab_size]: what follows `token_ids`."""
+
+
+# What `load_model` is: for whoever makes a model's weights instead of reading them.
+LoadModel = Callable[[EngineConfig, ModelSpec, torch.dtype, torch.device, int], Model]
+
+
+def load_model(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> Model:
+    """The model in `config.model`. Raises ConfigError if its files do not hold what its config.json says."""
+    if spec.decoder is not None:
+        return Decoder(spec.decoder, _open_weights(config, spec.decoder, dtype, device), max_model_len)
+    if config.quantization != "auto":
+        raise ConfigError(
+            f"quantization is {config.quantization}, but transformers' classes compute this model ({spec.family}), and "
+            "those are served unquantized only; leave it at auto"
+        )
+    # By name: importing transformers takes seconds, which our own decoder need not wait for.
+    module = importlib.import_module("slora.models.transformers_decoder")
+    return cast(Model, module.TransformersDecoder(spec, config.model, dtype, device))
+
+
+def _open_weights(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> WeightReader:
+    """Raises ConfigError if the weights can't be rounded as asked, or multiplied with on this device."""
+    name, stored = config.quantization, model.quantization
+    if name not in ("auto", *FORMS):
+        raise ConfigError(f"quantization is {name!r}; it must be auto, {' or '.join(FORMS)}")
+    block = stored.block if stored is not None else None
+    by_row = stored.form if stored is not None and block is None else None
+    if by_row is not None and name not in ("auto", by_row):
+        raise ConfigError(
+            f"quantization is {name}, but this checkpoint is stored as {by_row}, and rounding twice loses more than "
+            f"either; leave it at auto, or give the unquantized model"
+        )
+    if "fp8" in (name, by_row) and device.type == "cuda" and not knows_float8(device):
+        raise ConfigError("weights in fp8 need a GPU of compute capability 8.9 or later; choose int8")
+    form = None if name == "auto" or by_row is not None else FORMS[name][0]
+    return WeightReader(Checkpoint(config.model), dtype, device, form=form, block=block)

@@ -1,0 +1,222 @@
+"""What a checkpoint's config.json says, reduced to what our decoder needs, or refused with the field's name.
+
+Knows no torch: the API and loader processes read the same file to learn the shapes that adapters must have.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from slora.errors import ConfigError
+from slora.models.config_fields import ConfigFields, read_json_object
+from slora.models.layer_types import read_layer_types, read_windows
+from slora.models.model_family import FAMILIES, Family
+from slora.models.rope_config import LongRopeScaling, Rope, YarnScaling, read_ropes
+from slora.models.stored_quantization import StoredQuantization, read_quantization
+from slora_kernels.layout import ModelShape, fuse_groups, llama_shape
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+_FUSED_PATHS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+# Of a model of several parts, what stands beside the parts' own fields holds for all.
+_SHARED_FIELDS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_MOST_LAYERS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder of causal attention and gated MLPs. Widths are in elements.
+
+    ropes, rope_of_layer: the model's different rotary embeddings, and which of them each layer uses.
+    window_of_layer: how many tokens a token of the layer sees, itself included; None: all before it.
+    attention_softcap (of scaled scores), final_softcap (of logits): s -> softcap * tanh(s / softcap); None: not at all.
+    embedding_scale: multiplies embeddings, once it is rounded to the model's dtype; None: one.
+    qk_norm: RMSNorm of each query and key head before rotation. post_norms: norms also after attention and MLP, before
+    they join the residual. norm_offset: norms multiply by 1 + weight.
+    fused_linears: q, k, v are one linear, gate and up another, in the checkpoint and for adapters.
+    root, stored_root: how the decoder's modules, and its tensors in a checkpoint, begin. left_out: how the tensors of
+    other parts of the model begin.
+    quantization: how the checkpoint stores the linears' weights, if not in `dtype`.
+    """
+
+    family: str
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    activation: Activation
+    max_positions: int
+    ropes: tuple[Rope, ...]
+    rope_of_layer: tuple[int, ...]
+    window_of_layer: tuple[int | None, ...]
+    attention_scale: float
+    attention_softcap: float | None
+    final_softcap: float | None
+    embedding_scale: float | None
+    rms_norm_eps: float
+    qk_norm: bool
+    post_norms: bool
+    norm_offset: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    fused_linears: bool
+    root: str
+    stored_root: str
+    left_out: tuple[str, ...]
+    tie_word_embeddings: bool
+    quantization: StoredQuantization | None
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+
+    @staticmethod
+    def from_directory(directory: Path) -> "ModelConfig":
+        """Reads config.json and generation_config.json. Raises ConfigError naming file and field."""
+        path = directory / "config.json"
+        try:
+            raw = read_json_object(path)
+        except OSError as error:
+            raise ConfigError(f"no model at {directory}: {path} can't be read ({error.strerror})") from error
+        return _parse(raw, read_eos_token_ids(raw, directory), path)
+
+    @property
+    def rope_switch(self) -> int | None:
+        """The most tokens of a sequence that uses the short factors of longrope; None: no rope has two sets."""
+        scalings = (rope.scaling for rope in self.ropes)
+        return next((s.original_max_positions for s in scalings if isinstance(s, LongRopeScaling)), None)
+
+    def shape(self, element_bytes: int) -> ModelShape:
+        """The sizes that decide page and adapter layout."""
+        shape = llama_shape(
+            self.num_layers,
+            self.hidden_size,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.intermediate_size,
+            self.vocab_size,
+            element_bytes,
+        )
+        if self.fused_linears:
+            shape = fuse_groups(shape, *_FUSED_PATHS)
+        return replace(shape, layers_path=f"{self.root}.layers", embedding_path=f"{self.root}.embed_tokens")
+
+
+def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> ModelConfig:
+    model_type = raw.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise ConfigError(f"{path}: model_type is {model_type!r}; this version serves {', '.join(FAMILIES)}")
+    fields = _fields(raw, family, path)
+    _refuse_what_we_do_not_honour(fields, family)
+    # Each layer is listed, before anything tells whether the weights are there.
+    num_layers, head_dim = fields.whole("num_hidden_layers", most=_MOST_LAYERS), _head_dim(fields)
+    max_positions = fields.whole("max_position_embeddings")
+    layer_types = read_layer_types(fields, family.windows, num_layers)
+    ropes, rope_of_layer = read_ropes(fields, family, head_dim, layer_types)
+    max_positions = max(max_positions, *map(_reach, ropes))
+    hidden_size = fields.whole("hidden_size")
+    attention_bias = "attention_bias" in family.bias_fields and fields.flag("attention_bias")
+    return ModelConfig(
+        family=str(model_type),
+        vocab_size=fields.whole("vocab_size"),
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=fields.whole("num_attention_heads"),
+        num_kv_heads=_num_kv_heads(fields),
+        head_dim=head_dim,
+        intermediate_size=fields.whole("intermediate_size"),
+        activation=_activation(fields, family),
+        max_positions=max_positions,
+        ropes=ropes,
+        rope_of_layer=rope_of_layer,
+        window_of_layer=read_windows(fields, family.windows, layer_types, max_positions),
+        attention_scale=fields.number("query_pre_attn_scalar", head_dim) ** -0.5,
+        attention_softcap=fields.optional_number("attn_logit_softcapping"),
+        final_softcap=fields.optional_number("final_logit_softcapping"),
+        embedding_scale=hidden_size**0.5 if family.scaled_embedding else None,
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        qk_norm=family.qk_norm,
+        post_norms=family.post_norms,
+        norm_offset=family.norm_offset,
+        qkv_bias=family.qkv_bias or attention_bias,
+        output_bias=attention_bias,
+        mlp_bias="mlp_bias" in family.bias_fields and fields.flag("mlp_bias"),
+        fused_linears=family.fused_linears,
+        root=family.root,
+        stored_root=family.stored_root,
+        left_out=family.left_out,
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        quantization=read_quantization(fields),
+        dtype=fields.text("dtype", fields.text("torch_dtype", "float32")),
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def _fields(raw: dict[str, Any], family: Family, path: Path) -> ConfigFields:
+    top = ConfigFields(raw, path)
+    if family.config_field is None:
+        return ConfigFields({**family.defaults, **raw}, path)
+    shared = {name: raw[name] for name in _SHARED_FIELDS if name in raw}
+    return top.within(family.config_field, {**family.defaults, **top.table(family.config_field), **shared})
+
+
+def _refuse_what_we_do_not_honour(fields: ConfigFields, family: Family) -> None:
+    if fields.flag("use_bidirectional_attention"):
+        raise fields.refusal("use_bidirectional_attention", "; this version serves causal attention only")
+    for name in sorted({"attn_logit_softcapping", "final_logit_softcapping"} - family.softcap_fields):
+        if name in fields:
+            raise fields.refusal(name, "; this model_type has no such soft-cap")
+
+
+def _head_dim(fields: ConfigFields) -> int:
+    head_dim = fields.whole("head_dim", fields.whole("hidden_size") // fields.whole("num_attention_heads"))
+    if head_dim % 2:
+        raise fields.refusal(
+            "head_dim", f", so a head has {head_dim} dimensions; rotary embedding needs an even number"
+        )
+    return head_dim
+
+
+def _num_kv_heads(fields: ConfigFields) -> int:
+    num_heads = fields.whole("num_attention_heads")
+    num_kv_heads = fields.whole("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.refusal(
+            "num_attention_heads", f"; it must be a multiple of num_key_value_heads {num_kv_heads}"
+        )
+    return num_kv_heads
+
+
+def _activation(fields: ConfigFields, family: Family) -> Activation:
+    name = fields.text(family.activation_field, family.activation)
+    if name not in _ACTIVATIONS:
+        raise fields.refusal(family.activation_field, f"; this version serves {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _reach(rope: Rope) -> int:
+    """The positions that yarn stretches to: checkpoints keep max_position_embeddings at the original."""
+    scaling = rope.scaling
+    return int(scaling.original_max_positions * scaling.factor) if isinstance(scaling, YarnScaling) else 0
+
+
+def read_eos_token_ids(raw: dict[str, Any], directory: Path) -> tuple[int, ...]:
+    """generation_config.json wins: that is where chat models list every token that ends a turn."""
+    path = directory / "generation_config.json"
+    if path.exists():
+        found = _parse_eos(read_json_object(path).get("eos_token_id"), path)
+        if found:
+            return found
+    return _parse_eos(raw.get("eos_token_id"), directory / "config.json")
+
+
+def _parse_eos(value: Any, path: Path) -> tuple[int, ...]:
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in tokens):
+        raise ConfigError(f"{path}: eos_token_id is {value!r}; it must be a token id or a list of them")
+    return tuple(tokens)

@@ -1,0 +1,340 @@
+"""What a model of transformers' own classes is made of, found by running it once on tensors without data.
+
+    python -P -m slora.models.model_tree DIR      prints a ModelSpec as JSON
+
+No table of architectures: the model is built on torch's meta device (no memory, no weights) with an attention function
+that writes down how it is called, and hooks that write down which linears are called with the step's tokens. What
+paged attention and LoRA could not serve truly is refused here, by name. Processes without torch run this module as a
+program.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
+
+from slora.errors import ConfigError
+from slora.models.config_fields import read_json_object
+from slora.models.model_config import read_eos_token_ids
+from slora.models.model_spec import REFUSED, ModelSpec
+from slora_kernels.layout import LinearShape, ModelShape
+
+__all__ = ["AttentionCall", "ModelTree", "find_tree", "read_spec"]
+
+_ATTENTION = "slora_probe"
+_TOKENS = 5
+# Rotary embeddings whose angles depend on a position alone. `dynamic` and `longrope` change with the length of the
+# longest sequence in the batch, which is not ours to let one request do to another.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+# What attention functions are given beside query, key and value, and what it means to us when it is set.
+_HARMLESS = ("position_ids", "use_cache", "dropout", "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One layer's attention as the model asks for it. scale: None means 1 / sqrt(head_dim)."""
+
+    module: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTree:
+    """calls: of each layer, in order. layers_path: where the layers are. linears: names within a layer."""
+
+    calls: tuple[AttentionCall, ...]
+    layers_path: str
+    linears: tuple[LinearShape, ...]
+    embedding_path: str
+    head_path: str
+
+
+class _Record:
+    """Takes down one forward pass: attention calls in order, and which linears saw all tokens exactly once."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+        self.linear_calls: dict[str, list[tuple[int, ...]]] = {}
+        self._names: dict[int, str] = {}
+
+    def watch(self, model: PreTrainedModel) -> None:
+        """Attention calls come through the registry; linears are hooked."""
+        for name, module in model.named_modules():
+            self._names[id(module)] = name
+            if isinstance(module, nn.Linear | Conv1D):
+                module.register_forward_hook(
+                    lambda _, inputs, __, name=name: self.note_linear(name, inputs[0])
+                )
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        name = self._names.get(id(module), type(module).__name__)
+        _refuse_attention(name, module, query, key, value, attention_mask, others)
+        _, num_heads, num_tokens, head_dim = query.shape
+        self.calls.append(AttentionCall(name, num_heads, key.shape[1], head_dim, sliding_window or None))
+        return query.new_empty(1, num_tokens, num_heads, head_dim), None
+
+    def note_linear(self, name: str, x: Tensor) -> None:
+        self.linear_calls.setdefault(name, []).append(tuple(x.shape[:-1]))
+
+    def adaptable(self, name: str) -> bool:
+        """Whether LoRA beside it is one product over the step's tokens; a mixture's expert sees only some of them."""
+        return self.linear_calls.get(name) in ([(1, _TOKENS)], [(_TOKENS,)])
+
+
+def read_spec(directory: Path) -> ModelSpec:
+    """Everything that engine, API and loader need to know of the model in `directory`. Raises ConfigError."""
+    config = read_config(directory)
+    # Before the tree is found: building the model in another dtype changes its config.
+    dtype = config.dtype if config.dtype is not None else torch.float32
+    tree = find_tree(config, directory)
+    first = tree.calls[0]
+    return ModelSpec(
+        family=str(config.model_type),
+        max_positions=_max_positions(config, directory),
+        window_of_layer=tuple(call.window for call in tree.calls),
+        rope_switch=None,
+        dtype=str(dtype).removeprefix("torch."),
+        eos_token_ids=read_eos_token_ids(read_json_object(directory / "config.json"), directory),
+        sizes=ModelShape(
+            num_layers=len(tree.calls),
+            num_heads=first.num_heads,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
+            hidden_size=int(config.hidden_size),
+            vocab_size=int(config.vocab_size),
+            element_bytes=4,
+            linears=tree.linears,
+            groups=tuple((linear,) for linear in range(len(tree.linears))),
+            layers_path=tree.layers_path,
+            embedding_path=tree.embedding_path,
+            head_path=tree.head_path,
+        ),
+        attention_paths=tuple(call.module for call in tree.calls),
+    )
+
+
+def read_config(directory: Path) -> PreTrainedConfig:
+    """Raises ConfigError for a config.json that transformers can't read, or whose fields we can't serve."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"no model at {directory}: there is no {path.name}")
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        raise ConfigError(f"{path}: transformers can't read it: {str(error).splitlines()[0]}") from error
+    text = config.get_text_config()
+    for name, kind in _rope_types(text):
+        if kind not in _ROPE_TYPES:
+            raise ConfigError(
+                f"{path}: {name} is {kind!r}; through transformers' classes this server has {', '.join(_ROPE_TYPES)}, "
+                "whose angles do not depend on the longest sequence of a batch"
+            )
+    odd = sorted({kind for kind in getattr(text, "layer_types", None) or () if kind not in _LAYER_TYPES})
+    if odd:
+        raise ConfigError(f"{path}: layer_types has {odd[0]!r}; this server has {', '.join(_LAYER_TYPES)}")
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(
+            f"{path}: quantization_config is set; transformers' classes are served unquantised only"
+        )
+    return config
+
+
+def find_tree(config: PreTrainedConfig, directory: Path) -> ModelTree:
+    """Runs the model once on the meta device. Raises ConfigError for what can't be served, and why."""
+    record = _Record()
+    AttentionInterface.register(_ATTENTION, record.attend)
+    model = _build(config, directory)
+    record.watch(model)
+    try:
+        _run(model)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{_title(config, directory)} can't be run with paged attention: {error}"
+        ) from error
+    layers_path = _layers_path(model, record.calls, _title(config, directory))
+    linears = tuple(_linears(model, layers_path, len(record.calls), record))
+    if not linears:
+        raise ConfigError(
+            f"{_title(config, directory)} has no linear in its layers that an adapter could change"
+        )
+    return ModelTree(
+        calls=tuple(record.calls),
+        layers_path=layers_path,
+        linears=linears,
+        embedding_path=_path_of(model, model.get_input_embeddings()),
+        head_path=_path_of(model, model.get_output_embeddings()),
+    )
+
+
+def _build(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
+    # Mixtures of experts have no float32 form on the meta device; shapes are the same in any dtype.
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=_ATTENTION, dtype=torch.bfloat16
+            )
+    except (ValueError, KeyError, ImportError) as error:
+        raise ConfigError(
+            f"{_title(config, directory)} has no form in transformers {_version()} that takes an attention function: "
+            f"{error}"
+        ) from error
+    # Or each call would read the token ids back to warn of padding, which there is none of.
+    model.config.pad_token_id = None
+    return model.eval()
+
+
+@torch.inference_mode()
+def _run(model: PreTrainedModel) -> None:
+    tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    positions = torch.arange(_TOKENS, device="meta")[None]
+    rows = torch.zeros(2, dtype=torch.int64, device="meta")
+    logits = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=rows).logits
+    if logits.shape[1] != 2:
+        raise ConfigError(f"{type(model).__name__} can't be asked for the logits of some tokens only")
+
+
+def _refuse_attention(
+    name: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    others: dict[str, Any],
+) -> None:
+    """Raises ConfigError for an attention call that is more than causal attention over the sequence's own tokens."""
+    extra = sorted(n for n, v in others.items() if v is not None and v is not False and n not in _HARMLESS)
+    problems = (
+        (not getattr(module, "is_causal", True), "it is not causal"),
+        (attention_mask is not None, "it needs a mask of its own"),
+        (query.shape[:1] != (1,) or query.shape[2] != _TOKENS, f"its queries have shape {list(query.shape)}"),
+        (key.shape[2] != _TOKENS, f"it has {key.shape[2]} keys for {_TOKENS} tokens"),
+        (key.shape[3] != query.shape[3] or value.shape != key.shape, "keys and values differ in width"),
+        (query.shape[1] % key.shape[1] != 0, f"{query.shape[1]} heads share {key.shape[1]} KV heads"),
+        (bool(extra), f"it uses {', '.join(extra)}"),
+    )
+    for is_so, what in problems:
+        if is_so:
+            raise ConfigError(f"{name}: paged attention can't serve it, because {what}")
+
+
+def _layers_path(model: PreTrainedModel, calls: list[AttentionCall], title: str) -> str:
+    """Where the layers are: the one list whose members each made one attention call, in order."""
+    if not calls:
+        raise ConfigError(f"{title} never calls an attention function")
+    shapes = {(call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}
+    if len(shapes) > 1:
+        raise ConfigError(
+            f"{title} has layers of different (heads, KV heads, head dim): {sorted(shapes)}; pages need one"
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == len(calls):
+            names = [f"{path}.{layer}." for layer in range(len(module))]
+            if all(call.module.startswith(name) for call, name in zip(calls, names, strict=True)):
+                return str(path)
+    raise ConfigError(
+        f"{title} makes {len(calls)} attention calls that are not one in each layer; layers without attention, or "
+        "with state of another kind, can't be served"
+    )
+
+
+def _linears(
+    model: PreTrainedModel, layers_path: str, num_layers: int, record: _Record
+) -> Iterator[LinearShape]:
+    """What LoRA can adapt in every layer alike, in the order of the first layer's modules."""
+    for path, module in model.get_submodule(f"{layers_path}.0").named_modules():
+        shape = linear_shape(module, path)
+        names = [f"{layers_path}.{layer}.{path}" for layer in range(num_layers)]
+        if shape is not None and all(record.adaptable(name) for name in names):
+            yield shape
+
+
+def linear_shape(module: nn.Module, path: str) -> LinearShape | None:
+    """None if `module` is no linear that peft adapts as one."""
+    if isinstance(module, nn.Linear):
+        return LinearShape(path, module.in_features, module.out_features)
+    if isinstance(module, Conv1D):
+        return LinearShape(path, module.nx, module.nf)
+    return None
+
+
+def _path_of(model: PreTrainedModel, wanted: nn.Module) -> str:
+    return next(str(name) for name, module in model.named_modules() if module is wanted)
+
+
+def _rope_types(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
+    """The kinds of rotary embedding, one for the model or one for each layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    tables = {"rope_parameters": parameters} if "rope_type" in parameters else parameters
+    for name, table in tables.items():
+        if isinstance(table, dict) and "rope_type" in table:
+            yield f"rope_type of {name}", str(table["rope_type"])
+
+
+def _max_positions(config: PreTrainedConfig, directory: Path) -> int:
+    value = getattr(config, "max_position_embeddings", None)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"{directory / 'config.json'}: max_position_embeddings is {value!r}; give a positive number"
+        )
+    return value
+
+
+def _title(config: PreTrainedConfig, directory: Path) -> str:
+    return f"{directory}: model_type {config.model_type!r}"
+
+
+def _version() -> str:
+    return str(transformers.__version__)
+
+
+def main() -> int:
+    """Prints the spec, or why there is none; then the exit code is `REFUSED`."""
+    parser = argparse.ArgumentParser(description="Describe a model that transformers' own classes compute.")
+    parser.add_argument("directory", type=Path)
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    try:
+        spec = read_spec(options.directory)
+    except ConfigError as error:
+        print(error)
+        return REFUSED
+    print(json.dumps(asdict(spec)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

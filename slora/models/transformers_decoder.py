@@ -1,0 +1,270 @@
+"""Any decoder that transformers knows, on our pages: its own classes compute it, our kernels its attention and LoRA.
+
+The flat tokens of a step go through the model as one row with explicit positions. Its attention modules call
+`_attend_paged` in place of theirs, and hooks beside its linears add the adapters' part, so the module tree stays as
+transformers built it. Slower than our own decoder (nothing is fused, every linear shrinks for itself), and true to
+any architecture whose tokens meet in attention alone; `check_against_eager` proves that for the model at hand.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+
+from slora.device.page_memory import PageMemory
+from slora.device.step_batch import StepBatch
+from slora.errors import ConfigError
+from slora.models.lora_deltas import LoraDeltas
+from slora.models.model_spec import ModelSpec
+from slora_kernels.batch import AttentionRule, AttentionStep
+from slora_kernels.layout import LoraSite
+from slora_kernels.ops import Kernels
+
+_ATTENTION = "slora_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What all layers of one forward pass share. deltas: of the step's tokens."""
+
+    memory: PageMemory
+    kernels: Kernels
+    attention: AttentionStep
+    deltas: LoraDeltas
+    adapts_embedding: bool
+
+
+class _Stage:
+    """Where the modules of one model find the step at hand; each attention module carries a reference to it."""
+
+    def __init__(self) -> None:
+        self._step: _Step | None = None
+
+    @property
+    def step(self) -> _Step:
+        assert self._step is not None, "a module was called outside a step"
+        return self._step
+
+    @property
+    def is_set(self) -> bool:
+        return self._step is not None
+
+    @contextmanager
+    def showing(self, step: _Step) -> Iterator[None]:
+        self._step = step
+        try:
+            yield
+        finally:
+            self._step = None
+
+
+class _Head:
+    """Stands around the model's head: takes what would enter it, or gives it something else to project."""
+
+    def __init__(self, module: nn.Module, site: LoraSite) -> None:
+        self._site = site
+        self._hidden: Tensor | None = None
+        self._given: tuple[Tensor, LoraDeltas] | None = None
+        self._is_collecting = False
+        module.register_forward_pre_hook(self._enter)
+        module.register_forward_hook(self._leave)
+
+    @property
+    def hidden(self) -> Tensor:
+        """[1, B', H]: what the last pass brought to the head."""
+        assert self._hidden is not None, "no pass has reached the head"
+        return self._hidden
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        self._hidden, self._is_collecting = None, True
+        try:
+            yield
+        finally:
+            self._is_collecting = False
+
+    @contextmanager
+    def giving(self, hidden: Tensor, deltas: LoraDeltas) -> Iterator[None]:
+        """hidden [1, N, H]; deltas: what adapters add for these rows."""
+        self._given = hidden, deltas
+        try:
+            yield
+        finally:
+            self._given = None
+
+    def _enter(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if self._is_collecting:
+            self._hidden = inputs[0]
+            return (inputs[0][:, :0],)
+        return None if self._given is None else (self._given[0],)
+
+    def _leave(self, _: nn.Module, __: tuple[Tensor, ...], logits: Tensor) -> None:
+        if self._given is not None:
+            hidden, deltas = self._given
+            deltas.add(_rows(logits), _rows(hidden), self._site)
+
+
+class _LayerAttention:
+    """One layer's attention over the pages of the step at hand. Its module keeps it under `ATTRIBUTE`."""
+
+    ATTRIBUTE = "slora_attention"
+
+    def __init__(self, stage: _Stage, layer: int) -> None:
+        self._stage = stage
+        self._layer = layer
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        """query [1, Hq, T, D], key and value [1, Hk, T, D], rotated already -> [1, T, Hq, D]."""
+        step = self._stage.step
+        qkv = torch.cat((query[0], key[0], value[0])).transpose(0, 1).flatten(1)
+        memory, kernels = step.memory, step.kernels
+        rows = kernels.rotate_and_write_kv(
+            qkv, None, memory.pages, memory.geometry, self._layer, step.attention
+        )
+        out = kernels.attend(rows, memory.pages, memory.geometry, self._layer, step.attention, rule)
+        return out.view(1, query.shape[2], query.shape[1], query.shape[3])
+
+
+def _attend_paged(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """In transformers' terms. What else a model may pass was refused by `slora.models.model_tree` before."""
+    attention: _LayerAttention = getattr(module, _LayerAttention.ATTRIBUTE)
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    rule = AttentionRule(scale, sliding_window or None, softcap or None)
+    return attention.attend(query, key, value, rule), None
+
+
+AttentionInterface.register(_ATTENTION, _attend_paged)
+
+
+class TransformersDecoder:
+    """The model in `directory`, in `dtype` on `device`. Raises ConfigError if it can't be loaded."""
+
+    def __init__(self, spec: ModelSpec, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+        self._stage = _Stage()
+        self._model = _load(directory, dtype, device)
+        self._head = _Head(self._model.get_output_embeddings(), spec.sizes.head_site)
+        self._place_attention()
+        self._place_lora()
+
+    def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:
+        """Writes the step's KV into its pages; returns hidden states [B', H] of the rows that become logits."""
+        step = _Step(
+            memory,
+            kernels,
+            kernels.prepare_attention(batch.attention),
+            LoraDeltas(batch.lora, memory, kernels),
+            batch.adapts_embedding,
+        )
+        with self._stage.showing(step), self._head.collecting():
+            self._model(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.attention.positions[None],
+                use_cache=False,
+                logits_to_keep=batch.sample_rows,
+            )
+        return self._head.hidden[0]
+
+    def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
+        """hidden [N, H] -> [N, vocab_size], with all that the architecture does to logits (scales, soft-caps).
+
+        What surrounds the head is the model's own forward pass, so that is run, without its layers, on one token.
+        """
+        with self._head.giving(hidden[None], deltas), self._without_layers():
+            logits: Tensor = self._model(
+                input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self.device), use_cache=False
+            ).logits
+        return logits[0]
+
+    @torch.inference_mode()
+    def reference_logits(self, token_ids: list[int]) -> Tensor:
+        """float32 [vocab_size]: what follows `token_ids`, by transformers' own plain attention and without pages."""
+        self._model.set_attn_implementation("eager")
+        try:
+            logits: Tensor = self._model(
+                torch.tensor([token_ids], device=self.device), use_cache=False
+            ).logits
+        finally:
+            self._model.set_attn_implementation(_ATTENTION)
+        return logits[0, -1].float()
+
+    @contextmanager
+    def _without_layers(self) -> Iterator[None]:
+        parent_path, _, name = self.spec.sizes.layers_path.rpartition(".")
+        parent = self._model.get_submodule(parent_path)
+        layers = getattr(parent, name)
+        setattr(parent, name, nn.ModuleList())
+        try:
+            yield
+        finally:
+            setattr(parent, name, layers)
+
+    def _place_attention(self) -> None:
+        for layer, path in enumerate(self.spec.attention_paths):
+            module = self._model.get_submodule(path)
+            setattr(module, _LayerAttention.ATTRIBUTE, _LayerAttention(self._stage, layer))
+
+    def _place_lora(self) -> None:
+        """A hook beside each linear: what its module gives is changed in place, as peft would add to it."""
+        shape = self.spec.sizes
+        for module, site in zip(shape.modules[:-2], shape.sites[:-2], strict=True):
+            self._model.get_submodule(module.path).register_forward_hook(_linear_hook(self._stage, site))
+        embedding = self._model.get_submodule(shape.embedding_path)
+        embedding.register_forward_hook(_embedding_hook(self._stage, shape.embedding_site))
+
+
+_Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]
+
+
+def _linear_hook(stage: _Stage, site: LoraSite) -> _Hook:
+    def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if stage.is_set:
+            stage.step.deltas.add(_rows(output), _rows(inputs[0]), site)
+
+    return add
+
+
+def _embedding_hook(stage: _Stage, site: LoraSite) -> _Hook:
+    def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if not stage.is_set or not stage.step.adapts_embedding:
+            return
+        delta = torch.zeros_like(output)
+        stage.step.deltas.add_embedding(_rows(delta), inputs[0].view(-1), site)
+        # As peft does: where the module itself scales what it looks up, the adapter's part is scaled with it.
+        output += delta * getattr(module, "embed_scale", 1.0)
+
+    return add
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[T, width], a view: what is written to it is written to `x`."""
+    return x.view(-1, x.shape[-1])
+
+
+def _load(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation=_ATTENTION, use_safetensors=True
+        )
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ConfigError(f"transformers can't load {directory}: {error}") from error
+    # Or each step would read the token ids back to warn of padding, which there is none of.
+    model.config.pad_token_id = None
+    return model.to(device).eval()

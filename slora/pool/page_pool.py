@@ -1,0 +1,174 @@
+"""The one pool: which pages are free, held or cached, and whose they are. Their bytes live in `PageMemory`.
+
+A page is in exactly one state:
+
+    free    nobody's; its bytes mean nothing
+    held    at least one reference: KV of running sequences, or an adapter that is used or being loaded
+    cached  no reference, but its bytes are worth keeping (an idle adapter, a prefix); evicting it makes it free
+
+      allocate          release (last reference)
+free ---------> held --------------------------> free
+                 |  ^
+            park |  | unpark
+                 v  |
+                cached --- evict ---> free
+
+The tenant that a page was allocated for owns it until it is free, whoever else has a reference.
+
+Knows no torch, no adapter, no sequence.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from slora.pool.tenant import Tenant
+
+
+class PagePool:
+    """Counts references to `num_pages` pages. The caller makes room first: running out here is a bug."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        # A stack: the page freed last is reused first, while it is warm in the caches.
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._references = [0] * num_pages
+        self._owners: list[Tenant | None] = [None] * num_pages  # None: free
+        self._num_cached = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return self._num_cached
+
+    @property
+    def num_held(self) -> int:
+        return self.num_pages - len(self._free) - self._num_cached
+
+    def owner(self, page: int) -> Tenant:
+        """Of a page that is not free."""
+        owner = self._owners[page]
+        assert owner is not None, f"page {page} is free"
+        return owner
+
+    def is_shared(self, page: int) -> bool:
+        """Whether a held page has more than one reference: nobody may write to it then."""
+        return self._references[page] > 1
+
+    def is_cached(self, page: int) -> bool:
+        return self._references[page] == 0 and self._owners[page] is not None
+
+    def allocate(self, count: int, tenant: Tenant) -> list[int]:
+        """Takes `count` free pages for `tenant`, each with one reference."""
+        free = self._free
+        assert count <= len(free), f"{count} pages wanted, {len(free)} free: make room first"
+        if count == 0:
+            return []
+        pages = free[-count:]
+        del free[-count:]
+        references, owners = self._references, self._owners
+        for page in pages:
+            references[page] = 1
+            owners[page] = tenant
+        tenant.num_pages += count
+        return pages
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """Adds a reference to each held page."""
+        references = self._references
+        for page in pages:
+            assert references[page], f"page {page} is not held"
+            references[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Drops a reference from each held page; a page that loses its last one is free."""
+        references, owners, free = self._references, self._owners, self._free
+        for page in pages:
+            count = references[page] - 1
+            owner = owners[page]
+            assert count >= 0 and owner is not None, f"page {page} is not held"
+            references[page] = count
+            if count == 0:
+                owner.num_pages -= 1
+                owners[page] = None
+                free.append(page)
+
+    def park(self, pages: Iterable[int]) -> None:
+        """The only reference goes, the bytes stay: held becomes cached."""
+        references, owners = self._references, self._owners
+        for page in pages:
+            owner = owners[page]
+            assert references[page] == 1 and owner is not None, (
+                f"page {page} has {references[page]} references, not 1"
+            )
+            references[page] = 0
+            owner.num_cached += 1
+            self._num_cached += 1
+
+    def unpark(self, pages: Iterable[int]) -> None:
+        """Cached pages are wanted again: held, with one reference."""
+        references, owners = self._references, self._owners
+        for page in pages:
+            owner = owners[page]
+            assert references[page] == 0 and owner is not None, f"page {page} is not cached"
+            references[page] = 1
+            owner.num_cached -= 1
+            self._num_cached -= 1
+
+    def transfer(self, page: int, tenant: Tenant) -> None:
+        """A cached page is another tenant's from now on."""
+        owner = self._owners[page]
+        assert owner is not None and not self._references[page], f"page {page} is not cached"
+        owner.num_pages -= 1
+        owner.num_cached -= 1
+        tenant.num_pages += 1
+        tenant.num_cached += 1
+        self._owners[page] = tenant
+
+    def evict(self, pages: Iterable[int]) -> None:
+        """Gives up cached pages."""
+        references, owners, free = self._references, self._owners, self._free
+        for page in pages:
+            owner = owners[page]
+            assert references[page] == 0 and owner is not None, f"page {page} is not cached"
+            owners[page] = None
+            owner.num_pages -= 1
+            owner.num_cached -= 1
+            self._num_cached -= 1
+            free.append(page)
+
+    def check(self, held: Iterable[int], cached: Iterable[int], tenants: Iterable[Tenant] = ()) -> None:
+        """Proves that every page is accounted for. Raises AssertionError with what does not add up.
+
+        held: every reference that users have, a page once for each; cached: every page that they keep; tenants: those
+        who own no page are found out only here if they think that they do.
+        """
+        expected = [0] * self.num_pages
+        for page in held:
+            expected[page] += 1
+        wrong = [p for p in range(self.num_pages) if expected[p] != self._references[p]]
+        assert not wrong, f"pages {wrong[:8]}: counted references differ from the owners'"
+        kept = list(cached)
+        assert len(set(kept)) == len(kept), "a cached page has two owners"
+        assert all(self.is_cached(page) for page in kept), "an owner keeps a page that is not cached"
+        assert len(kept) == self._num_cached, f"{self._num_cached} pages cached, owners know {len(kept)}"
+        self._check_free(num_in_use=sum(1 for count in expected if count), num_kept=len(kept))
+        self._check_tenants(kept, tenants)
+
+    def _check_free(self, num_in_use: int, num_kept: int) -> None:
+        assert len(set(self._free)) == len(self._free), "a page is twice in the free list"
+        assert all(self._owners[page] is None for page in self._free), "a page in the free list is not free"
+        total = len(self._free) + num_in_use + num_kept
+        assert total == self.num_pages, (
+            f"{len(self._free)} free + {num_in_use} held + {num_kept} cached != {self.num_pages}"
+        )
+
+    def _check_tenants(self, kept: list[int], tenants: Iterable[Tenant]) -> None:
+        owned = Counter(owner for owner in self._owners if owner is not None)
+        num_cached = Counter(self._owners[page] for page in kept)
+        for tenant in {*owned, *tenants}:
+            assert (tenant.num_pages, tenant.num_cached) == (owned[tenant], num_cached[tenant]), (
+                f"{tenant!r} owns {owned[tenant]} pages, {num_cached[tenant]} of them cached"
+            )

@@ -1,0 +1,205 @@
+"""Times the running model at start: what a step, a token, a page copied take here and now.
+
+Steps and copies go over the pool's own pages before anybody has them, the way that requests will use them, and never
+larger than the trial step before. Differences of two timings separate the fields: a difference that drowns in noise
+counts as next to nothing. Knows no model: it hands plans to whoever runs them.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from slora.cost_model import CostModel
+from slora.device.page_memory import PageMemory
+from slora.pool.tenant import Tenant
+from slora.request import EngineRequest
+from slora.sampling_params import SamplingParams
+from slora.scheduler.sequence import Sequence
+from slora.scheduler.step_plan import Chunk, StepPlan
+
+__all__ = ["measure_costs"]
+
+_log = logging.getLogger(__name__)
+
+_ROWS = 8
+_CONTEXT_TOKENS = 512
+# On a GPU, 256 tokens often take no longer than one: launching the kernels does.
+_PREFILL_TOKENS = {"cpu": 256, "cuda": 2048}
+# No measurement is repeated once so much was spent on it: about a second in all for models of 0.2 s a step.
+_ENOUGH_S = 0.05
+# A prefill so many times as long as a step of one row shows well enough what a token takes.
+_ENOUGH_PREFILL = 2
+_MOST_RUNS = 3
+# Copies go over so much, at most; large enough not to be answered by a cache.
+_COPY_BYTES = 32 << 20
+_COPY_PAGES = 64
+_LEAST_S = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class _Timings:
+    """Seconds of one step, each the shortest of a few: one row that decodes; `num_rows` of them; the same with
+    `context_tokens` each; a prefill of `prefill_tokens`. load_byte_s, page_copy_s: as in CostModel."""
+
+    one_row: float
+    rows: float
+    num_rows: int
+    long_rows: float
+    context_tokens: int
+    prefill: float
+    prefill_tokens: int
+    page_copy_s: float
+    load_byte_s: float
+
+    def solve(self) -> CostModel:
+        """Worked example: 10 ms for one row and 17 ms for 8 are 1 ms a row and 9 ms a step; 265 ms for 256 tokens are
+        then 1 ms a token."""
+        decode_s = (self.rows - self.one_row) / max(1, self.num_rows - 1)
+        step_s = self.one_row - max(decode_s, _LEAST_S)
+        token_s = (self.prefill - step_s) / self.prefill_tokens
+        # Other costs are told in tokens, so noise must not make these free: a tenth of their share of the whole step.
+        token_s = max(token_s, 0.1 * self.prefill / self.prefill_tokens)
+        context_tokens = self.num_rows * max(1, self.context_tokens - 1)
+        return CostModel(
+            step_s=max(step_s, _LEAST_S),
+            token_s=max(token_s, _LEAST_S),
+            decode_s=max(decode_s, _LEAST_S),
+            context_token_s=max((self.long_rows - self.rows) / context_tokens, _LEAST_S),
+            page_copy_s=max(self.page_copy_s, _LEAST_S),
+            load_byte_s=self.load_byte_s,
+        )
+
+
+def measure_costs(
+    run: Callable[[StepPlan], object], memory: PageMemory, max_tokens: int, max_rows: int, max_model_len: int
+) -> CostModel:
+    """Takes about a second, far less where steps are short. Nobody may have pages yet: it writes to many, and leaves
+    them zeroed. max_tokens, max_rows: the most that a step may have, tokens and sequences."""
+    bench = _Bench(run, memory, max_tokens, max_rows, max_model_len)
+    try:
+        costs = bench.measure().solve()
+    finally:
+        bench.clear()
+    _log.info(
+        "measured: a step %.3g ms, a token of prefill %.3g ms, a row that decodes %.3g ms, 1000 tokens of its context "
+        "%.3g ms, a page to the host or back %.3g ms, adapters into the pool %.3g GB/s",
+        *(1e3 * seconds for seconds in (costs.step_s, costs.token_s, costs.decode_s)),
+        1e6 * costs.context_token_s,
+        1e3 * costs.page_copy_s,
+        1e-9 / costs.load_byte_s,
+    )
+    return costs
+
+
+class _Bench:
+    """Scratch pages are [0, num_scratch): each row of long context has pages of its own, if the pool is so large."""
+
+    def __init__(
+        self,
+        run: Callable[[StepPlan], object],
+        memory: PageMemory,
+        max_tokens: int,
+        max_rows: int,
+        max_model_len: int,
+    ) -> None:
+        self._run = run
+        self._memory = memory
+        self._num_rows = min(_ROWS, max_tokens, max_rows)
+        self._context_tokens = min(_CONTEXT_TOKENS, max_model_len)
+        self._prefill_tokens = min(_PREFILL_TOKENS[memory.device.type], max_tokens)
+        self._block_tokens = memory.geometry.block_tokens
+        wanted = self._num_rows * -(-self._context_tokens // self._block_tokens)
+        self._num_scratch = min(len(memory.pages), wanted, max(2, 4 * _COPY_BYTES // memory.full_page_bytes))
+        # Kernels are compiled for each kind of step when they first meet it; the first run tells nothing then.
+        self._fewest_runs = 1 if memory.device.type == "cpu" else 2
+        self.clear()
+
+    def clear(self) -> None:
+        self._memory.pages[: self._num_scratch].zero_()
+
+    def measure(self) -> _Timings:
+        one_row = self._time_decode(1, 1)
+        prefill_tokens, prefill = self._time_prefill(_ENOUGH_PREFILL * one_row)
+        load_byte_s = self._time_load()
+        return _Timings(
+            one_row=one_row,
+            rows=self._time_decode(self._num_rows, 1),
+            num_rows=self._num_rows,
+            long_rows=self._time_decode(self._num_rows, self._context_tokens),
+            context_tokens=self._context_tokens,
+            prefill=prefill,
+            prefill_tokens=prefill_tokens,
+            page_copy_s=self._time_page_copy(load_byte_s),
+            load_byte_s=load_byte_s,
+        )
+
+    def _time_decode(self, num_rows: int, context_tokens: int) -> float:
+        chunks = [self._chunk(row, context_tokens, 1, samples=True) for row in range(num_rows)]
+        return self._time_step(chunks)
+
+    def _time_prefill(self, enough_s: float) -> tuple[int, float]:
+        """(tokens, seconds) of the first prefill that takes `enough_s`, or the largest allowed."""
+        num_tokens = min(16, self._prefill_tokens)
+        seconds = self._time_step(self._prefill(num_tokens))
+        while num_tokens < self._prefill_tokens and seconds < enough_s:
+            num_tokens = min(2 * num_tokens, self._prefill_tokens)
+            seconds = self._time_step(self._prefill(num_tokens))
+        return num_tokens, seconds
+
+    def _prefill(self, num_tokens: int) -> list[Chunk]:
+        """Of several sequences if they may not be so long; one of them draws a token, as one row that decodes does."""
+        longest = self._context_tokens
+        lengths = [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)]
+        return [self._chunk(row, count, count, samples=row == 0) for row, count in enumerate(lengths)]
+
+    def _chunk(self, row: int, context_tokens: int, num_tokens: int, *, samples: bool) -> Chunk:
+        """The last `num_tokens` of a sequence of `context_tokens`."""
+        request = EngineRequest("measured", "", [0] * context_tokens, None, SamplingParams())
+        sequence = Sequence(request, Tenant("measured"), 1, frozenset(), 0, self._block_tokens)
+        sequence.row = row
+        num_blocks = sequence.blocks.pages_missing(context_tokens)
+        sequence.blocks.extend([(row * num_blocks + n) % self._num_scratch for n in range(num_blocks)])
+        start = context_tokens - num_tokens
+        return Chunk(sequence, start, num_tokens, samples=samples, slot=None, generation=None)
+
+    def _time_step(self, chunks: list[Chunk]) -> float:
+        # Rows of the sampling table are written once in a sequence's life, so that is none of the step's time.
+        self._run(StepPlan(started=[chunk.sequence for chunk in chunks if chunk.samples]))
+        return self._time(lambda: self._run(StepPlan(chunks=chunks)))
+
+    def _time_load(self) -> float:
+        """Seconds a byte of an adapter, host to pool."""
+        pages = list(range(self._num_copied(self._num_scratch)))
+        content = torch.ones(len(pages) * self._memory.full_page_bytes, dtype=torch.uint8)
+        return self._time(lambda: self._memory.write(pages, content)) / len(content)
+
+    def _time_page_copy(self, load_byte_s: float) -> float:
+        """Without pages on the host, as an adapter of one page would take."""
+        num_pages = self._num_copied(min(self._num_scratch, len(self._memory.host_pages)))
+        if num_pages == 0:
+            return load_byte_s * self._memory.full_page_bytes
+        pairs = [(page, page) for page in range(num_pages)]
+
+        def swap() -> None:
+            self._memory.swap_out(pairs)
+            self._memory.swap_in(pairs)
+
+        return self._time(swap) / (2 * num_pages)
+
+    def _num_copied(self, num_pages: int) -> int:
+        return min(num_pages, _COPY_PAGES, max(1, _COPY_BYTES // self._memory.full_page_bytes))
+
+    def _time(self, work: Callable[[], object]) -> float:
+        """The shortest of a few runs, in seconds."""
+        shortest, spent, runs = float("inf"), 0.0, 0
+        while runs < self._fewest_runs or (runs < _MOST_RUNS and spent < _ENOUGH_S):
+            began = time.perf_counter()
+            work()
+            if self._memory.device.type == "cuda":
+                torch.cuda.synchronize(self._memory.device)
+            seconds = time.perf_counter() - began
+            shortest, spent, runs = min(shortest, seconds), spent + seconds, runs + 1
+        return max(shortest, _LEAST_S)

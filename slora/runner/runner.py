@@ -1,0 +1,312 @@
+"""Carries out a plan on the device: moves pages, loads adapters, builds the batch, runs the decoder, draws tokens."""
+
+import logging
+from threading import Timer
+
+import torch
+from torch import Tensor
+
+from slora.cost_model import CostModel
+from slora.device.float8_support import check_float8_kv
+from slora.device.load_stream import CudaLoadStream, LoadStream, split_loads
+from slora.device.page_memory import PageMemory
+from slora.device.step_batch import StepBatch, tile_prompt_rows
+from slora.engine_config import EngineConfig, free_ram_bytes
+from slora.errors import ConfigError
+from slora.kv_footprint import KVFootprint
+from slora.models.decoder import Decoder
+from slora.models.lora_deltas import LoraDeltas
+from slora.models.model import LoadModel, ReferenceModel, load_model
+from slora.models.model_check import check_model
+from slora.models.model_spec import ModelSpec
+from slora.pool.tenant import Tenant
+from slora.request import EngineRequest
+from slora.runner.cost_measurement import measure_costs
+from slora.runner.decode_graphs import DecodeGraphs, capture_cuda
+from slora.sampling.prompt_scoring import score_prompts
+from slora.sampling.sampler import sample
+from slora.sampling.sampling_table import SamplingTable
+from slora.sampling_params import SamplingParams
+from slora.scheduler.sequence import Sequence
+from slora.scheduler.step_plan import AdapterLoad, Chunk, Sampled, StepPlan
+from slora_kernels.batch import KVGeometry
+from slora_kernels.layout import KVFormat, ModelShape, lay_out_adapter
+from slora_kernels.ops import Kernels, select_kernels
+
+_CPU_POOL_SHARE = 0.25
+_GPU_POOL_SHARE = 0.9
+_SWAP_SHARE = 0.25
+_MAX_SLOTS = 1024
+# Kernels that were compiled before are there sooner.
+_LONG_WARM_UP_S = 3.0
+_log = logging.getLogger(__name__)
+
+
+class Runner:
+    """The model and the pool's bytes on one device.
+
+    num_swap_pages: of the host, for KV that is swapped out.
+    """
+
+    def __init__(self, config: EngineConfig, model: ModelSpec, load: LoadModel = load_model) -> None:
+        self.device = resolve_device(config.device)
+        self.model = model
+        self.dtype_name = model.resolve_dtype(config.dtype)
+        dtype: torch.dtype = getattr(torch, self.dtype_name)
+        self.kernels = _kernels(config.kernels, self.device)
+        if config.kv_format is KVFormat.FP8:
+            check_float8_kv(self.device)
+        _check_positions(config, model)
+        wanted_len = config.max_model_len or model.max_positions
+        # Where longrope's long factors begin in the decoder's table: behind the short ones of each position.
+        self._long_rows = wanted_len
+        self._model = load(config, model, dtype, self.device, wanted_len)
+        self._shape = shape = model.shape(self.dtype_name)
+        self._geometry = _geometry(shape, config, dtype)
+        _warm_up(self.kernels, self._geometry)
+        self.full_page_bytes = shape.num_layers * _page_bytes(shape, config)
+        if isinstance(self._model, ReferenceModel):
+            check_model(self._model, model, self._geometry, self.kernels, self.device)
+        self.num_slots = _MAX_SLOTS
+        largest = lay_out_adapter(shape, [config.max_lora_rank] * shape.num_modules)
+        self._max_adapter_pages = -(-largest.num_bytes // self.full_page_bytes)
+        self._sampling = SamplingTable(config.max_num_seqs, model.vocab_size, self.device)
+        budget = config.token_budget(self.device.type)
+        self.memory = self._memory(2)
+        self._graphs: DecodeGraphs | None = None
+        self._load_stream: LoadStream | None = (
+            CudaLoadStream(self.device) if self.device.type == "cuda" else None
+        )
+        self._try_step(budget, config.max_num_seqs)
+        num_pages = self._num_pages(config)
+        self.num_swap_pages = self._num_swap_pages(config, num_pages)
+        self.memory = self._memory(num_pages, self.num_swap_pages)
+        self.max_model_len = self._max_model_len(config)
+        self._largest_step = budget, config.max_num_seqs
+        self._graphs = self._make_graphs(config)
+
+    def measure_costs(self) -> CostModel:
+        """What steps and copies take here and now. Before anybody has pages: it writes to many."""
+        return measure_costs(self.run, self.memory, *self._largest_step, self.max_model_len)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> list[Sampled]:
+        """One token for each of the chunks' `draws`, in order. What prompts score is noted on their sequences.
+
+        When it returns, and when it raises, nobody reads the host's copies of the plan's loads any more.
+        """
+        try:
+            beside = self._move_pages(plan)
+            try:
+                computed = self._compute(plan)
+            finally:
+                # Of a step that fails, too: slices that come later count on them.
+                self._load_beside(beside)
+            return [] if computed is None else self._draw(*computed)
+        finally:
+            if plan.loads:
+                self.memory.wait()
+
+    def _compute(self, plan: StepPlan) -> tuple[StepBatch, Tensor] | None:
+        """The batch and its hidden states [B', H]; None for a plan that only moves pages."""
+        for sequence in plan.started:
+            self._sampling.write(sequence.row, sequence)
+        if not plan.chunks:
+            return None
+        batch = StepBatch.build(plan, self.memory, self.kernels.tile_limits, self._long_rows)
+        return batch, self._forward(batch)
+
+    def _draw(self, batch: StepBatch, hidden: Tensor) -> list[Sampled]:
+        num_draws = len(batch.sampling)
+        score_prompts(hidden[num_draws:], batch.prompts, self._score)
+        if not num_draws:
+            return []
+        deltas = LoraDeltas(batch.head_lora, self.memory, self.kernels)
+        return sample(
+            self._model.logits(hidden[:num_draws], deltas), self._sampling, batch.sampling, self.kernels
+        )
+
+    def _move_pages(self, plan: StepPlan) -> list[AdapterLoad]:
+        """What leaves is read before anything is written, what shares a page before others come into its place.
+
+        Returns what may come beside the step.
+        """
+        if self._load_stream is not None:
+            self._load_stream.wait()
+        self.memory.swap_out(plan.swaps_out)
+        if plan.copies:
+            self.memory.copy(plan.copies)
+        self.memory.swap_in(plan.swaps_in)
+        needed, beside = (plan.loads, []) if self._load_stream is None else split_loads(plan)
+        for load in needed:
+            self.memory.load(load)
+        if beside and self._load_stream is not None:
+            self._load_stream.mark()
+        return beside
+
+    def _load_beside(self, loads: list[AdapterLoad]) -> None:
+        def copy() -> None:
+            for load in loads:
+                self.memory.load(load)
+
+        if loads and self._load_stream is not None:
+            self._load_stream.copy(copy)
+
+    def _forward(self, batch: StepBatch) -> Tensor:
+        if self._graphs is not None and self._graphs.fits(batch):
+            return self._graphs.run(batch)
+        return self._model.forward(batch, self.memory, self.kernels)
+
+    def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
+        """For our own decoder on a GPU: it waits for nothing that the device has to say."""
+        if self.device.type != "cuda" or not config.cuda_graphs or not isinstance(self._model, Decoder):
+            return None
+        return DecodeGraphs(
+            lambda batch: self._model.forward(batch, self.memory, self.kernels),
+            config.max_num_seqs,
+            self.max_model_len,
+            config.block_tokens,
+            self.device,
+            capture_cuda(self.device),
+        )
+
+    def _score(self, hidden: Tensor, sequence: Sequence) -> Tensor:
+        """Logits of rows of a prompt."""
+        tiles = tile_prompt_rows(sequence, len(hidden), self.kernels.tile_limits.tokens, self.device)
+        return self._model.logits(hidden, LoraDeltas(tiles, self.memory, self.kernels))
+
+    def _memory(self, num_pages: int, num_host_pages: int = 0) -> PageMemory:
+        return PageMemory(
+            self._geometry,
+            self._shape,
+            self.full_page_bytes,
+            num_pages,
+            self.num_slots,
+            self._max_adapter_pages,
+            self.device,
+            num_host_pages,
+        )
+
+    def _num_pages(self, config: EngineConfig) -> int:
+        pool_bytes = config.pool_bytes
+        if pool_bytes is None and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info(self.device)
+            peak = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+            pool_bytes = int((free - peak) * _GPU_POOL_SHARE)
+        elif pool_bytes is None:
+            pool_bytes = int(free_ram_bytes() * _CPU_POOL_SHARE)
+        num_pages = pool_bytes // self.full_page_bytes
+        if num_pages < 2:
+            raise ConfigError(
+                f"pool_bytes is {pool_bytes}, but one page of this model takes {self.full_page_bytes}; "
+                f"give the pool at least {2 * self.full_page_bytes} bytes"
+            )
+        return num_pages
+
+    def _num_swap_pages(self, config: EngineConfig, num_pages: int) -> int:
+        """Raises ConfigError if swap_bytes holds no page."""
+        if config.preemption == "recompute":
+            return 0
+        swap_bytes = config.swap_bytes
+        if swap_bytes is None:
+            of_ram = int(free_ram_bytes() * _SWAP_SHARE) // self.full_page_bytes
+            return min(int(num_pages * _SWAP_SHARE), of_ram)
+        if 0 < swap_bytes < self.full_page_bytes:
+            raise ConfigError(
+                f"swap_bytes is {swap_bytes}, but one page of this model takes {self.full_page_bytes}; give at least "
+                f"that, or 0 to swap nothing"
+            )
+        return swap_bytes // self.full_page_bytes
+
+    def _max_model_len(self, config: EngineConfig) -> int:
+        """Raises ConfigError if the length asked for does not fit the pool; an implied one is cut to it."""
+        room = len(self.memory.pages) * config.block_tokens
+        wanted = config.max_model_len
+        longest = wanted or self.model.max_positions
+        footprint = KVFootprint(config.block_tokens, self.model.window)
+        if footprint.pages(longest) <= len(self.memory.pages):
+            return longest
+        if wanted is not None:
+            raise ConfigError(
+                f"max_model_len is {wanted}, but the pool holds {room} tokens; raise pool_bytes to "
+                f"{-(-wanted // config.block_tokens) * self.full_page_bytes} or lower max_model_len"
+            )
+        return room
+
+    def _try_step(self, num_tokens: int, num_rows: int) -> None:
+        """Runs the largest step once on scratch pages: compiles kernels and shows what activations take.
+
+        Every token is its own one-token sequence on page 0; what they write there means nothing.
+        """
+        request = EngineRequest("trial", "", [0], None, SamplingParams(top_p=0.9))
+        count = min(num_tokens, 16) if self.device.type == "cpu" else num_tokens
+        plan = StepPlan()
+        for number in range(count):
+            sequence = Sequence(request, Tenant("trial"), 1, frozenset(), 0, self._geometry.block_tokens)
+            sequence.blocks.extend([0])
+            if number < num_rows:
+                sequence.row = number
+                plan.started.append(sequence)
+            plan.chunks.append(Chunk(sequence, 0, 1, samples=number < num_rows, slot=None, generation=None))
+        self.memory.pages.zero_()
+        self.run(plan)
+
+
+def _warm_up(kernels: Kernels, geometry: KVGeometry) -> None:
+    """Whoever waits for kernels to be compiled reads what for."""
+    about = f"compiling {kernels.name} kernels for {geometry.dtype}, KV in {geometry.number_dtype}"
+    slow = Timer(
+        _LONG_WARM_UP_S, _log.info, [f"{about}: up to a minute or two, once; later starts find them"]
+    )
+    slow.daemon = True
+    slow.start()
+    try:
+        kernels.warm_up(geometry)
+    finally:
+        slow.cancel()
+
+
+def _geometry(shape: ModelShape, config: EngineConfig, dtype: torch.dtype) -> KVGeometry:
+    return KVGeometry(
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_tokens=config.block_tokens,
+        dtype=dtype,
+        kv_format=config.kv_format,
+    )
+
+
+def _check_positions(config: EngineConfig, model: ModelSpec) -> None:
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model.max_positions:
+        raise ConfigError(
+            f"max_model_len is {wanted}, but this model's positions end at {model.max_positions} "
+            f"(max_position_embeddings); give at most that"
+        )
+
+
+def _kernels(name: str, device: torch.device) -> Kernels:
+    try:
+        return select_kernels(name, device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _page_bytes(shape: ModelShape, config: EngineConfig) -> int:
+    try:
+        return shape.page_bytes(config.block_tokens, config.kv_format)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def resolve_device(name: str) -> torch.device:
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}; it must be auto, cpu or cuda")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch sees no GPU; choose cpu or auto")
+    return torch.device(name)

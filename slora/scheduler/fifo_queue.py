@@ -1,0 +1,46 @@
+"""First come, first served, whoever sends it."""
+
+import heapq
+from collections.abc import Collection, Iterable
+
+from slora.pool.tenant import Tenant
+from slora.scheduler.sequence import Sequence
+
+
+class FifoQueue:
+    """A heap by arrival. Who is removed stays in it until it comes up."""
+
+    def __init__(self) -> None:
+        self._heap: list[Sequence] = []
+        self._members: set[Sequence] = set()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._members
+
+    def push(self, sequence: Sequence) -> None:
+        self._members.add(sequence)
+        sequence.tenant.num_waiting += 1
+        heapq.heappush(self._heap, sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        if sequence in self._members:
+            self._members.remove(sequence)
+            sequence.tenant.num_waiting -= 1
+
+    def next(self, passed_over: Collection[Tenant] = ()) -> Sequence | None:
+        while self._heap and self._heap[0] not in self._members:
+            heapq.heappop(self._heap)
+        if not self._heap:
+            return None
+        if self._heap[0].tenant not in passed_over:
+            return self._heap[0]
+        return min((one for one in self._members if one.tenant not in passed_over), default=None)
+
+    def upcoming(self, count: int) -> list[Sequence]:
+        return [one for one in self._heap[: 2 * count] if one in self._members][:count]
+
+    def victim(self, running: Iterable[Sequence]) -> Sequence:
+        return max(running)

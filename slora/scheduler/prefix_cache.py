@@ -1,0 +1,75 @@
+"""Spares sequences what others have computed already: whole blocks of the same tokens, by content.
+
+A block's key is a hash chain over scope, adapter, its weight and all tokens so far. The scope is the tenant, unless the
+operator opened the bare base's blocks to all; the client has no say in it.
+"""
+
+from slora.kv_footprint import KVFootprint
+from slora.pool.kv_cache import KVCache
+from slora.pool.prefix_key import extend_keys, root_key
+from slora.scheduler.sequence import Sequence
+
+
+class PrefixCache:
+    """Finds and names the blocks of sequences. num_queries, num_hits: in tokens of prompts."""
+
+    def __init__(self, kv: KVCache, footprint: KVFootprint, *, is_public: bool) -> None:
+        self.num_queries = 0
+        self.num_hits = 0
+        self._kv = kv
+        self._footprint = footprint
+        self._is_public = is_public
+
+    def count(self, sequence: Sequence) -> int:
+        """Leading blocks of the sequence that are computed already; at least its last token is left to compute."""
+        if (
+            not self._kv.enabled or sequence.num_scored < sequence.num_prompt
+        ):  # what it asks of its prompt is not kept
+            return 0
+        most = (len(sequence.token_ids) - 1) // self._footprint.block_tokens
+        self._extend_keys(sequence, most)
+        return self._kv.match(sequence.block_keys[:most], self._first_needed)
+
+    def num_pages(self, num_blocks: int) -> int:
+        """Of so many leading blocks, those that are within the window."""
+        return num_blocks - self._first_needed(num_blocks)
+
+    def adopt(self, sequence: Sequence, num_blocks: int) -> None:
+        """The first blocks become the sequence's, with references of its own; it goes on behind them."""
+        first = self._first_needed(num_blocks)
+        sequence.blocks.adopt(first, self._kv.acquire(sequence.block_keys[first:num_blocks]))
+        sequence.num_computed = num_blocks * self._footprint.block_tokens
+        sequence.num_named = num_blocks
+
+    def count_hits(self, sequence: Sequence) -> None:
+        """It starts for the first time: what was found of its prompt is neither computed nor charged."""
+        self.num_queries += sequence.num_prompt
+        sequence.num_cached = sequence.num_charged = min(sequence.num_computed, sequence.num_prompt)
+        self.num_hits += sequence.num_cached
+
+    def name(self, sequence: Sequence) -> None:
+        """Offers the blocks that were computed whole."""
+        end = sequence.num_computed // self._footprint.block_tokens
+        if end <= sequence.num_named or not self._kv.enabled:
+            return
+        self._extend_keys(sequence, end)
+        keys, pages = sequence.block_keys, sequence.blocks.pages
+        for index in range(max(sequence.num_named, sequence.blocks.num_freed), end):
+            parent = keys[index - 1] if index else None
+            self._kv.name(int(pages[index]), keys[index], parent, sequence.request.adapter)
+        sequence.num_named = end
+
+    def _extend_keys(self, sequence: Sequence, num_blocks: int) -> None:
+        if len(sequence.block_keys) >= num_blocks:
+            return
+        before = sequence.block_keys[-1] if sequence.block_keys else self._root(sequence)
+        extend_keys(sequence.block_keys, before, sequence.token_ids, self._footprint.block_tokens)
+
+    def _root(self, sequence: Sequence) -> bytes:
+        request = sequence.request
+        scope = "" if self._is_public and request.adapter is None else request.tenant
+        return root_key(scope, request.adapter, request.adapter_weight, is_long=sequence.is_long)
+
+    def _first_needed(self, num_blocks: int) -> int:
+        block_tokens = self._footprint.block_tokens
+        return self._footprint.first_token_seen(num_blocks * block_tokens) // block_tokens

@@ -1,0 +1,62 @@
+"""The sequences that run, in order of arrival, and the row of the sampling table that each has to itself."""
+
+from collections.abc import Iterator
+
+from slora.scheduler.sequence import Sequence
+
+
+class RunningBatch:
+    """At most `num_places` sequences; one that will fork takes a place for each of its choices from the start."""
+
+    def __init__(self, num_places: int) -> None:
+        self.num_places = num_places
+        self._sequences: list[Sequence] = []
+        self._free_rows = list(range(num_places))
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """As it is now: who starts or leaves meanwhile changes nothing."""
+        return iter(self._sequences.copy())
+
+    @property
+    def num_free_places(self) -> int:
+        return self.num_places - sum(sequence.num_choices for sequence in self._sequences)
+
+    @property
+    def num_pages_wanted_soon(self) -> int:
+        """That those who run want for the rest of their prompts, and one more for each."""
+        return sum(1 + one.blocks.pages_missing(len(one.token_ids)) for one in self._sequences)
+
+    def is_left_to(self, sequence: Sequence) -> bool:
+        """Whether nobody else runs, save for other beams of its search: these go on only if it does."""
+        return all(
+            one is sequence or (one.search is not None and one.search is sequence.search)
+            for one in self._sequences
+        )
+
+    def seat(self, sequence: Sequence) -> None:
+        sequence.row = self._free_rows.pop()
+
+    def join(self, sequence: Sequence) -> None:
+        """A seated sequence runs; nearly always it is the newest."""
+        place = len(self._sequences)
+        while place > 0 and sequence < self._sequences[place - 1]:
+            place -= 1
+        self._sequences.insert(place, sequence)
+        sequence.is_running = True
+
+    def leave(self, sequence: Sequence) -> None:
+        self._sequences.remove(sequence)
+        sequence.is_running = False
+        self.unseat(sequence)
+
+    def unseat(self, sequence: Sequence) -> None:
+        """It has a row, and gives it back."""
+        self._free_rows.append(sequence.row)
+
+    def check(self) -> None:
+        rows = sorted([*self._free_rows, *(sequence.row for sequence in self._sequences)])
+        assert rows == list(range(self.num_places)), "a row of the sampling table is lost or shared"
+        assert self.num_free_places >= 0, "more sequences run than may"

@@ -1,0 +1,87 @@
+"""Keeps the KV of sequences that gave way on the host, where that costs less than to compute it again.
+
+Pages are chosen here; the runner copies them. What a step was to copy counts only when that step has run.
+"""
+
+from slora.cost_model import CostModel
+from slora.pool.kv_cache import KVCache
+from slora.pool.swap_space import SwapSpace
+from slora.scheduler.sequence import Sequence, SwappedBlocks
+from slora.scheduler.step_plan import StepPlan
+
+
+class Swapping:
+    """way: auto, swap or recompute. num_pages_out, num_pages_in: since the start."""
+
+    def __init__(self, space: SwapSpace, kv: KVCache, costs: CostModel, way: str) -> None:
+        self.num_pages_out = 0
+        self.num_pages_in = 0
+        self._space = space
+        self._kv = kv
+        self._costs = costs
+        self._way = way
+        self._saved: list[Sequence] = []  # in this step
+        self._restored: list[Sequence] = []
+        self._vacated: list[int] = []  # host pages that this step reads for the last time
+
+    @property
+    def num_pages(self) -> int:
+        """Of the host, in all."""
+        return self._space.num_pages
+
+    @property
+    def num_used(self) -> int:
+        return self._space.num_pages - self._space.num_free
+
+    def save(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Copies what is computed of it to the host, if that pays and there is room. Its pages stay its own for now."""
+        blocks = sequence.blocks
+        # Not those that it took for a chunk that was never computed, while its adapter was on the way.
+        num_computed = -(-sequence.num_computed // blocks.block_tokens) - blocks.num_freed
+        pages = blocks.held[: max(0, num_computed)]
+        if not pages or len(pages) > self._space.num_free or not self._pays(sequence, len(pages)):
+            return
+        host_pages = self._space.allocate(len(pages))
+        plan.swaps_out.extend(zip(pages, host_pages, strict=True))
+        sequence.swapped = SwappedBlocks(host_pages, blocks.num_freed, sequence.num_computed)
+        self._saved.append(sequence)
+        self.num_pages_out += len(pages)
+
+    def restore(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Copies it back into fresh pages, for which the caller has made room."""
+        swapped, sequence.swapped = sequence.swapped, None
+        assert swapped is not None, "nothing of it is on the host"
+        pages = self._kv.allocate(len(swapped.host_pages), sequence.tenant)
+        plan.swaps_in.extend(zip(swapped.host_pages, pages, strict=True))
+        sequence.blocks.adopt(swapped.num_freed, pages)
+        sequence.num_computed = swapped.num_computed
+        self._vacated.extend(swapped.host_pages)
+        self._restored.append(sequence)
+        self.num_pages_in += len(pages)
+
+    def drop(self, sequence: Sequence) -> None:
+        """What is kept of it on the host, if anything, is not needed."""
+        if sequence.swapped is not None:
+            # Not free at once: this step may still write there.
+            self._vacated.extend(sequence.swapped.host_pages)
+            sequence.swapped = None
+
+    def settle(self) -> None:
+        """The step has run, or will not: its copies are over."""
+        self._space.release(self._vacated)
+        self._saved, self._restored, self._vacated = [], [], []
+
+    def distrust(self) -> list[Sequence]:
+        """The step broke: returns those whose KV it should have brought back; those it saved compute it again."""
+        for sequence in self._saved:
+            self.drop(sequence)
+        return list(self._restored)
+
+    def check(self, waiting: list[Sequence]) -> None:
+        swapped = [sequence.swapped for sequence in waiting if sequence.swapped is not None]
+        self._space.check([*self._vacated, *(page for one in swapped for page in one.host_pages)])
+
+    def _pays(self, sequence: Sequence, num_pages: int) -> bool:
+        if self._way == "auto":
+            return self._costs.swap_s(num_pages) < self._costs.prefill_s(sequence.num_computed)
+        return self._way == "swap"

@@ -1,0 +1,44 @@
+"""The one pool and those who share it: running KV, cached prefixes and adapters, each tenant within its bounds."""
+
+from slora.cost_model import CostModel
+from slora.pool.eviction_policy import make_policy
+from slora.pool.evictor import Evictor
+from slora.pool.kv_cache import KVCache
+from slora.pool.page_pool import PagePool
+from slora.pool.residency import Residency
+from slora.pool.tenant import Tenant, Tenants
+from slora.scheduler.sequence import Sequence
+from slora.scheduler_config import SchedulerConfig
+
+
+class UnifiedMemory:
+    """Wires pool, evictor, KV cache and residency; knows how much of it is anybody's."""
+
+    def __init__(self, config: SchedulerConfig, costs: CostModel) -> None:
+        self.tenants = Tenants(config.num_pages)
+        self.pool = PagePool(config.num_pages)
+        self.evictor = Evictor(self.pool, self.tenants, make_policy(config.eviction, costs))
+        self.residency = Residency(self.pool, self.evictor, self.tenants, config.num_slots)
+        self.kv = KVCache(
+            self.pool,
+            self.evictor,
+            config.footprint.block_tokens,
+            enabled=config.prefix_cache != "off",
+            common=Tenant("") if config.prefix_cache == "public" else None,
+        )
+
+    def could_free(self, num_pages: int, tenant: Tenant, *, ignore_pins: bool = False) -> bool:
+        """Whether `tenant` could have so many pages by eviction at best: one look, before anything is moved for it.
+
+        ignore_pins: what is pinned may leave, too.
+        """
+        return num_pages <= self.pool.num_free + self.evictor.num_evictable(
+            num_pages, tenant, ignore_pins=ignore_pins
+        )
+
+    def check(self, running: list[Sequence]) -> None:
+        """Proves that no page is lost and every reference has its owner."""
+        held = [page for sequence in running for page in sequence.blocks.held]
+        cached = [*self.residency.cached_pages(), *self.kv.cached_pages()]
+        self.pool.check([*held, *self.residency.held_pages()], cached)
+        self.kv.check()

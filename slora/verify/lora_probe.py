@@ -1,0 +1,88 @@
+"""What our kernels add at each site of a model: one packed adapter, loaded into pages as the engine loads it.
+
+For looking at an adapter by itself: no base weights take part. Inputs are random, the same for whoever asks again.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slora.device.page_memory import PageMemory
+from slora.pool.residency import Resident
+from slora.pool.tenant import Tenant
+from slora.scheduler.step_plan import AdapterLoad
+from slora_adapters.peft.packing import PackedAdapter
+from slora_adapters.version import AdapterVersion
+from slora_kernels.batch import KVGeometry, LoraTiles
+from slora_kernels.layout import LoraSite, ModelShape
+from slora_kernels.ops import Kernels
+
+__all__ = ["probe_adapter", "probe_inputs"]
+
+# More than one token, and no power of two: so is a real batch.
+_TOKENS = 5
+_BLOCK_TOKENS = 16
+
+
+def probe_inputs(shape: ModelShape, site: LoraSite, dtype: torch.dtype) -> Tensor:
+    """[T, in] of a standard normal, rounded to `dtype`; for the embedding one-hot rows of random tokens.
+
+    A site's own, whoever asks and whenever.
+    """
+    random = torch.Generator().manual_seed(site.group)
+    if site == shape.embedding_site:
+        token_ids = torch.randint(site.in_width, (_TOKENS,), generator=random)
+        return F.one_hot(token_ids, site.in_width).to(dtype)
+    return torch.randn((_TOKENS, site.in_width), generator=random).to(dtype)
+
+
+@torch.inference_mode()
+def probe_adapter(
+    packed: PackedAdapter,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    device: torch.device,
+    *,
+    weight: float = 1.0,
+) -> Iterator[tuple[int, Tensor]]:
+    """Each adapted module, and float32 [T, out]: what is added to its output for the `probe_inputs` of its site.
+
+    packed: in `dtype`, for a model of `shape`. weight: a factor on the adapter's scale.
+    """
+    memory = _load(packed, shape, dtype, device)
+    tiles = torch.tensor([[0, 0, _TOKENS]], dtype=torch.int32, device=device)
+    weights = torch.tensor([weight], dtype=torch.float32, device=device)
+    lora = LoraTiles(tiles, weights, packed.layout.reach.max_group_rank, _TOKENS)
+    step = kernels.prepare_lora(lora, memory.tables)
+    for site in shape.sites:
+        if not packed.layout.groups[site.group, 0]:
+            continue
+        out = torch.zeros((_TOKENS, sum(site.widths)), dtype=dtype, device=device)
+        x = probe_inputs(shape, site, dtype).to(device)
+        if site == shape.embedding_site:
+            bridge = kernels.look_up(x.argmax(dim=1), memory.pages, site, step, dtype)
+        else:
+            bridge = kernels.shrink(x, memory.pages, site, step)
+        kernels.expand(out, bridge, memory.pages, site, step)
+        deltas = enumerate(torch.split(out.float().cpu(), list(site.widths), dim=1), site.first_module)
+        yield from ((module, delta) for module, delta in deltas if packed.layout.modules[module, 0])
+
+
+def _load(packed: PackedAdapter, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> PageMemory:
+    """Pages for this adapter alone, and one slot that points at them."""
+    page_bytes = shape.num_layers * shape.page_bytes(_BLOCK_TOKENS)
+    num_pages = -(-packed.layout.num_bytes // page_bytes)
+    geometry = KVGeometry(
+        shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim, _BLOCK_TOKENS, dtype
+    )
+    memory = PageMemory(geometry, shape, page_bytes, num_pages, 1, num_pages, device)
+    # Back to front: an order that only the page table knows.
+    pages = list(range(num_pages - 1, -1, -1))
+    resident = Resident(
+        AdapterVersion("", ""), Tenant(""), 0, 1, pages, packed.layout.num_bytes, packed.layout.reach
+    )
+    memory.load(AdapterLoad(resident, packed, 0, num_pages))
+    return memory

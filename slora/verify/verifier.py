@@ -1,0 +1,213 @@
+"""Is an adapter served as its author means it? Our answers and deltas beside those of transformers + peft.
+
+Greedy answers of the whole engine are scored by the judge, token by token; and what each adapted module adds to its
+output is computed by both for the same inputs, which names a module that is wrong. Both sides run one after the other,
+so that one copy of the base is in memory at a time.
+"""
+
+import gc
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slora.llm.intake import Prompt, read_content
+from slora.llm.llm import LLM
+from slora.llm.lora_adapter import LoraAdapter
+from slora.models.model_spec import read_model_spec
+from slora.sampling_params import SamplingParams
+from slora.text.answer import Completion
+from slora.verify.lora_probe import probe_adapter, probe_inputs
+from slora.verify.verification import TOLERANCES, ModuleCheck, PromptCheck, Verification, find_problems
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import Adapter
+from slora_adapters.peft.packing import pack
+from slora_adapters.peft.peft_config import CONFIG_NAME
+from slora_adapters.peft.peft_directory import MEMBER_NAMES
+from slora_kernels.layout import ModelShape
+from slora_kernels.ops import select_kernels
+
+__all__ = ["Judge", "Question", "verify_adapter"]
+
+# On both sides of a page's 16 tokens, and longer than two.
+_DEFAULT_LENGTHS = (1, 7, 17, 40)
+# Nats: below it an adapter might as well not be there.
+_NO_EFFECT = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked of both sides. prompts: texts; none asks random tokens. max_lora_rank: the server's limit."""
+
+    model: Path
+    directory: Path
+    prompts: tuple[str, ...] = ()
+    max_tokens: int = 16
+    dtype: str = "float32"
+    device: str = "auto"
+    max_lora_rank: int = 128
+
+
+class Judge(Protocol):
+    """peft's side (`PeftOracle`)."""
+
+    notes: tuple[str, ...]
+
+    @property
+    def adapted(self) -> frozenset[str]: ...
+
+    def logits(self, prompt: Sequence[int], answer: Sequence[int], *, adapted: bool) -> Tensor: ...
+
+    def delta(self, path: str, inputs: Tensor) -> Tensor: ...
+
+
+OpenJudge = Callable[[Path, Path, torch.dtype, torch.device], Judge]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ours:
+    """What this engine says: answers, and deltas by the path of the module."""
+
+    answers: list[Completion]
+    deltas: dict[str, Tensor]
+    kernels: str
+    device: torch.device
+
+
+def verify_adapter(
+    question: Question, open_judge: OpenJudge, served: LoraAdapter | None = None
+) -> Verification:
+    """Compares. served: what this engine serves, if not the directory itself (to see what a difference looks like).
+
+    Raises ConfigError for the model, AdapterNotFound or AdapterInvalid with all reasons for the adapter.
+    """
+    spec = read_model_spec(question.model)
+    dtype_name = spec.resolve_dtype(question.dtype)
+    shape, dtype = spec.shape(dtype_name), getattr(torch, dtype_name)
+    limits = AdapterLimits(
+        question.max_lora_rank,
+        served_dtype=dtype_name,
+        vocab_size=spec.vocab_size,
+        base_directory=question.model,
+    )
+    own = served or LoraAdapter(question.directory)
+    adapter = read_content(own.content, shape, limits)
+    ours = _answer(question, own, adapter, shape, dtype_name)
+    judge = open_judge(question.model, question.directory, dtype, ours.device)
+    modules = tuple(_compare_modules(ours, judge, adapter, shape, dtype))
+    prompts = tuple(
+        _compare_answer(judge, answer, text, TOLERANCES[dtype_name].margin)
+        for answer, text in zip(ours.answers, question.prompts or [None] * len(ours.answers), strict=True)
+    )
+    here = frozenset(pair.path for pair in adapter.pairs.values())
+    only_here, only_peft = sorted(here - judge.adapted), sorted(judge.adapted - here)
+    return Verification(
+        dtype=dtype_name,
+        kernels=ours.kernels,
+        num_modules=shape.num_modules,
+        modules=modules,
+        only_here=tuple(only_here),
+        only_peft=tuple(only_peft),
+        prompts=prompts,
+        not_served=_unserved_files(question.directory),
+        warnings=(*judge.notes, *_warnings(prompts, question)),
+        problems=tuple(find_problems(modules, prompts, only_here + only_peft, TOLERANCES[dtype_name])),
+    )
+
+
+def _answer(
+    question: Question, served: LoraAdapter, adapter: Adapter, shape: ModelShape, dtype: str
+) -> _Ours:
+    """Our side; the model is gone when this returns."""
+    llm = LLM(question.model, dtype=dtype, device=question.device, max_lora_rank=question.max_lora_rank)
+    drawn = _random_prompts(llm.info.vocab_size, llm.info.max_model_len, question.max_tokens)
+    prompts: Sequence[Prompt] = question.prompts or drawn
+    params = SamplingParams(question.max_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
+    answers = llm.generate(prompts, params, served)
+    device = torch.device(llm.info.device)
+    kernels = select_kernels(llm.info.kernels, device)
+    del llm
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    packed = pack(adapter, shape, dtype)
+    deltas = probe_adapter(packed, shape, getattr(torch, dtype), kernels, device, weight=served.weight)
+    by_path = {adapter.pairs[module].path: delta for module, delta in deltas}
+    return _Ours(answers, by_path, kernels.name, device)
+
+
+def _random_prompts(vocab_size: int, max_len: int, max_tokens: int) -> list[list[int]]:
+    """Any tokens will do: two programs that agree on noise agree on text."""
+    rng = random.Random(0)
+    room = max(1, max_len - max_tokens)
+    return [[rng.randrange(vocab_size) for _ in range(min(length, room))] for length in _DEFAULT_LENGTHS]
+
+
+def _compare_modules(
+    ours: _Ours, judge: Judge, adapter: Adapter, shape: ModelShape, dtype: torch.dtype
+) -> list[ModuleCheck]:
+    checks = []
+    for site in shape.sites:
+        for module in range(site.first_module, site.first_module + len(site.widths)):
+            pair = adapter.pairs.get(module)
+            if pair is not None and pair.path in judge.adapted:
+                theirs = judge.delta(pair.path, probe_inputs(shape, site, dtype))
+                deviation = _relative(ours.deltas[pair.path], theirs)
+                checks.append(ModuleCheck(pair.path, pair.rank, pair.scale, deviation))
+    return checks
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    largest = float(theirs.abs().max())
+    difference = float((ours - theirs).abs().max())
+    return difference / largest if largest else difference
+
+
+def _compare_answer(judge: Judge, answer: Completion, text: str | None, margin: float) -> PromptCheck:
+    """By teacher forcing: the judge reads prompt and answer at once, with the adapter and without."""
+    prompt, tokens = answer.prompt_token_ids, torch.tensor(answer.token_ids)
+    read = answer.token_ids[:-1]  # what comes after the last was not asked
+    adapted = judge.logits(prompt, read, adapted=True).log_softmax(dim=-1)
+    base = judge.logits(prompt, read, adapted=False).log_softmax(dim=-1)
+    rows = adapted[len(prompt) - 1 :]
+    best, favourites = rows.topk(2, dim=-1)
+    differs, undecided = favourites[:, 0] != tokens, best[:, 0] - best[:, 1] < margin
+    theirs = rows.gather(1, tokens[:, None])[:, 0]
+    ours = torch.tensor([entry.logprob for entry in answer.logprobs or ()])
+    return PromptCheck(
+        prompt=text,
+        prompt_tokens=len(prompt),
+        answer_tokens=len(tokens),
+        wrong=int((differs & ~undecided).sum()),
+        excused=int((differs & undecided).sum()),
+        logprob=float(ours.mean()),
+        peft_logprob=float(theirs.mean()),
+        deviation=float((ours - theirs).abs().max()),
+        effect=float((adapted.exp() * (adapted - base)).sum(dim=-1).mean().clamp_min(0)),
+        changed=float((adapted.argmax(dim=-1) != base.argmax(dim=-1)).float().mean()),
+    )
+
+
+def _warnings(prompts: Sequence[PromptCheck], question: Question) -> list[str]:
+    warnings = []
+    if all(check.effect < _NO_EFFECT for check in prompts):
+        warnings.append(
+            "the adapter changes nothing: its answers are those of the base model; was it trained?"
+        )
+    config = json.loads((question.directory / CONFIG_NAME).read_text())
+    trained_on = str(config.get("base_model_name_or_path") or "")
+    if trained_on and Path(trained_on).name not in str(question.model.resolve()):
+        warnings.append(
+            f"it was trained on {trained_on!r}; make sure that {str(question.model)!r} is that model"
+        )
+    return warnings
+
+
+def _unserved_files(directory: Path) -> tuple[str, ...]:
+    """What lies beside an adapter and plays no part when it is served."""
+    return tuple(sorted(path.name for path in directory.iterdir() if path.name not in MEMBER_NAMES))

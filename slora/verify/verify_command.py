@@ -1,0 +1,159 @@
+"""`slora adapter verify`: the comparison of `verifier.py` on the command line, as a table or as JSON.
+
+Exit code 0: served as peft means it; 1: not; 2: it cannot be served, or not be compared, and every reason is printed.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from slora.errors import ConfigError, NotComparable, RequestRefused
+from slora.verify.verification import ModuleCheck, Verification
+from slora.verify.verifier import Question, verify_adapter
+from slora_adapters.errors import AdapterError, AdapterInvalid, Reason
+
+__all__ = ["verify"]
+
+_LAYER = re.compile(r"(?P<layers>.*\.)(?P<layer>\d+)\.(?P<module>.+)")
+_MOST_ROWS = 12
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Compares, prints, and returns the exit code."""
+    # transformers asks its hub for files that a directory lacks.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        oracle = importlib.import_module("slora.verify.peft_oracle").PeftOracle
+        found = verify_adapter(_question(arguments), oracle)
+    except ModuleNotFoundError as error:
+        remedy = f"{error.name} is not installed; it is the judge: pip install {error.name}"
+        return _give_up([Reason("missing_package", remedy)], as_json=arguments.json)
+    except AdapterInvalid as error:
+        return _give_up(error.reasons, as_json=arguments.json)
+    except (AdapterError, ConfigError, NotComparable, RequestRefused) as error:
+        return _give_up([Reason(_code(error), str(error))], as_json=arguments.json)
+    if arguments.json:
+        print(json.dumps({"verdict": "equal" if found.equal else "different", **asdict(found)}, indent=2))
+    else:
+        print("\n".join(_page(found, arguments)))
+    return 0 if found.equal else 1
+
+
+def _question(arguments: argparse.Namespace) -> Question:
+    return Question(
+        Path(arguments.model),
+        Path(arguments.directory),
+        tuple(arguments.prompt or ()),
+        arguments.max_tokens,
+        arguments.dtype,
+        arguments.device,
+        arguments.max_lora_rank,
+    )
+
+
+def _code(error: Exception) -> str:
+    codes = {ConfigError: "model", NotComparable: "not_comparable", RequestRefused: "prompt"}
+    return codes.get(type(error), "adapter")
+
+
+def _give_up(reasons: Sequence[Reason], *, as_json: bool) -> int:
+    if as_json:
+        print(
+            json.dumps({"verdict": "unusable", "reasons": [asdict(reason) for reason in reasons]}, indent=2)
+        )
+    else:
+        print("unusable:", *(f"  {reason.code}: {reason.message}" for reason in reasons), sep="\n")
+    return 2
+
+
+def _page(found: Verification, arguments: argparse.Namespace) -> Iterable[str]:
+    yield f"{arguments.directory} on {arguments.model}, {found.dtype}, {found.kernels} kernels, beside peft"
+    yield ""
+    yield f"modules: {len(found.modules)} of the base's {found.num_modules} are adapted"
+    yield from _table(["module", "layers", "rank", "scale", "deviation"], _by_module(found.modules))
+    yield ""
+    yield "layers: largest deviation of what a module adds, relative to its largest entry"
+    yield from _table(["layer", "deviation", "of"], _by_layer(found.modules))
+    yield ""
+    yield "answers: greedy; log-probability is the mean over the answer's tokens"
+    yield from _table(
+        ["prompt", "tokens", "differ", "excused", "logprob", "peft's", "deviation", "KL to base", "changed"],
+        _by_prompt(found),
+    )
+    yield ""
+    if found.not_served:
+        yield f"not served: {', '.join(found.not_served)}"
+    yield from (f"warning: {text}" for text in found.warnings)
+    yield from (f"problem: {text}" for text in found.problems[:_MOST_ROWS])
+    if len(found.problems) > _MOST_ROWS:
+        yield f"problem: and {len(found.problems) - _MOST_ROWS} more; --json has them all"
+    yield "verdict: equal" if found.equal else "verdict: DIFFERENT"
+
+
+def _by_module(modules: Sequence[ModuleCheck]) -> Iterable[list[str]]:
+    """A row for each name such as self_attn.q_proj."""
+    groups: dict[str, list[ModuleCheck]] = {}
+    for check in modules:
+        groups.setdefault(_split(check.path)[1], []).append(check)
+    for name, checks in groups.items():
+        ranks = _span([check.rank for check in checks])
+        scales = _span([check.scale for check in checks])
+        worst = max(check.deviation for check in checks)
+        yield [name, str(len(checks)), ranks, scales, f"{worst:.1e}"]
+
+
+def _by_layer(modules: Sequence[ModuleCheck]) -> Iterable[list[str]]:
+    """A row for each layer, or of a deep model for those that deviate most."""
+    worst: dict[str, ModuleCheck] = {}
+    for check in modules:
+        layer, _ = _split(check.path)
+        if layer not in worst or check.deviation > worst[layer].deviation:
+            worst[layer] = check
+    kept = sorted(worst, key=lambda layer: -worst[layer].deviation)[:_MOST_ROWS]
+    for layer, check in worst.items():
+        if layer in kept:
+            yield [layer, f"{check.deviation:.1e}", _split(check.path)[1]]
+    if len(worst) > _MOST_ROWS:
+        yield ["others", "less", ""]
+
+
+def _by_prompt(found: Verification) -> Iterable[list[str]]:
+    for check in found.prompts:
+        text = check.prompt if check.prompt is not None else f"{check.prompt_tokens} random tokens"
+        yield [
+            text if len(text) <= 24 else text[:21] + "...",
+            str(check.answer_tokens),
+            str(check.wrong),
+            str(check.excused),
+            f"{check.logprob:.4f}",
+            f"{check.peft_logprob:.4f}",
+            f"{check.deviation:.1e}",
+            f"{check.effect:.2g}",
+            f"{check.changed:.0%}",
+        ]
+
+
+def _split(path: str) -> tuple[str, str]:
+    """model.layers.3.self_attn.q_proj -> ("3", "self_attn.q_proj"); of what is in no layer, ("-", the path)."""
+    match = _LAYER.fullmatch(path)
+    return (match["layer"], match["module"]) if match else ("-", path)
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+def _table(heads: list[str], rows: Iterable[list[str]]) -> Iterable[str]:
+    """Columns as wide as their widest cell; the first to the left, numbers to the right."""
+    cells: list[list[Any]] = [heads, *rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]
+    for row in cells:
+        first, *rest = (f"{cell:{'<' if not i else '>'}{widths[i]}}" for i, cell in enumerate(row))
+        yield "  ".join(["  " + first, *rest]).rstrip()

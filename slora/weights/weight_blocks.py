@@ -1,0 +1,116 @@
+"""Reads blocks of rows from files into memory: a few threads side by side, each through a stretch of a file.
+
+What can be read straight into its weight is; the rest passes through one small buffer a thread. Measured on two busy
+cores, 2 GB in bfloat16 from a disk of 2 GB/s: stretches with an open file each, 2.3 s; threads that share one open
+file, 4 s; 2 or 8 threads, 3.2 s.
+"""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from slora.errors import ConfigError
+from slora.weights.safetensors_file import StoredTensor
+from slora.weights.weight_source import WeightSource
+from slora.weights.weight_target import WeightTarget
+
+_THREADS = 4
+# What a thread reads in one go. Asking the system for all of it ahead (WILLNEED) cost more than it brought: 1.9 to
+# 2.4 s for 2 GB from a disk of 2.4 GB/s, where plain reads took 1.3 to 1.4 s.
+_STRETCH_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Rows [first_row, first_row + num_rows) of a stored tensor and of what it fills."""
+
+    source: WeightSource
+    target: WeightTarget
+    first_row: int
+    num_rows: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_rows * self.source.stored.row_bytes
+
+    @property
+    def offset(self) -> int:
+        return self.source.stored.offset + self.first_row * self.source.stored.row_bytes
+
+
+def read_blocks(blocks: list[RowBlock], device: torch.device) -> Iterator[int]:
+    """Reads all blocks, in the order in which they lie on the disk; yields the bytes of each stretch that is done."""
+    largest = max((block.num_bytes for block in blocks), default=0)
+    buffers: SimpleQueue[Tensor] = SimpleQueue()
+    for _ in range(_THREADS):
+        buffers.put(torch.empty(largest, dtype=torch.uint8, pin_memory=device.type == "cuda"))
+    threads = torch.get_num_threads()
+    with ExitStack() as stack:
+        # Rounding runs in our threads; torch must not start a team of its own in each of them.
+        torch.set_num_threads(1)
+        stack.callback(torch.set_num_threads, threads)
+        executor = ThreadPoolExecutor(_THREADS, "slora-weights")
+        stack.callback(executor.shutdown, cancel_futures=True)
+        yield from executor.map(lambda stretch: _read_stretch(stretch, buffers), _cut_stretches(blocks))
+
+
+def _cut_stretches(blocks: list[RowBlock]) -> list[list[RowBlock]]:
+    """Blocks that follow each other in one file, `_STRETCH_BYTES` of them at a time."""
+    stretches: list[list[RowBlock]] = []
+    end: tuple[Path, int] | None = None
+    for block in sorted(blocks, key=lambda block: (block.source.stored.path, block.offset)):
+        path = block.source.stored.path
+        if end != (path, block.offset) or block.offset - stretches[-1][0].offset >= _STRETCH_BYTES:
+            stretches.append([])
+        stretches[-1].append(block)
+        end = path, block.offset + block.num_bytes
+    return stretches
+
+
+def _read_stretch(stretch: list[RowBlock], buffers: SimpleQueue[Tensor]) -> int:
+    """Through a file of its own: the system reads ahead of each open file that it finds read in order."""
+    with stretch[0].source.stored.path.open("rb") as file:
+        for block in stretch:
+            _read_block(block, file.fileno(), buffers)
+    return sum(block.num_bytes for block in stretch)
+
+
+def _read_block(block: RowBlock, file: int, buffers: SimpleQueue[Tensor]) -> None:
+    source, stored = block.source, block.source.stored
+    memory = block.target.memory(source.dtype) if source.scales is None else None
+    if memory is not None:
+        read_into(memory[block.first_row : block.first_row + block.num_rows], stored, file, block.offset)
+        return
+    buffer = buffers.get()
+    try:
+        rows = buffer[: block.num_bytes].view(source.dtype).view(block.num_rows, -1)
+        read_into(rows, stored, file, block.offset)
+        decoded, scales = source.decode(block.first_row, rows)
+        if not block.target.write(block.first_row, decoded, scales):
+            raise ConfigError(f"{stored.path}: {stored.name} holds numbers that are not finite")
+    finally:
+        buffers.put(buffer)
+
+
+def read_into(rows: Tensor, stored: StoredTensor, file: int, offset: int) -> None:
+    """Fills contiguous `rows` of a CPU from byte `offset` of the file."""
+    assert rows.is_contiguous(), rows.stride()
+    memory = rows.view(-1).view(torch.uint8).numpy().data
+    done = 0
+    while done < len(memory):
+        try:
+            count = os.preadv(file, [memory[done:]], offset + done)
+        except OSError as error:
+            raise ConfigError(
+                f"{stored.path}: {stored.name} can't be read at byte {offset + done}: {error.strerror}"
+            ) from error
+        if count == 0:
+            raise ConfigError(f"{stored.path} ends at byte {offset + done}, within {stored.name}")
+        done += count

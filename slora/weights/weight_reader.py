@@ -1,0 +1,201 @@
+"""Reads a checkpoint's bytes straight to where they are served: each row once, nothing twice in memory.
+
+Weights are allocated first, fused where the decoder wants them fused; then a few threads read all files side by side,
+in blocks of rows, each into its own place of its weight. What cannot be read in place (another dtype, a GPU, 8-bit
+numbers to be made) passes through one small buffer a thread. Nothing is mapped, so that the files' pages never count
+as this process's memory.
+
+Knows no model: which tensors there are and what they are fused into is the decoder's business.
+"""
+
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from slora.device.huge_pages import empty_tensor
+from slora.errors import ConfigError
+from slora.weights.checkpoint import Checkpoint
+from slora.weights.linear import QuantizedWeight
+from slora.weights.safetensors_file import StoredTensor
+from slora.weights.weight_blocks import RowBlock, read_blocks, read_into
+from slora.weights.weight_source import DTYPES, QUANTIZED, ScaleBlock, WeightSource, spread_scales
+from slora.weights.weight_target import PlainTarget, QuantizedTarget, WeightTarget
+
+_log = logging.getLogger(__name__)
+
+# Bytes of a block, unless one row is longer. Rounding it to 8 bits takes about six times as much for a moment.
+_BLOCK_BYTES = 2 << 20
+# What some checkpoints hold and no arithmetic needs: tables computed from the config, scales of activations and KV.
+_HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$|\.(input|output|k|v|q|kv)_scale$")
+Weight = Tensor | QuantizedWeight
+
+
+class WeightReader:
+    """`vector` reads at once; `matrix` and `linear` give memory that `read` fills. Raises ConfigError.
+
+    form: what `linear` rounds weights to, None for not at all. block: see WeightSource, for all quantized tensors.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        form: torch.dtype | None = None,
+        block: ScaleBlock | None = None,
+    ) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._checkpoint = checkpoint
+        self._form = form
+        self._block = block
+        self._blocks: list[RowBlock] = []
+        self._claimed: set[str] = set()
+
+    def vector(self, name: str, width: int) -> Tensor:
+        """A norm or a bias [width]."""
+        return self._read_now(self._find(name, (width,))).to(self.device, self.dtype)
+
+    def matrix(self, name: str, num_rows: int, width: int) -> Tensor:
+        """An embedding or a head [num_rows, width], in the served dtype whatever it is stored in."""
+        weight = empty_tensor((num_rows, width), self.dtype, self.device)
+        self._fill(self._source(name, (num_rows, width)), PlainTarget(weight))
+        return weight
+
+    def linear(self, parts: Sequence[tuple[str, int]], width: int) -> Weight:
+        """Tensors (name, rows) of `width` columns, one below the other in one weight.
+
+        It is quantized if the form asks for it, or if all parts are stored with a scale for each row.
+        """
+        sources = [self._source(name, (num_rows, width)) for name, num_rows in parts]
+        num_rows = sum(num_rows for _, num_rows in parts)
+        form = self._form or _common_form(sources)
+        targets: Iterable[WeightTarget]
+        weight: Weight
+        sizes = [num_rows for _, num_rows in parts]
+        if form is None:
+            weight = empty_tensor((num_rows, width), self.dtype, self.device)
+            targets = map(PlainTarget, torch.split(weight, sizes))
+        else:
+            values = empty_tensor((num_rows, width), form, self.device)
+            weight = QuantizedWeight(values, torch.empty(num_rows, device=self.device))
+            pairs = zip(torch.split(values, sizes), torch.split(weight.scales, sizes), strict=True)
+            targets = (QuantizedTarget(QuantizedWeight(*pair)) for pair in pairs)
+        for source, target in zip(sources, targets, strict=True):
+            self._fill(source, target)
+        return weight
+
+    def is_absent_or_same(self, name: str, other: str) -> bool:
+        """Whether a tensor is not there, or holds the bytes of another: then it is not needed."""
+        self._claimed.add(name)
+        if name not in self._checkpoint:
+            return True
+        one, two = self._checkpoint.find(name), self._checkpoint.find(other)
+        return one.dtype == two.dtype and one.shape == two.shape and _same_bytes(one, two)
+
+    def leave_out(self, beginnings: tuple[str, ...]) -> None:
+        """Tensors whose names begin so belong to a part of the model that is not served."""
+        self._claimed.update(name for name in self._checkpoint if name.startswith(beginnings))
+
+    def read(self) -> None:
+        """Fills what `matrix` and `linear` gave out. Refuses a checkpoint that holds more than was asked for."""
+        self._refuse_unread()
+        start = time.perf_counter()
+        total = sum(block.num_bytes for block in self._blocks)
+        with tqdm(
+            total=total, desc="Weights", unit="B", unit_scale=True, leave=False, disable=not _wants_bar()
+        ) as bar:
+            for num_bytes in read_blocks(self._blocks, self.device):
+                bar.update(num_bytes)
+        self._blocks.clear()
+        _log.info("read %.2f GB of weights in %.1f s", total / 1e9, time.perf_counter() - start)
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        self._claimed.add(name)
+        return self._checkpoint.find(name, shape)
+
+    def _source(self, name: str, shape: tuple[int, int]) -> WeightSource:
+        if name not in self._checkpoint and f"{name}_packed" in self._checkpoint:
+            return self._packed_source(name, *shape)
+        stored = self._find(name, shape)
+        if stored.dtype not in QUANTIZED:
+            return WeightSource(stored)
+        for scale_name in (f"{name}_scale", f"{name}_scale_inv"):
+            if scale_name in self._checkpoint:
+                self._claimed.add(scale_name)
+                scales = self._read_now(self._checkpoint.find(scale_name)).float()
+                return WeightSource(stored, spread_scales(stored, scales, self._block), self._block)
+        raise ConfigError(f"{stored.path}: {name} is {stored.dtype}, but there is no {name}_scale")
+
+    def _packed_source(self, name: str, num_rows: int, width: int) -> WeightSource:
+        self._claimed.add(f"{name}_shape")
+        stored = self._find(f"{name}_packed", (num_rows, -(-width // 4)))
+        if stored.dtype != "I32":
+            raise _not_floating(stored)
+        self._claimed.add(f"{name}_scale")
+        scales = self._read_now(self._checkpoint.find(f"{name}_scale")).float()
+        return WeightSource(stored, spread_scales(stored, scales, None), packed_width=width)
+
+    def _read_now(self, stored: StoredTensor) -> Tensor:
+        if stored.dtype in QUANTIZED or stored.dtype not in DTYPES:
+            raise _not_floating(stored)
+        tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        with stored.path.open("rb") as file:
+            read_into(tensor, stored, file.fileno(), stored.offset)
+        return tensor
+
+    def _fill(self, source: WeightSource, target: WeightTarget) -> None:
+        stored = source.stored
+        if stored.dtype not in DTYPES and source.packed_width is None:
+            raise _not_floating(stored)
+        step = max(1, _BLOCK_BYTES // stored.row_bytes)
+        num_rows = stored.shape[0]
+        for row in range(0, num_rows, step):
+            self._blocks.append(RowBlock(source, target, row, min(step, num_rows - row)))
+
+    def _refuse_unread(self) -> None:
+        unread = [
+            name for name in self._checkpoint if name not in self._claimed and not _HARMLESS.search(name)
+        ]
+        if unread:
+            raise ConfigError(
+                f"{self._checkpoint.directory} holds {len(unread)} tensors that its config.json does not call for, "
+                f"{unread[0]!r} for one; leaving them out would serve another model"
+            )
+
+
+def _not_floating(stored: StoredTensor) -> ConfigError:
+    return ConfigError(
+        f"{stored.path}: {stored.name} is {stored.dtype}; only floating-point weights are served, and 8-bit ones "
+        f"with their scales"
+    )
+
+
+def _same_bytes(one: StoredTensor, two: StoredTensor) -> bool:
+    with one.path.open("rb") as file_one, two.path.open("rb") as file_two:
+        for done in range(0, one.num_bytes, _BLOCK_BYTES):
+            count = min(_BLOCK_BYTES, one.num_bytes - done)
+            parts = [
+                os.pread(file.fileno(), count, tensor.offset + done)
+                for file, tensor in ((file_one, one), (file_two, two))
+            ]
+            if parts[0] != parts[1]:
+                return False
+    return True
+
+
+def _common_form(sources: Sequence[WeightSource]) -> torch.dtype | None:
+    forms = {source.dtype if source.is_quantized_by_row else None for source in sources}
+    return forms.pop() if len(forms) == 1 else None
+
+
+def _wants_bar() -> bool:
+    return sys.stderr.isatty() and _log.isEnabledFor(logging.WARNING)

@@ -1,0 +1,59 @@
+"""Where a checkpoint's rows go: into a weight of the served dtype, or rounded to 8-bit numbers on the way."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slora.weights.linear import QuantizedWeight
+from slora.weights.quantization import quantize_rows
+
+
+class WeightTarget(Protocol):
+    """The rows of a weight that one tensor of the checkpoint fills, block by block."""
+
+    def memory(self, dtype: torch.dtype) -> Tensor | None:
+        """These rows, if bytes of `dtype` may be read straight into them."""
+
+    def write(self, first_row: int, rows: Tensor, scales: Tensor | None) -> bool:
+        """Takes rows [n, K], times scales float32 [n] if given; rows may be overwritten, and are used again afterwards.
+
+        False if a number in them turned out not to be finite.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PlainTarget:
+    weight: Tensor
+
+    def memory(self, dtype: torch.dtype) -> Tensor | None:
+        suits = self.weight.dtype == dtype and self.weight.device.type == "cpu"
+        return self.weight if suits else None
+
+    def write(self, first_row: int, rows: Tensor, scales: Tensor | None) -> bool:
+        exact = rows if scales is None else rows.float().mul_(scales[:, None])
+        self.weight[first_row : first_row + len(rows)].copy_(exact)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTarget:
+    """Numbers stored in the form wanted are taken as they are; others are rounded, on the GPU if there is one."""
+
+    weight: QuantizedWeight
+
+    def memory(self, dtype: torch.dtype) -> Tensor | None:
+        return None
+
+    def write(self, first_row: int, rows: Tensor, scales: Tensor | None) -> bool:
+        values, form = self.weight.values, self.weight.values.dtype
+        if scales is None or rows.dtype != form:
+            exact = rows.to(values.device, torch.float32)
+            if scales is not None:
+                exact = exact.mul_(scales.to(values.device)[:, None])
+            rows, scales = quantize_rows(exact, form)
+        block = slice(first_row, first_row + len(rows))
+        values[block].copy_(rows)
+        self.weight.scales[block].copy_(scales)
+        return bool(scales.isfinite().all())

@@ -1,0 +1,337 @@
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from slora_adapters.loader.host_cache import ALIGNMENT_BYTES, CachedAdapter, HostCache, map_arena
+from slora_adapters.version import AdapterVersion
+from slora_kernels.layout import SEGMENT_BYTES, AdapterLayout
+
+PAGE_SEGMENTS = ALIGNMENT_BYTES // SEGMENT_BYTES
+ARENA_PAGES = 12
+
+
+def _layout(num_segments: int) -> AdapterLayout:
+    return AdapterLayout(np.zeros((6, 2), np.int32), np.zeros((9, 3), np.int32), num_segments)
+
+
+def _version(number: int) -> AdapterVersion:
+    return AdapterVersion("t", f"{number:064x}")
+
+
+def _fill(cache: HostCache, number: int, num_pages: int = 1) -> CachedAdapter:
+    entry = cache.allocate(_version(number), _layout(num_pages * PAGE_SEGMENTS))
+    assert entry is not None
+    cache.region(entry)[:] = number
+    entry.ready = True
+    return entry
+
+
+@pytest.fixture
+def cache():
+    cache = HostCache(4 * ALIGNMENT_BYTES)
+    yield cache
+    cache.check()
+    cache.close()
+
+
+def test_a_filled_adapter_is_found_again(cache: HostCache) -> None:
+    entry = _fill(cache, 1)
+    cache.unpin(entry)
+    assert cache.find(_version(1)) is entry and entry.num_pins == 1
+    assert cache.find(_version(2)) is None
+
+
+def test_another_process_sees_what_was_written(cache: HostCache) -> None:
+    entry = _fill(cache, 7)
+    arena = map_arena(cache.descriptor, cache.num_bytes)
+    assert (arena[entry.offset : entry.offset + entry.num_bytes] == 7).all()
+
+
+def test_the_arena_cannot_be_cut_short_under_a_reader(cache: HostCache) -> None:
+    with pytest.raises(PermissionError), open(cache.descriptor, "wb", closefd=False) as file:
+        file.truncate(ALIGNMENT_BYTES)
+
+
+def test_the_least_recently_used_leaves_first(cache: HostCache) -> None:
+    for number in range(4):
+        cache.unpin(_fill(cache, number))
+    cache.unpin(cache.find(_version(0)))
+    _fill(cache, 9)
+    assert [number for number in range(4) if cache.find(_version(number))] == [0, 2, 3]
+    assert cache.num_evictions == 1
+
+
+def test_a_pinned_adapter_is_never_evicted(cache: HostCache) -> None:
+    pinned = [_fill(cache, number) for number in range(4)]
+    assert cache.allocate(_version(9), _layout(PAGE_SEGMENTS)) is None
+    cache.unpin(pinned[2])
+    assert _fill(cache, 9).offset == pinned[2].offset
+
+
+def test_nothing_is_evicted_for_an_adapter_that_finds_no_room_anyway(cache: HostCache) -> None:
+    entries = [_fill(cache, number) for number in range(4)]
+    cache.unpin(entries[0])
+    cache.unpin(entries[2])
+    assert cache.allocate(_version(9), _layout(2 * PAGE_SEGMENTS)) is None
+    assert cache.find(_version(0)) and cache.find(_version(2))
+
+
+def test_an_adapter_larger_than_the_arena_is_a_clear_error(cache: HostCache) -> None:
+    with pytest.raises(ValueError, match="host_cache_bytes"):
+        cache.allocate(_version(1), _layout(4 * PAGE_SEGMENTS + 1))
+
+
+def test_a_forgotten_adapter_is_not_found_but_stays_for_its_reader(cache: HostCache) -> None:
+    entry = _fill(cache, 1)
+    cache.forget(_version(1))
+    assert cache.find(_version(1)) is None
+    again = _fill(cache, 1)
+    assert again.offset != entry.offset and (cache.region(entry) == 1).all()
+    cache.unpin(entry)
+    assert cache.used_bytes == ALIGNMENT_BYTES
+
+
+def test_an_adapter_that_was_never_filled_leaves_no_trace(cache: HostCache) -> None:
+    entry = cache.allocate(_version(1), _layout(1))
+    assert cache.find(_version(1)) is None, "it is not ready"
+    cache.unpin(entry)
+    assert cache.used_bytes == 0
+
+
+class HostCacheMachine(RuleBasedStateMachine):
+    """Random use, with a model of who may read what: bytes of a pinned region must never change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = HostCache(ARENA_PAGES * ALIGNMENT_BYTES)
+        self.pins: list[tuple[CachedAdapter, int]] = []
+        self.stamp = 0
+
+    @rule(number=st.integers(0, 7), segments=st.integers(1, 5 * PAGE_SEGMENTS))
+    def load(self, number: int, segments: int) -> None:
+        entry = self.cache.find(_version(number))
+        if entry is not None:
+            self.pins.append((entry, self._stamp_of(entry)))
+            return
+        if any(pinned.version == _version(number) and not pinned.forgotten for pinned, _ in self.pins):
+            return  # being filled
+        entry = self.cache.allocate(_version(number), _layout(segments))
+        if entry is None:
+            return
+        self.stamp = self.stamp % 255 + 1
+        self.cache.region(entry)[:] = self.stamp
+        entry.ready = True
+        self.pins.append((entry, self.stamp))
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        entry, _ = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+        self.cache.unpin(entry)
+
+    @rule(number=st.integers(0, 7))
+    def forget(self, number: int) -> None:
+        self.cache.forget(_version(number))
+        assert self.cache.find(_version(number)) is None
+
+    @rule(number=st.integers(0, 7))
+    def load_that_fails(self, number: int) -> None:
+        if self.cache.find(_version(number)) is None:
+            entry = self.cache.allocate(_version(number), _layout(3))
+            if entry is not None:
+                self.cache.unpin(entry)
+        else:
+            self.cache.unpin(self.cache._entries[_version(number)])
+
+    @invariant()
+    def books_are_right_and_readers_undisturbed(self) -> None:
+        self.cache.check()
+        for entry, stamp in self.pins:
+            assert (self.cache.region(entry) == stamp).all()
+
+    def teardown(self) -> None:
+        while self.pins:
+            self.cache.unpin(self.pins.pop()[0])
+        self.cache.check()
+        self.cache.close()
+
+    def _stamp_of(self, entry: CachedAdapter) -> int:
+        return int(self.cache.region(entry)[0])
+
+
+TestHostCacheMachine = HostCacheMachine.TestCase
+TestHostCacheMachine.settings = settings(stateful_step_count=40)
+
+
+def _held(cache: HostCache, tenant: str) -> set[int]:
+    """Numbers of a tenant's adapters that are in the cache, without using them."""
+    return {int(version.digest, 16) for version in cache._entries if version.tenant == tenant}
+
+
+def _put(cache: HostCache, tenant: str, number: int, num_pages: int = 1, reload_s: float = 1.0) -> bool:
+    """Uses an adapter, loading it first if it is not there. Whether it was."""
+    version = AdapterVersion(tenant, f"{number:064x}")
+    entry = cache.find(version)
+    was_there = entry is not None
+    if entry is None:
+        entry = cache.allocate(version, _layout(num_pages * PAGE_SEGMENTS))
+        assert entry is not None
+        entry.ready, entry.reload_s = True, reload_s
+    cache.unpin(entry)
+    return was_there
+
+
+def _cache(num_pages: int) -> HostCache:
+    return HostCache(num_pages * ALIGNMENT_BYTES)
+
+
+def test_of_equally_recent_adapters_the_one_that_is_cheap_to_fetch_again_leaves() -> None:
+    for cheap in range(4):
+        cache = _cache(4)
+        for number in range(4):
+            _put(cache, "t", number, reload_s=0.1 if number == cheap else 9.0)
+        _put(cache, "t", 9)
+        assert _held(cache, "t") == {0, 1, 2, 3, 9} - {cheap}
+        cache.close()
+
+
+def test_a_dear_adapter_that_nobody_uses_leaves_in_the_end(cache: HostCache) -> None:
+    _put(cache, "t", 0, reload_s=5.0)
+    for number in range(1, 40):
+        _put(cache, "t", number, reload_s=1.0)
+        assert 0 in _held(cache, "t") or number > 6, "it stays for longer than others"
+    assert 0 not in _held(cache, "t")
+
+
+def _trace(seed: int, length: int = 1500) -> list[int]:
+    """Numbers by a Zipf law, the popular ones others in each third."""
+    random = np.random.default_rng(seed)
+    thirds = [(random.zipf(1.3, length // 3) + shift) % 60 for shift in (0, 20, 40)]
+    return [int(number) for third in thirds for number in third]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_all_cost_the_same_it_is_lru(seed: int) -> None:
+    cache, lru = _cache(12), OrderedDict[int, None]()
+    for number in _trace(seed):
+        was_there = number in lru
+        lru[number] = None
+        lru.move_to_end(number)
+        if len(lru) > 12:
+            lru.popitem(last=False)
+        assert _put(cache, "t", number) == was_there
+        assert _held(cache, "t") == set(lru)
+    cache.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_mixed_sizes_it_finds_hardly_fewer_than_lru_without_an_arena(seed: int, report) -> None:
+    """Plain LRU may put an adapter in pieces wherever there is room; seconds are in proportion to sizes."""
+    pages = [1 + number * 7 % 5 for number in range(60)]
+    cache, lru = _cache(40), OrderedDict[int, None]()
+    ours = plain = 0
+    for number in _trace(seed):
+        ours += _put(cache, "t", number, pages[number], reload_s=float(pages[number]))
+        plain += number in lru
+        lru[number] = None
+        lru.move_to_end(number)
+        while sum(pages[other] for other in lru) > 40:
+            lru.popitem(last=False)
+        cache.check()
+    report(f"host cache, mixed sizes: {ours} hits, LRU without an arena {plain}")
+    assert ours >= 0.95 * plain
+    cache.close()
+
+
+@given(data=st.data())
+def test_room_is_made_where_the_least_is_lost(data: st.DataObject) -> None:
+    """Against every run of neighbours, tried one after the other with fractions."""
+    cache = _cache(ARENA_PAGES)
+    draw = data.draw
+    for number in range(draw(st.integers(3, 12))):
+        size, tenant = draw(st.integers(1, 4)), draw(st.sampled_from("ab"))
+        _put(cache, tenant, number, size, reload_s=draw(st.sampled_from([0.5, 1.0, 4.0])))
+    entries = sorted(cache._entries.values(), key=lambda entry: entry.offset)
+    for entry in entries:
+        if draw(st.integers(0, 5)) == 0:
+            cache.pin(entry)
+    wanted, tenant = draw(st.integers(1, 6)) * ALIGNMENT_BYTES, draw(st.sampled_from("abc"))
+    best = _least_loss(cache, entries, tenant, wanted)
+    before = {id(entry) for entry in entries}
+    pinned = {id(entry) for entry in entries if entry.num_pins}
+    new = cache.allocate(AdapterVersion(tenant, "f" * 64), _layout(wanted // SEGMENT_BYTES))
+    gone = [entry for entry in entries if id(entry) in before - {id(e) for e in cache._entries.values()}]
+    assert (new is None) == (best is None)
+    assert not {id(entry) for entry in gone} & pinned
+    if best is not None:
+        assert _loss(cache, entries, gone, tenant, wanted, cache._num_uses) == pytest.approx(best, abs=1e-15)
+        cache.check()
+    cache.close()
+
+
+def _loss(
+    cache: HostCache,
+    entries: list[CachedAdapter],
+    gone: list[CachedAdapter],
+    tenant: str,
+    wanted: int,
+    now: int,
+) -> float:
+    tenants = {entry.version.tenant for entry in entries} | {tenant}
+    loss = 0.0
+    for entry in gone:
+        owner = entry.version.tenant
+        held = sum(other.num_bytes for other in entries if other.version.tenant == owner)
+        held += wanted if owner == tenant else 0
+        spared = held * len(tenants) <= cache.num_bytes
+        loss += entry.reload_s / (now - entry.last_use) * (1e6 if spared else 1)
+    return loss
+
+
+def _least_loss(cache: HostCache, entries: list[CachedAdapter], tenant: str, wanted: int) -> float | None:
+    losses = []
+    for first in range(len(entries) + 1):
+        for stop in range(first, len(entries) + 1):
+            begin = entries[first - 1].end if first else 0
+            end = entries[stop].offset if stop < len(entries) else cache.num_bytes
+            run = entries[first:stop]
+            if end - begin >= wanted and not any(entry.num_pins for entry in run):
+                losses.append(_loss(cache, entries, run, tenant, wanted, cache._num_uses + 1))
+    return min(losses, default=None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tenant_that_streams_through_many_adapters_pushes_out_its_own_only(seed: int) -> None:
+    cache, random = _cache(64), np.random.default_rng(seed)
+    sizes = {"b": [2, 5, 3], "c": [7, 1]}
+    streamed = 0
+    for tenant, pages in sizes.items():
+        for number, num_pages in enumerate(pages):
+            _put(cache, "a", streamed, int(random.integers(1, 9)))
+            streamed += 1
+            _put(cache, tenant, number, num_pages, reload_s=1e-3)
+    for _ in range(1000):
+        _put(cache, "a", streamed, int(random.integers(1, 9)), reload_s=1.0)
+        streamed += 1
+        cache.check()
+    assert _held(cache, "b") == {0, 1, 2} and _held(cache, "c") == {0, 1}
+    assert cache.num_evictions > 900
+    cache.close()
+
+
+def test_who_keeps_within_its_share_takes_from_who_does_not(cache: HostCache) -> None:
+    _put(cache, "b", 0)
+    for number in range(3):
+        _put(cache, "greedy", number, reload_s=100.0)
+    _put(cache, "new", 0)
+    assert _held(cache, "b") == {0} and _held(cache, "greedy") == {1, 2}
+
+
+def test_a_tenant_alone_may_have_it_all(cache: HostCache) -> None:
+    for number in range(4):
+        _put(cache, "a", number)
+    assert _held(cache, "a") == {0, 1, 2, 3} and cache.num_evictions == 0

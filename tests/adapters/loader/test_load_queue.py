@@ -1,0 +1,89 @@
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slora_adapters.loader.load_queue import LoadQueue
+from slora_adapters.version import AdapterVersion
+
+
+def _v(tenant: str, number: int = 0) -> AdapterVersion:
+    return AdapterVersion(tenant, f"{number:064x}")
+
+
+def _take_all(queue: LoadQueue) -> list[str]:
+    taken = []
+    while (version := queue.take()) is not None:
+        taken.append(version.tenant)
+    return taken
+
+
+def test_a_tenant_alone_uses_all_places_but_one() -> None:
+    queue = LoadQueue(num_places=4, share=2, alone=9)
+    for number in range(9):
+        queue.add(_v("a", number))
+    assert _take_all(queue) == ["a", "a", "a"]
+    queue.add(_v("b"))
+    assert _take_all(queue) == ["b"], "at once"
+
+
+def test_a_tenant_alone_runs_no_more_than_the_machine_is_good_for() -> None:
+    queue = LoadQueue(num_places=9, share=2, alone=3)
+    for number in range(9):
+        queue.add(_v("a", number))
+    assert _take_all(queue) == ["a", "a", "a"]
+
+
+def test_beside_others_a_tenant_gets_no_more_than_its_share() -> None:
+    queue = LoadQueue(num_places=6, share=2, alone=9)
+    for number in range(9):
+        queue.add(_v("a", number))
+        queue.add(_v("b", number))
+    assert Counter(_take_all(queue)) == {"a": 3, "b": 2}, "the last place is kept free"
+    queue.end(_v("a"))
+    queue.add(_v("c"))
+    assert _take_all(queue) == ["c"], "before those who have their share"
+
+
+def test_tenants_take_turns_and_each_is_served_in_order() -> None:
+    queue = LoadQueue(num_places=1, share=1, alone=1)
+    for tenant, number in (("a", 1), ("a", 2), ("a", 3), ("b", 4), ("b", 5)):
+        queue.add(_v(tenant, number))
+    order = []
+    while (version := queue.take()) is not None:
+        order.append(int(version.digest, 16))
+        queue.end(version)
+    assert order == [1, 4, 2, 5, 3]
+
+
+@given(
+    places=st.integers(1, 6),
+    share=st.integers(1, 3),
+    alone=st.integers(0, 5),
+    events=st.lists(st.one_of(st.sampled_from("abc"), st.integers(0, 5)), max_size=60),
+)
+def test_no_place_is_lost_and_nobody_waits_beside_a_free_one(
+    places: int, share: int, alone: int, events: list[str | int]
+) -> None:
+    queue, running, waiting = LoadQueue(places, share, alone), [], Counter()
+    for number, event in enumerate(events):
+        if isinstance(event, str):
+            queue.add(_v(event, number))
+            waiting[event] += 1
+        elif running:
+            queue.end(running.pop(event % len(running)))
+        while (version := queue.take()) is not None:
+            running.append(version)
+            waiting[version.tenant] -= 1
+        loads = Counter(version.tenant for version in running)
+        assert len(running) <= places
+        if len(running) < places:
+            assert all(loads[tenant] >= share for tenant in +waiting), "one below its share waits"
+        if len(running) < places - 1:
+            assert all(loads[tenant] >= alone for tenant in +waiting)
+
+
+def test_ending_what_does_not_run_is_a_mistake() -> None:
+    with pytest.raises(AssertionError):
+        LoadQueue(1, 1, 1).end(_v("a"))

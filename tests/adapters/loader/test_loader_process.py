@@ -1,0 +1,425 @@
+"""LoaderClient and the real loader process, killed where it hurts."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+
+from slora_adapters.loader.loader_client import LoaderClient
+from slora_adapters.loader.loader_config import LoaderConfig
+from slora_adapters.loader.source import Fetched, FetchFailed
+from slora_adapters.peft.packing import ByteArray
+from slora_adapters.version import AdapterVersion
+from tests.adapters.hand_made import SHAPE
+from tests.adapters.stock import Stock
+from tests.redis_server import RedisServer
+
+WAIT_S = 30.0
+
+
+class LoaderProcess:
+    """`python -P -m slora_adapters.loader.loader_process`, as a supervisor starts it."""
+
+    def __init__(self, config: LoaderConfig) -> None:
+        self.config = config
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "slora_adapters.loader.loader_process",
+            "--config",
+            self.config.to_json(),
+        ]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": "adapters:kernels"},
+        )
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self.wait()
+
+    def close_stdin(self) -> None:
+        self._process.stdin.close()
+
+    def wait(self) -> int:
+        """The exit code; nothing must have been printed on standard output."""
+        process, self._process = self._process, None
+        code = process.wait(WAIT_S)
+        printed = process.stdout.read()
+        process.stdout.close()
+        process.stdin.close()
+        assert printed == b""
+        return code
+
+
+class Bench:
+    """A stock of adapters, a loader process on it, and a client of it."""
+
+    def __init__(self, root: Path, sockets: Path, **settings) -> None:
+        self.stock = Stock(root)
+        settings = {"store": str(self.stock.store_path), "host_cache_bytes": 1 << 20, **settings}
+        config = LoaderConfig(sockets / "loader.sock", shape=SHAPE, dtype="float32", **settings)
+        self.process = LoaderProcess(config)
+        self.arrived = Event()
+        self.clients: list[LoaderClient] = []
+        self.client = self.connect()
+
+    def connect(self, **options) -> LoaderClient:
+        client = LoaderClient(self.process.config.socket, notify=self.arrived.set, **options)
+        self.clients.append(client)
+        return client
+
+    def answers(self, count: int, client: LoaderClient | None = None) -> list[Fetched | FetchFailed]:
+        """Waits for notifications, as an idle engine does, until that many answers came."""
+        found: list[Fetched | FetchFailed] = []
+        deadline = time.monotonic() + WAIT_S
+        while len(found) < count:
+            assert self.arrived.wait(deadline - time.monotonic()), "no answer, or no notification of it"
+            self.arrived.clear()
+            found += (client or self.client).poll()
+        assert len(found) == count
+        return found
+
+    def fetch(self, version: AdapterVersion, client: LoaderClient | None = None) -> Fetched | FetchFailed:
+        (client or self.client).request(version)
+        [answer] = self.answers(1, client)
+        assert answer.version == version
+        return answer
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.process.kill()
+
+
+@pytest.fixture
+def make_bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    benches: list[Bench] = []
+    with tempfile.TemporaryDirectory(prefix="loader-") as sockets:  # socket paths end at 108 bytes
+
+        def make(**settings) -> Bench:
+            benches.append(Bench(tmp_path, Path(sockets), **settings))
+            return benches[-1]
+
+        yield make
+        for bench in benches:
+            bench.close()
+
+
+@pytest.fixture
+def bench(make_bench: Callable[..., Bench]) -> Bench:
+    bench = make_bench()
+    bench.process.start()
+    return bench
+
+
+def _v(digest: str, tenant: str = "t1") -> AdapterVersion:
+    return AdapterVersion(tenant, digest)
+
+
+def test_an_adapter_arrives_through_shared_memory_as_packing_made_it(bench: Bench) -> None:
+    version = _v(bench.stock.add(1))
+    answer = bench.fetch(version)
+    assert isinstance(answer, Fetched)
+    bench.stock.assert_same(version, answer.packed)
+    assert answer.packed.buffer.flags.writeable, "torch warns of arrays that are not"
+    assert answer.packed.buffer.ctypes.data % 4096 == 0
+    assert bench.client.connected
+    bench.client.release(version)
+    again = bench.fetch(version)
+    assert again.packed.buffer.ctypes.data == answer.packed.buffer.ctypes.data, "the host cache kept it"
+
+
+def test_a_request_before_the_loader_is_there_is_answered_when_it_comes(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench()
+    version = _v(bench.stock.add(1))
+    bench.client.request(version)
+    assert not bench.client.connected and bench.client.poll() == []
+    assert bench.client.capacity_bytes is None
+    bench.process.start()
+    [answer] = bench.answers(1)
+    assert bench.client.capacity_bytes == 1 << 20
+    bench.stock.assert_same(version, answer.packed)
+
+
+def test_requests_in_flight_are_joined_until_poll_delivers(bench: Bench) -> None:
+    version = _v(bench.stock.add(1))
+    for _ in range(3):
+        bench.client.request(version)
+    assert len(bench.answers(1)) == 1
+    assert bench.client.poll() == []
+
+
+def test_failures_have_their_codes_and_do_not_disturb_others(bench: Bench) -> None:
+    damaged, good = bench.stock.add(1), bench.stock.add(2)
+    bench.stock.damage(damaged)
+    for digest in ("0" * 64, damaged, good):
+        bench.client.request(_v(digest))
+    answers = {answer.version.digest: answer for answer in bench.answers(3)}
+    assert answers["0" * 64].code == "not_found"
+    assert answers[damaged].code == "corrupt"
+    bench.stock.assert_same(_v(good), answers[good].packed)
+
+
+def test_a_killed_loader_is_noticed_and_its_successor_answers_what_was_in_flight(bench: Bench) -> None:
+    held, wanted = _v(bench.stock.add(1)), _v(bench.stock.add(2))
+    answer = bench.fetch(held)
+    bench.process.signal(signal.SIGSTOP)  # so that the request is surely in flight when it dies
+    bench.client.request(wanted)
+    bench.process.kill()
+    bench.wait_until(lambda: not bench.client.connected)
+    bench.stock.assert_same(held, answer.packed)
+    bench.process.start()
+    [second] = bench.answers(1)
+    bench.stock.assert_same(wanted, second.packed)
+    bench.stock.assert_same(held, answer.packed)
+    bench.client.release(held)
+    bench.client.release(wanted)
+    assert bench.client.connected
+
+
+def test_a_new_loader_has_a_new_arena_so_old_copies_stay_what_they_were(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(host_cache_bytes=4096)
+    bench.process.start()
+    first, second = _v(bench.stock.add(1)), _v(bench.stock.add(2))
+    old = bench.fetch(first)
+    bench.process.kill()
+    bench.process.start()
+    new = bench.fetch(second)
+    assert new.packed.buffer.ctypes.data != old.packed.buffer.ctypes.data
+    bench.stock.assert_same(first, old.packed)
+    bench.stock.assert_same(second, new.packed)
+
+
+def test_releasing_a_dead_loaders_copy_lets_go_of_nothing_in_the_new_one(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(host_cache_bytes=4096)  # room for one
+    bench.process.start()
+    first, second = _v(bench.stock.add(1)), _v(bench.stock.add(2))
+    bench.fetch(first)
+    bench.process.kill()
+    bench.process.start()
+    new = bench.fetch(first)
+    bench.client.release(first)  # the older of the two that are held
+    bench.client.request(second)
+    bench.client.request(_v("0" * 64, "t2"))
+    assert bench.answers(1)[0].version.tenant == "t2"
+    bench.stock.assert_same(first, new.packed)
+    bench.client.release(first)
+    [answer] = bench.answers(1)
+    bench.stock.assert_same(second, answer.packed)
+
+
+def test_what_was_made_of_an_arena_is_kept_as_long_as_a_copy_in_it(bench: Bench) -> None:
+    """As the engine does, which pins the arena for its GPU: before anything in it is handed out."""
+
+    class Made:
+        def __init__(self, arena: ByteArray) -> None:
+            self.num_bytes = len(arena)
+
+    made: list[Made] = []
+
+    def on_arena(arena: ByteArray) -> Made:
+        made.append(Made(arena))
+        return made[-1]
+
+    version = _v(bench.stock.add(1))
+    client = bench.connect(on_arena=on_arena)
+    bench.fetch(version, client)
+    assert [one.num_bytes for one in made] == [1 << 20]
+    kept = weakref.ref(made.pop())
+    bench.process.kill()
+    bench.wait_until(lambda: not client.connected)
+    gc.collect()
+    assert kept() is not None, "the copy is held"
+    client.release(version)
+    bench.wait_until(lambda: (gc.collect(), kept() is None)[1])
+
+
+def test_without_a_loader_requests_fail_after_the_time_limit(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    version = _v(bench.stock.add(1))
+    client = bench.connect(give_up_s=0.2)
+    client.request(version)
+    [answer] = bench.answers(1, client)
+    assert isinstance(answer, FetchFailed) and answer.code == "unavailable"
+    bench.process.start()
+    bench.wait_until(lambda: client.connected)
+    bench.stock.assert_same(version, bench.fetch(version, client).packed)
+
+
+def test_a_request_at_whose_load_three_loaders_died_fails(bench: Bench) -> None:
+    poison, good = _v(bench.stock.add(1)), _v(bench.stock.add(2))
+    bench.stock.hang(poison.digest)
+    bench.client.request(poison)
+    for _ in range(3):
+        bench.wait_until(lambda: bench.client.connected)
+        assert bench.client.poll() == []
+        bench.process.kill()
+        bench.wait_until(lambda: not bench.client.connected)
+        bench.process.start()
+    [answer] = bench.answers(1)
+    assert isinstance(answer, FetchFailed) and (answer.version, answer.code) == (poison, "unavailable")
+    bench.stock.assert_same(good, bench.fetch(good).packed)
+
+
+def test_an_engine_that_dies_gives_back_what_it_held(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(host_cache_bytes=4096)
+    bench.process.start()
+    first, second = _v(bench.stock.add(1)), _v(bench.stock.add(2))
+    bench.fetch(first)
+    other = bench.connect()
+    other.request(second)
+    bench.client.close()
+    [answer] = bench.answers(1, other)
+    bench.stock.assert_same(second, answer.packed)
+
+
+def test_two_engines_share_one_copy(bench: Bench) -> None:
+    version = _v(bench.stock.add(1))
+    other = bench.connect()
+    bench.stock.assert_same(version, bench.fetch(version).packed)
+    bench.stock.assert_same(version, bench.fetch(version, other).packed)
+    bench.client.release(version)
+    bench.client.forget(version)
+    bench.stock.store.delete(version.digest)
+    assert bench.fetch(version).code == "not_found"
+
+
+def test_a_deleted_adapter_that_was_forgotten_is_not_served_from_the_cache(bench: Bench) -> None:
+    version = _v(bench.stock.add(1))
+    bench.fetch(version)
+    bench.client.release(version)
+    bench.stock.store.delete(version.digest)
+    bench.client.forget(version)
+    assert bench.fetch(version).code == "not_found"
+
+
+def test_a_config_may_come_in_a_file_so_that_no_password_is_in_the_process_list(
+    bench: Bench, tmp_path: Path
+) -> None:
+    arguments = tmp_path / "arguments"
+    socket = bench.process.config.socket.with_name("other.sock")
+    arguments.write_text(f"--config\n{replace(bench.process.config, socket=socket).to_json()}\n")
+    command = [sys.executable, "-P", "-m", "slora_adapters.loader.loader_process", f"@{arguments}"]
+    environment = {**os.environ, "PYTHONPATH": "adapters:kernels"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as process:
+        client = LoaderClient(socket)
+        bench.wait_until(lambda: client.connected)
+        client.close()
+        process.stdin.close()
+        assert process.wait(WAIT_S) == 0
+
+
+def test_a_client_that_is_closed_while_it_connects_does_not_stay(bench: Bench) -> None:
+    connecting, closing = Event(), Event()
+
+    def wait_for_the_end(arena: object) -> None:
+        connecting.set()
+        assert closing.wait(WAIT_S)
+
+    client = LoaderClient(bench.process.config.socket, on_arena=wait_for_the_end)
+    assert connecting.wait(WAIT_S)
+    closer = Thread(target=client.close, daemon=True)
+    closer.start()
+    bench.wait_until(lambda: client._closed)
+    closing.set()
+    closer.join(WAIT_S)
+    assert not closer.is_alive() and not client.connected
+
+
+def test_the_loader_ends_with_its_standard_input(bench: Bench) -> None:
+    bench.fetch(_v(bench.stock.add(1)))
+    bench.process.close_stdin()
+    assert bench.process.wait() == 0
+    bench.wait_until(lambda: not bench.client.connected)
+
+
+def test_the_loader_ends_on_sigterm_and_not_on_ctrl_c(bench: Bench) -> None:
+    bench.fetch(_v(bench.stock.add(1)))
+    bench.process.signal(signal.SIGINT)
+    assert isinstance(bench.fetch(_v(bench.stock.add(2))), Fetched)
+    bench.process.signal(signal.SIGTERM)
+    assert bench.process.wait() == 0
+
+
+def test_adapters_come_from_redis_too(
+    make_bench, make_redis: Callable[..., RedisServer], tmp_path: Path
+) -> None:
+    bench = make_bench(warm=make_redis().url)
+    bench.process.start()
+    version = _v(bench.stock.add(1))
+    bench.stock.assert_same(version, bench.fetch(version).packed)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"dtype": "int8"}, 2),
+        ({"store": "s3://bucket"}, 2),
+        ({"warm": "/a/path"}, 2),
+        ({"store": "unix:///nowhere/redis.sock"}, 1),
+    ],
+)
+def test_a_config_that_cannot_work_ends_the_loader_with_a_code_for_its_parent(
+    make_bench: Callable[..., Bench], change: dict[str, str], code: int
+) -> None:
+    bench = make_bench()
+    bench.process.config = replace(bench.process.config, **change)
+    bench.process.start()
+    assert bench.process.wait() == code
+
+
+def test_a_redis_that_could_lose_adapters_is_a_config_that_cannot_work(
+    make_bench, make_redis: Callable[..., RedisServer]
+) -> None:
+    bench = make_bench(store=make_redis().url)
+    bench.process.start()
+    assert bench.process.wait() == 2
+
+
+def test_the_loader_and_its_client_never_import_torch() -> None:
+    code = "import slora_adapters.loader.loader_process, slora_adapters.loader.loader_client;"
+    code += "import slora_adapters.registry.catalog, sys;"
+    code += "sys.exit('torch' in sys.modules or 'redis' in sys.modules or 'safetensors' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": "adapters:kernels"}
+    assert subprocess.run([sys.executable, "-P", "-c", code], env=environment, check=False).returncode == 0
+
+
+def test_a_config_survives_its_way_over_the_command_line() -> None:
+    config = LoaderConfig(Path("/x/l.sock"), "file:///s", SHAPE, "bfloat16", "redis://w", 123, 32, 3, 1)
+    assert LoaderConfig.from_json(config.to_json()) == config
+    for broken in ("{}", '{"surprise": 1}', "[", '{"socket": 1, "shape": {}}'):
+        with pytest.raises(ValueError):
+            LoaderConfig.from_json(broken)

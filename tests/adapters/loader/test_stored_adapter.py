@@ -1,0 +1,190 @@
+"""Adapters as they come out of a store, in pieces: the same as read at once, and never other than their digest says."""
+
+import json
+from dataclasses import replace
+from threading import Event, Thread
+
+import numpy as np
+import pytest
+
+from slora_adapters.errors import AdapterCorrupt, AdapterNotFound
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.loader import stored_adapter
+from slora_adapters.loader.stored_adapter import NUM_BUFFERS, StoredAdapter, make_buffers
+from slora_adapters.peft.packing import Packer, pack
+from slora_adapters.peft.peft_directory import parse_adapter
+from slora_adapters.store.local_blob import LocalBlob
+from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+DTYPES = {"F32": np.float32, "F16": np.float16}
+
+
+def _file(order: list[str], tensors: dict[str, np.ndarray], **metadata: str) -> bytes:
+    """A safetensors file with its tensors in that order, which the library that writes such files does not offer."""
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name in order:
+        dtype = {np.dtype(numpy): dtype for dtype, numpy in DTYPES.items()}[tensors[name].dtype]
+        header[name] = {
+            "dtype": dtype,
+            "shape": tensors[name].shape,
+            "data_offsets": [end, end + tensors[name].nbytes],
+        }
+        end += tensors[name].nbytes
+    raw = json.dumps(header).encode()
+    return len(raw).to_bytes(8, "little") + raw + b"".join(tensors[name].tobytes() for name in order)
+
+
+def _digest(members: dict[str, bytes]) -> str:
+    return parse_adapter({n: memoryview(raw) for n, raw in members.items()}, SHAPE, AdapterLimits()).digest
+
+
+class CountingBlob(LocalBlob):
+    """Keeps count of what it is asked to read into, and lets a test interfere."""
+
+    def __init__(self, members: dict[str, bytes]) -> None:
+        super().__init__(members)
+        self.buffers: dict[int, object] = {}
+        self.sizes: list[int] = []
+        self.starts: list[int] = []
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        if name == TENSORS and start:
+            self.starts.append(start)
+            self.sizes.append(len(buffer))
+        super().read_into(name, start, buffer)
+        if len(self.starts) > 1:  # after the header
+            self.buffers[id(buffer.obj)] = buffer.obj
+
+
+def _pour(blob: LocalBlob, digest: str) -> tuple[np.ndarray, np.ndarray]:
+    stored = StoredAdapter(blob, digest, SHAPE, AdapterLimits())
+    region = np.full(stored.layout.num_bytes, 0xA5, np.uint8)
+    scales = stored.pour(region, "float32", make_buffers())
+    return region, scales
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 100, 700, 1 << 20])
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_the_pieces_and_the_order_of_the_file_the_adapter_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, batch_bytes: int, seed: int
+) -> None:
+    monkeypatch.setattr(stored_adapter, "BATCH_BYTES", batch_bytes)
+    random = np.random.default_rng(seed)
+    tensors = make_tensors(rank=3, seed=seed)
+    for name in random.choice(list(tensors), seed, replace=False):
+        tensors[name] = tensors[name].astype(np.float16)
+    order = sorted(tensors) if seed == 0 else list(random.permutation(list(tensors)))
+    config = json.dumps(make_config(r=3, alpha_pattern={"q_proj": 5})).encode()
+    members = {CONFIG: config, TENSORS: _file(order, tensors, trained="by me")}
+    adapter = parse_adapter({n: memoryview(raw) for n, raw in members.items()}, SHAPE, AdapterLimits())
+    expected = pack(adapter, SHAPE, "float32")
+    blob = CountingBlob(members)
+    region, scales = _pour(blob, adapter.digest)
+    assert np.array_equal(region, expected.buffer) and np.array_equal(scales, expected.scales)
+    rows = max(tensor.itemsize * tensor.shape[1] for tensor in tensors.values())
+    assert max(blob.sizes[1:]) <= max(batch_bytes, rows), "the header, then batches"
+    if seed == 0:
+        assert blob.starts == sorted(blob.starts), "read from its begin to its end"
+
+
+def test_a_load_holds_a_few_batches_however_large_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_adapter, "BATCH_BYTES", 160)
+    members = make_members()
+    blob = CountingBlob(members)
+    _pour(blob, _digest(members))
+    assert len(blob.sizes) > 2 * NUM_BUFFERS and max(blob.sizes[1:]) <= 160
+    assert len(blob.buffers) <= NUM_BUFFERS
+
+
+def test_a_row_longer_than_a_batch_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_adapter, "BATCH_BYTES", 8)
+    members = make_members()
+    blob = CountingBlob(members)
+    _pour(blob, _digest(members))
+    assert max(blob.sizes[1:]) == 40 * 4, "of A of down_proj"
+
+
+@pytest.mark.parametrize("at", [-1, -300, -900])
+def test_a_flipped_bit_anywhere_in_the_tensors_is_found(at: int) -> None:
+    members = make_members()
+    digest = _digest(members)
+    raw = bytearray(members[TENSORS])
+    raw[at] ^= 1
+    with pytest.raises(AdapterCorrupt, match="has the digest"):
+        _pour(LocalBlob({**members, TENSORS: bytes(raw)}), digest)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({CONFIG: None}, "adapter_config.json is missing"),
+        ({TENSORS: None}, "adapter_model.safetensors is missing"),
+        ({CONFIG: b"{"}, "not valid JSON"),
+        ({CONFIG: b" " * (2 << 20)}, "this server accepts"),
+        ({TENSORS: b"1234"}, "too short"),
+        ({TENSORS: (9 << 40).to_bytes(8, "little")}, "at most 1048576"),
+        ({TENSORS: (99).to_bytes(8, "little")}, "but the file ends after 0"),
+        ({CONFIG: json.dumps(make_config(r=4)).encode()}, "config and base need"),
+        ({CONFIG: json.dumps(make_config(lora_alpha=5)).encode()}, "has the digest"),
+    ],
+)
+def test_what_is_not_the_adapter_is_corrupt(change: dict[str, bytes | None], message: str) -> None:
+    members = make_members()
+    digest = _digest(members)
+    changed = {name: raw for name, raw in {**members, **change}.items() if raw is not None}
+    with pytest.raises(AdapterCorrupt, match=message):
+        _pour(LocalBlob(changed), digest)
+
+
+def test_a_file_cut_short_or_too_long_is_corrupt() -> None:
+    members = make_members()
+    digest = _digest(members)
+    for raw in (members[TENSORS][:-1], members[TENSORS] + b"x"):
+        with pytest.raises(AdapterCorrupt, match=r"cut short|goes on"):
+            _pour(LocalBlob({**members, TENSORS: raw}), digest)
+
+
+def test_weights_that_overflow_in_the_served_dtype_are_corrupt() -> None:
+    tensors = make_tensors()
+    next(iter(tensors.values()))[0, 0] = 3.4e38
+    members = make_members(tensors=tensors)
+    narrow = AdapterLimits(served_dtype="bfloat16")
+    stored = StoredAdapter(LocalBlob(members), _digest(members), replace(SHAPE, element_bytes=2), narrow)
+    with pytest.raises(AdapterCorrupt, match="overflows in bfloat16"):
+        stored.pour(np.empty(stored.layout.num_bytes, np.uint8), "bfloat16", make_buffers())
+
+
+def test_nothing_writes_to_the_region_once_a_load_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The region goes to another adapter then."""
+    monkeypatch.setattr(stored_adapter, "BATCH_BYTES", 100)
+    may_pack, write = Event(), Packer.write
+
+    def write_late(self: Packer, *arguments: object) -> None:
+        assert may_pack.wait(20)
+        write(self, *arguments)
+
+    class Breaking(CountingBlob):
+        def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+            super().read_into(name, start, buffer)
+            if len(self.sizes) == 4:
+                raise AdapterNotFound("gone")
+
+    monkeypatch.setattr(Packer, "write", write_late)
+    members = make_members()
+    failures: list[Exception] = []
+
+    def load() -> None:
+        try:
+            _pour(Breaking(members), _digest(members))
+        except AdapterNotFound as error:
+            failures.append(error)
+
+    thread = Thread(target=load)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive() and not failures, "it waits for what is being packed"
+    may_pack.set()
+    thread.join(20)
+    assert failures

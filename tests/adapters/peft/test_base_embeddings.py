@@ -1,0 +1,172 @@
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import get_peft_model_state_dict
+from safetensors.torch import save_file
+
+from slora_adapters.errors import AdapterInvalid
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.loader.stored_adapter import StoredAdapter, make_buffers
+from slora_adapters.peft.adapter import Adapter
+from slora_adapters.peft.bundle import bundle
+from slora_adapters.peft.peft_directory import TENSORS_NAME, read_adapter
+from slora_adapters.peft.tensor_file import StoredTensor, read_tensors, tensor_file_parts
+from slora_adapters.store.local_blob import LocalBlob
+from tests.adapters.peft_models import SHAPE, base_model, make_adapter
+
+EMBEDDING = "base_model.model.model.embed_tokens.base_layer.weight"
+HEAD = "base_model.model.lm_head.base_layer.weight"
+BOTH = {"r": 3, "target_modules": ["embed_tokens", "lm_head", "q_proj"]}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("base")
+    base_model().save_pretrained(directory)
+    yield directory
+
+
+def read(directory: Path, base: Path | None) -> Adapter:
+    return read_adapter(directory, SHAPE, AdapterLimits(base_directory=base))
+
+
+def refusal(directory: Path, base: Path | None) -> str:
+    with pytest.raises(AdapterInvalid) as caught:
+        read(directory, base)
+    assert {reason.code for reason in caught.value.reasons} == {"embeddings"}
+    return str(caught.value)
+
+
+def tensors_of(directory: Path) -> dict[str, StoredTensor]:
+    return read_tensors((directory / TENSORS_NAME).read_bytes())
+
+
+def rewrite(directory: Path, tensors: dict[str, StoredTensor]) -> None:
+    (directory / TENSORS_NAME).write_bytes(b"".join(tensor_file_parts(tensors.values())))
+
+
+@pytest.mark.parametrize("saved_as", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_copies_of_the_bases_own_matrices_are_accepted_in_any_dtype(
+    tmp_path: Path, base_dtype: torch.dtype, saved_as: torch.dtype
+) -> None:
+    base_model().to(base_dtype).save_pretrained(tmp_path / "base")
+    make_adapter(tmp_path, **BOTH)
+    # What a training in `saved_as` loads and PEFT then saves.
+    loaded = base_model().to(base_dtype).to(saved_as)
+    copies = {EMBEDDING: loaded.model.embed_tokens.weight, HEAD: loaded.lm_head.weight}
+    rewrite(tmp_path, {**tensors_of(tmp_path), **{name: store(name, copy) for name, copy in copies.items()}})
+    adapter = read(tmp_path, tmp_path / "base")
+    assert adapter.has_copies and adapter.target_modules == ("q_proj", "embed_tokens", "lm_head")
+
+
+def store(name: str, tensor: torch.Tensor) -> StoredTensor:
+    formats = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+    values = tensor.detach().contiguous()
+    bits = values.view(torch.uint16) if values.dtype == torch.bfloat16 else values
+    return StoredTensor(name, formats[values.dtype], bits.numpy())
+
+
+def test_copies_are_found_in_the_shards_of_a_large_base(tmp_path: Path) -> None:
+    base_model().save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    assert len(list((tmp_path / "base").glob("*.safetensors"))) > 2
+    make_adapter(tmp_path, **BOTH)
+    assert read(tmp_path, tmp_path / "base").has_copies
+
+
+def test_linears_of_the_base_may_be_of_dtypes_that_adapters_have_not(tmp_path: Path) -> None:
+    model = base_model()
+    model.model.layers[0].mlp.to(torch.float8_e4m3fn)
+    (tmp_path / "base").mkdir()
+    save_file(model.state_dict(), tmp_path / "base" / "model.safetensors")
+    make_adapter(tmp_path, **BOTH)
+    assert read(tmp_path, tmp_path / "base").has_copies
+
+
+def test_names_of_the_base_may_begin_behind_the_first_dot(tmp_path: Path, base: Path) -> None:
+    model = base_model()
+    model.model.save_pretrained(tmp_path / "base")
+    make_adapter(tmp_path, r=2, target_modules=["embed_tokens"])
+    assert read(tmp_path, tmp_path / "base").has_copies
+
+
+def test_the_head_of_a_tied_base_is_its_embedding(tmp_path: Path, base: Path) -> None:
+    untied = tensors_of_base(base)
+    (tmp_path / "base").mkdir()
+    tied = {name: tensor for name, tensor in untied.items() if name != "lm_head.weight"}
+    (tmp_path / "base" / "model.safetensors").write_bytes(b"".join(tensor_file_parts(tied.values())))
+    make_adapter(tmp_path, r=2, target_modules=["lm_head"])
+    tensors = tensors_of(tmp_path)
+    tensors[HEAD] = StoredTensor(HEAD, "F32", untied["model.embed_tokens.weight"].values)
+    rewrite(tmp_path, tensors)
+    assert read(tmp_path, tmp_path / "base").target_modules == ("lm_head",)
+    assert "differs from the base model's" in refusal(tmp_path, base)
+
+
+def tensors_of_base(base: Path) -> dict[str, StoredTensor]:
+    return read_tensors((base / "model.safetensors").read_bytes())
+
+
+def test_a_changed_matrix_is_refused_whether_or_not_it_is_adapted(tmp_path: Path, base: Path) -> None:
+    for target in ("embed_tokens", "q_proj"):
+        make_adapter(tmp_path, target_modules=[target])
+        tensors = tensors_of(tmp_path)
+        name = "base_model.model.model.embed_tokens.weight"
+        tensors.pop(EMBEDDING, None)
+        values = tensors_of_base(base)["model.embed_tokens.weight"].values.copy()
+        values[-1, -1] += 1e-6
+        rewrite(tmp_path, {**tensors, name: StoredTensor(name, "F32", values)})
+        assert "another embedding matrix" in refusal(tmp_path, base)
+
+
+def test_resized_embeddings_are_refused_with_both_shapes(tmp_path: Path, base: Path) -> None:
+    make_adapter(tmp_path, target_modules=["lm_head"])
+    tensors = tensors_of(tmp_path)
+    tensors[HEAD] = StoredTensor(HEAD, "F32", tensors[HEAD].values[:-2])
+    rewrite(tmp_path, tensors)
+    assert "shape [62, 48], the base model's is [64, 48]" in refusal(tmp_path, base)
+
+
+def test_copies_are_refused_where_there_is_nothing_to_compare_them_with(tmp_path: Path) -> None:
+    make_adapter(tmp_path, target_modules=["lm_head"])
+    assert "cannot be compared" in refusal(tmp_path, None)
+    assert "cannot be compared" in refusal(tmp_path, tmp_path / "nowhere")
+
+
+def test_copies_are_neither_part_of_the_digest_nor_stored(tmp_path: Path, base: Path) -> None:
+    model = make_adapter(tmp_path, **BOTH)
+    adapter = read(tmp_path, base)
+    (tmp_path / "scratch").mkdir()
+    members = bundle(adapter, tmp_path, tmp_path / "scratch")
+    views = {
+        name: memoryview(Path(raw).read_bytes() if isinstance(raw, Path) else raw)
+        for name, raw in members.items()
+    }
+    kept = read_tensors(views[TENSORS_NAME])
+    assert set(kept) == set(get_peft_model_state_dict(model, save_embedding_layers=False))
+    # The loader, which does not know the base model's directory, finds the same adapter in what was stored.
+    with closing(LocalBlob(members)) as blob:
+        stored = StoredAdapter(blob, adapter.digest, SHAPE, AdapterLimits())
+        region = np.empty(stored.layout.num_bytes, np.uint8)
+        stored.pour(region, "float32", make_buffers())
+    rewrite(tmp_path, kept)
+    assert read(tmp_path, None).digest == adapter.digest
+
+
+def test_an_adapter_without_copies_is_stored_as_it_was_uploaded(tmp_path: Path) -> None:
+    make_adapter(tmp_path, r=2)
+    assert bundle(read(tmp_path, None), tmp_path, tmp_path)[TENSORS_NAME] == tmp_path / TENSORS_NAME
+
+
+def test_ensure_weight_tying_matters_only_where_the_embedding_or_the_head_is_adapted(tmp_path: Path) -> None:
+    make_adapter(tmp_path, r=2)
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    plain = read(tmp_path, None).digest
+    path.write_text(json.dumps({**config, "ensure_weight_tying": True}))
+    assert read(tmp_path, None).digest == plain

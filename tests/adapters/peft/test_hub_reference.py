@@ -1,0 +1,166 @@
+"""Adapters from the Hugging Face hub: its real client, on a cache laid out by hand and on a server of our own."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from slora_adapters.errors import AdapterNotFound, StoreUnavailable
+from slora_adapters.peft.hub_reference import HubReference
+from tests.support.hub import COMMIT, Hub, lay_out_snapshot, running_hub
+
+REPO = "org/my-adapter"
+FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights" * 1000}
+OTHERS = {"README.md": b"# hello", "adapter_model.bin": b"pickle", "optimizer.pt": b"pickle"}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the client keeps snapshots; it is offline."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub that the client reaches."""
+    with running_hub() as hub:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        hub.revisions[REPO, "main"] = COMMIT
+        hub.files[REPO, COMMIT] = {**FILES, **OTHERS}
+        yield hub
+
+
+def parse(text: str) -> HubReference:
+    reference = HubReference.parse(text)
+    assert reference is not None
+    return reference
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "name"),
+    [
+        ("hf://org/repo", HubReference("org/repo"), "repo"),
+        ("hf://Org-1/my_repo.v2@v1.0", HubReference("Org-1/my_repo.v2", "v1.0"), "my_repo.v2"),
+        ("hf://org/repo@refs%2Fpr%2F1", HubReference("org/repo", "refs/pr/1"), "repo"),
+        (f"hf://org/repo@{COMMIT}/a/b-1", HubReference("org/repo", COMMIT, "a/b-1"), "b-1"),
+        ("hf://org/repo/last/checkpoint", HubReference("org/repo", None, "last/checkpoint"), "checkpoint"),
+    ],
+)
+def test_a_reference_names_a_repository_a_revision_and_a_folder(
+    text: str, reference: HubReference, name: str
+) -> None:
+    assert parse(text) == reference
+    assert (str(reference), reference.name) == (text, name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf://", "hf://repo", "hf://org/", "hf://org/repo@", "hf://org/repo@a b", "hf://../repo", "hf://org/..",
+        "hf://org/repo/../x", "hf://org/repo/a//b", "hf://org/repo@..%2F..%2Fx", "hf://org/repo@%2Fetc", "hf://org/re*",
+        "hf://user:pw@org/repo", "hf://org/repo@a..b", "hf://org/repo\n", "hf://org/repo@x@y",
+    ],
+)  # fmt: skip
+def test_what_only_begins_like_a_reference_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape("hf://ORG/REPO[@REVISION][/FOLDER]")):
+        HubReference.parse(text)
+
+
+def test_a_path_is_no_reference() -> None:
+    assert [HubReference.parse(text) for text in ("a/b", "/hf://a/b", "hf:/org/repo", "")] == [None] * 4
+
+
+@pytest.mark.parametrize("revision", [None, "main", COMMIT, "refs/pr/1"])
+def test_a_snapshot_on_this_machine_needs_no_network_and_names_its_commit(
+    cache: Path, revision: str | None
+) -> None:
+    snapshot = lay_out_snapshot(cache, REPO, {**FILES, **OTHERS})
+    lay_out_snapshot(cache, REPO, {}, ref="refs/pr/1")
+    found = HubReference(REPO, revision).download()
+    assert found.directory == snapshot
+    assert str(found.reference) == f"hf://{REPO}@{COMMIT}"
+    assert (found.directory / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
+
+
+def test_a_folder_of_a_snapshot_is_an_adapter_too(cache: Path) -> None:
+    snapshot = lay_out_snapshot(cache, REPO, {f"last/one/{name}": content for name, content in FILES.items()})
+    found = parse(f"hf://{REPO}/last/one").download()
+    assert found.directory == snapshot / "last" / "one"
+    assert str(found.reference) == f"hf://{REPO}@{COMMIT}/last/one"
+    with pytest.raises(AdapterNotFound, match=r"has no adapter_config.json and no adapter_model"):
+        parse(f"hf://{REPO}").download()
+
+
+def test_a_repository_with_nothing_but_a_pickle_is_no_adapter(cache: Path) -> None:
+    lay_out_snapshot(cache, REPO, {"adapter_config.json": b"{}", **OTHERS})
+    with pytest.raises(AdapterNotFound, match=rf"hf://{REPO}@{COMMIT} has no adapter_model.safetensors"):
+        parse(f"hf://{REPO}").download()
+
+
+def test_what_the_cache_lacks_is_out_of_reach_without_a_network(cache: Path) -> None:
+    lay_out_snapshot(cache, REPO, FILES)
+    for text in ("hf://org/other", f"hf://{REPO}@v2", f"hf://{REPO}@{COMMIT[::-1]}"):
+        with pytest.raises(StoreUnavailable, match=f"out of reach.*{text}: .*offline mode"):
+            parse(text).download()
+
+
+def test_a_download_brings_what_an_adapter_consists_of_and_nothing_else(hub: Hub, cache: Path) -> None:
+    found = parse(f"hf://{REPO}").download()
+    assert {path.name: path.read_bytes() for path in found.directory.iterdir()} == FILES
+    assert found.reference.revision == COMMIT
+    assert not any(name in path for name in OTHERS for path in hub.asked)
+
+
+def test_a_branch_that_moved_is_downloaded_anew_and_a_commit_is_not_asked_for_again(hub: Hub) -> None:
+    first = parse(f"hf://{REPO}").download()
+    hub.revisions[REPO, "main"] = later = COMMIT[::-1]
+    hub.files[REPO, later] = {**FILES, "adapter_config.json": b'{"r": 8}'}
+    second = parse(f"hf://{REPO}").download()
+    assert second.reference.revision == later
+    assert (second.directory / "adapter_config.json").read_bytes() == b'{"r": 8}'
+    hub.asked.clear()
+    assert first.reference.download() == first and hub.asked == []
+
+
+@pytest.mark.parametrize(
+    ("failure", "error", "message"),
+    [
+        ((403, "GatedRepo"), AdapterNotFound, "is gated: ask for access .*HF_TOKEN"),
+        ((404, "RepoNotFound"), AdapterNotFound, f"no repository {REPO}, or it is private.*HF_TOKEN"),
+        ((401, ""), StoreUnavailable, "did not give us .*401 Unauthorized"),
+        ((404, "RevisionNotFound"), AdapterNotFound, "no revision 'v2'"),
+        ((400, ""), StoreUnavailable, "out of reach.*BadRequest"),
+    ],
+)
+def test_what_the_hub_refuses_is_explained(
+    hub: Hub, failure: tuple[int, str], error: type[Exception], message: str
+) -> None:
+    hub.failing[REPO] = failure
+    with pytest.raises(error, match=message):
+        parse(f"hf://{REPO}@v2").download()
+
+
+def test_a_hub_that_does_not_answer_is_out_of_reach(
+    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(StoreUnavailable, match=r"out of reach.*Connect"):
+        parse(f"hf://{REPO}").download()
+    snapshot = lay_out_snapshot(cache, REPO, FILES)
+    assert parse(f"hf://{REPO}").download().directory == snapshot
+
+
+def test_without_the_hubs_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "slora_adapters.peft.hub_snapshot", raising=False)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ValueError, match=r"needs the package huggingface_hub.*pip install huggingface_hub"):
+        parse(f"hf://{REPO}").download()

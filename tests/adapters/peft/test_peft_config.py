@@ -1,0 +1,155 @@
+import json
+
+import pytest
+from peft import LoraConfig
+
+from slora_adapters.peft.name_pattern import StepBudget
+from slora_adapters.peft.peft_config import _HARMLESS, _READ, _VARIANTS, PatternTable, parse_peft_config
+from tests.adapters.hand_made import SHAPE, make_config, make_members, reason_codes
+
+_LINEARS_OF_80_LAYERS = [f"model.layers.{layer}.{x.path}" for layer in range(80) for x in SHAPE.linears]
+REFUSED = {
+    "use_dora": True,
+    "bias": "lora_only",
+    "lora_bias": True,
+    "modules_to_save": ["lm_head"],
+    "target_parameters": ["mlp.experts.gate_up_proj"],
+    "trainable_token_indices": [1, 2],
+    "megatron_config": {"a": 1},
+    "layer_replication": [[0, 2], [1, 2]],
+    "alora_invocation_tokens": [7],
+    "use_qalora": True,
+    "use_bdlora": {"nblocks": 2},
+    "arrow_config": {"top_k": 2},
+    "kasa_config": {"beta": 1e-4},
+    "velora_config": {"num_groups": 4},
+    "monteclora_config": {"num_samples": 4},
+    "peft_type": "LOHA",
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_each_variant_is_refused_by_its_own_name(key: str) -> None:
+    assert reason_codes(make_members(make_config(**{key: REFUSED[key]}))) == [key]
+
+
+@pytest.mark.parametrize(
+    "init", ["pissa", "pissa_niter_16", "corda", "olora", "OLoRA", "loftq", "lora_ga", "news"]
+)
+def test_initialisations_that_change_the_base_are_refused(init: str) -> None:
+    assert reason_codes(make_members(make_config(init_lora_weights=init))) == ["init_lora_weights"]
+
+
+@pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])
+def test_initialisations_that_leave_the_base_alone_are_accepted(init: object) -> None:
+    assert reason_codes(make_members(make_config(init_lora_weights=init))) == []
+
+
+def test_every_field_of_this_version_of_peft_is_known_here() -> None:
+    fields = set(LoraConfig.__dataclass_fields__)
+    assert fields == _READ | _HARMLESS | _VARIANTS.keys()
+
+
+def test_what_peft_writes_by_default_is_accepted() -> None:
+    written = json.loads(json.dumps(LoraConfig(r=2).to_dict(), default=list))
+    assert reason_codes(make_members({**written, "target_modules": ["q_proj", "down_proj"]})) == []
+
+
+def test_an_unknown_key_is_refused_unless_it_is_empty() -> None:
+    assert reason_codes(make_members(make_config(use_xlora=False, xlora=None, x_list=[], x_table={}))) == []
+    assert reason_codes(make_members(make_config(use_xlora=True))) == ["config_unknown_key"]
+
+
+WRONG_VALUES = [
+    ("rank", {"r": 0}),
+    ("rank", {"r": 2.0}),
+    ("rank", {"r": True}),
+    ("rank", {"r": None}),
+    ("rank", {"rank_pattern": {"q_proj": "8"}}),
+    ("alpha", {"lora_alpha": 0}),
+    ("alpha", {"lora_alpha": "16"}),
+    ("alpha", {"lora_alpha": 1e300}),
+    ("alpha", {"lora_alpha": 10**400}),
+    ("alpha", {"alpha_pattern": {"q_proj": None}}),
+    ("rank_pattern", {"rank_pattern": ["q_proj"]}),
+    ("rank_pattern", {"rank_pattern": {"(q_proj": 2}}),
+    ("alpha_pattern", {"alpha_pattern": {r"(?i)q_proj": 2}}),
+    ("use_rslora", {"use_rslora": "yes"}),
+    ("target_modules", {"target_modules": None}),
+    ("target_modules", {"target_modules": []}),
+    ("target_modules", {"target_modules": [1]}),
+    ("target_modules", {"target_modules": "*"}),
+    ("exclude_modules", {"exclude_modules": {"q_proj": 1}}),
+    ("layers_to_transform", {"layers_to_transform": [-1]}),
+    ("layers_to_transform", {"layers_to_transform": "all"}),
+    ("layers_to_transform", {"layers_to_transform": 0, "target_modules": ".*q_proj"}),
+    ("layers_pattern", {"layers_pattern": "layers"}),
+    ("layers_pattern", {"layers_to_transform": 0, "layers_pattern": "a|layers"}),
+]
+
+
+@pytest.mark.parametrize(("code", "change"), WRONG_VALUES)
+def test_wrong_values_are_refused_by_field(code: str, change: dict[str, object]) -> None:
+    assert code in reason_codes(make_members(make_config(**change)))
+
+
+def test_several_faults_are_all_reported() -> None:
+    config = make_config(use_dora=True, bias="all", r=-1, lora_alpha="x", surprise=1)
+    _, reasons = parse_peft_config(json.dumps(config).encode())
+    assert [reason.code for reason in reasons] == ["use_dora", "bias", "config_unknown_key", "rank", "alpha"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"r":1,"r":2}',
+        b'{"lora_alpha":NaN}',
+        b"\xff{}",
+        b"[" * 50_000,
+        b'{"a":' + b" " * (1 << 20),
+    ],
+)
+def test_what_is_not_one_strict_json_object_is_refused(raw: bytes) -> None:
+    config, reasons = parse_peft_config(raw)
+    assert config is None
+    assert [reason.code for reason in reasons] == ["config_malformed"]
+
+
+def test_normalised_json_of_a_config_reads_as_the_same_config() -> None:
+    config, reasons = parse_peft_config(
+        json.dumps(
+            make_config(
+                use_rslora=True,
+                rank_pattern={"q_proj": 3, "a": 4},
+                alpha_pattern={"z": 1, "b": 2.5},
+                layers_to_transform=1,
+                layers_pattern="layers",
+                exclude_modules=["up_proj", "up_proj"],
+            )
+        ).encode()
+    )
+    assert config is not None and not reasons
+    assert parse_peft_config(json.dumps(config.to_json()).encode()) == (config, [])
+
+
+def test_many_costly_patterns_share_one_budget_and_are_refused_in_the_end() -> None:
+    patterns = [(f"(?:{'a?' * 20}|.*.*.*.*.*){n}", n) for n in range(1500)]
+    table = PatternTable(patterns, -1, StepBudget())
+    with pytest.raises(ValueError, match="takes too long to match"):
+        for name in _LINEARS_OF_80_LAYERS:
+            table.lookup(name)
+
+
+def test_a_class_of_thousands_of_characters_is_charged_for() -> None:
+    wide = "[" + "".join(chr(0x4E00 + 2 * k) for k in range(4000)) + "]+"
+    reasons = reason_codes(make_members(make_config(rank_pattern={f"{wide}{n}": 2 for n in range(20)})))
+    assert "rank_pattern" in reasons
+
+
+def test_the_patterns_of_eva_for_an_80_layer_model_are_looked_up_quickly_enough_to_be_accepted() -> None:
+    modules = _LINEARS_OF_80_LAYERS
+    table = PatternTable([(name.replace(".", r"\."), n) for n, name in enumerate(modules)], -1, StepBudget())
+    assert [table.lookup(name) for name in modules] == list(range(560))

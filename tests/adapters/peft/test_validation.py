@@ -1,0 +1,189 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slora_adapters.errors import AdapterInvalid, AdapterNotFound
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.peft_directory import parse_adapter, read_adapter, refuse_pickles
+from tests.adapters.hand_made import (
+    SHAPE,
+    changed,
+    make_config,
+    make_members,
+    make_tensors,
+    reason_codes,
+    tensor_name,
+    write_directory,
+)
+
+Q0_A, Q0_B = tensor_name(0, 0, "A"), tensor_name(0, 0, "B")
+
+
+def test_a_proper_adapter_is_accepted(tmp_path: Path) -> None:
+    adapter = read_adapter(write_directory(tmp_path, make_members()), SHAPE, AdapterLimits())
+    assert sorted(adapter.pairs) == [0, 6, 7, 13]
+    assert adapter.target_modules == ("q_proj", "down_proj")
+    assert (adapter.max_rank, adapter.pairs[0].scale) == (2, 2.0)
+    assert adapter.ranks(SHAPE) == [*[2, 0, 0, 0, 0, 0, 2] * 2, 0, 0]
+
+
+TENSOR_FAULTS = {
+    "half_a_pair": (lambda t: t.pop(Q0_B), ["missing_tensors"]),
+    "a_whole_pair_missing": (lambda t: (t.pop(Q0_A), t.pop(Q0_B)), ["missing_tensors"]),
+    "not_in_the_config": (
+        lambda t: t.update(
+            {tensor_name(1, 3, f): np.ones((24, 2) if f == "B" else (2, 24), "f4") for f in "AB"}
+        ),
+        ["untargeted_tensors"],
+    ),
+    "layer_beyond_the_base": (
+        lambda t: t.update({tensor_name(2, 0, "A"): t[Q0_A], tensor_name(2, 0, "B"): t[Q0_B]}),
+        ["unknown_tensor"],
+    ),
+    "wrong_width": (lambda t: t.update({Q0_A: np.ones((2, 23), "f4")}), ["shape_mismatch"]),
+    "transposed": (lambda t: t.update({Q0_B: t[Q0_B].T.copy()}), ["shape_mismatch"]),
+    "rank_differs_from_config": (
+        lambda t: t.update({Q0_A: np.ones((3, 24), "f4"), Q0_B: np.ones((24, 3), "f4")}),
+        ["shape_mismatch"],
+    ),
+    "one_dimension": (lambda t: t.update({Q0_A: np.ones(48, "f4")}), ["shape_mismatch"]),
+    "nan": (lambda t: t[Q0_A].__setitem__((1, 3), np.nan), ["non_finite"]),
+    "infinity": (lambda t: t[Q0_B].__setitem__((23, 1), -np.inf), ["non_finite"]),
+    "half_precision_infinity": (
+        lambda t: t.update({Q0_A: np.full((2, 24), np.inf, np.float16)}),
+        ["non_finite"],
+    ),
+    "same_weight_twice": (
+        lambda t: t.update({Q0_A.removeprefix("base_model.model."): t[Q0_A]}),
+        ["duplicate_tensor"],
+    ),
+    "dora": (
+        lambda t: t.update({Q0_A.replace("lora_A.weight", "lora_magnitude_vector"): t[Q0_A]}),
+        ["use_dora"],
+    ),
+    "embedding_adapter_without_a_target": (
+        lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": t[Q0_A]}),
+        ["untargeted_tensors"],
+    ),
+    "embedding_adapter_spelt_like_a_linear": (
+        lambda t: t.update({"base_model.model.model.embed_tokens.lora_A.weight": t[Q0_A]}),
+        ["unknown_tensor"],
+    ),
+    "head_adapter_spelt_like_an_embedding": (
+        lambda t: t.update({"base_model.model.lm_head.lora_embedding_A": t[Q0_A]}),
+        ["embeddings"],
+    ),
+    "resized_embeddings": (
+        lambda t: t.update({"base_model.model.model.embed_tokens.weight": t[Q0_A]}),
+        ["embeddings"],
+    ),
+    "output_head": (lambda t: t.update({"base_model.model.lm_head.weight": t[Q0_A]}), ["embeddings"]),
+    "bias": (lambda t: t.update({Q0_B.replace("weight", "bias"): t[Q0_A]}), ["bias"]),
+    "norm": (lambda t: t.update({"base_model.model.model.norm.weight": t[Q0_A]}), ["unknown_tensor"]),
+    "leading_zero": (lambda t: t.update({Q0_A.replace(".0.", ".00."): t[Q0_A]}), ["unknown_tensor"]),
+    "wrong_parent": (lambda t: t.update({Q0_A.replace("self_attn", "mlp"): t[Q0_A]}), ["unknown_tensor"]),
+    "foreign_prefix": (lambda t: t.update({"x." + Q0_A: t[Q0_A]}), ["unknown_tensor"]),
+    "nothing_at_all": (lambda t: t.clear(), ["missing_tensors"]),
+}
+
+
+@pytest.mark.parametrize("fault", TENSOR_FAULTS)
+def test_tensors_that_do_not_fit_the_config_are_refused(fault: str) -> None:
+    change, codes = TENSOR_FAULTS[fault]
+    assert reason_codes(make_members(tensors=changed(make_tensors(), change))) == codes
+
+
+CONFIG_FAULTS = [
+    ({"target_modules": ["q_proj", "down_proj", "fc1"]}, "unknown_module"),
+    ({"target_modules": ["proj"]}, "matches_nothing"),
+    ({"target_modules": "q_proj"}, "matches_nothing"),
+    ({"target_modules": ["q_proj", "down_proj", "lm_head"]}, "missing_tensors"),
+    ({"target_modules": ["q_proj", "down_proj", "embed_tokens"]}, "missing_tensors"),
+    ({"target_modules": r".*(q_proj|down_proj|lm_head)"}, "missing_tensors"),
+    ({"target_modules": ["lm_head"], "ensure_weight_tying": True}, "ensure_weight_tying"),
+    ({"target_modules": r".*embed_tokens", "ensure_weight_tying": True}, "ensure_weight_tying"),
+    ({"target_modules": ["model.layers.7.self_attn.q_proj"]}, "unknown_module"),
+    ({"layers_to_transform": [0, 1, 2]}, "unknown_module"),
+    ({"layers_to_transform": [0]}, "untargeted_tensors"),
+    ({"layers_to_transform": [0], "layers_pattern": "h"}, "matches_nothing"),
+    ({"exclude_modules": ["q_proj"]}, "untargeted_tensors"),
+    ({"exclude_modules": ".*"}, "matches_nothing"),
+    ({"target_modules": "(.*.*.*.*.*.*.*.*.*.*)*(x+x+)+y"}, "matches_nothing"),
+    ({"r": 3}, "shape_mismatch"),
+    ({"rank_pattern": {"down_proj": 3}}, "shape_mismatch"),
+    ({"lora_alpha": 1e6}, "scale_too_high"),
+]
+
+
+@pytest.mark.parametrize(("change", "code"), CONFIG_FAULTS)
+def test_configs_that_do_not_fit_base_and_tensors_are_refused(change: dict[str, object], code: str) -> None:
+    assert code in reason_codes(make_members(make_config(**change)))
+
+
+def test_rank_over_the_servers_limit_is_refused_with_value_limit_and_remedy() -> None:
+    members = {name: memoryview(raw) for name, raw in make_members().items()}
+    from_limit = reason_codes(make_members(), AdapterLimits(max_lora_rank=1))
+    assert from_limit == ["rank_too_high"]
+    with pytest.raises(AdapterInvalid, match=r"rank 2; this server accepts at most 1 \(max_lora_rank\)"):
+        parse_adapter(members, SHAPE, AdapterLimits(max_lora_rank=1))
+
+
+def test_weights_too_large_for_the_served_dtype_are_refused() -> None:
+    tensors = changed(make_tensors(), lambda t: t[Q0_A].__setitem__((0, 0), 1e5))
+    assert reason_codes(make_members(tensors=tensors), AdapterLimits(served_dtype="float16")) == ["overflow"]
+    assert reason_codes(make_members(tensors=tensors), AdapterLimits(served_dtype="bfloat16")) == []
+
+
+def test_both_other_spellings_that_peft_and_transformers_load_are_accepted() -> None:
+    plain = {name.removeprefix("base_model.model."): value for name, value in make_tensors().items()}
+    named = {name.replace(".weight", ".default.weight"): value for name, value in make_tensors().items()}
+    assert reason_codes(make_members(tensors=plain)) == reason_codes(make_members(tensors=named)) == []
+
+
+def test_faults_of_config_tensors_and_texts_are_reported_together() -> None:
+    tensors = changed(make_tensors(), lambda t: (t.pop(Q0_B), t[Q0_A].__setitem__((0, 0), np.nan)))
+    members = make_members(make_config(use_dora=True), tensors, generation_config_dot_json="[]")
+    assert reason_codes(members) == ["use_dora", "extra_malformed", "missing_tensors", "non_finite"]
+
+
+def test_a_missing_file_is_named() -> None:
+    members = make_members()
+    for name in list(members):
+        rest = {other: raw for other, raw in members.items() if other != name}
+        assert reason_codes(rest) == ["missing_file"]
+
+
+def test_a_pickle_in_place_of_the_tensors_is_refused_by_name(tmp_path: Path) -> None:
+    write_directory(tmp_path, {"adapter_config.json": b"{}", "adapter_model.bin": b"\x80\x04."})
+    with pytest.raises(AdapterInvalid, match=r"'adapter_model.bin' is a pickle, which is never loaded"):
+        read_adapter(tmp_path, SHAPE, AdapterLimits())
+    codes = [reason.code for reason in refuse_pickles(["adapter_model.PT", "x.pkl", "model.safetensors"])]
+    assert codes == ["pickle", "pickle"]
+
+
+@pytest.mark.parametrize("start", [b"\x80\x02", b"\x80\x04\x95", b"PK\x03\x04"])
+def test_a_pickle_under_the_tensors_name_is_called_one(start: bytes) -> None:
+    members = make_members() | {"adapter_model.safetensors": start + b"}q\x00(X\x01" * 20}
+    assert reason_codes(members) == ["pickle"]
+
+
+def test_a_header_whose_length_reads_like_a_pickles_start_is_none() -> None:
+    raw = make_members()["adapter_model.safetensors"]
+    size = int.from_bytes(raw[:8], "little")
+    wanted = 0x0280  # the bytes 80 02 00 ...: protocol 2
+    while wanted < size:
+        wanted += 0x10000  # 80 02 01 00 ...
+    padded = wanted.to_bytes(8, "little") + raw[8 : 8 + size].ljust(wanted) + raw[8 + size :]
+    assert padded.startswith(b"\x80\x02")
+    assert reason_codes(make_members() | {"adapter_model.safetensors": padded}) == []
+    assert reason_codes(make_members() | {"adapter_model.safetensors": padded[:-1]}) == ["tensors_malformed"]
+
+
+def test_a_directory_that_is_not_there_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(AdapterNotFound):
+        read_adapter(tmp_path / "nowhere", SHAPE, AdapterLimits())
+
+
+def test_a_file_over_the_byte_limit_is_not_even_parsed() -> None:
+    assert reason_codes(make_members(), AdapterLimits(max_tensor_bytes=100)) == ["too_large"]

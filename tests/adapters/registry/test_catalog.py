@@ -1,0 +1,239 @@
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from slora_adapters.database.database import Database
+from slora_adapters.errors import AdapterNotFound, BadAdapterName, StoreUnavailable
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.inspection import inspect
+from slora_adapters.peft.peft_directory import parse_adapter
+from slora_adapters.registry.catalog import Catalog
+from slora_adapters.registry.redis_storage import open_redis_storage
+from slora_adapters.registry.registry import Publication, Registry
+from slora_adapters.registry.sqlite_storage import SqliteStorage
+from slora_adapters.store.file_store import FileStore
+from tests.adapters.blobs import read_members
+from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, write_directory
+from tests.adapters.registry_places import OpenStorage
+from tests.redis_server import RedisServer
+
+
+@pytest.fixture
+def catalog(tmp_path: Path, open_storage: OpenStorage) -> Catalog:
+    return Catalog(Registry(open_storage()), FileStore(tmp_path / "store"))
+
+
+def _publish(catalog: Catalog, folder: Path, tenant: str = "t1", name: str = "a", **what) -> Publication:
+    write_directory(folder, make_members(**what))
+    return catalog.publish(tenant, name, inspect(folder, folder, SHAPE, AdapterLimits()))
+
+
+def test_a_published_adapter_can_be_fetched_and_has_its_digest(catalog: Catalog, tmp_path: Path) -> None:
+    config = make_config(alpha_pattern={"q_proj": 5, "layers.0.*": 7}, base_model_name_or_path="/home/secret")
+    change = _publish(catalog, tmp_path / "up", config=config, chat_template_dot_jinja="{{ m }}")
+    digest = change.record.version.digest
+    members = read_members(catalog.store, digest)
+    adapter = parse_adapter({n: memoryview(raw) for n, raw in members.items()}, SHAPE, AdapterLimits())
+    assert adapter.digest == digest
+    assert adapter.config.alpha_patterns == (("q_proj", 5.0), ("layers.0.*", 7.0)), (
+        "order decides, and is kept"
+    )
+    assert change.record.details.extras.chat_template == "{{ m }}"
+    whole = b"".join(members.values())
+    assert b"secret" not in whole and b"{{ m }}" not in whole, "a blob may be shared with other tenants"
+
+
+def test_two_tenants_share_the_bytes_and_the_last_one_takes_them_away(
+    catalog: Catalog, tmp_path: Path
+) -> None:
+    first = _publish(catalog, tmp_path / "1", "t1")
+    second = _publish(catalog, tmp_path / "2", "t2", chat_template_dot_jinja="other")
+    assert first.record.version.digest == second.record.version.digest
+    assert len(list(catalog.store.digests())) == 1
+    catalog.withdraw("t1", "a")
+    assert len(list(catalog.store.digests())) == 1
+    catalog.withdraw("t2", "a")
+    assert list(catalog.store.digests()) == []
+    with pytest.raises(AdapterNotFound):
+        catalog.withdraw("t2", "a")
+
+
+class RecordedStore(FileStore):
+    """Keeps what it is asked, and how many bytes it is given."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.calls: list[tuple[str, int]] = []
+
+    def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
+        sizes = (len(raw) if isinstance(raw, bytes) else raw.stat().st_size for raw in members.values())
+        self.calls.append(("put", sum(sizes)))
+        super().put(digest, members)
+
+    def fetch(self, digest: str) -> dict[str, memoryview]:
+        self.calls.append(("fetch", 0))
+        return super().fetch(digest)
+
+    def exists(self, digest: str) -> bool:
+        self.calls.append(("exists", 0))
+        return super().exists(digest)
+
+
+def test_weights_that_somebody_else_has_cost_the_work_of_new_ones(
+    tmp_path: Path, open_storage: OpenStorage
+) -> None:
+    """Else how long an upload takes would tell whether another tenant has them."""
+    store = RecordedStore(tmp_path / "store")
+    catalog, tried = Catalog(Registry(open_storage()), store), []
+    write_directory(tmp_path / "up", make_members())
+    work = []
+    for tenant in ("t1", "t2"):
+        adapter = inspect(tmp_path / "up", tmp_path / "up", SHAPE, AdapterLimits())
+        before, inode = list(store.calls), _inodes(store)
+        assert catalog.publish(tenant, "a", adapter, tried.append).is_new
+        work.append((store.calls[len(before) :], len(tried), len(_inodes(store) - inode)))
+    (calls, _, num_files), again = work
+    assert [name for name, _ in calls] == ["put"] and calls[0][1] > 0 and num_files == 2
+    assert again == (calls, 2, num_files), "each file was written anew"
+
+
+def _inodes(store: FileStore) -> set[int]:
+    return {path.stat().st_ino for path in store.root.rglob("*") if path.is_file()}
+
+
+def test_a_blob_goes_with_the_last_version_that_has_it(catalog: Catalog, tmp_path: Path) -> None:
+    old = _publish(catalog, tmp_path / "1").record.version.digest
+    new = _publish(catalog, tmp_path / "2", tensors=make_tensors(seed=1)).record.version.digest
+    assert sorted(catalog.store.digests()) == sorted([old, new])
+    catalog.withdraw("t1", "a@1")
+    assert list(catalog.store.digests()) == [new]
+    _publish(catalog, tmp_path / "1")
+    catalog.withdraw("t1", "a")
+    assert list(catalog.store.digests()) == []
+
+
+def test_a_bad_name_stores_nothing(catalog: Catalog, tmp_path: Path) -> None:
+    with pytest.raises(BadAdapterName):
+        _publish(catalog, tmp_path / "1", name="No Good")
+    assert list(catalog.store.digests()) == []
+
+
+def test_sweep_drops_what_a_crash_left_and_nothing_else(catalog: Catalog, tmp_path: Path) -> None:
+    kept = _publish(catalog, tmp_path / "1").record.version.digest
+    catalog.store.put("e" * 64, {"a": b"left by a crash"})
+    with catalog.registry.reservation("f" * 64):
+        catalog.store.put("f" * 64, {"a": b"being uploaded"})
+        assert catalog.sweep() == 1
+        assert sorted(catalog.store.digests()) == sorted([kept, "f" * 64])
+
+
+def test_what_nobody_refers_to_is_dropped_when_it_was_so_for_the_time_of_grace(
+    tmp_path: Path, open_storage: OpenStorage
+) -> None:
+    now = [0.0]
+    registry = Registry(open_storage())
+    catalog = Catalog(registry, FileStore(tmp_path / "store"), grace_s=10.0, clock=lambda: now[0])
+    for digest in ("e" * 64, "f" * 64):
+        catalog.store.put(digest, {"a": b"left by a crash"})
+
+    def left_at(at: float) -> list[str]:
+        now[0] = at
+        catalog.sweep()
+        return sorted(digest[0] for digest in catalog.store.digests())
+
+    assert left_at(0.0) == ["e", "f"]
+    with registry.reservation("f" * 64):
+        assert left_at(5.0) == ["e", "f"]
+    assert left_at(9.75) == ["e", "f"]
+    assert left_at(10.0) == ["f"], "one of them was needed meanwhile"
+    assert left_at(19.5) == ["f"] and left_at(19.75) == []
+
+
+def test_nothing_is_dropped_where_another_registry_may_need_it(
+    catalog: Catalog, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    database = Database(tmp_path / "other.db")
+    other = Catalog(Registry(SqliteStorage(database)), FileStore(tmp_path / "store"))
+    digest = _publish(other, tmp_path / "1").record.version.digest
+    assert catalog.sweep() == 0
+    _publish(catalog, tmp_path / "2")
+    catalog.withdraw("t1", "a")
+    assert other.store.exists(digest)
+    assert other.registry.registry in caplog.text
+    other.withdraw("t1", "a")
+    assert other.store.exists(digest), "who of them was last nobody knows"
+    (tmp_path / "store" / "claims" / other.registry.registry).unlink()
+    assert catalog.sweep() == 1 and not catalog.store.exists(digest)
+    database.close()
+
+
+class ClaimedMeanwhile(FileStore):
+    """While one registry sweeps it another begins to use it."""
+
+    def digests(self) -> Iterator[str]:
+        found = list(super().digests())
+        self.claim("another")
+        return iter(found)
+
+
+def test_a_registry_that_comes_while_a_store_is_swept_keeps_what_it_brings(
+    tmp_path: Path, open_storage: OpenStorage
+) -> None:
+    catalog = Catalog(Registry(open_storage()), ClaimedMeanwhile(tmp_path / "store"))
+    catalog.store.put("e" * 64, {"a": b"the other one's"})
+    catalog.sweep()
+    assert catalog.store.exists("e" * 64)
+
+
+def test_a_registry_that_has_lost_itself_drops_nothing(tmp_path: Path, redis_server: RedisServer) -> None:
+    """A Redis that was emptied refers to nothing."""
+    with closing(open_redis_storage(redis_server.url)) as storage:
+        catalog = Catalog(Registry(storage), FileStore(tmp_path / "store"))
+        digest = _publish(catalog, tmp_path / "1").record.version.digest
+        with redis_server.client() as client:
+            client.flushall()
+        with pytest.raises(StoreUnavailable, match="no registry any more"):
+            catalog.sweep()
+    with closing(open_redis_storage(redis_server.url)) as storage:
+        assert Catalog(Registry(storage), FileStore(tmp_path / "store")).sweep() == 0
+    assert catalog.store.exists(digest)
+
+
+def test_a_store_that_is_down_does_not_undo_a_deletion(
+    catalog: Catalog, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _publish(catalog, tmp_path / "1")
+    (tmp_path / "store" / "blobs").rename(tmp_path / "store" / "gone")
+    (tmp_path / "store" / "blobs").write_text("not a folder")
+    catalog.withdraw("t1", "a")
+    assert catalog.registry.list("t1") == [] and "stays until the next sweep" in caplog.text
+    caplog.clear()
+    with pytest.raises(StoreUnavailable):
+        _publish(catalog, tmp_path / "2", tensors=make_tensors(seed=1))
+    assert catalog.registry.list("t1") == []
+    assert not caplog.records, "it was asked to delete what it could not put, with the database locked"
+
+
+def test_an_upload_beside_deletions_of_the_same_weights_never_loses_its_blob(
+    catalog: Catalog, tmp_path: Path
+) -> None:
+    """The race that a plain reference count loses: counted zero, uploaded again, deleted."""
+
+    def churn(tenant: str) -> None:
+        for _ in range(15):
+            change = _publish(catalog, tmp_path / tenant, tenant)
+            if not catalog.store.exists(change.record.version.digest):
+                lost.append(tenant)
+            catalog.withdraw(tenant, "a")
+
+    lost: list[str] = []
+    threads = [threading.Thread(target=churn, args=(f"t{n}",)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert lost == []
+    assert list(catalog.store.digests()) == []

@@ -1,0 +1,329 @@
+"""The contract of the registry, wherever it is kept. What aliases do is `test_registry_aliases.py`'s."""
+
+import contextlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from slora_adapters.errors import (
+    AdapterNotFound,
+    BadAdapterName,
+    BadAlias,
+    StoreUnavailable,
+)
+from slora_adapters.peft.adapter import AdapterExtras
+from slora_adapters.registry.reference import check_adapter_name
+from slora_adapters.registry.registry import RESERVATION_S, AdapterDetails, Holdings, Registry, Rollout
+from slora_adapters.version import AdapterVersion
+from tests.adapters.registry_places import OpenStorage
+
+D1, D2, D3 = "1" * 64, "2" * 64, "3" * 64
+DETAILS = AdapterDetails(8, ("q_proj", "down_proj"), 4096, AdapterExtras("{{ m }}", '{"top_p": 1}'))
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def registry(open_storage: OpenStorage, clock: Clock) -> Registry:
+    return Registry(open_storage(), clock)
+
+
+def _v(tenant: str, digest: str = D1) -> AdapterVersion:
+    return AdapterVersion(tenant, digest)
+
+
+def test_each_push_is_a_version_and_the_bare_name_serves_the_newest(registry: Registry, clock: Clock) -> None:
+    first = registry.put("a", _v("t1"), DETAILS)
+    clock.now = 2000.0
+    other = AdapterDetails(4, ("o_proj",), 1, AdapterExtras())
+    second = registry.put("a", _v("t1", D2), other)
+    assert first.is_new and second.is_new
+    assert (
+        registry.get("t1", "a")
+        == registry.get("t1", "a@2")
+        == registry.get("t1", "a@latest")
+        == second.record
+    )
+    assert (second.record.version, second.record.details, second.record.number) == (_v("t1", D2), other, 2)
+    assert (second.record.named_at, second.record.created_at) == (1000.0, 2000.0)
+    assert registry.get("t1", "a@1") == first.record, "it is still there, as it was"
+    assert registry.versions("t1", "a") == [second.record, first.record]
+
+
+def test_pushing_the_newest_again_changes_nothing_and_says_so(registry: Registry, clock: Clock) -> None:
+    registry.put("a", _v("t1", D2), DETAILS)
+    first = registry.put("a", _v("t1"), DETAILS)
+    registry.roll_back("t1", "a", "latest")
+    clock.now = 2000.0
+    again = registry.put("a", _v("t1"), DETAILS)
+    assert not again.is_new and again.record == first.record
+    assert registry.get("t1", "a").number == 1, "a push that is tried again does not undo a rollback"
+    assert registry.put("a", _v("t1", D2), DETAILS).record.number == 3, (
+        "older weights again are newer than these"
+    )
+
+
+def test_holdings_are_all_versions_of_a_tenant_and_the_bytes_of_each_weights_once(registry: Registry) -> None:
+    assert registry.holdings("t1") == Holdings(0, {}) and registry.newest("t1", "a") is None
+    larger = replace(DETAILS, num_bytes=7 * DETAILS.num_bytes)
+    for name, digest, details in (("a", D1, DETAILS), ("a", D2, larger), ("b", D1, DETAILS)):
+        registry.put(name, _v("t1", digest), details)
+    registry.put("a", _v("t2", D2), larger)
+    assert registry.holdings("t1") == Holdings(3, {D1: DETAILS.num_bytes, D2: 7 * DETAILS.num_bytes})
+    registry.roll_back("t1", "a", "latest")
+    newest = registry.newest("t1", "a")
+    assert newest == registry.get("t1", "a@2") != registry.get("t1", "a")
+    registry.delete("t1", "a@2")
+    assert registry.newest("t1", "a") == registry.get("t1", "a@1")
+    assert registry.holdings("t1") == Holdings(2, {D1: DETAILS.num_bytes})
+
+
+def test_the_same_weights_with_another_template_are_another_version(registry: Registry) -> None:
+    registry.put("a", _v("t1"), DETAILS)
+    retold = replace(DETAILS, extras=AdapterExtras("{{ other }}"))
+    assert registry.put("a", _v("t1"), retold).record.number == 2
+    assert registry.get("t1", "a@1").details == DETAILS and registry.get("t1", "a").details == retold
+    assert registry.delete("t1", "a@1").orphaned == (), "the other version has these weights"
+
+
+def test_details_come_back_as_they_were_put(registry: Registry) -> None:
+    registry.put("a", _v("t1"), DETAILS)
+    assert registry.get("t1", "a").details == DETAILS
+
+
+def test_tenants_do_not_see_each_other(registry: Registry) -> None:
+    registry.put("a", _v("t1"), DETAILS)
+    registry.put("b", _v("t2"), DETAILS)
+    assert [rollout.label for rollout in registry.list("t1")] == ["a"]
+    with pytest.raises(AdapterNotFound) as foreign:
+        registry.get("t1", "b")
+    registry.delete("t2", "b")
+    with pytest.raises(AdapterNotFound) as absent:
+        registry.get("t1", "b")
+    assert str(foreign.value) == str(absent.value)
+    with pytest.raises(AdapterNotFound):
+        registry.delete("t2", "a")
+
+
+def test_a_version_is_orphaned_with_its_last_name_and_its_blob_with_the_last_tenant(
+    registry: Registry,
+) -> None:
+    for name, tenant in (("a", "t1"), ("b", "t1"), ("a", "t2")):
+        registry.put(name, _v(tenant), DETAILS)
+    assert registry.delete("t1", "a").orphaned == (), "b still stands for it"
+    last_of_t1 = registry.delete("t1", "b")
+    assert last_of_t1.orphaned == (_v("t1"),) and not last_of_t1.unreferenced, "t2 needs the bytes"
+    last = registry.delete("t2", "a")
+    assert last.orphaned == (_v("t2"),) and last.unreferenced == (D1,)
+
+
+def test_collect_drops_only_what_nobody_refers_to(registry: Registry) -> None:
+    dropped: list[str] = []
+    registry.put("a", _v("t1"), DETAILS)
+    assert not registry.collect(D1, dropped.append)
+    with registry.reservation(D2):
+        assert not registry.collect(D2, dropped.append)
+    assert registry.collect(D2, dropped.append)
+    registry.delete("t1", "a")
+    assert registry.collect(D1, dropped.append)
+    assert dropped == [D2, D1]
+
+
+def test_a_reservation_ends_with_its_put_or_its_block_or_its_time(registry: Registry, clock: Clock) -> None:
+    with registry.reservation(D1) as reservation:
+        registry.put("a", _v("t1"), DETAILS, reservation)
+    registry.delete("t1", "a")
+    assert registry.collect(D1, lambda digest: None)
+    with pytest.raises(KeyError), registry.reservation(D1):
+        raise KeyError
+    assert registry.collect(D1, lambda digest: None)
+    with registry.reservation(D1) as reservation:
+        clock.now += RESERVATION_S
+        assert registry.collect(D1, lambda digest: None), "its upload has crashed, as far as anybody knows"
+        with pytest.raises(StoreUnavailable, match="took too long"):
+            registry.put("a", _v("t1"), DETAILS, reservation)
+    assert registry.list("t1") == []
+
+
+def test_a_drop_that_fails_is_reported_and_changes_nothing(registry: Registry) -> None:
+    def fail(digest: str) -> None:
+        raise StoreUnavailable("down")
+
+    with pytest.raises(StoreUnavailable):
+        registry.collect(D1, fail)
+    registry.put("a", _v("t1"), DETAILS)
+
+
+@pytest.mark.parametrize("name", ["a", "0", "a.b_c-d", "x" * 128])
+def test_good_names_are_accepted(registry: Registry, name: str) -> None:
+    assert registry.put(check_adapter_name(name), _v("t1"), DETAILS).record.name == name
+
+
+@pytest.mark.parametrize("name", ["", "A", "-a", ".a", "a/b", "a b", "é", "a\n", "x" * 129, "a\0"])
+def test_bad_names_are_refused_with_the_rule(registry: Registry, name: str) -> None:
+    with pytest.raises(BadAdapterName, match="cannot be the name of an adapter: 1 to 128"):
+        registry.put(name, _v("t1"), DETAILS)
+
+
+def test_a_version_without_a_proper_digest_is_refused(registry: Registry) -> None:
+    with pytest.raises(ValueError, match="is not a digest"):
+        registry.put("a", _v("t1", "zz"), DETAILS)
+
+
+NAMES_SORTED = ["a", "a-b", "a.b", "a1", "a_b", "ab", "b"]
+
+
+def test_names_come_in_pages_behind_a_name_that_need_not_be_there(registry: Registry) -> None:
+    for name in reversed(NAMES_SORTED):
+        registry.put(name, _v("t1"), DETAILS)
+        registry.put(name, _v("t1", D2), DETAILS)
+        registry.move("t1", name, "zz", {1: 100})
+    registry.put("aa", _v("t2"), DETAILS)
+    registry.move("t1", "a", "latest", {1: 50, 2: 50})
+
+    def page(limit: int | None = None, after: str | None = None) -> list[str]:
+        return [one.label for one in registry.list("t1", limit=limit, after=after)]
+
+    assert page() == NAMES_SORTED
+    assert page(2) == ["a", "a-b"], "of two versions that a name serves each is not a name"
+    assert registry.list("t1", limit=1)[0].targets == {1: 50, 2: 50}
+    assert page(3, "a-b") == ["a.b", "a1", "a_b"] and page(after="a_b") == ["ab", "b"]
+    registry.delete("t1", "a-b", force=True)
+    assert page(3, "a-b") == ["a.b", "a1", "a_b"] and page(1, "a@zz") == ["a_b"]
+    assert page(3, "b") == [] and page(3, "") == ["a", "a.b", "a1"]
+
+
+def test_aliases_of_all_names_come_in_pages_by_name_and_alias(registry: Registry) -> None:
+    for name in ("a", "a-b"):
+        for digest in (D1, D2):
+            registry.put(name, _v("t1", digest), DETAILS)
+        for alias in ("canary", "prod"):
+            registry.move("t1", name, alias, {1: 50, 2: 50})
+
+    def page(limit: int | None = None, after: tuple[str, str] | None = None) -> list[str]:
+        return [one.label for one in registry.rollouts("t1", limit=limit, after=after)]
+
+    everything = ["a@canary", "a", "a@prod", "a-b@canary", "a-b", "a-b@prod"]
+    assert page() == everything and page(2) == everything[:2]
+    assert page(3, ("a", "latest")) == everything[2:5] and page(9, ("a", "prod")) == everything[3:]
+    registry.delete_alias("t1", "a", "prod")
+    assert page(1, ("a", "prod")) == ["a-b@canary"] and page(9, ("a-b", "prod")) == []
+    assert [one.label for one in registry.aliases("t1", "a")] == everything[:2]
+    assert registry.aliases("t1", "c") == registry.aliases("t2", "a") == []
+
+
+def test_versions_come_in_pages_newest_first(registry: Registry) -> None:
+    for number in range(1, 13):
+        registry.put("a", _v("t1", f"{number:064x}"), DETAILS)
+    registry.put("b", _v("t1"), DETAILS)
+
+    def page(limit: int | None = None, after: int | None = None) -> list[int]:
+        return [record.number for record in registry.versions("t1", "a", limit=limit, after=after)]
+
+    assert page() == list(range(12, 0, -1)) and page(2) == [12, 11] and page(2, 11) == [10, 9]
+    registry.delete("t1", "a@9")
+    assert page(2, 11) == [10, 8] and page(2, 9) == [8, 7]
+    assert page(2, 1) == [], "it is there; there are just none that are older"
+    with pytest.raises(AdapterNotFound):
+        registry.versions("t1", "c", limit=2, after=11)
+
+
+def test_another_process_sees_a_change_at_once(registry: Registry, open_storage: OpenStorage) -> None:
+    other = Registry(open_storage())
+    registry.put("a", _v("t1"), DETAILS)
+    assert other.get("t1", "a").version == _v("t1")
+    other.put("a", _v("t1", D2), DETAILS)
+    assert registry.get("t1", "a").version == _v("t1", D2)
+
+
+def test_of_many_puts_and_deletes_at_once_references_are_never_miscounted(registry: Registry) -> None:
+    def use(worker: int) -> None:
+        for turn in range(12):
+            registry.put(f"n{worker % 3}", _v(f"t{worker % 2}", (D1, D2)[turn % 2]), DETAILS)
+            with contextlib.suppress(AdapterNotFound):
+                registry.delete(f"t{worker % 2}", f"n{worker % 3}")
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(use, range(6)))
+    assert registry.list("t0") == registry.list("t1") == []
+    assert registry.collect(D1, lambda digest: None) and registry.collect(D2, lambda digest: None)
+
+
+def anything(wanted: Rollout, others: Sequence[Rollout]) -> None:
+    """May be pinned."""
+
+
+class Refused(Exception):
+    pass
+
+
+def nothing(wanted: Rollout, others: Sequence[Rollout]) -> None:
+    raise Refused
+
+
+def test_a_pin_stays_with_its_name_when_that_moves_and_goes_with_it(registry: Registry) -> None:
+    for tenant in ("t1", "t2"):
+        registry.put("a", _v(tenant), DETAILS)
+    assert registry.pin("t1", "a", anything) == registry.rollout("t1", "a")
+    moved = registry.put("a", _v("t1", D2), replace(DETAILS, packed_bytes=9999))
+    assert moved.moved_pin
+    (pinned,) = registry.pinned()
+    assert pinned == registry.rollout("t1", "a") and pinned.main == moved.record
+    assert not registry.rollout("t2", "a").pinned, "another tenant's name is another name"
+    assert registry.delete("t1", "a").moved_pin
+    assert registry.pinned() == []
+    registry.put("a", _v("t1"), DETAILS)
+    assert not registry.rollout("t1", "a").pinned, "it is a new name"
+
+
+def test_the_pin_of_an_alias_covers_all_that_it_points_at_and_not_what_the_name_serves(
+    registry: Registry,
+) -> None:
+    for digest in (D1, D2, D3):
+        registry.put("a", _v("t1", digest), DETAILS)
+    registry.move("t1", "a", "prod", {1: 90, 2: 10})
+    assert registry.pin("t1", "a@prod", anything).pinned
+    assert [sorted(one.records) for one in registry.pinned()] == [[1, 2]]
+    assert registry.roll_back("t1", "a", "latest").pinned is False
+    registry.move("t1", "a", "prod", {2: 100})
+    assert [sorted(one.records) for one in registry.pinned()] == [[2]]
+    assert not registry.put("a", _v("t1"), DETAILS).moved_pin
+    with pytest.raises(BadAlias, match="'a@1' is one version"):
+        registry.pin("t1", "a@1", anything)
+    assert registry.delete_alias("t1", "a", "prod").pinned and registry.pinned() == []
+
+
+def test_to_pin_or_unpin_twice_is_to_do_it_once(registry: Registry) -> None:
+    registry.put("a", _v("t1"), DETAILS)
+    assert not registry.unpin("t1", "a").pinned
+    assert registry.pin("t1", "a", anything) == registry.pin("t1", "a", nothing), "it is pinned already"
+    assert registry.unpin("t1", "a") == registry.unpin("t1", "a") == registry.rollout("t1", "a")
+    assert registry.pinned() == []
+
+
+def test_what_may_not_be_pinned_is_not(registry: Registry) -> None:
+    for tenant, name in (("t2", "c"), ("t1", "b"), ("t1", "a")):
+        registry.put(name, _v(tenant), DETAILS)
+    told: list[tuple[str, list[str]]] = []
+    for tenant, name in (("t2", "c"), ("t1", "b")):
+        registry.pin(tenant, name, lambda one, others: told.append((one.label, [o.label for o in others])))
+    assert told == [("c", []), ("b", ["c"])]
+    with pytest.raises(Refused):
+        registry.pin("t1", "a", nothing)
+    assert [rollout.label for rollout in registry.pinned()] == ["b", "c"]
+    with pytest.raises(AdapterNotFound):
+        registry.pin("t1", "c", anything)
+    with pytest.raises(AdapterNotFound):
+        registry.unpin("t1", "c")

@@ -1,0 +1,107 @@
+"""A rollout whose process is killed at any moment: what was acknowledged holds, and the rest happened whole or not."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from slora_adapters.peft.adapter import AdapterExtras
+from slora_adapters.registry.redis_storage import open_redis_storage
+from slora_adapters.registry.registry import AdapterDetails, Registry
+from slora_adapters.version import AdapterVersion
+from tests.adapters.registry_places import OpenStorage
+from tests.redis_server import RedisServer
+
+DETAILS = AdapterDetails(8, ("q_proj",), 4096, AdapterExtras())
+# Each round pushes version n, moves `prod` from n-1 to it and deletes n-1, and says so after each.
+ROLLOUT = """
+import sys
+from slora_adapters.peft.adapter import AdapterExtras
+from slora_adapters.database.database import Database
+from slora_adapters.registry.registry import AdapterDetails
+from slora_adapters.registry.registry_url import open_registry
+from slora_adapters.version import AdapterVersion
+
+registry = open_registry(sys.argv[2], Database(sys.argv[1]))
+details = AdapterDetails(8, ("q_proj",), 4096, AdapterExtras())
+for number in range(1, 10_000):
+    registry.put("voice", AdapterVersion("t", f"{number:064x}"), details)
+    print("pushed", number, flush=True)
+    before = {number - 1: 100} if number > 1 else {}
+    registry.move("t", "voice", "prod", {number: 100}, expected=before)
+    print("moved", number, flush=True)
+    if number > 1:
+        registry.delete("t", f"voice@{number - 1}")
+        print("deleted", number - 1, flush=True)
+"""
+
+
+@dataclass
+class Acknowledged:
+    """The last version that was pushed, moved to and deleted, as far as the rollout has said."""
+
+    pushed: int = 0
+    moved: int = 0
+    deleted: int = 0
+
+    def read(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            what, number = line.split()
+            setattr(self, what, int(number))
+
+
+def check(registry: Registry, acknowledged: Acknowledged) -> None:
+    numbers = {record.number for record in registry.versions("t", "voice")}
+    newest, oldest = max(numbers), min(numbers)
+    assert newest - acknowledged.pushed in (0, 1) and registry.get("t", "voice").number == newest
+    assert oldest - acknowledged.deleted in (1, 2) and numbers == set(range(oldest, newest + 1))
+    assert registry.holdings("t").num_versions == len(registry.holdings("t").sizes) == len(numbers)
+    for number in range(1, newest + 1):
+        assert registry.collect(f"{number:064x}", lambda digest: None) is (number not in numbers)
+    rollouts = {rollout.alias: rollout for rollout in registry.aliases("t", "voice")}
+    if acknowledged.moved:
+        (prod,) = rollouts["prod"].targets
+        assert prod in numbers and prod - acknowledged.moved in (0, 1)
+        registry.move("t", "voice", "prod", {newest: 100}, expected={prod: 100})
+    registry.delete("t", "voice", force=True)
+    assert registry.rollouts("t") == []
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 17, 60])
+def test_a_rollout_that_is_killed_leaves_what_it_acknowledged_and_nothing_half_done(
+    open_storage: OpenStorage, num_steps: int
+) -> None:
+    registry = Registry(open_storage())
+    acknowledged = Acknowledged()
+    command = [sys.executable, "-P", "-c", ROLLOUT, *open_storage.arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        acknowledged.read(islice(process.stdout, num_steps))
+        process.send_signal(signal.SIGKILL)
+        acknowledged.read(process.stdout)  # what it said before it died
+    # What it had sent, a Redis may do only now.
+    registry.put("last", AdapterVersion("other", "f" * 64), DETAILS)
+    check(registry, acknowledged)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 17, 60])
+def test_a_redis_that_is_killed_under_a_rollout_keeps_what_it_acknowledged(
+    redis_server: RedisServer, tmp_path: Path, num_steps: int
+) -> None:
+    acknowledged = Acknowledged()
+    command = [sys.executable, "-P", "-c", ROLLOUT, str(tmp_path / "unused.db"), redis_server.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        acknowledged.read(islice(process.stdout, num_steps))
+        redis_server.kill()
+        acknowledged.read(process.stdout)
+        assert "StoreUnavailable" in process.stderr.read()
+    redis_server.start()
+    storage = open_redis_storage(redis_server.url)
+    check(Registry(storage), acknowledged)
+    storage.close()

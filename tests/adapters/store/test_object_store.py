@@ -1,0 +1,503 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from threading import Barrier, Event
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+
+from slora_adapters.errors import AdapterNotFound, StoreUnavailable, StoreUnfit
+from slora_adapters.store import object_store
+from slora_adapters.store.object_blob import RANGE_BYTES
+from slora_adapters.store.object_store import LEFTOVER_AGE_S, UPLOAD_LIMIT_S, ObjectStore
+from slora_adapters.store.store_url import open_store
+from tests.adapters.blobs import read_members
+from tests.support.shared_files import SharedFiles
+
+DIGEST, OTHER = "ab" * 32, "cd" * 32
+OLD = {"a": b"old" * 5, "b": b"y" * 1000}
+NEW = {"a": b"new" * 5, "b": b"x" * 1000}
+
+
+class Clock:
+    """A day of the tests' own."""
+
+    now = 1.8e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Faulty(SharedFiles):
+    """before: called with the name of each operation and its path, and may raise. is_hidden: from listings, by path."""
+
+    cachable = False
+    before: Callable[[str, str], None] = staticmethod(lambda _operation, _path: None)
+    is_hidden: Callable[[str], bool] = staticmethod(lambda _path: False)
+
+    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
+        self.before("write", path)
+        super().pipe_file(path, value, **kwargs)
+
+    def cat_file(self, path: str, **kwargs: Any) -> bytes:
+        self.before("read", path)
+        return super().cat_file(path, **kwargs)
+
+    def ls(self, path: str, detail: bool = False, **kwargs: Any) -> list[Any]:
+        self.before("list", path)
+        found = super().ls(path, detail=True, **kwargs)
+        return [entry if detail else entry["name"] for entry in found if not self.is_hidden(entry["name"])]
+
+    def rm_file(self, path: str) -> None:
+        self.before("remove", path)
+        super().rm_file(path)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def filesystem() -> Faulty:
+    return Faulty()
+
+
+@pytest.fixture
+def store(tmp_path: Path, filesystem: Faulty, clock: Clock) -> Iterator[ObjectStore]:
+    store = ObjectStore(filesystem, str(tmp_path / "objects"), scheme="shared", clock=clock)
+    store.prepare()
+    yield store
+    store.close()
+
+
+def _objects(root: Path) -> list[str]:
+    """All that lies there, but for what says that there is a store."""
+    paths = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
+    return sorted(str(path) for path in paths if path.name != "slora-store")
+
+
+def _content(store: ObjectStore, digest: str = DIGEST) -> dict[str, bytes] | None:
+    try:
+        found = read_members(store, digest)
+    except AdapterNotFound:
+        found = None
+    assert store.exists(digest) == (found is not None) == (digest in list(store.digests()))
+    return found
+
+
+def test_what_was_put_and_deleted_leaves_nothing_but_the_last_upload(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    for members in (OLD, NEW, OLD):
+        store.put(DIGEST, members)
+    assert len(_objects(tmp_path / "objects")) == 3, "two members, and that they are all"
+    store.delete(DIGEST)
+    assert _objects(tmp_path / "objects") == []
+
+
+# Dies at the n-th operation on the file system (audit events of Python) within the call that argv names.
+DIES = """
+import os, signal, sys
+from slora_adapters.store.store_url import open_store
+from tests.support import shared_files
+store = open_store(sys.argv[1])
+left = int(sys.argv[3])
+def count(event, arguments):
+    global left
+    if event in ("open", "os.mkdir", "os.remove", "os.scandir"):
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(count)
+if sys.argv[2] == "put":
+    store.put("ab" * 32, {"a": b"new" * 5, "b": b"x" * 1000})
+else:
+    store.delete("ab" * 32)
+left = 1 << 60
+print("survived")
+"""
+
+
+def _run_and_die(url: str, call: str, after: int) -> bool:
+    """Whether the process got through the call."""
+    command = [sys.executable, "-P", "-c", DIES, url, call, str(after)]
+    environment = {"PYTHONPATH": os.pathsep.join(("adapters", "kernels", "."))}
+    result = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert result.returncode in (0, -signal.SIGKILL), result.stderr.decode()
+    return b"survived" in result.stdout
+
+
+@pytest.mark.parametrize("call", ["new", "replacing", "delete"])
+def test_a_process_killed_at_any_point_leaves_a_whole_blob_or_none_and_nothing_for_long(
+    tmp_path: Path, call: str
+) -> None:
+    clock = Clock()
+    for after in range(100):
+        root = tmp_path / str(after)
+        store = ObjectStore(SharedFiles(), str(root), scheme="shared", clock=clock)
+        store.prepare()
+        if call != "new":
+            store.put(DIGEST, OLD)
+        survived = _run_and_die(f"shared://{root}", "delete" if call == "delete" else "put", after)
+        found = _content(store)
+        store.close()
+        if survived:
+            assert found == (None if call == "delete" else NEW)
+        else:
+            assert found in {"new": (None, NEW), "replacing": (OLD, NEW), "delete": (OLD, None)}[call]
+        clock.now += LEFTOVER_AGE_S * 400  # beyond the dead process's own clock, too
+        again = ObjectStore(SharedFiles(), str(root), scheme="shared", clock=clock)
+        again.prepare()
+        assert len(_objects(root)) == (0 if found is None else 3), "what the dead left is removed"
+        assert _content(again) == found
+        again.close()
+        if survived:
+            break
+    assert survived and after >= 5
+
+
+def test_what_a_dead_writer_left_is_removed_by_the_next_upload_once_it_is_old(
+    store: ObjectStore, filesystem: Faulty, clock: Clock, tmp_path: Path
+) -> None:
+    def die(operation: str, path: str) -> None:
+        if operation == "remove" or "/done." in path:
+            raise ConnectionError("gone")
+
+    filesystem.before = die
+    with pytest.raises(StoreUnavailable, match=r"shared:// store .*: ConnectionError: gone"):
+        store.put(DIGEST, OLD)
+    filesystem.before = Faulty.before
+    left = _objects(tmp_path / "objects")
+    assert len(left) == 3 and _content(store) is None
+    clock.now += LEFTOVER_AGE_S - 2
+    store.put(OTHER, NEW)
+    assert set(left) <= set(_objects(tmp_path / "objects")), "its writer may still live"
+    clock.now += 4
+    store.put(OTHER, NEW)
+    assert len(_objects(tmp_path / "objects")) == 3 and _content(store, OTHER) == NEW
+
+
+def test_an_upload_that_fails_leaves_a_note_for_a_while_and_nothing_else(
+    store: ObjectStore, filesystem: Faulty, clock: Clock, tmp_path: Path
+) -> None:
+    store.put(DIGEST, OLD)
+    before = _objects(tmp_path / "objects")
+    refused, written = Event(), Event()
+    for failures, fails in enumerate((".a", "done."), 1):
+
+        def refuse(operation: str, path: str, fails: str = fails) -> None:
+            name = Path(path).name
+            if operation == "write" and (name.endswith(fails) or name.startswith(fails)):
+                refused.set()
+                raise OSError("no room")
+            if operation == "write" and name.endswith(".b") and fails == ".a":
+                refused.wait(60)
+                time.sleep(0.05)  # still under way when the other has failed
+                written.set()
+
+        filesystem.before = refuse
+        with pytest.raises(StoreUnavailable, match="no room"):
+            store.put(DIGEST, NEW)
+        assert written.is_set(), "all writes have ended before anything is removed"
+        filesystem.before = Faulty.before
+        left = set(_objects(tmp_path / "objects")).difference(before)
+        assert len(left) == failures and all(path.startswith("begun/") for path in left)
+        assert _content(store) == OLD
+    with pytest.raises(StoreUnavailable, match="nowhere"):
+        store.put(DIGEST, {"a": tmp_path / "nowhere"})
+    clock.now += LEFTOVER_AGE_S + 2
+    store.put(OTHER, OLD)
+    store.delete(OTHER)
+    assert _objects(tmp_path / "objects") == before
+
+
+def test_a_writer_gives_up_before_its_upload_could_be_taken_for_left_over(
+    store: ObjectStore, filesystem: Faulty, clock: Clock, tmp_path: Path
+) -> None:
+    def sleep(operation: str, path: str) -> None:
+        if operation == "write" and path.endswith(".b"):
+            clock.now += UPLOAD_LIMIT_S + 2
+
+    filesystem.before = sleep
+    with pytest.raises(StoreUnavailable, match=f"more than {UPLOAD_LIMIT_S} s"):
+        store.put(DIGEST, OLD)
+    assert not any(path.startswith("blobs/") for path in _objects(tmp_path / "objects"))
+
+
+def test_an_upload_that_lost_a_member_is_no_blob(store: ObjectStore, tmp_path: Path) -> None:
+    """As after a writer that slept for a day before its last word."""
+    store.put(DIGEST, OLD)
+    member = next((tmp_path / "objects").rglob("*.b"))
+    member.write_bytes(b"short")
+    assert _content(store) is None
+    member.unlink()
+    assert _content(store) is None
+    store.put(DIGEST, NEW)
+    assert _content(store) == NEW
+
+
+def test_a_listing_in_which_something_is_missing_is_taken_again(
+    store: ObjectStore, filesystem: Faulty
+) -> None:
+    """Of files, one that is taken while others come and go may show a mark without its members."""
+    store.put(DIGEST, OLD)
+    misses = iter([True, True])
+    filesystem.is_hidden = lambda path: path.endswith(".b") and next(misses, False)
+    assert store.exists(DIGEST)
+    assert next(misses, None) is None
+
+
+def test_a_put_that_no_listing_shows_has_failed(
+    store: ObjectStore, filesystem: Faulty, tmp_path: Path
+) -> None:
+    store.put(DIGEST, OLD)
+    before = set(_objects(tmp_path / "objects"))
+    filesystem.is_hidden = lambda path: "/done.2." in path
+    with pytest.raises(StoreUnfit, match="does not list what was just written"):
+        store.put(DIGEST, NEW)
+    assert _content(store) == OLD and before <= set(_objects(tmp_path / "objects"))
+
+
+def test_a_deletion_takes_what_a_replacing_writer_should_have_removed(
+    store: ObjectStore, filesystem: Faulty, tmp_path: Path
+) -> None:
+    store.put(DIGEST, OLD)
+
+    def die(operation: str, _path: str) -> None:
+        if operation == "remove":
+            raise ConnectionError("gone")
+
+    filesystem.before = die
+    with pytest.raises(StoreUnavailable, match="gone"):
+        store.put(DIGEST, NEW)
+    filesystem.before = Faulty.before
+    assert len(list((tmp_path / "objects").rglob("done.*"))) == 2
+    store.delete(DIGEST)
+    assert _content(store) is None
+    assert not any(path.startswith("blobs/") for path in _objects(tmp_path / "objects"))
+
+
+def test_a_reader_whose_blob_is_replaced_under_its_hands_gets_the_new_one(
+    store: ObjectStore, filesystem: Faulty
+) -> None:
+    store.put(DIGEST, OLD)
+
+    def replace(operation: str, path: str) -> None:
+        if operation == "read" and path.endswith(".b"):
+            filesystem.before = Faulty.before
+            store.put(DIGEST, NEW)
+
+    filesystem.before = replace
+    assert _content(store) == NEW
+
+
+ONE, TWO = {"a": b"one", "b": b"1"}, {"a": b"two", "b": b"22"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "outcomes"),
+    [
+        (lambda store: store.put(DIGEST, ONE), lambda store: store.put(DIGEST, TWO), (ONE, TWO)),
+        (lambda store: store.put(DIGEST, ONE), lambda store: store.delete(DIGEST), (ONE, None)),
+        (lambda store: store.delete(DIGEST), lambda store: store.put(DIGEST, TWO), (TWO, None)),
+        (lambda store: store.delete(DIGEST), lambda store: store.delete(DIGEST), (None,)),
+        (lambda store: read_members(store, DIGEST), lambda store: store.put(DIGEST, TWO), (TWO,)),
+    ],
+    ids=["put-put", "put-delete", "delete-put", "delete-delete", "read-put"],
+)
+@pytest.mark.parametrize("existing", [False, True], ids=["new", "replacing"])
+def test_what_two_do_at_once_leaves_one_whole_blob_or_none_and_no_rest(
+    tmp_path: Path,
+    first: Callable[[ObjectStore], object],
+    second: Callable[[ObjectStore], object],
+    outcomes: tuple[dict[str, bytes] | None, ...],
+    existing: bool,
+) -> None:
+    """The second does all that it does within one step of the first, at each step."""
+    for after in range(100):
+        root = tmp_path / str(after)
+        filesystem = Faulty()
+        store, other = (
+            ObjectStore(one, str(root), scheme="shared", clock=Clock()) for one in (filesystem, Faulty())
+        )
+        store.prepare()
+        if existing:
+            store.put(DIGEST, OLD)
+        left = after
+
+        def interrupt(_operation: str, _path: str, filesystem: Faulty = filesystem, other=other) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                filesystem.before = Faulty.before
+                second(other)
+
+        filesystem.before = interrupt
+        with suppress(AdapterNotFound):
+            first(store)
+        filesystem.before = Faulty.before
+        if left < 0:
+            found = _content(store)
+            assert found in outcomes
+            assert len(_objects(root)) == (0 if found is None else 3)
+        store.close()
+        other.close()
+        if left >= 0:
+            break
+    assert left >= 0 and after >= 2
+
+
+def test_a_put_that_another_overtakes_leaves_the_later_one(
+    store: ObjectStore, filesystem: Faulty, tmp_path: Path
+) -> None:
+    """The first takes its turn, then two others come and go; it must not take their place, nor remove what is last."""
+
+    def overtake(operation: str, path: str) -> None:
+        if operation == "write" and path.endswith(".b"):
+            filesystem.before = Faulty.before
+            store.put(DIGEST, OLD)
+            store.put(DIGEST, NEW)
+
+    filesystem.before = overtake
+    store.put(DIGEST, {"a": b"overtaken", "b": b"overtaken"})
+    assert _content(store) == NEW
+    assert len(_objects(tmp_path / "objects")) == 3
+
+
+def test_a_large_member_is_read_in_ranges_side_by_side(store: ObjectStore, filesystem: Faulty) -> None:
+    content = os.urandom(RANGE_BYTES * 2 + 1)
+    store.put(DIGEST, {"a": content})
+    together = Barrier(3, timeout=60)  # broken if one range waits for another
+
+    def meet(operation: str, path: str) -> None:
+        if operation == "read" and path.endswith(".a"):
+            together.wait()
+
+    filesystem.before = meet
+    assert read_members(store, DIGEST)["a"] == content
+
+
+def test_too_few_bytes_are_an_error_and_no_adapter(store: ObjectStore, tmp_path: Path) -> None:
+    store.put(DIGEST, OLD)
+
+    def shrink(operation: str, path: str) -> None:
+        if operation == "read" and path.endswith(".b"):
+            Path(path).write_bytes(b"y")
+
+    store._filesystem.before = shrink
+    with pytest.raises(StoreUnavailable, match=r"1 bytes came of bytes 0 to 1000 of '.*b'"):
+        read_members(store, DIGEST)
+
+
+def test_a_sweep_does_a_few_at_a_time(store: ObjectStore, clock: Clock, tmp_path: Path) -> None:
+    notes = tmp_path / "objects" / "begun"
+    for number in range(object_store._MAX_SWEPT + 3):
+        (notes / f"{int(clock.now):08x}{number:032x}.{DIGEST}").write_bytes(b"")
+    clock.now += LEFTOVER_AGE_S + 2
+    store.put(OTHER, OLD)
+    assert len(list(notes.iterdir())) == 3
+
+
+def test_what_others_left_in_the_folders_is_not_taken_for_ours(store: ObjectStore, tmp_path: Path) -> None:
+    store.put(DIGEST, OLD)
+    for path in (
+        f"blobs/ab/{DIGEST}/README",
+        f"blobs/ab/{DIGEST}/done.1",
+        "blobs/ab/x/y",
+        "blobs/z",
+        "begun/z",
+    ):
+        (tmp_path / "objects" / path).parent.mkdir(exist_ok=True)
+        (tmp_path / "objects" / path).write_bytes(b"")
+    assert _content(store) == OLD
+    store.delete(DIGEST)
+    assert _content(store) is None
+
+
+def test_no_secret_is_in_an_error_nor_in_its_traceback(tmp_path: Path) -> None:
+    filesystem = Faulty(secret="s3cr3t+", client_kwargs={"aws_session_token": "t0ken"})
+    store = ObjectStore(filesystem, str(tmp_path), scheme="shared", secrets=("passw0rd",))
+
+    def refuse(_operation: str, _path: str) -> None:
+        raise OSError(
+            "passw0rd, s3cr3t+ and t0ken: https://me:other1@host/x?sig=other2 'sftp://you:other3@h'"
+        )
+
+    filesystem.before = refuse
+    with pytest.raises(StoreUnavailable) as caught:
+        store.exists(DIGEST)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "***, *** and ***: https://***@host/x?*** 'sftp://***@h'" in shown
+    assert not any(secret in shown for secret in ("passw0rd", "s3cr3t", "t0ken", "other"))
+    store.close()
+
+
+def test_a_url_brings_its_secrets_and_a_filesystem_of_our_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Guarded(Faulty):
+        protocol = ("guarded",)
+        cachable = True
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return path.removeprefix("guarded://me:pass%20word@host")
+
+        @staticmethod
+        def before(_operation: str, _path: str) -> None:
+            raise PermissionError("pass%20word and pass word are wrong")
+
+    fsspec.register_implementation("guarded", Guarded, clobber=True)
+    others = fsspec.filesystem("guarded")
+    with pytest.raises(StoreUnfit, match=r"guarded:// store: PermissionError: \*\*\* and \*\*\* are wrong"):
+        open_store(f"guarded://me:pass%20word@host{tmp_path}")
+    assert others.dircache.use_listings_cache
+
+
+def test_a_filesystem_that_goes_on_remembering_listings_is_refused(tmp_path: Path) -> None:
+    store = ObjectStore(
+        AsyncFileSystemWrapper(SharedFiles(skip_instance_cache=True)), str(tmp_path), scheme="far"
+    )
+    with pytest.raises(StoreUnfit, match="does not list what was just written"):
+        store.prepare()
+    store.close()
+
+
+class Bucket(Faulty):
+    """Where there are no folders, and no such bucket."""
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path
+
+    def before(self, operation: str, path: str) -> None:
+        raise FileNotFoundError(f"bucket {path.split('/')[0]!r} does not exist")
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        raise AssertionError("nobody asked for a bucket")
+
+
+def test_a_bucket_that_is_not_there_is_refused_and_not_made() -> None:
+    store = ObjectStore(Bucket(), "nobodys/folder", scheme="s3")
+    with pytest.raises(
+        StoreUnfit, match=r"nothing can be kept in the s3:// store: .*'nobodys' does not exist"
+    ):
+        store.prepare()
+    store.close()
+
+
+def test_a_scheme_whose_package_is_missing_says_which() -> None:
+    fsspec.register_implementation(
+        "faraway", "no_such_package.Files", clobber=True, errtxt="Install no-such-package"
+    )
+    with pytest.raises(ValueError, match=r"faraway:// .* slora.objects.: Install no-such-package"):
+        open_store("faraway://bucket")

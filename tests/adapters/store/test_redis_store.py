@@ -1,0 +1,196 @@
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slora_adapters.errors import AdapterNotFound, StoreUnavailable, StoreUnfit
+from slora_adapters.store.redis_blob import CHUNK_BYTES
+from slora_adapters.store.redis_store import UPLOAD_EXPIRY_S, WARM_EXPIRY_S, open_redis_store
+from slora_adapters.store.store_url import open_store
+from slora_adapters.store.tiered_store import TieredStore
+from tests.adapters.blobs import read_member, read_members
+from tests.redis_server import DURABLE, RedisServer
+
+DIGEST = "ab" * 32
+OTHER_DIGEST = "cd" * 32
+BIG = os.urandom(CHUNK_BYTES * 2 + 5)
+
+
+def test_what_was_put_survives_the_death_of_redis(redis_server: RedisServer) -> None:
+    store = open_store(redis_server.url)
+    store.put(DIGEST, {"a": b"small", "b": BIG})
+    redis_server.kill()
+    redis_server.start()
+    assert read_members(store, DIGEST) == {"a": b"small", "b": BIG}
+    store.close()
+
+
+def test_what_was_put_while_the_disk_is_busy_survives_the_death_of_redis(redis_server: RedisServer) -> None:
+    """While an fsync goes on, Redis answers before it has written: an answer alone means nothing."""
+    store = open_store(redis_server.url)
+    with redis_server.client() as client, redis_server.stalled_fsync():
+        store.put(OTHER_DIGEST, {"a": b"the first write asks for an fsync"})
+        while not client.info("persistence")["aof_pending_bio_fsync"]:
+            time.sleep(0.01)
+        client.set("unwritten", "x")
+        assert client.info("persistence")["aof_buffer_length"] > 0
+        store.put(DIGEST, {"a": b"small"})
+        redis_server.kill()
+    redis_server.start()
+    assert read_members(store, DIGEST)["a"] == b"small"
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "'appendonly yes' .it is no."),
+        (
+            ("--appendonly", "yes", "--maxmemory-policy", "allkeys-lru"),
+            "'maxmemory-policy noeviction' .it is allkeys-lru.",
+        ),
+        (("--appendonly", "yes", "--appendfsync", "no"), "'appendfsync everysec' or 'always'"),
+    ],
+)
+def test_a_redis_that_could_lose_adapters_is_refused_as_the_only_store(
+    make_redis: Callable[..., RedisServer], options: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(StoreUnfit, match=message):
+        open_store(make_redis(*options).url)
+
+
+def test_a_durable_redis_that_does_not_answer_is_unavailable(redis_server: RedisServer) -> None:
+    store = open_store(redis_server.url)
+    redis_server.kill()
+    for call in (store.check, lambda: store.open(DIGEST), lambda: store.put(DIGEST, {"a": b""})):
+        with pytest.raises(StoreUnavailable):
+            call()
+    with pytest.raises(StoreUnavailable):
+        open_store(redis_server.url)
+    store.close()
+
+
+def test_a_warm_copy_expires_and_each_use_gives_it_a_new_life(make_redis: Callable[..., RedisServer]) -> None:
+    server = make_redis()
+    store = open_redis_store(server.url, durable=False)
+    store.put(DIGEST, {"b": BIG})
+    with server.client() as client:
+        for key in client.keys("*"):
+            assert WARM_EXPIRY_S - 60 < client.ttl(key) <= WARM_EXPIRY_S
+            client.expire(key, 100)
+        store.open(DIGEST).close()
+        assert all(client.ttl(key) > 1000 for key in client.keys("*"))
+        client.delete(next(key for key in client.keys("*") if b":c:" in key))
+    with closing(store.open(DIGEST)) as blob, pytest.raises(AdapterNotFound):
+        read_member(blob, "b")
+    store.close()
+
+
+def test_a_durable_blob_never_expires_and_a_replaced_one_leaves_no_chunks(redis_server: RedisServer) -> None:
+    store = open_store(redis_server.url)
+    store.put(DIGEST, {"b": BIG})
+    store.put(DIGEST, {"b": BIG[::-1]})
+    with redis_server.client() as client:
+        assert len(client.keys("*")) == 1 + 3
+        assert {client.ttl(key) for key in client.keys("*")} == {-1}
+        store.delete(DIGEST)
+        assert client.keys("*") == []
+    store.close()
+
+
+def test_a_deletion_that_comes_late_takes_only_the_copy_that_it_meant(redis_server: RedisServer) -> None:
+    """What a dead server has sent may reach Redis when others have uploaded the same again."""
+    with closing(open_redis_store(redis_server.url, durable=True)) as store:
+        store.put(DIGEST, {"a": b"old"})
+        script = store._delete
+
+        def come_late(**call: Any) -> None:
+            store.put(DIGEST, {"a": b"new"})
+            script(**call)
+
+        store._delete = come_late  # type: ignore[assignment]
+        store.delete(DIGEST)
+        assert read_members(store, DIGEST) == {"a": b"new"}
+        store._delete = script
+        store.delete(DIGEST)
+        assert not store.exists(DIGEST)
+        with redis_server.client() as client:
+            assert client.keys("slora:{*") == []
+
+
+def test_no_warm_tier_ever_harms_a_durable_blob_in_the_same_redis(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """It may be another host's warm tier, which copies, replaces, distrusts and deletes the same adapter."""
+    durable = open_store(redis_server.url)
+    durable.put(DIGEST, {"a": b"durable"})
+    with (
+        closing(open_store(str(tmp_path), redis_server.url)) as other,
+        redis_server.client() as client,
+    ):
+        assert isinstance(other, TieredStore)
+        mine = set(client.keys("*"))
+
+        def expect_mine_whole() -> None:
+            assert read_members(durable, DIGEST) == {"a": b"durable"}
+            assert {client.ttl(key) for key in mine} == {-1}
+
+        for change in (
+            lambda: other.put(DIGEST, {"a": b"another's"}),
+            lambda: other.distrust(DIGEST),
+            lambda: read_members(other, DIGEST),
+            lambda: other.delete(DIGEST),
+        ):
+            change()
+            other.drain()
+            expect_mine_whole()
+        other.put(DIGEST, {"a": b"another's"})
+        other.drain()
+        assert len(client.keys("*")) > len(mine), "it did keep a copy of its own"
+        assert list(durable.digests()) == list(other.warm.digests()) == [DIGEST]
+        durable.delete(DIGEST)
+        assert read_members(other, DIGEST) == {"a": b"another's"}
+    durable.close()
+
+
+def test_the_store_again_as_its_warm_tier_is_no_tier(redis_server: RedisServer) -> None:
+    with closing(open_store(redis_server.url, redis_server.url)) as store, redis_server.client() as client:
+        assert store.tiers == ("redis",)
+        store.put(DIGEST, {"a": b"once"})
+        assert len(client.keys("*")) == 2
+
+
+def _put_and_die(url: str) -> None:
+    """Dies between the last chunk and the commit."""
+    store = open_redis_store(url, durable=True)
+    store._commit = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
+    store.put(DIGEST, {"b": BIG})
+
+
+def test_an_upload_that_dies_is_never_seen_and_expires(redis_server: RedisServer) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_put_and_die, args=(redis_server.url,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    store = open_store(redis_server.url)
+    assert not store.exists(DIGEST) and list(store.digests()) == []
+    with redis_server.client() as client:
+        keys = client.keys("*")
+        assert len(keys) == 3 and all(0 < client.ttl(key) <= UPLOAD_EXPIRY_S for key in keys)
+    store.close()
+
+
+def test_a_full_redis_refuses_an_upload_and_keeps_what_it_has(make_redis: Callable[..., RedisServer]) -> None:
+    server = make_redis(*DURABLE, "--maxmemory", "14mb")
+    store = open_store(server.url)
+    store.put(DIGEST, {"a": b"small"})
+    with pytest.raises(StoreUnavailable, match="maxmemory"):
+        store.put(OTHER_DIGEST, {"b": BIG + BIG})
+    assert read_members(store, DIGEST)["a"] == b"small"
+    store.close()

@@ -1,0 +1,550 @@
+"""One contract, every store."""
+
+import os
+import random
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from slora_adapters.errors import AdapterNotFound, StoreUnavailable
+from slora_adapters.store.object_blob import RANGE_BYTES
+from slora_adapters.store.object_store import ObjectStore
+from slora_adapters.store.redis_blob import CHUNK_BYTES
+from slora_adapters.store.redis_store import open_redis_store
+from slora_adapters.store.store import Store
+from slora_adapters.store.store_url import open_store
+from slora_adapters.store.tiered_store import TieredStore
+from tests.adapters.blobs import read_members
+from tests.redis_server import DURABLE
+from tests.support import shared_files
+
+assert shared_files  # it registers shared://
+DIGEST, OTHER = "ab" * 32, "cd" * 32
+BIG = secrets.token_bytes(CHUNK_BYTES + RANGE_BYTES + 17)  # three chunks, two ranges
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a store is. open: opens it, also a second time, as another process would; lose: takes it away.
+
+    urls: what another process needs for `open_store`, if one can. mixes: members may come from several puts.
+    """
+
+    open: Callable[[], Store]
+    lose: Callable[[], None]
+    urls: tuple[str, ...] = ()
+    mixes: bool = False
+
+
+class RacelessMemory(MemoryFileSystem):
+    """fsspec's, which stumbles over a file that goes while it lists them; with a memory of its own."""
+
+    cachable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store: dict[str, Any] = {}
+        self.pseudo_dirs = [""]
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        while True:
+            try:
+                return super().ls(path, detail, **kwargs)
+            except KeyError:
+                continue
+
+
+def _at(url: str, lose: Callable[[], None], *, mixes: bool = False) -> Place:
+    return Place(lambda: open_store(url), lose, (url,), mixes)
+
+
+def _file(tmp_path: Path, make_redis) -> Place:
+    return _at(f"file://{tmp_path}/store", lambda: shutil.rmtree(tmp_path / "store"), mixes=True)
+
+
+def _redis(tmp_path: Path, make_redis) -> Place:
+    server = make_redis(*DURABLE)
+    return _at(server.url, server.kill)
+
+
+def _redis_tcp(tmp_path: Path, make_redis) -> Place:
+    server = make_redis(*DURABLE)
+    return _at(server.tcp_url, server.kill)
+
+
+def _warm_redis(tmp_path: Path, make_redis) -> Place:
+    server = make_redis()
+    return Place(lambda: open_redis_store(server.url, durable=False), server.kill)
+
+
+def _objects(tmp_path: Path, make_redis) -> Place:
+    return _at(f"shared://{tmp_path}/objects", lambda: shutil.rmtree(tmp_path / "objects"))
+
+
+def _memory_objects(tmp_path: Path, make_redis) -> Place:
+    filesystem = RacelessMemory()
+
+    def open_again() -> Store:
+        store = ObjectStore(filesystem, "/a bucket/with a folder", scheme="memory")
+        store.prepare()
+        return store
+
+    return Place(open_again, filesystem.store.clear)
+
+
+def _asynchronous_objects(tmp_path: Path, make_redis) -> Place:
+    """As most filesystems of objects are: coroutines on a loop that all threads share."""
+    filesystem = AsyncFileSystemWrapper(LocalFileSystem())
+    root = tmp_path / "objects"
+
+    def open_again() -> Store:
+        store = ObjectStore(filesystem, str(root), scheme="shared")
+        store.prepare()
+        return store
+
+    return Place(open_again, lambda: shutil.rmtree(root))
+
+
+def _tiered(durable: Place, warm: str) -> Place:
+    return Place(
+        lambda: open_store(durable.urls[0], warm), durable.lose, (*durable.urls, warm), mixes=durable.mixes
+    )
+
+
+def _tiered_file(tmp_path: Path, make_redis) -> Place:
+    return _tiered(_file(tmp_path, make_redis), make_redis().url)
+
+
+def _tiered_without_its_warm_tier(tmp_path: Path, make_redis) -> Place:
+    server = make_redis()
+    server.kill()
+    return _tiered(_file(tmp_path, make_redis), server.url)
+
+
+def _tiered_objects(tmp_path: Path, make_redis) -> Place:
+    return _tiered(_objects(tmp_path, make_redis), make_redis().url)
+
+
+KINDS = [
+    _file,
+    _redis,
+    _redis_tcp,
+    _warm_redis,
+    _objects,
+    _memory_objects,
+    _asynchronous_objects,
+    _tiered_file,
+    _tiered_without_its_warm_tier,
+    _tiered_objects,
+]
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__.strip("_"))
+def place(request: pytest.FixtureRequest, tmp_path: Path, make_redis: Callable) -> Place:
+    return request.param(tmp_path, make_redis)
+
+
+@pytest.fixture
+def store(place: Place) -> Iterator[Store]:
+    store = place.open()
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def second(place: Place, store: Store) -> Iterator[Store]:
+    """The same store, as another process sees it."""
+    second = place.open()
+    yield second
+    second.close()
+
+
+def _content(store: Store, digest: str = DIGEST) -> dict[str, bytes]:
+    return read_members(store, digest)
+
+
+def _drain(store: Store) -> None:
+    if isinstance(store, TieredStore):
+        store.drain()
+
+
+def _assert_absent(store: Store, digest: str = DIGEST) -> None:
+    assert not store.exists(digest) and digest not in list(store.digests())
+    with pytest.raises(AdapterNotFound, match=digest[:12]):
+        store.open(digest)
+
+
+def test_what_was_put_is_fetched_byte_for_byte(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "big").write_bytes(BIG)
+    (tmp_path / "nothing").write_bytes(b"")
+    store.put(
+        DIGEST, {"a.json": b"{}", "big": tmp_path / "big", "empty": b"", "nothing": tmp_path / "nothing"}
+    )
+    expected = {"a.json": b"{}", "big": BIG, "empty": b"", "nothing": b""}
+    assert _content(store) == expected
+    assert _content(store) == expected, "from a warm tier too"
+    assert store.exists(DIGEST) and not store.exists(OTHER)
+    assert list(store.digests()) == [DIGEST]
+
+
+def test_whoever_opens_a_store_sees_all_who_claimed_it(place: Place, store: Store, second: Store) -> None:
+    assert store.claims() == frozenset()
+    for claimant, name in ((store, "ab12"), (second, "cd34"), (store, "ab12")):
+        claimant.claim(name)
+    store.put(DIGEST, {"a": b"1"})
+    store.delete(DIGEST)
+    assert store.claims() == second.claims() == {"ab12", "cd34"} and list(store.digests()) == []
+    place.lose()
+    with pytest.raises(StoreUnavailable):
+        second.claims()
+
+
+def test_a_blob_that_was_never_put_is_not_found(store: Store) -> None:
+    _assert_absent(store)
+    store.delete(DIGEST)
+    assert list(store.digests()) == []
+
+
+def test_a_deleted_blob_is_gone_for_those_who_come_later(store: Store) -> None:
+    store.put(DIGEST, {"a": BIG})
+    store.put(OTHER, {"a": b"2"})
+    store.delete(DIGEST)
+    _assert_absent(store)
+    assert _content(store, OTHER) == {"a": b"2"}
+
+
+@pytest.mark.parametrize("read_before", [0, 1000, CHUNK_BYTES + 5])
+@pytest.mark.parametrize("replaced", [False, True], ids=["deleted", "replaced"])
+def test_a_blob_that_goes_while_it_is_read_is_read_as_it_was_or_not_found(
+    store: Store, read_before: int, replaced: bool
+) -> None:
+    store.put(DIGEST, {"a": BIG})
+    with closing(store.open(DIGEST)) as blob:
+        content = memoryview(bytearray(len(BIG)))
+        blob.read_into("a", 0, content[:read_before])
+        if replaced:
+            store.put(DIGEST, {"a": BIG[::-1]})
+            _drain(store)
+        else:
+            store.delete(DIGEST)
+        try:
+            for at in range(read_before, len(BIG), 1 << 20):
+                blob.read_into("a", at, content[at : at + (1 << 20)])
+            assert content == BIG
+        except AdapterNotFound:
+            pass
+    if replaced:
+        assert _content(store) == {"a": BIG[::-1]}
+    else:
+        _assert_absent(store)
+
+
+def test_pieces_of_any_size_are_the_same_bytes(store: Store) -> None:
+    members = {"a": BIG[:700], "none": b"", "b": BIG}
+    store.put(DIGEST, members)
+    for piece_bytes in (4097, 1 << 20, CHUNK_BYTES - 1, CHUNK_BYTES, len(BIG)):
+        assert read_members(store, DIGEST, piece_bytes) == members, piece_bytes
+
+
+def test_pieces_in_any_order_are_the_same_bytes(store: Store) -> None:
+    """Reading on, backwards, over the ends of chunks and from member to member; closed in the middle of it."""
+    members = {"a": BIG[:700], "b": BIG}
+    store.put(DIGEST, members)
+    draw = random.Random(5)
+    for _ in range(3):
+        with closing(store.open(DIGEST)) as blob:
+            assert blob.members == {"a": 700, "b": len(BIG)}
+            at, name = 0, "b"
+            for _ in range(25):
+                if draw.random() < 0.4:
+                    name = draw.choice("abb")
+                    edge = draw.choice([0, CHUNK_BYTES - 9, RANGE_BYTES - 9, draw.randrange(len(BIG))])
+                    at = min(edge, len(members[name]))
+                count = min(draw.choice([0, 1, 18, 5000, 3 << 20]), len(members[name]) - at)
+                buffer = memoryview(bytearray(count))
+                blob.read_into(name, at, buffer)
+                assert buffer == members[name][at : at + count], (name, at, count)
+                at += count
+    assert _content(store) == members
+
+
+def test_putting_a_digest_again_replaces_what_is_there(store: Store) -> None:
+    store.put(DIGEST, {"a": b"old", "b": BIG})
+    store.put(DIGEST, {"a": b"new", "b": BIG[::-1]})
+    _drain(store)
+    assert _content(store) == {"a": b"new", "b": BIG[::-1]}
+    store.delete(DIGEST)
+    assert not store.exists(DIGEST)
+
+
+def test_what_one_process_does_another_sees_at_once(store: Store, second: Store) -> None:
+    for step in range(3):
+        _assert_absent(second)
+        store.put(DIGEST, {"a": bytes([step])})
+        assert second.exists(DIGEST) and list(second.digests()) == [DIGEST]
+        _drain(store)
+        assert _content(second) == {"a": bytes([step])}
+        store.delete(DIGEST)
+
+
+def test_what_is_not_a_digest_is_refused(store: Store) -> None:
+    for digest in ("", "AB" * 32, "ab" * 31, "../" + "a" * 61, "ab" * 32 + "\n", "{x}"):
+        for call in (store.open, store.delete, store.exists, lambda bad: store.put(bad, {"a": b""})):
+            with pytest.raises(ValueError, match="is not a digest"):
+                call(digest)
+
+
+def test_what_is_not_a_plain_member_name_is_refused(store: Store) -> None:
+    for name in ("", "..", "a/b", ".hidden", "a\0b", "x" * 129, "a\n"):
+        with pytest.raises(ValueError, match="cannot be a member"):
+            store.put(DIGEST, {"ok": b"", name: b""})
+    assert not store.exists(DIGEST)
+    longest = "x" * 128
+    store.put(DIGEST, {longest: b"1"})
+    assert _content(store) == {longest: b"1"}
+
+
+def test_readers_beside_writers_and_deleters_see_a_whole_blob_or_none(place: Place, store: Store) -> None:
+    versions = [{"a": bytes([n]) * 9, "b": bytes([n]) * (CHUNK_BYTES + n)} for n in range(3)]
+
+    def write(version: dict[str, bytes]) -> None:
+        for _ in range(4):
+            store.put(DIGEST, version)
+
+    def read() -> None:
+        for _ in range(12):
+            try:
+                found = _content(store)
+            except AdapterNotFound:
+                continue
+            _assert_one_of(versions, found, place)
+
+    def delete() -> None:
+        for _ in range(6):
+            store.delete(DIGEST)
+
+    with ThreadPoolExecutor(6) as threads:
+        jobs = [threads.submit(write, version) for version in versions]
+        jobs += [threads.submit(call) for call in (read, read, delete)]
+        for job in jobs:
+            job.result()
+    store.put(DIGEST, versions[0])
+    _drain(store)
+    assert _content(store) == versions[0]
+
+
+def _assert_one_of(versions: list[dict[str, bytes]], found: dict[str, bytes], place: Place) -> None:
+    if place.mixes:  # members are replaced one by one: blobs of one digest are interchangeable
+        assert found.keys() == versions[0].keys()
+        assert all(any(found[name] == version[name] for version in versions) for name in found)
+    else:
+        assert found in versions
+
+
+def test_of_puts_at_once_one_is_kept_whole(place: Place, store: Store, second: Store) -> None:
+    versions = [{"a": bytes([n]) * 9, "b": bytes([n]) * (9 + n)} for n in range(4)]
+    for _ in range(5):
+        together = Barrier(len(versions))
+
+        def put(number: int, together: Barrier = together) -> None:
+            together.wait()
+            (store if number % 2 else second).put(DIGEST, versions[number])
+
+        with ThreadPoolExecutor(len(versions)) as threads:
+            list(threads.map(put, range(len(versions))))
+        _drain(store)
+        _drain(second)
+        _assert_one_of(versions, _content(store), place)
+        assert list(second.digests()) == [DIGEST]
+    store.delete(DIGEST)
+    _assert_absent(second)
+
+
+def test_a_listing_beside_writers_shows_all_that_stays_and_nothing_that_never_was(store: Store) -> None:
+    staying = [f"{n:02x}" * 32 for n in range(5)]
+    passing = [f"{n:02x}" * 32 for n in range(0xF0, 0xF5)]
+    for digest in staying:
+        store.put(digest, {"a": b"1"})
+
+    def come_and_go() -> None:
+        for digest in passing * 3:
+            store.put(digest, {"a": b"1"})
+            store.delete(digest)
+
+    with ThreadPoolExecutor(1) as threads:
+        job = threads.submit(come_and_go)
+        while not job.done():
+            found = list(store.digests())
+            assert len(found) == len(set(found))
+            assert set(staying) <= set(found) <= {*staying, *passing}
+        job.result()
+    assert sorted(store.digests()) == staying
+
+
+# Dies when it is asked for its second member.
+DIES = """
+import os, signal, sys
+from collections.abc import Mapping
+from pathlib import Path
+from slora_adapters.store.store_url import open_store
+from tests.support import shared_files
+class Members(Mapping):
+    done = False
+    def __iter__(self):
+        return iter(("a", "b"))
+    def __len__(self):
+        return 2
+    def __getitem__(self, name):
+        if name == "b":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Path(sys.argv[1])
+open_store(*sys.argv[2:]).put("ab" * 32, Members())
+"""
+
+
+SHARED = pytest.mark.parametrize(
+    "kind", [_file, _redis, _objects, _tiered_objects], ids=lambda kind: kind.__name__.strip("_")
+)
+
+
+def _start(code: str, *arguments: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join(("adapters", "kernels", "."))
+    environment = {"PYTHONPATH": path, "PATH": os.environ["PATH"]}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", code, *arguments], env=environment, stderr=subprocess.PIPE, text=True
+    )
+
+
+@SHARED
+@pytest.mark.parametrize("existing", [False, True], ids=["new", "replacing"])
+def test_a_writer_killed_between_members_changes_nothing(
+    kind: Callable, existing: bool, tmp_path: Path, make_redis: Callable
+) -> None:
+    place = kind(tmp_path, make_redis)
+    store = place.open()
+    if existing:
+        store.put(DIGEST, {"a": b"old", "b": b"old"})
+    (tmp_path / "a").write_bytes(BIG)
+    process = _start(DIES, str(tmp_path / "a"), *place.urls)
+    _, said = process.communicate()
+    assert process.returncode == -signal.SIGKILL, said
+    if existing:
+        assert _content(store) == {"a": b"old", "b": b"old"}
+    else:
+        _assert_absent(store)
+    store.put(DIGEST, {"a": b"new", "b": b"new"})
+    _drain(store)
+    assert _content(store) == {"a": b"new", "b": b"new"}
+    store.delete(DIGEST)
+    _assert_absent(store)
+    store.close()
+
+
+# Puts its version, takes what is there, and now and then deletes it. Any version is right, half a blob is not.
+COMPETES = """
+import sys
+from slora_adapters.errors import AdapterNotFound
+from slora_adapters.store.store_url import open_store
+from tests.adapters.blobs import read_members
+from tests.support import shared_files
+number, mixes, urls = int(sys.argv[1]), sys.argv[2] == "True", sys.argv[3:]
+versions = [{"a": bytes([n]) * 9, "b": bytes([n]) * (9 + n)} for n in range(3)]
+store = open_store(*urls)
+for turn in range(12):
+    store.put("ab" * 32, versions[number])
+    try:
+        found = read_members(store, "ab" * 32)
+    except AdapterNotFound:
+        found = versions[number]
+    assert found.keys() == {"a", "b"}
+    assert found in versions or mixes and all(found[m] in [v[m] for v in versions] for m in found), found
+    if turn % 4 == number:
+        store.delete("ab" * 32)
+store.close()
+"""
+
+
+@SHARED
+def test_processes_at_once_see_whole_blobs_and_leave_nothing(
+    kind: Callable, tmp_path: Path, make_redis: Callable
+) -> None:
+    place = kind(tmp_path, make_redis)
+    store = place.open()
+    processes = [_start(COMPETES, str(number), str(place.mixes), *place.urls) for number in range(3)]
+    for process in processes:
+        _, said = process.communicate()
+        assert process.returncode == 0, said
+    store.delete(DIGEST)
+    _assert_absent(store)
+    assert not [path for path in tmp_path.rglob("blobs/**/*") if path.is_file()]
+    store.close()
+
+
+def test_a_place_that_went_away_is_unavailable_and_not_empty(place: Place, store: Store) -> None:
+    store.put(DIGEST, {"a": b"1"})
+    place.lose()
+    for call in (
+        store.check,
+        lambda: store.put(OTHER, {"a": b""}),
+        lambda: store.open(OTHER),
+        lambda: store.exists(OTHER),
+        lambda: store.delete(OTHER),
+        lambda: store.exists(DIGEST),
+        lambda: list(store.digests()),
+    ):
+        with pytest.raises(StoreUnavailable):
+            call()
+
+
+def test_a_working_store_says_so(store: Store) -> None:
+    store.check()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("nowhere://bucket", "redis://host/db .*s3://.* 'nowhere' is not known"),
+        ("file://elsewhere/x", "file:///path"),
+        ("local://elsewhere/x", "local:///path"),
+        ("memory://x", "no other sees"),
+        ("hf://org/repo", "slora adapter push hf://ORG/REPO"),
+        ("http://host/x", "can't be written"),
+        ("simplecache::shared:///x", "chain"),
+        ("shared://", "a place"),
+    ],
+)
+def test_urls_that_are_no_stores_are_refused(url: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_store(url)
+
+
+def test_both_names_of_local_files_mean_the_same_store(tmp_path: Path) -> None:
+    open_store(f"local://{tmp_path}/a b").put(DIGEST, {"a": b"1"})
+    for name in (str(tmp_path / "a b"), f"file://{tmp_path}/a%20b", f"file://localhost{tmp_path}/a%20b"):
+        assert open_store(name).exists(DIGEST)
+
+
+def test_a_warm_tier_that_is_not_redis_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must be a Redis"):
+        open_store(str(tmp_path), str(tmp_path))
+
+
+def test_a_store_folder_that_cannot_be_made_is_unavailable(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for url in (str(tmp_path / "file"), f"shared://{tmp_path}/file"):
+        with pytest.raises(StoreUnavailable, match=r"cannot be used|does not answer as it should"):
+            open_store(url)

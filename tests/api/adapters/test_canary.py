@@ -1,0 +1,212 @@
+"""A new adapter is tried out before anybody can call it; one that fails leaves nothing behind."""
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save
+
+from slora.errors import AdapterFetchFailed, DeadlineMissed, EngineUnavailable, RequestFailed, RequestRefused
+from slora.models.model_spec import read_model_spec
+from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
+from slora_adapters.errors import AdapterInvalid
+from slora_adapters.version import AdapterVersion
+from slora_api.adapters.canary import CANARY_TENANT, Canary
+from slora_api.errors import InspectionFailed
+from tests.adapters.hand_made import make_config, make_members, make_tensors
+from tests.api.adapters.hostile_uploads import as_parts
+from tests.api.conftest import Kit
+from tests.api.platform import Platform, running_platform
+from tests.api.scripted_engine import ScriptedEngine, byte_tokenizer, deltas_of, trial_of
+from tests.api.served import CHARACTERS, Served, write_adapter
+
+OTHER = make_members(tensors=make_tensors(seed=4))
+Trial = Sequence[TokenDelta | Exception]
+
+
+@pytest.fixture
+def platform(tmp_path: Path) -> Iterator[Platform]:
+    with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")])) as running:
+        yield running
+
+
+def names(platform: Platform, key: str) -> list[str]:
+    with platform.client(key) as client:
+        return [adapter["name"] for adapter in client.get("/v1/adapters").json()["data"]]
+
+
+def blobs(platform: Platform) -> list[Path]:
+    return [path for path in (platform.directory / "adapters" / "blobs").rglob("*") if path.is_file()]
+
+
+def upload_with(platform: Platform, of_adapter: Trial, of_base: Trial | None = None) -> httpx.Response:
+    """What an upload is answered when the trial goes like that."""
+    platform.engine.canary = lambda request: (
+        of_adapter if request.adapter is not None else trial_of(request) if of_base is None else of_base
+    )
+    return platform.upload(platform.key("tries"), "new")
+
+
+SAME = [TokenDelta((65,), FinishReason.LENGTH, (TokenLogprobs(-1.0, ((65, -1.0),)),))]
+NAN = [TokenDelta((65,), FinishReason.LENGTH, (TokenLogprobs(math.nan, ((65, math.nan),)),))]
+REFUSED: dict[str, tuple[Trial, int, str, str]] = {
+    "no effect": (SAME, 422, "no_effect", "on a prompt of 10 tokens none of 2 log-probabilities differs"),
+    "not a number": (NAN, 422, "not_finite", "log-probabilities that are NaN"),
+    "broken arithmetic": (
+        [RequestFailed("logits of x")],
+        422,
+        "not_finite",
+        "breaks the model's arithmetic: logits",
+    ),
+    "too large": (
+        [RequestRefused("200 pages of 100", "prompt")],
+        422,
+        "not_servable",
+        "be served here: 200 pages",
+    ),
+    "an engine that dies": ([EngineUnavailable("it died")], 503, "engine_unavailable", "it died"),
+    "a store that is gone": ([AdapterFetchFailed("no", "unavailable")], 503, "store_unavailable", "no"),
+    "a deadline": ([DeadlineMissed("late")], 503, "deadline_missed", "late"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_an_adapter_whose_trial_fails_is_refused_and_gone(platform: Platform, kind: str) -> None:
+    trial, status, code, words = REFUSED[kind]
+    answer = upload_with(platform, trial)
+    error = answer.json()["error"]
+    codes = {error["code"], *(reason["code"] for reason in error.get("reasons", ()))}
+    assert (answer.status_code, code in codes) == (status, True), error
+    assert words in error["message"]
+    assert names(platform, platform.key("tries")) == [] and blobs(platform) == []
+    assert [version.tenant for version in platform.engine.forgotten] == ["tries"]
+
+
+def test_a_base_model_that_breaks_on_the_trial_is_not_the_adapters_fault(platform: Platform) -> None:
+    answer = upload_with(platform, SAME, [RequestFailed("the base breaks")])
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "generation_failed")
+
+
+def test_nobody_sees_it_before_its_trial_is_over_and_nobody_is_charged(platform: Platform) -> None:
+    seen: list[EngineRequest] = []
+
+    def look(request: EngineRequest) -> Trial:
+        assert platform.services.catalog.list_adapters("tries")["data"] == []
+        seen.append(request)
+        return trial_of(request)
+
+    platform.engine.canary = look
+    answer = platform.upload(platform.key("tries"), "new")
+    assert answer.status_code == 201 and answer.json()["certificate"]["logprob_change"] == 1.0
+    assert {request.tenant for request in seen} == {CANARY_TENANT} and platform.engine.requests == []
+    digest = answer.json()["digest"].removeprefix("sha256:")
+    assert [request.adapter for request in seen] == [None, AdapterVersion("tries", digest)]
+    assert seen[0].prompt_token_ids == seen[1].prompt_token_ids and len(seen[0].prompt_token_ids) < 16
+
+
+def test_a_version_that_fails_leaves_its_name_as_it_was(platform: Platform) -> None:
+    key = platform.key("tries")
+    first = platform.upload(key, "x").json()
+    kept = blobs(platform)
+    platform.engine.canary = lambda request: SAME
+    assert platform.upload(key, "x", OTHER).status_code == 422
+    with platform.client(key) as client:
+        assert client.get("/v1/adapters/x").json()["digest"] == first["digest"]
+        assert len(client.get("/v1/adapters/x/versions").json()["data"]) == 1
+    assert blobs(platform) == kept
+
+
+def test_the_newest_version_again_is_not_tried_again(platform: Platform) -> None:
+    key = platform.key("tries")
+    assert platform.upload(key, "x").json()["certificate"]["logprob_change"] == 1.0
+    platform.engine.canary = lambda request: SAME
+    again = platform.upload(key, "x")
+    assert again.status_code == 201 and not again.json()["new_version"]
+    assert again.json()["certificate"]["logprob_change"] is None
+    assert len(platform.engine.forgotten) == 1
+    # With a template of its own it is another version.
+    assert platform.upload(key, "x", make_members(chat_template_dot_jinja="{{ x }}")).status_code == 422
+
+
+def test_what_is_served_already_is_not_forgotten_when_it_is_tried_again(platform: Platform) -> None:
+    key = platform.key("tries")
+    platform.upload(key, "x")
+    # The trial's own copy goes: it was loaded whatever its tenant may hold.
+    assert len(platform.engine.forgotten) == 1
+    assert platform.upload(key, "y").status_code == 201
+    platform.engine.canary = lambda request: [EngineUnavailable("it died")]
+    assert platform.upload(key, "z").status_code == 503
+    assert len(platform.engine.forgotten) == 1 and len(blobs(platform)) == 2
+
+
+def test_the_same_weights_of_another_tenant_survive_a_failed_trial(platform: Platform) -> None:
+    assert platform.upload(platform.key("first"), "x").status_code == 201
+    assert upload_with(platform, SAME).status_code == 422
+    assert len(blobs(platform)) == 2
+
+
+def test_without_an_engine_nothing_is_accepted(platform: Platform) -> None:
+    platform.engine.ready = False
+    answer = platform.upload(platform.key("tries"), "new")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
+    assert answer.headers["Retry-After"] and blobs(platform) == []
+
+
+def test_a_trial_that_does_not_end_is_given_up(tmp_path: Path) -> None:
+    engine = ScriptedEngine([deltas_of(b"ok")], hang=True)
+    engine.canary = lambda request: [TokenDelta(())]
+    canary = Canary(engine, byte_tokenizer(), timeout_s=0.05)
+    with pytest.raises(InspectionFailed, match=r"within 0.05 s"):
+        asyncio.run(canary.try_out(AdapterVersion("t", "0" * 64), ()))
+
+
+def test_tokens_whose_embedding_it_changes_are_tried_too() -> None:
+    seen: list[EngineRequest] = []
+
+    def look(request: EngineRequest) -> Trial:
+        seen.append(request)
+        return SAME
+
+    canary = Canary(ScriptedEngine(canary=look), byte_tokenizer())
+    with pytest.raises(AdapterInvalid, match="on a prompt of 12 tokens"):
+        asyncio.run(canary.try_out(AdapterVersion("t", "0" * 64), (200, 201)))
+    assert [request.prompt_token_ids[-2:] for request in seen] == [[200, 201]] * 2
+
+
+def test_an_adapter_of_the_embeddings_of_a_few_rare_tokens_has_an_effect(server: Served, kit: Kit) -> None:
+    shape = read_model_spec(kit.base).shape("float32")
+    values = np.random.default_rng(5)
+    a = np.zeros((2, shape.vocab_size), np.float32)
+    # No text that anybody would try it on has these.
+    a[:, [CHARACTERS.index("~"), CHARACTERS.index("|")]] = values.standard_normal((2, 2))
+    name = "base_model.model.model.embed_tokens.lora_embedding_"
+    tensors = {name + "A": a, name + "B": values.standard_normal((shape.hidden_size, 2), np.float32)}
+    members = make_members(make_config(target_modules=["embed_tokens"]), tensors)
+    files = {field: (file_name, raw) for field, file_name, raw in as_parts(members)}
+    with server.client(server.make_key("rare")) as client:
+        answer = client.post("/v1/adapters", data={"name": "rare"}, files=files)
+    assert answer.status_code == 201, answer.text
+    assert answer.json()["certificate"]["logprob_change"] > 0
+
+
+def test_the_trial_of_a_real_engine_tells_by_how_much_an_adapter_changes_it(
+    server: Served, kit: Kit, tmp_path: Path
+) -> None:
+    weak = write_adapter(tmp_path / "weak", seed=9, r=4)
+    tensors = load_file(weak / "adapter_model.safetensors")
+    faint = {name: tensor * 1e-2 for name, tensor in tensors.items()}
+    changes = []
+    key = server.make_key("degrees")
+    for number, weights in enumerate((tensors, faint)):
+        members = {"adapter_config.json": (weak / "adapter_config.json").read_bytes()}
+        members["adapter_model.safetensors"] = save(weights)
+        files = {field: (file_name, raw) for field, file_name, raw in as_parts(members)}
+        with server.client(key) as client:
+            answer = client.post("/v1/adapters", data={"name": f"n{number}"}, files=files)
+        assert answer.status_code == 201, answer.text
+        changes.append(answer.json()["certificate"]["logprob_change"])
+    assert 0 < 10 * changes[1] < changes[0]

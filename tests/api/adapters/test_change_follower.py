@@ -1,0 +1,148 @@
+"""What an engine is told of changes, whoever made them."""
+
+import asyncio
+from collections.abc import Callable, Collection
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from slora.errors import EngineUnavailable
+from slora_adapters.database.database import Database
+from slora_adapters.errors import StoreUnavailable
+from slora_adapters.peft.adapter import AdapterExtras
+from slora_adapters.registry.registry import AdapterDetails, Changes, Registry
+from slora_adapters.registry.sqlite_storage import SqliteStorage
+from slora_adapters.version import AdapterVersion
+from slora_api.adapters.change_follower import ChangeFollower
+
+D1, D2, D3 = "1" * 64, "2" * 64, "3" * 64
+DETAILS = AdapterDetails(2, ("q_proj",), 100, AdapterExtras())
+
+
+class Engine:
+    """versions: what it holds. One that is away is told nothing."""
+
+    def __init__(self, *versions: AdapterVersion) -> None:
+        self.versions = set(versions)
+        self.is_there = True
+
+    async def forget(self, version: AdapterVersion) -> None:
+        if not self.is_there:
+            raise EngineUnavailable("it is not there")
+        self.versions.discard(version)
+
+
+class Shaky(Registry):
+    """Does not answer when it is asked for the second change, nor when it is first asked who has what."""
+
+    num_read = num_asked = 0
+
+    def changes(self, cursor: str | None = None) -> Changes:
+        self.num_read += 1
+        if self.num_read == 2:
+            raise StoreUnavailable("locked")
+        return super().changes(cursor)
+
+    def named(self, versions: Collection[AdapterVersion]) -> set[AdapterVersion]:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            raise StoreUnavailable("locked")
+        return super().named(versions)
+
+
+def _v(digest: str) -> AdapterVersion:
+    return AdapterVersion("t1", digest)
+
+
+def follow(
+    registry: Registry, engine: Engine, change: Callable[[], None], is_done: Callable[[list[None]], bool]
+) -> list[None]:
+    """Makes a change when the follower has begun, and waits. Returns the times that pins were said to have moved."""
+    moved: list[None] = []
+
+    async def main() -> None:
+        follower = ChangeFollower(registry, engine, lambda: moved.append(None))
+        running = asyncio.create_task(follower.run())
+        async with asyncio.timeout(30):
+            while not moved:  # it has begun
+                await asyncio.sleep(0.001)
+            change()
+            while not is_done(moved):
+                await asyncio.sleep(0.001)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(main())
+    return moved
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slora_api.adapters.change_follower._POLL_S", 0.01)
+
+
+def test_what_nobody_has_any_more_is_forgotten_even_if_the_registry_stutters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(Database(tmp_path / "slora.db")) as database:
+        registry, other = Shaky(SqliteStorage(database)), Registry(SqliteStorage(database))
+        other.put("a", _v(D1), DETAILS)
+        other.put("b", _v(D2), DETAILS)
+        engine = Engine(_v(D1), _v(D2))
+        moved = follow(
+            registry, engine, lambda: other.delete("t1", "a") and None, lambda moved: len(engine.versions) < 2
+        )
+    assert engine.versions == {_v(D2)} and len(moved) == 1
+    assert registry.num_asked >= 2 and caplog.text.count("changes of adapters can't be followed") >= 1
+
+
+def test_what_was_deleted_and_pushed_again_is_kept(tmp_path: Path) -> None:
+    with closing(Database(tmp_path / "slora.db")) as database:
+        registry = Registry(SqliteStorage(database))
+        for name, digest in (("a", D1), ("b", D2)):
+            registry.put(name, _v(digest), DETAILS)
+        engine = Engine(_v(D1), _v(D2))
+
+        def change() -> None:
+            registry.delete("t1", "a")
+            registry.put("a", _v(D1), DETAILS)
+            registry.delete("t1", "b")
+
+        follow(registry, engine, change, lambda moved: len(engine.versions) < 2)
+    assert engine.versions == {_v(D1)}
+
+
+def test_what_it_holds_is_looked_up_when_it_is_not_known_what_happened(tmp_path: Path) -> None:
+    with closing(Database(tmp_path / "slora.db")) as database:
+        registry = Registry(SqliteStorage(database))
+        for digest in (D1, D2):
+            registry.put("a", _v(digest), DETAILS)
+        engine = Engine(_v(D1), _v(D3))
+        follow(registry, engine, lambda: None, lambda moved: _v(D3) not in engine.versions)
+        assert engine.versions == {_v(D1)}
+        engine.versions.add(_v(D3))
+        engine.is_there = False
+
+        def lose_history() -> None:
+            with database.transaction() as connection:
+                connection.execute("UPDATE adapter_changes SET nonce = 'another'")
+
+        follow(registry, engine, lose_history, lambda moved: len(moved) == 2)
+
+
+def test_pins_are_told_when_they_move_and_only_then(tmp_path: Path) -> None:
+    with closing(Database(tmp_path / "slora.db")) as database:
+        registry = Registry(SqliteStorage(database))
+        for digest in (D1, D2):
+            registry.put("a", _v(digest), DETAILS)
+            registry.put("b", _v(digest), DETAILS)
+
+        def change() -> None:
+            registry.roll_back("t1", "b", "latest")
+            registry.pin("t1", "a", lambda one, others: None)
+            registry.delete("t1", "b@2")
+
+        engine = Engine(_v(D2))
+        moved = follow(registry, engine, change, lambda moved: len(moved) > 1)
+    assert len(moved) == 2, "once to begin with, once for what was read together"

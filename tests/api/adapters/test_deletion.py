@@ -1,0 +1,53 @@
+"""What a deletion frees on a real server with a warm tier, and when: not before the last answer has ended."""
+
+import json
+from pathlib import Path
+
+from tests.api.adapters.test_lifecycle import LONG, SHORT, Reader, read_metric, wait_for_metric
+from tests.api.conftest import Kit
+from tests.api.served import serving, wait_for
+from tests.api.server.test_server import upload
+from tests.redis_server import RedisServer
+
+
+def test_a_deleted_adapter_drains_and_then_nothing_of_it_is_anywhere(
+    kit: Kit, tmp_path: Path, make_redis: type[RedisServer]
+) -> None:
+    redis = make_redis()
+    blobs = tmp_path / "data" / "adapters" / "blobs"
+    with (
+        redis.client() as chunks,
+        serving(kit.base, tmp_path / "data", "--redis", redis.tcp_url) as served,
+    ):
+        served.wait_until_ready()
+        key = served.make_key("t")
+        # Blocks of its prompt stay in the prefix cache, under the adapter.
+        long = LONG | {"model": "voice", "prompt": "the quick brown fox " * 5, "max_tokens": 400}
+        free, held = 'slora_pages{state="free"}', 'slora_pages{state="held"}'
+        before = read_metric(served, free)
+        with served.client(key) as client:
+            created = upload(served, key, "voice", kit.wide).json()
+            digest = created["digest"].removeprefix("sha256:")
+            whole = client.post("/v1/completions", json=long).json()["choices"][0]["text"]
+            wait_for_metric(served, held, 0)
+            adapter_pages, cached = (
+                read_metric(served, name) for name in ("slora_adapter_pages", 'slora_pages{state="cached"}')
+            )
+            assert adapter_pages and cached and cached > adapter_pages, "there are prefix blocks beside it"
+            wait_for(lambda: chunks.keys(f"slora:warm:{{{digest}}}:*") or None, served.alive)
+            assert (blobs / digest[:2] / digest).is_dir()
+            client.put("/v1/adapters/voice/aliases/prod", json={"versions": {"1": 100}}).raise_for_status()
+            reader = Reader(served, key, long | {"stream": True})
+            reader.start()
+            assert reader.begun.wait(60)
+            assert client.delete("/v1/adapters/voice").status_code == 409
+            assert client.delete("/v1/adapters/voice?force=true").status_code == 200
+            assert client.post("/v1/completions", json=SHORT | {"model": "voice"}).status_code == 404
+            assert reader.is_alive() and read_metric(served, "slora_adapter_pages") == adapter_pages
+            reader.join(60)
+            events = [line[6:] for line in reader.text.splitlines() if line.startswith("data: ")]
+            assert events[-1] == "[DONE]"
+            assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == whole
+            wait_for_metric(served, free, before or 0)
+            assert read_metric(served, "slora_resident_adapters") == 0
+        assert not chunks.keys("*") and not [path for path in blobs.rglob("*") if path.is_file()]

@@ -1,0 +1,145 @@
+"""The corpus of hostile uploads against a whole server: each refused for its own reason, and nothing left of any."""
+
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from slora.models.model_spec import read_model_spec
+from tests.adapters.hand_made import SHAPE
+from tests.api.adapters.hostile_uploads import MAX_RANK, MAX_UPLOAD, Hostile, as_parts, kinds, proper
+from tests.api.conftest import Kit
+from tests.api.served import ADMIN_KEY, Served, serving
+
+# Two cores: one sends, one inspects.
+_AT_ONCE = 3
+# What an allocator keeps of what it once needed; a body that is kept would be 100 MB.
+_RSS_SLACK_BYTES = 48 << 20
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a server has: files with their sizes, adapters, those in the pool, memory of its processes by pid."""
+
+    files: dict[Path, int]
+    adapters: list[str]
+    resident: str
+    rss_bytes: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    before: Footprint
+    after: Footprint
+    answers: dict[str, httpx.Response]
+
+
+def _footprint(server: Served, client: httpx.Client) -> Footprint:
+    # The database and its log grow and shrink by what is asked, too.
+    paths = [path for path in server.data_dir.rglob("*") if path.is_file() and "slora.db" not in path.name]
+    api = psutil.Process(server.process.pid)
+    with server.client(ADMIN_KEY) as operator:
+        metrics = operator.get("/metrics").text.splitlines()
+    return Footprint(
+        {path: path.stat().st_size for path in paths},
+        [adapter["name"] for adapter in client.get("/v1/adapters").json()["data"]],
+        next(line for line in metrics if line.startswith("slora_resident_adapters ")),
+        {process.pid: process.memory_info().rss for process in (api, *api.children(recursive=True))},
+    )
+
+
+def _send(client: httpx.Client, one: Hostile) -> httpx.Response:
+    if one.raw is not None:
+        headers, body = one.raw
+        return client.post(
+            "/v1/adapters", content=body if isinstance(body, bytes) else body(), headers=headers
+        )
+    files = [(field, (file_name, raw)) for field, file_name, raw in one.parts]
+    return client.post("/v1/adapters", data={"name": one.name}, files=files)
+
+
+@pytest.fixture(scope="module")
+def corpus(kit: Kit, soak: bool) -> dict[str, Hostile]:
+    """The soak run sends every kind; this one what the API itself refuses, and a part of what the inspection does: that
+    goes through all of it in `tests/adapters/peft/test_inspection.py`."""
+    every = kinds(read_model_spec(kit.base).shape("float32"))
+    return {
+        name: one for at, (name, one) in enumerate(every.items()) if soak or not one.inspected or at % 4 == 0
+    }
+
+
+@pytest.fixture(scope="module")
+def outcome(
+    kit: Kit, corpus: dict[str, Hostile], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Outcome]:
+    """All of the corpus, sent to one server beside each other."""
+    flags = (
+        "--max-upload-bytes",
+        str(MAX_UPLOAD),
+        "--max-lora-rank",
+        str(MAX_RANK),
+        "--max-concurrent-uploads",
+        "8",
+    )
+    shape = read_model_spec(kit.base).shape("float32")
+    with serving(kit.base, tmp_path_factory.mktemp("hostile") / "data", *flags) as server:
+        server.wait_until_ready()
+        with server.client(server.make_key("mallory")) as client:
+            accepted = client.post(
+                "/v1/adapters",
+                data={"name": "good"},
+                files={field: (name, raw) for field, name, raw in as_parts(proper(shape))},
+            )
+            assert accepted.status_code == 201, accepted.text
+            # What the first refusals of each way in set up stays: renderers of templates, threads, buffers.
+            for name in (
+                "a chat template that is none",
+                "a header that has 10 MB",
+                "a header of 100 MB",
+                "a body over the limit, as declared",
+            ):
+                _send(client, corpus[name])
+            before = _footprint(server, client)
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                answers = dict(
+                    zip(corpus, pool.map(lambda one: _send(client, one), corpus.values()), strict=True)
+                )
+            yield Outcome(before, _footprint(server, client), answers)
+
+
+def test_every_kind_has_words_of_its_own() -> None:
+    every = kinds(SHAPE)
+    assert len(every) >= 200
+    words = Counter((one.status, one.words) for one in every.values())
+    assert [said for said, times in words.items() if times > 1] == []
+
+
+def test_each_is_refused_for_its_own_reason(outcome: Outcome, corpus: dict[str, Hostile]) -> None:
+    wrong = []
+    for name, one in corpus.items():
+        answer = outcome.answers[name]
+        error = answer.json().get("error", {"message": answer.text, "code": None})
+        codes = {error["code"] or "", *(reason["code"] for reason in error.get("reasons", ()))}
+        if answer.status_code != one.status or one.words not in error["message"] or one.code not in codes:
+            wrong.append(
+                f"{name}: {answer.status_code} {codes} {error['message'][:300]!r}, expected {one.words!r}"
+            )
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_is_left_on_disk_nor_in_registry_and_pool(outcome: Outcome) -> None:
+    assert outcome.after.files == outcome.before.files
+    assert outcome.after.adapters == outcome.before.adapters == ["good"]
+    assert outcome.after.resident == outcome.before.resident == "slora_resident_adapters 0.0"
+
+
+def test_no_process_and_no_memory_is_left(outcome: Outcome) -> None:
+    before, after = outcome.before.rss_bytes, outcome.after.rss_bytes
+    assert after.keys() == before.keys(), "an inspection outlived its upload, or a part of the server died"
+    grown = {pid: after[pid] - before[pid] for pid in before if after[pid] - before[pid] > _RSS_SLACK_BYTES}
+    assert not grown, grown

@@ -1,0 +1,208 @@
+"""The process that opens uploads: whatever becomes of it, the server says so and lives on."""
+
+import asyncio
+import gzip
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slora_adapters.errors import AdapterInvalid
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.checked_adapter import CheckedAdapter
+from slora_api.adapters.inspector import InspectionBounds, Inspector
+from slora_api.adapters.quarantine import Quarantine
+from slora_api.errors import InspectionFailed
+from tests.adapters.hand_made import SHAPE, make_members, write_directory
+from tests.api.platform import running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An archive that takes many seconds to unpack, and is small."""
+    path = tmp_path_factory.mktemp("slow") / "slow.tar.gz"
+    info = tarfile.TarInfo("README.md")
+    info.size = 100 * 64 * MIB
+    # The members of a gzip may follow each other.
+    zeros = gzip.compress(bytes(64 * MIB), 1)
+    path.write_bytes(gzip.compress(info.tobuf()) + zeros * 100)
+    return path
+
+
+def inspect(directory: Path, source: Path, bounds: InspectionBounds, **limits: int) -> CheckedAdapter:
+    """What an inspector makes of `source`; nothing of it is left in the quarantine."""
+    quarantine = directory / "quarantine"
+    inspector = Inspector(Quarantine(quarantine), SHAPE, AdapterLimits(**limits), bounds)
+
+    async def run() -> CheckedAdapter:
+        async with inspector.inspect(source) as adapter:
+            return adapter
+
+    try:
+        return asyncio.run(run())
+    finally:
+        assert list(quarantine.iterdir()) == []
+
+
+def children() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if "inspection_process" in " ".join(one.cmdline())]
+
+
+def test_what_takes_too_much_computing_is_refused(tmp_path: Path, slow: Path) -> None:
+    # 1 s for anything, and another for as many bytes as this has.
+    bounds = InspectionBounds(cpu_seconds=1, bytes_per_cpu_second=slow.stat().st_size)
+    assert bounds.cpu_seconds_for(slow) == 2
+    with pytest.raises(AdapterInvalid, match="takes more than 2 s of computing") as refused:
+        inspect(tmp_path, slow, bounds, max_tensor_bytes=1 << 40)
+    assert refused.value.reasons[0].code == "inspection_limit"
+
+
+def test_what_takes_too_much_memory_is_refused(tmp_path: Path) -> None:
+    # 4 MiB of JSON, each pair of brackets of which is an object of 56 bytes and more.
+    lists = b'{"x": [' + b"[]," * ((4 * MIB - 100) // 3) + b"0]}"
+    source = write_directory(tmp_path / "up", make_members() | {"tokenizer_config.json": lists})
+    assert inspect(tmp_path, source, InspectionBounds()).rank == 2
+    with pytest.raises(AdapterInvalid, match=f"takes more than {100 * MIB} bytes of memory") as refused:
+        inspect(tmp_path, source, InspectionBounds(memory_bytes=100 * MIB))
+    assert refused.value.reasons[0].code == "inspection_limit"
+
+
+def test_one_that_hangs_is_ended(tmp_path: Path, slow: Path) -> None:
+    with pytest.raises(InspectionFailed, match=r"took longer than 0.5 s"):
+        inspect(
+            tmp_path,
+            slow,
+            InspectionBounds(cpu_seconds=10, bytes_per_cpu_second=1 << 40, patience=0.05),
+            max_tensor_bytes=1 << 40,
+        )
+    assert children() == []
+
+
+@pytest.fixture
+def killer() -> Iterator[None]:
+    """Crashes the first inspection that it sees."""
+    over = threading.Event()
+
+    def crash() -> None:
+        while not over.is_set():
+            for child in children():
+                os.kill(child.pid, signal.SIGSEGV)
+                return
+
+    thread = threading.Thread(target=crash)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+
+
+@pytest.mark.usefixtures("killer")
+def test_one_that_crashes_is_a_503_and_the_next_upload_goes_through(tmp_path: Path) -> None:
+    with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")])) as platform:
+        key = platform.key("crash")
+        crashed = platform.upload(key, "a")
+        error = crashed.json()["error"]
+        assert (crashed.status_code, error["code"]) == (503, "inspection_failed")
+        assert "signal 11" in error["message"] and crashed.headers["Retry-After"]
+        assert platform.upload(key, "a").status_code == 201
+
+
+def test_a_client_that_leaves_takes_its_inspection_along(tmp_path: Path, slow: Path) -> None:
+    quarantine = Quarantine(tmp_path / "quarantine")
+    limits = AdapterLimits(max_tensor_bytes=1 << 40)
+    inspector = Inspector(quarantine, SHAPE, limits, InspectionBounds())
+
+    async def leave() -> None:
+        async def run() -> None:
+            async with inspector.inspect(slow):
+                pass
+
+        task = asyncio.create_task(run())
+        while not children():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(leave())
+    assert children() == [] and list((tmp_path / "quarantine").iterdir()) == []
+
+
+# Inspects the archive that argv names, and says which process does.
+SERVER = """
+import asyncio, sys
+from pathlib import Path
+import psutil
+from slora_adapters.limits import AdapterLimits
+from slora_api.adapters.inspector import InspectionBounds, Inspector
+from slora_api.adapters.quarantine import Quarantine
+from tests.adapters.hand_made import SHAPE
+
+async def run():
+    quarantine = Quarantine(Path(sys.argv[1]))
+    inspector = Inspector(quarantine, SHAPE, AdapterLimits(max_tensor_bytes=1 << 40), InspectionBounds())
+    async with inspector.inspect(Path(sys.argv[2])):
+        pass
+
+async def main():
+    task = asyncio.create_task(run())
+    while not (found := psutil.Process().children()):
+        await asyncio.sleep(0.001)
+    print(found[0].pid, flush=True)
+    await task
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("when", ["as it starts", "at work"])
+def test_one_whose_server_is_killed_ends_with_it(tmp_path: Path, slow: Path, when: str) -> None:
+    path = os.pathsep.join(sys.path)
+    command = [sys.executable, "-P", "-c", SERVER, str(tmp_path / "quarantine"), str(slow)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}) as server:
+        assert server.stdout is not None
+        inspection = psutil.Process(int(server.stdout.readline()))
+        while when == "at work" and inspection.rlimit(resource.RLIMIT_DATA)[0] < 0:
+            time.sleep(0.01)
+        server.kill()
+    # Alone it would be at it for many seconds yet.
+    inspection.wait(5)
+
+
+def test_it_runs_within_its_bounds_and_with_none_of_the_servers_secrets(
+    tmp_path: Path, slow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLORA_ADMIN_KEY", "secret")
+    limits = AdapterLimits(max_tensor_bytes=1 << 40)
+    bounds = InspectionBounds(memory_bytes=300 * MIB, cpu_seconds=50, bytes_per_cpu_second=1 << 40)
+    inspector = Inspector(Quarantine(tmp_path / "quarantine"), SHAPE, limits, bounds)
+
+    async def look() -> tuple[dict[str, str], list[tuple[int, int]], int]:
+        async def run() -> None:
+            async with inspector.inspect(slow):
+                pass
+
+        task = asyncio.create_task(run())
+        try:
+            while not (found := children()) or found[0].rlimit(resource.RLIMIT_DATA)[0] < 0:
+                await asyncio.sleep(0.01)
+            kinds = (resource.RLIMIT_DATA, resource.RLIMIT_CPU, resource.RLIMIT_CORE)
+            return found[0].environ(), [found[0].rlimit(kind) for kind in kinds], found[0].nice()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    environment, seen, nice = asyncio.run(look())
+    assert not any(name.startswith("SLORA_") for name in environment)
+    assert seen == [(300 * MIB, 300 * MIB), (50, 55), (0, 0)] and nice >= 10

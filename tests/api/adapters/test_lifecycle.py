@@ -1,0 +1,429 @@
+"""What a server survives: the death of its engine, of its loader, of everything; and how it ends."""
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from slora_api.cli.main import main
+from tests.api.conftest import Kit
+from tests.api.platform import FIELDS
+from tests.api.served import ADMIN_KEY, Served, environment, serving, wait_for
+from tests.api.server.test_server import upload
+
+ENGINE, LOADER = "slora.engine.process", "slora_adapters.loader.loader_process"
+# Some seconds of work for the tiny model, its whole context.
+LONG = {"model": "base", "prompt": "hello", "max_tokens": 500, "temperature": 0, "ignore_eos": True}
+SHORT = LONG | {"max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def mortal(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server whose processes tests may kill; each leaves it ready."""
+    with serving(kit.base, tmp_path_factory.mktemp("mortal") / "data") as served:
+        served.wait_until_ready()
+        yield served
+
+
+def kill(served: Served, module: str) -> None:
+    os.kill(served.child(module).pid, signal.SIGKILL)
+
+
+def is_ready(served: Served) -> bool:
+    return httpx.get(served.url + "/readyz").status_code == 200
+
+
+def wait_until_running(served: Served, count: int) -> None:
+    """Waits until the engine computes exactly `count` sequences."""
+
+    def found() -> bool | None:
+        with served.client(ADMIN_KEY) as operator:
+            lines = operator.get("/metrics").text.splitlines()
+        return f'vllm:num_requests_running{{model_name="base"}} {count}.0' in lines or None
+
+    wait_for(found)
+
+
+class Reader(threading.Thread):
+    """Sends a long request and reads its answer; `begun` is set at the first byte of it."""
+
+    def __init__(self, served: Served, key: str, body: dict[str, Any]) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+        self.status = 0
+        self.text = ""
+        self._served, self._key, self._body = served, key, body
+
+    def run(self) -> None:
+        with (
+            self._served.client(self._key) as client,
+            client.stream("POST", "/v1/completions", json=self._body) as answer,
+        ):
+            self.status = answer.status_code
+            for part in answer.iter_text():
+                self.text += part
+                self.begun.set()
+
+
+def test_a_killed_engine_fails_what_was_in_flight_clearly_and_comes_back(mortal: Served, kit: Kit) -> None:
+    key = mortal.make_key("engine-dies", "mine")
+    upload(mortal, key, "mine", kit.small)
+    with mortal.client(key) as client:
+        before = client.post("/v1/completions", json=SHORT | {"model": "mine"}).json()["choices"]
+        streaming, waiting = Reader(mortal, key, LONG | {"stream": True}), Reader(mortal, key, LONG)
+        streaming.start()
+        waiting.start()
+        assert streaming.begun.wait(60)
+        wait_until_running(mortal, 2)
+        kill(mortal, ENGINE)
+        streaming.join(60)
+        waiting.join(60)
+        assert streaming.status == 200 and '"code":"engine_unavailable"' in streaming.text
+        assert "[DONE]" not in streaming.text
+        assert waiting.status == 503 and "engine_unavailable" in waiting.text
+        refused = client.post("/v1/completions", json=SHORT)
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+        assert not is_ready(mortal) and httpx.get(mortal.url + "/healthz").status_code == 200
+        mortal.wait_until_ready()
+        assert client.post("/v1/completions", json=SHORT | {"model": "mine"}).json()["choices"] == before
+    with mortal.client(ADMIN_KEY) as operator:
+        assert 'slora_process_restarts_total{process="engine"} 1.0' in operator.get("/metrics").text
+
+
+def read_metric(served: Served, name: str) -> float | None:
+    """None while the engine is not there."""
+    with served.client(ADMIN_KEY) as operator:
+        lines = operator.get("/metrics").text.splitlines()
+    return next((float(line.split()[1]) for line in lines if line.startswith(name + " ")), None)
+
+
+def wait_for_metric(served: Served, name: str, value: float) -> None:
+    wait_for(lambda: read_metric(served, name) == value or None, served.alive)
+
+
+def test_a_pinned_adapter_is_there_before_anybody_asks_and_again_when_its_engine_was_killed(
+    mortal: Served, kit: Kit
+) -> None:
+    key = mortal.make_key("pins", "mine")
+    upload(mortal, key, "mine", kit.small)
+    with mortal.client(ADMIN_KEY) as operator:
+        assert operator.put("/admin/tenants/pins/adapters/mine/pin").json()["pinned"]
+        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
+        kill(mortal, ENGINE)
+        wait_for(lambda: None if is_ready(mortal) else True)
+        mortal.wait_until_ready()
+        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
+        assert read_metric(mortal, "slora_adapter_loads_total") == 1
+        with mortal.client(key) as client:
+            assert client.post("/v1/completions", json=SHORT | {"model": "mine"}).status_code == 200
+        assert read_metric(mortal, "slora_adapter_loads_total") == 1, "the request had to load it"
+        operator.delete("/admin/tenants/pins/adapters/mine/pin")
+        wait_for_metric(mortal, "slora_pinned_adapters", 0)
+        assert read_metric(mortal, "slora_resident_adapters") == 1, "it leaves when its pages are wanted"
+
+
+def test_a_prewarmed_adapter_is_there_before_anybody_asks(mortal: Served, kit: Kit) -> None:
+    key = mortal.make_key("warm")
+    upload(mortal, key, "voice", kit.small)
+
+    def place(client: httpx.Client) -> str:
+        answer = client.post("/v1/adapters/voice@1/prewarm")
+        assert answer.status_code == 202
+        return str(answer.json()["versions"][0]["place"])
+
+    with mortal.client(key) as client:
+        assert place(client) == "fetching"
+        wait_for(lambda: place(client) == "pool" or None, mortal.alive)
+        loads = read_metric(mortal, "slora_adapter_loads_total")
+        assert client.post("/v1/completions", json=SHORT | {"model": "voice"}).status_code == 200
+        assert read_metric(mortal, "slora_adapter_loads_total") == loads, "the request had to load it"
+
+
+def test_a_pin_follows_its_name_and_its_tenants_share_and_ends_when_the_name_is_deleted(
+    mortal: Served, kit: Kit
+) -> None:
+    key = mortal.make_key("moves")
+    upload(mortal, key, "name", kit.small)
+    with mortal.client(ADMIN_KEY) as operator, mortal.client(key) as client:
+        operator.put("/admin/tenants/moves/adapters/name/pin").raise_for_status()
+        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
+        loads = read_metric(mortal, "slora_adapter_loads_total")
+        assert loads is not None
+        files = {FIELDS[path.name]: path.read_bytes() for path in kit.wide.iterdir() if path.name in FIELDS}
+        moved = client.post("/v1/adapters", data={"name": "name"}, files=files)
+        assert moved.status_code == 201 and moved.json()["pinned"]
+        # Once to try it out, once for the pin.
+        wait_for_metric(mortal, "slora_adapter_loads_total", loads + 2)
+        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
+        assert read_metric(mortal, "slora_pinned_adapters") == 1
+        assert client.post("/v1/completions", json=SHORT | {"model": "name"}).status_code == 200
+        assert read_metric(mortal, "slora_adapter_loads_total") == loads + 2
+        # It may not be lowered below what is pinned; but what is pinned may move to what takes more than it allows.
+        client.post("/v1/adapters/name/aliases/latest/rollback").raise_for_status()
+        refused = operator.patch("/admin/tenants/moves", json={"max_pool_share": 0})
+        assert refused.status_code == 409
+        message = refused.json()["error"]["message"]
+        (needed,), (whole,) = re.findall(r"take (\d+) pages", message), re.findall(r"pool's (\d+)", message)
+        operator.patch(
+            "/admin/tenants/moves", json={"max_pool_share": int(needed) / int(whole)}
+        ).raise_for_status()
+        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
+        # Else it would be there still, and would not have to be loaded.
+        client.delete("/v1/adapters/name@2").raise_for_status()
+        client.post("/v1/adapters", data={"name": "name"}, files=files).raise_for_status()
+        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 0)
+        wait_for_metric(mortal, "slora_pinned_adapters", 1)
+        operator.patch("/admin/tenants/moves", json={"max_pool_share": 1}).raise_for_status()
+        wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
+        client.delete("/v1/adapters/name").raise_for_status()
+        wait_for_metric(mortal, "slora_pinned_adapters", 0)
+
+
+def test_requests_finish_on_their_version_while_its_alias_moves_and_it_is_deleted(
+    mortal: Served, kit: Kit
+) -> None:
+    key = mortal.make_key("rollout")
+    resident = read_metric(mortal, "slora_resident_adapters")
+    assert resident is not None
+    upload(mortal, key, "voice", kit.small)
+    digest = upload(mortal, key, "voice", kit.wide).json()["digest"].removeprefix("sha256:")
+    with mortal.client(key) as client:
+
+        def point(number: str) -> None:
+            body = {"versions": {number: 100}}
+            client.put("/v1/adapters/voice/aliases/latest", json=body).raise_for_status()
+
+        point("1")
+        whole = client.post("/v1/completions", json=LONG | {"model": "voice"})
+        assert whole.headers["x-slora-adapter"] == "voice@1"
+        reader = Reader(mortal, key, LONG | {"model": "voice", "stream": True})
+        reader.start()
+        assert reader.begun.wait(60)
+        point("2")
+        newer = client.post("/v1/completions", json=SHORT | {"model": "voice", "stream": True})
+        assert newer.headers["x-slora-adapter"] == "voice@2"
+        assert newer.headers["x-slora-adapter-digest"] == digest
+        removed = client.delete("/v1/adapters/voice@1")
+        assert removed.status_code == 200 and reader.is_alive(), "it was to be deleted while it runs"
+        reader.join(60)
+        assert reader.text.endswith("data: [DONE]\n\n")
+        chunks = [json.loads(line[6:]) for line in reader.text.splitlines() if line.startswith("data: {")]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole.json()["choices"][0]["text"]
+        assert client.post("/v1/completions", json=SHORT | {"model": "voice@1"}).status_code == 404
+        assert client.delete("/v1/adapters/voice@2").status_code == 409
+        assert client.delete("/v1/adapters/voice").status_code == 200
+    wait_for_metric(mortal, "slora_resident_adapters", resident)
+
+
+def test_a_killed_loader_is_noticed_and_comes_back(mortal: Served, kit: Kit) -> None:
+    key = mortal.make_key("loader-dies")
+    kill(mortal, LOADER)
+    wait_for(lambda: None if is_ready(mortal) else True)
+    mortal.wait_until_ready()
+    upload(mortal, key, "after", kit.wide)
+    with mortal.client(key) as client:
+        assert client.post("/v1/completions", json=SHORT | {"model": "after"}).status_code == 200
+
+
+def test_the_loader_stands_behind_the_engine_and_a_terminals_signals_pass_both_by(mortal: Served) -> None:
+    """Niceness is between the processes of a session; signals of a terminal go to a process group."""
+    engine, loader, server = mortal.child(ENGINE), mortal.child(LOADER), mortal.process.pid
+    assert loader.nice() >= engine.nice() + 10
+    assert {os.getsid(child.pid) for child in (engine, loader)} == {os.getsid(server)}
+    assert os.getpgid(server) not in {os.getpgid(child.pid) for child in (engine, loader)}
+
+
+def test_the_official_clients_own_retries_outlast_an_engines_restart(mortal: Served) -> None:
+    key = mortal.make_key("patient")
+    kill(mortal, ENGINE)
+    wait_for(lambda: None if is_ready(mortal) else True)
+    with openai.OpenAI(base_url=mortal.url + "/v1", api_key=key, max_retries=20) as client:
+        assert client.completions.create(model="base", prompt="x", max_tokens=2).usage is not None
+    mortal.wait_until_ready()
+
+
+def test_many_clients_that_hang_up_leave_no_page_held(mortal: Served, kit: Kit) -> None:
+    key = mortal.make_key("crowd")
+    for name, path in (("small", kit.small), ("wide", kit.wide)):
+        upload(mortal, key, name, path)
+
+    def ask(number: int) -> None:
+        body = LONG | {"model": ("base", "small", "wide")[number % 3], "stream": number % 2 == 0}
+        with mortal.client(key) as client, suppress(httpx.ReadTimeout):
+            client.post("/v1/completions", json=body, timeout=0.02 * (number % 20) + 0.05)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(ask, range(48)))
+    wait_until_running(mortal, 0)
+    with mortal.client(ADMIN_KEY) as operator:
+        assert 'slora_pages{state="held"} 0.0' in operator.get("/metrics").text.splitlines()
+
+
+def test_a_client_that_hangs_up_leaves_nothing_in_the_engine(mortal: Served) -> None:
+    key = mortal.make_key("hangs-up")
+    reader = mortal.client(key)
+    request = reader.build_request("POST", "/v1/completions", json=LONG | {"stream": True})
+    answer = reader.send(request, stream=True)
+    next(answer.iter_text())
+    answer.close()
+    reader.close()
+    wait_until_running(mortal, 0)
+
+
+@pytest.fixture
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SLORA_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("clean_environment")
+def test_a_second_server_on_the_same_data_is_refused_by_name(
+    mortal: Served, kit: Kit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--port", "0", "--model", str(kit.base), "--data-dir", str(mortal.data_dir)]) == 1
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and str(mortal.process.pid) in message and "--data-dir" in message
+    assert is_ready(mortal)
+
+
+@pytest.mark.usefixtures("clean_environment")
+def test_a_server_that_cannot_start_says_why_in_one_line(
+    kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    data = ("--data-dir", str(tmp_path / "data"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        cases = [
+            (("--model", str(tmp_path / "nowhere"), *data), 1, "no model at"),
+            (("--model", str(tmp_path / "empty"), *data), 1, "config.json"),
+            (("--model", str(kit.base), *data, "--port", port), 1, "--port"),
+            (("--model", str(kit.base), *data, "--pool-bytes", "much"), 2, "--pool-bytes is 'much'"),
+            (("--model", str(kit.base), *data, "--port", "0", "--store", "nowhere://x"), 1, "s3://, gs://"),
+            (
+                ("--model", str(kit.base), *data, "--port", "0", "--store", "hf://a/b"),
+                1,
+                "adapter push hf://",
+            ),
+            (("--model", str(kit.base), *data, "--port", "0", "--store", "memory://x"), 1, "no other sees"),
+            (
+                ("--model", str(kit.base), *data, "--port", "0", "--store", "redis://127.0.0.1:9"),
+                1,
+                "127.0.0.1:9",
+            ),
+            (
+                ("--demo", str(tmp_path), "--model", str(kit.base), *data, "--port", "0"),
+                1,
+                "holds no adapters",
+            ),
+            ((), 2, "--model (SLORA_MODEL)"),
+        ]
+        for flags, expected, words in cases:
+            assert main(["serve", *flags]) == expected, flags
+            message = capsys.readouterr().err
+            assert message.startswith("slora: ") and words in message and message.count("\n") == 1
+
+
+@pytest.mark.usefixtures("clean_environment")
+def test_an_engine_that_can_never_run_ends_the_server_with_its_reason(
+    kit: Kit, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        "--port",
+        "0",
+        "--model",
+        str(kit.base),
+        "--data-dir",
+        str(tmp_path),
+        "--max-num-batched-tokens",
+        "4",
+    ]
+    assert main(["serve", *flags]) == 1
+    message = capfd.readouterr().err
+    assert "max_num_batched_tokens is 4" in message
+    assert message.splitlines()[-1].startswith("slora: the engine cannot run")
+
+
+def test_sigterm_lets_requests_finish_and_ends_the_children(kit: Kit, tmp_path: Path) -> None:
+    with serving(kit.base, tmp_path / "data") as served:
+        served.wait_until_ready()
+        children = [served.child(module) for module in (ENGINE, LOADER)]
+        reader = Reader(served, served.make_key("t"), LONG | {"stream": True})
+        reader.start()
+        assert reader.begun.wait(60)
+        served.process.send_signal(signal.SIGTERM)
+        reader.join(60)
+        assert reader.text.endswith("data: [DONE]\n\n") and "error" not in reader.text
+        assert served.process.wait(60) == 0
+        assert not any(child.is_running() for child in children)
+
+
+def test_what_is_not_finished_when_the_time_to_drain_is_over_is_told_so(kit: Kit, tmp_path: Path) -> None:
+    with serving(kit.base, tmp_path / "data", "--drain-seconds", "0") as served:
+        served.wait_until_ready()
+        key = served.make_key("t")
+        streaming, waiting = Reader(served, key, LONG | {"stream": True}), Reader(served, key, LONG)
+        waiting.start()
+        streaming.start()
+        assert streaming.begun.wait(60)
+        wait_until_running(served, 2)
+        served.process.send_signal(signal.SIGTERM)
+        streaming.join(60)
+        waiting.join(60)
+        assert streaming.text.rstrip().endswith("}}") and '"code":"server_stopping"' in streaming.text
+        assert waiting.status == 503 and "server_stopping" in waiting.text
+        assert served.process.wait(60) == 0
+
+
+def test_an_adapter_survives_kill_9_of_everything_right_behind_its_201(kit: Kit, tmp_path: Path) -> None:
+    with serving(kit.base, tmp_path / "data") as served:
+        served.wait_until_ready()
+        key = served.make_key("survivor", "mine")
+        created = upload(served, key, "mine", kit.wide)
+        served.kill_everything()
+        assert created.status_code == 201
+    with serving(kit.base, tmp_path / "data") as served:
+        served.wait_until_ready()
+        with served.client(key) as client:
+            (kept,) = client.get("/v1/adapters").json()["data"]
+            assert kept.items() <= created.json().items()
+            answer = client.post("/v1/completions", json=SHORT | {"model": "default"})
+    assert answer.status_code == 200 and answer.headers["x-slora-adapter"] == "mine@1"
+
+
+def test_children_do_not_outlive_a_server_that_is_killed(kit: Kit, tmp_path: Path) -> None:
+    with serving(kit.base, tmp_path / "data") as served:
+        served.wait_until_ready()
+        children = [served.child(module) for module in (ENGINE, LOADER)]
+        served.process.kill()
+        served.process.wait()
+        for child in children:
+            child.wait(30)
+
+
+def test_without_an_admin_key_one_is_made_and_printed_once(kit: Kit, tmp_path: Path) -> None:
+    def start() -> list[str]:
+        with serving(kit.base, tmp_path / "data", env=environment()) as served:
+            served.wait_for_line("listening on")
+        return [line.split()[-1] for line in served.lines if "admin key" in line]
+
+    nowhere = environment(SLORA_REGISTRY="redis://127.0.0.1:1/0", SLORA_STORE=str(tmp_path / "store"))
+    with serving(kit.base, tmp_path / "data", env=nowhere) as refused:
+        assert refused.process.wait(60) == 1
+    assert not any("admin key" in line for line in refused.lines), "else it would never be seen again"
+    (key,) = start()
+    assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
+    assert start() == []
+    files = [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
+    assert files and not any(key.encode() in path.read_bytes() for path in files)

@@ -1,0 +1,252 @@
+"""Pins as the operator sees them: by name, within bounds, and told to the engine."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from slora.engine.pin import Pin
+from slora.tenant_share import TenantShare
+from slora_adapters.database.database import Database
+from slora_adapters.errors import StoreUnavailable
+from slora_adapters.peft.adapter import AdapterExtras
+from slora_adapters.registry.registry import AdapterDetails, Registry, Rollout
+from slora_adapters.registry.sqlite_storage import SqliteStorage
+from slora_adapters.version import AdapterVersion
+from slora_api.adapters.pinning import Pinning
+from slora_api.cli.main import main
+from slora_api.tenants.api_key import Pepper
+from slora_api.tenants.tenancy import ShareChanges, Tenancy
+from tests.adapters.hand_made import make_config, make_members, make_tensors
+from tests.api.platform import ADMIN_KEY, Platform, bearer, running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of
+
+
+@pytest.fixture
+def platform(tmp_path: Path) -> Iterator[Platform]:
+    """Its pool has 100 pages of 1024 bytes."""
+    with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")])) as running:
+        yield running
+
+
+def pin_path(tenant: str, name: str) -> str:
+    return f"/admin/tenants/{tenant}/adapters/{name}/pin"
+
+
+def upload(platform: Platform, key: str, name: str, rank: int, seed: int = 0) -> None:
+    """It takes 2 pages for each rank."""
+    members = make_members(make_config(r=rank), make_tensors(rank, seed))
+    assert platform.upload(key, name, members).status_code == 201
+
+
+def test_a_pin_is_shown_where_adapters_are_and_made_and_taken_back_any_number_of_times(
+    platform: Platform,
+) -> None:
+    key = platform.key("acme")
+    upload(platform, key, "voice", 2)
+    with platform.client(ADMIN_KEY) as admin, platform.client(key) as tenant:
+        for send, pinned in (
+            (admin.put, True),
+            (admin.put, True),
+            (admin.delete, False),
+            (admin.delete, False),
+        ):
+            answer = send(pin_path("acme", "voice"))
+            assert (answer.status_code, answer.json()["pinned"]) == (200, pinned)
+            assert tenant.get("/v1/adapters").json()["data"] == [answer.json()]
+            assert tenant.get("/v1/adapters/voice").json() == answer.json()
+
+
+@pytest.mark.parametrize(("tenant", "name"), [("nobody", "voice"), ("acme", "nothing"), ("other", "voice")])
+def test_what_is_not_there_cannot_be_pinned(platform: Platform, tenant: str, name: str) -> None:
+    upload(platform, platform.key("acme"), "voice", 2)
+    platform.key("other")
+    with platform.client(ADMIN_KEY) as admin:
+        for answer in (admin.put(pin_path(tenant, name)), admin.delete(pin_path(tenant, name))):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+
+
+def test_pins_are_the_operators(platform: Platform) -> None:
+    key = platform.key("acme")
+    upload(platform, key, "voice", 2)
+    for method in ("PUT", "DELETE"):
+        url = platform.url + pin_path("acme", "voice")
+        assert httpx.request(method, url, headers=bearer(key)).status_code == 403
+        assert httpx.request(method, url).status_code == 401
+    with platform.client(key) as tenant:
+        assert not tenant.get("/v1/adapters/voice").json()["pinned"]
+
+
+def test_all_pins_together_take_at_most_half_of_the_pool(platform: Platform) -> None:
+    first, second = platform.key("first"), platform.key("second")
+    upload(platform, first, "large", 20)
+    upload(platform, second, "fits", 5)
+    upload(platform, second, "more", 1, seed=1)
+    with platform.client(ADMIN_KEY) as admin:
+        assert admin.put(pin_path("first", "large")).status_code == 200
+        assert admin.put(pin_path("second", "fits")).status_code == 200, "40 and 10 pages of 100"
+        refused = admin.put(pin_path("second", "more"))
+        assert (refused.status_code, refused.headers["x-should-retry"]) == (409, "false")
+        error = refused.json()["error"]
+        assert error["code"] == "pins_full"
+        assert error["message"] == (
+            "With `more` (2 pages) the pins of all tenants would take 52 pages; they may take 50 of the pool's 100 "
+            "(half). Unpin others, or raise pool_bytes."
+        )
+        assert admin.put(pin_path("first", "large")).status_code == 200, "it is pinned already"
+        admin.delete(pin_path("second", "fits"))
+        assert admin.put(pin_path("second", "more")).status_code == 200
+
+
+def test_the_pins_of_a_tenant_stay_below_its_ceiling(platform: Platform) -> None:
+    key = platform.key("acme")
+    upload(platform, key, "one", 3)
+    upload(platform, key, "two", 3, seed=1)
+    with platform.client(ADMIN_KEY) as admin:
+        admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.1}).raise_for_status()
+        assert admin.put(pin_path("acme", "one")).status_code == 200
+        refused = admin.put(pin_path("acme", "two"))
+        assert refused.status_code == 409
+        assert refused.json()["error"]["message"] == (
+            "With `two` (6 pages) the pins of tenant `acme` would take 12 pages; they may take 10 of the pool's 100 "
+            "(its max_pool_share). Unpin others, or raise max_pool_share."
+        )
+        admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.12}).raise_for_status()
+        assert admin.put(pin_path("acme", "two")).status_code == 200
+
+
+def test_a_ceiling_is_not_lowered_below_what_is_pinned(platform: Platform) -> None:
+    key, other = platform.key("acme"), platform.key("other")
+    for number in range(6):
+        upload(platform, key, f"voice-{number}", 1, seed=number)
+    upload(platform, other, "large", 15, seed=9)
+    with platform.client(ADMIN_KEY) as admin:
+        admin.put(pin_path("other", "large")).raise_for_status()
+        for number in range(6):
+            admin.put(pin_path("acme", f"voice-{number}")).raise_for_status()
+        refused = admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.11, "weight": 3})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "pins_full")
+        assert refused.json()["error"]["message"] == (
+            "The pins of tenant `acme` (`voice-0`, `voice-1`, `voice-2`, `voice-3`, `voice-4` and 1 more) take 12 "
+            "pages; with a max_pool_share of 0.11 they may take 11 of the pool's 100. Unpin some first, or leave it "
+            "higher."
+        )
+        kept = admin.get("/admin/tenants/acme").json()
+        assert (kept["max_pool_share"], kept["weight"]) == (1, 1), "nothing of it was done"
+        assert admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.12}).status_code == 200
+        admin.delete(pin_path("acme", "voice-0")).raise_for_status()
+        assert admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.1}).status_code == 200
+
+
+def test_what_has_outgrown_its_ceiling_hinders_no_other_change(platform: Platform) -> None:
+    key = platform.key("acme")
+    upload(platform, key, "voice", 2)
+    with platform.client(ADMIN_KEY) as admin:
+        admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.04}).raise_for_status()
+        admin.put(pin_path("acme", "voice")).raise_for_status()
+        # Its pin follows it.
+        upload(platform, key, "voice", 3)
+        for change in ({"weight": 2}, {"max_pool_share": 0.04}, {"max_pool_share": 0.05}):
+            assert admin.patch("/admin/tenants/acme", json=change).status_code == 200
+        assert admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.04}).status_code == 409
+
+
+def test_the_operator_lists_what_is_pinned_of_everybody(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for tenant in ("zeta", "acme"):
+        key = platform.key(tenant)
+        upload(platform, key, "voice", 1)
+        upload(platform, key, "voice", 2)
+    with platform.client(ADMIN_KEY) as admin, platform.client(key) as client:
+        client.put("/v1/adapters/voice/aliases/prod", json={"versions": {"1": 90, "2": 10}})
+        for tenant, name in (("zeta", "voice"), ("acme", "voice@prod")):
+            admin.put(pin_path(tenant, name)).raise_for_status()
+        listed = admin.get("/admin/pins").json()
+        assert [(one["tenant"], one["name"], one["alias"], one["versions"]) for one in listed["data"]] == [
+            ("acme", "voice", "prod", {"1": 90, "2": 10}),
+            ("zeta", "voice", "latest", {"2": 100}),
+        ]
+        assert all(one["pinned"] for one in listed["data"])
+        assert client.get("/admin/pins").status_code == 403
+    monkeypatch.setenv("SLORA_URL", platform.url)
+    monkeypatch.setenv("SLORA_ADMIN_KEY", ADMIN_KEY)
+    assert main(["adapter", "pins"]) == 0
+    assert capsys.readouterr().out == "acme  voice@prod  1=90  2=10\nzeta  voice@latest  2=100\n"
+
+
+def test_names_for_the_same_weights_are_counted_once(platform: Platform) -> None:
+    key = platform.key("acme")
+    for name in ("one", "two"):
+        upload(platform, key, name, 20)
+    with platform.client(ADMIN_KEY) as admin:
+        assert [admin.put(pin_path("acme", name)).status_code for name in ("one", "two")] == [200, 200]
+
+
+# -- what the engine is told -------------------------------------------------------------------------------------
+
+
+class Shaky(Registry):
+    """Does not answer when it is first asked."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(SqliteStorage(database))
+        self.num_asked = 0
+
+    def pinned(self) -> list[Rollout]:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            raise StoreUnavailable("locked")
+        return list(super().pinned())
+
+
+def test_the_engine_is_told_all_pins_with_their_tenants_shares_until_it_has_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slora_api.adapters.pinning._PAUSE_S", 0.01)
+    database = Database(tmp_path / "slora.db")
+    registry, tenancy = Shaky(database), Tenancy(database, Pepper.from_file(tmp_path / "pepper"))
+    details = AdapterDetails(2, ("q_proj",), 100, AdapterExtras())
+    for tenant, share in (("a", ShareChanges(weight=2)), ("b", ShareChanges())):
+        tenancy.create_tenant(tenant, share)
+        registry.put("one", AdapterVersion(tenant, "1" * 64), details)
+    registry.put("same", AdapterVersion("a", "1" * 64), details)
+    engine = ScriptedEngine(ready=False)
+    pinning = Pinning(registry, tenancy, engine)
+    one, two = Pin(AdapterVersion("a", "1" * 64), TenantShare(2)), Pin(AdapterVersion("b", "1" * 64))
+
+    async def told(count: int) -> list[Pin]:
+        async with asyncio.timeout(30):
+            while len(engine.pins) < count:
+                await asyncio.sleep(0.001)
+        return engine.pins[-1]
+
+    async def main() -> None:
+        running = asyncio.create_task(pinning.run())
+        await pinning.pin("a", "one")
+        while registry.num_asked < 2:  # the database did not answer, and then the engine was not there
+            await asyncio.sleep(0.001)
+        engine.ready = True
+        pinning.refresh()  # it says hello
+        assert await told(1) == [one]
+        await pinning.pin("b", "one")
+        assert await told(2) == [one, two]
+        await pinning.pin("a", "same")
+        assert await told(3) == [one, two]
+        await pinning.unpin("a", "one")
+        assert await told(4) == [one, two], "another name stands for it"
+        tenancy.change_share("b", ShareChanges(max_pool_share=0.5))
+        pinning.refresh()
+        assert await told(5) == [one, Pin(two.version, TenantShare(max_share=0.5))]
+        registry.put("one", AdapterVersion("b", "2" * 64), details)
+        registry.move("b", "one", "latest", {1: 90, 2: 10})
+        pinning.refresh()
+        digests = [pin.version.digest[0] for pin in await told(6) if pin.version.tenant == "b"]
+        assert digests == ["1", "2"], "both sides of a canary"
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(main())
+    database.close()

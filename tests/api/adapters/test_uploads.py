@@ -1,0 +1,473 @@
+import gzip
+import json
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from slora.request import EngineRequest, TokenDelta
+from slora.weights.base_fingerprint import fingerprint
+from slora_api.adapters import uploads
+from slora_api.adapters.quarantine import Quarantine
+from slora_kernels.layout import lay_out_adapter
+from tests.adapters.hand_made import (
+    SHAPE,
+    make_config,
+    make_members,
+    make_tensors,
+    tensor_name,
+    write_directory,
+)
+from tests.api.adapters.hostile_uploads import make_tar, make_zip
+from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of, trial_of
+from tests.support.file_limit import largest_file
+
+MAX_UPLOAD = 300_000
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    directory = tmp_path_factory.mktemp("data")
+    engine = ScriptedEngine([deltas_of(b"ok")])
+    with running_platform(directory, engine, max_upload_bytes=MAX_UPLOAD, max_lora_rank=8) as running:
+        yield running
+
+
+def kept_files(platform: Platform) -> set[Path]:
+    """Everything on disk that an upload could leave behind. The store's claim is the server's, made once."""
+    store = platform.directory / "adapters"
+    places = (store / "blobs", store / "tmp", platform.directory / "quarantine")
+    return {path for place in places for path in place.rglob("*") if path.is_file()}
+
+
+def test_an_upload_answers_201_with_what_was_understood(platform: Platform) -> None:
+    answer = platform.upload(platform.key("first"), "shout")
+    body = answer.json()
+    assert answer.status_code == 201
+    assert (body["name"], body["rank"], body["target_modules"]) == ("shout", 2, ["q_proj", "down_proj"])
+    assert body["digest"].startswith("sha256:") and len(body["digest"]) == 71
+    assert body["bytes"] == sum(tensor.nbytes for tensor in make_tensors().values())
+    assert (body["version"], body.pop("new_version"), body.pop("aliases")) == (1, True, {"latest": 100})
+    certificate = body.pop("certificate")
+    assert (certificate["modules_adapted"], certificate["modules_total"]) == (4, SHAPE.num_modules)
+    assert set(certificate["modules"]) == {"q_proj", "down_proj"} and certificate["base"] == "unverified"
+    assert certificate["modules"]["q_proj"].keys() == {"adapted", "total", "min_rank", "max_rank", "max_norm"}
+    ranks = [2, 0, 0, 0, 0, 0, 2] * 2
+    num_bytes = lay_out_adapter(SHAPE, [*ranks, 0, 0]).num_bytes
+    assert certificate["pool_bytes"] == num_bytes
+    # By the scripted engine's paces, 1 ns a byte into the pool and 4 ns from a file.
+    predicted = {"host": 1e-6 * num_bytes, "file": 5e-6 * num_bytes}
+    assert certificate["predicted_load_ms"] == pytest.approx(predicted, rel=0.01)
+    with platform.client(platform.key("first")) as client:
+        assert client.get("/v1/adapters").json()["data"] == [body]
+        assert client.get("/v1/adapters/shout").json() == body
+
+
+@pytest.mark.parametrize("folder", ["", "shout/"])
+@pytest.mark.parametrize("name", ["a.zip", "a.tar", "a.tar.gz"])
+def test_an_archive_is_uploaded_like_its_files(platform: Platform, name: str, folder: str) -> None:
+    members = {folder + file: raw for file, raw in make_members(chat_template_dot_jinja="{{ x }}").items()}
+    tar = make_tar(list(members.items()))
+    raw = {"a.zip": make_zip(members), "a.tar": tar, "a.tar.gz": gzip.compress(tar)}[name]
+    key = platform.key("archives")
+    with platform.client(key) as client:
+        answer = client.post("/v1/adapters", data={"name": "packed"}, files={"archive": (name, raw)})
+        assert answer.status_code == 201, answer.text
+        client.delete("/v1/adapters/packed")
+    assert answer.json()["digest"] == platform.upload(key, "plain").json()["digest"]
+    assert answer.json()["chat_template"] is True
+
+
+def upload_for(platform: Platform, base_name: str | None, **fields: str) -> httpx.Response:
+    config = make_config() if base_name is None else make_config(base_model_name_or_path=base_name)
+    return platform.upload(platform.key("bases"), "x", make_members(config), **fields)
+
+
+def test_a_base_is_verified_matched_by_name_or_neither(platform: Platform) -> None:
+    directory = platform.directory / "base"
+    directory.mkdir()
+    save_file({"w": np.arange(64, dtype=np.float32)}, directory / "model.safetensors")
+    own = fingerprint(directory)
+    for base_name in (None, "elsewhere/Other-7B"):
+        assert upload_for(platform, base_name).json()["certificate"]["base"] == "unverified"
+        verified = upload_for(platform, base_name, base_fingerprint=own)
+        assert verified.json()["certificate"]["base"] == "verified"
+    assert upload_for(platform, "/models/Tiny-Base/").json()["certificate"]["base"] == "name-matched"
+    other = upload_for(platform, "tiny-base", base_fingerprint="0" * 64)
+    error = other.json()["error"]
+    assert (other.status_code, error["reasons"][0]["code"]) == (422, "other_base")
+    assert "0" * 64 in error["message"] and own in error["message"]
+    for text in ("", "0" * 63, "G" * 64, "0" * 64 + "\n"):
+        odd = upload_for(platform, None, base_fingerprint=text)
+        assert (odd.status_code, odd.json()["error"]["param"]) == (400, "base_fingerprint")
+
+
+def test_a_tenant_keeps_no_more_versions_than_it_may(tmp_path: Path) -> None:
+    engine = ScriptedEngine([deltas_of(b"ok")])
+    with running_platform(tmp_path, engine, max_versions_per_tenant=2) as platform:
+        key = platform.key("many")
+        other = make_members(tensors=make_tensors(seed=3))
+        assert [platform.upload(key, "a", members).status_code for members in (None, other)] == [201, 201]
+        before = kept_files(platform)
+        for name in ("a", "b"):
+            third = platform.upload(key, name)
+            error = third.json()["error"]
+            assert (third.status_code, error["type"]) == (409, "conflict_error")
+            assert error["code"] == "quota_exceeded" and third.headers["x-should-retry"] == "false"
+            assert "have 2 versions of adapters and may have 2 (max_versions_per_tenant)" in error["message"]
+        assert kept_files(platform) == before
+        # What is the newest already is no more; and another tenant has its own.
+        assert platform.upload(key, "a", other).status_code == 201
+        assert platform.upload(platform.key("other"), "c").status_code == 201
+        with platform.client(key) as client:
+            client.delete("/v1/adapters/a@1")
+        assert platform.upload(key, "b").status_code == 201
+
+
+def test_a_tenants_adapters_take_no_more_bytes_than_they_may(tmp_path: Path) -> None:
+    size = sum(tensor.nbytes for tensor in make_tensors().values())
+    engine = ScriptedEngine([deltas_of(b"ok")])
+    with running_platform(tmp_path, engine, max_adapter_bytes_per_tenant=2 * size) as platform:
+        key = platform.key("large")
+        members = [make_members(tensors=make_tensors(seed=seed)) for seed in range(3)]
+        # The same weights again take nothing.
+        for name, number in (("a", 0), ("b", 1), ("c", 1), ("a", 1)):
+            assert platform.upload(key, name, members[number]).status_code == 201
+        for name in ("a", "d"):
+            error = platform.upload(key, name, members[2]).json()["error"]
+            assert error["code"] == "quota_exceeded"
+            assert f"would take {3 * size} bytes; they may take {2 * size} (max_adapter_" in error["message"]
+        with platform.client(key) as client:
+            client.delete("/v1/adapters/a@1")
+        assert platform.upload(key, "a", members[2]).status_code == 201
+
+
+def test_uploads_of_one_tenant_at_once_do_not_pass_its_limit_together(tmp_path: Path) -> None:
+    engine = ScriptedEngine([deltas_of(b"ok")])
+    with running_platform(tmp_path, engine, max_versions_per_tenant=1, max_concurrent_uploads=8) as platform:
+        key = platform.key("racing")
+
+        def take_time(request: EngineRequest) -> list[TokenDelta]:
+            # Meanwhile the others are inspected, and come to be counted while this one is not kept yet.
+            time.sleep(0.3)
+            return trial_of(request)
+
+        platform.engine.canary = take_time
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda name: platform.upload(key, name).status_code, "abcd"))
+        assert sorted(answers) == [201, 409, 409, 409]
+
+
+def test_an_uploaded_adapter_answers_in_the_next_request_and_a_deleted_one_does_not(
+    platform: Platform,
+) -> None:
+    key = platform.key("quick")
+    body = {"model": "now", "prompt": "x"}
+    assert post(platform, key, "/v1/completions", body).status_code == 404
+    platform.upload(key, "now")
+    assert post(platform, key, "/v1/completions", body).status_code == 200
+    with platform.client(key) as client:
+        assert client.delete("/v1/adapters/now").json() == {
+            "name": "now",
+            "object": "adapter",
+            "deleted": True,
+        }
+        assert client.delete("/v1/adapters/now").status_code == 404
+    assert post(platform, key, "/v1/completions", body).status_code == 404
+
+
+def test_two_tenants_may_use_the_same_name_for_different_adapters(platform: Platform) -> None:
+    one, two = platform.key("same-one"), platform.key("same-two")
+    digests = {
+        platform.upload(one, "mine").json()["digest"],
+        platform.upload(two, "mine", make_members(tensors=make_tensors(seed=5))).json()["digest"],
+    }
+    assert len(digests) == 2
+    with platform.client(one) as client:
+        client.delete("/v1/adapters/mine")
+    with platform.client(two) as client:
+        assert client.get("/v1/adapters/mine").status_code == 200
+
+
+def test_an_upload_does_not_tell_whether_another_tenant_has_the_same_weights(tmp_path: Path) -> None:
+    trials: list[EngineRequest] = []
+
+    def trial(request: EngineRequest) -> list[TokenDelta]:
+        trials.append(request)
+        return trial_of(request)
+
+    engine = ScriptedEngine([deltas_of(b"ok")], canary=trial)
+    with running_platform(tmp_path, engine) as platform:
+        keys = [platform.key(tenant) for tenant in ("first", "second")]
+        seen = []
+        for key in keys:
+            answer = platform.upload(key, "mine")
+            body = {
+                name: value for name, value in answer.json().items() if name not in ("created", "updated")
+            }
+            prompts = [(request.adapter is None, request.prompt_token_ids) for request in trials]
+            trials.clear()
+            headers = {name for name in answer.headers if name != "date"}
+            seen.append((answer.status_code, headers, body, prompts, len(engine.forgotten)))
+        assert seen[0][0] == 201 and len(seen[0][3]) == 2 and seen[0][4] == 1
+        assert seen[1] == (*seen[0][:4], 2), "the second is tried out, and forgotten, like the first"
+        body = {"model": "mine", "prompt": "x"}
+        with platform.client(keys[0]) as client:
+            client.delete("/v1/adapters/mine").raise_for_status()
+        assert post(platform, keys[0], "/v1/completions", body).status_code == 404
+        assert post(platform, keys[1], "/v1/completions", body).status_code == 200
+        assert len(kept_files(platform)) == 2, "of the second, who has what was stored for both"
+        with platform.client(keys[1]) as client:
+            client.delete("/v1/adapters/mine").raise_for_status()
+        assert not kept_files(platform)
+
+
+def test_the_same_adapter_again_is_the_same_version_and_another_under_its_name_the_next(
+    platform: Platform,
+) -> None:
+    key = platform.key("again")
+    other = make_members(tensors=make_tensors(seed=9))
+    answers = [platform.upload(key, "twice", members) for members in (None, None, other)]
+    assert [answer.status_code for answer in answers] == [201, 201, 201]
+    first, again, next_one = (answer.json() for answer in answers)
+    assert [(one["version"], one["new_version"]) for one in (first, again, next_one)] == [
+        (1, True),
+        (1, False),
+        (2, True),
+    ]
+    assert first["digest"] == again["digest"] != next_one["digest"]
+    with platform.client(key) as client:
+        assert client.get("/v1/adapters/twice").json()["digest"] == next_one["digest"]
+        assert client.get("/v1/adapters/twice@1").json()["digest"] == first["digest"]
+
+
+@pytest.mark.parametrize("name", ["", "Upper", "a b", "../x", "a/b", "-a", "x" * 129, "base", "default", "ü"])
+def test_a_name_that_cannot_be_one_is_refused(platform: Platform, name: str) -> None:
+    answer = platform.upload(platform.key("names"), name)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "name")
+
+
+def duplicate_key_header() -> bytes:
+    data = make_members()["adapter_model.safetensors"]
+    size = struct.unpack("<Q", data[:8])[0]
+    header, rest = data[8 : 8 + size].decode().rstrip(), data[8 + size :]
+    entry = json.dumps(tensor_name(0, 0, "A")) + ":" + json.dumps(json.loads(header)[tensor_name(0, 0, "A")])
+    doubled = (header[:-1] + "," + entry + "}").encode()
+    return struct.pack("<Q", len(doubled)) + doubled + rest
+
+
+def changed(**changes: Any) -> dict[str, bytes]:
+    return make_members(make_config(**changes))
+
+
+def with_tensor(name: str, value: np.ndarray | None) -> dict[str, bytes]:
+    tensors = make_tensors()
+    if value is None:
+        del tensors[name]
+    else:
+        tensors[name] = value
+    return make_members(tensors=tensors)
+
+
+A = tensor_name(0, 0, "A")
+WEIGHTS = make_members()["adapter_model.safetensors"]
+BAD_ADAPTERS = {
+    "wrong shape": with_tensor(A, np.zeros((2, 23), np.float32)),
+    "unknown module": with_tensor(
+        "base_model.model.model.layers.0.mlp.other.lora_A.weight", np.ones((2, 24), np.float32)
+    ),
+    "layer that the model lacks": with_tensor(tensor_name(7, 0, "A"), np.ones((2, 24), np.float32)),
+    "missing factor": with_tensor(A, None),
+    "not finite": with_tensor(A, np.full((2, 24), np.nan, np.float32)),
+    "rank over the limit": make_members(make_config(r=9), make_tensors(rank=9)),
+    "truncated": make_members() | {"adapter_model.safetensors": WEIGHTS[:-8]},
+    "no safetensors at all": make_members() | {"adapter_model.safetensors": b"\x80\x04pickle"},
+    "duplicate key in the header": make_members() | {"adapter_model.safetensors": duplicate_key_header()},
+    "empty weights": make_members() | {"adapter_model.safetensors": b""},
+    "config that is no JSON": make_members() | {"adapter_config.json": b"{"},
+    "DoRA": changed(use_dora=True),
+    "bias": changed(bias="all"),
+    "whole modules": changed(modules_to_save=["lm_head"]),
+    "another method": changed(peft_type="IA3"),
+    "template that is none": make_members(chat_template_dot_jinja="{% for"),
+    "sampling that is not honoured": make_members(generation_config_dot_json='{"num_beams": 4}'),
+}
+
+
+@pytest.mark.parametrize("members", BAD_ADAPTERS.values(), ids=BAD_ADAPTERS)
+def test_a_bad_adapter_is_a_422_with_reasons_and_leaves_nothing_behind(
+    platform: Platform, members: dict[str, bytes]
+) -> None:
+    before = kept_files(platform)
+    key = platform.key("bad")
+    answer = platform.upload(key, "bad", members)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (422, "adapter_invalid"), answer.text
+    assert error["reasons"] and all(set(reason) == {"code", "message"} for reason in error["reasons"])
+    assert kept_files(platform) == before
+    with platform.client(key) as client:
+        assert client.get("/v1/adapters").json()["data"] == []
+
+
+def test_a_pickle_is_refused_by_its_name_and_never_stored(platform: Platform) -> None:
+    before = kept_files(platform)
+    files = {"config": ("adapter_config.json", b"{}"), "weights": ("adapter_model.bin", b"\x80\x04")}
+    with platform.client(platform.key("bad")) as client:
+        answer = client.post("/v1/adapters", data={"name": "pickled"}, files=files)
+    assert (answer.status_code, answer.json()["error"]["reasons"][0]["code"]) == (422, "pickle")
+    assert kept_files(platform) == before
+
+
+MULTIPART = {"Content-Type": "multipart/form-data; boundary=b"}
+
+
+def part(name: str, content: bytes, file_name: str = "") -> bytes:
+    file = f'; filename="{file_name}"' if file_name else ""
+    return f'--b\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'.encode() + content + b"\r\n"
+
+
+NAME, CONFIG = part("name", b"x"), part("config", b"{}", "c")
+BAD_FORMS: dict[str, tuple[dict[str, str], bytes, str | None]] = {
+    "not multipart": ({"Content-Type": "application/json"}, b"{}", None),
+    "no boundary": ({"Content-Type": "multipart/form-data"}, b"", None),
+    "empty": (MULTIPART, b"", None),
+    "garbage": (MULTIPART, b"not a multipart body at all", None),
+    "cut off": (MULTIPART, NAME + CONFIG + part("weights", b"w", "w")[:-4], None),
+    "no name": (MULTIPART, CONFIG + part("weights", b"w", "w") + b"--b--\r\n", "name"),
+    "no weights": (MULTIPART, NAME + CONFIG + b"--b--\r\n", "weights"),
+    "unknown field": (MULTIPART, NAME + part("adapter", b"w", "w") + b"--b--\r\n", "adapter"),
+    "field twice": (MULTIPART, NAME + NAME + b"--b--\r\n", "name"),
+    "name too large": (MULTIPART, part("name", b"x" * 300) + b"--b--\r\n", "name"),
+    "path as a field": (
+        MULTIPART,
+        NAME + part("../../etc/passwd", b"w", "w") + b"--b--\r\n",
+        "../../etc/passwd",
+    ),
+    "endless header": (MULTIPART, b"--b\r\nX: " + b"x" * 5000, None),
+}
+
+
+@pytest.mark.parametrize(("headers", "body", "param"), BAD_FORMS.values(), ids=BAD_FORMS)
+def test_a_form_that_is_not_an_upload_is_a_400(
+    platform: Platform, headers: dict[str, str], body: bytes, param: str | None
+) -> None:
+    with platform.client(platform.key("forms")) as client:
+        answer = client.post("/v1/adapters", content=body, headers=headers)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), (
+        answer.text
+    )
+    assert not any((platform.directory / "quarantine").iterdir())
+
+
+def test_an_upload_over_the_limit_is_a_413_while_it_streams_and_leaves_nothing(platform: Platform) -> None:
+    before = kept_files(platform)
+    key = platform.key("large")
+
+    def body() -> Iterator[bytes]:
+        yield NAME + CONFIG + part("weights", b"", "w")[:-2]
+        for _ in range(400):
+            yield b"x" * 10_000
+
+    with platform.client(key) as client:
+        answer = client.post("/v1/adapters", content=body(), headers=MULTIPART)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+    assert kept_files(platform) == before
+
+
+def test_a_client_that_hangs_up_in_the_middle_leaves_nothing(platform: Platform) -> None:
+    before = kept_files(platform)
+
+    def body() -> Iterator[bytes]:
+        yield NAME + CONFIG
+        raise RuntimeError("the client dies")
+
+    with platform.client(platform.key("gone")) as client, pytest.raises(RuntimeError):
+        client.post("/v1/adapters", content=body(), headers=MULTIPART)
+    # The server is asked something else, so that it has noticed.
+    assert httpx.get(platform.url + "/healthz").status_code == 200
+    assert kept_files(platform) == before
+
+
+def test_413_comes_while_an_archive_is_still_being_sent(platform: Platform) -> None:
+    host, port = platform.url.removeprefix("http://").split(":")
+    request = (
+        f"POST /v1/adapters HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {platform.key('large')}\r\n"
+        "Content-Type: multipart/form-data; boundary=b\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    body = NAME + part("archive", b"x" * (MAX_UPLOAD + 1), "a.zip")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(request.encode() + b"%x\r\n" % len(body) + body + b"\r\n")
+        # The body is not complete, and never will be.
+        assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_an_upload_that_stops_coming_gives_its_place_back(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "STALL_S", 0.2)
+    host, port = platform.url.removeprefix("http://").split(":")
+    request = (
+        f"POST /v1/adapters HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {platform.key('slow')}\r\n"
+        "Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 100000\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(request.encode() + NAME)
+        answer = b""
+        while not answer.endswith(b"}}"):
+            answer += connection.recv(10_000)
+    assert answer.startswith(b"HTTP/1.1 400") and b"upload_stalled" in answer
+    assert not any((platform.directory / "quarantine").iterdir())
+
+
+def test_what_a_killed_server_left_in_quarantine_is_gone_after_the_next_start(tmp_path: Path) -> None:
+    (tmp_path / "quarantine" / "old").mkdir(parents=True)
+    (tmp_path / "quarantine" / "old" / "file").write_text("x")
+    Quarantine(tmp_path / "quarantine")
+    assert list((tmp_path / "quarantine").iterdir()) == []
+
+
+def test_uploads_beyond_the_limit_are_told_to_come_back(tmp_path: Path) -> None:
+    with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")]), max_concurrent_uploads=1) as platform:
+        key = platform.key("many")
+        with platform.services.generator.admission.upload("somebody"):
+            busy = platform.upload(key, "x")
+        with platform.services.generator.admission.upload("many"):
+            own = platform.upload(key, "x")
+        assert (busy.status_code, busy.json()["error"]["code"]) == (503, "server_busy")
+        assert (own.status_code, own.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert platform.upload(key, "x").status_code == 201
+
+
+def test_no_room_on_the_disk_is_a_507_that_says_whose_business_it_is(tmp_path: Path) -> None:
+    (tmp_path / "lora").mkdir()
+    large = make_members() | {"adapter_model.safetensors": bytes(3 << 20)}
+    write_directory(tmp_path / "lora" / "large", large)
+    with running_platform(
+        tmp_path, ScriptedEngine([deltas_of(b"ok")]), lora_root=str(tmp_path / "lora")
+    ) as platform:
+        key = platform.key("t")
+        files = {"archive": ("x.tar.gz", gzip.compress(make_tar(list(large.items()))))}
+        assert len(files["archive"][1]) < 1 << 20, "it is to be received, and not to be unpacked"
+        with largest_file(1 << 20), platform.client(key) as client, platform.client(ADMIN_KEY) as operator:
+            answers = [
+                platform.upload(key, "x", large),
+                client.post("/v1/adapters", data={"name": "x"}, files=files),
+                operator.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "large"}),
+            ]
+        for answer in answers:
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (507, "disk_full"), answer.text
+            assert "its operator has to free some" in error["message"]
+            assert str(tmp_path) not in error["message"] and answer.headers["x-should-retry"] == "false"
+        assert not kept_files(platform)
+        assert platform.upload(key, "x").status_code == 201

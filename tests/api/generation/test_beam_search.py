@@ -1,0 +1,349 @@
+"""Beam search over HTTP: found and told as transformers would, refused by name, and nothing is left of one that ends
+early. What the engine searches is the real server's; what depends on its answers alone is scripted."""
+
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from slora.errors import DeadlineMissed, RequestFailed
+from slora.request import FinishReason, TokenDelta, TokenLogprobs
+from slora.sampling_params import SamplingParams
+from tests.api.conftest import Kit
+from tests.api.generation.test_completions import CHAT, COMPLETIONS, MESSAGES, PROMPT, events
+from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
+from tests.api.scripted_engine import EOS as SCRIPTED_EOS
+from tests.api.scripted_engine import ScriptedEngine
+from tests.api.served import CHARACTERS, EOS, Served, wait_for
+from tests.api.server.test_server import connect, ids, upload
+from tests.support.oracle import LOGPROB_TOLERANCE, Oracle
+
+HELLO = "[user]hello"  # as the chat template writes it
+SEARCH = {"use_beam_search": True, "best_of": 4}
+# 501 tokens of 4 beams: seconds of work, so that a client can leave in the midst of it.
+LONG = {**SEARCH, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def key(server: Served, kit: Kit) -> str:
+    made = server.make_key("searchers", "small")
+    assert upload(server, made, "small", kit.small).status_code == 201
+    return made
+
+
+@pytest.fixture(scope="module")
+def client(server: Served, key: str) -> openai.OpenAI:
+    return connect(server, key)
+
+
+@pytest.fixture(scope="module")
+def oracle(kit: Kit) -> Oracle:
+    return Oracle(kit.base, {"small": kit.small})
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join(CHARACTERS[token] for token in tokens if token != EOS)
+
+
+def expected_texts(oracle: Oracle, prompt: str, adapter: str | None, **settings: object) -> list[str]:
+    settings = {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 12, **settings}
+    found, _ = oracle.beam_search(ids(prompt), adapter, [EOS], **settings)
+    return [text_of(tokens) for tokens in found]
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings"),
+    [
+        ({}, {}),
+        ({"length_penalty": 2.0, "early_stopping": True}, {"length_penalty": 2.0, "early_stopping": True}),
+        ({"logit_bias": {str(EOS): 3.0}}, {"sequence_bias": {(EOS,): 3.0}}),
+    ],
+    ids=["plain", "long ones early", "short ones"],
+)
+@pytest.mark.parametrize("model", ["base", "small"])
+def test_completions_and_chat_tell_what_transformers_finds_best_first(
+    client: openai.OpenAI, oracle: Oracle, model: str, fields: dict[str, Any], settings: dict[str, object]
+) -> None:
+    adapter = None if model == "base" else model
+    expected = expected_texts(oracle, HELLO, adapter, **settings)
+    extra = {**SEARCH, **fields}
+    told = client.completions.create(model=model, prompt=HELLO, max_tokens=12, n=3, extra_body=extra)
+    assert [choice.text for choice in told.choices] == expected
+    assert [choice.index for choice in told.choices] == [0, 1, 2]
+    chatted = client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "hello"}], max_tokens=12, n=3, extra_body=extra
+    )
+    assert [choice.message.content for choice in chatted.choices] == expected
+    assert len(set(expected)) == 3
+
+
+def test_n_alone_is_the_width_and_temperature_0_may_be_said(client: openai.OpenAI, oracle: Oracle) -> None:
+    expected = expected_texts(oracle, "abc", "small", num_beams=3)
+    told = client.completions.create(
+        model="default", prompt="abc", max_tokens=12, n=3, temperature=0, top_p=1, seed=5,
+        extra_body={"use_beam_search": True},
+    )  # fmt: skip
+    assert [choice.text for choice in told.choices] == expected
+
+
+def test_each_prompt_of_a_list_is_searched_alone(client: openai.OpenAI, oracle: Oracle) -> None:
+    prompts = ["hello", "0123456789" * 5]
+    told = client.completions.create(
+        model="small", prompt=prompts, max_tokens=12, n=2, echo=True, extra_body=SEARCH
+    )
+    expected = [
+        prompt + text
+        for prompt in prompts
+        for text in expected_texts(oracle, prompt, "small", num_return_sequences=2)
+    ]
+    assert [choice.text for choice in told.choices] == expected
+
+
+def test_log_probabilities_add_up_to_the_rank(client: openai.OpenAI, oracle: Oracle) -> None:
+    """All of one length, so their sums fall from choice to choice."""
+    extra = {**SEARCH, "ignore_eos": True}
+    told = client.completions.create(
+        model="base", prompt="hello", max_tokens=8, n=4, logprobs=2, extra_body=extra
+    )
+    sums = []
+    for choice in told.choices:
+        assert choice.logprobs is not None and choice.logprobs.tokens is not None
+        tokens = [EOS if token == "<eos>" else CHARACTERS.index(token) for token in choice.logprobs.tokens]
+        assert text_of(tokens) == choice.text and choice.finish_reason == "length"
+        judged = oracle.token_logprobs(ids("hello"), tokens, None)
+        assert choice.logprobs.token_logprobs == pytest.approx(judged, abs=LOGPROB_TOLERANCE)
+        assert choice.logprobs.top_logprobs is not None
+        assert all(len(likely) >= 2 for likely in choice.logprobs.top_logprobs)
+        sums.append(sum(judged))
+    assert sums == sorted(sums, reverse=True) and len(set(sums)) == 4
+    chatted = client.chat.completions.create(
+        model="base", messages=[{"role": "user", "content": "hello"}], max_tokens=8, n=2, logprobs=True,
+        top_logprobs=3, extra_body=extra,
+    )  # fmt: skip
+    for answer in chatted.choices:
+        assert answer.logprobs is not None and answer.logprobs.content is not None
+        assert len(answer.logprobs.content) == 8
+        assert all(len(token.top_logprobs) == 3 for token in answer.logprobs.content)
+
+
+def test_a_stream_tells_each_answer_whole_and_in_order(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "small", "prompt": "hello", "max_tokens": 12, "n": 3}
+    whole = client.completions.create(**options, extra_body=SEARCH)
+    with client.completions.create(
+        **options, stream=True, stream_options={"include_usage": True}, extra_body=SEARCH
+    ) as stream:
+        *chunks, last = list(stream)
+    told = [chunk.choices[0] for chunk in chunks]
+    assert [(one.index, one.text, one.finish_reason) for one in told] == [
+        (one.index, one.text, one.finish_reason) for one in whole.choices
+    ]
+    assert whole.usage is not None and last.usage is not None
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    assert last.usage.prompt_tokens == whole.usage.prompt_tokens == 5
+
+
+def test_usage_counts_the_prompt_once_and_the_answers_that_are_told(client: openai.OpenAI) -> None:
+    told = client.completions.create(
+        model="base", prompt="usage", max_tokens=7, n=2, extra_body={**SEARCH, "ignore_eos": True}
+    )
+    assert told.usage is not None
+    assert (told.usage.prompt_tokens, told.usage.completion_tokens) == (5, 2 * 7)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"temperature": 0.7}, "temperature", "set it to 0.0"),
+        ({"top_p": 0.5}, "top_p", "set it to 1.0"),
+        ({"top_k": 4}, "top_k", "set it to 0"),
+        ({"min_p": 0.1}, "min_p", "set it to 0.0"),
+        ({"presence_penalty": 1.0}, "presence_penalty", "penalises nothing"),
+        ({"frequency_penalty": 1.0}, "frequency_penalty", "penalises nothing"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty", "set it to 1.0"),
+        ({"stop": "x"}, "stop", "use stop_token_ids"),
+        ({"length_penalty": 10.5}, "length_penalty", "between -10 and 10"),
+        ({"n": 5}, "best_of", "at least n (5)"),
+        ({"best_of": 9}, "best_of", "at most 8 answers at once (max_num_seqs)"),
+        ({"best_of": None, "n": 9}, "n", "at most 8 answers at once (max_num_seqs)"),
+        ({"use_beam_search": "yes"}, "use_beam_search", "use_beam_search"),
+        ({"use_beam_search": False, "length_penalty": 0.5}, "length_penalty", "only a beam search heeds"),
+        ({"use_beam_search": None, "early_stopping": True}, "early_stopping", "only a beam search heeds"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+def test_what_a_search_can_not_do_is_refused_by_name_and_never_reaches_the_engine(
+    scripted: Platform,
+    path: str,
+    body: dict[str, Any],
+    fields: dict[str, Any],
+    param: str,
+    words: str,
+    stream: bool,
+) -> None:
+    answer = post(scripted, scripted.key("acme"), path, {**body, **SEARCH, **fields, "stream": stream})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert words in error["message"], error
+    assert scripted.engine.requests == []
+
+
+def test_too_few_tokens_that_go_on_and_too_many_pages_are_refused_by_the_engine(
+    client: openai.OpenAI, server: Served
+) -> None:
+    stops = list(range(len(CHARACTERS) - 2))
+    with pytest.raises(openai.BadRequestError, match="only 2 of the 96 tokens are no stop tokens") as few:
+        client.completions.create(
+            model="base", prompt="x", max_tokens=4, extra_body={**SEARCH, "stop_token_ids": stops}
+        )
+    assert few.value.param == "best_of"
+    with pytest.raises(openai.BadRequestError, match=r"pages for .* of each of 90 beams") as large:
+        client.completions.create(
+            model="base", prompt="x", max_tokens=500, extra_body={**LONG, "best_of": 90}
+        )
+    assert large.value.code == "context_length_exceeded"
+    assert pages_held(server) == 0
+
+
+def metric(server: Served, name: str) -> float:
+    with server.client(ADMIN_KEY) as operator:
+        lines = operator.get("/metrics").text.splitlines()
+    return float(next(line for line in lines if line.startswith(name)).rsplit(" ", 1)[1])
+
+
+def pages_held(server: Served) -> float:
+    return metric(server, 'slora_pages{state="held"}')
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up_ends_all_beams(server: Served, key: str, stream: bool) -> None:
+    fields = {"model": "small", "prompt": "hello", "max_tokens": 500, "stream": stream, **LONG}
+    url, body = httpx.URL(server.url), json.dumps(fields).encode()
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {url.host}\r\nAuthorization: Bearer {key}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection((url.host, url.port)) as client:
+        client.sendall(head.encode() + body)
+        wait_for(lambda: metric(server, "vllm:num_requests_running") == 4 or None, server.alive)
+    wait_for(lambda: metric(server, "vllm:num_requests_running") == 0 or None, server.alive)
+    assert pages_held(server) == 0
+
+
+def test_a_search_that_can_not_begin_in_time_is_a_503_and_leaves_nothing(server: Served, key: str) -> None:
+    body = {"model": "small", "prompt": "x" * 490, "max_tokens": 12, "deadline_ms": 1, **LONG}
+    with server.client(key) as http:
+        late = http.post(COMPLETIONS, json=body)
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "deadline_missed")
+        assert int(late.headers["retry-after"]) > 0
+        wait_for(lambda: pages_held(server) == 0 or None, server.alive)
+        assert http.post(COMPLETIONS, json={**body, "deadline_ms": 60_000}).status_code == 200
+
+
+@pytest.fixture
+def scripted(shared: Platform) -> Platform:
+    """An engine whose answers a test chooses, for at most 8 sequences at once."""
+    shared.engine.answers, shared.engine.hang = [found()], False
+    shared.engine.requests.clear()
+    shared.engine.aborted.clear()
+    return shared
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    with running_platform(tmp_path_factory.mktemp("beams"), ScriptedEngine()) as running:
+        yield running
+
+
+def found() -> list[TokenDelta]:
+    """What an engine tells of a search: two whole answers, the first of which was stopped."""
+    scores = (TokenLogprobs(-0.25, ((72, -0.25),)), TokenLogprobs(-0.5, ((105, -0.5),)))
+    return [
+        TokenDelta((*b"Hi", SCRIPTED_EOS), FinishReason.STOP, (*scores, scores[0]), 0, num_cached=3),
+        TokenDelta((*b"Ho",), FinishReason.LENGTH, scores, 1),
+    ]
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+def test_the_engine_gets_the_search_as_it_was_sent(
+    scripted: Platform, path: str, body: dict[str, Any]
+) -> None:
+    sent = {
+        "n": 2,
+        "length_penalty": -0.5,
+        "early_stopping": True,
+        "max_tokens": 3,
+        "min_tokens": 1,
+        "seed": 7,
+    }
+    answer = post(scripted, scripted.key("acme"), path, {**body, **SEARCH, **sent})
+    assert answer.status_code == 200
+    (request,) = scripted.engine.requests
+    assert request.sampling == SamplingParams(
+        **sent,
+        temperature=0.0,
+        use_beam_search=True,
+        best_of=4,
+        stop_token_ids=request.sampling.stop_token_ids,
+    )
+    usage = answer.json()["usage"]
+    assert usage["completion_tokens"] == 5 and usage["prompt_tokens_details"]["cached_tokens"] == 3
+
+
+def test_an_answer_is_one_chunk_of_a_completion_and_one_of_a_chat_behind_its_role(scripted: Platform) -> None:
+    key, stream = scripted.key("acme"), {**SEARCH, "n": 2, "stream": True}
+    told = events(post(scripted, key, COMPLETIONS, {**PROMPT, **stream, "logprobs": 1}))
+    choices = [choice for chunk in told for choice in chunk["choices"]]
+    assert [(one["index"], one["text"], one["finish_reason"]) for one in choices] == [
+        (0, "Hi", "stop"),
+        (1, "Ho", "length"),
+    ]
+    assert choices[1]["logprobs"]["token_logprobs"] == [-0.25, -0.5]
+    chat = events(post(scripted, key, CHAT, {**MESSAGES, **stream}))
+    deltas = [choice for chunk in chat for choice in chunk["choices"]]
+    texts = [(one["index"], one["delta"].get("content")) for one in deltas if one["delta"].get("content")]
+    assert texts == [(0, "Hi"), (1, "Ho")]
+    ends = {one["index"]: one["finish_reason"] for one in deltas if one["finish_reason"]}
+    assert ends == {0: "stop", 1: "length"}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (DeadlineMissed("too late"), 503, "deadline_missed"),
+        (RequestFailed("the logits were not finite"), 500, None),
+    ],
+)
+def test_an_error_of_a_search_is_a_status_since_nothing_was_told_before(
+    scripted: Platform, error: Exception, status: int, code: str | None, stream: bool
+) -> None:
+    scripted.engine.answers = [[error]]
+    answer = post(scripted, scripted.key("acme"), COMPLETIONS, {**PROMPT, **SEARCH, "stream": stream})
+    assert answer.status_code == status
+    assert code is None or answer.json()["error"]["code"] == code
+
+
+def test_each_beam_takes_a_place_until_its_client_hangs_up(tmp_path: Path) -> None:
+    """Of 6 places a search of 4 leaves 2, though it tells one answer; who wants 7 will never find them."""
+    engine = ScriptedEngine([[]], hang=True)
+    with running_platform(tmp_path, engine, max_concurrent_per_tenant=6) as platform:
+        key = platform.key("one")
+        with platform.client(key) as client, ThreadPoolExecutor(1) as pool:
+            body = {**PROMPT, **SEARCH}
+            first = pool.submit(client.post, COMPLETIONS, json=body, timeout=3)
+            wait_for(lambda: engine.requests or None)
+            assert post(platform, key, COMPLETIONS, {**body, "best_of": 3}).status_code == 429
+            never = post(platform, key, COMPLETIONS, {**body, "best_of": 7})
+            assert (never.status_code, never.json()["error"]["param"]) == (400, "best_of")
+            with pytest.raises(httpx.ReadTimeout):
+                first.result()
+        wait_for(lambda: platform.services.generator.admission.generations == 0 or None)
+    assert len(engine.requests) == len(engine.aborted) == 1

@@ -1,0 +1,852 @@
+"""What the completion routes answer, byte for byte, over an engine whose tokens a test chooses."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from slora.errors import (
+    AdapterFetchFailed,
+    DeadlineMissed,
+    EngineUnavailable,
+    RequestFailed,
+    RequestRefused,
+)
+from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
+from slora.sampling_params import SamplingParams
+from slora_adapters.database.database import Database
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.peft_directory import parse_adapter
+from slora_adapters.registry.registry import AdapterDetails, Registry
+from slora_adapters.registry.sqlite_storage import SqliteStorage
+from slora_adapters.version import AdapterVersion
+from slora_api.schemas import GenerationFields
+from tests.adapters.hand_made import SHAPE, make_members, make_tensors
+from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
+from tests.api.scripted_engine import EOS, ScriptedEngine, deltas_of
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT = {"model": "base", "prompt": "hello"}
+MESSAGES = {"model": "base", "messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine()) as running:
+        yield running
+
+
+@pytest.fixture
+def platform(shared: Platform) -> Platform:
+    """The shared server, with an engine that has forgotten the last test."""
+    engine = shared.engine
+    engine.answers, engine.hang, engine.ready, engine.max_model_len = [deltas_of(b"Hi!")], False, True, 64
+    engine.requests.clear()
+    engine.aborted.clear()
+    engine.ended.clear()
+    return shared
+
+
+@pytest.fixture(scope="module")
+def key(shared: Platform) -> str:
+    return shared.key("acme")
+
+
+def events(answer: httpx.Response) -> list[Any]:
+    """The JSON of each event; checks the framing on the way."""
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *parts, end = answer.text.split("\n\n")
+    assert end == "" and all(part.startswith("data: ") and "\n" not in part for part in parts)
+    assert parts[-1] == "data: [DONE]"
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-1]]
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen within 20 s"
+        time.sleep(0.01)
+
+
+def test_a_completion_has_openais_shape(platform: Platform, key: str) -> None:
+    platform.engine.answers = [deltas_of(b"Hi!", FinishReason.STOP)]
+    answer = post(platform, key, COMPLETIONS, PROMPT)
+    body = answer.json()
+    assert body.pop("id").startswith("cmpl-") and isinstance(body.pop("created"), int)
+    assert body == {
+        "object": "text_completion",
+        "model": "base",
+        "choices": [{"index": 0, "text": "Hi!", "logprobs": None, "finish_reason": "stop"}],
+        "usage": usage(5, 4),
+    }
+    assert answer.headers["x-request-id"].startswith("req_") and "openai-processing-ms" in answer.headers
+
+
+def test_a_chat_completion_has_openais_shape_and_went_through_the_template(
+    platform: Platform, key: str
+) -> None:
+    body = post(platform, key, CHAT, MESSAGES).json()
+    assert body.pop("id").startswith("chatcmpl-") and isinstance(body.pop("created"), int)
+    message = {"role": "assistant", "content": "Hi!", "refusal": None}
+    assert body == {
+        "object": "chat.completion",
+        "model": "base",
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}],
+        "usage": usage(11, 3),
+    }
+    assert bytes(platform.engine.requests[0].prompt_token_ids) == b"[user]hello"
+
+
+def test_a_sane_request_id_is_echoed_and_another_is_replaced(platform: Platform, key: str) -> None:
+    for sent, echoed in (("my-id.7", True), ("x" * 129, False), ("a b", False)):
+        with platform.client(key) as client:
+            answer = client.get("/v1/models", headers={"x-request-id": sent})
+        assert (answer.headers["x-request-id"] == sent) == echoed
+
+
+def test_a_streamed_completion_is_one_event_a_chunk_and_ends_with_done(platform: Platform, key: str) -> None:
+    chunks = events(post(platform, key, COMPLETIONS, PROMPT | {"stream": True}))
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["H", "i", "!"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "length"]
+    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
+    assert "usage" not in chunks[0]
+
+
+def test_a_streamed_chat_begins_with_the_role_and_ends_with_the_reason(platform: Platform, key: str) -> None:
+    platform.engine.answers = [deltas_of(b"Hi!", FinishReason.STOP)]
+    chunks = events(post(platform, key, CHAT, MESSAGES | {"stream": True}))
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    assert [choice["delta"].get("content") for choice in choices[1:]] == ["H", "i", "!", None]
+    assert choices[-1]["delta"] == {} and choices[-1]["finish_reason"] == "stop"
+    assert {choice["finish_reason"] for choice in choices[:-1]} == {None}
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+
+
+def test_characters_that_some_clients_take_for_line_ends_do_not_end_a_line(
+    platform: Platform, key: str
+) -> None:
+    text = "a\u2028b\u2029c\x85d\ne"
+    platform.engine.answers = [deltas_of(text.encode())]
+    lines = list(post(platform, key, COMPLETIONS, PROMPT | {"stream": True}).iter_lines())
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+def test_usage_on_request_is_null_in_every_chunk_and_then_one_of_its_own(
+    platform: Platform, key: str, path: str, body: dict[str, Any]
+) -> None:
+    chunks = events(
+        post(platform, key, path, body | {"stream": True, "stream_options": {"include_usage": True}})
+    )
+    assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 3
+
+
+def test_several_prompts_are_answered_by_index(platform: Platform, key: str) -> None:
+    texts = [b"one", b"two", b"three"]
+    platform.engine.answers = [deltas_of(text) for text in texts]
+    body = post(platform, key, COMPLETIONS, {"model": "base", "prompt": ["a", "bb", "ccc"]}).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert sorted(choice["text"] for choice in body["choices"]) == sorted(text.decode() for text in texts)
+    assert body["usage"] == usage(6, 11)
+    streamed = events(
+        post(platform, key, COMPLETIONS, {"model": "base", "prompt": [[1], [2]], "stream": True})
+    )
+    assert {chunk["choices"][0]["index"] for chunk in streamed} == {0, 1}
+
+
+def interleaved(*texts: bytes) -> list[TokenDelta]:
+    """The choices of one request, a token of each in turn."""
+    choices = [[replace(delta, index=index) for delta in deltas_of(text)] for index, text in enumerate(texts)]
+    steps = zip_longest(*choices)
+    return [delta for step in steps for delta in step if delta is not None]
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+def test_several_choices_are_one_request_to_the_engine_and_answered_by_index(
+    platform: Platform, key: str, path: str, body: dict[str, Any]
+) -> None:
+    platform.engine.answers = [interleaved(b"one", b"three", b"to")]
+    answer = post(platform, key, path, body | {"n": 3}).json()
+    texts = [choice.get("text") or choice["message"]["content"] for choice in answer["choices"]]
+    assert texts == ["one", "three", "to"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert answer["usage"]["completion_tokens"] == 10
+    assert [request.sampling.n for request in platform.engine.requests] == [3]
+    assert platform.engine.aborted == []
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+def test_streamed_choices_come_side_by_side_each_with_its_own_end(
+    platform: Platform, key: str, path: str, body: dict[str, Any]
+) -> None:
+    platform.engine.answers = [interleaved(b"one", b"three", b"to")]
+    chunks = events(
+        post(platform, key, path, body | {"n": 3, "stream": True, "stream_options": {"include_usage": True}})
+    )
+    assert chunks[-1]["usage"]["completion_tokens"] == 10
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    for index, text in enumerate(("one", "three", "to")):
+        own = [choice for choice in choices if choice["index"] == index]
+        pieces = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in own]
+        assert "".join(pieces) == text
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["length"]
+    if path == CHAT:
+        roles = [choice["index"] for choice in choices if "role" in choice["delta"]]
+        assert roles == [0, 1, 2] and [choice["index"] for choice in choices[:3]] == roles
+
+
+def test_several_choices_of_several_prompts_are_counted_through(platform: Platform, key: str) -> None:
+    platform.engine.answers = [interleaved(b"a", b"b")]
+    prompts = {"model": "base", "prompt": ["x", "y", "z"]}
+    body = post(platform, key, COMPLETIONS, prompts | {"n": 2}).json()
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == list(enumerate("ababab"))
+    chunks = events(post(platform, key, COMPLETIONS, prompts | {"n": 2, "stream": True}))
+    assert sorted(chunk["choices"][0]["index"] for chunk in chunks) == list(range(6))
+
+
+def test_a_stop_string_ends_its_own_choice_only(platform: Platform, key: str) -> None:
+    platform.engine.answers = [interleaved(b"a STOP b", b"a longer one", b"STOPx")]
+    body = post(platform, key, COMPLETIONS, PROMPT | {"n": 3, "stop": "STOP"}).json()
+    ends = [(choice["text"], choice["finish_reason"]) for choice in body["choices"]]
+    assert ends == [("a ", "stop"), ("a longer one", "length"), ("", "stop")]
+    (request,) = platform.engine.requests
+    assert platform.engine.ended == [(request.request_id, 2), (request.request_id, 0)]
+    assert platform.engine.aborted == []
+    assert body["usage"]["completion_tokens"] == 6 + 12 + 4
+
+
+def test_the_best_of_several_choices_are_the_likeliest_and_all_are_charged(
+    platform: Platform, key: str
+) -> None:
+    likely = {b"bad": -3.0, b"best": -0.5, b"good": -0.6, b"worst": -9.0}
+    platform.engine.answers = [
+        [
+            replace(delta, logprobs=(TokenLogprobs(list(likely.values())[delta.index], ()),))
+            for delta in interleaved(*likely)
+        ]
+    ]
+    body = post(platform, key, COMPLETIONS, PROMPT | {"n": 2, "best_of": 4}).json()
+    assert [(one["index"], one["text"], one["logprobs"]) for one in body["choices"]] == [
+        (0, "best", None),
+        (1, "good", None),
+    ]
+    assert body["usage"]["completion_tokens"] == 16
+    assert platform.engine.requests[0].sampling.logprobs == 0
+
+
+def test_each_choice_takes_a_place(tmp_path: Path) -> None:
+    engine = ScriptedEngine([[TokenDelta((65,))]], hang=True)
+    with running_platform(tmp_path, engine, max_concurrent_per_tenant=4) as platform:
+        key = platform.key("one")
+        with platform.client(key) as client:
+            body = PROMPT | {"stream": True, "n": 3}
+            first = client.send(client.build_request("POST", COMPLETIONS, json=body), stream=True)
+            assert post(platform, key, COMPLETIONS, PROMPT | {"n": 2}).status_code == 429
+            first.close()
+        wait_until(lambda: platform.services.generator.admission.generations == 0)
+    assert len(engine.aborted) == 1
+
+
+def test_token_ids_reach_the_engine_as_they_are(platform: Platform, key: str) -> None:
+    post(platform, key, COMPLETIONS, {"model": "base", "prompt": [7, 256, 0]})
+    assert platform.engine.requests[0].prompt_token_ids == [7, 256, 0]
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+def test_every_sampling_field_reaches_the_engine(
+    platform: Platform, key: str, path: str, body: dict[str, Any]
+) -> None:
+    same = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "seed": 11, "ignore_eos": True,
+            "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.2, "min_tokens": 2}  # fmt: skip
+    others = {"logit_bias": {"65": -3, "7": 1.5}, "stop_token_ids": [9], "stop": "END", "user": "u"}
+    logprobs = {"logprobs": 2} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 2}
+    assert post(platform, key, path, body | same | others | logprobs).status_code == 200
+    assert platform.engine.requests[0].sampling == SamplingParams(
+        **same, logit_bias={65: -3, 7: 1.5}, stop_token_ids=(9,), stop=("END",), logprobs=2
+    )
+
+
+def test_a_top_k_of_minus_one_is_off_as_in_vllm(platform: Platform, key: str) -> None:
+    post(platform, key, COMPLETIONS, PROMPT | {"top_k": -1})
+    assert platform.engine.requests[0].sampling.top_k == 0
+
+
+def test_a_stop_string_waits_for_min_tokens(platform: Platform, key: str) -> None:
+    platform.engine.answers = [deltas_of(b"a.b.c.d")]
+    body = post(platform, key, COMPLETIONS, PROMPT | {"stop": ".", "min_tokens": 3, "max_tokens": 9}).json()
+    assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("a.b", "stop")
+
+
+def test_an_answer_is_limited_to_16_tokens_in_completions_and_by_the_context_in_chat(
+    platform: Platform, key: str
+) -> None:
+    post(platform, key, COMPLETIONS, PROMPT)
+    post(platform, key, CHAT, MESSAGES)
+    post(platform, key, CHAT, MESSAGES | {"max_completion_tokens": 5})
+    post(platform, key, COMPLETIONS, {"model": "base", "prompt": "x" * 60})
+    assert [request.sampling.max_tokens for request in platform.engine.requests] == [16, 64 - 11, 5, 4]
+
+
+def with_logprobs() -> list[TokenDelta]:
+    top = ((ord("a"), -0.25), (ord("b"), -1.5))
+    return [
+        TokenDelta((ord("a"),), None, (TokenLogprobs(-0.25, top),)),
+        TokenDelta((ord("c"),), FinishReason.LENGTH, (TokenLogprobs(-3.0, top),)),
+    ]
+
+
+def test_log_probabilities_of_a_completion_have_the_old_shape(platform: Platform, key: str) -> None:
+    platform.engine.answers = [with_logprobs()]
+    expected = {
+        "tokens": ["a", "c"],
+        "token_logprobs": [-0.25, -3.0],
+        "top_logprobs": [{"a": -0.25, "b": -1.5}, {"a": -0.25, "b": -1.5, "c": -3.0}],
+        "text_offset": [0, 1],
+    }
+    body = post(platform, key, COMPLETIONS, PROMPT | {"logprobs": 2}).json()
+    assert body["choices"][0]["logprobs"] == expected
+    streamed = events(post(platform, key, COMPLETIONS, PROMPT | {"logprobs": 2, "stream": True}))
+    parts = [chunk["choices"][0]["logprobs"] for chunk in streamed]
+    assert {name: [item for part in parts for item in part[name]] for name in expected} == expected
+
+
+def test_log_probabilities_of_a_chat_have_the_new_shape(platform: Platform, key: str) -> None:
+    platform.engine.answers = [with_logprobs()]
+    body = post(platform, key, CHAT, MESSAGES | {"logprobs": True, "top_logprobs": 2}).json()
+    content = body["choices"][0]["logprobs"]["content"]
+    assert platform.engine.requests[0].sampling.logprobs == 2
+    assert content[0] == {
+        "token": "a",
+        "logprob": -0.25,
+        "bytes": [97],
+        "top_logprobs": [
+            {"token": "a", "logprob": -0.25, "bytes": [97]},
+            {"token": "b", "logprob": -1.5, "bytes": [98]},
+        ],
+    }
+    streamed = events(
+        post(platform, key, CHAT, MESSAGES | {"logprobs": True, "top_logprobs": 2, "stream": True})
+    )
+    parts = [chunk["choices"][0]["logprobs"] for chunk in streamed]
+    assert [part["content"][0] for part in parts if part] == content
+
+
+def test_a_stop_string_ends_the_text_and_is_not_in_it(platform: Platform, key: str) -> None:
+    platform.engine.answers = [deltas_of(b"one. two. three")]
+    body = post(platform, key, COMPLETIONS, PROMPT | {"stop": ["two", "zzz"]}).json()
+    assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("one. ", "stop")
+    wait_until(lambda: len(platform.engine.aborted) == 1)
+
+
+BAD_BODIES = [
+    (PROMPT | {"max_tokens": -1}, "max_tokens"),
+    (PROMPT | {"max_tokens": 0}, "max_tokens"),
+    (PROMPT | {"temperature": 3}, "temperature"),
+    (PROMPT | {"top_p": 0}, "top_p"),
+    (PROMPT | {"top_k": -2}, "top_k"),
+    (PROMPT | {"min_p": 1.1}, "min_p"),
+    (PROMPT | {"presence_penalty": 2.5}, "presence_penalty"),
+    (PROMPT | {"frequency_penalty": -3}, "frequency_penalty"),
+    (PROMPT | {"repetition_penalty": 0}, "repetition_penalty"),
+    (PROMPT | {"logit_bias": {"a": 1}}, "logit_bias"),
+    (PROMPT | {"logit_bias": {"1": 101}}, "logit_bias"),
+    (PROMPT | {"logit_bias": {"257": 1}}, "logit_bias"),
+    (PROMPT | {"min_tokens": -1}, "min_tokens"),
+    (PROMPT | {"min_tokens": 17}, "min_tokens"),
+    (PROMPT | {"logprobs": 21}, "logprobs"),
+    (PROMPT | {"stop": [""]}, "stop"),
+    (PROMPT | {"seed": 2**70}, "seed"),
+    (PROMPT | {"n": 0}, "n"),
+    (PROMPT | {"n": 129}, "n"),
+    (PROMPT | {"n": 9}, "n"),
+    (PROMPT | {"n": 8, "prompt": ["x"] * 300}, "n"),
+    (PROMPT | {"n": 3, "best_of": 2}, "best_of"),
+    (PROMPT | {"best_of": 9}, "best_of"),
+    (PROMPT | {"best_of": 2, "stream": True}, "best_of"),
+    (PROMPT | {"unheard_of": 1}, "unheard_of"),
+    (PROMPT | {"prompt": ""}, "prompt"),
+    (PROMPT | {"prompt": [257]}, "prompt"),
+    (PROMPT | {"prompt": [-1]}, "prompt"),
+    (PROMPT | {"prompt": ["a", 1]}, "prompt"),
+    (PROMPT | {"max_tokens": "5"}, "max_tokens"),
+    (PROMPT | {"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": "x"}, "model"),
+    ({"model": "base"}, "prompt"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"), BAD_BODIES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_bad_field_is_a_400_that_names_it_and_never_reaches_the_engine(
+    platform: Platform, key: str, body: dict[str, Any], param: str
+) -> None:
+    answer = post(platform, key, COMPLETIONS, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert param in error["message"]
+    assert platform.engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"model": "base", "prompt": "x" * 64}, "prompt"),
+        (COMPLETIONS, {"model": "base", "prompt": list(range(200))}, "prompt"),
+        (COMPLETIONS, PROMPT | {"max_tokens": 60}, "max_tokens"),
+        (CHAT, {"model": "base", "messages": [{"role": "user", "content": "x" * 64}]}, "messages"),
+        (CHAT, MESSAGES | {"max_completion_tokens": 54}, "max_completion_tokens"),
+    ],
+)
+def test_what_does_not_fit_the_context_is_refused_before_the_engine_sees_it(
+    platform: Platform, key: str, path: str, body: dict[str, Any], param: str
+) -> None:
+    answer = post(platform, key, path, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert "64 tokens" in error["message"]
+    assert platform.engine.requests == []
+
+
+def test_a_prompt_that_just_fits_is_accepted(platform: Platform, key: str) -> None:
+    assert post(platform, key, COMPLETIONS, {"model": "base", "prompt": "x" * 63}).status_code == 200
+    assert platform.engine.requests[0].sampling.max_tokens == 1
+
+
+@pytest.mark.parametrize("content", [b"{", b"", b"[1", b'"text"', b"[]", b"null", b"\xff\xfe", b'{"a": NaN'])
+def test_a_body_that_is_no_json_object_is_a_400(platform: Platform, key: str, content: bytes) -> None:
+    with platform.client(key) as client:
+        answer = client.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_json_that_is_not_declared_as_such_is_told_how_to_be(platform: Platform, key: str) -> None:
+    with platform.client(key) as client:
+        answer = client.post(COMPLETIONS, content=b'{"model": "default", "prompt": "x"}')
+    assert answer.status_code == 400
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
+def test_framework_errors_have_the_same_form(platform: Platform, key: str) -> None:
+    with platform.client(key) as client:
+        missing, wrong_method = client.get("/v1/nothing"), client.get(COMPLETIONS)
+        too_large = client.post(COMPLETIONS, content=b"x" * ((4 << 20) + 1))
+    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
+    assert (wrong_method.status_code, wrong_method.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert wrong_method.headers["allow"] == "POST"
+    assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, "body_too_large")
+    for answer in (missing, wrong_method, too_large):
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert "x-request-id" in answer.headers
+
+
+ENGINE_ERRORS = [
+    (RequestRefused("never fits the pool", "max_tokens"), 400, None),
+    (AdapterFetchFailed("gone", "not_found"), 404, "model_not_found"),
+    (AdapterFetchFailed("down", "unavailable"), 503, "store_unavailable"),
+    (EngineUnavailable("it died"), 503, "engine_unavailable"),
+    (RequestFailed("not finite"), 500, "generation_failed"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "code"), ENGINE_ERRORS, ids=lambda value: type(value).__name__)
+def test_an_error_of_the_engine_before_the_first_token_is_a_status_even_when_streaming(
+    platform: Platform, key: str, error: Exception, status: int, code: str | None
+) -> None:
+    platform.engine.answers = [[error]]
+    for stream in (False, True):
+        answer = post(platform, key, COMPLETIONS, PROMPT | {"stream": stream})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_an_error_in_the_middle_is_an_event_and_the_last_thing_sent(
+    platform: Platform, key: str, path: str
+) -> None:
+    platform.engine.answers = [[TokenDelta((65,)), EngineUnavailable("it died")]]
+    body = (PROMPT if path == COMPLETIONS else MESSAGES) | {"stream": True}
+    answer = post(platform, key, path, body)
+    assert answer.status_code == 200
+    last = json.loads(answer.text.strip().split("\n\n")[-1].removeprefix("data: "))
+    assert last["error"]["code"] == "engine_unavailable" and "it died" in last["error"]["message"]
+    assert "[DONE]" not in answer.text
+
+
+def test_an_unforeseen_error_is_a_500_in_the_same_form_and_the_server_lives_on(
+    platform: Platform, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    platform.engine.answers = [[ZeroDivisionError("secret detail")]]
+    answer = post(platform, key, COMPLETIONS, PROMPT)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    assert "secret detail" not in answer.text
+    # The answer is sent before the log is written.
+    wait_until(lambda: answer.headers["x-request-id"] in caplog.text and "ZeroDivisionError" in caplog.text)
+    platform.engine.answers = [deltas_of(b"ok")]
+    assert post(platform, key, COMPLETIONS, PROMPT).status_code == 200
+
+
+def test_without_an_engine_the_answer_is_503_with_a_time_to_come_back(platform: Platform, key: str) -> None:
+    platform.engine.ready = False
+    answer = post(platform, key, COMPLETIONS, PROMPT)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "service_unavailable")
+    assert int(answer.headers["retry-after"]) > 0
+    ready, alive = httpx.get(platform.url + "/readyz"), httpx.get(platform.url + "/healthz")
+    assert (ready.status_code, alive.status_code) == (503, 200)
+    platform.engine.ready = True
+    assert httpx.get(platform.url + "/readyz").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up_aborts_its_request(platform: Platform, key: str, stream: bool) -> None:
+    platform.engine.answers = [[TokenDelta((65,))]]
+    platform.engine.hang = True
+    with platform.client(key) as client, pytest.raises(httpx.ReadTimeout):
+        client.post(COMPLETIONS, json=PROMPT | {"stream": stream}, timeout=0.5)
+    wait_until(lambda: len(platform.engine.aborted) == 1)
+    wait_until(lambda: platform.services.generator.admission.generations == 0)
+
+
+def test_over_the_limits_the_answer_says_busy_and_places_are_given_back(tmp_path: Path) -> None:
+    engine = ScriptedEngine([[TokenDelta((65,))]], hang=True)
+    limits = {"max_concurrent_requests": 3, "max_concurrent_per_tenant": 2}
+    with running_platform(tmp_path, engine, **limits) as platform:
+        keys = [platform.key(tenant) for tenant in ("one", "two", "three")]
+        with platform.client(keys[0]) as one, platform.client(keys[1]) as two:
+            stream = {"stream": True}
+            first = one.send(
+                one.build_request("POST", COMPLETIONS, json=PROMPT | stream | {"prompt": ["a", "b"]}),
+                stream=True,
+            )
+            busy_tenant = post(platform, keys[0], COMPLETIONS, PROMPT)
+            second = two.send(two.build_request("POST", COMPLETIONS, json=PROMPT | stream), stream=True)
+            busy_server = post(platform, keys[2], COMPLETIONS, PROMPT)
+            never = post(platform, keys[2], COMPLETIONS, PROMPT | {"prompt": ["x"] * 3})
+            first.close()
+            second.close()
+        wait_until(lambda: platform.services.generator.admission.generations == 0)
+    assert (busy_tenant.status_code, busy_tenant.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert (busy_server.status_code, busy_server.json()["error"]["code"]) == (503, "server_busy")
+    assert int(busy_tenant.headers["retry-after"]) > 0 and int(busy_server.headers["retry-after"]) > 0
+    assert (never.status_code, never.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_models_are_the_base_and_the_tenants_own(platform: Platform, key: str) -> None:
+    other = platform.key("other-models")
+    platform.upload(other, "theirs")
+    platform.upload(key, "mine")
+    with platform.client(key) as client:
+        models = client.get("/v1/models").json()
+        assert [(model["id"], model["parent"]) for model in models["data"]] == [
+            ("base", None),
+            ("mine", "base"),
+        ]
+        assert models["data"][1]["root"].startswith("sha256:") and models["data"][0]["max_model_len"] == 64
+        assert client.get("/v1/models/mine").json() == models["data"][1]
+        assert client.get("/v1/models/default").json()["id"] == "base"
+
+
+def test_another_tenants_adapter_is_as_unknown_as_one_that_nobody_has(platform: Platform, key: str) -> None:
+    platform.upload(platform.key("neighbour"), "private")
+    answers = []
+    for name in ("private", "nothing"):
+        with platform.client(key) as client:
+            answers += [
+                client.post(COMPLETIONS, json=PROMPT | {"model": name}),
+                client.post(CHAT, json=MESSAGES | {"model": name}),
+                client.get(f"/v1/models/{name}"),
+                client.get(f"/v1/adapters/{name}"),
+                client.delete(f"/v1/adapters/{name}"),
+            ]
+    assert {answer.status_code for answer in answers} == {404}
+    # The name that was asked for is all that differs.
+    texts = {answer.text.replace("private", "NAME").replace("nothing", "NAME") for answer in answers}
+    assert len(texts) == 1
+    names = ("x-request-id", "openai-processing-ms", "date")
+    shapes = {tuple(name for name in answer.headers if name not in names) for answer in answers}
+    assert len(shapes) == 1
+
+
+def test_an_adapters_name_default_and_the_base_reach_the_engine_as_what_they_are(platform: Platform) -> None:
+    key = platform.key("picker", "picked")
+    digest = platform.upload(key, "picked").json()["digest"]
+    for name in ("picked", "default", "base"):
+        answer = post(platform, key, COMPLETIONS, PROMPT | {"model": name})
+        assert answer.json()["model"] == name
+        label = answer.headers.get("x-slora-adapter"), answer.headers.get("x-slora-adapter-digest")
+        assert label == ((None, None) if name == "base" else ("picked@1", digest.removeprefix("sha256:")))
+    versions = [request.adapter for request in platform.engine.requests]
+    assert versions[0] == versions[1] and versions[2] is None
+    assert versions[0] is not None and (versions[0].tenant, f"sha256:{versions[0].digest}") == (
+        "picker",
+        digest,
+    )
+
+
+def test_a_request_whose_adapter_is_deleted_for_a_newer_one_is_answered_by_that(platform: Platform) -> None:
+    key = platform.key("mover", "moving")
+    platform.upload(key, "moving")
+    newer = make_members(tensors=make_tensors(seed=3))
+    platform.engine.answers = [[AdapterFetchFailed("forgotten", "not_found")], deltas_of(b"new")]
+
+    def replace(request: EngineRequest) -> None:
+        # The name moves while the first request is on its way to the engine.
+        platform.engine.on_request = lambda request: None
+        adapter = parse_adapter({n: memoryview(raw) for n, raw in newer.items()}, SHAPE, AdapterLimits())
+        database = Database(platform.directory / "slora.db")
+        details = AdapterDetails(2, ("q_proj",), 1, adapter.extras)
+        Registry(SqliteStorage(database)).put("moving", AdapterVersion("mover", adapter.digest), details)
+        Registry(SqliteStorage(database)).delete("mover", "moving@1")
+        database.close()
+
+    platform.engine.on_request = replace
+    answer = post(platform, key, COMPLETIONS, PROMPT | {"model": "default"})
+    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "new"
+    assert answer.headers["x-slora-adapter"] == "moving@2"
+
+
+def test_a_request_whose_adapter_is_deleted_under_it_is_told_that_there_is_none(platform: Platform) -> None:
+    key = platform.key("loser")
+    platform.upload(key, "gone")
+    platform.engine.answers = [[AdapterFetchFailed("forgotten", "not_found")]]
+
+    def delete(request: EngineRequest) -> None:
+        database = Database(platform.directory / "slora.db")
+        Registry(SqliteStorage(database)).delete("loser", "gone")
+        database.close()
+
+    platform.engine.on_request = delete
+    answer = post(platform, key, COMPLETIONS, PROMPT | {"model": "gone", "stream": True})
+    platform.engine.on_request = lambda request: None
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        404,
+        "The model `gone` does not exist.",
+    )
+
+
+def test_default_without_an_adapter_is_the_base_and_with_a_missing_one_is_never_the_base(
+    platform: Platform,
+) -> None:
+    assert (
+        post(platform, platform.key("plain"), COMPLETIONS, PROMPT | {"model": "default"}).status_code == 200
+    )
+    assert platform.engine.requests[0].adapter is None
+    answer = post(platform, platform.key("empty", "not-yet"), COMPLETIONS, PROMPT | {"model": "default"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_an_adapters_own_template_and_sampling_defaults_are_used(platform: Platform) -> None:
+    key = platform.key("stylist", "styled")
+    members = make_members(
+        chat_template_dot_jinja="<<{{ messages[0].content }}>>",
+        generation_config_dot_json='{"do_sample": false, "eos_token_id": [9], "max_new_tokens": 7, '
+        '"min_new_tokens": 3, "repetition_penalty": 1.05}',
+    )
+    assert platform.upload(key, "styled", members).status_code == 201
+    assert post(platform, key, CHAT, MESSAGES | {"model": "styled"}).status_code == 200
+    assert (
+        post(
+            platform, key, CHAT, MESSAGES | {"model": "styled", "temperature": 1, "max_tokens": 2}
+        ).status_code
+        == 200
+    )
+    assert post(platform, key, CHAT, MESSAGES).status_code == 200
+    first, second, base = platform.engine.requests
+    assert bytes(first.prompt_token_ids) == b"<<hello>>" and bytes(base.prompt_token_ids) == b"[user]hello"
+    assert (first.sampling.temperature, first.sampling.max_tokens, first.sampling.stop_token_ids) == (
+        0.0,
+        7,
+        (9,),
+    )
+    assert (second.sampling.temperature, second.sampling.max_tokens) == (1.0, 2)
+    assert (base.sampling.temperature, base.sampling.stop_token_ids) == (1.0, ())
+    assert first.sampling.repetition_penalty == second.sampling.repetition_penalty == 1.05
+    # The least that a file asks for gives way to the most that a request leaves.
+    assert (first.sampling.min_tokens, second.sampling.min_tokens) == (3, 2)
+
+
+def test_metrics_keep_vllms_names_and_show_routes_not_paths(platform: Platform, key: str) -> None:
+    post(platform, key, COMPLETIONS, PROMPT)
+    with platform.client(key) as client:
+        client.get("/v1/models/some-name")
+    with platform.client(ADMIN_KEY) as operator:
+        text = operator.get("/metrics").text
+    lines = {line.split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
+    for name in (
+        'vllm:num_requests_running{model_name="base"}',
+        'vllm:num_requests_waiting{model_name="base"}',
+        'vllm:kv_cache_usage_perc{model_name="base"}',
+        'vllm:num_preemptions_total{model_name="base"}',
+        'vllm:prompt_tokens_total{model_name="base"}',
+        'vllm:generation_tokens_total{model_name="base"}',
+        'vllm:prompt_tokens_cached_total{model_name="base"}',
+        'vllm:prefix_cache_queries_total{model_name="base"}',
+        'vllm:prefix_cache_hits_total{model_name="base"}',
+        'vllm:request_success_total{finished_reason="length",model_name="base"}',
+        'vllm:time_to_first_token_seconds_count{model_name="base"}',
+        'vllm:e2e_request_latency_seconds_count{model_name="base"}',
+        'vllm:lora_requests_info{max_lora="8",running_lora_adapters="t/abc",waiting_lora_adapters=""}',
+        'slora_http_requests_total{route="/v1/completions",status="200"}',
+        'slora_http_requests_total{route="/v1/models/{model:path}",status="404"}',
+        'slora_pages{state="free"}',
+        "slora_adapter_loads_total",
+        "slora_ready",
+    ):
+        assert name in lines, name
+    assert "some-name" not in text
+    # What the scripted engine says of its prefix cache and its swap space.
+    for line in (
+        'vllm:prefix_cache_queries_total{model_name="base"} 90.0',
+        'vllm:prefix_cache_hits_total{model_name="base"} 32.0',
+        "slora_prefix_evictions_total 7.0",
+        'slora_swapped_pages_total{direction="out"} 5.0',
+        'slora_swapped_pages_total{direction="in"} 4.0',
+        'slora_swap_pages{state="free"} 14.0',
+        'slora_swap_pages{state="used"} 6.0',
+        "slora_deadline_misses_total 2.0",
+    ):
+        assert line in text.splitlines(), line
+    # The scripted engine: 30 of 100 pages held.
+    assert 'vllm:kv_cache_usage_perc{model_name="base"} 0.3' in text
+
+
+def test_a_long_text_is_tokenised_and_refused_like_a_short_one(platform: Platform, key: str) -> None:
+    answer = post(platform, key, COMPLETIONS, {"model": "base", "prompt": "x" * 100_000})
+    assert "100000" in answer.json()["error"]["message"]
+
+
+def test_lone_surrogates_in_a_prompt_harm_nobody(platform: Platform, key: str) -> None:
+    with platform.client(key) as client:
+        for path, body in ((COMPLETIONS, b'{"model":"base","prompt":"\\ud800"}'),
+                           (CHAT, b'{"model":"base","messages":[{"role":"user","content":"\\ud800"}]}'),
+                           (COMPLETIONS, b'{"model":"\\ud800","prompt":"x"}')):  # fmt: skip
+            answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+            assert answer.status_code in (200, 400, 404), answer.text
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = [
+    "model",
+    "prompt",
+    "messages",
+    *GenerationFields.model_fields,
+    "logprobs",
+    "top_logprobs",
+    "best_of",
+    "tools",
+]
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    path=st.sampled_from([COMPLETIONS, CHAT]),
+    changes=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
+)
+def test_no_json_makes_the_server_fail(
+    platform: Platform, key: str, path: str, changes: dict[str, Any]
+) -> None:
+    body = json.dumps((PROMPT if path == COMPLETIONS else MESSAGES) | changes)
+    with platform.client(key) as client:
+        answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code in (200, 400, 404), (body, answer.text)
+    if answer.status_code != 200:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+def test_usage_tells_how_much_of_the_prompt_was_cached_once_for_all_answers(
+    platform: Platform, key: str, path: str, body: dict[str, Any]
+) -> None:
+    platform.engine.answers = [
+        [
+            TokenDelta((65,), num_cached=4),
+            TokenDelta((66,), index=1),
+            TokenDelta((67,), FinishReason.LENGTH),
+            TokenDelta((68,), FinishReason.LENGTH, index=1),
+        ]
+    ]
+    num_prompt = 5 if path == COMPLETIONS else 11
+    whole = post(platform, key, path, body | {"n": 2}).json()
+    assert whole["usage"] == usage(num_prompt, 4, 4)
+    options = {"n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    assert events(post(platform, key, path, body | options))[-1]["usage"] == usage(num_prompt, 4, 4)
+
+
+def test_cached_tokens_of_several_prompts_add_up(platform: Platform, key: str) -> None:
+    platform.engine.answers = [
+        [TokenDelta((65,), FinishReason.LENGTH, num_cached=cached)] for cached in (2, 3)
+    ]
+    answer = post(platform, key, COMPLETIONS, PROMPT | {"prompt": ["one", "three"]}).json()
+    assert answer["usage"] == usage(8, 2, 5)
+
+
+def test_cached_tokens_count_when_only_the_prompt_is_told(platform: Platform, key: str) -> None:
+    platform.engine.answers = [[TokenDelta((65,), FinishReason.LENGTH, num_cached=4)]]
+    answer = post(platform, key, COMPLETIONS, PROMPT | {"echo": True, "max_tokens": 0}).json()
+    assert (answer["choices"][0]["text"], answer["usage"]) == ("hello", usage(5, 0, 4))
+    answer = post(platform, key, COMPLETIONS, PROMPT | {"echo": True, "max_tokens": 1}).json()
+    assert (answer["choices"][0]["text"], answer["usage"]) == ("helloA", usage(5, 1, 4))
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+def test_priority_and_deadline_reach_the_engine(
+    platform: Platform, key: str, path: str, body: dict[str, Any]
+) -> None:
+    for fields, expected in (
+        ({}, (0, None)),
+        ({"priority": None, "deadline_ms": None}, (0, None)),
+        ({"priority": -7, "deadline_ms": 1500}, (-7, 1.5)),
+        ({"priority": 1000, "deadline_ms": 86_400_000}, (1000, 86_400.0)),
+    ):
+        assert post(platform, key, path, body | fields).status_code == 200
+        request = platform.engine.requests[-1]
+        assert (request.priority, request.deadline_s) == expected
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+def test_a_missed_deadline_is_a_503_that_may_be_sent_again(
+    platform: Platform, key: str, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    platform.engine.answers = [[DeadlineMissed("the first token would come too late")]]
+    answer = post(platform, key, path, body | {"deadline_ms": 10, "stream": stream})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "deadline_missed")
+    assert int(answer.headers["retry-after"]) > 0 and "x-should-retry" not in answer.headers
+
+
+def test_a_deadline_missed_by_one_of_several_streams_is_an_event(platform: Platform, key: str) -> None:
+    platform.engine.answers = [deltas_of(b"ok"), [TokenDelta((65,)), DeadlineMissed("too late")]]
+    body = PROMPT | {"prompt": ["a", "b"], "stream": True, "deadline_ms": 10}
+    answer = post(platform, key, COMPLETIONS, body)
+    last = json.loads(answer.text.rstrip().split("data: ")[-1])
+    assert (answer.status_code, last["error"]["code"]) == (200, "deadline_missed")
+
+
+def test_the_end_token_alone_is_an_empty_answer(platform: Platform, key: str) -> None:
+    platform.engine.answers = [[TokenDelta((EOS,), FinishReason.STOP)]]
+    assert post(platform, key, COMPLETIONS, PROMPT).json()["choices"][0]["text"] == ""
+    chunks = events(post(platform, key, CHAT, MESSAGES | {"stream": True}))
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, "stop"]

@@ -1,0 +1,116 @@
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+
+from slora.errors import EngineUnavailable
+from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
+from slora.sampling_params import SamplingParams
+from slora_api.generation.text_stream import TextDelta, merge_streams, stream_text
+from tests.api.scripted_engine import EOS, ScriptedEngine, byte_tokenizer, deltas_of
+
+TOKENIZER = byte_tokenizer()
+
+
+def request(**sampling: object) -> EngineRequest:
+    return EngineRequest("r", "t", [1], None, SamplingParams(**sampling))  # type: ignore[arg-type]
+
+
+async def gather(stream: AsyncGenerator[TextDelta, None]) -> list[TextDelta]:
+    async with aclosing(stream) as deltas:
+        return [delta async for delta in deltas]
+
+
+def run(engine: ScriptedEngine, **sampling: object) -> list[TextDelta]:
+    return asyncio.run(gather(stream_text(engine, TOKENIZER, request(**sampling))))
+
+
+def test_text_is_the_decoded_tokens_and_the_end_token_is_counted_but_not_shown() -> None:
+    deltas = run(ScriptedEngine([deltas_of(b"hello", FinishReason.STOP)]))
+    assert "".join(delta.text for delta in deltas) == "hello"
+    assert sum(delta.num_tokens for delta in deltas) == 6
+    assert [delta.finish_reason for delta in deltas][-2:] == [None, FinishReason.STOP]
+
+
+def test_a_character_of_several_tokens_is_never_sent_in_parts() -> None:
+    deltas = run(ScriptedEngine([deltas_of("aß€😀z".encode())]))
+    assert [delta.text for delta in deltas if delta.text] == ["a", "ß", "€", "😀", "z"]
+
+
+@pytest.mark.parametrize("stop", ["STOP", "P", "xSTOP"])
+def test_a_stop_string_ends_the_text_before_it_and_aborts_the_engine_request(stop: str) -> None:
+    engine = ScriptedEngine([deltas_of(b"fooxSTOPbar")])
+    deltas = run(engine, stop=(stop,))
+    assert "".join(delta.text for delta in deltas) == "fooxSTOPbar".split(stop)[0]
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    assert engine.aborted == ["r"]
+
+
+def test_the_start_of_a_stop_string_that_does_not_come_is_sent_after_all() -> None:
+    deltas = run(ScriptedEngine([deltas_of(b"a STO")]), stop=("STOP",))
+    assert "".join(delta.text for delta in deltas) == "a STO"
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+
+
+def with_logprobs(text: bytes) -> list[TokenDelta]:
+    entries = [TokenLogprobs(-0.5, ((byte, -0.5), (EOS, -1.0))) for byte in text]
+    last = len(text) - 1
+    return [
+        TokenDelta((byte,), FinishReason.LENGTH if at == last else None, (entries[at],))
+        for at, byte in enumerate(text)
+    ]
+
+
+def test_log_probabilities_come_with_the_text_that_they_belong_to() -> None:
+    deltas = run(ScriptedEngine([with_logprobs(b"abc")]), logprobs=2)
+    assert [[token.text for token in delta.tokens] for delta in deltas] == [["a"], ["b"], ["c"]]
+    assert deltas[0].tokens[0].top == (("a", -0.5), ("<eos>", -1.0))
+
+
+def test_tokens_that_a_stop_string_cuts_off_are_not_shown() -> None:
+    deltas = run(ScriptedEngine([with_logprobs(b"abSTOP")]), logprobs=0, stop=("STOP",))
+    assert [token.text for delta in deltas for token in delta.tokens] == ["a", "b"]
+
+
+def test_closing_a_stream_early_aborts_its_request() -> None:
+    engine = ScriptedEngine([deltas_of(b"hello")])
+
+    async def read_one() -> None:
+        async with aclosing(stream_text(engine, TOKENIZER, request())) as deltas:
+            await anext(deltas)
+
+    asyncio.run(read_one())
+    assert engine.aborted == ["r"]
+
+
+def merged(engine: ScriptedEngine, count: int) -> AsyncGenerator[TextDelta, None]:
+    return merge_streams([stream_text(engine, TOKENIZER, request(), index) for index in range(count)])
+
+
+def test_merged_streams_carry_every_delta_of_each() -> None:
+    engine = ScriptedEngine([deltas_of(text) for text in (b"one", b"two", b"three")])
+    texts = {0: "", 1: "", 2: ""}
+    for delta in asyncio.run(gather(merged(engine, 3))):
+        texts[delta.index] += delta.text
+    assert texts == {0: "one", 1: "two", 2: "three"}
+    assert engine.aborted == []
+
+
+def test_one_stream_that_fails_ends_the_others() -> None:
+    hanging = [TokenDelta((65,))]
+    engine = ScriptedEngine([hanging, [EngineUnavailable("gone")], hanging], hang=True)
+    with pytest.raises(EngineUnavailable, match="gone"):
+        asyncio.run(gather(merged(engine, 3)))
+    assert len(engine.aborted) == 2
+
+
+def test_closing_merged_streams_aborts_all_of_them() -> None:
+    engine = ScriptedEngine([[TokenDelta((65,))]], hang=True)
+
+    async def read_one() -> None:
+        async with aclosing(merged(engine, 4)) as deltas:
+            await anext(deltas)
+
+    asyncio.run(read_one())
+    assert len(engine.aborted) == len(engine.requests)

@@ -1,0 +1,136 @@
+"""Lists over HTTP: in pages, all of which the command line walks, and models as OpenAI's clients ask for them."""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from slora_adapters.database.database import Database
+from slora_adapters.peft.adapter import AdapterExtras
+from slora_adapters.registry.registry import AdapterDetails, Registry
+from slora_adapters.registry.sqlite_storage import SqliteStorage
+from slora_adapters.version import AdapterVersion
+from slora_api.cli.main import main
+from tests.api.platform import Platform, running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of
+
+NUM_NAMES = 25
+NAMES = [f"voice-{number:02d}" for number in range(NUM_NAMES)]
+VERSIONS = list(range(NUM_NAMES, 0, -1))
+DETAILS = AdapterDetails(8, ("q_proj",), 4096, AdapterExtras())
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine([deltas_of(b"ok")])) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def registry(platform: Platform) -> Iterator[Registry]:
+    """The platform's own, without the uploads that it takes to fill it."""
+    database = Database(platform.directory / "slora.db")
+    yield Registry(SqliteStorage(database))
+    database.close()
+
+
+@pytest.fixture(scope="module")
+def key(platform: Platform, registry: Registry) -> str:
+    """Of a tenant with many names, one of which has many versions, and an alias."""
+    for number, name in enumerate(NAMES):
+        registry.put(name, AdapterVersion("t", f"{number:064x}"), DETAILS)
+        registry.put("many", AdapterVersion("t", f"{number:064x}"), DETAILS)
+    registry.move("t", "many", "prod", {3: 90, 7: 10})
+    registry.put("zoo", AdapterVersion("u", "f" * 64), DETAILS)
+    return platform.key("t")
+
+
+@pytest.fixture
+def client(platform: Platform, key: str) -> Iterator[httpx.Client]:
+    with platform.client(key) as client:
+        yield client
+
+
+def walk(client: httpx.Client, path: str, called: str, **params: Any) -> list[list[Any]]:
+    """What the items of each page are called."""
+    pages = []
+    while True:
+        page = client.get(path, params=params).raise_for_status().json()
+        ids = [one[called] for one in page["data"]]
+        assert page["object"] == "list"
+        assert (page["first_id"], page["last_id"]) == ((ids[0], ids[-1]) if ids else (None, None))
+        pages.append(ids)
+        if not page["has_more"]:
+            return pages
+        params["after"] = page["last_id"]
+
+
+def test_adapters_come_in_pages_that_hold_all_of_them_once(client: httpx.Client) -> None:
+    everything = ["many", *NAMES]
+    assert walk(client, "/v1/adapters", "name") == [everything]
+    for limit in (1, 7, 13, 26, 27, 1000):
+        pages = walk(client, "/v1/adapters", "name", limit=limit)
+        assert list(chain(*pages)) == everything and all(len(page) == limit for page in pages[:-1])
+        assert pages[-1], "has_more was said of nothing"
+    assert walk(client, "/v1/adapters", "name", after="voice-24") == [[]]
+
+
+def test_versions_come_in_pages_newest_first_with_their_aliases(client: httpx.Client) -> None:
+    path = "/v1/adapters/many/versions"
+    assert walk(client, path, "version") == [VERSIONS]
+    assert walk(client, path, "version", limit=10) == [VERSIONS[:10], VERSIONS[10:20], VERSIONS[20:]]
+    third = client.get(path, params={"limit": 1, "after": 4}).json()["data"]
+    assert third == [client.get("/v1/adapters/many@3").json()] and third[0]["aliases"] == {"prod": 90}
+    assert walk(client, path, "version", after=1) == [[]]
+    assert client.get("/v1/adapters/zoo/versions", params={"after": 1}).status_code == 404
+
+
+def test_models_come_all_at_once_unless_a_limit_says_how_many(client: httpx.Client) -> None:
+    everything = ["base", "many", "many@prod", *NAMES]
+    assert walk(client, "/v1/models", "id") == [everything]
+    for limit in (1, 2, 7, 28, 29):
+        pages = walk(client, "/v1/models", "id", limit=limit)
+        assert (
+            list(chain(*pages)) == everything and all(len(page) == limit for page in pages[:-1]) and pages[-1]
+        )
+    assert walk(client, "/v1/models", "id", after="many") == [everything[2:]]
+    for model in ("many@3", "No Model", ""):
+        refused = client.get("/v1/models", params={"after": model})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "after")
+
+
+def test_openais_client_sees_every_model(platform: Platform, registry: Registry) -> None:
+    """More than a page of any other list has: it asks once, whatever is said of there being more."""
+    for number in range(110):
+        registry.put(f"name-{number}", AdapterVersion("crowd", "1" * 64), DETAILS)
+    with openai.OpenAI(base_url=platform.url + "/v1", api_key=platform.key("crowd")) as client:
+        assert len(list(client.models.list())) == 111
+
+
+@pytest.mark.parametrize("limit", ["0", "1001", "-1", "many"])
+def test_a_limit_that_no_page_has_is_refused_by_its_name(client: httpx.Client, limit: str) -> None:
+    for path in ("/v1/adapters", "/v1/models", "/v1/adapters/many/versions"):
+        refused = client.get(path, params={"limit": limit})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
+
+
+@pytest.mark.parametrize("after", ["0", "many@3", str(10**18)])
+def test_behind_what_is_no_version_there_is_no_page(client: httpx.Client, after: str) -> None:
+    refused = client.get("/v1/adapters/many/versions", params={"after": after})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "after")
+
+
+def test_the_command_line_walks_all_pages(
+    platform: Platform, key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLORA_URL", platform.url)
+    monkeypatch.setenv("SLORA_API_KEY", key)
+    monkeypatch.setattr("slora_api.cli.remote.MAX_LIMIT", 10)
+    assert main(["adapter", "list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["many", *NAMES]
+    assert main(["adapter", "versions", "many"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == [f"many@{number}" for number in VERSIONS]

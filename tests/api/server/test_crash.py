@@ -1,0 +1,345 @@
+"""A server that is killed at any step of a change: what it answered holds, what it did not answer is done whole or not
+at all, and nothing stays behind that nobody refers to.
+
+The steps are those of the API process: each change of a file or a folder and each process that is started, which are
+audit events of Python, each statement that writes to the database, the moment behind a commit, and, of a registry in
+Redis, both sides of each script that writes there. The server is the product's, with its engine and its loader; all
+that is added is that it dies where it is told to, and each one that starts finds what the one before left.
+"""
+
+import io
+import json
+import shutil
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from slora_adapters.database.database import Database
+from slora_adapters.registry.catalog import Catalog
+from slora_adapters.registry.redis_storage import open_redis_storage
+from slora_adapters.registry.registry import MAX_ALIASES, RESERVATION_S, Registry
+from slora_adapters.registry.sqlite_storage import SqliteStorage
+from slora_adapters.store.file_store import FileStore
+from tests.api.conftest import Kit
+from tests.api.served import ADMIN_KEY, Served, environment, serving, wait_for
+from tests.api.server.test_server import upload
+
+# Dies before the DIE_AT-th step after the file ARMED has appeared; each step until then is a line of the file STEPS.
+MORTAL = """
+import os, signal, sqlite3, sys
+from redis import Redis
+from redis.commands.core import Script
+from slora_adapters.registry.redis_scripts import READ
+
+armed, left = os.environ["ARMED"], int(os.environ["DIE_AT"])
+log = os.open(os.environ["STEPS"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.truncate", "subprocess.Popen"}
+
+def step(what):
+    global left
+    if os.path.exists(armed):
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.write(log, (what + "\\n").encode())
+
+class Connection(sqlite3.Connection):
+    def execute(self, statement, *arguments):
+        word = statement.split()[0]
+        if word not in ("SELECT", "PRAGMA"):
+            step(word)
+        rows = super().execute(statement, *arguments)
+        if word == "COMMIT":
+            step("committed")
+        return rows
+
+def connect(*arguments, plain=sqlite3.connect, **keywords):
+    return plain(*arguments, factory=Connection, **keywords)
+
+def audit(event, arguments):
+    if event in CHANGES or event == "open" and arguments[2] & WRITES:
+        step(f"{event} {arguments[0]}")
+
+def stepped(plain, writes):
+    def call(self, *arguments, **keywords):
+        if not writes(self):
+            return plain(self, *arguments, **keywords)
+        step("to redis")
+        done = plain(self, *arguments, **keywords)
+        step("by redis")
+        return done
+    return call
+
+Script.__call__ = stepped(Script.__call__, lambda script: script.script != READ)
+Redis.zrem = stepped(Redis.zrem, lambda client: True)
+sqlite3.connect = connect
+sys.addaudithook(audit)
+from slora_api.cli.main import main
+raise SystemExit(main())
+"""
+COMMAND = (sys.executable, "-P", "-c", MORTAL)
+NEVER = 1 << 30
+
+
+@dataclass
+class Crashes:
+    """Servers on one data directory, one after the other. registry: its URL, or empty for the database there."""
+
+    base: Path
+    folder: Path
+    registry: str = ""
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    @contextmanager
+    def life(self, die_at: int = NEVER) -> Iterator[Served]:
+        """A server that dies at a step of what `ask` sends it."""
+        (self.folder / "armed").unlink(missing_ok=True)
+        env = environment(
+            SLORA_ADMIN_KEY=ADMIN_KEY,
+            ARMED=str(self.folder / "armed"),
+            STEPS=str(self.folder / "steps"),
+            DIE_AT=str(die_at),
+        )
+        shared = ("--registry", self.registry, "--store", str(self.data / "adapters"))
+        flags = shared if self.registry else ()
+        with serving(self.base, self.data, *flags, env=env, command=COMMAND) as served:
+            served.wait_for_line("listening on")
+            yield served
+
+    def ask(
+        self, served: Served, client: httpx.Client, change: "Change", number: int
+    ) -> httpx.Response | None:
+        """The answer; None if the server dies over it."""
+        (self.folder / "armed").touch()
+        try:
+            return change.do(client, number)
+        except httpx.TransportError:
+            served.process.wait(60)
+            return None
+        finally:
+            (self.folder / "armed").unlink()
+
+    def steps(self) -> list[str]:
+        """Of the last server."""
+        return (self.folder / "steps").read_text().splitlines()
+
+    def files(self, *below: str) -> list[str]:
+        """Everything below a folder of the data directory."""
+        return sorted(str(path.relative_to(self.data)) for path in self.data.joinpath(*below).rglob("*"))
+
+    def blobs(self) -> set[str]:
+        return {path.name for path in (self.data / "adapters" / "blobs").glob("*/*")}
+
+    def check_nothing_is_left(self, served: Served) -> None:
+        """Of what the dead server did: soon but for what it may have been storing, and that when its time is up. In a
+        store that others may use it takes a day; here, whoever waits for none."""
+        assert self.files("quarantine") == []
+        with ExitStack() as stack:
+            database = stack.enter_context(closing(Database(self.data / "slora.db")))
+            assert database.read("PRAGMA integrity_check") == [("ok",)]
+            storage = (
+                stack.enter_context(closing(open_redis_storage(self.registry)))
+                if self.registry
+                else SqliteStorage(database)
+            )
+            now, later = Registry(storage), Registry(storage, lambda: time.time() + RESERVATION_S)
+            wanted = {
+                record.version.digest for name in now.list("t") for record in now.versions("t", name.label)
+            }
+            if not self.registry:
+                wait_for(lambda: all(map(now.is_referenced, self.blobs())) or None, served.alive)
+            wait_for(lambda: self.files("adapters", "tmp") == [] or None, served.alive)
+            Catalog(later, FileStore(self.data / "adapters")).sweep()
+            assert self.blobs() == wanted
+
+
+def answer_of(client: httpx.Client, model: str) -> tuple[str, str]:
+    body = {"model": model, "prompt": "hello", "max_tokens": 8, "temperature": 0}
+    answer = client.post("/v1/completions", json=body).raise_for_status()
+    return answer.headers["x-slora-adapter-digest"], answer.json()["choices"][0]["text"]
+
+
+def field(client: httpx.Client, path: str, name: str) -> Any:
+    """Of what is at a path; None if nothing is."""
+    answer = client.get(path)
+    return None if answer.status_code == 404 else answer.raise_for_status().json()[name]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is done to the thing of some number. look: what shows whether it was done. status: of the answer, and of the
+    answer to doing it again."""
+
+    do: Callable[[httpx.Client, int], httpx.Response]
+    look: Callable[[httpx.Client, int], Any]
+    before: Any
+    after: Any
+    status: tuple[int, int] = (200, 404)
+
+
+def archive(adapter: Path) -> bytes:
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w:gz") as packed:
+        packed.add(adapter, "adapter")
+    return raw.getvalue()
+
+
+def alias(number: int) -> str:
+    return f"/v1/adapters/voice/aliases/to-{number}"
+
+
+SPLIT, WHOLE = {"1": 50, "2": 50}, {"2": 100}
+
+
+def changes(pushed: bytes) -> dict[str, Change]:
+    def push(client: httpx.Client, number: int) -> httpx.Response:
+        files = {"archive": ("new.tar.gz", pushed)}
+        return client.post("/v1/adapters", data={"name": f"new-{number}"}, files=files)
+
+    return {
+        "push": Change(
+            push,
+            lambda client, number: field(client, f"/v1/adapters/new-{number}", "version"),
+            None,
+            1,
+            (201, 201),
+        ),
+        "move": Change(
+            lambda client, number: client.put(alias(number), json={"versions": WHOLE, "expected": SPLIT}),
+            lambda client, number: field(client, alias(number), "versions"),
+            SPLIT,
+            WHOLE,
+            (200, 200),
+        ),
+        "delete a version": Change(
+            lambda client, number: client.delete(f"/v1/adapters/voice@{number + 3}"),
+            lambda client, number: field(client, f"/v1/adapters/voice@{number + 3}", "name"),
+            "voice",
+            None,
+        ),
+        "delete a name": Change(
+            lambda client, number: client.delete(f"/v1/adapters/name-{number}?force=true"),
+            lambda client, number: field(client, f"/v1/adapters/name-{number}", "version"),
+            1,
+            None,
+        ),
+    }
+
+
+def with_alpha(adapter: Path, folder: Path, alpha: int) -> Path:
+    """Another adapter: it has another scale."""
+    copy = shutil.copytree(adapter, folder / f"alpha-{alpha}")
+    config = json.loads((copy / "adapter_config.json").read_text())
+    (copy / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": alpha}))
+    return copy
+
+
+def prepare(served: Served, key: str, kit: Kit, folder: Path, count: int) -> None:
+    """What there is to be changed: `count` of each, or as many aliases as a name may have."""
+    with served.client(key) as client:
+
+        def point(path: str, versions: dict[str, int]) -> None:
+            client.put(path, json={"versions": versions}).raise_for_status()
+
+        for number in range(count + 3):
+            assert upload(served, key, "voice", with_alpha(kit.small, folder, number + 1)).status_code == 201
+        for number in range(min(count, MAX_ALIASES - 1)):
+            point(alias(number), SPLIT)
+        for number in range(count):
+            name = f"name-{number}"
+            assert upload(served, key, name, with_alpha(kit.wide, folder, number + 100)).status_code == 201
+            point(f"/v1/adapters/{name}/aliases/prod", {"1": 100})
+
+
+def spread(count: int, few: int) -> list[int]:
+    """A few of so many."""
+    return [round((at + 0.5) / few * count) for at in range(few)]
+
+
+@dataclass(frozen=True)
+class Death:
+    """Of a server, before a step of one change."""
+
+    kind: str
+    number: int
+    die_at: int
+
+
+def plan(num_steps: Mapping[str, int], kinds: Collection[str], *, soak: bool) -> list[Death]:
+    """At every step, or at a few of changes of some kinds."""
+    return [
+        Death(kind, number + 1, die_at)
+        for kind, count in num_steps.items()
+        if soak or kind in kinds
+        for number, die_at in enumerate(range(count) if soak else spread(count, 2 if kind == "push" else 1))
+    ]
+
+
+def check_after(client: httpx.Client, death: Death, change: Change, new: tuple[str, str]) -> bool:
+    """Whether the change was made, for it was or was not, and can be made now. new: what a pushed adapter answers."""
+    model = f"new-{death.number}"
+    found = change.look(client, death.number)
+    assert found in (change.before, change.after)
+    if death.kind == "push" and found is not None:
+        assert answer_of(client, model) == new
+    again = change.do(client, death.number)
+    assert again.status_code == change.status[found == change.after]
+    assert change.look(client, death.number) == change.after
+    if death.kind == "push":
+        assert again.json()["new_version"] == (found is None) and answer_of(client, model) == new
+        # So that there are no such weights before the next one.
+        client.delete(f"/v1/adapters/{model}").raise_for_status()
+    return bool(found == change.after)
+
+
+@pytest.mark.parametrize("registry", ["sqlite", pytest.param("redis", marks=pytest.mark.soak)])
+def test_a_change_killed_at_any_step_is_made_whole_or_not_at_all(
+    kit: Kit, tmp_path: Path, registry: str, soak: bool, request: pytest.FixtureRequest
+) -> None:
+    url = request.getfixturevalue("redis_server").url if registry == "redis" else ""
+    crashes, kinds = Crashes(kit.base, tmp_path, url), changes(archive(kit.wide))
+    num_steps: dict[str, int] = {}
+    with crashes.life() as served:
+        served.wait_until_ready()
+        key = served.make_key("t")
+        prepare(served, key, kit, tmp_path, count=24 if soak else 2)
+        with served.client(key) as client:
+            for kind, change in kinds.items():
+                assert change.look(client, 0) == change.before
+                answer = crashes.ask(served, client, change, 0)
+                assert answer is not None and answer.status_code == change.status[0]
+                assert change.look(client, 0) == change.after
+                num_steps[kind] = len(crashes.steps()) - sum(num_steps.values())
+            new, old = answer_of(client, "new-0"), answer_of(client, "voice@1")
+            client.delete("/v1/adapters/new-0").raise_for_status()
+    # With fewer there would be steps that are not seen.
+    assert num_steps["push"] > (18 if url else 25) and num_steps["move"] == (2 if url else 6), num_steps
+    assert min(num_steps["delete a version"], num_steps["delete a name"]) > (8 if url else 12), num_steps
+    deaths = plan(num_steps, ("push", "delete a name") if url else kinds, soak=soak)
+    was_made: dict[str, set[bool]] = {kind: set() for kind in kinds}
+    for before, death in zip([None, *deaths], [*deaths, None], strict=True):
+        with crashes.life(death.die_at if death else NEVER) as served, served.client(key) as client:
+            crashes.check_nothing_is_left(served)
+            if any(one and one.kind == "push" for one in (before, death)):
+                served.wait_until_ready()
+                assert answer_of(client, "voice@1") == old
+            if before:
+                was_made[before.kind].add(check_after(client, before, kinds[before.kind], new))
+            if death:
+                assert kinds[death.kind].look(client, death.number) == kinds[death.kind].before
+                answer = crashes.ask(served, client, kinds[death.kind], death.number)
+                assert answer is None, f"it lived through {crashes.steps()}"
+    assert was_made["push"] == {False, True}, "nothing was killed on one side of the step that counts"
+    assert not soak or all(seen == {False, True} for seen in was_made.values()), was_made

@@ -1,0 +1,44 @@
+"""What `slora serve` tells its engine process."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from slora.engine_config import EngineConfig
+from slora_api.server.data_dir import open_data_dir
+from slora_api.server.serve import _children, _Model, _Sockets
+from slora_api.settings import Settings, read_settings
+from tests.api.conftest import Kit
+
+
+def engine_settings(settings: Settings, directory: Path) -> dict[str, Any]:
+    with open_data_dir(directory) as data:
+        children = _children(settings, _Model(settings), data, _Sockets(directory))
+    (engine,) = (child for child in children if child.name == "engine")
+    told: dict[str, Any] = json.loads(engine.arguments[-1])["engine"]
+    return told
+
+
+def test_every_setting_of_the_engine_is_told_by_its_name(kit: Kit, tmp_path: Path) -> None:
+    told = engine_settings(Settings(model=str(kit.base)), tmp_path)
+    assert set(told) == {field.name for field in fields(EngineConfig)}
+
+
+def test_choices_about_memory_and_service_reach_the_engine(kit: Kit, tmp_path: Path) -> None:
+    flags = {
+        "prefix_cache": "public",
+        "preemption": "swap",
+        "swap_bytes": "64MiB",
+        "scheduling": "fcfs",
+        "eviction": "size",
+        "load_bytes_per_step": "1MB",
+        "cuda_graphs": "off",
+        "kv_cache_dtype": "fp8",
+    }
+    told = engine_settings(read_settings({"model": str(kit.base), **flags}, {}), tmp_path / "chosen")
+    expected = flags | {"swap_bytes": 64 << 20, "load_bytes_per_step": 10**6, "cuda_graphs": False}
+    assert {name: told[name] for name in flags} == expected
+    plain = engine_settings(Settings(model=str(kit.base)), tmp_path / "plain")
+    assert (plain["swap_bytes"], plain["load_bytes_per_step"]) == (None, None)
+    assert plain["cuda_graphs"] is True

@@ -1,0 +1,380 @@
+"""The whole system as users meet it: the official client, the command line and peft's own answers as the judge."""
+
+import json
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.api.conftest import Kit
+from tests.api.platform import FIELDS
+from tests.api.served import ADMIN_KEY, CHARACTERS, EOS, SLORA, Served, environment
+from tests.support.hub import COMMIT, adapter_files, lay_out_snapshot
+from tests.support.oracle import Oracle
+from tests.support.tiny_models import write_model
+
+PROMPTS = ["hello", "The quick brown fox", "0123456789" * 7, "a", "?"]
+
+
+def upload(server: Served, key: str, name: str, directory: Path) -> httpx.Response:
+    files = {FIELDS[path.name]: path.open("rb") for path in directory.iterdir() if path.name in FIELDS}
+    try:
+        with server.client(key) as client:
+            return client.post("/v1/adapters", data={"name": name}, files=files)
+    finally:
+        for file in files.values():
+            file.close()
+
+
+def connect(server: Served, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def key(server: Served, kit: Kit) -> str:
+    """A tenant with both adapters; `small` is its key's default."""
+    made = server.make_key("acme", "small")
+    for name in ("small", "wide"):
+        assert upload(server, made, name, kit.small.parent / name).status_code == 201
+    return made
+
+
+@pytest.fixture(scope="module")
+def client(server: Served, key: str) -> openai.OpenAI:
+    return connect(server, key)
+
+
+def greedy(client: openai.OpenAI, model: str, prompt: str, max_tokens: int = 24) -> str:
+    answer = client.completions.create(
+        model=model, prompt=prompt, max_tokens=max_tokens, temperature=0, extra_body={"ignore_eos": True}
+    )
+    return answer.choices[0].text
+
+
+def ids(text: str) -> list[int]:
+    return [CHARACTERS.index(character) for character in text]
+
+
+def greedy_tokens(client: openai.OpenAI, model: str, prompt: str) -> list[int]:
+    """The tokens themselves: the end token, which is ignored here, is no part of the text."""
+    answer = client.completions.create(
+        model=model, prompt=prompt, max_tokens=24, temperature=0, logprobs=0, extra_body={"ignore_eos": True}
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens is not None
+    return [EOS if token == "<eos>" else CHARACTERS.index(token) for token in logprobs.tokens]
+
+
+def test_every_model_answers_what_peft_answers(client: openai.OpenAI, kit: Kit) -> None:
+    oracle = Oracle(kit.base, {"small": kit.small, "wide": kit.wide})
+    for model, adapter in (("base", None), ("small", "small"), ("wide", "wide"), ("default", "small")):
+        for prompt in PROMPTS:
+            tokens = greedy_tokens(client, model, prompt)
+            assert len(tokens) == 24
+            assert oracle.judge(ids(prompt), tokens, adapter).equal, (model, prompt)
+
+
+def test_requests_of_all_models_at_once_answer_as_one_at_a_time(client: openai.OpenAI) -> None:
+    wanted = [(model, prompt) for model in ("base", "small", "wide", "default") for prompt in PROMPTS]
+    alone = [greedy(client, *pair) for pair in wanted]
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        assert list(pool.map(lambda pair: greedy(client, *pair), wanted)) == alone
+    assert len(set(alone)) > len(PROMPTS) * 2
+
+
+def test_a_stream_adds_up_to_the_whole_answer(client: openai.OpenAI) -> None:
+    whole = greedy(client, "wide", "hello")
+    with client.completions.create(
+        model="wide", prompt="hello", max_tokens=24, temperature=0, stream=True,
+        stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+    ) as stream:  # fmt: skip
+        chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 24
+    assert chunks[-2].choices[0].finish_reason == "length"
+
+
+def test_chat_streams_and_answers_alike(client: openai.OpenAI) -> None:
+    messages: list[openai.types.chat.ChatCompletionMessageParam] = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+    ]
+    options = {"ignore_eos": True}
+    whole = client.chat.completions.create(
+        model="default", messages=messages, max_completion_tokens=12, temperature=0, extra_body=options
+    )
+    with client.chat.completions.create(
+        model="default", messages=messages, max_tokens=12, temperature=0, stream=True, extra_body=options
+    ) as stream:
+        chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content and len(text) == 12
+    assert whole.usage is not None and whole.usage.prompt_tokens == len("[system]be brief[user]hello")
+
+
+def test_a_seed_repeats_an_answer_and_another_seed_changes_it(client: openai.OpenAI) -> None:
+    def draw(seed: int) -> str:
+        answer = client.completions.create(
+            model="wide", prompt="x", max_tokens=30, seed=seed, temperature=2.0
+        )
+        return answer.choices[0].text
+
+    assert draw(1) == draw(1)
+    assert len({draw(seed) for seed in range(4)}) > 1
+
+
+def test_a_list_of_prompts_is_answered_in_order(client: openai.OpenAI) -> None:
+    body = {"ignore_eos": True}
+    texts = client.completions.create(
+        model="small", prompt=PROMPTS, max_tokens=8, temperature=0, extra_body=body
+    )
+    tokens = client.completions.create(
+        model="small",
+        prompt=[ids(prompt) for prompt in PROMPTS],
+        max_tokens=8,
+        temperature=0,
+        extra_body=body,
+    )
+    expected = [greedy(client, "small", prompt, 8) for prompt in PROMPTS]
+    assert [choice.text for choice in texts.choices] == expected
+    assert [choice.text for choice in tokens.choices] == expected
+
+
+def test_log_probabilities_are_of_the_chosen_tokens_and_the_likeliest(client: openai.OpenAI) -> None:
+    options = {"ignore_eos": True}
+    old = client.completions.create(
+        model="small", prompt="hello", max_tokens=5, temperature=0, logprobs=3, extra_body=options
+    ).choices[0]
+    assert (
+        old.logprobs is not None and old.logprobs.tokens is not None and old.logprobs.top_logprobs is not None
+    )
+    assert "".join(old.logprobs.tokens) == old.text and old.logprobs.text_offset == [0, 1, 2, 3, 4]
+    for token, likely in zip(old.logprobs.tokens, old.logprobs.top_logprobs, strict=True):
+        assert len(likely) >= 3 and max(likely.values()) < 0
+        assert token in likely or "<eos>" in likely
+    new = client.chat.completions.create(
+        model="small", messages=[{"role": "user", "content": "hi"}], max_tokens=5, temperature=0, logprobs=True,
+        top_logprobs=2, extra_body=options,
+    ).choices[0]  # fmt: skip
+    assert new.logprobs is not None and new.logprobs.content is not None
+    assert "".join(token.token for token in new.logprobs.content) == new.message.content
+    assert all(len(token.top_logprobs) == 2 for token in new.logprobs.content)
+
+
+def test_a_stop_string_is_honoured(client: openai.OpenAI) -> None:
+    whole = greedy(client, "base", "hello")
+    stop = whole[5:7]
+    cut = client.completions.create(
+        model="base", prompt="hello", max_tokens=24, temperature=0, stop=stop, extra_body={"ignore_eos": True}
+    ).choices[0]
+    assert (cut.text, cut.finish_reason) == (whole[: whole.index(stop)], "stop")
+
+
+def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["base", "small", "wide"]
+    assert client.models.retrieve("wide").owned_by == "acme"
+
+
+def test_errors_are_the_clients_own_classes(server: Served, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        greedy(client, "nothing", "x")
+    assert missing.value.code == "model_not_found" and missing.value.request_id is not None
+    with pytest.raises(openai.BadRequestError) as long:
+        greedy(client, "base", "x" * 600)
+    assert long.value.code == "context_length_exceeded" and long.value.param == "prompt"
+    with pytest.raises(openai.BadRequestError) as negative:
+        client.completions.create(model="base", prompt="x", max_tokens=-1)
+    assert negative.value.param == "max_tokens"
+    with pytest.raises(openai.AuthenticationError):
+        connect(server, "slora_wrong").models.list()
+    with pytest.raises(openai.PermissionDeniedError):
+        connect(server, ADMIN_KEY).models.list()
+
+
+def test_a_tenant_sees_nothing_of_another(server: Served, key: str) -> None:
+    stranger = connect(server, server.make_key("stranger"))
+    assert [model.id for model in stranger.models.list()] == ["base"]
+    with pytest.raises(openai.NotFoundError) as theirs:
+        greedy(stranger, "wide", "x")
+    with pytest.raises(openai.NotFoundError) as nobodys:
+        greedy(stranger, "wibe", "x")
+    assert str(theirs.value).replace("wide", "wibe") == str(nobodys.value)
+
+
+def test_the_next_version_of_an_adapter_changes_the_next_answer(server: Served, kit: Kit) -> None:
+    key = server.make_key("changing", "voice")
+    assert upload(server, key, "voice", kit.small).status_code == 201
+    client = connect(server, key)
+    before = greedy(client, "default", "hello")
+    with server.client(key) as http:
+        files = {"config": (kit.wide / "adapter_config.json").read_bytes(),
+                 "weights": (kit.wide / "adapter_model.safetensors").read_bytes()}  # fmt: skip
+        assert http.post("/v1/adapters", data={"name": "voice"}, files=files).status_code == 201
+    after = greedy(client, "default", "hello")
+    assert before != after
+
+
+def test_the_api_process_has_no_torch(server: Served) -> None:
+    maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "tokenizers" in maps and "libtorch" not in maps
+    probe = "import sys, slora_api.server.serve; sys.exit(bool({'torch', 'transformers', 'triton'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-P", "-c", probe], env=environment(), check=False).returncode == 0
+
+
+def test_the_help_imports_no_server(server: Served) -> None:
+    probe = (
+        "import sys\nfrom slora_api.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+        "sys.exit(any(name in sys.modules for name in ('fastapi', 'httpx', 'uvicorn', 'numpy')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", probe], env=environment(), check=False, capture_output=True
+    )
+    assert done.returncode == 0 and b"SLORA_ADMIN_KEY" in done.stdout
+
+
+def command(server: Served, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs `slora` with the given arguments against the server."""
+    return subprocess.run(
+        [*SLORA, *arguments],
+        env=environment(**{"SLORA_URL": server.url, **variables}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_command_line_leads_from_nothing_to_an_answer(server: Served, kit: Kit) -> None:
+    operator = {"SLORA_ADMIN_KEY": ADMIN_KEY}
+    assert command(server, "tenant", "create", "cli", **operator).stdout == "cli\n"
+    assert "cli" in command(server, "tenant", "list", **operator).stdout.split()
+    share = ("--weight", "2.5", "--max-pool-share", "0.5", "--priority", "-1")
+    line = "cli  weight 2.5  min_pool_share 0  max_pool_share 0.5  priority -1\n"
+    assert command(server, "tenant", "set", "cli", *share, **operator).stdout == line
+    assert line in command(server, "tenant", "list", **operator).stdout
+    idle = command(server, "tenant", "set", "cli", **operator)
+    assert idle.returncode == 1 and "--min-pool-share" in idle.stderr
+    key = command(server, "key", "create", "cli", "--adapter", "voice", **operator).stdout.strip()
+    tenant = {"SLORA_API_KEY": key}
+    base = ("--base", str(kit.base))
+    pushed = command(server, "adapter", "push", str(kit.wide), "--name", "voice", *base, **tenant)
+    assert pushed.returncode == 0 and pushed.stdout.startswith("voice  version 1  rank 16")
+    summary, _, rest = pushed.stdout.partition("  base ")
+    assert rest == "verified\n"
+    again = command(server, "adapter", "push", str(kit.wide), "--name", "voice", **tenant)
+    assert again.stdout == f"{summary}  base unverified  (it was the newest version already)\n"
+    assert command(server, "adapter", "list", **tenant).stdout == summary + "\n"
+    pinned = command(server, "adapter", "pin", "voice", "--tenant", "cli", **operator)
+    assert (pinned.returncode, pinned.stdout) == (0, summary + "  pinned\n")
+    assert command(server, "adapter", "list", **tenant).stdout == pinned.stdout
+    assert (
+        command(server, "adapter", "unpin", "voice", "--tenant", "cli", **operator).stdout == summary + "\n"
+    )
+    nobodys = command(server, "adapter", "pin", "voice", "--tenant", "nobody", **operator)
+    assert (nobodys.returncode, nobodys.stderr) == (1, "slora: There is no tenant `nobody`.\n")
+
+    said = command(server, "complete", "hello", "--temperature", "0", "--max-tokens", "10", **tenant)
+    client = connect(server, key)
+    plain = client.completions.create(model="voice", prompt="hello", temperature=0, max_tokens=10)
+    assert said.stdout == plain.choices[0].text + "\n"
+    chatted = command(server, "complete", "hi", "--chat", "--temperature", "0", "--max-tokens", "9", **tenant)
+    assert chatted.returncode == 0 and chatted.stdout
+
+    assert command(server, "adapter", "rm", "voice", **tenant).returncode == 0
+    gone = command(server, "complete", "hello", **tenant)
+    assert (gone.returncode, gone.stdout, gone.stderr) == (
+        1,
+        "",
+        "slora: The model `voice` does not exist.\n",
+    )
+
+    key_id = key.split("_")[1]
+    assert key_id in command(server, "key", "list", "cli", **operator).stdout
+    assert command(server, "key", "revoke", key_id, **operator).returncode == 0
+    refused = command(server, "adapter", "list", **tenant)
+    assert refused.returncode == 1 and refused.stderr.count("\n") == 1 and "API key" in refused.stderr
+
+
+def test_an_adapter_of_the_hub_is_pushed_by_its_repositorys_name_and_reported_by_its_commit(
+    server: Served, kit: Kit, tmp_path: Path
+) -> None:
+    lay_out_snapshot(tmp_path / "hub", "org/voice-2", adapter_files(kit.wide))
+    variables = {"SLORA_API_KEY": server.make_key("cli-hub"), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    pushed = command(server, "adapter", "push", "hf://org/voice-2@main", **variables)
+    assert pushed.returncode == 0, pushed.stderr
+    line, origin = pushed.stdout.splitlines()
+    assert line.startswith("voice-2  version 1  rank 16") and origin == f"from hf://org/voice-2@{COMMIT}"
+    summary = line.partition("  base ")[0]
+    assert command(server, "adapter", "list", **variables).stdout == summary + "\n"
+    for reference, words in (("hf://org/other", "out of reach"), ("hf://org", "hf://ORG/REPO")):
+        refused = command(server, "adapter", "push", reference, **variables)
+        assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (1, "", 1)
+        assert words in refused.stderr
+
+
+def test_an_archive_is_pushed_under_its_own_name_and_another_base_is_refused(
+    server: Served, kit: Kit, tmp_path: Path
+) -> None:
+    archive = shutil.make_archive(str(tmp_path / "small-one"), "gztar", kit.small.parent, "small")
+    key = {"SLORA_API_KEY": server.make_key("packer")}
+    pushed = command(server, "adapter", "push", archive, **key)
+    assert pushed.returncode == 0 and pushed.stdout.startswith("small-one  version 1  rank 4"), pushed.stderr
+    write_model(tmp_path / "other", "llama", seed=5)
+    refused = command(server, "adapter", "push", archive, "--base", str(tmp_path / "other"), **key)
+    assert refused.returncode == 1 and "other_base: the adapter was trained on a base with" in refused.stderr
+    nothing = command(server, "adapter", "push", archive, "--base", str(tmp_path), **key)
+    assert nothing.returncode == 1 and "has no model.safetensors" in nothing.stderr
+
+
+def test_a_command_that_cannot_work_says_why_in_one_line(server: Served, tmp_path: Path) -> None:
+    cases = [
+        (("tenant", "create", "x"), {}, "SLORA_ADMIN_KEY is not set"),
+        (("adapter", "list"), {}, "SLORA_API_KEY is not set"),
+        (("adapter", "push", str(tmp_path)), {"SLORA_API_KEY": "k"}, "no adapter_config.json"),
+        (
+            ("adapter", "list"),
+            {"SLORA_API_KEY": "k", "SLORA_URL": "http://127.0.0.1:9"},
+            "is the server running?",
+        ),
+        (("complete", "x", "--system", "y"), {"SLORA_API_KEY": "k"}, "--system needs --chat"),
+    ]
+    for arguments, variables, words in cases:
+        done = command(server, *arguments, **variables)
+        assert done.returncode == 1 and done.stdout == "", arguments
+        assert words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_refused_push_prints_the_servers_reasons(server: Served, kit: Kit, tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(
+        (kit.small / "adapter_model.safetensors").read_bytes()
+    )
+    config = json.loads((kit.small / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    done = command(
+        server, "adapter", "push", str(tmp_path), "--name", "x", SLORA_API_KEY=server.make_key("cli-bad")
+    )
+    assert done.returncode == 1 and done.stderr.count("DoRA") == 1, done.stderr
+
+
+def test_a_certificate_predicts_loads_from_how_they_went_and_how_large_the_adapter_is(
+    server: Served, kit: Kit
+) -> None:
+    key = server.make_key("predicted")
+    first = upload(server, key, "small", kit.small).json()["certificate"]
+    assert all(milliseconds > 0 for milliseconds in first["predicted_load_ms"].values())
+    upload(server, key, "wide", kit.wide)
+    # What is there already is loaded no more, so that both are told by the same paces.
+    certificates = [
+        upload(server, key, path.name, path).json()["certificate"] for path in (kit.small, kit.wide)
+    ]
+    small, wide = (certificate["predicted_load_ms"] for certificate in certificates)
+    assert small.keys() == {"host", "file"} and small["file"] > small["host"]
+    larger = certificates[1]["pool_bytes"] / certificates[0]["pool_bytes"]
+    assert {tier: wide[tier] / small[tier] for tier in wide} == pytest.approx(
+        {"host": larger, "file": larger}, rel=0.05
+    )

@@ -1,0 +1,75 @@
+import re
+import stat
+from pathlib import Path
+
+import pytest
+
+from slora_api.tenants.admin_key import open_admin_key
+from slora_api.tenants.api_key import Pepper, make_key, read_key_id
+
+
+def test_a_key_has_prefix_id_secret_and_checksum() -> None:
+    key = make_key()
+    assert re.fullmatch(r"slora_[0-9A-Za-z]{8}_[0-9A-Za-z]{43}_[0-9A-Za-z]{6}", key.secret)
+    assert read_key_id(key.secret) == key.key_id
+
+
+def test_no_two_keys_are_alike() -> None:
+    assert len({make_key().secret for _ in range(100)}) == 100
+
+
+@pytest.mark.parametrize("position", [6, 20, -1])
+def test_a_key_with_one_changed_character_fails_its_checksum(position: int) -> None:
+    text = list(make_key().secret)
+    text[position] = "A" if text[position] != "A" else "B"
+    assert read_key_id("".join(text)) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "slora_", "sk-abc", "slora_12345678_short_000000", "x" * 10_000, "slora_é"]
+)
+def test_anything_else_is_no_key(text: str) -> None:
+    assert read_key_id(text) is None
+
+
+def test_the_repr_of_a_new_key_hides_the_secret() -> None:
+    key = make_key()
+    assert key.secret not in repr(key)
+
+
+def test_the_pepper_is_made_once_and_readable_by_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "pepper"
+    first, second = Pepper.from_file(path), Pepper.from_file(path)
+    assert first.digest("a key") == second.digest("a key")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_another_pepper_recognises_no_key(tmp_path: Path) -> None:
+    one, other = Pepper.from_file(tmp_path / "one"), Pepper.from_file(tmp_path / "other")
+    assert one.matches("a key", one.digest("a key"))
+    assert not other.matches("a key", one.digest("a key"))
+
+
+def test_a_damaged_pepper_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    (tmp_path / "pepper").write_bytes(b"short")
+    with pytest.raises(ValueError, match="restore it from a backup"):
+        Pepper.from_file(tmp_path / "pepper")
+
+
+def test_the_admin_key_is_made_and_shown_once_and_stored_hashed(tmp_path: Path) -> None:
+    pepper = Pepper.from_file(tmp_path / "pepper")
+    first = open_admin_key("", tmp_path, pepper)
+    assert first.shown_once is not None and first.matches(first.shown_once)
+    second = open_admin_key("", tmp_path, pepper)
+    assert second.shown_once is None and second.matches(first.shown_once)
+    stored = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert first.shown_once.encode() not in stored
+    assert first.shown_once not in repr(first)
+
+
+def test_a_given_admin_key_is_the_only_one_that_is_valid(tmp_path: Path) -> None:
+    pepper = Pepper.from_file(tmp_path / "pepper")
+    made = open_admin_key("", tmp_path, pepper).shown_once
+    given = open_admin_key("a-key-of-the-operator", tmp_path, pepper)
+    assert made is not None and not given.matches(made)
+    assert given.matches("a-key-of-the-operator") and given.shown_once is None

@@ -1,0 +1,171 @@
+"""Shares of tenants: what the operator sets is what the very next request is served by."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from slora.tenant_share import TenantShare
+from slora_adapters.database.database import Database
+from slora_api.errors import BadRequest, NotFound
+from slora_api.tenants.api_key import Pepper
+from slora_api.tenants.tenancy import _MIGRATIONS, ShareChanges, Tenancy
+from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of
+
+PROMPT = {"model": "base", "prompt": "hello"}
+DEFAULT = {"weight": 1.0, "min_pool_share": 0.0, "max_pool_share": 1.0, "priority": 0}
+
+
+@pytest.fixture
+def tenancy(tmp_path: Path) -> Iterator[Tenancy]:
+    database = Database(tmp_path / "slora.db")
+    yield Tenancy(database, Pepper.from_file(tmp_path / "pepper"))
+    database.close()
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine([deltas_of(b"ok")])) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def admin(platform: Platform) -> Iterator[httpx.Client]:
+    with platform.client(ADMIN_KEY) as client:
+        yield client
+
+
+def share_of(tenant: dict[str, Any]) -> dict[str, Any]:
+    return {name: tenant[name] for name in DEFAULT}
+
+
+def test_a_tenant_has_the_default_share_until_it_is_given_another(admin: httpx.Client) -> None:
+    made = admin.post("/admin/tenants", json={"name": "plain"})
+    assert (made.status_code, share_of(made.json())) == (201, DEFAULT)
+    changed = admin.patch("/admin/tenants/plain", json={"weight": 2, "min_pool_share": 0.1})
+    assert (changed.status_code, share_of(changed.json())) == (
+        200,
+        DEFAULT | {"weight": 2.0, "min_pool_share": 0.1},
+    )
+    # What is not named stays as it is.
+    again = admin.patch("/admin/tenants/plain", json={"max_pool_share": 0.5, "priority": -5, "weight": None})
+    expected = {"weight": 2.0, "min_pool_share": 0.1, "max_pool_share": 0.5, "priority": -5}
+    assert share_of(again.json()) == expected
+    assert admin.get("/admin/tenants/plain").json() == again.json()
+    assert again.json() in admin.get("/admin/tenants").json()["data"]
+
+
+def test_a_tenant_can_be_made_with_a_share(admin: httpx.Client) -> None:
+    made = admin.post("/admin/tenants", json={"name": "made", "weight": 3, "max_pool_share": 0.25})
+    assert share_of(made.json()) == DEFAULT | {"weight": 3.0, "max_pool_share": 0.25}
+
+
+def test_a_new_share_holds_for_the_very_next_request_in_every_process(
+    platform: Platform, admin: httpx.Client
+) -> None:
+    key = platform.key("changing")
+    post(platform, key, "/v1/completions", PROMPT)
+    admin.patch("/admin/tenants/changing", json={"weight": 4, "min_pool_share": 0.1, "priority": 2})
+    post(platform, key, "/v1/completions", PROMPT)
+    assert [request.share for request in platform.engine.requests[-2:]] == [
+        TenantShare(),
+        TenantShare(4, 0.1, 1, 2),
+    ]
+    # Another process has its own connection to the same file.
+    database = Database(platform.directory / "slora.db")
+    other = Tenancy(database, Pepper.from_file(platform.directory / "pepper"))
+    other.change_share("changing", ShareChanges(weight=5, min_pool_share=0))
+    database.close()
+    post(platform, key, "/v1/completions", PROMPT)
+    assert platform.engine.requests[-1].share == TenantShare(5, 0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"weight": 0}, "weight"),
+        ({"weight": -1}, "weight"),
+        ({"weight": 1e9}, "weight"),
+        ({"weight": "2"}, "weight"),
+        ({"min_pool_share": -0.1}, "min_pool_share"),
+        ({"max_pool_share": 1.1}, "max_pool_share"),
+        ({"min_pool_share": 0.5, "max_pool_share": 0.4}, "max_pool_share"),
+        ({"priority": 1001}, "priority"),
+        ({"priority": 0.5}, "priority"),
+        ({"wieght": 2}, "wieght"),
+    ],
+)
+def test_a_share_that_cannot_be_is_refused_by_field(
+    admin: httpx.Client, changes: dict[str, Any], param: str
+) -> None:
+    admin.post("/admin/tenants", json={"name": "refused"})
+    for answer in (
+        admin.patch("/admin/tenants/refused", json=changes),
+        admin.post("/admin/tenants", json={"name": "never-made", **changes}),
+    ):
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert share_of(admin.get("/admin/tenants/refused").json()) == DEFAULT
+    assert admin.get("/admin/tenants/never-made").status_code == 404
+
+
+@pytest.mark.parametrize("weight", [b"NaN", b"Infinity", b"-Infinity"])
+def test_a_weight_that_is_no_number_is_refused(admin: httpx.Client, weight: bytes) -> None:
+    admin.post("/admin/tenants", json={"name": "refused"})
+    answer = admin.patch(
+        "/admin/tenants/refused",
+        content=b'{"weight": %s}' % weight,
+        headers={"Content-Type": "application/json"},
+    )
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "weight")
+
+
+def test_shares_are_changed_of_tenants_that_exist(admin: httpx.Client, tenancy: Tenancy) -> None:
+    assert admin.patch("/admin/tenants/nobody", json={"weight": 2}).status_code == 404
+    with pytest.raises(NotFound):
+        tenancy.find_tenant("nobody")
+
+
+def test_floors_of_all_tenants_fit_the_pool_together(tenancy: Tenancy) -> None:
+    for name, floor in (("a", 0.7), ("b", 0.2), ("c", 0.1)):
+        tenancy.create_tenant(name, ShareChanges(min_pool_share=floor))
+    tenancy.create_tenant("d")
+    with pytest.raises(BadRequest, match=r"`min_pool_share` is 0.25, but other tenants' leave 0 of the pool"):
+        tenancy.change_share("d", ShareChanges(min_pool_share=0.25))
+    with pytest.raises(BadRequest, match=r"leave 0\.2 of the pool"):
+        tenancy.change_share("b", ShareChanges(min_pool_share=0.3))
+    with pytest.raises(BadRequest):
+        tenancy.create_tenant("e", ShareChanges(min_pool_share=0.01))
+    assert [(tenant.name, tenant.share.min_share) for tenant in tenancy.list_tenants()] == [
+        ("a", 0.7),
+        ("b", 0.2),
+        ("c", 0.1),
+        ("d", 0.0),
+    ]
+    tenancy.change_share("a", ShareChanges(min_pool_share=0.4))
+    assert tenancy.change_share("d", ShareChanges(min_pool_share=0.25)).share.min_share == 0.25
+
+
+def test_a_floor_above_the_ceiling_that_stands_is_refused(tenancy: Tenancy) -> None:
+    tenancy.create_tenant("t", ShareChanges(max_pool_share=0.3))
+    with pytest.raises(BadRequest, match=r"0\.5, more than `max_pool_share`, 0\.3") as caught:
+        tenancy.change_share("t", ShareChanges(min_pool_share=0.5))
+    assert caught.value.param == "min_pool_share"
+
+
+def test_tenants_of_an_older_release_get_the_default_share(tmp_path: Path) -> None:
+    database, pepper = Database(tmp_path / "slora.db"), Pepper.from_file(tmp_path / "pepper")
+    database.migrate("tenancy", _MIGRATIONS[:1])
+    with database.transaction() as connection:
+        connection.execute("INSERT INTO tenants VALUES ('old', 5)")
+    tenancy = Tenancy(database, pepper)
+    assert tenancy.find_tenant("old").share == TenantShare() and tenancy.find_tenant("old").created_at == 5
+    made, key = tenancy.create_key("old", "voice")
+    tenancy.change_share("old", ShareChanges(weight=2))
+    found = tenancy.authenticate(key.secret)
+    assert found is not None and (found.key_id, found.adapter) == (made.key_id, "voice")
+    assert found.share == TenantShare(2) and made.share == TenantShare()
+    assert [record.share for record in tenancy.list_keys("old")] == [TenantShare(2)]
+    database.close()

@@ -1,0 +1,64 @@
+import pytest
+import torch
+
+from slora_kernels import reference
+from slora_kernels.batch import AttentionRule, KVGeometry
+from slora_kernels.cpu.thread_team import ThreadTeam
+from tests.kernels.scenes import build_attention
+
+numba_kernels = pytest.importorskip("slora_kernels.cpu.kernels", reason="numba is an optional extra")
+numba_elementwise = pytest.importorskip("slora_kernels.cpu.elementwise")
+
+
+def test_without_openmp_python_threads_give_the_same_bits() -> None:
+    x, weight = torch.randn(300, 512), torch.randn(512)
+    plain, fallback = numba_kernels.NumbaKernels(), numba_kernels.NumbaKernels(ThreadTeam(allow_openmp=False))
+    assert torch.equal(plain.rms_norm(x, weight, 1e-5), fallback.rms_norm(x, weight, 1e-5))
+
+
+def test_torchs_own_threads_are_found() -> None:
+    assert ThreadTeam().openmp
+
+
+def test_any_number_of_threads_gives_the_same_bits() -> None:
+    geometry = KVGeometry(2, 6, 2, 32, 16, torch.bfloat16)
+    scene = build_attention(geometry, [(1, 200), (40, 40), (1, 3), (9, 100)])
+    kernels, threads = numba_kernels.NumbaKernels(), torch.get_num_threads()
+    results = []
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        step = kernels.prepare_attention(scene.batch)
+        results.append(kernels.attend(scene.q, scene.pages, geometry, 1, step, AttentionRule(0.1)))
+    torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_row_with_a_nan_stays_a_nan(dtype: torch.dtype) -> None:
+    kernels = numba_kernels.NumbaKernels()
+    x = torch.randn(3, 64).to(dtype)
+    x[1, 5] = torch.nan
+    norm = kernels.rms_norm(x, torch.ones(64, dtype=dtype), 1e-5)
+    assert norm[1].isnan().all() and not norm[[0, 2]].isnan().any()
+    for activation in numba_elementwise.ACTIVATIONS:
+        expected = reference.act_mul(x, activation)
+        assert torch.equal(kernels.act_mul(x, activation).isnan(), expected.isnan())
+
+
+def test_bfloat16_results_are_rounded_to_nearest_even() -> None:
+    # 1 + 1/256 lies halfway between 1 and the next bfloat16, 1 + 1/128; 1 + 3/256 between that and 1 + 1/64.
+    x = torch.tensor([[1.0] * 8, [1.0078125] * 8], dtype=torch.bfloat16)
+    residual = torch.full((2, 8), 2**-8, dtype=torch.bfloat16)
+    kernels = numba_kernels.NumbaKernels()
+    kernels.add_rms_norm(x, residual, torch.ones(8, dtype=torch.bfloat16), 1e-5)
+    assert residual[0].eq(1.0).all() and residual[1].eq(1.015625).all()
+
+
+def test_warming_up_compiles_every_worker_once() -> None:
+    kernels = numba_kernels.NumbaKernels()
+    geometry = KVGeometry(1, 1, 1, 16, 16, torch.float32)
+    kernels.warm_up(geometry)
+    compiled = numba_kernels._compile.cache_info().misses
+    kernels.warm_up(geometry)
+    kernels.rms_norm(torch.ones(2, 8), torch.ones(8), 1e-5)
+    assert numba_kernels._compile.cache_info().misses == compiled

@@ -1,0 +1,68 @@
+import time
+from array import array
+from threading import Thread
+
+import pytest
+import torch
+
+from slora_kernels import reference
+from slora_kernels.cpu.thread_team import ThreadTeam
+from slora_kernels.layout import llama_shape
+from tests.kernels.scenes import build_adapters, build_tiles, check_close
+
+numba_kernels = pytest.importorskip("slora_kernels.cpu.kernels", reason="numba is an optional extra")
+numba_lora = pytest.importorskip("slora_kernels.cpu.lora")
+numba_lora_plan = pytest.importorskip("slora_kernels.cpu.lora_plan")
+language = pytest.importorskip("slora_kernels.cpu.language")
+
+
+def test_outputs_wait_for_the_rows_that_another_thread_still_multiplies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(numba_lora_plan, "_WHOLE_TILES", 3)  # both are cut, whatever the number of threads
+    shape = llama_shape(1, 64, 2, 2, 16, 128, 300, 4)
+    scene = build_adapters(shape, torch.float32, [[8] * 7 + [0, 0]] * 2)
+    tiles = build_tiles([(0, 0, 3), (1, 3, 4)], scene.tables)
+    site = shape.sites[0]
+    x, out = torch.randn(7, 64), torch.zeros(7, sum(site.widths))
+    plan = numba_lora_plan.LoraPlan(tiles, scene.tables, lambda numbers: torch.empty(2, numbers))
+    job, _ = plan.make_job(out, numba_lora_plan.Unshrunk(x), scene.pages, site)
+    shrinks_at = language.NUM_WORDS + language.FIELD_WORDS * numba_lora.SHRINKS
+    num_shrinks = job[shrinks_at]
+    # Somebody else has taken the first block of the first tile, and does not come on.
+    missing = array("q", job)
+    job[language.NEXT_ITEM] = 1
+    missing[language.NUM_ITEMS] = missing[shrinks_at] = 1
+    worker, team = numba_kernels._compile(numba_lora.lora_worker, torch.float32).address, ThreadTeam()
+    thread = Thread(target=team.run, args=(worker, job.buffer_info()[0], 1))
+    thread.start()
+    while thread.is_alive() and job[language.NEXT_ITEM] <= num_shrinks:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert job[language.NEXT_ITEM] == num_shrinks + 1 and not out.any()
+    team.run(worker, missing.buffer_info()[0], 1)
+    thread.join()
+    expected = torch.zeros_like(out)
+    bridge = reference.shrink(x, scene.pages, scene.tables, site, tiles)
+    reference.expand(expected, bridge, scene.pages, scene.tables, site, tiles)
+    check_close(out, expected)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype) -> None:
+    shape = llama_shape(2, 512, 4, 2, 64, 1024, 300, dtype.itemsize)
+    scene = build_adapters(shape, dtype, [[64] * 14 + [0, 0], [12] * 14 + [0, 0]])
+    tiles = build_tiles([(0, 0, 30), (1, 30, 1), (1, 31, 40)], scene.tables)
+    kernels, threads, results = numba_kernels.NumbaKernels(), torch.get_num_threads(), []
+    inputs = {width: torch.randn(71, width).to(dtype) for width in (256, 512, 1024)}
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        step, outs = kernels.prepare_lora(tiles, scene.tables), []
+        for site in shape.sites[:-2]:
+            outs.append(torch.zeros(71, sum(site.widths), dtype=dtype))
+            bridge = kernels.shrink(inputs[site.in_width], scene.pages, site, step)
+            kernels.expand(outs[-1], bridge, scene.pages, site, step)
+        results.append(torch.cat([out.flatten() for out in outs]))
+    torch.set_num_threads(threads)
+    assert results[0].isfinite().all() and results[0].any()
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

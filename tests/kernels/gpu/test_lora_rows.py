@@ -1,0 +1,164 @@
+"""Decode rows beside chunks: the form that a token takes, and its bits, follow from what it is."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from slora_kernels.batch import LoraTiles
+from slora_kernels.gpu.lora_sizes import LoraSizes, RowSizes, load_sizes
+from slora_kernels.gpu.triton_kernels import TritonKernels
+from slora_kernels.launch import Launch
+from slora_kernels.layout import LoraSite, llama_shape
+from tests.kernels.scenes import AdapterScene, build_adapters, build_tiles, check_close
+from tests.kernels.test_lora import GROUPS, QKV, build, make_inputs, run_group, run_twin
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# (slot, first token, tokens): decode rows of all adapters, some of them alone, then chunks of two; 4, 14 and 30 are the
+# base model's.
+DECODES = [(0, 0, 1), (1, 1, 3), (3, 5, 1), (2, 6, 8), (1, 15, 1)]
+CHUNKS = [(3, 16, 2), (0, 18, 12)]
+BASE = [4, 14, 30]
+TOKENS = 31
+
+
+def mix(scene: AdapterScene) -> LoraTiles:
+    return replace(build_tiles(DECODES + CHUNKS, scene.tables), num_decodes=len(DECODES))
+
+
+def with_rows(block_rank: int, num_warps: int) -> LoraSizes:
+    sizes = load_sizes()
+    return replace(
+        sizes, expand=(replace(sizes.expand[0], decode="rows", rows=RowSizes(block_rank, num_warps)),)
+    )
+
+
+@GROUPS
+@pytest.mark.parametrize(
+    ("dtype", "layer", "block_rank"),
+    [
+        (torch.float32, 0, 16),
+        pytest.param(torch.float32, 1, 4, marks=pytest.mark.soak),
+        (torch.bfloat16, 1, 16),
+        (torch.float16, 1, 32),
+    ],
+)
+def test_decode_rows_beside_chunks_match_the_twin(
+    dtype: torch.dtype, layer: int, block_rank: int, group: int
+) -> None:
+    scene = build(dtype, DEVICE)
+    tiles, site = mix(scene), scene.shape.layer_sites(layer)[group]
+    x, out = make_inputs(scene, site, TOKENS)
+    x[BASE] = torch.nan
+    expected, before = out.clone(), out.clone()
+    run_twin(scene, tiles, x, expected, site)
+    run_group(TritonKernels(sizes=with_rows(block_rank, 1)), scene, tiles, x, out, site)
+    check_close(out, expected, units=2)
+    assert torch.equal(out[BASE], before[BASE])
+
+
+def expand(
+    scene: AdapterScene, tiles: LoraTiles, bridge: Tensor, out: Tensor, site: LoraSite, sizes: LoraSizes
+) -> Tensor:
+    """A copy of `out` with what expand adds."""
+    kernels, result = TritonKernels(sizes=sizes), out.clone()
+    kernels.expand(result, bridge, scene.pages, site, kernels.prepare_lora(tiles, scene.tables))
+    return result
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.soak), torch.bfloat16])
+def test_a_decode_row_gets_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> None:
+    """Alone the bridge has fewer columns, and the tile is another; a row of a chunk beside it changes nothing."""
+    scene, sizes = build(dtype, DEVICE), with_rows(16, 1)
+    tiles = mix(scene)
+    for site in scene.shape.layer_sites(1):
+        random = torch.Generator().manual_seed(3)
+        bridge = torch.randn(3, TOKENS, tiles.max_group_rank, generator=random).to(dtype).to(DEVICE)
+        _, before = make_inputs(scene, site, TOKENS)
+        together = expand(scene, tiles, bridge, before, site, sizes)
+        for index, (slot, first, size) in enumerate(DECODES):
+            single = replace(build_tiles([(slot, 0, 1)], scene.tables), num_decodes=1)
+            single = replace(single, weights=tiles.weights[index : index + 1])
+            for token in range(first, first + size):
+                own = bridge[:, token : token + 1, : max(1, single.max_group_rank)].contiguous()
+                alone = expand(scene, single, own, before[token : token + 1], site, sizes)
+                assert torch.equal(alone, together[token : token + 1]), (site.group, token)
+    assert not torch.equal(together, before)
+
+
+def test_what_is_in_no_tile_is_neither_read_nor_written() -> None:
+    """The bridge's rows of the base, and its columns past a rank, hold what memory held; nobody fills a list."""
+    scene, sizes = build(torch.float32, DEVICE), with_rows(16, 1)
+    tiles, site = mix(scene), scene.shape.layer_sites(1)[QKV]
+    x, before = make_inputs(scene, site, TOKENS)
+    before[BASE] = torch.nan
+    kernels = TritonKernels(sizes=sizes)
+    bridge = kernels.shrink(x, scene.pages, site, kernels.prepare_lora(tiles, scene.tables))
+    assert bridge[:, BASE].isnan().all()
+    expected = expand(scene, tiles, bridge, before, site, sizes)
+    assert (
+        expected[BASE].isnan().all()
+        and not expected[[t for t in range(TOKENS) if t not in BASE]].isnan().any()
+    )
+    rows, weights = tiles.tiles.tolist(), tiles.weights.tolist()
+    for place in (5, 2, 0):
+        rows.insert(place, [1, 0, 0])
+        weights.insert(place, float("nan"))
+    padded = LoraTiles(
+        torch.tensor(rows, dtype=torch.int32, device=DEVICE),
+        torch.tensor(weights, device=DEVICE),
+        tiles.max_group_rank,
+        tiles.max_tokens,
+        tiles.num_decodes + 3,
+    )
+    out = expand(scene, padded, bridge, before, site, sizes)
+    assert torch.equal(out.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("num_decodes", (0, 1))
+@pytest.mark.parametrize(
+    ("rank", "segments"), ((1, 3), (4, 12), (3, 9), (11, 33)), ids=("page-1", "page", "page+1", "prime")
+)
+def test_an_adapter_may_end_anywhere_in_a_page(rank: int, segments: int, num_decodes: int) -> None:
+    """A rank of gate alone is a segment of A and two of B; a page holds four."""
+    shape = llama_shape(1, 64, 4, 1, 16, 128, 100, 4)
+    scene = build_adapters(
+        shape, torch.float32, [[0, 0, 0, 0, rank, 0, 0, 0, 0]], block_tokens=8, device=DEVICE
+    )
+    assert scene.pages.shape[1] == 4 * 256 and rank * 3 == segments
+    for count in (1, 13):
+        tiles = replace(build_tiles([(0, 0, count)], scene.tables), num_decodes=num_decodes)
+        site = shape.layer_sites(0)[2]
+        x, out = make_inputs(scene, site, count)
+        expected = out.clone()
+        run_twin(scene, tiles, x, expected, site)
+        run_group(TritonKernels(sizes=with_rows(16, 1)), scene, tiles, x, out, site)
+        check_close(out, expected, units=2)
+
+
+@pytest.mark.parametrize(
+    ("runs", "num_decodes", "sizes", "expected"),
+    (
+        (DECODES, 5, with_rows(16, 1), ["shrink", "expand_rows"]),
+        (DECODES + CHUNKS, 5, with_rows(16, 1), ["shrink", "expand_rows", "expand"]),
+        (CHUNKS, 0, with_rows(16, 1), ["shrink", "expand"]),
+        (DECODES + CHUNKS, 5, load_sizes().with_decode("tiles"), ["shrink", "expand"]),
+    ),
+    ids=("decodes", "both", "chunks", "both as tiles"),
+)
+def test_a_step_launches_as_many_kernels_as_its_tokens_have_forms(
+    runs: list[tuple[int, int, int]], num_decodes: int, sizes: LoraSizes, expected: list[str]
+) -> None:
+    scene = build(torch.float32, DEVICE)
+    launches: list[Launch] = []
+    kernels = TritonKernels(launches.append, sizes)
+    site = scene.shape.layer_sites(1)[QKV]
+    x, out = make_inputs(scene, site, TOKENS)
+    tiles = replace(build_tiles(runs, scene.tables), num_decodes=num_decodes)
+    run_group(kernels, scene, tiles, x, out, site)
+    assert [launch.kernel.__name__ for launch in launches] == [f"_lora_{name}_kernel" for name in expected]
+    assert [launch.grid[0] for launch in launches[1:]] == (
+        [len(runs)] if len(expected) == 2 else [num_decodes, len(runs) - num_decodes]
+    )
+    assert kernels.tile_limits.decode_tokens == (None if sizes == load_sizes().with_decode("tiles") else 16)

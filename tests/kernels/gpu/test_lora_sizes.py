@@ -1,0 +1,74 @@
+"""The table of sizes: what ships can be launched, and what is broken says where."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slora_kernels.gpu.lora_sizes import SIZES_FILE, load_sizes, name_architecture, read_sizes
+from slora_kernels.ops import select_kernels
+
+Break = Callable[[Any], object]
+
+
+def test_an_architecture_that_is_not_in_the_table_takes_the_default() -> None:
+    assert name_architecture(torch.device("cpu")) == "default"
+    assert load_sizes("sm_999") == load_sizes()
+    assert select_kernels("triton", torch.device("cpu")).tile_limits.tokens == 32
+
+
+def test_sizes_are_looked_up_by_width_then_rank(tmp_path: Path) -> None:
+    def tile(bound: int | None, rank: int) -> dict[str, Any]:
+        return {"max_rank": bound, "block_rank": rank, "num_warps": 4, "num_stages": 2}
+
+    table = json.loads(SIZES_FILE.read_text())
+    narrow = {"max_width": 4096, "splits": 4, "tiles": [tile(24, 16), tile(48, 32), tile(None, 64)]}
+    table["sm_90"] = table["default"] | {"shrink": [narrow, *table["default"]["shrink"]]}
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(table))
+    sizes = read_sizes(path)["sm_90"]
+    assert [sizes.of_shrink(width).splits for width in (1, 4096, 4097)] == [4, 4, 8]
+    ranks = (1, 24, 25, 48, 49, 999)
+    assert [sizes.of_shrink(64).tile(rank).block_rank for rank in ranks] == [16, 16, 32, 32, 64, 64]
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    (
+        (lambda t: t.pop("default"), "table.json has no 'default'.*add it"),
+        (lambda t: t["default"].pop("expand"), r"default has \['shrink'\]; it needs 'expand'"),
+        (lambda t: t["default"]["shrink"].clear(), r"default.shrink is \[\]; it must be a list"),
+        (lambda t: t.update(sm_90=3), "sm_90 is 3; it must be an object"),
+        (
+            lambda t: t["default"]["shrink"][0]["tiles"][0].update(num_warps=3),
+            r"shrink\[0\].tiles\[0\].num_warps is 3; it must be one of 1, 2, 4, 8",
+        ),
+        (lambda t: t["default"]["shrink"][0].update(splits=True), "splits is True; it must be one of 1, 2"),
+        (lambda t: t["default"]["expand"][0].update(decode="gemv"), "decode is 'gemv'.* rows, tiles"),
+        (lambda t: t["default"]["expand"][0]["rows"].update(block_rank=3), "rows.block_rank is 3"),
+        (lambda t: t["default"]["expand"][0].update(max_width=9), r"max_width \[9\]; .* null at the end"),
+        (
+            lambda t: t["default"]["shrink"].insert(0, t["default"]["shrink"][0]),
+            r"max_width \[None, None\]; they must be numbers that ascend",
+        ),
+    ),
+)
+def test_a_broken_table_says_where_and_what_may_stand_there(
+    tmp_path: Path, harm: Break, message: str
+) -> None:
+    table = json.loads(SIZES_FILE.read_text())
+    harm(table)
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(table))
+    with pytest.raises(ValueError, match=message):
+        read_sizes(path)
+
+
+def test_a_table_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"table.json is no JSON .*tune"):
+        read_sizes(path)

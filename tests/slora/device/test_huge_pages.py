@@ -1,0 +1,33 @@
+"""Memory that is there before it is needed, with nothing in it changed."""
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from slora.device.huge_pages import empty_tensor, touch
+
+CPU = torch.device("cpu")
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_touching_brings_all_of_the_memory_and_changes_nothing_in_it() -> None:
+    tensor = empty_tensor((96 << 20,), torch.uint8, CPU)
+    tensor[5 << 20] = 7
+    before = resident_bytes()
+    thread = touch(tensor)
+    assert thread is not None
+    tensor[50 << 20] = 9  # while it runs
+    thread.join()
+    assert tensor[5 << 20] == 7 and tensor[50 << 20] == 9
+    major, minor = map(int, platform.release().split(".")[:2])
+    if (major, minor) >= (5, 14):  # older systems can't; they clear each page when it is written to
+        assert resident_bytes() - before > 60 << 20
+
+
+def test_what_is_small_is_left_alone() -> None:
+    assert touch(torch.empty(1000)) is None

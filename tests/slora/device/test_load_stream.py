@@ -1,0 +1,95 @@
+"""Loads beside a step, in the order that a GPU's streams are given them, on a machine that does all at once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from slora.device.load_stream import split_loads
+from slora.device.step_batch import StepBatch
+from slora.request import EngineRequest
+from slora.sampling_params import SamplingParams
+from slora.scheduler.step_plan import StepPlan
+from tests.support.driving import drive, make_engine, make_source
+from tests.support.model_kit import ModelKit
+
+Kits = Callable[[str], ModelKit]
+
+
+@dataclass
+class NotedStream:
+    """Copies at once, and notes what it was asked for."""
+
+    calls: list[str] = field(default_factory=list)
+
+    def mark(self) -> None:
+        self.calls.append("mark")
+
+    def copy(self, work: Callable[[], None]) -> None:
+        self.calls.append("copy")
+        work()
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+
+
+def ask(kit: ModelKit, versions: dict, names: list[str | None]) -> list[list[EngineRequest]]:
+    """One request a step."""
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    return [
+        [EngineRequest(str(n), "t", list(range(3, 12 + n)), versions[name] if name else None, params)]
+        for n, name in enumerate(names)
+    ]
+
+
+def test_adapters_that_come_beside_steps_give_the_same_answers(
+    kits: Kits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit = kits("llama")
+    names = [None, "odd_rank", "r16_on_all_seven", None, "rslora", "patterns"]
+
+    def run(stream: NotedStream | None) -> dict[str, list[int]]:
+        source, versions = make_source(kit)
+        # A page a step, so that there are steps in which an adapter comes and nobody waits for it.
+        engine = make_engine(kit, source, 300, load_bytes_per_step=1)
+        engine._runner._load_stream = stream
+        return {name: answer.token_ids for name, answer in drive(engine, ask(kit, versions, names)).items()}
+
+    stream = NotedStream()
+    forward = StepBatch.build
+
+    def build(*arguments: object, **options: object) -> StepBatch:
+        stream.calls.append("step")
+        return forward(*arguments, **options)  # type: ignore[arg-type]
+
+    expected = run(None)
+    monkeypatch.setattr(StepBatch, "build", build)
+    assert run(stream) == expected
+    calls = stream.calls
+    copies = [at for at, call in enumerate(calls) if call == "copy"]
+    assert copies and all(calls[at - 2 : at + 2] == ["mark", "step", "copy", "wait"] for at in copies)
+
+
+def test_a_step_that_fails_leaves_no_load_undone(kits: Kits, monkeypatch: pytest.MonkeyPatch) -> None:
+    kit = kits("llama")
+    source, versions = make_source(kit)
+    engine = make_engine(kit, source, 300, load_bytes_per_step=1)
+    runner = engine._runner
+    runner._load_stream = NotedStream()
+    for requests in ask(kit, versions, [None, "odd_rank"]):
+        engine.add(requests[0])
+    plan = StepPlan()
+    while not (plan.loads and split_loads(plan)[1]):
+        plan = engine._scheduler.schedule()
+        if not split_loads(plan)[1]:
+            engine._scheduler.postprocess(plan, runner.run(plan))
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no step")
+
+    monkeypatch.setattr(StepBatch, "build", fail)
+    with pytest.raises(RuntimeError, match="no step"):
+        runner.run(plan)
+    load = split_loads(plan)[1][-1]
+    content = runner.memory._slots[load.resident.slot]
+    assert content.num_pages == load.first_page + load.num_pages

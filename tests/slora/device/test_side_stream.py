@@ -1,0 +1,139 @@
+"""Shrink beside the base's matmuls, without a GPU: work that was forked is done as late, or as early, as it may be."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from slora.device.step_batch import StepBatch
+from slora.request import EngineRequest
+from slora.sampling_params import SamplingParams
+from slora.scheduler.step_plan import StepPlan
+from slora.weights.linear import Linear
+from slora_kernels.gpu.triton_kernels import TritonKernels
+from slora_kernels.launch import Launch
+from tests.support.driving import make_engine, make_source
+from tests.support.model_kit import ModelKit
+from tests.support.poison import poison
+
+Kits = Callable[[str], ModelKit]
+LINEARS = 4
+
+
+@dataclass
+class LooseStream:
+    """Runs what is forked at once, or when it is joined; what a GPU does lies between. Notes what it was asked for."""
+
+    ends: Literal["early", "late"]
+    calls: list[str] = field(default_factory=list)
+    _is_forked: bool = False
+    _held: list[Launch] = field(default_factory=list)
+
+    def fork(self, work: Callable[[], Tensor]) -> Tensor:
+        self.calls.append("fork")
+        self._is_forked = True
+        result = work()
+        self._is_forked = False
+        return result
+
+    def join(self) -> None:
+        self.calls.append("join")
+        for launch in self._held:
+            launch.run()
+        self._held.clear()
+
+    def launch(self, launch: Launch) -> None:
+        kernel = launch.kernel.__name__
+        if "lora" in kernel:
+            self.calls.append("expand" if "expand" in kernel else "shrink")
+        if self._is_forked and self.ends == "late":
+            self._held.append(launch)
+        else:
+            launch.run()
+
+
+class Steps:
+    """An engine's plans, computed by its model with Triton's kernels."""
+
+    def __init__(self, kit: ModelKit, monkeypatch: pytest.MonkeyPatch) -> None:
+        source, self._versions = make_source(kit)
+        self.engine = make_engine(kit, source, 300)
+        poison(self.engine)
+        self._monkeypatch = monkeypatch
+
+    def plan(self, *, decodes: bool) -> StepPlan:
+        params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+        for number, adapter in enumerate(("odd_rank", None, "some_layers")):
+            prompt = list(range(3, 12 + 8 * number))
+            version = self._versions[adapter] if adapter is not None else None
+            self.engine.add(EngineRequest(str(number), "t", prompt, version, params))
+        scheduler, runner = self.engine._scheduler, self.engine._runner
+        while True:
+            plan = scheduler.schedule()
+            if plan.chunks and decodes == all(chunk.num_tokens == 1 for chunk in plan.chunks):
+                assert any(chunk.slot is not None for chunk in plan.chunks)
+                runner._move_pages(plan)
+                return plan
+            scheduler.postprocess(plan, runner.run(plan))
+
+    @torch.inference_mode()
+    def compute(self, plan: StepPlan, stream: LooseStream | None) -> Tensor:
+        runner = self.engine._runner
+        kernels = TritonKernels(Launch.run if stream is None else stream.launch)
+        self._monkeypatch.setattr(runner._model, "_side", stream)
+        batch = StepBatch.build(plan, runner.memory, kernels.tile_limits)
+        pages = runner.memory.pages.clone()
+        hidden: Tensor = runner._model.forward(batch, runner.memory, kernels)
+        runner.memory.pages.copy_(pages)
+        return hidden
+
+
+@pytest.mark.parametrize("ends", ("early", "late"))
+def test_a_shrink_beside_its_linear_gives_the_same_bits_whenever_it_ends(
+    kits: Kits, monkeypatch: pytest.MonkeyPatch, ends: Literal["early", "late"]
+) -> None:
+    steps = Steps(kits("llama"), monkeypatch)
+    plan = steps.plan(decodes=True)
+    expected = steps.compute(plan, None)
+    assert not expected.isnan().any()
+    stream = LooseStream(ends)
+    base = Linear.apply
+
+    def apply(*arguments: object) -> Tensor:
+        stream.calls.append("base")
+        return base(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Linear, "apply", apply)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory is NaN
+    try:
+        assert torch.equal(steps.compute(plan, stream), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    num_layers = steps.engine._runner._shape.num_layers
+    assert stream.calls == ["fork", "shrink", "base", "join", "expand"] * (LINEARS * num_layers)
+
+
+def test_a_step_with_a_chunk_forks_nothing(kits: Kits, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(kits("llama"), monkeypatch)
+    plan = steps.plan(decodes=False)
+    stream = LooseStream("late")
+    assert torch.equal(steps.compute(plan, stream), steps.compute(plan, None))
+    assert "shrink" in stream.calls and not {"fork", "join"} & {*stream.calls}
+
+
+def test_a_linear_that_fails_is_joined_all_the_same(kits: Kits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its input is free memory from then on, which the shrink may be reading still."""
+    steps = Steps(kits("llama"), monkeypatch)
+    plan = steps.plan(decodes=True)
+    stream = LooseStream("late")
+
+    def fail(*arguments: object) -> Tensor:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(Linear, "apply", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        steps.compute(plan, stream)
+    assert stream.calls == ["fork", "shrink", "join"]

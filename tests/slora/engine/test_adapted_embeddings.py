@@ -1,0 +1,110 @@
+"""Adapters on the embedding and on the output head answer as peft does, beside others whom they cost nothing."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from slora import LLM, SamplingParams
+from slora.device.step_batch import StepBatch
+from slora.request import EngineRequest
+from slora_kernels.batch import TileLimits
+from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, mix
+from tests.slora.sampling.test_prompt_logprobs import check_scores
+from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST
+from tests.support.driving import drive, make_engine, make_source
+from tests.support.model_kit import ModelKit, make_kit
+from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS
+from tests.support.tiny_models import VOCAB_SIZE
+
+Kits = Callable[[str], ModelKit]
+
+
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory: pytest.TempPathFactory) -> Kits:
+    kinds = {**EMBEDDING_KINDS, "r8_on_q_and_v": KINDS["r8_on_q_and_v"]}
+    return cache(lambda model: make_kit(tmp_path_factory.mktemp(model), model, kinds))
+
+
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
+@pytest.mark.parametrize("model", ["llama", "qwen2_tied", "gemma2", "gemma3_text"])
+def test_parity_holds_with_chunks_and_preemption(
+    kits: Kits, report: Callable[[str], None], model: str, kernels: str, *, soak: bool
+) -> None:
+    kit = kits(model)
+    work = mix(kit, prompts_each=20 if soak else 2, seed=5)
+    settings = {"max_num_seqs": 9, "max_num_batched_tokens": 30, "max_model_len": 128}
+    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(40), **settings)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    report(f"parity of {model} with adapted embeddings and heads, {kernels} kernels: {verdict}")
+    assert llm.stats().preemptions > 0
+    assert verdict.equal, verdict
+
+
+@pytest.mark.soak
+def test_triton_kernels_answer_as_peft_does(kits: Kits) -> None:
+    kit = kits("llama")
+    work = Work([[3, 1, 4, 1], [5, 9], [2, 6, 5]], ["both_and_linears", "embedding", "head"])
+    params = replace(GREEDY, max_tokens=3)
+    llm = LLM(kit.directory, kernels="triton", pool_bytes=kit.pool_bytes(100), max_model_len=128)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work, params))
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+def test_prompts_are_scored_with_the_head_of_their_adapter(kits: Kits, kernels: str) -> None:
+    kit = kits("llama")
+    source, versions = make_source(kit)
+    engine = make_engine(kit, source, 400, kernels=kernels, max_num_seqs=20, max_num_batched_tokens=90)
+    # More than a block of rows, and two choices that draw from the same one.
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, prompt_logprobs=2, n=2)
+    prompts = {kind: [(7 * n + len(kind)) % VOCAB_SIZE for n in range(70)] for kind in versions}
+    asked = [EngineRequest(kind, "t", prompts[kind], versions[kind], params) for kind in versions]
+    answers = drive(engine, [asked])
+    for kind, prompt in prompts.items():
+        check_scores(kit, prompt, kind, 2, answers[kind])
+        assert kit.oracle.judge(prompt, answers[kind].token_ids, kind).equal
+        assert answers[f"{kind}/1"].token_ids == answers[kind].token_ids
+
+
+def test_the_oracle_hears_each_of_these_adapters(kits: Kits) -> None:
+    kit = kits("llama")
+    work = mix(kit, prompts_each=1, seed=6)
+    answers = answer(LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(400)), kit, work)
+    for prompt, given, kind in zip(work.prompts, answers, work.kinds, strict=True):
+        assert kind is None or kit.oracle.judge(prompt, given.token_ids, None).wrong > 10
+
+
+@pytest.mark.parametrize(
+    ("kinds", "adapts_embedding", "head_rows"),
+    [
+        ((None, "r8_on_q_and_v"), False, 0),
+        ((None, "embedding", "r8_on_q_and_v"), True, 0),
+        (("r8_on_q_and_v", "head", None, "both_and_linears", "head"), True, 3),
+    ],
+)
+def test_a_step_looks_up_and_adapts_the_head_for_those_alone_who_need_it(
+    kits: Kits, kinds: tuple[str | None, ...], *, adapts_embedding: bool, head_rows: int
+) -> None:
+    kit = kits("llama")
+    source, versions = make_source(kit)
+    engine = make_engine(kit, source, 500)
+    for name, kind in enumerate(kinds):
+        version = versions[kind] if kind is not None else None
+        engine.add(EngineRequest(str(name), "tenant", [1, 2, 3], version, SamplingParams(max_tokens=2)))
+    plan = engine._scheduler.schedule()
+    for load in plan.loads:
+        engine._runner.memory.load(load)
+    batch = StepBatch.build(plan, engine._runner.memory, TileLimits(16))
+    assert batch.adapts_embedding == adapts_embedding
+    rows = batch.head_lora.tiles[:, 2].tolist() if batch.head_lora is not None else []
+    assert sum(rows) == head_rows
+    if batch.head_lora is not None:
+        slots = [chunk.slot for chunk in plan.chunks for _ in chunk.draws]
+        for slot, first, count in batch.head_lora.tiles.tolist():
+            assert slots[first : first + count] == [slot] * count
+        # What is sampled is a row of its own, though a chunk led to it.
+        apart = StepBatch.build(plan, engine._runner.memory, TileLimits(16, 16))
+        assert apart.lora is not None and apart.head_lora is not None
+        assert (apart.lora.num_decodes, apart.head_lora.num_decodes) == (0, len(rows))

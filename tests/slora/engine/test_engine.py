@@ -1,0 +1,332 @@
+"""The engine's border: what it refuses, what ends an answer, what it says of itself."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from slora.engine.engine import Engine
+from slora.engine.pin import Pin
+from slora.engine_config import EngineConfig
+from slora.errors import AdapterFetchFailed, ConfigError, ContextTooLong, RequestRefused
+from slora.request import EngineRequest, FinishReason
+from slora.sampling_params import SamplingParams
+from slora.tenant_share import TenantShare
+from slora_adapters.version import AdapterVersion
+from tests.support.driving import Answer, drive, make_engine, make_source, step
+from tests.support.model_kit import ModelKit
+from tests.support.tiny_models import MAX_POSITIONS, VOCAB_SIZE
+
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def kit(kits: Callable[[str], ModelKit]) -> ModelKit:
+    return kits("llama")
+
+
+@pytest.fixture
+def engine(kit: ModelKit) -> Engine:
+    source, _ = make_source(kit)
+    return make_engine(kit, source, 200)
+
+
+def ask(prompt: list[int], params: SamplingParams = GREEDY, name: str = "r") -> EngineRequest:
+    return EngineRequest(name, "tenant", prompt, None, params)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "param", "message"),
+    [
+        ([], 1, "prompt", "the prompt is empty"),
+        (
+            [VOCAB_SIZE],
+            1,
+            "prompt",
+            f"prompt has token id {VOCAB_SIZE}; this model's ids are 0 to {VOCAB_SIZE - 1}",
+        ),
+        ([3, -1], 1, "prompt", "prompt has token id -1"),
+        (
+            [1] * MAX_POSITIONS,
+            1,
+            "prompt",
+            f"the prompt has {MAX_POSITIONS} tokens; this model takes at most",
+        ),
+        ([1] * 10, MAX_POSITIONS, "max_tokens", f"ask for at most {MAX_POSITIONS - 10}"),
+    ],
+)
+def test_a_request_that_can_never_be_served_is_refused_by_field(
+    engine: Engine, prompt: list[int], max_tokens: int, param: str, message: str
+) -> None:
+    with pytest.raises(RequestRefused, match=message) as caught:
+        engine.add(ask(prompt, replace(GREEDY, max_tokens=max_tokens)))
+    assert caught.value.param == param
+    assert engine.num_unfinished == 0
+    assert engine.stats().prompt_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "param", "message"),
+    [
+        (
+            replace(GREEDY, logit_bias={VOCAB_SIZE: 1.0}),
+            "logit_bias",
+            f"logit_bias has token id {VOCAB_SIZE}; this model's ids are 0 to {VOCAB_SIZE - 1}",
+        ),
+        (
+            replace(GREEDY, min_tokens=1, stop_token_ids=tuple(range(VOCAB_SIZE))),
+            "min_tokens",
+            f"each of the {VOCAB_SIZE} tokens is a stop token",
+        ),
+        (
+            replace(GREEDY, max_tokens=None, min_tokens=MAX_POSITIONS),
+            "min_tokens",
+            f"there is room for {MAX_POSITIONS - 3} only",
+        ),
+    ],
+)
+def test_sampling_that_this_model_can_never_do_is_refused_by_field(
+    engine: Engine, params: SamplingParams, param: str, message: str
+) -> None:
+    with pytest.raises(RequestRefused, match=message) as caught:
+        engine.add(ask([1, 2, 3], params))
+    assert caught.value.param == param
+    assert engine.num_unfinished == 0
+
+
+def test_a_stop_token_does_not_come_before_min_tokens(engine: Engine) -> None:
+    free = drive(engine, [[ask([1, 2])]])["r"].token_ids
+    stop, before = free[2], free[: free.index(free[2])]
+    params = replace(GREEDY, min_tokens=6, stop_token_ids=(stop, 100_000))
+    answer = drive(engine, [[ask([1, 2], params)]])["r"]
+    assert answer.token_ids[: len(before)] == before and stop not in answer.token_ids[:6]
+    assert len(answer.token_ids) >= 6
+
+
+def test_a_request_that_can_never_fit_the_pool_is_refused_at_once(kit: ModelKit) -> None:
+    source, versions = make_source(kit)
+    engine = make_engine(kit, source, num_pages=12)
+    assert engine.info.max_model_len == 12 * 16
+    engine.add(ask([1] * 100, replace(GREEDY, max_tokens=92)))
+    with pytest.raises(ContextTooLong, match="max_model_len"):
+        engine.add(ask([1] * 100, replace(GREEDY, max_tokens=93), name="too long"))
+    large = EngineRequest(
+        "large", "t", [1] * 100, versions["r16_on_all_seven"], replace(GREEDY, max_tokens=92)
+    )
+    answer = drive(engine, [[large]])["large"]
+    assert isinstance(answer.error, ContextTooLong) and answer.error.code == "context_length_exceeded"
+
+
+def test_a_request_id_in_use_is_refused(engine: Engine) -> None:
+    engine.add(ask([1]))
+    with pytest.raises(RequestRefused, match="'r' is already running"):
+        engine.add(ask([2]))
+    assert len(drive(engine, [])["r"].token_ids) == 10
+    engine.add(ask([2]))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": -5},
+        {"temperature": -0.1},
+        {"temperature": 2.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_p": float("nan")},
+        {"top_k": -1},
+        {"seed": 2**63},
+        {"seed": -(2**63) - 1},
+        {"min_p": -0.1},
+        {"min_p": 1.5},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"frequency_penalty": float("nan")},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("inf")},
+        {"logit_bias": {3: 101.0}},
+        {"logit_bias": {3: float("nan")}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+        {"min_tokens": -1},
+        {"min_tokens": 17},
+        {"stop_token_ids": tuple(range(129))},
+        {"prompt_logprobs": 21},
+        {"stop": ("",)},
+        {"stop": tuple("abcdefghijklmnopq")},
+        {"stop_token_ids": (-1,)},
+        {"logprobs": -1},
+        {"logprobs": 21},
+    ],
+)
+def test_a_parameter_out_of_range_is_refused_by_name(wrong: dict[str, object]) -> None:
+    (name,) = wrong
+    with pytest.raises(RequestRefused, match=name) as caught:
+        SamplingParams(**wrong)  # type: ignore[arg-type]
+    assert caught.value.param == name
+
+
+def test_an_answer_without_a_limit_fills_the_context(engine: Engine) -> None:
+    answer = drive(engine, [[ask([1] * 500, replace(GREEDY, max_tokens=None))]])["r"]
+    assert len(answer.token_ids) == MAX_POSITIONS - 500
+    assert answer.reason is FinishReason.LENGTH
+
+
+def test_the_whole_context_may_be_used(engine: Engine) -> None:
+    answer = drive(engine, [[ask([1] * (MAX_POSITIONS - 1), replace(GREEDY, max_tokens=1))]])["r"]
+    assert len(answer.token_ids) == 1
+
+
+def test_a_stop_token_ends_the_answer_and_is_part_of_it(engine: Engine) -> None:
+    free = drive(engine, [[ask([1, 2])]])["r"].token_ids
+    stop = free[4]
+    answer = drive(engine, [[ask([1, 2], replace(GREEDY, stop_token_ids=(stop,)))]])["r"]
+    assert answer.token_ids == free[: free.index(stop) + 1]
+    assert answer.reason is FinishReason.STOP
+
+
+def test_the_model_s_own_end_is_obeyed_unless_ignored(kit: ModelKit, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, _ = make_source(kit)
+    engine = make_engine(kit, source, 200)
+    free = drive(engine, [[ask([1, 2])]])["r"].token_ids
+    engine.info = replace(engine.info, eos_token_ids=(VOCAB_SIZE - 1, free[3]))
+    obeyed = drive(engine, [[ask([1, 2], replace(GREEDY, ignore_eos=False))]])["r"]
+    assert obeyed.token_ids == free[: free.index(free[3]) + 1]
+    assert obeyed.reason is FinishReason.STOP
+    ignored = drive(engine, [[ask([1, 2])]])["r"]
+    assert ignored.token_ids == free and ignored.reason is FinishReason.LENGTH
+
+
+def test_an_aborted_request_frees_its_pages_at_once_and_others_go_on(kit: ModelKit) -> None:
+    source, versions = make_source(kit)
+    engine = make_engine(kit, source, 200)
+    alone = drive(engine, [[ask([5, 6])]])["r"].token_ids
+    engine.add(EngineRequest("gone", "t", [1] * 40, versions["odd_rank"], GREEDY))
+    engine.add(ask([5, 6]))
+    answers = {"gone": Answer(), "r": Answer()}
+    for _ in range(3):
+        step(engine, answers)
+    assert answers["gone"].token_ids
+    engine.abort("gone")
+    engine.abort("gone")
+    engine.abort("never there")
+    engine.check()
+    stats = engine.stats()
+    assert stats.running == 1 and stats.running_adapters == ()
+    # Idle now: the adapter, and the two blocks that the request had computed whole.
+    assert stats.pages_held == 1 and stats.pages_cached == stats.adapter_pages + 2 > 2
+    assert answers["r"].token_ids + drive(engine, [])["r"].token_ids == alone
+
+
+def test_an_adapter_that_nobody_has_fails_its_request_alone(kit: ModelKit) -> None:
+    source, _ = make_source(kit)
+    engine = make_engine(kit, source, 200)
+    missing = EngineRequest("missing", "t", [1], AdapterVersion("t", "0" * 64), GREEDY)
+    answers = drive(engine, [[missing, ask([1])]])
+    error = answers["missing"].error
+    assert isinstance(error, AdapterFetchFailed) and error.code == "not_found"
+    assert len(answers["r"].token_ids) == 10
+
+
+def test_a_deleted_adapter_leaves_the_pool(kit: ModelKit) -> None:
+    source, versions = make_source(kit)
+    engine = make_engine(kit, source, 200)
+    version = versions["odd_rank"]
+    drive(engine, [[EngineRequest("a", "t", [1], version, GREEDY)]])
+    assert engine.stats().resident_adapters == 1
+    engine.forget(version)
+    stats = engine.stats()
+    assert stats.resident_adapters == stats.pages_cached == 0 and stats.pages_free == 200
+    error = drive(engine, [[EngineRequest("b", "t", [1], version, GREEDY)]])["b"].error
+    assert isinstance(error, AdapterFetchFailed)
+
+
+def test_a_pinned_adapter_answers_as_one_that_was_asked_for_and_its_tenant_has_its_share(
+    kit: ModelKit,
+) -> None:
+    source, versions = make_source(kit)
+    request = EngineRequest("r", "local", [1, 2], versions["odd_rank"], GREEDY)
+    asked_for = drive(make_engine(kit, source, 200), [[request]])["r"].token_ids
+    engine = make_engine(kit, source, 200)
+    engine.set_pins([Pin(versions["odd_rank"], TenantShare(max_share=0.01))])
+    for _ in range(3):
+        engine.step()
+    assert (engine.stats().pinned_adapters, engine.stats().pinned_loaded) == (1, 0), "2 pages are its ceiling"
+    engine.set_pins([Pin(versions["odd_rank"])])
+    for _ in range(3):
+        engine.step()
+    assert (engine.stats().pinned_loaded, engine.stats().prompt_tokens) == (1, 0)
+    assert drive(engine, [[request]])["r"].token_ids == asked_for
+    assert engine.stats().adapter_loads == 1
+
+
+def test_the_numbers_add_up(kit: ModelKit) -> None:
+    source, versions = make_source(kit)
+    engine = make_engine(kit, source, 200)
+    requests = [
+        EngineRequest(str(n), "t", [1] * 7, version, GREEDY) for n, version in enumerate(versions.values())
+    ]
+    drive(engine, [requests])
+    stats = engine.stats()
+    assert stats.prompt_tokens == 7 * len(requests)
+    assert stats.generated_tokens == 10 * len(requests)
+    assert stats.steps >= 10  # more if adapters come in slices
+    assert stats.adapter_loads == stats.resident_adapters == len(versions)
+    assert stats.running == stats.waiting == stats.awaiting_adapter == stats.pages_held == 0
+    assert stats.pages_free + stats.pages_cached == stats.pages_total == 200
+    # Of each request 7 + 9 tokens were computed: one whole block.
+    assert stats.pages_cached == stats.adapter_pages + len(requests)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pool_bytes": 0}, "pool_bytes is 0; it must be at least 1"),
+        ({"pool_bytes": 100}, "pool_bytes is 100, but one page of this model takes"),
+        ({"block_tokens": 12}, "block_tokens is 12; it must be a power of two"),
+        ({"block_tokens": 1}, "a page of 1 tokens takes .*choose a larger block size"),
+        ({"max_num_seqs": -1}, "max_num_seqs is -1"),
+        ({"max_num_batched_tokens": 5}, "max_num_batched_tokens is 5, below max_num_seqs"),
+        ({"max_model_len": 1000}, "max_model_len is 1000, but this model's positions end at 512"),
+        (
+            {"max_model_len": 512, "pool_bytes": 200_000},
+            "max_model_len is 512, but the pool holds 208 tokens",
+        ),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"device": "tpu"}, "device is 'tpu'; it must be auto, cpu or cuda"),
+        ({"kernels": "magic"}, "no kernels named 'magic'; choose auto"),
+        ({"prefix_cache": "shared"}, "prefix_cache is 'shared'; it must be off, tenant or public"),
+        ({"preemption": "wait"}, "preemption is 'wait'; it must be auto, swap or recompute"),
+        ({"scheduling": "lifo"}, "scheduling is 'lifo'; it must be fair or fcfs"),
+        ({"eviction": "random"}, "eviction is 'random'; it must be lru, cost or size"),
+        ({"swap_bytes": -1}, "swap_bytes is -1; it must be at least 0"),
+        ({"swap_bytes": 100}, "swap_bytes is 100, but one page of this model takes .*or 0 to swap nothing"),
+        (
+            {"swap_bytes": 0, "preemption": "swap"},
+            "preemption is swap, but swap_bytes is 0.*raise swap_bytes",
+        ),
+        ({"load_bytes_per_step": 0}, "load_bytes_per_step is 0; it must be at least 1"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_with_the_remedy(
+    kit: ModelKit, settings: dict[str, int | str], message: str
+) -> None:
+    source, _ = make_source(kit)
+    with pytest.raises(ConfigError, match=message):
+        make_engine(kit, source, 200, **settings)
+
+
+def test_the_default_pool_is_a_quarter_of_the_free_memory(
+    kit: ModelKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slora.runner.runner.free_ram_bytes", lambda: 4 * kit.pool_bytes(100))
+    source, _ = make_source(kit)
+    assert make_engine(kit, source, 0, pool_bytes=None).info.num_pages == 100
+
+
+def test_a_model_is_served_under_its_directory_s_name_or_the_one_given(kit: ModelKit) -> None:
+    assert EngineConfig(kit.directory).served_name == kit.directory.name
+    assert EngineConfig(kit.directory, model_name="given").served_name == "given"

@@ -1,0 +1,141 @@
+"""The engine's socket server against peers that do what ours never would."""
+
+import asyncio
+import logging
+import socket
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from slora.engine.messages import decode_add, encode_add, encode_output
+from slora.engine.process import EngineServer
+from slora.engine.worker import Abort, Add, EngineWorker
+from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta
+from slora.sampling_params import SamplingParams
+from slora_adapters.version import AdapterVersion
+from slora_adapters.wire import encode, read_message, send
+from tests.support.engine_stack import wait_until
+
+
+class PatientWorker(EngineWorker):
+    """Nobody runs it: commands stay where a test can see them."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda outputs: None)
+        self.posted: list[object] = []
+
+    def post(self, command) -> None:
+        self.posted.append(command)
+
+
+@asynccontextmanager
+async def listening(worker: EngineWorker) -> AsyncIterator[tuple[EngineServer, Path]]:
+    server = EngineServer(worker, {"op": "hello"}, lambda: True)
+    with tempfile.TemporaryDirectory() as root:
+        path = Path(root) / "engine.sock"
+        listener = await asyncio.start_unix_server(server.serve, path)
+        try:
+            yield server, path
+        finally:
+            listener.close()
+            await wait_until(lambda: not server._peers)
+
+
+def ask(name: str) -> EngineRequest:
+    return EngineRequest(name, "t", [1], None, SamplingParams())
+
+
+def test_a_peer_that_never_reads_is_dropped_and_its_requests_aborted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Born from a bug: closing waited for the peer to read what it would never read, and so never ended."""
+    monkeypatch.setattr("slora.engine.process._MAX_UNREAD_FRAMES", 20)
+
+    async def main() -> None:
+        worker = PatientWorker()
+        async with listening(worker) as (server, path):
+            with socket.socket(socket.AF_UNIX) as stuck:
+                await asyncio.to_thread(stuck.connect, str(path))
+                send(stuck, encode_add(ask("r")))
+                await wait_until(lambda: bool(worker.posted))
+                large = StepOutput("1:r", TokenDelta(tuple(range(100_000))))
+                for _ in range(100):
+                    server.deliver([large])
+                    await asyncio.sleep(0)
+                await wait_until(lambda: Abort("1:r") in worker.posted)
+                server.deliver([large])  # from a step that was under way: nobody is there to take it
+
+    asyncio.run(main())
+    complaints = [record for record in caplog.records if "left 20 frames unread" in record.message]
+    assert len(complaints) == 1
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\xff\xff\xff\xff",
+        b"\x00\x00\x00\x01\xc1",
+        encode({"op": "dance"}),
+        encode({"no op": 1}),
+        encode([1, 2]),
+        encode({"op": "add", "id": "x"}),
+        encode({"op": "forget", "version": ["only a tenant"]}),
+    ],
+)
+def test_a_peer_that_speaks_nonsense_is_dropped_and_others_stay(
+    frame: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        worker = PatientWorker()
+        async with listening(worker) as (server, path):
+            good_reader, good_writer = await asyncio.open_unix_connection(path)
+            bad_reader, bad_writer = await asyncio.open_unix_connection(path)
+            bad_writer.write(encode(encode_add(ask("left behind"))) + frame)
+            assert [(await read_message(bad_reader))["op"] for _ in range(2)] == ["hello", "status"]
+            assert await read_message(bad_reader) is None, "the connection stays open"
+            assert Abort("2:left behind") in worker.posted
+            good_writer.write(encode(encode_add(ask("r"))))
+            await wait_until(
+                lambda: any(isinstance(one, Add) and one.request.request_id == "1:r" for one in worker.posted)
+            )
+            server.deliver([StepOutput("1:r", TokenDelta((7,)))])
+            assert [(await read_message(good_reader))["op"] for _ in range(2)] == ["hello", "status"]
+            row = ["r", *encode_output(StepOutput("r", TokenDelta((7,))))[1:]]
+            assert (await read_message(good_reader))["outputs"] == [[*row[:1], [7], *row[2:]]]
+            for writer in (good_writer, bad_writer):
+                writer.close()
+
+    asyncio.run(main())
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+
+
+def test_a_request_is_the_same_at_the_other_end_of_the_wire() -> None:
+    version = AdapterVersion("t", "0" * 64)
+    sampling = SamplingParams(max_tokens=None, stop=("a", "b"), stop_token_ids=(3,), logprobs=2, seed=7)
+    request = EngineRequest("r", "t", [1, 2], version, sampling, adapter_weight=-0.25)
+    assert decode_add(msgpack.unpackb(encode(encode_add(request))[4:])) == request
+
+
+def test_a_request_is_unfinished_until_all_its_choices_are_over() -> None:
+    async def main() -> None:
+        worker = PatientWorker()
+        async with listening(worker) as (server, path):
+            _, writer = await asyncio.open_unix_connection(path)
+            for name in ("over", "left"):
+                request = EngineRequest(name, "t", [1], None, SamplingParams(n=3))
+                writer.write(encode(encode_add(request)))
+                writer.write(encode({"op": "abort", "id": name, "index": 1}))
+            await wait_until(lambda: len(worker.posted) == 4)
+            assert worker.posted[1::2] == [Abort("1:over", 1), Abort("1:left", 1)]
+            server.deliver([StepOutput("1:over", TokenDelta((7,), FinishReason.STOP, index=2))])
+            server.deliver([StepOutput("1:left", TokenDelta((7,), FinishReason.STOP, index=2))])
+            server.deliver([StepOutput("1:over", TokenDelta((7,), FinishReason.LENGTH, index=0))])
+            writer.close()
+            await wait_until(lambda: len(worker.posted) > 4)
+            assert worker.posted[4:] == [Abort("1:left")]
+
+    asyncio.run(main())

@@ -1,0 +1,71 @@
+"""The engine on a GPU: Triton's kernels as they are compiled there, and decode steps recorded and replayed.
+
+Adapters of many ranks share batches, and the pool is so small that they give way to each other all the time: what was
+recorded with one set of adapters is replayed with others in their slots.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from slora import LLM
+from tests.slora.engine.test_parity import GREEDY, Answer, Work, answer, judge, measure_errors, mix
+from tests.support.model_kit import ModelKit
+from tests.support.tiny_models import MODELS
+
+Kits = Callable[[str], ModelKit]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+def serve(kit: ModelKit, work: Work, num_pages: int, dtype: str, **settings: int) -> tuple[LLM, list[Answer]]:
+    """On the GPU, by Triton's kernels; sequences of at most 128 tokens."""
+    pool_bytes = kit.pool_bytes(num_pages, dtype=dtype)
+    sizes = {"pool_bytes": pool_bytes, "max_model_len": 128}
+    llm = LLM(kit.directory, dtype=dtype, device="cuda", kernels="triton", **sizes, **settings)
+    return llm, answer(llm, kit, work, replace(GREEDY, max_tokens=64 if dtype == "float32" else 32))
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("model", MODELS)
+def test_adapters_that_come_and_go_between_steps_answer_as_peft_does(
+    kits: Kits, report: Callable[[str], None], model: str, *, cuda_graphs: bool, soak: bool
+) -> None:
+    kit = kits(model)
+    work = mix(kit, prompts_each=20 if soak else 3, seed=3)
+    llm, answers = serve(kit, work, 40, "float32", cuda_graphs=cuda_graphs)
+    verdict = judge(kit.oracle, work, answers)
+    stats = llm.stats()
+    report(f"{model} on a GPU, {'recorded' if cuda_graphs else 'launched'} steps: {verdict}")
+    assert stats.adapter_evictions > 0 and stats.adapter_loads > len(kit.adapters)
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma2"])
+def test_parity_holds_in_chunks_and_under_preemption(kits: Kits, model: str) -> None:
+    kit = kits(model)
+    work = mix(kit, prompts_each=3, seed=5)
+    llm, answers = serve(kit, work, 36, "float32", max_num_seqs=9, max_num_batched_tokens=11)
+    verdict = judge(kit.oracle, work, answers)
+    assert llm.stats().preemptions > 0
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("qwen2", "bfloat16"), ("qwen2", "float16"), ("gemma2", "bfloat16")]
+)
+def test_sixteen_bit_answers_are_as_near_to_the_truth_as_those_of_transformers(
+    kits: Kits, report: Callable[[str], None], model: str, dtype: str
+) -> None:
+    """See the test of this name in test_parity: here the products of 16-bit numbers are the matrix units' own."""
+    kit = kits(model)
+    work = mix(kit, prompts_each=2, seed=4)
+    _, given = serve(kit, work, 400, dtype)
+    our_error, their_error = measure_errors(kit, work, given, dtype)
+    report(
+        f"{model} in {dtype} on a GPU, error of log-probabilities: mean {our_error.mean():.5f}, "
+        f"largest {our_error.max():.4f}; of transformers + peft {their_error.mean():.5f}, {their_error.max():.4f}"
+    )
+    assert our_error.mean() < 1.3 * their_error.mean()
+    assert our_error.max() < 3 * their_error.max()

@@ -1,0 +1,191 @@
+"""Nobody's answer depends on what others left in the pool, or do in the same step."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from slora.device.step_batch import StepBatch
+from slora.engine.engine import Engine
+from slora.errors import RequestFailed
+from slora.pool.residency import Resident
+from slora.pool.tenant import Tenant
+from slora.request import EngineRequest
+from slora.sampling_params import SamplingParams
+from slora.scheduler.step_plan import AdapterLoad
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.packing import pack
+from slora_adapters.peft.peft_directory import read_adapter
+from slora_adapters.version import AdapterVersion
+from slora_kernels.batch import TileLimits
+from tests.support.cpu_kernels import CPU_KERNELS
+from tests.support.driving import Answer, drive, make_engine, make_source, step
+from tests.support.model_kit import ModelKit
+from tests.support.peft_adapters import make_adapter
+from tests.support.poison import poison
+from tests.support.tiny_models import VOCAB_SIZE, make_model
+
+Kits = Callable[[str], ModelKit]
+
+
+def ask(name: str, adapter: AdapterVersion | None, length: int = 5, max_tokens: int = 20) -> EngineRequest:
+    rng = random.Random(name)
+    prompt = [rng.randrange(VOCAB_SIZE) for _ in range(length)]
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
+    return EngineRequest(name, "t", prompt, adapter, params)
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_a_page_held_before_reaches_nobody_s_answer(kits: Kits, kernels: str, dtype: str) -> None:
+    """The same steps over pages that held zeros and over pages that held NaN give the same logits, bit for bit."""
+    kit = kits("llama")
+    source, versions = make_source(kit, dtype)
+    rng = random.Random(3)
+    adapters = [None, *versions.values()] * 3
+    requests = [ask(str(n), one, rng.randint(1, 40), rng.randint(1, 40)) for n, one in enumerate(adapters)]
+    arrivals = [requests[n : n + 2] for n in range(0, len(requests), 2)]
+
+    def run(byte: int) -> list[tuple[str, list[int], list[float]]]:
+        pool_bytes = kit.pool_bytes(40, dtype=dtype)
+        engine = make_engine(kit, source, 0, kernels=kernels, dtype=dtype, pool_bytes=pool_bytes)
+        poison(engine, byte)
+        answers = drive(engine, arrivals)
+        stats = engine.stats()
+        assert stats.preemptions > 0 and stats.adapter_evictions > 0
+        assert all(answer.error is None for answer in answers.values())
+        return [(name, one.token_ids, one.logprobs) for name, one in answers.items()]
+
+    assert run(0xFF) == run(0)
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+def test_a_block_behind_all_windows_is_read_by_nobody(kits: Kits, kernels: str) -> None:
+    """Born of a doubt: its entry in the block table stays, and 0 * NaN is NaN."""
+    kit = kits("mistral_window")
+    source, versions = make_source(kit)
+    requests = [
+        ask(str(n), one, 20 * n + 1, 60) for n, one in enumerate([None, *list(versions.values())[:2]])
+    ]
+
+    def run(byte: int) -> list[tuple[list[int], list[float]]]:
+        engine = make_engine(kit, source, 60, kernels=kernels, max_num_batched_tokens=9, max_num_seqs=4)
+        poison(engine, byte)
+        answers = drive(engine, [requests])
+        return [(one.token_ids, one.logprobs) for one in answers.values()]
+
+    assert run(0xFF) == run(0)
+    assert all(len(tokens) == 60 for tokens, _ in run(0xFF))
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+def test_an_adapter_that_overflows_fails_its_own_requests_alone(
+    kits: Kits, tmp_path: Path, kernels: str
+) -> None:
+    kit = kits("llama")
+    source, versions = make_source(kit)
+    make_adapter(tmp_path, make_model("llama"), std=1e30)
+    bursting = source.add(tmp_path)
+    others = [ask("base", None), *(ask(kind, version) for kind, version in versions.items())]
+    expected = drive(make_engine(kit, source, 500, kernels=kernels), [others])
+    answers = drive(make_engine(kit, source, 500, kernels=kernels), [[ask("bursting", bursting), *others]])
+    broken = answers.pop("bursting")
+    assert isinstance(broken.error, RequestFailed) and bursting.digest in str(broken.error)
+    assert not broken.token_ids
+    assert {name: one.token_ids for name, one in answers.items()} == {
+        name: one.token_ids for name, one in expected.items()
+    }
+
+
+def test_two_tenants_with_the_same_bytes_have_pages_of_their_own(kits: Kits) -> None:
+    kit = kits("llama")
+    source, _ = make_source(kit)
+    path = kit.adapters["odd_rank"]
+    mine, yours = source.add(path, "mine"), source.add(path, "yours")
+    assert mine.digest == yours.digest
+    engine = make_engine(kit, source, 500)
+    drive(engine, [[ask("a", mine), ask("b", yours)]])
+    first, second = (
+        engine._scheduler.memory.residency.find(mine),
+        engine._scheduler.memory.residency.find(yours),
+    )
+    assert first is not None and second is not None and not set(first.pages) & set(second.pages)
+
+
+def move_another_in(engine: Engine, kit: ModelKit, slot: int) -> None:
+    """What must never happen: the slot of a running request gets another adapter."""
+    shape = engine.info.shape
+    packed = pack(read_adapter(kit.adapters["rslora"], shape, AdapterLimits()), shape, "float32")
+    num_pages = -(-packed.layout.num_bytes // engine.info.full_page_bytes)
+    pages = engine._scheduler.memory.pool.allocate(num_pages, Tenant("t"))
+    resident = Resident(
+        AdapterVersion("t", "other"),
+        Tenant("t"),
+        slot,
+        1 << 40,
+        pages,
+        packed.layout.num_bytes,
+        packed.layout.reach,
+    )
+    engine._runner.memory.load(AdapterLoad(resident, packed, 0, len(pages)))
+    engine._scheduler.memory.pool.release(pages)
+
+
+def test_a_plan_for_an_adapter_that_has_left_its_slot_is_never_computed(kits: Kits) -> None:
+    kit = kits("llama")
+    source, versions = make_source(kit)
+    engine = make_engine(kit, source, 500)
+    engine.add(ask("a", versions["odd_rank"]))
+    answers: dict[str, Answer] = {"a": Answer()}
+    while not answers["a"].token_ids:
+        step(engine, answers)
+    resident = engine._scheduler.memory.residency.find(versions["odd_rank"])
+    assert resident is not None
+    move_another_in(engine, kit, resident.slot)
+
+    plan = engine._scheduler.schedule()
+    with pytest.raises(RuntimeError, match=f"slot {resident.slot} no longer holds the adapter"):
+        StepBatch.build(plan, engine._runner.memory, TileLimits(16))
+
+
+def test_a_step_that_breaks_ends_its_requests_and_the_engine_goes_on(
+    kits: Kits, caplog: pytest.LogCaptureFixture
+) -> None:
+    kit = kits("llama")
+    source, versions = make_source(kit)
+    engine = make_engine(kit, source, 500)
+    before = drive(engine, [[ask("a", versions["odd_rank"])]])["a"]
+    resident = engine._scheduler.memory.residency.find(versions["odd_rank"])
+    assert resident is not None
+    move_another_in(engine, kit, resident.slot)
+
+    answers = drive(engine, [[ask("a", versions["odd_rank"]), ask("b", None)]])
+    assert all(isinstance(answers[name].error, RequestFailed) for name in "ab")
+    assert "a step of 2 requests failed" in caplog.text
+
+    engine.forget(versions["odd_rank"])
+    source, versions = make_source(kit)
+    engine._scheduler.supply._host._source = source
+    assert drive(engine, [[ask("a", versions["odd_rank"])]])["a"].token_ids == before.token_ids
+
+
+def test_rows_of_the_base_are_in_no_tile(kits: Kits) -> None:
+    kit = kits("llama")
+    source, versions = make_source(kit)
+    engine = make_engine(kit, source, 500)
+    names = ["base", "odd_rank", "other base", "rslora"]
+    for name in names:
+        engine.add(ask(name, versions.get(name), length=20))
+    plan = engine._scheduler.schedule()
+    for load in plan.loads:
+        engine._runner.memory.load(load)
+    batch = StepBatch.build(plan, engine._runner.memory, TileLimits(16))
+    assert batch.lora is not None
+    covered = torch.zeros(len(batch.token_ids), dtype=torch.int)
+    for _, first, count in batch.lora.tiles.tolist():
+        assert count <= 16
+        covered[first : first + count] += 1
+    owners = [chunk.slot for chunk in plan.chunks for _ in range(chunk.num_tokens)]
+    assert covered.tolist() == [int(slot is not None) for slot in owners]

@@ -1,0 +1,107 @@
+"""What API and engine tell each other arrives as it was sent."""
+
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import pytest
+
+from slora.engine.info import EngineStats
+from slora.engine.load_paces import LoadPaces
+from slora.engine.messages import (
+    decode_add,
+    decode_output,
+    decode_pins,
+    decode_stats,
+    encode_add,
+    encode_output,
+    encode_pins,
+    encode_stats,
+)
+from slora.engine.pin import Pin
+from slora.errors import AdapterFetchFailed, ContextTooLong, DeadlineMissed, RequestFailed, RequestRefused
+from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta
+from slora.sampling_params import SamplingParams
+from slora.tenant_share import TenantShare
+from slora_adapters.version import AdapterVersion
+from slora_adapters.wire import encode
+
+REQUEST = EngineRequest("r", "t", [1, 2], None, SamplingParams())
+
+
+def over_the_wire(message: Any) -> Any:
+    return msgpack.unpackb(encode(message)[4:])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"share": TenantShare(2.5, 0.125, 0.5, -3), "priority": -1000, "deadline_s": 0.25},
+        {"share": TenantShare(weight=3), "priority": 7, "deadline_s": 86_400},
+    ],
+)
+def test_a_request_keeps_its_share_priority_and_deadline(changes: dict[str, Any]) -> None:
+    request = replace(REQUEST, **changes)
+    assert decode_add(over_the_wire(encode_add(request))) == request
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("priority", 1001),
+        ("priority", -1001),
+        ("priority", 0.5),
+        ("priority", True),
+        ("deadline_s", 0),
+        ("deadline_s", -1.0),
+        ("deadline_s", float("nan")),
+        ("deadline_s", float("inf")),
+        ("deadline_s", 86_401),
+    ],
+)
+def test_a_priority_or_deadline_that_cannot_be_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(RequestRefused) as here:
+        replace(REQUEST, **{field: value})
+    with pytest.raises(RequestRefused) as there:
+        decode_add(over_the_wire(encode_add(REQUEST) | {field: value}))
+    assert here.value.param == there.value.param == field and str(value) in here.value.message
+
+
+def test_the_count_of_cached_tokens_comes_with_the_delta() -> None:
+    output = StepOutput("r", TokenDelta((5,), FinishReason.LENGTH, num_cached=32))
+    assert decode_output(over_the_wire(encode_output(output))) == output
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RequestRefused("no", "field", "code"),
+        ContextTooLong("too long", "prompt"),
+        AdapterFetchFailed("gone", "not_found"),
+        RequestFailed("broke"),
+        DeadlineMissed("late"),
+    ],
+)
+def test_an_error_keeps_its_class_and_words(error: Exception) -> None:
+    arrived = decode_output(over_the_wire(encode_output(StepOutput("r", error=error)))).error
+    assert type(arrived) is type(error) and str(arrived) == str(error)
+    assert vars(arrived) == vars(error)
+
+
+def test_pins_arrive_with_the_shares_of_their_tenants() -> None:
+    pins = [
+        Pin(
+            AdapterVersion("t", "a" * 64), TenantShare(weight=2.0, min_share=0.1, max_share=0.5, priority=-3)
+        ),
+        Pin(AdapterVersion("u", "b" * 64)),
+    ]
+    assert decode_pins(over_the_wire(encode_pins(pins))) == pins
+    assert decode_pins(over_the_wire(encode_pins([]))) == []
+
+
+def test_numbers_arrive_by_name() -> None:
+    stats = EngineStats(
+        1, 2, 3, 4, 5, 6, 7, 8, 9, ("t/a", "t/b"), *range(10, 27), LoadPaces(1e-10, {"file": 2e-10})
+    )
+    assert decode_stats(over_the_wire(encode_stats(stats, 1))) == stats

@@ -1,0 +1,243 @@
+"""Token for token what transformers + peft say: all kinds of adapters in one mixed batch, greedy, 64 tokens."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from slora import LLM, SamplingParams
+from slora.models.model_config import ModelConfig
+from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST
+from tests.support.model_kit import ModelKit, kinds_for, make_kit
+from tests.support.oracle import Oracle, Verdict
+from tests.support.tiny_models import MODELS, SEEING, VOCAB_SIZE
+
+Kits = Callable[[str], ModelKit]
+# On both sides of a page's 16 tokens, and longer than two.
+LENGTHS = (1, 2, 7, 15, 16, 17, 40)
+# Windows, soft-caps, norms and ropes that the first models do not have.
+FEATURED = [name for name in MODELS if not name.startswith("llama") and name not in ("qwen2", "qwen2_tied")]
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True, logprobs=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Prompts and the kind of each one's adapter, in the order in which they are asked."""
+
+    prompts: list[list[int]]
+    kinds: list[str | None]
+
+
+def mix(kit: ModelKit, prompts_each: int, seed: int = 0) -> Work:
+    """`prompts_each` random prompts for the base and for each adapter, shuffled."""
+    rng = random.Random(seed)
+    kinds = [None, *kit.adapters] * prompts_each
+    rng.shuffle(kinds)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice(LENGTHS))] for _ in kinds]
+    return Work(prompts, kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+def answer(llm: LLM, kit: ModelKit, work: Work, params: SamplingParams = GREEDY) -> list[Answer]:
+    outputs = llm.generate(work.prompts, params, [kit.path(kind) for kind in work.kinds])
+    assert all(len(output.token_ids) == params.max_tokens for output in outputs)
+    llm.check()
+    return [Answer(o.token_ids, [entry.logprob for entry in o.logprobs or ()]) for o in outputs]
+
+
+def judge(oracle: Oracle, work: Work, answers: list[Answer]) -> Verdict:
+    rows = zip(work.prompts, answers, work.kinds, strict=True)
+    return sum((oracle.judge(p, a.token_ids, kind, a.logprobs) for p, a, kind in rows), Verdict())
+
+
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_kind_of_adapter_in_one_batch_answers_as_peft_does(
+    kits: Kits, report: Callable[[str], None], model: str, kernels: str, *, soak: bool
+) -> None:
+    kit = kits(model)
+    work = mix(kit, prompts_each=40 if soak else 2)
+    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(4000))
+    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    report(f"parity of {model} with {kernels} kernels: {verdict}")
+    assert verdict.equal, verdict
+
+
+def test_the_oracle_tells_each_adapter_from_the_base_and_from_each_other(kits: Kits) -> None:
+    kit = kits("llama")
+    work = mix(kit, prompts_each=1)
+    answers = answer(LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(400)), kit, work)
+    for offset in range(1, len(work.kinds)):
+        mistaken = Work(work.prompts, [*work.kinds[offset:], *work.kinds[:offset]])
+        for prompt, given, kind in zip(mistaken.prompts, answers, mistaken.kinds, strict=True):
+            assert kit.oracle.judge(prompt, given.token_ids, kind).wrong > 10
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("model", ["mistral_window", "phi3_window"])
+def test_what_is_behind_every_window_leaves_room_for_sequences_longer_than_the_pool(
+    kits: Kits, model: str, kernels: str
+) -> None:
+    kit = kits(model)
+    rng = random.Random(8)
+    work = Work([[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (40, 9, 70)], [None] * 3)
+    settings = {"max_model_len": 160, "max_num_seqs": 3, "max_num_batched_tokens": 12}
+    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(6), **settings)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    assert 70 + 64 > 6 * 16
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+def test_longrope_is_short_up_to_its_switch_and_long_beyond_whoever_crosses_it(
+    kits: Kits, report: Callable[[str], None], kernels: str
+) -> None:
+    kit = kits("phi3_longrope")
+    switch = ModelConfig.from_directory(kit.directory).rope_switch
+    assert switch == 48
+    rng = random.Random(7)
+    # An answer of 20 tokens stays short, ends at the switch, is one token beyond it, crosses it, or begins there.
+    lengths = (3, switch - 20, switch - 19, switch - 18, switch - 10, switch - 1, switch, switch + 1, 75)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths] * 2
+    work = Work(prompts, [None] * len(lengths) + ["rslora"] * len(lengths))
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 16}
+    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(400), **settings)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work, replace(GREEDY, max_tokens=20)))
+    report(f"longrope on both sides of its switch with {kernels} kernels: {verdict}")
+    assert verdict.equal, verdict
+
+
+def test_the_text_part_of_a_model_that_sees_answers_as_the_whole_model_does(tmp_path: Path) -> None:
+    text_linears = r".*language_model.*_proj"
+    kinds = {
+        "some": {"r": 3, "target_modules": r".*language_model.*(k|up)_proj"},
+        "all": {"r": 5, "target_modules": text_linears},
+    }
+    kit = make_kit(tmp_path, f"gemma3_text{SEEING}", kinds)
+    work = mix(kit, prompts_each=2, seed=6)
+    verdict = judge(kit.oracle, work, answer(LLM(kit.directory, pool_bytes=kit.pool_bytes(400)), kit, work))
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_parity_holds_when_prompts_are_computed_in_chunks(kits: Kits, model: str, kernels: str) -> None:
+    kit = kits(model)
+    work = mix(kit, prompts_each=2, seed=1)
+    assert max(len(prompt) for prompt in work.prompts) > 3 * 11
+    settings = {"max_num_seqs": 9, "max_num_batched_tokens": 11}
+    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(400), **settings)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_parity_holds_when_requests_are_preempted(kits: Kits, model: str, kernels: str) -> None:
+    kit = kits(model)
+    work = mix(kit, prompts_each=3, seed=2)
+    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(70), max_model_len=128)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    assert llm.stats().preemptions > 0
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
+@pytest.mark.parametrize("model", FEATURED)
+def test_parity_holds_in_chunks_under_preemption_and_behind_windows(
+    kits: Kits, report: Callable[[str], None], model: str, kernels: str, *, soak: bool
+) -> None:
+    """All at once, for each model that has more to it than the first ones: every sequence outgrows its windows."""
+    kit = kits(model)
+    work = mix(kit, prompts_each=8 if soak else 2, seed=5)
+    settings = {"max_model_len": 128, "max_num_seqs": 9, "max_num_batched_tokens": 11}
+    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(36), **settings)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    stats = llm.stats()
+    report(f"{model} with {kernels} kernels, {stats.preemptions} preemptions: {verdict}")
+    assert stats.preemptions > 0 and stats.adapter_evictions > 0
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_parity_holds_when_adapters_are_evicted_and_come_back(kits: Kits, model: str, kernels: str) -> None:
+    kit = kits(model)
+    work = mix(kit, prompts_each=2, seed=3)
+    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(28), max_model_len=128)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    stats = llm.stats()
+    assert stats.adapter_evictions > 0
+    assert stats.adapter_loads > len(kit.adapters), "no adapter was loaded twice"
+    assert verdict.equal, verdict
+
+
+SOAKED = [pytest.param(model, marks=pytest.mark.soak) for model in ("phi3_longrope", "gemma2")]
+
+
+@pytest.mark.parametrize("model", ["llama", *SOAKED])
+def test_triton_kernels_answer_as_peft_does(tmp_path: Path, model: str, *, soak: bool) -> None:
+    kinds = {kind: kinds_for(model)[kind] for kind in ("r8_on_q_and_v", "patterns")}
+    kit = make_kit(tmp_path, model, kinds, num_hidden_layers=2)
+    work = Work([list(range(17)), [5], [9, 8, 7]], [None, *kinds])
+    params = replace(GREEDY, max_tokens=64 if soak else 3)
+    llm = LLM(kit.directory, kernels="triton", pool_bytes=kit.pool_bytes(100), max_model_len=128)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work, params))
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        ("qwen2", "bfloat16"),
+        # What it compiles takes half a minute.
+        pytest.param("qwen2", "float16", marks=pytest.mark.soak),
+        ("gemma2", "bfloat16"),
+        ("gemma3_text", "bfloat16"),
+    ],
+)
+def test_sixteen_bit_answers_are_as_near_to_the_truth_as_those_of_transformers(
+    kits: Kits, report: Callable[[str], None], model: str, dtype: str, kernels: str
+) -> None:
+    """The truth: log-probabilities in float32 of weights rounded to 16 bits. Both programs round in between."""
+    kit = kits(model)
+    work = mix(kit, prompts_each=2, seed=4)
+    params = replace(GREEDY, max_tokens=32)
+    llm = LLM(kit.directory, dtype=dtype, kernels=kernels, pool_bytes=kit.pool_bytes(400, dtype=dtype))
+    given = answer(llm, kit, work, params)
+    our_error, their_error = measure_errors(kit, work, given, dtype)
+    report(
+        f"{model} in {dtype} with {kernels} kernels, error of log-probabilities: mean {our_error.mean():.5f}, "
+        f"largest {our_error.max():.4f}; of transformers + peft {their_error.mean():.5f}, {their_error.max():.4f}"
+    )
+    assert our_error.mean() < 1.3 * their_error.mean()
+    assert our_error.max() < 3 * their_error.max()
+
+
+def measure_errors(
+    kit: ModelKit, work: Work, given: list[Answer], dtype: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the log-probabilities of the tokens given, [requests, tokens]: ours, and those of transformers + peft."""
+    ours, answers = torch.tensor([a.logprobs for a in given]), [a.token_ids for a in given]
+    rounded = Oracle(kit.directory, kit.adapters, getattr(torch, dtype))
+    theirs = chosen_logprobs(rounded, work, answers)
+    truth = chosen_logprobs(rounded.in_float32(), work, answers)
+    return (ours - truth).abs(), (theirs - truth).abs()
+
+
+def chosen_logprobs(oracle: Oracle, work: Work, answers: list[list[int]]) -> torch.Tensor:
+    """float32 [requests, tokens]: how likely the oracle finds each token of the answers."""
+    rows = []
+    for prompt, tokens, kind in zip(work.prompts, answers, work.kinds, strict=True):
+        logprobs = oracle.answer_logits(prompt, tokens, kind).log_softmax(dim=-1)
+        rows.append(logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0])
+    return torch.stack(rows)

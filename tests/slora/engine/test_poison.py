@@ -1,0 +1,104 @@
+"""With NaN in every free page, of the pool and of the host, before each step, everybody's answer stays what it is."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from slora.engine.engine import Engine
+from slora.pool.tenant import Tenant
+from slora.request import EngineRequest
+from slora.sampling_params import SamplingParams
+from slora.scheduler.step_plan import StepPlan
+from slora_adapters.version import AdapterVersion
+from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
+from tests.support.driving import Answer, drive, make_engine, make_source, step
+from tests.support.model_kit import ModelKit
+from tests.support.poison import poison
+from tests.support.tiny_models import VOCAB_SIZE
+
+Kits = Callable[[str], ModelKit]
+
+
+def ask(name: str, adapter: AdapterVersion | None, length: int, max_tokens: int, n: int = 1) -> EngineRequest:
+    rng = random.Random(name)
+    prompt = [rng.randrange(VOCAB_SIZE) for _ in range(length)]
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=0.0 if n == 1 else 1.0, n=n, seed=7, ignore_eos=True, logprobs=0
+    )
+    return EngineRequest(name, "t", prompt, adapter, params)
+
+
+class HostPages:
+    """Who gives out the pages of the host, as far as the poison looks."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._free = list(range(num_pages))
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("model", ["llama", "mistral_window", "gpt2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.soak)])
+def test_free_pages_are_read_by_nobody(kits: Kits, model: str, dtype: str, kernels: str) -> None:
+    """A small pool and long answers: pages change hands all the time, sequences fork, give way and come back."""
+    kit = kits(model)
+    source, versions = make_source(kit, dtype)
+    rng = random.Random(5)
+    adapters = [None, *list(versions.values())[:3]] * 2
+    requests = [
+        ask(str(n), one, rng.randint(1, 40), rng.randint(20, 70), 1 + n % 3) for n, one in enumerate(adapters)
+    ]
+    arrivals = [requests[n : n + 2] for n in range(0, len(requests), 2)]
+
+    def run(*, poisoned: bool) -> dict[str, tuple[list[int], list[float]]]:
+        pool_bytes = kit.pool_bytes(42, dtype=dtype)
+        engine = make_engine(kit, source, 0, kernels=kernels, dtype=dtype, pool_bytes=pool_bytes)
+        if poisoned:
+            poison(engine)
+        answers = drive(engine, arrivals)
+        assert all(answer.error is None for answer in answers.values())
+        assert engine.stats().preemptions + engine.stats().adapter_evictions > 0, "no page changed hands"
+        return {name: (one.token_ids, one.logprobs) for name, one in answers.items()}
+
+    assert run(poisoned=True) == run(poisoned=False)
+
+
+def start(kits: Kits) -> tuple[Engine, dict[str, Answer]]:
+    kit = kits("llama")
+    engine = make_engine(kit, make_source(kit)[0], 100, kernels=KERNELS)
+    answers = {"r": Answer()}
+    engine.add(ask("r", None, 20, 30))
+    step(engine, answers)
+    return engine, answers
+
+
+def test_poison_shows_whoever_reads_a_page_that_is_free(kits: Kits) -> None:
+    engine, answers = start(kits)
+    poison(engine)
+    step(engine, answers)
+    assert answers["r"].error is None
+    (sequence,) = engine._scheduler._batch
+    engine._scheduler.memory.pool._free.append(sequence.blocks.held[0])
+    step(engine, answers)
+    assert "not finite" in str(answers["r"].error)
+
+
+def test_what_a_plan_still_reads_is_spared_and_the_rest_is_not(kits: Kits) -> None:
+    """A page that moves out is free already when its step runs; so is the page of the host that one came in from."""
+    engine, _ = start(kits)
+    memory, host = engine._runner.memory, engine._scheduler.swapping._space
+    poison(engine)
+    leaving, source, target, coming = pages = engine._scheduler.memory.pool.allocate(4, Tenant("t"))
+    for number, page in enumerate(pages):
+        memory.pages[page] = number
+    for host_page in (1, 2, 3):
+        memory.host_pages[host_page].fill_(10 * host_page)
+    engine._scheduler.memory.pool.release([leaving, source])
+    host._free.remove(1)
+    engine._runner.run(StepPlan(swaps_out=[(leaving, 1)], copies=[(source, target)], swaps_in=[(2, coming)]))
+    assert memory.pages[[target, coming], 0].tolist() == [1, 20]
+    assert [memory.host_pages[n][0].item() for n in (1, 3)] == [0, 0xFF]
+    engine.step()
+    assert memory.pages[[leaving, source]].unique().tolist() == [0xFF]
+    assert memory.host_pages[2].unique().tolist() == [0xFF]
+    assert memory.pages[[target, coming], 0].tolist() == [1, 20]

@@ -1,0 +1,408 @@
+"""Engine and loader as real processes, and what a client sees of their lives and deaths."""
+
+import asyncio
+import signal
+import socket
+import tempfile
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slora.adapter_place import AdapterPlace
+from slora.engine.client import RemoteEngine
+from slora.engine.info import EngineStats
+from slora.engine.messages import encode_add
+from slora.engine.pin import Pin
+from slora.errors import AdapterFetchFailed, ContextTooLong, EngineUnavailable, RequestRefused
+from slora.request import EngineRequest, FinishReason, TokenDelta
+from slora.sampling_params import SamplingParams
+from slora.tenant_share import DEFAULT_SHARE
+from slora_adapters.version import AdapterVersion
+from slora_adapters.wire import send
+from tests.support.driving import Answer, drive, make_engine, make_source
+from tests.support.engine_stack import WAIT_S, EngineStack, connect, wait_until
+from tests.support.model_kit import ModelKit
+
+GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
+
+Run = Callable[[Callable[[RemoteEngine], Coroutine[Any, Any, None]]], None]
+
+
+@pytest.fixture(scope="module")
+def kit(kits: Callable[[str], ModelKit]) -> ModelKit:
+    return kits("llama")
+
+
+@pytest.fixture(scope="module")
+def running_stack(kit: ModelKit) -> Iterator[EngineStack]:
+    # Not tmp_path: a Unix socket's path may have 107 bytes.
+    with tempfile.TemporaryDirectory() as root:
+        stack = EngineStack(Path(root), kit, num_pages=400)
+        yield stack
+        stack.stop()
+
+
+@pytest.fixture
+def stack(running_stack: EngineStack) -> EngineStack:
+    running_stack.ensure_running()
+    return running_stack
+
+
+@pytest.fixture
+def run(stack: EngineStack) -> Run:
+    """Runs a coroutine function with a client that is ready."""
+
+    def call(body: Callable[[RemoteEngine], Coroutine[Any, Any, None]]) -> None:
+        async def main() -> None:
+            async with asyncio.timeout(2 * WAIT_S), connect(stack) as client:
+                await body(client)
+
+        asyncio.run(main())
+
+    return call
+
+
+def ask(name: str, adapter: AdapterVersion | None = None, params: SamplingParams = GREEDY) -> EngineRequest:
+    return EngineRequest(name, "tenant", [1, 2, 3], adapter, params)
+
+
+async def collect(stream: AsyncGenerator[TokenDelta, None]) -> Answer:
+    answer = Answer()
+    async for delta in stream:
+        answer.token_ids.extend(delta.token_ids)
+        answer.logprobs.extend(entry.logprob for entry in delta.logprobs or ())
+        answer.reason = delta.finish_reason
+    return answer
+
+
+async def wait_for_stats(client: RemoteEngine, condition: Callable[[EngineStats], bool]) -> EngineStats:
+    for _ in range(3000):
+        stats = await client.stats()
+        if condition(stats):
+            return stats
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"it did not happen; the engine is at {stats}")
+
+
+def idle(stats: EngineStats) -> bool:
+    return stats.running == stats.waiting == stats.pages_held == 0
+
+
+def test_answers_over_the_socket_are_those_of_an_engine_in_process(
+    run: Run, kit: ModelKit, stack: EngineStack
+) -> None:
+    source, versions = make_source(kit)
+    params = SamplingParams(max_tokens=20, temperature=0.8, seed=5, ignore_eos=True, logprobs=2)
+    engine = make_engine(kit, source, 400, kernels="torch")
+    expected = drive(engine, [[ask(kind, version, params) for kind, version in versions.items()]])
+
+    async def body(client: RemoteEngine) -> None:
+        assert client.info == engine.info
+        requests = [ask(kind, version, params) for kind, version in stack.versions.items()]
+        answers = await asyncio.gather(*(collect(client.generate(request)) for request in requests))
+        for request, answer in zip(requests, answers, strict=True):
+            alone = expected[request.request_id]
+            assert (answer.token_ids, answer.reason) == (alone.token_ids, FinishReason.LENGTH)
+            assert answer.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+        stats = await wait_for_stats(client, idle)
+        assert stats.pages_free + stats.pages_cached == stats.pages_total
+
+    run(body)
+
+
+def ask_many(adapter: AdapterVersion | None = None) -> list[EngineRequest]:
+    """Requests that are far from their end when somebody leaves after the first tokens."""
+    return [ask(str(number), adapter, LONG) for number in range(8)]
+
+
+async def check_cut_short(client: RemoteEngine, tokens_before: int) -> None:
+    """All pages are free or cached, and that because requests were aborted, not because they came to their end."""
+    stats = await wait_for_stats(client, idle)
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+    assert stats.generated_tokens - tokens_before < len(ask_many()) * 500
+
+
+def test_closing_an_answer_early_frees_its_pages(run: Run, stack: EngineStack) -> None:
+    async def body(client: RemoteEngine) -> None:
+        before = (await wait_for_stats(client, idle)).generated_tokens
+        streams = [client.generate(request) for request in ask_many(stack.versions["odd_rank"])]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        for stream in streams:
+            await stream.aclose()
+        await check_cut_short(client, before)
+
+    run(body)
+
+
+def test_cancelling_a_reader_frees_its_pages(run: Run) -> None:
+    async def body(client: RemoteEngine) -> None:
+        before = (await wait_for_stats(client, idle)).generated_tokens
+        readers = [asyncio.create_task(collect(client.generate(request))) for request in ask_many()]
+        await wait_for_stats(client, lambda stats: stats.running > 0)
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        await check_cut_short(client, before)
+
+    run(body)
+
+
+def test_a_client_that_vanishes_takes_its_requests_with_it(run: Run, stack: EngineStack) -> None:
+    async def body(client: RemoteEngine) -> None:
+        before = (await wait_for_stats(client, idle)).generated_tokens
+        async with connect(stack) as other:
+            readers = [asyncio.create_task(collect(other.generate(request))) for request in ask_many()]
+            await wait_for_stats(client, lambda stats: stats.running > 0)
+        await check_cut_short(client, before)
+        for outcome in await asyncio.gather(*readers, return_exceptions=True):
+            assert isinstance(outcome, EngineUnavailable)
+
+    run(body)
+
+
+def test_a_choice_is_ended_alone_and_the_others_go_on(run: Run, kit: ModelKit) -> None:
+    params = replace(GREEDY, n=3, temperature=1.0, seed=5)
+    expected = drive(make_engine(kit, make_source(kit)[0], 400, kernels="torch"), [[ask("r", None, params)]])
+
+    async def body(client: RemoteEngine) -> None:
+        tokens: dict[int, list[int]] = defaultdict(list)
+        async for delta in client.generate(ask("r", None, params)):
+            tokens[delta.index] += delta.token_ids
+            if delta.index == 1 and len(tokens[1]) == 4:
+                client.end_choice("r", 1)
+        assert tokens == {
+            0: expected["r"].token_ids,
+            1: expected["r/1"].token_ids[:4],
+            2: expected["r/2"].token_ids,
+        }
+        await wait_for_stats(client, idle)
+
+    run(body)
+
+
+def test_closing_an_answer_ends_all_its_choices(run: Run) -> None:
+    async def body(client: RemoteEngine) -> None:
+        before = (await wait_for_stats(client, idle)).generated_tokens
+        async with aclosing(client.generate(ask("r", None, replace(LONG, n=8, temperature=1.0)))) as deltas:
+            await anext(deltas)
+            client.end_choice("r", 3)
+        await check_cut_short(client, before)
+
+    run(body)
+
+
+def test_two_clients_may_use_the_same_request_ids(run: Run, stack: EngineStack) -> None:
+    async def body(client: RemoteEngine) -> None:
+        async with connect(stack) as other:
+            mine, yours = await asyncio.gather(
+                collect(client.generate(ask("same"))),
+                collect(other.generate(ask("same", stack.versions["rslora"]))),
+            )
+        assert mine.token_ids != yours.token_ids
+        assert len(mine.token_ids) == len(yours.token_ids) == 20
+
+    run(body)
+
+
+def test_one_client_may_not_use_a_request_id_twice_at_once(run: Run) -> None:
+    """Born from a bug: the second took the first one's place, whose reader then waited for ever."""
+
+    async def body(client: RemoteEngine) -> None:
+        async with aclosing(client.generate(ask("same"))) as first:
+            token = await anext(first)
+            with pytest.raises(RequestRefused, match="'same' is already running"):
+                await collect(client.generate(ask("same")))
+            rest = await collect(first)
+            assert len(token.token_ids) + len(rest.token_ids) == 20
+
+    run(body)
+
+
+def test_what_is_wrong_with_a_request_comes_back_as_it_was_raised(run: Run, kit: ModelKit) -> None:
+    async def body(client: RemoteEngine) -> None:
+        with pytest.raises(RequestRefused, match="the prompt is empty") as refused:
+            await collect(client.generate(EngineRequest("a", "tenant", [], None, GREEDY)))
+        assert refused.value.param == "prompt"
+        with pytest.raises(ContextTooLong, match="max_model_len") as too_long:
+            await collect(client.generate(EngineRequest("b", "tenant", [1] * 600, None, GREEDY)))
+        assert (too_long.value.param, too_long.value.code) == ("prompt", "context_length_exceeded")
+        with pytest.raises(AdapterFetchFailed) as missing:
+            await collect(client.generate(ask("c", AdapterVersion("tenant", "0" * 64))))
+        assert missing.value.code == "not_found"
+        assert len((await collect(client.generate(ask("d")))).token_ids) == 20
+
+    run(body)
+
+
+def test_a_deleted_adapter_leaves_the_engine(run: Run, stack: EngineStack) -> None:
+    async def body(client: RemoteEngine) -> None:
+        version = stack.versions["odd_rank"]
+        await collect(client.generate(ask("a", version)))
+        before = await wait_for_stats(client, idle)
+        await client.forget(version)
+        after = await client.stats()
+        assert after.resident_adapters == before.resident_adapters - 1
+        # It was not deleted from the store: it may come back.
+        await collect(client.generate(ask("b", version)))
+
+    run(body)
+
+
+def test_what_is_pinned_over_the_socket_is_there_before_anybody_asks(run: Run, stack: EngineStack) -> None:
+    version = stack.versions["odd_rank"]
+
+    async def body(client: RemoteEngine) -> None:
+        before = await client.stats()
+        await client.set_pins([Pin(version)])
+        pinned = await wait_for_stats(client, lambda stats: stats.pinned_loaded == 1)
+        await collect(client.generate(ask("r", version)))
+        after = await client.stats()
+        assert after.adapter_loads == pinned.adapter_loads
+        assert (after.prompt_tokens, pinned.pinned_adapters) == (before.prompt_tokens + 3, 1)
+        await client.set_pins([])
+        await wait_for_stats(client, lambda stats: stats.pinned_adapters == stats.pinned_loaded == 0)
+
+    run(body)
+
+
+def test_what_is_prewarmed_over_the_socket_is_there_before_anybody_asks(run: Run, stack: EngineStack) -> None:
+    version = stack.versions["odd_rank"]
+
+    async def body(client: RemoteEngine) -> None:
+        await client.forget(version)
+        before = await wait_for_stats(client, idle)
+        assert await client.prewarm(version, DEFAULT_SHARE) is not AdapterPlace.POOL
+        await wait_for_stats(client, lambda stats: stats.resident_adapters == before.resident_adapters + 1)
+        assert await client.prewarm(version, DEFAULT_SHARE) in (AdapterPlace.POOL, AdapterPlace.LOADING)
+        await collect(client.generate(ask("r", version)))
+        assert (await client.stats()).adapter_loads == before.adapter_loads + 1
+
+    run(body)
+
+
+def test_a_reader_that_does_not_read_holds_up_nobody_else(run: Run, stack: EngineStack) -> None:
+    chatty = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True, logprobs=20)
+
+    async def body(client: RemoteEngine) -> None:
+        with socket.socket(socket.AF_UNIX) as stuck:
+            stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            stuck.connect(str(stack.socket))
+            for number in range(8):
+                send(stuck, encode_add(ask(f"stuck{number}", params=chatty)))
+            await wait_for_stats(client, lambda stats: stats.running == 8)
+            answers = await asyncio.gather(*(collect(client.generate(ask(f"r{n}"))) for n in range(4)))
+            assert [len(answer.token_ids) for answer in answers] == [20] * 4
+            # Its own answers are computed to the end too: frames wait for it, pages do not.
+            await wait_for_stats(client, idle)
+
+    run(body)
+
+
+def test_a_killed_engine_fails_what_was_in_flight_at_once_and_a_new_one_serves_on(
+    run: Run, stack: EngineStack
+) -> None:
+    async def body(client: RemoteEngine) -> None:
+        async with aclosing(client.generate(ask("a", params=LONG))) as stream:
+            await anext(stream)
+            assert stack.engine is not None
+            stack.engine.send(signal.SIGKILL)
+            with pytest.raises(EngineUnavailable, match="the engine died while it held this request"):
+                async for _ in stream:
+                    pass
+        assert not client.ready
+        with pytest.raises(EngineUnavailable, match="not running; it is being started"):
+            await collect(client.generate(ask("b")))
+        with pytest.raises(EngineUnavailable):
+            await client.stats()
+        await client.forget(stack.versions["odd_rank"])
+        assert client.info.block_tokens == 16, "what the engine is may still be asked"
+
+        assert stack.engine.wait() == -signal.SIGKILL
+        stack.ensure_running()
+        await wait_until(lambda: client.ready)
+        answer = await collect(client.generate(ask("a", stack.versions["rslora"])))
+        assert len(answer.token_ids) == 20
+
+    run(body)
+
+
+def test_a_killed_loader_is_noticed_and_its_successor_serves_what_waited(
+    run: Run, stack: EngineStack
+) -> None:
+    async def body(client: RemoteEngine) -> None:
+        resident, cold = stack.versions["rslora"], stack.versions["some_layers"]
+        await collect(client.generate(ask("a", resident)))
+        await client.forget(cold)
+        assert stack.loader is not None
+        stack.loader.kill()
+        await wait_until(lambda: not client.ready)
+        # Whoever needs no loader goes on; whoever does waits for the next one.
+        waiting = asyncio.create_task(collect(client.generate(ask("cold", cold))))
+        assert len((await collect(client.generate(ask("b", resident)))).token_ids) == 20
+        assert len((await collect(client.generate(ask("c")))).token_ids) == 20
+        assert (await client.stats()).awaiting_adapter == 1
+        stack.ensure_running()
+        await wait_until(lambda: client.ready)
+        assert len((await waiting).token_ids) == 20
+        await wait_for_stats(client, idle)
+
+    run(body)
+
+
+def test_before_there_is_an_engine_a_client_says_so(tmp_path: Path) -> None:
+    async def main() -> None:
+        client = RemoteEngine(tmp_path / "nobody.sock")
+        running = asyncio.create_task(client.run())
+        await asyncio.sleep(0)
+        with pytest.raises(EngineUnavailable, match="starting"):
+            _ = client.info
+        with pytest.raises(EngineUnavailable):
+            await collect(client.generate(ask("a")))
+        running.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_terminated_engine_goes_in_peace_even_with_clients(run: Run, stack: EngineStack) -> None:
+    async def body(client: RemoteEngine) -> None:
+        async with aclosing(client.generate(ask("a", params=LONG))) as stream:
+            await anext(stream)
+            assert stack.engine is not None
+            stack.engine.send(signal.SIGINT)  # a terminal's Ctrl-C: not for the engine to decide
+            await anext(stream)
+            stack.engine.send(signal.SIGTERM)
+            with pytest.raises(EngineUnavailable):
+                async for _ in stream:
+                    pass
+        assert await asyncio.to_thread(stack.engine.wait) == 0
+
+    run(body)
+
+
+def test_an_engine_ends_with_its_parent_s_end_of_the_pipe(stack: EngineStack) -> None:
+    assert stack.engine is not None
+
+    async def main() -> None:
+        async with connect(stack):
+            pass
+
+    asyncio.run(main())
+    stack.engine.close_stdin()
+    assert stack.engine.wait() == 0
+
+
+def test_an_engine_that_cannot_start_says_why_and_exits_with_two(running_stack: EngineStack) -> None:
+    messages = {
+        "pool_bytes is 5, but one page of this model takes": {"pool_bytes": 5},
+        "max_num_seqs is 0": {"max_num_seqs": 0},
+    }
+    engines = [running_stack.start_engine(**settings) for settings in messages.values()]
+    assert [engine.wait() for engine in engines] == [2] * len(engines)
+    assert all(message in engines[0].log for message in messages)
+    assert "Traceback" not in engines[0].log

@@ -1,0 +1,179 @@
+"""Thousands of random requests over the real processes: some finish, some are closed early, cancelled, refused, or lose
+their connection; adapters are deleted and come back; pages are short throughout. With --soak there are 10,000."""
+
+import asyncio
+import random
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from slora.engine.client import RemoteEngine
+from slora.engine.info import EngineStats
+from slora.errors import EngineUnavailable, RequestRefused
+from slora.request import EngineRequest, TokenDelta
+from slora.sampling_params import SamplingParams
+from slora_adapters.version import AdapterVersion
+from tests.support.driving import drive, make_engine, make_source
+from tests.support.engine_stack import EngineStack, connect
+from tests.support.model_kit import ModelKit
+from tests.support.tiny_models import VOCAB_SIZE
+
+NUM_PROMPTS = 8
+MOST_TOKENS = 24
+NUM_CLIENTS = 4
+REQUESTS_AT_ONCE = 32
+REQUESTS_PER_CONNECTION = 40
+GREEDY = SamplingParams(max_tokens=MOST_TOKENS, temperature=0.0, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt, an adapter, and all tokens of the answer when nobody else asks anything."""
+
+    prompt: list[int]
+    adapter: AdapterVersion | None
+    answer: list[int]
+
+
+def make_questions(kit: ModelKit) -> list[Question]:
+    source, versions = make_source(kit)
+    # The store's tenant is another one than the source's.
+    adapters = [None, *versions.values()]
+    rng = random.Random(1)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))] for _ in range(NUM_PROMPTS)]
+    pairs = [(prompt, adapter) for prompt in prompts for adapter in adapters]
+    requests = [EngineRequest(str(n), "t", prompt, one, GREEDY) for n, (prompt, one) in enumerate(pairs)]
+    answers = drive(make_engine(kit, source, 2000), [requests])
+    return [
+        Question(prompt, replace(one, tenant="tenant") if one else None, answers[str(n)].token_ids)
+        for n, (prompt, one) in enumerate(pairs)
+    ]
+
+
+class Crowd:
+    """Many readers, each with requests of all fates. `fates` counts how requests ended."""
+
+    def __init__(self, stack: EngineStack, questions: list[Question], count: int) -> None:
+        self.fates: Counter[str] = Counter()
+        self._stack = stack
+        self._questions = questions
+        self._numbers = iter(range(count))
+        self._rng = random.Random(2)
+
+    async def run(self) -> None:
+        await asyncio.gather(*(self._keep_connecting() for _ in range(NUM_CLIENTS)))
+
+    async def _keep_connecting(self) -> None:
+        """One connection after the other; each is cut while requests are under way."""
+        while numbers := list(islice(self._numbers, REQUESTS_PER_CONNECTION)):
+            async with connect(self._stack) as client:
+                rest = iter(numbers)
+                readers = [
+                    asyncio.create_task(self._read(client, rest))
+                    for _ in range(REQUESTS_AT_ONCE // NUM_CLIENTS)
+                ]
+                await asyncio.wait(readers, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.gather(*readers)
+
+    async def _read(self, client: RemoteEngine, numbers: Iterator[int]) -> None:
+        for number in numbers:
+            fate = self._rng.choices(("end", "close", "cancel", "refuse", "forget"), (12, 4, 2, 1, 1))[0]
+            try:
+                await getattr(self, f"_{fate}")(client, str(number))
+                self.fates[fate] += 1
+            except EngineUnavailable:
+                self.fates["disconnected"] += 1
+
+    def _ask(self, client: RemoteEngine, name: str) -> tuple[AsyncGenerator[TokenDelta, None], list[int]]:
+        """A stream, and the tokens that each choice of it must bring: without chance they are all the same."""
+        question = self._rng.choice(self._questions)
+        n = self._rng.choice((1, 1, 1, 3))
+        params = replace(GREEDY, max_tokens=self._rng.randint(1, MOST_TOKENS), n=n)
+        request = EngineRequest(name, "tenant", question.prompt, question.adapter, params)
+        return client.generate(request), question.answer[: params.max_tokens]
+
+    async def _end(self, client: RemoteEngine, name: str) -> None:
+        stream, expected = self._ask(client, name)
+        answers: dict[int, list[int]] = defaultdict(list)
+        async for delta in stream:
+            answers[delta.index] += delta.token_ids
+        assert all(tokens == expected for tokens in answers.values()), (
+            f"{name} got another answer in the crowd"
+        )
+
+    async def _close(self, client: RemoteEngine, name: str) -> None:
+        stream, expected = self._ask(client, name)
+        answers: dict[int, list[int]] = defaultdict(list)
+        enough = self._rng.randint(0, len(expected))
+        async with aclosing(stream):
+            async for delta in stream:
+                tokens = answers[delta.index]
+                tokens += delta.token_ids
+                if len(tokens) >= enough and delta.index != 1:
+                    break
+                if len(tokens) >= enough:
+                    client.end_choice(name, 1)
+        for tokens in answers.values():
+            assert tokens == expected[: len(tokens)], f"request {name} got another answer in the crowd"
+
+    async def _cancel(self, client: RemoteEngine, name: str) -> None:
+        reading = asyncio.create_task(self._end(client, name))
+        await asyncio.sleep(self._rng.random() * 0.05)
+        reading.cancel()
+        for error in await asyncio.gather(reading, return_exceptions=True):
+            if error is not None and not isinstance(error, asyncio.CancelledError):
+                raise error
+
+    async def _refuse(self, client: RemoteEngine, name: str) -> None:
+        request = EngineRequest(name, "tenant", [1] * 1000, None, GREEDY)
+        with pytest.raises(RequestRefused):
+            async for _ in client.generate(request):
+                pass
+
+    async def _forget(self, client: RemoteEngine, name: str) -> None:
+        version = self._rng.choice(self._questions).adapter
+        if version is not None:
+            await client.forget(version)
+
+
+async def settle(stack: EngineStack) -> EngineStats:
+    """The numbers once nobody runs or waits, and after the engine's own check, which ends it if a page is lost."""
+    async with connect(stack) as client:
+        while (stats := await client.stats()).running or stats.waiting:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(1.5)
+        return await client.stats()
+
+
+def test_a_crowd_that_comes_and_goes_leaves_every_page_free_or_cached(
+    kits: Callable[[str], ModelKit], report: Callable[[str], None], *, soak: bool
+) -> None:
+    kit = kits("llama")
+    count = 10_000 if soak else 400
+    with tempfile.TemporaryDirectory() as root:
+        stack = EngineStack(Path(root), kit, num_pages=45, max_num_seqs=16, max_num_batched_tokens=64)
+        try:
+            stack.ensure_running()
+            crowd = Crowd(stack, make_questions(kit), count)
+            asyncio.run(crowd.run())
+            stats = asyncio.run(settle(stack))
+            assert stack.engine is not None and stack.engine.running
+            assert not {"Traceback", "ERROR", "CRITICAL"} & set(stack.engine.log.split())
+        finally:
+            stack.stop()
+    report(
+        f"{count} requests: {dict(crowd.fates)}, {stats.preemptions} preemptions, "
+        f"{stats.adapter_loads} loads, {stats.adapter_evictions} evictions"
+    )
+    assert crowd.fates.total() == count
+    assert all(crowd.fates[fate] for fate in ("end", "close", "cancel", "refuse", "forget", "disconnected"))
+    assert stats.preemptions > 0 and stats.adapter_evictions > 0
+    assert stats.pages_held == 0
+    assert stats.pages_free + stats.pages_cached == stats.pages_total == 45
+    assert stats.pages_cached >= stats.adapter_pages

@@ -1,0 +1,142 @@
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from slora.engine.engine import Engine
+from slora.engine.info import EngineStats
+from slora.engine.pin import Pin
+from slora.engine.worker import Abort, Add, AskStats, EngineWorker, Forget, SetPins, Stop, Wake
+from slora.errors import DeadlineMissed, RequestRefused
+from slora.models.model_spec import read_model_spec
+from slora.pool.tenant import Tenant
+from slora.request import EngineRequest, StepOutput
+from slora.sampling_params import SamplingParams
+from slora_adapters.loader.source import DirectorySource
+from slora_adapters.version import AdapterVersion
+from tests.support.driving import make_engine, make_source
+from tests.support.model_kit import ModelKit
+from tests.support.scripted_source import ScriptedSource
+
+GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+WAIT_S = 30.0
+Outputs = queue.SimpleQueue[StepOutput]
+
+
+@pytest.fixture(scope="module")
+def kit(kits: Callable[[str], ModelKit]) -> ModelKit:
+    return kits("llama")
+
+
+@contextmanager
+def working(worker: EngineWorker, engine: Engine) -> Iterator[None]:
+    thread = threading.Thread(target=worker.run, args=(engine,))
+    thread.start()
+    try:
+        yield
+    finally:
+        worker.post(Stop())
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def make_worker() -> tuple[EngineWorker, Outputs]:
+    told: Outputs = queue.SimpleQueue()
+
+    def deliver(outputs: list[StepOutput]) -> None:
+        for output in outputs:
+            told.put(output)
+
+    return EngineWorker(deliver), told
+
+
+def ask(name: str, adapter: AdapterVersion | None = None) -> EngineRequest:
+    return EngineRequest(name, "t", [1, 2], adapter, GREEDY)
+
+
+def stats_of(worker: EngineWorker) -> EngineStats:
+    answers: queue.SimpleQueue[EngineStats] = queue.SimpleQueue()
+    worker.post(AskStats(answers.put))
+    return answers.get(timeout=WAIT_S)
+
+
+def test_an_idle_worker_wakes_for_a_request_and_for_an_adapter_that_arrives(kit: ModelKit) -> None:
+    worker, told = make_worker()
+    shape = read_model_spec(kit.directory).shape("float32")
+    source = DirectorySource(shape, "float32", notify=lambda: worker.post(Wake()), num_threads=1)
+    version = source.add(kit.adapters["odd_rank"])
+    with working(worker, make_engine(kit, source, 100)):
+        for name, adapter in (("base", None), ("adapted", version)):
+            worker.post(Add(ask(name, adapter)))
+            outputs = [told.get(timeout=WAIT_S) for _ in range(5)]
+            assert {output.request_id for output in outputs} == {name}
+        assert stats_of(worker).resident_adapters == 1
+        worker.post(Forget(version))
+        assert stats_of(worker).resident_adapters == 0
+    source.close()
+
+
+def test_a_refused_request_is_answered_and_an_aborted_one_is_not(kit: ModelKit) -> None:
+    worker, told = make_worker()
+    source, _ = make_source(kit)
+    worker.post(Add(EngineRequest("refused", "t", [], None, GREEDY)))
+    worker.post(Add(ask("aborted")))
+    worker.post(Abort("aborted"))
+    with working(worker, make_engine(kit, source, 100)):
+        output = told.get(timeout=WAIT_S)
+        assert output.request_id == "refused" and isinstance(output.error, RequestRefused)
+        assert stats_of(worker).pages_held == 0
+    assert told.empty()
+
+
+def test_a_lost_page_ends_the_worker_when_it_is_idle(kit: ModelKit) -> None:
+    worker, told = make_worker()
+    source, _ = make_source(kit)
+    engine = make_engine(kit, source, 100)
+    engine._scheduler.memory.pool.allocate(1, Tenant("lost"))
+    worker.post(Add(ask("r")))
+    with pytest.raises(AssertionError, match="counted references differ"):
+        worker.run(engine)
+    assert told.qsize() == 5
+
+
+def test_a_deadline_is_told_when_nothing_else_happens(kit: ModelKit) -> None:
+    """Its adapter never comes, nobody else asks for anything, and still it need not wait for good."""
+    worker, told = make_worker()
+    late = AdapterVersion("t", "never")
+    engine = make_engine(kit, ScriptedSource({late: 1}), 100)
+    with working(worker, engine):
+        worker.post(Add(EngineRequest("r", "t", [1, 2], late, GREEDY, deadline_s=0.2)))
+        output = told.get(timeout=WAIT_S)
+        assert output.request_id == "r" and isinstance(output.error, DeadlineMissed)
+        assert stats_of(worker).deadline_misses == 1
+
+
+class WatchedSource(ScriptedSource):
+    """`asked` has what is asked for."""
+
+    def __init__(self, num_pages: dict[AdapterVersion, int]) -> None:
+        super().__init__(num_pages)
+        self.asked: queue.SimpleQueue[AdapterVersion] = queue.SimpleQueue()
+
+    def request(self, version: AdapterVersion) -> None:
+        super().request(version)
+        self.asked.put(version)
+
+
+def test_a_pinned_adapter_that_did_not_come_is_asked_for_again_when_nothing_else_happens(
+    kit: ModelKit,
+) -> None:
+    worker, _ = make_worker()
+    version = AdapterVersion("t", "late")
+    source = WatchedSource({version: 1})
+    with working(worker, make_engine(kit, source, 100)):
+        worker.post(SetPins([Pin(version)]))
+        assert source.asked.get(timeout=WAIT_S) == version
+        source.fail(version, "unavailable")
+        worker.post(Wake())
+        assert source.asked.get(timeout=WAIT_S) == version
+        stats = stats_of(worker)
+        assert (stats.pinned_adapters, stats.pinned_loaded, stats.pin_failures) == (1, 0, 1)

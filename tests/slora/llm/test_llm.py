@@ -1,0 +1,285 @@
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slora import LLM, SamplingParams
+from slora.errors import ConfigError, RequestRefused
+from slora.request import FinishReason
+from slora.sampling_params import choice_seed
+from slora.text.tokenizer import Tokenizer
+from slora_adapters.errors import AdapterInvalid, AdapterNotFound
+from tests.support.cpu_kernels import KERNELS
+from tests.support.model_kit import ModelKit, make_kit
+from tests.support.peft_adapters import KINDS
+from tests.support.tiny_tokenizers import byte_level, write_tokenizer
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
+    kinds = {kind: KINDS[kind] for kind in ("odd_rank", "rslora")}
+    kit = make_kit(tmp_path_factory.mktemp("llm"), "llama", kinds, vocab_size=400)
+    write_tokenizer(kit.directory, byte_level(vocab_size=400))
+    return kit
+
+
+@pytest.fixture(scope="module")
+def llm(kit: ModelKit) -> LLM:
+    return LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(300))
+
+
+def test_one_prompt_may_stand_alone(llm: LLM) -> None:
+    (text,) = llm.generate("The quick", GREEDY)
+    (tokens,) = llm.generate(text.prompt_token_ids, GREEDY)
+    assert tokens == text
+    assert len(text.token_ids) == 12 and text.finish_reason is FinishReason.LENGTH
+
+
+def test_texts_and_token_lists_may_be_mixed_and_keep_their_order(llm: LLM) -> None:
+    prompts = ["The quick", [5, 6, 7], "fox", (8, 9)]
+    together = llm.generate(prompts, GREEDY)
+    assert together == [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
+
+
+def test_each_prompt_may_have_its_own_parameters_and_adapter(llm: LLM, kit: ModelKit) -> None:
+    adapters = [None, kit.adapters["odd_rank"], str(kit.adapters["rslora"])]
+    params = [SamplingParams(max_tokens=n, temperature=0.0) for n in (3, 5, 7)]
+    outputs = llm.generate(["fox"] * 3, params, adapters)
+    assert [len(output.token_ids) for output in outputs] == [3, 5, 7]
+    assert len({tuple(output.token_ids[:3]) for output in outputs}) == 3
+    assert outputs[1:2] == llm.generate("fox", params[1], kit.adapters["odd_rank"])
+
+
+def test_the_text_is_that_of_the_tokens_without_the_one_that_stopped_it(llm: LLM, kit: ModelKit) -> None:
+    tokenizer = Tokenizer.from_directory(kit.directory)
+    (free,) = llm.generate("fox", GREEDY)
+    assert free.text == tokenizer.decode(free.token_ids)
+    stop = free.token_ids[6]
+    first = free.token_ids.index(stop)
+    (stopped,) = llm.generate("fox", SamplingParams(max_tokens=12, temperature=0.0, stop_token_ids=(stop,)))
+    assert stopped.token_ids == free.token_ids[: first + 1]
+    assert stopped.text == tokenizer.decode(free.token_ids[:first])
+    assert stopped.finish_reason is FinishReason.STOP
+
+
+def test_a_stop_string_ends_text_and_work(llm: LLM) -> None:
+    (free,) = llm.generate("fox", SamplingParams(max_tokens=200, temperature=0.0))
+    stop = free.text[5:8]
+    at = free.text.find(stop)
+    before = llm.stats().generated_tokens
+    (stopped,) = llm.generate("fox", SamplingParams(max_tokens=200, temperature=0.0, stop=(stop,)))
+    assert stopped.text == free.text[:at]
+    assert stopped.finish_reason is FinishReason.STOP
+    assert len(stopped.token_ids) == llm.stats().generated_tokens - before < 200
+    llm.check()
+
+
+def test_a_stream_gives_every_prompt_its_answer_piece_by_piece(llm: LLM, kit: ModelKit) -> None:
+    prompts, adapters = ["The quick", [5, 6, 7], "fox"], [None, kit.adapters["odd_rank"], None]
+    params = [SamplingParams(max_tokens=n, temperature=0.0, logprobs=1) for n in (9, 4, 7)]
+    whole = llm.generate(prompts, params, adapters)
+    deltas = list(llm.stream(prompts, params, adapters))
+    assert {delta.index for delta in deltas[:3]} == {0, 1, 2}, "the answers do not come side by side"
+    for index, answer in enumerate(whole):
+        own = [delta for delta in deltas if delta.index == index]
+        assert "".join(delta.text for delta in own) == answer.text
+        assert [token for delta in own for token in delta.token_ids] == answer.token_ids
+        assert [entry for delta in own for entry in delta.logprobs or ()] == answer.logprobs
+        assert [delta.finish_reason for delta in own] == [None] * (len(own) - 1) + [answer.finish_reason]
+
+
+def test_each_choice_is_what_a_prompt_of_its_own_would_get(llm: LLM, kit: ModelKit) -> None:
+    params = SamplingParams(max_tokens=12, seed=7, logprobs=1)
+    adapter = kit.adapters["odd_rank"]
+    before = llm.stats().prompt_tokens
+    (answer,) = llm.generate([[5, 6, 7]], replace(params, n=3), adapter)
+    assert llm.stats().prompt_tokens - before == 3
+    apart = [llm.generate([[5, 6, 7]], replace(params, seed=choice_seed(7, n)), adapter)[0] for n in range(3)]
+    assert [choice.token_ids for choice in answer.choices] == [one.token_ids for one in apart]
+    assert [choice.text for choice in answer.choices] == [one.text for one in apart]
+    assert answer.text == answer.choices[0].text and answer.logprobs == answer.choices[0].logprobs
+    llm.check()
+
+
+def test_a_stop_string_ends_its_own_choice_only(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=60, seed=3, n=4, ignore_eos=True)
+    (free,) = llm.generate("fox", params)
+    pairs = (choice.text[5:7] for choice in free.choices)
+    stop = next(pair for pair in pairs if not all(pair in choice.text for choice in free.choices))
+    (stopped,) = llm.generate("fox", replace(params, stop=(stop,)))
+    cut = [choice.text.split(stop)[0] for choice in free.choices]
+    assert [choice.text for choice in stopped.choices] == cut
+    reasons = [choice.finish_reason for choice in stopped.choices]
+    assert reasons == [FinishReason.STOP if stop in one.text else FinishReason.LENGTH for one in free.choices]
+    assert set(reasons) == {FinishReason.STOP, FinishReason.LENGTH}
+    assert llm.stats().pages_held == 0
+
+
+def test_choices_stream_side_by_side(llm: LLM) -> None:
+    prompts, params = ["fox", "dog"], SamplingParams(max_tokens=9, seed=1, n=2)
+    whole = llm.generate(prompts, params)
+    deltas = list(llm.stream(prompts, params))
+    for index, answer in enumerate(whole):
+        for number, choice in enumerate(answer.choices):
+            own = [delta for delta in deltas if (delta.index, delta.choice) == (index, number)]
+            assert "".join(delta.text for delta in own) == choice.text
+            assert own[-1].finish_reason is choice.finish_reason
+
+
+def test_the_best_are_the_likeliest_of_all_that_were_drawn(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=8, seed=4, n=5)
+    (every,) = llm.generate("fox", replace(params, logprobs=0))
+    ranked = sorted(every.choices, key=lambda choice: -sum(entry.logprob for entry in choice.logprobs or ()))
+    (best,) = llm.generate("fox", replace(params, n=2, best_of=5))
+    assert [choice.token_ids for choice in best.choices] == [choice.token_ids for choice in ranked[:2]]
+    assert best.logprobs is None
+    with pytest.raises(RequestRefused, match="best_of is 5 and n is 2") as caught:
+        llm.stream("fox", replace(params, n=2, best_of=5))
+    assert caught.value.param == "best_of"
+
+
+def test_calls_between_the_pieces_of_a_stream_change_nothing(llm: LLM) -> None:
+    (alone,) = llm.generate("The quick", GREEDY)
+    (other,) = llm.generate("fox", GREEDY)
+    first, second = llm.stream("The quick", GREEDY), llm.stream("fox", GREEDY)
+    pieces = [next(first), next(second), next(first)]
+    assert llm.generate("fox", GREEDY) == [other]
+    ours = [pieces[0], pieces[2], *first]
+    assert [token for delta in ours for token in delta.token_ids] == alone.token_ids
+    assert [token for delta in [pieces[1], *second] for token in delta.token_ids] == other.token_ids
+
+
+def test_a_stream_that_is_closed_leaves_nothing_running(llm: LLM) -> None:
+    stream = llm.stream(["fox", "dog"], SamplingParams(max_tokens=200, temperature=0.0))
+    next(stream)
+    assert llm.stats().running == 2
+    stream.close()
+    stats = llm.stats()
+    assert stats.running == stats.waiting == stats.pages_held == 0
+    llm.check()
+
+
+def test_a_chat_is_the_completion_of_what_the_template_writes(llm: LLM, kit: ModelKit) -> None:
+    tokenizer = Tokenizer.from_directory(kit.directory)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "fox?"}]
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+    (answer,) = llm.chat(messages, GREEDY)
+    assert answer.prompt_token_ids == prompt
+    assert [answer] == llm.generate(prompt, GREEDY)
+    assert llm.chat([messages, messages[1:]], GREEDY)[0] == answer
+    assert "".join(delta.text for delta in llm.stream_chat(messages, GREEDY)) == answer.text
+
+
+def test_an_adapter_brings_its_own_template_and_defaults(llm: LLM, kit: ModelKit, tmp_path: Path) -> None:
+    shutil.copytree(kit.adapters["rslora"], tmp_path / "own")
+    (tmp_path / "own" / "chat_template.jinja").write_text("say {{ messages[0].content }}")
+    (tmp_path / "own" / "generation_config.json").write_text('{"max_new_tokens": 5, "do_sample": false}')
+    (answer,) = llm.chat([{"role": "user", "content": "fox"}], adapters=tmp_path / "own")
+    assert answer.prompt_token_ids == Tokenizer.from_directory(kit.directory).encode("say fox")
+    assert len(answer.token_ids) == 5
+    assert [answer] == llm.generate("say fox", SamplingParams(max_tokens=5, temperature=0), tmp_path / "own")
+
+
+def test_defaults_are_cut_to_what_the_pool_leaves(kit: ModelKit, tmp_path: Path) -> None:
+    shutil.copytree(kit.adapters["rslora"], tmp_path / "own")
+    (tmp_path / "own" / "generation_config.json").write_text('{"max_new_tokens": 300, "do_sample": false}')
+    small = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(18))
+    (answer,) = small.generate([1, 2, 3], adapters=tmp_path / "own")
+    assert answer.finish_reason is FinishReason.LENGTH
+    # The last token's KV is never written.
+    room_pages = small.info.num_pages - small.stats().adapter_pages
+    assert len(answer.token_ids) == room_pages * small.info.block_tokens - 3 + 1 < 300
+
+
+def test_an_adapter_whose_texts_an_upload_would_be_refused_for_is_refused_here(
+    llm: LLM, kit: ModelKit, tmp_path: Path
+) -> None:
+    shutil.copytree(kit.adapters["rslora"], tmp_path / "own")
+    (tmp_path / "own" / "chat_template.jinja").write_text("{% for %}")
+    (tmp_path / "own" / "generation_config.json").write_text('{"num_beams": 4}')
+    with pytest.raises(AdapterInvalid) as caught:
+        llm.generate("fox", GREEDY, tmp_path / "own")
+    codes = {reason.code for reason in caught.value.reasons}
+    assert codes == {"chat_template_malformed", "generation_config_unsupported"}
+
+
+def test_an_adapter_that_is_trained_further_in_its_directory_is_read_anew(
+    llm: LLM, kit: ModelKit, tmp_path: Path
+) -> None:
+    shutil.copytree(kit.adapters["odd_rank"], tmp_path / "own")
+    expected = llm.generate("fox", GREEDY, tmp_path / "own") + llm.generate(
+        "fox", GREEDY, kit.adapters["rslora"]
+    )
+    for path in kit.adapters["rslora"].iterdir():
+        shutil.copy(path, tmp_path / "own")
+    assert llm.generate("fox", GREEDY, tmp_path / "own") == expected[1:]
+
+
+def test_logprobs_come_for_each_token_when_asked_for(llm: LLM) -> None:
+    (output,) = llm.generate("fox", SamplingParams(max_tokens=4, temperature=0.0, logprobs=3))
+    assert output.logprobs is not None and len(output.logprobs) == 4
+    for token, entry in zip(output.token_ids, output.logprobs, strict=True):
+        assert entry.top[0] == (token, entry.logprob) and len(entry.top) == 3
+    assert llm.generate("fox", GREEDY)[0].logprobs is None
+
+
+def test_the_tokens_of_the_prompt_are_scored_when_asked_for(llm: LLM) -> None:
+    """As they were when they were generated: then they were an answer's, now they are a prompt's."""
+    params = SamplingParams(max_tokens=8, temperature=0.0, logprobs=2)
+    (answer,) = llm.generate("fox", params)
+    longer = [*answer.prompt_token_ids, *answer.token_ids]
+    (scored,) = llm.generate([longer], SamplingParams(max_tokens=2, prompt_logprobs=2))
+    assert scored.prompt_logprobs is not None and scored.prompt_logprobs[0] is None
+    assert len(scored.prompt_logprobs) == len(longer) and answer.prompt_logprobs is None
+    found = scored.prompt_logprobs[len(answer.prompt_token_ids) :]
+    assert answer.logprobs is not None
+    for one, other in zip(found, answer.logprobs, strict=True):
+        assert one is not None and one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
+def test_no_prompts_give_no_answers(llm: LLM) -> None:
+    assert llm.generate([], GREEDY) == []
+
+
+@pytest.mark.parametrize("name", ["params", "adapters"])
+def test_lists_of_another_length_are_refused(llm: LLM, name: str) -> None:
+    wrong = {"params": [GREEDY], "adapters": [None]}[name]
+    with pytest.raises(
+        ConfigError, match=f"{name} has 1 entries for 2 prompts; give one for all or one for each"
+    ):
+        llm.generate(["a", "b"], **{name: wrong})
+
+
+def test_one_bad_prompt_refuses_the_call_and_leaves_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(RequestRefused, match="token id 400"):
+        llm.generate([[1], [400], [2]], GREEDY)
+    stats = llm.stats()
+    assert stats.running == stats.waiting == stats.pages_held == 0
+    assert len(llm.generate([[1]], GREEDY)[0].token_ids) == 12
+
+
+def test_a_directory_that_is_no_adapter_is_refused_before_anything_runs(llm: LLM, tmp_path: Path) -> None:
+    before = llm.stats()
+    with pytest.raises(AdapterNotFound):
+        llm.generate("fox", GREEDY, tmp_path / "nowhere")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(AdapterInvalid):
+        llm.generate(["fox", "dog"], GREEDY, [None, tmp_path])
+    assert llm.stats() == before
+
+
+def test_without_a_tokenizer_tokens_go_in_and_come_out(kit: ModelKit, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(kit.directory / name)
+    bare = LLM(tmp_path, kernels=KERNELS, pool_bytes=kit.pool_bytes(50))
+    (output,) = bare.generate([[1, 2]], GREEDY)
+    assert len(output.token_ids) == 12 and output.text == ""
+    with pytest.raises(RequestRefused, match=r"no tokenizer\.json.*pass token ids"):
+        bare.generate("text", GREEDY)
+    with pytest.raises(RequestRefused, match="stop strings need a tokenizer"):
+        bare.generate([[1]], SamplingParams(stop=("a",)))

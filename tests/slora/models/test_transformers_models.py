@@ -1,0 +1,135 @@
+"""Models that transformers' own classes compute on our pages: as peft says, or refused with the reason."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from transformers import CONFIG_MAPPING
+
+from slora import LLM, SamplingParams
+from slora.errors import ConfigError
+from slora.models.model_spec import read_model_spec
+from slora.models.transformers_decoder import TransformersDecoder
+from tests.slora.engine.test_parity import answer, judge, mix
+from tests.support.cpu_kernels import KERNELS
+from tests.support.model_kit import make_kit
+from tests.support.peft_adapters import KINDS
+from tests.support.tiny_models import OTHER_MODELS, write_model
+
+PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
+# Few enough to be short, each model's page and adapters being of another size.
+NUM_PAGES = {"gpt_bigcode": 60, "mixtral": 9}
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+}
+
+
+@pytest.mark.parametrize("model", OTHER_MODELS)
+def test_parity_holds_in_chunks_and_when_pages_are_short(
+    tmp_path: Path, report: Callable[[str], None], model: str, *, soak: bool
+) -> None:
+    kit = make_kit(tmp_path, model, num_hidden_layers=2)
+    work = mix(kit, prompts_each=8 if soak else 2, seed=6)
+    settings = {"max_model_len": 96, "max_num_seqs": 9, "max_num_batched_tokens": 11}
+    llm = LLM(kit.directory, pool_bytes=kit.pool_bytes(NUM_PAGES.get(model, 31)), **settings)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work, PARAMS))
+    stats = llm.stats()
+    short = f"{stats.preemptions} preemptions, {stats.adapter_evictions} evictions"
+    report(f"{model} by transformers' classes, {short}: {verdict}")
+    assert stats.preemptions + stats.adapter_evictions > 0
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("model", ["olmo2", "granite", "opt"])
+def test_adapters_reach_the_embedding_and_the_head(tmp_path: Path, model: str) -> None:
+    """Untied, with scaled logits, and tied."""
+    names = ["embed_tokens"] if model == "opt" else ["embed_tokens", "lm_head"]
+    kinds = {
+        "embedding": {"r": 6, "lora_alpha": 12, "target_modules": names[:1]},
+        "all": {"r": 5, "lora_alpha": 7, "target_modules": names},
+    }
+    kit = make_kit(tmp_path, model, kinds, num_hidden_layers=2)
+    work = mix(kit, prompts_each=2, seed=9)
+    llm = LLM(kit.directory, pool_bytes=kit.pool_bytes(400), max_num_batched_tokens=30, max_num_seqs=9)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work, PARAMS))
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("model", ["llama_biased_linear_rope", "gemma2"])
+def test_a_family_of_our_own_is_the_same_through_transformers(tmp_path: Path, model: str) -> None:
+    kinds = {kind: KINDS[kind] for kind in ("r8_on_q_and_v", "some_layers")}
+    kit = make_kit(tmp_path, model, kinds)
+    work = mix(kit, prompts_each=2, seed=7)
+    llm = LLM(kit.directory, pool_bytes=kit.pool_bytes(400), model_impl="transformers")
+    verdict = judge(kit.oracle, work, answer(llm, kit, work, PARAMS))
+    assert verdict.equal, verdict
+
+
+def test_torch_kernels_serve_them_too(tmp_path: Path) -> None:
+    kit = make_kit(tmp_path, "opt", num_hidden_layers=2)
+    work = mix(kit, prompts_each=1, seed=8)
+    llm = LLM(kit.directory, pool_bytes=kit.pool_bytes(400), kernels="torch")
+    verdict = judge(kit.oracle, work, answer(llm, kit, work, PARAMS))
+    assert verdict.equal, verdict
+
+
+def save(directory: Path, model_type: str, **fields: Any) -> Path:
+    CONFIG_MAPPING[model_type](**TINY, **fields).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "reason"),
+    [
+        ("bloom", {}, "never calls an attention function"),
+        ("falcon", {}, "has no form in transformers"),
+        ("minicpm3", {"num_key_value_heads": 4}, "keys and values differ in width"),
+        ("llama4_text", {"head_dim": 8}, "layer_types has 'chunked_attention'"),
+        ("recurrent_gemma", {}, "layer_types has"),
+        ("bert", {"is_decoder": False}, "it is not causal"),
+        (
+            "granite",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type of rope_parameters is 'dynamic'",
+        ),
+    ],
+)
+def test_what_pages_cannot_serve_truly_is_refused_by_name(
+    tmp_path: Path, model_type: str, fields: dict[str, Any], reason: str
+) -> None:
+    directory = save(tmp_path, model_type, **fields)
+    with pytest.raises(ConfigError, match=reason):
+        read_model_spec(directory)
+
+
+def test_a_directory_without_a_known_model_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
+    with pytest.raises(ConfigError, match="nonesuch"):
+        read_model_spec(tmp_path)
+
+
+def test_a_model_whose_tokens_meet_outside_attention_is_refused_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing in its config gives it away: only its answers do."""
+    write_model(tmp_path, "granite", num_hidden_layers=2)
+    place = TransformersDecoder._place_attention
+
+    def place_and_mix(decoder: TransformersDecoder) -> None:
+        def add_the_token_before(_: object, __: object, output: Tensor) -> Tensor:
+            return output + 0.1 * output.roll(1, dims=1)
+
+        place(decoder)
+        decoder._model.get_submodule("model.layers.0.mlp").register_forward_hook(add_the_token_before)
+
+    monkeypatch.setattr(TransformersDecoder, "_place_attention", place_and_mix)
+    with pytest.raises(ConfigError, match="'granite' answers differently through paged attention"):
+        LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22)

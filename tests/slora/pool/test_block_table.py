@@ -1,0 +1,179 @@
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from slora.pool.block_table import BlockTable
+from slora.pool.eviction_policy import LeastRecentlyUsed
+from slora.pool.evictor import Evictor
+from slora.pool.kv_cache import KVCache
+from slora.pool.page_pool import PagePool
+from slora.pool.tenant import Tenant, Tenants
+
+BLOCK = 4
+
+
+class House:
+    """A pool of one tenant, with a cache that nothing is named in unless a test does."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.pool = PagePool(num_pages)
+        tenants = Tenants(num_pages)
+        evictor = Evictor(self.pool, tenants, LeastRecentlyUsed())
+        self.kv = KVCache(self.pool, evictor, BLOCK)
+        self.tenant: Tenant = tenants.find("a")
+
+    def table(self, num_pages: int) -> BlockTable:
+        table = BlockTable(BLOCK)
+        table.extend(self.kv.allocate(num_pages, self.tenant))
+        return table
+
+
+class BlockTableMachine(RuleBasedStateMachine):
+    """Sequences grow, fork, forget what is behind them and leave, over one pool; beside them, what each must read.
+
+    Every write has a number of its own, so a page that two write to, or that was given back too soon, is found.
+    """
+
+    @initialize(num_pages=st.integers(1, 16))
+    def start(self, num_pages: int) -> None:
+        house = House(num_pages)
+        self.pool, self.kv, self.tenant = house.pool, house.kv, house.tenant
+        self.tables: dict[int, BlockTable] = {}
+        self.written: dict[int, list[int]] = {}
+        self.bytes: dict[tuple[int, int], int] = {}
+        self.count = 0
+
+    def _choose(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.tables)))
+
+    @rule()
+    def arrive(self) -> None:
+        self.count += 1
+        self.tables[self.count], self.written[self.count] = BlockTable(BLOCK), []
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), num_tokens=st.integers(1, 6))
+    def write(self, data: st.DataObject, num_tokens: int) -> None:
+        name = self._choose(data)
+        table, start = self.tables[name], len(self.written[name])
+        missing = table.pages_missing(start + num_tokens)
+        if missing + table.must_copy(start, self.kv) > self.pool.num_free:
+            return
+        if table.must_copy(start, self.kv):
+            source, target = table.copy_on_write(start, self.kv, self.tenant)
+            for offset in range(BLOCK):
+                self.bytes[target, offset] = self.bytes.get((source, offset), -1)
+        if missing:
+            table.extend(self.kv.allocate(missing, self.tenant))
+        for token in range(start, start + num_tokens):
+            self.count += 1
+            self.written[name].append(self.count)
+            page = int(table.pages[token // BLOCK])
+            assert not self.kv.is_shared(page)
+            self.bytes[page, token % BLOCK] = self.count
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        name = self._choose(data)
+        self.count += 1
+        self.tables[self.count] = self.tables[name].fork(self.kv)
+        self.written[self.count] = self.written[name].copy()
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        name = self._choose(data)
+        token = data.draw(st.integers(0, len(self.written[name])))
+        self.tables[name].free_before(token, self.kv)
+        self.tables[name].free_before(token, self.kv)
+        assert self.tables[name].num_freed >= token // BLOCK
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        name = self._choose(data)
+        self.tables.pop(name).release(self.kv)
+        del self.written[name]
+
+    @invariant()
+    def everybody_reads_what_was_written_and_no_page_leaks(self) -> None:
+        self.pool.check([page for table in self.tables.values() for page in table.held], [])
+        for name, table in self.tables.items():
+            marks, freed = self.written[name], table.num_freed * BLOCK
+            pages = table.pages.tolist()
+            assert len(pages) == -(-len(marks) // BLOCK)
+            found = [self.bytes[pages[token // BLOCK], token % BLOCK] for token in range(freed, len(marks))]
+            assert found == marks[freed:]
+            assert not table.held or set(pages) == set(table.held), "an entry is no page of the sequence"
+
+
+TestBlockTable = BlockTableMachine.TestCase
+
+
+def test_a_copy_of_the_first_page_held_stands_in_for_those_before_it() -> None:
+    house = House(5)
+    table = house.table(3)
+    table.free_before(9, house.kv)
+    other = table.fork(house.kv)
+    source, target = table.copy_on_write(9, house.kv, house.tenant)
+    assert table.pages.tolist() == [target] * 3 and other.pages.tolist() == [source] * 3
+    house.pool.check([target, source], [])
+
+
+def test_a_copy_belongs_to_the_tenant_that_writes_it() -> None:
+    house = House(5)
+    table, writer = house.table(1), Tenant("writer")
+    _, target = table.fork(house.kv).copy_on_write(0, house.kv, writer)
+    assert house.pool.owner(target) is writer
+
+
+def test_a_named_page_that_others_share_keeps_its_name_and_the_copy_has_none() -> None:
+    house = House(5)
+    table = house.table(1)
+    house.kv.name(int(table.pages[0]), b"key", None, None)
+    fork = table.fork(house.kv)
+    assert fork.must_copy(3, house.kv)
+    source, target = fork.copy_on_write(3, house.kv, house.tenant)
+    assert house.kv.is_named(source) and not house.kv.is_named(target)
+    fork.release(house.kv)
+    table.release(house.kv)
+    house.pool.check([], cached=[source])
+
+
+def test_writing_into_a_page_that_others_can_find_is_an_error() -> None:
+    house = House(5)
+    table = house.table(2)
+    house.kv.name(int(table.pages[0]), b"key", None, None)
+    assert not table.must_copy(4, house.kv)
+    with pytest.raises(AssertionError, match=r"token 3 would be written into page \d, which has a name"):
+        table.must_copy(3, house.kv)
+
+
+@pytest.mark.parametrize("num_freed", [0, 1, 20])
+def test_pages_are_adopted_behind_blocks_that_nothing_looks_back_on(num_freed: int) -> None:
+    house = House(5)
+    table = BlockTable(BLOCK)
+    first, second = house.kv.allocate(2, house.tenant)
+    table.adopt(num_freed, [first, second])
+    assert table.pages.tolist() == [first] * num_freed + [first, second]
+    assert table.held == [first, second]
+    assert table.pages_missing((num_freed + 2) * BLOCK + 1) == 1
+    table.release(house.kv)
+    house.pool.check([], [])
+
+
+def test_a_table_that_adopted_nothing_but_freed_blocks_points_at_the_next_page_that_it_gets() -> None:
+    house = House(5)
+    table = BlockTable(BLOCK)
+    table.adopt(2, [])
+    assert (table.num_pages, table.held) == (2, [])
+    (page,) = house.kv.allocate(1, house.tenant)
+    table.extend([page])
+    assert table.pages.tolist() == [page] * 3
+
+
+def test_a_table_that_has_pages_cannot_adopt_others() -> None:
+    table = House(5).table(1)
+    with pytest.raises(AssertionError, match="a table of 1 pages can't adopt others"):
+        table.adopt(0, [3])

@@ -1,0 +1,604 @@
+from collections import defaultdict
+from collections.abc import Collection
+from functools import partial
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from slora.cost_model import CostModel
+from slora.errors import ConfigError
+from slora.pool.eviction_policy import (
+    Content,
+    Evictable,
+    EvictionPolicy,
+    ExpectedCost,
+    LeastRecentlyUsed,
+    SizeAware,
+    make_policy,
+)
+from slora.pool.evictor import Evictor
+from slora.pool.page_pool import PagePool
+from slora.pool.residency import Residency, Resident
+from slora.pool.tenant import Tenant, Tenants
+from slora.tenant_share import TenantShare
+from slora_adapters.version import AdapterVersion
+from slora_kernels.layout import LoraReach
+from tests.support.idle_blocks import IdleBlock, IdleBlocks
+
+COSTS = CostModel(
+    step_s=0.01, token_s=0.002, decode_s=0.001, context_token_s=1e-6, page_copy_s=0.004, load_byte_s=1e-8
+)
+REACH = LoraReach(8, embedding=False, head=False)
+NAMES = "abc"
+names = st.sampled_from(NAMES)
+counts = st.integers(1, 5)
+policies = st.sampled_from(["lru", "cost", "size"])
+
+
+def _shares() -> st.SearchStrategy[TenantShare]:
+    tenths = st.tuples(st.integers(0, 4), st.sampled_from([10, 10, 6, 3]))
+    bounded = tenths.map(lambda pair: TenantShare(min_share=min(pair) / 10, max_share=pair[1] / 10))
+    return st.just(TenantShare()) | bounded
+
+
+class PoolOfTenants(RuleBasedStateMachine):
+    """Tenants compute prefixes and load adapters in one pool, and whatever is idle leaves for what is needed."""
+
+    @initialize(
+        num_pages=st.integers(4, 24),
+        num_slots=st.integers(1, 4),
+        policy=st.sampled_from(["lru", "cost", "size"]),
+    )
+    def start(self, num_pages: int, num_slots: int, policy: str) -> None:
+        self.pool = PagePool(num_pages)
+        self.tenants = Tenants(num_pages)
+        self.evictor = Evictor(self.pool, self.tenants, make_policy(policy, COSTS))
+        self.residency = Residency(self.pool, self.evictor, self.tenants, num_slots)
+        self.blocks = IdleBlocks(self.pool, self.evictor)
+        self.sequences: list[list[IdleBlock]] = []  # what each of them uses, in order
+        self.uses: list[Resident] = []  # one entry for each user of a loaded adapter
+
+    # -- what it may do ----------------------------------------------------------------------------------------
+
+    @rule(name=names, share=_shares())
+    def a_tenant_gets_another_share(self, name: str, share: TenantShare) -> None:
+        self.tenants.set_share(name, share)
+
+    @rule(name=names, count=counts, data=st.data())
+    def a_sequence_starts(self, name: str, count: int, data: st.DataObject) -> None:
+        tenant = self.tenants.find(name)
+        ends = [
+            block for block in self.blocks if block.tenant is tenant and all(b.is_here for b in block.chain())
+        ]
+        end = data.draw(st.none() | st.sampled_from(ends)) if ends else None
+        chain = end.chain() if end is not None else []
+        if self._make_room(count, tenant, spare=chain):
+            for block in chain:
+                self.blocks.acquire(block)
+            self.sequences.append(chain + self.blocks.extend(end, count, tenant))
+
+    @precondition(lambda self: any(self.sequences))
+    @rule(count=counts, data=st.data())
+    def a_sequence_grows(self, count: int, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from([one for one in self.sequences if one]))
+        if self._make_room(count, sequence[-1].tenant):
+            sequence += self.blocks.extend(sequence[-1], count, sequence[-1].tenant)
+
+    @precondition(lambda self: any(self.sequences))
+    @rule(data=st.data())
+    def a_block_falls_behind_the_window(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from([one for one in self.sequences if one]))
+        self.blocks.release(sequence.pop(0))
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), backwards=st.booleans())
+    def a_sequence_ends(self, data: st.DataObject, backwards: bool) -> None:
+        sequence = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
+        for block in reversed(sequence) if backwards else sequence:
+            self.blocks.release(block)
+
+    @rule(name=names, number=st.integers(0, 2), num_pages=counts, data=st.data())
+    def an_adapter_is_wanted(self, name: str, number: int, num_pages: int, data: st.DataObject) -> None:
+        version, tenant = AdapterVersion(name, f"digest{number}"), self.tenants.find(name)
+        spare = self._some_idle(data)
+        residents = [item for item in spare if isinstance(item, Resident)]
+        if self.residency.find(version) or not self.residency.can_make_room(residents):
+            return
+        if self._make_room(num_pages, tenant, spare):
+            assert self.residency.make_room(tenant, residents), "a slot was promised"
+            assert all(self.residency.find(resident.version) is resident for resident in residents)
+            resident = self.residency.admit(version, tenant, num_pages, num_pages * 1000, REACH)
+            assert resident.num_users == 1 and not resident.is_loaded
+
+    @precondition(lambda self: any(resident.is_loading for resident in self.residency))
+    @rule(data=st.data(), breaks=st.booleans())
+    def a_load_goes_on(self, data: st.DataObject, breaks: bool) -> None:
+        resident = data.draw(st.sampled_from([one for one in self.residency if one.is_loading]))
+        if breaks:
+            self.residency.abandon_load(resident)
+            assert not resident.is_loaded
+        else:
+            left = len(resident.pages) - resident.num_loaded
+            self.residency.advance_load(resident, data.draw(st.integers(0, left)))
+            assert resident.is_loaded == (resident.num_loaded == len(resident.pages))
+
+    @precondition(lambda self: len(self.residency) > 0)
+    @rule(data=st.data())
+    def an_adapter_is_used(self, data: st.DataObject) -> None:
+        resident = data.draw(st.sampled_from(list(self.residency)))
+        self.residency.acquire(resident)
+        self.uses.append(resident)
+
+    @precondition(lambda self: self.uses)
+    @rule(data=st.data())
+    def an_adapter_is_used_no_more(self, data: st.DataObject) -> None:
+        self.residency.release(self.uses.pop(data.draw(st.integers(0, len(self.uses) - 1))))
+
+    @precondition(lambda self: len(self.residency) > 0)
+    @rule(data=st.data())
+    def an_adapter_is_deleted(self, data: st.DataObject) -> None:
+        resident = data.draw(st.sampled_from(list(self.residency)))
+        self.residency.forget(resident.version)
+        assert (self.residency.find(resident.version) is None) == (resident.num_users == 0)
+
+    @precondition(lambda self: len(self.residency) > 0)
+    @rule(data=st.data())
+    def an_adapter_is_pinned_or_unpinned(self, data: st.DataObject) -> None:
+        resident = data.draw(st.sampled_from(list(self.residency)))
+        if resident.is_pinned:
+            self.residency.unpin(resident)
+        else:
+            self.residency.pin(resident)
+
+    @rule(
+        name=names,
+        num_pages=st.integers(0, 26),
+        ignore_floors=st.booleans(),
+        ignore_pins=st.booleans(),
+        data=st.data(),
+    )
+    def room_is_made(
+        self, name: str, num_pages: int, ignore_floors: bool, ignore_pins: bool, data: st.DataObject
+    ) -> None:
+        self._make_room(
+            num_pages,
+            self.tenants.find(name),
+            self._some_idle(data),
+            ignore_floors=ignore_floors,
+            ignore_pins=ignore_pins,
+        )
+
+    # -- what must hold ----------------------------------------------------------------------------------------
+
+    def _make_room(
+        self,
+        num_pages: int,
+        tenant: Tenant,
+        spare: Collection[Evictable] = (),
+        *,
+        ignore_floors: bool = False,
+        ignore_pins: bool = False,
+    ) -> bool:
+        owned = {other: other.num_pages for other in self.tenants}
+        largest: dict[Tenant, int] = defaultdict(int)
+        for item in self._idle():
+            largest[item.tenant] = max(largest[item.tenant], len(item.pages))
+        spared_pages = [page for item in spare for page in item.pages if self.pool.is_cached(page)]
+        num_evictions, pinned = self.evictor.num_evictions, [one for one in self._idle() if one.is_pinned]
+        to_pay = tenant.pages_over_ceiling(num_pages)
+        promised = self._surely_freed(
+            tenant, spare, to_pay, ignore_floors=ignore_floors, ignore_pins=ignore_pins
+        )
+        at_best = self.pool.num_free + self.evictor.num_evictable(num_pages, tenant, ignore_pins=ignore_pins)
+        own_idle = tenant.num_cached - sum(self.pool.owner(page) is tenant for page in spared_pages)
+        in_reach = to_pay <= own_idle and num_pages <= self.pool.num_free + promised
+        could = self.evictor.could_make_room(num_pages, tenant, spare)
+        if self.evictor.make_room(
+            num_pages, tenant, spare, ignore_floors=ignore_floors, ignore_pins=ignore_pins
+        ):
+            assert could or ignore_floors or ignore_pins
+            assert num_pages <= self.pool.num_free
+            assert num_pages <= at_best, "less was said to be there at best"
+            assert (
+                num_pages == 0 or tenant.max_pages is None or tenant.num_pages + num_pages <= tenant.max_pages
+            )
+        else:
+            assert self.evictor.num_evictions == num_evictions, "something was evicted in vain"
+            assert not in_reach and not could, "there was room to make"
+        self._check_that_pins_left_last(pinned, tenant, spare, ignore_pins=ignore_pins)
+        for other, before in owned.items():
+            if other is not tenant and other.num_pages < before and not ignore_floors:
+                assert other.num_pages > other.min_pages - largest[other], "a floor was cut into deeply"
+        assert all(self.pool.is_cached(page) for page in spared_pages), "a spared item left"
+        return num_pages <= self.pool.num_free and not tenant.pages_over_ceiling(num_pages)
+
+    def _surely_freed(
+        self,
+        taker: Tenant,
+        spare: Collection[Evictable],
+        to_pay: int,
+        *,
+        ignore_floors: bool,
+        ignore_pins: bool,
+    ) -> int:
+        """The least that must leave before each other tenant is at its floor. to_pay: of the taker's own."""
+        freed = 0
+        for owner in self.tenants:
+            idle = [item for item in self._idle() if item.tenant is owner and item not in spare]
+            num_pages = sum(len(item.pages) for item in idle if ignore_pins or not item.is_pinned)
+            allowed = num_pages if ignore_floors else max(0, owner.num_pages - owner.min_pages)
+            freed += max(num_pages, to_pay) if owner is taker else min(num_pages, allowed)
+        return freed
+
+    def _check_that_pins_left_last(
+        self,
+        pinned: list[Resident | IdleBlock],
+        taker: Tenant,
+        spare: Collection[Evictable],
+        *,
+        ignore_pins: bool,
+    ) -> None:
+        left = [one for one in pinned if not one.ticket]
+        others = [one for one in self._idle() if not one.is_pinned and one not in spare]
+        if any(one.tenant is taker for one in left):
+            assert not any(one.tenant is taker for one in others), "it had something else to pay with"
+        if any(one.tenant is not taker for one in left):
+            assert ignore_pins
+            assert not any(one.tenant is taker or one.tenant.is_above_floor for one in others), (
+                "something else could have left"
+            )
+
+    def _idle(self) -> list[Resident | IdleBlock]:
+        adapters = [resident for resident in self.residency if not resident.num_users]
+        return [*adapters, *(block for block in self.blocks if block.is_idle)]
+
+    def _some_idle(self, data: st.DataObject) -> list[Evictable]:
+        """With each block those before it, up to one that is in use or gone."""
+        idle = self._idle()
+        chosen = data.draw(st.lists(st.sampled_from(idle), unique=True, max_size=3)) if idle else []
+        spare: list[Evictable] = []
+        for item in chosen:
+            spare += (
+                [block for block in item.chain() if block.is_here] if isinstance(item, IdleBlock) else [item]
+            )
+        return spare
+
+    @invariant()
+    def every_page_is_in_one_state_and_every_count_adds_up(self) -> None:
+        used = [page for block in self.blocks if block.num_users for page in block.pages * block.num_users]
+        # A block with several users has a reference for the first of them only: the stand-in counts them itself.
+        held = [*dict.fromkeys(used), *self.residency.held_pages()]
+        cached = [page for item in self._idle() for page in item.pages]
+        self.pool.check(held, cached, self.tenants)
+        self.evictor.check()
+        assert sum(tenant.num_pages for tenant in self.tenants) == self.pool.num_pages - self.pool.num_free
+        assert sum(tenant.num_cached for tenant in self.tenants) == self.pool.num_cached
+        for resident in self.residency:
+            assert resident.num_users == self.uses.count(resident) + resident.is_loading
+
+    @invariant()
+    def what_is_offered_is_what_nothing_idle_hides(self) -> None:
+        hiding = {block.parent for block in self.blocks if block.is_idle}
+        offered = {item for item in self._idle() if item.ticket}
+        assert offered == {item for item in self._idle() if item not in hiding}
+        assert len({item.ticket for item in offered}) == len(offered)
+
+    def teardown(self) -> None:
+        """Every cached page can be reached."""
+        if not hasattr(self, "pool"):
+            return
+        for name in NAMES:
+            self.tenants.set_share(name, TenantShare())
+        room = self.pool.num_free + self.pool.num_cached
+        assert self._make_room(room, self.tenants.find("a"), ignore_pins=True)
+        assert (self.pool.num_free, self.pool.num_cached) == (room, 0)
+
+
+TestPoolOfTenants = PoolOfTenants.TestCase
+
+
+class Guest:
+    """Something idle of any size."""
+
+    def __init__(
+        self, name: str, pages: list[int], tenant: Tenant, reload_s: float, content: Content
+    ) -> None:
+        self.name = name
+        self.content = content
+        self.pages = pages
+        self.tenant = tenant
+        self.ticket = 0
+        self.is_pinned = False
+        self._reload_s = reload_s
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def reload_s(self, costs: CostModel) -> float:
+        return self._reload_s
+
+
+class House:
+    """A pool of 100 pages with guests who leave when they are told to; `left` says in which order."""
+
+    def __init__(self, policy: EvictionPolicy | None = None) -> None:
+        self.pool = PagePool(100)
+        self.tenants = Tenants(100)
+        self.evictor = Evictor(self.pool, self.tenants, policy or LeastRecentlyUsed())
+        self.left: list[str] = []
+        self.takers: list[Tenant] = []
+
+    def guest(
+        self,
+        name: str,
+        num_pages: int,
+        tenant: str = "owner",
+        reload_s: float = 1.0,
+        content: Content = Content.ADAPTER,
+        *,
+        is_pinned: bool = False,
+    ) -> Guest:
+        owner = self.tenants.find(tenant)
+        guest = Guest(name, self.pool.allocate(num_pages, owner), owner, reload_s, content)
+        guest.is_pinned = is_pinned
+        self.pool.park(guest.pages)
+        self.offer(guest)
+        return guest
+
+    def offer(self, guest: Guest) -> None:
+        self.evictor.offer(guest, partial(self._leave, guest), self.evictor.rank(guest))
+
+    def need(
+        self, num_free: int, tenant: str = "taker", spare: Collection[Evictable] = (), **options: bool
+    ) -> bool:
+        return self.evictor.make_room(num_free, self.tenants.find(tenant), spare, **options)
+
+    def _leave(self, guest: Guest, taker: Tenant) -> None:
+        self.pool.evict(guest.pages)
+        self.left.append(guest.name)
+        self.takers.append(taker)
+
+
+def test_with_lru_the_one_that_fell_idle_first_leaves_first() -> None:
+    house = House()
+    first, _, _ = house.guest("x", 10), house.guest("y", 20), house.guest("z", 30)
+    house.evictor.withdraw(first)
+    house.offer(first)
+    assert house.need(70)
+    assert house.left == ["y", "z"]
+    assert house.takers == [house.tenants.find("taker")] * 2
+
+
+def test_with_costs_the_one_whose_pages_are_cheapest_to_bring_back_leaves_first() -> None:
+    house = House(ExpectedCost(COSTS))
+    house.guest("dear", 10, reload_s=5.0)
+    house.guest("cheap", 10, reload_s=1.0)
+    house.guest("large and dear", 40, reload_s=8.0)
+    assert house.need(100)
+    assert house.left == ["cheap", "large and dear", "dear"]
+
+
+def test_with_costs_what_is_idle_for_long_gives_way_to_what_is_new() -> None:
+    house = House(ExpectedCost(COSTS))
+    house.guest("old and dear", 10, reload_s=50.0)
+    for number in range(8):
+        house.guest(f"cheap {number}", 10, reload_s=10.0)
+        assert house.need(90), "one of two leaves"
+    # Its lead is 2.5 s a page, half of 5. Those that leave take 4/8, 4/9, 4/10, ... off it, for none is used again.
+    assert house.left.index("old and dear") == 6
+
+
+def test_with_costs_a_kind_that_nobody_comes_back_for_leaves_before_a_cheaper_one() -> None:
+    house = House(ExpectedCost(COSTS))
+    for number in range(100):
+        house.guest(f"prefix {number}", 10, content=Content.PREFIX)
+        assert house.need(100)
+    house.left.clear()
+    house.guest("another prefix", 10, reload_s=10.0, content=Content.PREFIX)
+    house.guest("adapter", 10, reload_s=1.0)
+    assert house.need(90)
+    assert house.left == ["another prefix"], "10 s with a chance of 4% against 1 s with one of a half"
+
+
+def test_with_costs_a_kind_that_is_used_again_each_time_stays_before_a_dearer_one() -> None:
+    house = House(ExpectedCost(COSTS))
+    prefix = house.guest("prefix", 10, reload_s=1.0, content=Content.PREFIX)
+    for _ in range(100):
+        house.evictor.reuse(prefix)
+        house.offer(prefix)
+    house.guest("adapter", 10, reload_s=1.8)
+    assert house.need(90)
+    assert house.left == ["adapter"], "1.8 s with a chance of a half against 1 s that is almost certain"
+
+
+def test_by_size_the_larger_one_leaves_first() -> None:
+    house = House(SizeAware())
+    house.guest("small", 2)
+    house.guest("large", 20)
+    assert house.need(80)
+    assert house.left == ["large"]
+
+
+def test_a_policy_that_there_is_none_of_is_refused() -> None:
+    assert [make_policy(name, COSTS).name for name in ("lru", "cost", "size")] == ["lru", "cost", "size"]
+    with pytest.raises(ConfigError, match="eviction is 'fifo'; it must be one of lru, cost, size"):
+        make_policy("fifo", COSTS)
+
+
+def test_nothing_is_evicted_when_all_of_it_would_not_be_enough() -> None:
+    house = House()
+    house.guest("x", 10)
+    house.pool.allocate(60, house.tenants.find("runs"))
+    assert not house.need(41)
+    assert house.left == []
+    assert house.need(40)
+
+
+def test_what_is_spared_stays_and_is_not_counted_on() -> None:
+    house = House()
+    spared = house.guest("spared", 10)
+    house.guest("other", 20)
+    assert not house.need(91, spare=[spared])
+    assert house.left == []
+    assert house.need(90, spare=[spared])
+    assert house.left == ["other"]
+    assert house.need(100), "it is there for the next one"
+    assert house.left == ["other", "spared"]
+
+
+def test_others_take_from_a_tenant_while_it_is_above_its_floor_and_no_longer() -> None:
+    house = House()
+    house.tenants.set_share("owner", TenantShare(min_share=0.25))
+    for number in range(4):
+        house.guest(f"{number}", 10)
+    assert not house.need(76), "15 of 40 pages are above the floor"
+    assert house.left == []
+    assert house.need(75)
+    assert house.left == ["0", "1"], "the second one cut into the floor: 20 pages are left"
+    assert not house.need(81)
+    assert house.need(100, tenant="owner"), "its own pages are its own to give up"
+
+
+def test_above_a_floor_what_is_spared_is_not_counted_on() -> None:
+    house = House()
+    house.tenants.set_share("owner", TenantShare(min_share=0.25))
+    spared = [house.guest("large", 12), house.guest("small", 3)]
+    house.guest("other", 20)
+    assert not house.need(76, spare=spared), "10 are above the floor"
+    assert not house.need(86, spare=spared)
+    assert house.left == []
+    house.tenants.set_share("owner", TenantShare(min_share=0.1))
+    assert not house.need(86, spare=spared), "25 are above the floor, but 15 of the 35 are spared"
+    assert house.left == []
+    assert house.need(85, spare=spared)
+    assert house.left == ["other"]
+
+
+def test_a_large_item_that_is_spared_does_not_stand_in_the_way_of_small_ones() -> None:
+    house = House()
+    house.tenants.set_share("owner", TenantShare(min_share=0.2))
+    spared = house.guest("large", 12)
+    for number in range(14):
+        house.guest(f"{number}", 1)
+    assert not house.need(81, spare=[spared])
+    assert house.need(80, spare=[spared])
+    assert house.left == ["0", "1", "2", "3", "4", "5"]
+
+
+def test_a_tenant_at_its_ceiling_pays_with_its_own_pages_though_others_are_idle_for_longer() -> None:
+    house = House()
+    house.guest("other's", 10, tenant="other")
+    house.tenants.set_share("owner", TenantShare(max_share=0.2))
+    house.guest("own 1", 10)
+    house.guest("own 2", 10)
+    assert house.need(5, tenant="owner")
+    assert house.left == ["own 1"]
+    assert not house.need(21, tenant="owner"), "it may never hold more than 20"
+    assert house.left == ["own 1"], "nor does it pay for what it can't have"
+
+
+def test_a_tenant_below_its_ceiling_takes_what_has_been_idle_for_longest() -> None:
+    house = House()
+    house.guest("other's", 60, tenant="other")
+    house.tenants.set_share("owner", TenantShare(max_share=0.6))
+    house.guest("own", 20)
+    assert house.need(30, tenant="owner")
+    assert house.left == ["other's"]
+
+
+def test_what_is_pinned_stays_and_is_not_counted_on_unless_pins_are_ignored_and_nothing_else_is_left() -> (
+    None
+):
+    house = House()
+    pinned = house.guest("pinned", 10, is_pinned=True)
+    house.guest("other", 20)
+    assert not house.need(91) and house.left == []
+    assert house.need(90, spare=[pinned]) and house.left == ["other"], "spared and pinned, it is counted once"
+    house.guest("newer", 20)
+    assert house.need(91, ignore_pins=True)
+    assert house.left == ["other", "newer", "pinned"]
+
+
+def test_a_floor_protects_a_pin_of_its_tenant_from_those_who_ignore_pins() -> None:
+    house = House()
+    house.tenants.set_share("owner", TenantShare(min_share=0.1))
+    house.guest("pinned", 10, is_pinned=True)
+    assert not house.need(91, ignore_pins=True)
+    assert not house.need(91, ignore_floors=True)
+    assert house.left == []
+    assert house.need(91, ignore_pins=True, ignore_floors=True)
+
+
+def test_at_its_ceiling_a_tenant_pays_with_its_own_pins_when_it_has_nothing_else() -> None:
+    house = House()
+    house.tenants.set_share("owner", TenantShare(max_share=0.3))
+    house.guest("pinned", 10, is_pinned=True)
+    house.guest("theirs", 10, tenant="other", is_pinned=True)
+    house.guest("own", 10)
+    assert house.need(20, tenant="owner") and house.left == ["own"]
+    assert house.need(21, tenant="owner") and house.left == ["own", "pinned"]
+    assert not house.need(31, tenant="owner")
+
+
+def test_what_could_leave_at_best_is_without_pins_save_those_that_a_tenant_would_pay_with() -> None:
+    house = House()
+    owner, taker = house.tenants.find("owner"), house.tenants.find("taker")
+    house.tenants.set_share("owner", TenantShare(max_share=0.3))
+    house.guest("pinned", 20, is_pinned=True)
+    house.guest("other", 10, tenant="other")
+    evictor = house.evictor
+    assert [evictor.num_evictable(count, taker, ignore_pins=False) for count in (10, 99)] == [10, 10]
+    assert [evictor.num_evictable(count, owner, ignore_pins=False) for count in (10, 15, 99)] == [10, 15, 30]
+    assert evictor.num_evictable(10, taker, ignore_pins=True) == 30
+
+
+def test_what_a_tenant_pays_at_its_ceiling_counts_towards_what_it_wants() -> None:
+    house = House()
+    house.tenants.set_share("owner", TenantShare(max_share=0.3))
+    pinned = house.guest("pinned", 10, is_pinned=True)
+    house.guest("theirs", 10, tenant="other", is_pinned=True)
+    house.pool.allocate(20, house.tenants.find("owner"))
+    house.pool.allocate(60, house.tenants.find("other"))
+    assert not house.need(1, tenant="other"), "what is pinned leaves for nobody else"
+    assert not house.need(1, tenant="owner", spare=[pinned])
+    assert house.need(10, tenant="owner") and house.left == ["pinned"]
+
+
+def test_a_share_that_comes_later_holds_for_what_is_idle_already() -> None:
+    house = House()
+    house.guest("x", 10)
+    house.guest("y", 10, tenant="other")
+    house.tenants.set_share("owner", TenantShare(min_share=0.1))
+    assert not house.need(91)
+    assert house.left == []
+    assert house.need(90)
+    assert house.left == ["y"]
+    house.tenants.set_share("owner", TenantShare())
+    assert house.need(100)
+    assert house.left == ["y", "x"]
+
+
+def test_what_is_withdrawn_does_not_leave() -> None:
+    house = House()
+    used = house.guest("used", 10)
+    house.guest("idle", 10)
+    house.evictor.withdraw(used)
+    house.pool.unpark(used.pages)
+    assert not house.need(91)
+    assert house.need(90)
+    assert house.left == ["idle"]
+    house.evictor.withdraw(used)
+    assert used.ticket == 0
+
+
+def test_withdrawn_offers_do_not_pile_up() -> None:
+    house = House()
+    guests = [house.guest(f"{number}", 1) for number in range(50)]
+    for _ in range(100):
+        for guest in guests:
+            house.evictor.withdraw(guest)
+            house.offer(guest)
+    house.evictor.check()
+    assert house.need(100)
+    assert house.left == [guest.name for guest in guests]

@@ -1,0 +1,573 @@
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from slora.cost_model import CostModel
+from slora.kv_footprint import KVFootprint
+from slora.pool.block_table import BlockTable
+from slora.pool.eviction_policy import LeastRecentlyUsed, make_policy
+from slora.pool.evictor import Evictor
+from slora.pool.kv_cache import KVCache
+from slora.pool.page_pool import PagePool
+from slora.pool.prefix_key import extend_keys, root_key
+from slora.pool.tenant import Tenant, Tenants
+from slora_adapters.version import AdapterVersion
+
+BLOCK = 2
+COSTS = CostModel(
+    step_s=0.01, token_s=0.002, decode_s=0.001, context_token_s=1e-6, page_copy_s=0.004, load_byte_s=1e-8
+)
+some_tokens = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+# Most begin alike, so that only what they may not have in common keeps them apart.
+prompts = some_tokens | st.integers(3, 9).map(lambda count: [0] * count)
+
+Chain = tuple[
+    "Root", tuple[int, ...]
+]  # what the KV of a token, or of a block, depends on: it and all before it
+
+
+@dataclass(frozen=True)
+class Root:
+    """Everything that content depends on beside the tokens, and who may share it."""
+
+    scope: str
+    adapter: AdapterVersion | None
+    weight: float
+    is_long: bool
+
+    def key(self) -> bytes:
+        return root_key(self.scope, self.adapter, self.weight, is_long=self.is_long)
+
+
+@dataclass
+class Running:
+    """A sequence whose tokens [0, num_computed) are computed; it may name blocks from num_named on."""
+
+    root: Root
+    tenant: Tenant
+    token_ids: list[int]
+    blocks: BlockTable = field(default_factory=lambda: BlockTable(BLOCK))
+    num_computed: int = 0
+    num_named: int = 0
+
+    def keys(self) -> list[bytes]:
+        keys: list[bytes] = []
+        extend_keys(keys, self.root.key(), self.token_ids, BLOCK)
+        return keys
+
+    def chain(self, num_tokens: int) -> Chain:
+        return self.root, tuple(self.token_ids[:num_tokens])
+
+    def fork(self, kv: KVCache) -> "Running":
+        blocks = self.blocks.fork(kv)
+        return Running(
+            self.root, self.tenant, self.token_ids.copy(), blocks, self.num_computed, self.num_named
+        )
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """Sequences of few tokens and several tenants compute, find, share and lose each other's blocks.
+
+    The model knows of each place of each page for which chain of tokens it was written last, and which page stands for
+    which chain of whole blocks.
+    """
+
+    @initialize(
+        num_pages=st.integers(6, 20),
+        window=st.none() | st.integers(2, 6),
+        policy=st.sampled_from(["lru", "cost"]),
+        is_public=st.booleans(),
+    )
+    def start(self, num_pages: int, window: int | None, policy: str, is_public: bool) -> None:
+        self.pool = PagePool(num_pages)
+        self.tenants = Tenants(num_pages)
+        self.evictor = Evictor(self.pool, self.tenants, make_policy(policy, COSTS))
+        self.kv = KVCache(self.pool, self.evictor, BLOCK)
+        self.footprint = KVFootprint(BLOCK, window)
+        self.is_public = is_public
+        self.running: list[Running] = []
+        self.content: dict[tuple[int, int], Chain | None] = {}
+        self.named: dict[Chain, int] = {}
+
+    # -- what happens -------------------------------------------------------------------------------------------
+
+    @rule(
+        tenant=st.sampled_from("ab"),
+        digest=st.sampled_from([None, None, "x", "y"]),
+        weight=st.sampled_from([1.0, 0.5]),
+        token_ids=prompts,
+        data=st.data(),
+    )
+    def a_sequence_arrives(
+        self, tenant: str, digest: str | None, weight: float, token_ids: list[int], data: st.DataObject
+    ) -> None:
+        adapter = None if digest is None else AdapterVersion(tenant, digest)
+        scope = "" if self.is_public and data.draw(st.just(adapter is None) | st.booleans()) else tenant
+        root = Root(scope, adapter, weight if adapter else 1.0, is_long=False)
+        sequence = Running(root, self.tenants.find(tenant), token_ids)
+        num_found = self._find_prefix(sequence)
+        if self._compute(sequence, len(token_ids) - num_found * BLOCK):
+            self.running.append(sequence)
+            if data.draw(st.booleans()):
+                self._name(sequence)
+        else:
+            sequence.blocks.release(self.kv)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), token_ids=some_tokens)
+    def a_sequence_grows(self, data: st.DataObject, token_ids: list[int]) -> None:
+        sequence = self._choose(data)
+        sequence.token_ids += token_ids
+        if not self._compute(sequence, len(token_ids)):
+            del sequence.token_ids[sequence.num_computed :]
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def its_whole_blocks_are_named(self, data: st.DataObject) -> None:
+        self._name(self._choose(data))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def a_sequence_forks(self, data: st.DataObject) -> None:
+        self.running.append(self._choose(data).fork(self.kv))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), token_id=st.integers(0, 1))
+    def a_fork_writes_its_last_block_anew(self, data: st.DataObject, token_id: int) -> None:
+        """As no sequence does today: the page has a name, perhaps, and others read it."""
+        parent = self._choose(data)
+        start = data.draw(st.integers((parent.num_computed - 1) // BLOCK * BLOCK, parent.num_computed - 1))
+        if not self._make_room(1, parent.tenant):
+            return
+        fork = parent.fork(self.kv)
+        fork.token_ids[start:] = [token_id]
+        fork.num_computed, fork.num_named = start, min(fork.num_named, start // BLOCK)
+        assert fork.blocks.must_copy(start, self.kv)
+        assert self._compute(fork, 1)
+        self.running.append(fork)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def a_sequence_ends(self, data: st.DataObject) -> None:
+        sequence = self._choose(data)
+        self.running.remove(sequence)
+        sequence.blocks.release(self.kv)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def a_sequence_begins_again_with_other_keys(self, data: st.DataObject) -> None:
+        sequence = self._choose(data)
+        sequence.blocks.release(self.kv)
+        root = sequence.root
+        sequence.root = Root(root.scope, root.adapter, root.weight, is_long=True)
+        sequence.num_computed = sequence.num_named = 0
+        num_found = self._find_prefix(sequence)
+        if not self._compute(sequence, len(sequence.token_ids) - num_found * BLOCK):
+            self.running.remove(sequence)
+            sequence.blocks.release(self.kv)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def a_sequence_is_not_trusted(self, data: st.DataObject) -> None:
+        sequence = self._choose(data)
+        self.kv.discard(sequence.keys())
+        chains = [sequence.chain(end) for end in range(BLOCK, len(sequence.token_ids) + 1, BLOCK)]
+        self.named = {chain: page for chain, page in self.named.items() if chain not in chains}
+
+    @rule(tenant=st.sampled_from("ab"), digest=st.sampled_from("xy"))
+    def an_adapter_is_deleted(self, tenant: str, digest: str) -> None:
+        adapter = AdapterVersion(tenant, digest)
+        self.kv.forget(adapter)
+        self.named = {chain: page for chain, page in self.named.items() if chain[0].adapter != adapter}
+
+    @rule(num_pages=st.integers(0, 6), tenant=st.sampled_from("ab"))
+    def room_is_made(self, num_pages: int, tenant: str) -> None:
+        possible = num_pages <= self.pool.num_free + self.pool.num_cached
+        assert self._make_room(num_pages, self.tenants.find(tenant)) == possible
+
+    @precondition(lambda self: self.pool.num_cached)
+    @rule()
+    def one_block_leaves(self) -> None:
+        before = self.pool.num_cached
+        assert self._make_room(self.pool.num_free + 1, self.tenants.find("a"))
+        assert self.pool.num_cached == before - 1
+
+    # -- how ----------------------------------------------------------------------------------------------------
+
+    def _choose(self, data: st.DataObject) -> Running:
+        return self.running[data.draw(st.integers(0, len(self.running) - 1))]
+
+    def _first_needed(self, num_blocks: int) -> int:
+        return self.footprint.first_token_seen(num_blocks * BLOCK) // BLOCK
+
+    def _find_prefix(self, sequence: Running) -> int:
+        """Takes what is there of it, which must be all that there is and nothing but its own."""
+        most = (len(sequence.token_ids) - 1) // BLOCK
+        keys = sequence.keys()[:most]
+        num_found = self.kv.match(keys, self._first_needed)
+        chains = [sequence.chain((index + 1) * BLOCK) for index in range(most)]
+        assert num_found == max(n for n in range(most + 1) if self._is_here(chains, n))
+        first = self._first_needed(num_found)
+        pages = self.kv.acquire(keys[first:num_found])
+        assert pages == [self.named[chain] for chain in chains[first:num_found]]
+        sequence.blocks.adopt(first, pages)
+        sequence.num_computed, sequence.num_named = num_found * BLOCK, num_found
+        self._assert_reads_its_own(sequence)
+        return num_found
+
+    def _is_here(self, chains: list[Chain], num_blocks: int) -> bool:
+        return all(chain in self.named for chain in chains[self._first_needed(num_blocks) : num_blocks])
+
+    def _compute(self, sequence: Running, num_tokens: int) -> bool:
+        """As the scheduler does. False, with nothing taken, if there is no room."""
+        start, blocks = sequence.num_computed, sequence.blocks
+        blocks.free_before(self.footprint.first_token_seen(start), self.kv)
+        missing, copied = blocks.pages_missing(start + num_tokens), blocks.must_copy(start, self.kv)
+        if not self._make_room(missing + copied, sequence.tenant):
+            return False
+        if copied:
+            source, target = blocks.copy_on_write(start, self.kv, sequence.tenant)
+            for offset in range(BLOCK):
+                self.content[target, offset] = self.content[source, offset]
+            assert not self.kv.is_named(target)
+        fresh = self.kv.allocate(missing, sequence.tenant)
+        self.content.update({(page, offset): None for page in fresh for offset in range(BLOCK)})
+        blocks.extend(fresh)
+        sequence.num_computed = start + num_tokens
+        for token in range(start, sequence.num_computed):
+            page = int(blocks.pages[token // BLOCK])
+            assert not self.kv.is_shared(page) and not self.kv.is_named(page)
+            self.content[page, token % BLOCK] = sequence.chain(token + 1)
+        return True
+
+    def _name(self, sequence: Running) -> None:
+        keys, pages, end = sequence.keys(), sequence.blocks.pages, sequence.num_computed // BLOCK
+        for index in range(max(sequence.num_named, sequence.blocks.num_freed), end):
+            page = int(pages[index])
+            self.kv.name(page, keys[index], keys[index - 1] if index else None, sequence.root.adapter)
+            self.named.setdefault(sequence.chain((index + 1) * BLOCK), page)
+        sequence.num_named = end
+
+    def _make_room(self, num_pages: int, tenant: Tenant) -> bool:
+        before = {chain for chain, page in self.named.items() if self.pool.is_cached(page)}
+        num_evictions = self.kv.num_evictions
+        has_room = self.evictor.make_room(num_pages, tenant)
+        left = {chain for chain in before if not self.pool.is_cached(self.named[chain])}
+        assert self.kv.num_evictions - num_evictions == len(left)
+        for root, tokens in before - left:
+            assert (root, tokens[:-BLOCK]) not in left, "a block left before an idle one that follows it"
+        for chain in left:
+            del self.named[chain]
+        return has_room
+
+    # -- what must hold -----------------------------------------------------------------------------------------
+
+    def _assert_reads_its_own(self, sequence: Running) -> None:
+        pages = sequence.blocks.pages.tolist()
+        for token in range(sequence.blocks.num_freed * BLOCK, sequence.num_computed):
+            assert self.content[pages[token // BLOCK], token % BLOCK] == sequence.chain(token + 1)
+
+    @invariant()
+    def every_sequence_reads_what_it_wrote_or_would_have_written(self) -> None:
+        for sequence in self.running:
+            self._assert_reads_its_own(sequence)
+
+    @invariant()
+    def no_reference_is_lost_and_nothing_unnamed_is_kept(self) -> None:
+        held = Counter(page for sequence in self.running for page in sequence.blocks.held)
+        self.kv.check()
+        self.evictor.check()
+        self.pool.check(held.elements(), self.kv.cached_pages(), self.tenants)
+        assert set(self.kv.cached_pages()) == set(self.named.values()) - set(held)
+        assert all(self.kv.is_named(page) for page in self.named.values())
+
+    @invariant()
+    def no_page_is_shared_across_scopes_or_adapters(self) -> None:
+        roots: dict[int, set[Root]] = {}
+        for sequence in self.running:
+            for page in sequence.blocks.held:
+                roots.setdefault(page, set()).add(sequence.root)
+        for (root, _), page in self.named.items():
+            roots.setdefault(page, set()).add(root)
+        assert all(len(found) == 1 for found in roots.values())
+        owners = {(page, self.pool.owner(page).name) for page in roots}
+        for page, name in owners:
+            (root,) = roots[page]
+            assert root.scope in ("", name)
+            assert root.adapter is None or root.adapter.tenant == name
+
+    def teardown(self) -> None:
+        """When all is over, everything that is cached can leave, and nothing stays behind."""
+        if not hasattr(self, "pool"):
+            return
+        for sequence in self.running:
+            sequence.blocks.release(self.kv)
+        self.running.clear()
+        assert self._make_room(self.pool.num_pages, self.tenants.find("a"))
+        self.no_reference_is_lost_and_nothing_unnamed_is_kept()
+        assert not self.named and self.pool.num_free == self.pool.num_pages
+
+
+TestPrefixes = PrefixMachine.TestCase
+
+
+class House:
+    """A pool of 20 pages in which chains of named blocks are kept. Their keys are made of two letters a block."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self.pool = PagePool(20)
+        self.tenants = Tenants(20)
+        self.evictor = Evictor(self.pool, self.tenants, LeastRecentlyUsed())
+        self.kv = KVCache(self.pool, self.evictor, 16, enabled=enabled)
+        self.tenant = self.tenants.find("a")
+
+    def compute(self, names: str, adapter: AdapterVersion | None = None) -> list[int]:
+        """One block for each letter, held and named. "abc": b follows a, c follows b."""
+        pages = self.kv.allocate(len(names), self.tenant)
+        for index, page in enumerate(pages):
+            parent = names[:index].encode() if index else None
+            self.kv.name(page, names[: index + 1].encode(), parent, adapter)
+        return pages
+
+    def keep(self, names: str, adapter: AdapterVersion | None = None) -> None:
+        self.kv.release(self.compute(names, adapter))
+
+    def keys(self, names: str) -> list[bytes]:
+        return [names[: index + 1].encode() for index in range(len(names))]
+
+    def found(self, names: str, first_needed: Callable[[int], int] = lambda n: 0) -> int:
+        return self.kv.match(self.keys(names), first_needed)
+
+    def evict(self, count: int) -> None:
+        assert self.evictor.make_room(self.pool.num_free + count, self.tenant)
+
+    def check(self, held: list[int]) -> None:
+        self.pool.check(held, self.kv.cached_pages(), self.tenants)
+        self.kv.check()
+        self.evictor.check()
+
+
+@pytest.fixture
+def house() -> House:
+    return House()
+
+
+def test_a_prefix_that_somebody_computed_is_found_and_brought_back_to_use(house: House) -> None:
+    pages = house.compute("abc")
+    house.kv.release(pages)
+    assert (house.pool.num_cached, house.found("abd"), house.found("abc"), house.found("xbc")) == (3, 2, 3, 0)
+    assert house.kv.acquire(house.keys("ab")) == pages[:2]
+    house.check(held=pages[:2])
+    assert house.pool.num_cached == 1
+
+
+def test_a_block_that_is_in_use_is_shared_not_copied(house: House) -> None:
+    pages = house.compute("ab")
+    assert house.kv.acquire(house.keys("ab")) == pages
+    assert all(house.kv.is_shared(page) for page in pages)
+    house.kv.release(pages)
+    house.check(held=pages)
+
+
+def test_who_computes_a_known_block_again_keeps_a_page_of_its_own_that_nobody_finds(house: House) -> None:
+    first, second = house.compute("ab"), house.compute("ab")
+    assert not any(house.kv.is_named(page) for page in second)
+    assert house.kv.acquire(house.keys("ab")) == first
+    house.kv.release(second)
+    assert house.pool.num_cached == 0
+    house.check(held=first * 2)
+
+
+def test_a_prefix_leaves_from_its_end(house: House) -> None:
+    house.keep("abcd")
+    for num_left in (3, 2, 1, 0):
+        house.evict(1)
+        assert (house.pool.num_cached, house.found("abcd")) == (num_left, num_left)
+        house.check(held=[])
+    assert house.kv.num_evictions == 4
+
+
+def test_a_branch_in_use_lets_the_idle_one_beside_it_leave_and_keeps_what_both_share(house: House) -> None:
+    house.keep("abcd")
+    house.keep("abx")
+    used = house.kv.acquire(house.keys("abx"))
+    house.evict(2)
+    assert (house.found("abcd"), house.found("abx")) == (2, 3)
+    assert not house.evictor.make_room(house.pool.num_free + 1, house.tenant)
+    house.check(held=used)
+
+
+def test_a_block_behind_the_window_may_leave_while_later_ones_are_used_and_both_meet_again(
+    house: House,
+) -> None:
+    pages = house.compute("abcd")
+    house.kv.release(pages[:2])
+    house.evict(1)
+    assert house.found("abcd") == 1, "of the idle ones b stood at the end"
+    house.evict(1)
+    house.kv.release(pages[2:])
+    assert house.found("abcd") == 0
+    house.keep("ab")
+    assert house.found("abcd") == 4, "what follows was kept all along"
+    house.evict(3)
+    assert house.found("abcd") == 1, "and hides those before it from the evictor"
+    house.check(held=[])
+
+
+def test_a_block_that_fell_idle_first_is_hidden_as_soon_as_one_that_follows_it_is_idle(house: House) -> None:
+    pages = house.compute("abcd")
+    house.kv.release(pages[:2])
+    house.kv.release(pages[2:])
+    house.check(held=[])
+    for num_left in (3, 2, 1, 0):
+        house.evict(1)
+        assert house.found("abcd") == num_left
+
+
+def test_with_a_window_only_the_blocks_in_sight_must_be_here(house: House) -> None:
+    pages = house.compute("abcdef")
+    house.kv.discard(house.keys("abc")[2:])
+
+    def last_two(num_blocks: int) -> int:
+        return max(0, num_blocks - 2)
+
+    assert house.found("abcdef") == 2
+    assert house.found("abcdef", last_two) == 6
+    assert house.found("abcd", last_two) == 2, "d alone is not enough"
+    assert house.kv.acquire(house.keys("abcdef")[4:]) == pages[4:]
+
+
+@given(
+    present=st.lists(st.booleans(), max_size=12), window=st.integers(1, 12), reach=st.sampled_from([0, 1, 2])
+)
+def test_match_finds_the_longest_prefix_whose_needed_blocks_are_here(
+    present: list[bool], window: int, reach: int
+) -> None:
+    house, names = House(), "abcdefghijkl"[: len(present)]
+    house.compute(names)
+    house.kv.discard(key for key, is_here in zip(house.keys(names), present, strict=True) if not is_here)
+
+    def first_needed(num_blocks: int) -> int:
+        return 0 if reach == 0 else max(0, min(num_blocks - 1, (num_blocks - window) // reach))
+
+    expected = max(n for n in range(len(names) + 1) if all(present[first_needed(n) : n]))
+    assert house.found(names, first_needed) == expected
+
+
+def test_looking_for_a_prefix_asks_once_for_each_block(house: House) -> None:
+    """A scan from every end back over the window would ask for most of them many times."""
+    asked: list[int] = []
+
+    def first_needed(num_blocks: int) -> int:
+        asked.append(num_blocks)
+        return max(0, num_blocks - 8)
+
+    house.compute("abcdefg")
+    assert house.found("abcdefg" + "x" * 1000, first_needed) == 7
+    assert len(asked) <= 1 + 7
+
+
+def test_what_is_not_trusted_is_not_found_and_is_free_when_its_users_are_gone(house: House) -> None:
+    pages = house.compute("abc")
+    house.kv.retain(pages)
+    house.kv.discard(house.keys("abc"))
+    assert house.found("abc") == 0
+    house.kv.release(pages)
+    house.check(held=pages)
+    house.kv.release(pages)
+    assert (house.pool.num_free, house.pool.num_cached) == (20, 0)
+
+
+def test_an_idle_block_that_is_not_trusted_is_free_at_once(house: House) -> None:
+    pages = house.compute("abc")
+    house.kv.release(pages)
+    house.kv.discard(house.keys("abc")[1:])
+    assert (house.pool.num_free, house.found("abc")) == (19, 1)
+    house.check(held=[])
+
+
+def test_of_a_deleted_adapter_nothing_is_found_and_nothing_idle_stays(house: House) -> None:
+    gone, other = AdapterVersion("a", "gone"), AdapterVersion("a", "other")
+    used = house.compute("ab", gone)
+    house.keep("xyz", gone)
+    house.keep("uv", other)
+    house.kv.forget(gone)
+    house.kv.forget(gone)
+    assert (house.found("ab"), house.found("xyz"), house.found("uv")) == (0, 0, 2)
+    assert house.pool.num_cached == 2
+    house.kv.release(used)
+    assert (house.pool.num_free, house.pool.num_cached) == (18, 2)
+    house.check(held=[])
+
+
+def test_nothing_is_kept_where_the_cache_is_off() -> None:
+    house = House(enabled=False)
+    house.keep("abc")
+    assert (house.pool.num_free, house.found("abc")) == (20, 0)
+    house.check(held=[])
+
+
+def test_a_common_block_stays_with_the_tenant_who_computed_it(house: House) -> None:
+    pages = house.compute("ab")
+    house.kv.release(pages)
+    house.kv.acquire(house.keys("ab"))
+    assert all(house.pool.owner(page) is house.tenant for page in pages)
+    assert (house.tenant.num_pages, house.tenant.num_cached) == (2, 0)
+
+
+def test_the_same_page_can_be_named_by_each_fork_that_shares_it(house: House) -> None:
+    (page,) = house.kv.allocate(1, house.tenant)
+    house.kv.retain([page])
+    house.kv.name(page, b"a", None, None)
+    house.kv.name(page, b"a", None, None)
+    house.kv.release([page])
+    assert house.pool.num_held == 1
+    house.kv.release([page])
+    assert list(house.kv.cached_pages()) == [page]
+
+
+def test_a_page_cannot_have_two_names(house: House) -> None:
+    (page,) = house.compute("a")
+    with pytest.raises(AssertionError, match="can't have a second name"):
+        house.kv.name(page, b"b", None, None)
+
+
+def test_a_page_that_nobody_has_cannot_be_named(house: House) -> None:
+    with pytest.raises(AssertionError, match="page 3 is free"):
+        house.kv.name(3, b"a", None, None)
+
+
+def test_check_finds_an_idle_end_that_is_not_offered(house: House) -> None:
+    page, _ = house.compute("ab")
+    house.kv.check()
+    house.pool.park([page])  # not by way of the cache
+    with pytest.raises(AssertionError, match=f"page {page} of 'a'.* is the end of a prefix and not offered"):
+        house.kv.check()
+
+
+def test_check_finds_an_idle_block_that_is_not_counted(house: House) -> None:
+    _, page = house.compute("ab")
+    house.pool.park([page])
+    with pytest.raises(AssertionError, match="idle blocks that follow a block do not add up"):
+        house.kv.check()
+
+
+def test_what_is_everybody_s_is_nobody_s_once_it_is_idle() -> None:
+    """Born from a bug: a tenant at its ceiling could not give up a block that another tenant's idle block followed."""
+    house, common = House(), Tenant("")
+    house.kv = KVCache(house.pool, house.evictor, 16, common=common)
+    house.keep("ab")
+    house.keep("c", AdapterVersion("a", "own"))
+    assert (common.num_pages, common.num_cached) == (2, 2)
+    assert (house.tenant.num_pages, house.tenant.num_cached) == (1, 1), "an adapter's blocks are its tenant's"
+    pages = house.kv.acquire(house.keys("ab"))
+    assert (common.num_pages, common.num_cached) == (2, 0)
+    house.check(held=pages)
+    house.kv.release(pages)
+    house.evict(3)
+    assert common.num_pages == house.tenant.num_pages == 0

@@ -1,0 +1,449 @@
+from collections.abc import Collection
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from slora.cost_model import CostModel
+from slora.pool.eviction_policy import Evictable, EvictionPolicy, ExpectedCost, LeastRecentlyUsed
+from slora.pool.evictor import Evictor
+from slora.pool.page_pool import PagePool
+from slora.pool.residency import Residency, Resident
+from slora.pool.tenant import Tenants
+from slora.tenant_share import TenantShare
+from slora_adapters.version import AdapterVersion
+from slora_kernels.layout import LoraReach
+
+REACH = LoraReach(8, embedding=False, head=False)
+VERSIONS = [AdapterVersion("tenant", f"digest{n}") for n in range(6)]
+versions = st.sampled_from(VERSIONS)
+
+
+class ResidencyMachine(RuleBasedStateMachine):
+    """Adapters of one tenant are loaded, used, fall idle and leave, beside sequences that take pages of the pool."""
+
+    @initialize(num_pages=st.integers(2, 12), num_slots=st.integers(1, 4))
+    def start(self, num_pages: int, num_slots: int) -> None:
+        self.pool = PagePool(num_pages)
+        tenants = Tenants(num_pages)
+        self.tenant, self.sequences = tenants.find("tenant"), tenants.find("sequences")
+        self.evictor = Evictor(self.pool, tenants, LeastRecentlyUsed())
+        self.residency = Residency(self.pool, self.evictor, tenants, num_slots)
+        self.num_slots = num_slots
+        self.kv_pages: list[int] = []
+        self.users: dict[AdapterVersion, int] = {}  # loads included
+        self.idle: list[AdapterVersion] = []  # least recently used first
+        self.leaving: set[AdapterVersion] = set()  # deleted or broken, and in use
+        self.pinned: set[AdapterVersion] = set()
+        self.tenancies: set[tuple[int, int]] = set()
+
+    def _spared(self, data: st.DataObject) -> list[Resident]:
+        chosen = data.draw(st.lists(st.sampled_from(self.idle), unique=True)) if self.idle else []
+        return [self._resident(version) for version in chosen]
+
+    def _see_who_left(self, spare: Collection[Resident], *, for_slot: bool = False) -> None:
+        """The oldest; of those that are pinned, for a slot alone, and only when there is no other."""
+        left = {version for version in self.idle if not self.residency.find(version)}
+        spared = [resident.version for resident in spare]
+        open_to_all = [version for version in self.idle if version not in spared]
+        order = [version for version in open_to_all if version not in self.pinned]
+        if for_slot:
+            order += [version for version in open_to_all if version in self.pinned]
+        assert left == set(order[: len(left)]), "not the oldest, or a pinned one"
+        self.idle = [version for version in self.idle if version not in left]
+        self.pinned -= left
+
+    @rule(wanted=st.integers(0, 12), data=st.data())
+    def room_is_made_for_pages(self, wanted: int, data: st.DataObject) -> None:
+        spare = self._spared(data)
+        before = len(self.residency)
+        if self.evictor.make_room(wanted, self.sequences, spare):
+            assert self.pool.num_free >= wanted
+        else:
+            assert len(self.residency) == before, "something was evicted in vain"
+        self._see_who_left(spare)
+
+    @rule(data=st.data())
+    def room_is_made_for_a_slot(self, data: st.DataObject) -> None:
+        spare = self._spared(data)
+        before, num_free = len(self.residency), self.num_slots - len(self.residency)
+        possible = num_free > 0 or len(self.idle) > len(spare)
+        assert self.residency.can_make_room(spare) == possible
+        assert self.residency.make_room(self.sequences, spare) == possible
+        assert before - len(self.residency) == (possible and num_free == 0), "one leaves if one must"
+        self._see_who_left(spare, for_slot=True)
+
+    @rule(version=versions, num_pages=st.integers(0, 4))
+    def an_adapter_comes(self, version: AdapterVersion, num_pages: int) -> None:
+        if self.residency.find(version) or not self.residency.can_make_room():
+            return
+        if self.evictor.make_room(num_pages, self.tenant):
+            assert self.residency.make_room(self.tenant)
+            resident = self.residency.admit(version, self.tenant, num_pages, 1000 * num_pages, REACH)
+            assert len(resident.pages) == num_pages
+            assert (resident.slot, resident.generation) not in self.tenancies, "a generation came twice"
+            self.tenancies.add((resident.slot, resident.generation))
+            self.users[version] = 1
+        self._see_who_left((), for_slot=True)
+
+    @precondition(lambda self: self.idle or self.users)
+    @rule(data=st.data())
+    def one_is_pinned_or_unpinned(self, data: st.DataObject) -> None:
+        version = data.draw(st.sampled_from([*self.idle, *self.users]))
+        change = self.residency.unpin if version in self.pinned else self.residency.pin
+        change(self._resident(version))
+        self.pinned ^= {version}
+
+    def _resident(self, version: AdapterVersion) -> Resident:
+        resident = self.residency.find(version)
+        assert resident is not None
+        return resident
+
+    def _loading(self) -> list[Resident]:
+        return [resident for resident in self.residency if resident.is_loading]
+
+    @precondition(lambda self: self._loading())
+    @rule(data=st.data())
+    def a_slice_is_loaded(self, data: st.DataObject) -> None:
+        resident = data.draw(st.sampled_from(self._loading()))
+        left = len(resident.pages) - resident.num_loaded
+        num_pages = data.draw(st.integers(0, left))
+        self.residency.advance_load(resident, num_pages)
+        assert resident.is_loaded == (num_pages == left)
+        if num_pages == left:
+            self._lose_user(resident.version)
+
+    @precondition(lambda self: self._loading())
+    @rule(data=st.data())
+    def a_load_breaks(self, data: st.DataObject) -> None:
+        resident = data.draw(st.sampled_from(self._loading()))
+        self.residency.abandon_load(resident)
+        assert not resident.is_loaded
+        self.leaving.add(resident.version)
+        self._lose_user(resident.version)
+
+    @precondition(lambda self: self.idle or self.users)
+    @rule(data=st.data())
+    def acquire(self, data: st.DataObject) -> None:
+        version = data.draw(st.sampled_from([*self.idle, *self.users]))
+        self.residency.acquire(self._resident(version))
+        self.users[version] = self.users.get(version, 0) + 1
+        self.idle = [one for one in self.idle if one != version]
+
+    def _used(self) -> list[AdapterVersion]:
+        return [
+            version for version, count in self.users.items() if count > self._resident(version).is_loading
+        ]
+
+    @precondition(lambda self: self._used())
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        version = data.draw(st.sampled_from(self._used()))
+        self.residency.release(self._resident(version))
+        self._lose_user(version)
+
+    def _lose_user(self, version: AdapterVersion) -> None:
+        self.users[version] -= 1
+        if self.users[version]:
+            return
+        del self.users[version]
+        if version in self.leaving:
+            self.leaving.remove(version)
+            self.pinned.discard(version)
+        else:
+            self.idle.append(version)
+
+    @rule(version=versions)
+    def forget(self, version: AdapterVersion) -> None:
+        self.residency.forget(version)
+        if version in self.users:
+            self.leaving.add(version)
+        else:
+            self.pinned.discard(version)
+        self.idle = [one for one in self.idle if one != version]
+
+    @rule(count=st.integers(1, 4))
+    def a_sequence_takes_pages(self, count: int) -> None:
+        if self.evictor.make_room(count, self.sequences):
+            self.kv_pages += self.pool.allocate(count, self.sequences)
+        self._see_who_left(())
+
+    @rule()
+    def sequences_give_their_pages_back(self) -> None:
+        self.pool.release(self.kv_pages)
+        self.kv_pages = []
+
+    @invariant()
+    def pages_and_slots_add_up(self) -> None:
+        residents = list(self.residency)
+        held = [*self.kv_pages, *self.residency.held_pages()]
+        self.pool.check(held, self.residency.cached_pages(), [self.tenant, self.sequences])
+        self.evictor.check()
+        assert {resident.version for resident in residents} == {*self.idle, *self.users}
+        pinned = [resident for resident in residents if resident.is_pinned]
+        assert {resident.version for resident in pinned} == self.pinned
+        assert self.residency.num_pinned == len(pinned)
+        assert self.residency.num_pinned_pages == sum(len(resident.pages) for resident in pinned)
+        assert all(resident.num_users == self.users.get(resident.version, 0) for resident in residents)
+        assert all(bool(resident.ticket) == (resident.version in self.idle) for resident in residents)
+        assert len({resident.slot for resident in residents}) == len(residents) <= self.num_slots
+
+
+TestResidency = ResidencyMachine.TestCase
+
+COSTS = CostModel(
+    step_s=0.01, token_s=0.002, decode_s=0.001, context_token_s=1e-6, page_copy_s=0.004, load_byte_s=1e-8
+)
+
+
+class House:
+    """A pool of 100 pages with three slots."""
+
+    def __init__(self, policy: EvictionPolicy | None = None) -> None:
+        self.pool = PagePool(100)
+        self.tenants = Tenants(100)
+        self.evictor = Evictor(self.pool, self.tenants, policy or LeastRecentlyUsed())
+        self.residency = Residency(self.pool, self.evictor, self.tenants, 3)
+
+    def admit(self, name: str, num_pages: int = 10, num_bytes: int = 1000, tenant: str = "owner") -> Resident:
+        """It is being loaded."""
+        owner = self.tenants.find(tenant)
+        assert self.evictor.make_room(num_pages, owner)
+        return self.residency.admit(AdapterVersion(tenant, name), owner, num_pages, num_bytes, REACH)
+
+    def load(self, name: str, num_pages: int = 10, num_bytes: int = 1000, tenant: str = "owner") -> Resident:
+        """It is there, and idle."""
+        resident = self.admit(name, num_pages, num_bytes, tenant)
+        self.residency.advance_load(resident, num_pages)
+        return resident
+
+    def is_here(self, resident: Resident) -> bool:
+        return self.residency.find(resident.version) is resident
+
+    def push_out(self, num_pages: int, taker: str = "taker") -> None:
+        """`taker`, which owns `num_pages`, takes the rest of the pool too."""
+        tenant = self.tenants.find(taker)
+        assert self.evictor.make_room(num_pages, tenant)
+        self.pool.allocate(num_pages, tenant)
+        assert self.evictor.make_room(100 - num_pages, tenant)
+
+
+@pytest.fixture
+def house() -> House:
+    return House()
+
+
+def test_an_adapter_that_is_being_loaded_is_held(house: House) -> None:
+    resident = house.admit("x")
+    house.residency.advance_load(resident, 9)
+    assert not resident.is_loaded
+    assert not house.evictor.make_room(91, house.tenants.find("taker"))
+    house.residency.advance_load(resident, 1)
+    assert resident.is_loaded
+    assert house.evictor.make_room(91, house.tenants.find("taker"))
+    assert not house.is_here(resident)
+
+
+def test_an_adapter_whose_load_broke_leaves_at_once_if_nobody_waits_for_it(house: House) -> None:
+    resident = house.admit("x")
+    house.residency.advance_load(resident, 9)
+    house.residency.abandon_load(resident)
+    assert not house.is_here(resident)
+    assert house.pool.num_free == 100
+
+
+def test_an_adapter_whose_load_broke_leaves_with_its_last_user_and_is_never_loaded(house: House) -> None:
+    resident = house.admit("x")
+    house.residency.acquire(resident)
+    house.residency.abandon_load(resident)
+    assert house.is_here(resident)
+    assert not resident.is_loaded
+    house.residency.release(resident)
+    assert not house.is_here(resident)
+
+
+def test_a_deleted_adapter_leaves_when_its_load_is_done(house: House) -> None:
+    resident = house.admit("x")
+    house.residency.forget(resident.version)
+    assert house.is_here(resident)
+    house.residency.advance_load(resident, 10)
+    assert not house.is_here(resident)
+
+
+def test_a_load_that_is_over_cannot_go_on(house: House) -> None:
+    resident = house.load("x")
+    with pytest.raises(AssertionError, match="is not being loaded"):
+        house.residency.advance_load(resident, 0)
+    with pytest.raises(AssertionError, match="is not being loaded"):
+        house.residency.abandon_load(resident)
+
+
+def test_more_pages_than_it_has_cannot_be_loaded(house: House) -> None:
+    with pytest.raises(AssertionError, match="more pages loaded than it has"):
+        house.residency.advance_load(house.admit("x"), 11)
+
+
+def test_for_a_slot_the_idle_adapter_that_the_policy_ranks_lowest_leaves() -> None:
+    house = House(ExpectedCost(COSTS))
+    dear, cheap, other = (
+        house.load(name, num_bytes=size) for name, size in [("d", 3000), ("c", 1000), ("o", 2000)]
+    )
+    assert house.residency.make_room(house.tenants.find("owner"))
+    assert (house.is_here(dear), house.is_here(cheap), house.is_here(other)) == (True, False, True)
+    assert house.residency.make_room(house.tenants.find("owner")), "there is one already"
+    assert len(house.residency) == 2
+
+
+class Remembering:
+    """A policy that writes down what it is told."""
+
+    name = "remembering"
+
+    def __init__(self) -> None:
+        self.learned: list[tuple[Evictable, bool]] = []
+
+    def rank(self, item: Evictable, tick: int, age: float) -> float:
+        return tick
+
+    def learn(self, item: Evictable, *, was_used: bool) -> None:
+        self.learned.append((item, was_used))
+
+
+def test_the_policy_learns_what_is_used_again_and_what_leaves_for_pages_or_a_slot() -> None:
+    policy = Remembering()
+    house = House(policy)
+    used, second, third = house.load("x"), house.load("y"), house.load("z")
+    house.residency.acquire(used)
+    house.residency.acquire(used)
+    assert house.residency.make_room(house.tenants.find("owner"))
+    assert house.evictor.make_room(90, house.tenants.find("taker"))
+    assert policy.learned == [(used, True), (second, False), (third, False)]
+
+
+def test_what_is_deleted_tells_the_policy_nothing() -> None:
+    policy = Remembering()
+    house = House(policy)
+    house.residency.forget(house.load("x").version)
+    house.residency.abandon_load(house.admit("y"))
+    assert policy.learned == []
+
+
+def test_bringing_an_adapter_back_takes_its_fetch_and_its_load(house: House) -> None:
+    owner = house.tenants.find("owner")
+    resident = house.residency.admit(AdapterVersion("owner", "x"), owner, 10, 1_000_000, REACH, fetch_s=0.5)
+    assert resident.reload_s(COSTS) == pytest.approx(0.51)
+
+
+def test_for_a_slot_an_adapter_that_a_floor_protects_leaves_last(house: House) -> None:
+    house.tenants.set_share("safe", TenantShare(min_share=0.2))
+    first, second = house.load("x", tenant="safe"), house.load("y", tenant="safe")
+    last = house.load("z")
+    taker = house.tenants.find("taker")
+    assert house.residency.make_room(taker)
+    assert not house.is_here(last)
+    house.residency.acquire(house.load("w"))
+    assert house.residency.make_room(taker), "nobody must wait for a slot that is idle"
+    assert not house.is_here(first)
+    assert house.is_here(second)
+
+
+def test_for_a_slot_a_tenant_may_give_up_what_its_own_floor_protects(house: House) -> None:
+    house.tenants.set_share("safe", TenantShare(min_share=0.3))
+    own = house.load("x", tenant="safe")
+    house.load("y")
+    house.load("z")
+    assert house.residency.make_room(house.tenants.find("safe"))
+    assert not house.is_here(own)
+
+
+def test_for_a_slot_a_pinned_adapter_leaves_after_one_that_a_floor_protects(house: House) -> None:
+    house.tenants.set_share("safe", TenantShare(min_share=0.1))
+    pinned, safe = house.load("x"), house.load("y", tenant="safe")
+    house.residency.pin(pinned)
+    house.residency.acquire(house.load("z"))
+    taker = house.tenants.find("taker")
+    assert house.residency.make_room(taker)
+    assert house.is_here(pinned) and not house.is_here(safe)
+    house.residency.acquire(house.load("w"))
+    assert house.residency.make_room(taker), "nobody must wait for a slot that is idle"
+    assert not house.is_here(pinned)
+
+
+def test_an_adapter_that_is_pinned_or_unpinned_keeps_the_rank_that_it_fell_idle_with() -> None:
+    house = House(LeastRecentlyUsed())
+    first, second = house.load("x"), house.load("y")
+    house.residency.pin(first)
+    assert house.evictor.make_room(90, house.tenants.find("taker"))
+    assert house.is_here(first) and not house.is_here(second)
+    third = house.load("z")
+    house.residency.unpin(first)
+    assert house.evictor.make_room(90, house.tenants.find("taker"))
+    assert house.is_here(third) and not house.is_here(first)
+
+
+def test_without_an_idle_adapter_there_is_no_room_for_a_slot(house: House) -> None:
+    spared = house.load("x")
+    for name in "yz":
+        house.residency.acquire(house.load(name))
+    taker = house.tenants.find("taker")
+    assert not house.residency.can_make_room([spared])
+    assert not house.residency.make_room(taker, [spared])
+    assert house.residency.can_make_room()
+    assert house.residency.make_room(taker)
+    assert not house.is_here(spared)
+
+
+def test_an_adapter_that_had_to_leave_for_a_tenant_above_its_share_was_pushed_out(house: House) -> None:
+    resident = house.load("x")
+    house.push_out(51)
+    assert house.residency.was_pushed_out(resident.version), (
+        "51 of 100 pages, and half of the pool is its share"
+    )
+    again = house.admit("x")
+    house.residency.advance_load(again, 9)
+    assert house.residency.was_pushed_out(resident.version), "it can be asked as long as it is being loaded"
+    house.residency.advance_load(again, 1)
+    assert not house.residency.was_pushed_out(resident.version)
+
+
+def test_an_adapter_that_left_for_a_tenant_within_its_share_was_not_pushed_out(house: House) -> None:
+    resident = house.load("x")
+    house.push_out(50)
+    assert not house.is_here(resident)
+    assert not house.residency.was_pushed_out(resident.version)
+
+
+def test_an_adapter_that_left_for_its_own_tenant_was_not_pushed_out(house: House) -> None:
+    house.tenants.find("waits").num_waiting = 1
+    resident = house.load("x")
+    house.push_out(80, taker="owner")
+    assert not house.is_here(resident)
+    assert not house.residency.was_pushed_out(resident.version)
+
+
+def test_an_adapter_that_lost_its_slot_to_a_tenant_above_its_share_was_pushed_out(house: House) -> None:
+    residents = [house.load(name) for name in "xyz"]
+    taker = house.tenants.find("taker")
+    house.pool.allocate(60, taker)
+    assert house.residency.make_room(taker)
+    assert [house.residency.was_pushed_out(resident.version) for resident in residents] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_what_was_pushed_out_is_forgotten_with_the_adapter(house: House) -> None:
+    resident = house.load("x")
+    house.push_out(60)
+    house.residency.forget(resident.version)
+    assert not house.residency.was_pushed_out(resident.version)
+
+
+def test_of_those_that_were_pushed_out_only_so_many_are_remembered(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slora.pool.residency._MAX_PUSHED_OUT", 2)
+    residents = [house.load(name) for name in "xyz"]
+    house.push_out(60)
+    assert [house.residency.was_pushed_out(resident.version) for resident in residents] == [False, True, True]

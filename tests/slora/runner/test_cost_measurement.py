@@ -1,0 +1,160 @@
+"""What is measured at start can be decided with, and leaves no trace."""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import astuple
+
+import pytest
+import torch
+
+from slora.engine_config import EngineConfig
+from slora.models.model_spec import read_model_spec
+from slora.runner import cost_measurement
+from slora.runner.cost_measurement import _Timings
+from slora.runner.runner import Runner
+from slora.scheduler.step_plan import Sampled, StepPlan
+from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
+from tests.support.model_kit import ModelKit
+
+Kits = Callable[[str], ModelKit]
+TIMINGS = _Timings(
+    one_row=0.010,
+    rows=0.017,
+    num_rows=8,
+    long_rows=0.0578,
+    context_tokens=511,
+    prefill=0.265,
+    prefill_tokens=256,
+    page_copy_s=0.001,
+    load_byte_s=1e-9,
+)
+
+
+def start_runner(kit: ModelKit, num_pages: int = 60, **settings: int | str | None) -> Runner:
+    defaults = {"device": "cpu", "kernels": KERNELS, "dtype": "float32"}
+    config = EngineConfig(
+        kit.directory,
+        **{**defaults, "pool_bytes": kit.pool_bytes(num_pages), **settings},  # type: ignore[arg-type]
+    )
+    return Runner(config, read_model_spec(kit.directory))
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("model", ["llama", "gpt2", "mistral_window"])
+def test_every_cost_is_positive_and_finite(kits: Kits, model: str, kernels: str) -> None:
+    costs = start_runner(kits(model), kernels=kernels).measure_costs()
+    assert all(0 < value < math.inf for value in astuple(costs))
+    assert costs.prefill_s(200) > costs.prefill_s(100) > 0
+    assert 0 < costs.tokens(costs.load_s(1 << 20)) < math.inf
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_pages": 2, "max_model_len": 32},
+        {"max_num_seqs": 1, "max_num_batched_tokens": 1},
+        {"max_model_len": 1, "max_num_seqs": 2},
+        {"swap_bytes": 0},
+        {"preemption": "recompute"},
+    ],
+)
+def test_the_smallest_of_settings_can_be_measured(kits: Kits, settings: dict[str, int]) -> None:
+    assert all(
+        0 < value < math.inf for value in astuple(start_runner(kits("llama"), **settings).measure_costs())
+    )
+
+
+def test_no_step_of_it_is_larger_than_may_be_and_none_leaves_a_trace(
+    kits: Kits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[StepPlan] = []
+    touched = 0
+    run = Runner.run
+
+    def watched(self: Runner, plan: StepPlan) -> list[Sampled]:
+        nonlocal touched
+        sampled = run(self, plan)
+        plans.append(plan)
+        touched += int(self.memory.pages.count_nonzero())
+        return sampled
+
+    monkeypatch.setattr(Runner, "run", watched)
+    monkeypatch.setattr("slora.device.page_memory.empty_tensor", zeros)
+    runner = start_runner(kits("llama"), num_pages=60, max_num_seqs=4, max_num_batched_tokens=50)
+    runner.measure_costs()
+    assert touched, "the steps computed nothing"
+    assert max(plan.num_tokens for plan in plans) == 50
+    assert max(len(plan.chunks) for plan in plans[1:]) == 4
+    assert not runner.memory.pages.any()
+    assert not any(table.any() for table in (runner.memory.tables.page_table, runner.memory.tables.groups))
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def test_the_pages_are_cleared_even_if_a_step_of_it_breaks(kits: Kits) -> None:
+    runner = start_runner(kits("llama"))
+    runner.memory.pages.fill_(0xFF)
+
+    def break_down(plan: StepPlan) -> None:
+        for chunk in plan.chunks:
+            runner.memory.pages[chunk.sequence.blocks.held] = 1
+            raise RuntimeError("out of order")
+
+    with pytest.raises(RuntimeError, match="out of order"):
+        cost_measurement.measure_costs(break_down, runner.memory, 64, 8, 512)
+    assert not (runner.memory.pages == 1).any()
+
+
+def test_the_figures_are_in_one_line_of_the_log(kits: Kits, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "slora.runner.cost_measurement"):
+        start_runner(kits("llama")).measure_costs()
+    (record,) = [record for record in caplog.records if record.name == "slora.runner.cost_measurement"]
+    assert record.getMessage().startswith("measured: a step ") and "\n" not in record.getMessage()
+
+
+def test_timings_are_taken_apart_into_what_they_are_made_of() -> None:
+    costs = TIMINGS.solve()
+    assert costs.decode_s == pytest.approx(0.001)
+    assert costs.step_s == pytest.approx(0.009)
+    assert costs.token_s == pytest.approx(0.001)
+    assert costs.context_token_s == pytest.approx(1e-5)
+    assert costs.step_seconds(0, 8, 8 * 510, 0, 0) == pytest.approx(TIMINGS.long_rows)
+    assert costs.step_seconds(256, 0, 0, 0, 0) == pytest.approx(TIMINGS.prefill)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-6])
+def test_differences_that_drown_in_noise_count_as_next_to_nothing(noise: float) -> None:
+    """A GPU that is kept waiting by its host takes as long for one row as for a whole prefill."""
+    costs = _Timings(0.01, 0.01 - noise, 8, 0.01 - 2 * noise, 512, 0.01 - noise, 256, 0.0, 1e-9).solve()
+    assert all(0 < value < math.inf for value in astuple(costs))
+    assert costs.decode_s == costs.context_token_s == costs.page_copy_s == 1e-9
+    assert costs.token_s == pytest.approx(0.1 * 0.01 / 256, rel=0.01), (
+        "a load would count as many more tokens"
+    )
+
+
+def test_a_machine_with_room_for_one_row_ascribes_all_of_it_to_the_step() -> None:
+    costs = _Timings(0.01, 0.01, 1, 0.01, 1, 0.02, 1, 0.001, 1e-9).solve()
+    assert costs.step_s == pytest.approx(0.01) and costs.decode_s == 1e-9
+
+
+def test_a_long_prefill_is_spared_where_a_short_one_tells_enough(
+    kits: Kits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token takes as long as a step here."""
+    runner = start_runner(kits("llama"))
+    now, lengths = 0.0, []
+
+    def run(plan: StepPlan) -> None:
+        nonlocal now
+        now += plan.num_tokens
+        lengths.extend([plan.num_tokens] if plan.chunks else [])
+
+    monkeypatch.setattr(cost_measurement.time, "perf_counter", lambda: now)
+    costs = cost_measurement.measure_costs(run, runner.memory, 512, 8, 512)
+    assert max(lengths) == 16
+    assert len(lengths) == 4, "steps of a second and more were repeated"
+    assert costs.decode_s == pytest.approx(1) and costs.token_s == pytest.approx(1)

@@ -1,0 +1,188 @@
+"""What a graph would replay, without a GPU: the same launches on the same buffers, in Triton's interpreter."""
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from slora.device.step_batch import StepBatch
+from slora.engine.engine import Engine
+from slora.request import EngineRequest
+from slora.runner.decode_graphs import DecodeGraphs, Work
+from slora.sampling_params import SamplingParams
+from slora_kernels.batch import TileLimits
+from slora_kernels.gpu.lora_sizes import load_sizes
+from slora_kernels.gpu.triton_kernels import TritonKernels
+from slora_kernels.launch import Launch
+from tests.support.driving import make_engine, make_source
+from tests.support.model_kit import ModelKit
+from tests.support.poison import poison
+
+# Rows that fill a step up hold whatever memory held, and the interpreter computes them aloud.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: test_gpu.py replays real graphs"),
+]
+
+Kits = Callable[[str], ModelKit]
+MAX_CONTEXT = 64
+# Adapters whose greatest sites have 15, 12 and 16 rows: the same power of two. Two tiles, then one.
+SOME = [None, "odd_rank", "some_layers"]
+OTHERS = ["r8_on_q_and_v", None, None, None]
+
+
+class Bench:
+    """An engine that other kernels brought to where all requests decode, and its model with Triton's kernels."""
+
+    def __init__(self, kit: ModelKit) -> None:
+        self._source, self._versions = make_source(kit)
+        self.engine: Engine = make_engine(kit, self._source, 300)
+        poison(self.engine)
+        self.runner = self.engine._runner
+        self.launches: list[Launch] = []
+        # Decode rows in the form that is theirs alone: all of a graph's are such.
+        self.kernels = TritonKernels(self._launch, load_sizes().with_decode("rows"))
+        self.num_captures = 0
+        self.graphs = DecodeGraphs(self.forward, 4, MAX_CONTEXT, 16, torch.device("cpu"), self._capture)
+
+    def forward(self, batch: StepBatch) -> Tensor:
+        return self.runner._model.forward(batch, self.runner.memory, self.kernels)
+
+    def decode(self, adapters: list[str | None], first_length: int) -> StepBatch:
+        """A step in which as many requests of growing prompts decode."""
+        params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+        for number, adapter in enumerate(adapters):
+            prompt = list(range(3, 3 + first_length + 8 * number))
+            version = self._versions[adapter] if adapter is not None else None
+            self.engine.add(EngineRequest(f"{first_length}-{number}", "t", prompt, version, params))
+        for _ in range(4):
+            self.engine.step()
+        plan = self.engine._scheduler.schedule()
+        assert [chunk.num_tokens for chunk in plan.chunks] == [1] * len(adapters) and not plan.loads
+        return StepBatch.build(plan, self.runner.memory, self.kernels.tile_limits)
+
+    def end(self, leaving: str) -> None:
+        """Of all requests; one adapter leaves its slot."""
+        for sequence in list(self.engine._scheduler._batch):
+            self.engine.abort(sequence.request.request_id)
+        self.engine.step()
+        self.engine.forget(self._versions[leaving])
+
+    def _launch(self, launch: Launch) -> None:
+        self.launches.append(launch)
+        launch.run()
+
+    def _capture(self, work: Work) -> Work:
+        self.num_captures += 1
+        return work
+
+
+@pytest.fixture
+def bench(kits: Kits) -> Bench:
+    return Bench(kits("llama"))
+
+
+@torch.inference_mode()
+def test_a_step_brought_up_to_a_recorded_size_computes_the_same(bench: Bench) -> None:
+    batch = bench.decode(SOME, 15)
+    pages = bench.runner.memory.pages
+    before = pages.clone()
+    expected = bench.forward(batch)
+    expected_pages = pages.clone()
+    # The buffers were used before, by other tokens and tiles, when the graph was recorded.
+    assert batch.lora is not None
+    other_tiles = replace(batch.lora, tiles=batch.lora.tiles[1:], weights=batch.lora.weights[1:] * 0.5)
+    assert not torch.equal(bench.graphs.run(replace(batch, lora=other_tiles)), expected)
+    pages.copy_(before)
+    hidden = bench.graphs.run(batch)
+    assert bench.num_captures == 1
+    assert hidden.shape == expected.shape and not expected.isnan().any()
+    torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
+    numbers, expected_numbers = (x.view(torch.float32) for x in (pages, expected_pages))
+    assert torch.equal(numbers.isnan(), expected_numbers.isnan()), "a row that fills up wrote to a page"
+    torch.testing.assert_close(numbers.nan_to_num(), expected_numbers.nan_to_num(), atol=1e-4, rtol=1e-4)
+
+
+def tensors_of(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.layout is torch.strided else []  # packed weights are a library's own
+    if isinstance(value, list | tuple):
+        return [tensor for part in value for tensor in tensors_of(part)]
+    if is_dataclass(value):
+        return [tensor for field in fields(value) for tensor in tensors_of(getattr(value, field.name))]
+    return []
+
+
+def describe(launches: list[Launch], lasting: set[int]) -> list[object]:
+    """All that a launch is: of tensors that outlive the step where they lie, of others what a graph's own memory would
+    be asked for."""
+
+    def see(argument: object) -> object:
+        if not isinstance(argument, Tensor):
+            return argument
+        lies = argument.data_ptr() if argument.untyped_storage().data_ptr() in lasting else None
+        return argument.dtype, argument.shape, argument.stride(), lies
+
+    return [
+        (
+            launch.kernel.__name__,
+            launch.grid,
+            {name: see(value) for name, value in launch.arguments.items()},
+            launch.constants,
+            launch.num_warps,
+            launch.num_stages,
+        )
+        for launch in launches
+    ]
+
+
+@torch.inference_mode()
+def test_no_argument_of_any_launch_changes_when_other_adapters_are_swapped_in(bench: Bench) -> None:
+    model, memory = bench.runner._model, bench.runner.memory
+    parts = [bench.graphs._buffers, memory.pages, memory.tables, model._layers, model._norm]
+    lasting = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(parts)}
+
+    def look(batch: StepBatch, run: Callable[[StepBatch], Tensor]) -> list[object]:
+        bench.launches.clear()
+        run(batch)
+        return describe(bench.launches, lasting)
+
+    first = bench.decode(SOME, 15)
+    replayed = look(first, bench.graphs.run)
+    kernels = [launch.kernel.__name__ for launch in bench.launches if "lora" in launch.kernel.__name__]
+    assert {*kernels} == {"_lora_shrink_kernel", "_lora_expand_rows_kernel"}, (
+        "these are decode rows, all of them"
+    )
+    unpadded = look(first, bench.forward)
+    assert [
+        launch.kernel.__name__ for launch in bench.launches if "lora" in launch.kernel.__name__
+    ] == kernels
+    assert first.lora is not None
+    slots = first.lora.tiles[:, 0].tolist()
+    held = memory.tables.groups[slots].tolist()
+    bench.end("odd_rank")
+    second = bench.decode(OTHERS, 6)
+    assert memory.tables.groups[slots].tolist() != held, "no slot has another adapter now"
+    assert look(second, bench.graphs.run) == replayed and bench.num_captures == 1
+    assert look(second, bench.forward) != unpadded
+    used = {
+        name for launch in bench.launches for name in launch.arguments if "lora" in launch.kernel.__name__
+    }
+    assert {"tiles", "weights", "page_table", "groups", "modules", "scales"} <= used
+
+
+@torch.inference_mode()
+def test_steps_without_adapters_launch_nothing_for_them(bench: Bench) -> None:
+    batch = bench.decode([None, None], 9)
+    bench.graphs.run(batch)
+    assert bench.launches and not any("lora" in launch.kernel.__name__ for launch in bench.launches)
+
+
+def test_a_step_with_a_chunk_of_a_prompt_is_no_graph(bench: Bench) -> None:
+    params = SamplingParams(max_tokens=3)
+    bench.engine.add(EngineRequest("a", "t", [1, 2, 3], None, params))
+    plan = bench.engine._scheduler.schedule()
+    batch = StepBatch.build(plan, bench.runner.memory, TileLimits(16))
+    assert not bench.graphs.fits(batch)

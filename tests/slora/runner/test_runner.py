@@ -1,0 +1,151 @@
+"""What a plan moves, it moves in an order in which nothing is lost."""
+
+import logging
+from collections.abc import Callable
+from threading import Event
+
+import pytest
+import torch
+
+from slora.engine.engine import Engine
+from slora.pool.residency import Resident
+from slora.pool.tenant import Tenant
+from slora.request import EngineRequest
+from slora.sampling_params import SamplingParams
+from slora.scheduler.step_plan import AdapterLoad, StepPlan
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.packing import pack
+from slora_adapters.peft.peft_directory import read_adapter
+from slora_adapters.version import AdapterVersion
+from tests.support.cpu_kernels import CPU_KERNELS
+from tests.support.driving import Answer, drive, make_engine, make_source, step
+from tests.support.model_kit import ModelKit
+from tests.support.poison import poison
+
+Kits = Callable[[str], ModelKit]
+
+
+def test_pages_leave_before_others_come_in_their_place(kits: Kits) -> None:
+    """In one plan a page is swapped out, copied to, and its source swapped in over and loaded over."""
+    kit = kits("llama")
+    engine = make_engine(kit, make_source(kit)[0], 300)
+    runner, shape = engine._runner, engine.info.shape
+    packed = pack(read_adapter(kit.adapters["odd_rank"], shape, AdapterLimits()), shape, "float32")
+    memory = runner.memory
+    for page in range(8):
+        memory.pages[page] = page
+    memory.host_pages[3].fill_(30)
+    adapter_pages = [1, *range(100, 100 + -(-len(packed.buffer) // runner.full_page_bytes) - 1)]
+    resident = Resident(
+        AdapterVersion("t", "moves"),
+        Tenant("t"),
+        0,
+        1,
+        adapter_pages,
+        packed.layout.num_bytes,
+        packed.layout.reach,
+    )
+    plan = StepPlan(
+        swaps_out=[(5, 0), (6, 1)],
+        copies=[(4, 5), (1, 7)],
+        swaps_in=[(3, 4), (0, 6)],
+        loads=[AdapterLoad(resident, packed, 0, len(adapter_pages))],
+    )
+    assert runner.run(plan) == []
+    assert [memory.host_pages[n][0].item() for n in (0, 1)] == [5, 6]
+    assert memory.pages[4:8, 0].tolist() == [30, 4, 5, 1]
+    assert torch.equal(memory.pages[1], torch.from_numpy(packed.buffer[: runner.full_page_bytes].copy()))
+
+
+def move_out_and_in(engine: Engine, plans: list[StepPlan]) -> None:
+    """All KV that anybody holds goes to the host, and comes back into other pages in another order."""
+    sequences = engine._scheduler._batch
+    kv = engine._scheduler.memory.kv
+    pages = [page for sequence in sequences for page in sequence.blocks.held]
+    host_pages = range(len(pages))
+    targets = engine._scheduler.memory.pool.allocate(len(pages), Tenant("t"))
+    plans.append(StepPlan(swaps_out=list(zip(pages, host_pages, strict=True))))
+    plans.append(StepPlan(swaps_in=list(zip(host_pages, reversed(targets), strict=True))))
+    moved = dict(zip(pages, reversed(targets), strict=True))
+    for sequence in sequences:
+        held = sequence.blocks.held
+        kv.release(held)
+        sequence.blocks.num_pages = 0
+        sequence.blocks.extend([moved[page] for page in held])
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+def test_an_answer_goes_on_bit_for_bit_after_its_pages_were_on_the_host(kits: Kits, kernels: str) -> None:
+    kit = kits("llama")
+    source, versions = make_source(kit)
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=0)
+    requests = [
+        EngineRequest(str(n), "t", list(range(3, 30 + 7 * n)), version, params)
+        for n, version in enumerate([None, *list(versions.values())[:3]])
+    ]
+
+    def run(*, moves: bool) -> list[tuple[list[int], list[float]]]:
+        engine = make_engine(kit, source, 400, kernels=kernels)
+        poison(engine)
+        answers = {request.request_id: Answer() for request in requests}
+        for request in requests:
+            engine.add(request)
+        for _ in range(15):
+            step(engine, answers)
+        plans: list[StepPlan] = []
+        if moves:
+            move_out_and_in(engine, plans)
+            assert len(plans[0].swaps_out) >= 12
+        for plan in plans:
+            engine._runner.run(plan)
+            free = engine._scheduler.memory.pool._free
+            engine._runner.memory.pages[free] = 0xFF
+        rest = drive(engine, [])
+        return [
+            (
+                answers[name].token_ids + rest[name].token_ids,
+                answers[name].logprobs + rest[name].logprobs,
+            )
+            for name in answers
+        ]
+
+    assert run(moves=True) == run(moves=False)
+
+
+def test_swap_space_follows_from_the_settings(kits: Kits, monkeypatch: pytest.MonkeyPatch) -> None:
+    kit = kits("llama")
+    source, _ = make_source(kit)
+
+    def pages(**settings: int | str) -> int:
+        runner = make_engine(kit, source, 200, **settings)._runner
+        assert len(runner.memory.host_pages) == runner.num_swap_pages
+        return runner.num_swap_pages
+
+    assert pages() == 50
+    assert pages(preemption="swap") == 50
+    assert pages(preemption="recompute") == 0
+    assert pages(swap_bytes=0) == 0
+    assert pages(swap_bytes=kit.pool_bytes(7) + 1) == 7
+    monkeypatch.setattr("slora.runner.runner.free_ram_bytes", lambda: kit.pool_bytes(40))
+    assert pages() == 10, "more than a quarter of the free memory"
+
+
+def test_whoever_waits_for_kernels_to_be_compiled_reads_what_for(
+    kits: Kits, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said, kit, records = Event(), kits("llama"), list[str]()
+
+    def note(record: logging.LogRecord) -> None:
+        records.append(record.getMessage())
+        said.set()
+
+    monkeypatch.setattr(logging.getLogger("slora.runner.runner"), "handle", note)
+    owner = type(make_engine(kit, make_source(kit)[0], 40)._runner.kernels)
+    said.clear()
+    records.clear()
+    monkeypatch.setattr("slora.runner.runner._LONG_WARM_UP_S", 0.01)
+    monkeypatch.setattr(owner, "warm_up", lambda self, geometry: said.wait(60))
+    with caplog.at_level(logging.INFO, "slora.runner.runner"):
+        make_engine(kit, make_source(kit)[0], 40)
+    (message,) = records
+    assert "for torch.float32" in message

@@ -1,0 +1,97 @@
+"""What the tokens of a prompt score, against transformers and peft, however the prompt is cut up and computed again."""
+
+import random
+from collections.abc import Callable
+
+import msgpack
+import pytest
+import torch
+
+from slora.engine.messages import decode_output, encode_output
+from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta, TokenLogprobs
+from slora.sampling_params import SamplingParams
+from slora_adapters.wire import encode
+from tests.support.cpu_kernels import CPU_KERNELS
+from tests.support.driving import Answer, drive, make_engine, make_source
+from tests.support.model_kit import ModelKit
+from tests.support.tiny_models import VOCAB_SIZE
+
+Kits = Callable[[str], ModelKit]
+
+
+def check_scores(kit: ModelKit, prompt: list[int], adapter: str | None, count: int, answer: Answer) -> None:
+    assert answer.error is None
+    first, *others = answer.prompt_logprobs
+    assert first is None and len(others) == len(prompt) - 1
+    expected = kit.oracle.logits(prompt, adapter).log_softmax(-1)
+    for row, token, found in zip(expected, prompt[1:], others, strict=False):
+        assert found is not None and len(found.top) == count
+        assert found.logprob == pytest.approx(row[token].item(), abs=1e-3)
+        values = row.topk(count).values.tolist() if count else []
+        assert [value for _, value in found.top] == pytest.approx(values, abs=1e-3)
+        assert all(row[token].item() == pytest.approx(value, abs=1e-3) for token, value in found.top)
+
+
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize(
+    ("num_pages", "settings"),
+    [(400, {}), (400, {"max_num_seqs": 7, "max_num_batched_tokens": 7}), (45, {})],
+    ids=["whole", "in chunks", "preempted"],
+)
+def test_the_tokens_of_a_prompt_score_as_transformers_says(
+    kits: Kits, kernels: str, num_pages: int, settings: dict[str, int]
+) -> None:
+    kit = kits("llama")
+    source, versions = make_source(kit)
+    rng = random.Random(2)
+    asked = []
+    for number, name in enumerate([None, *versions, None, *versions]):
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 2, 16, 33, 150)))]
+        count = (0, 3, 20, None)[number % 4]
+        # Some are still scored while others generate, and with several answers there is one prompt.
+        params = SamplingParams(
+            max_tokens=rng.randint(1, 20),
+            temperature=0,
+            ignore_eos=True,
+            prompt_logprobs=count,
+            n=number % 3 + 1,
+        )
+        version = versions[name] if name is not None else None
+        asked.append((EngineRequest(str(number), "t", prompt, version, params), name, count))
+    engine = make_engine(kit, source, num_pages, kernels=kernels, **settings)
+    answers = drive(engine, [[request] for request, _, _ in asked])
+    assert (engine.stats().preemptions > 0) == (num_pages < 100)
+    for request, name, count in asked:
+        if count is None:
+            assert answers[request.request_id].prompt_logprobs == []
+        else:
+            check_scores(kit, request.prompt_token_ids, name, count, answers[request.request_id])
+    assert all(answer.prompt_logprobs == [] for name, answer in answers.items() if "/" in name)
+
+
+def test_logits_of_a_long_prompt_are_never_all_there_at_once(
+    kits: Kits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit = kits("llama")
+    engine = make_engine(kit, make_source(kit)[0], 100)
+    decoder = engine._runner._model
+    rows: list[int] = []
+    logits = type(decoder).logits
+
+    def counted(self: object, hidden: torch.Tensor, *more: object) -> torch.Tensor:
+        rows.append(len(hidden))
+        return logits(decoder, hidden, *more)
+
+    monkeypatch.setattr(type(decoder), "logits", counted)
+    prompt = [number % VOCAB_SIZE for number in range(400)]
+    params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=1)
+    answer = drive(engine, [[EngineRequest("r", "t", prompt, None, params)]])["r"]
+    check_scores(kit, prompt, None, 1, answer)
+    assert max(rows) <= 64 and sum(rows) == 399 + len(answer.token_ids)
+
+
+def test_scores_are_the_same_at_the_other_end_of_the_wire() -> None:
+    scored = (None, TokenLogprobs(-0.5, ((3, -0.5), (4, -1.25))), TokenLogprobs(-9.0, ()))
+    delta = TokenDelta((5,), FinishReason.LENGTH, (TokenLogprobs(-0.1, ((5, -0.1),)),), 2, scored)
+    output = StepOutput("r", delta)
+    assert decode_output(msgpack.unpackb(encode(encode_output(output))[4:])) == output

@@ -1,0 +1,285 @@
+"""Beam search in the engine answers as transformers' own does, with adapters and without, however short of pages."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from slora import LLM
+from slora.engine.engine import Engine
+from slora.errors import ContextTooLong, RequestRefused
+from slora.request import EngineRequest, FinishReason
+from slora.sampling_params import SamplingParams
+from slora_adapters.version import AdapterVersion
+from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
+from tests.support.driving import Answer, drive, make_engine, make_source
+from tests.support.model_kit import ModelKit
+from tests.support.oracle import LOGPROB_TOLERANCE, MARGIN, Oracle
+from tests.support.poison import poison
+from tests.support.tiny_models import VOCAB_SIZE
+
+Kits = Callable[[str], ModelKit]
+Asked = tuple[str | None, EngineRequest]
+# On both sides of a page's 16 tokens, and longer than two.
+LENGTHS = (1, 15, 16, 17, 40)
+SEARCH = SamplingParams(max_tokens=20, temperature=0.0, n=2, best_of=3, use_beam_search=True)
+
+
+def ask(
+    number: int, kind: str | None, version: AdapterVersion | None, max_tokens: tuple[int, ...]
+) -> EngineRequest:
+    rng = random.Random(number)
+    width = rng.randint(2, 5)
+    params = replace(
+        SEARCH,
+        max_tokens=rng.choice(max_tokens),
+        best_of=width,
+        n=rng.randint(1, width),
+        length_penalty=rng.choice((0.0, 1.0, 1.0, 2.0, -0.5)),
+        early_stopping=rng.random() < 0.5,
+        stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice((0, 1, 6)))),
+        logprobs=rng.choice((None, 0, 3)),
+    )
+    prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice(LENGTHS))]
+    return EngineRequest(f"{number} on {kind}", "t", prompt, version, params)
+
+
+def ask_many(
+    versions: dict[str, AdapterVersion], count: int, max_tokens: tuple[int, ...] = (1, 2, 20, 30)
+) -> list[Asked]:
+    kinds = [None, None, *list(versions)[:3]]
+    rows = [(number, kinds[number % len(kinds)]) for number in range(count)]
+    return [(kind, ask(number, kind, versions[kind] if kind else None, max_tokens)) for number, kind in rows]
+
+
+def told(answers: dict[str, Answer], request: EngineRequest) -> list[Answer]:
+    """The answers to one request, the best first."""
+    names = [request.request_id, *(f"{request.request_id}/{n}" for n in range(1, request.sampling.n))]
+    return [answers[name] for name in names]
+
+
+def check_parity(oracle: Oracle, asked: list[Asked], answers: dict[str, Answer]) -> int:
+    """The same tokens in the same order, or scores within MARGIN of each other. Returns how many were excused so."""
+    excused = 0
+    for kind, request in asked:
+        params, found = request.sampling, told(answers, request)
+        assert all(answer.error is None for answer in found)
+        expected, scores = oracle.beam_search(
+            request.prompt_token_ids,
+            kind,
+            params.stop_token_ids,
+            num_beams=params.width,
+            num_return_sequences=params.n,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            max_new_tokens=params.max_tokens,
+        )
+        for answer, tokens, score in zip(found, expected, scores, strict=True):
+            ended = answer.token_ids[-1] in params.stop_token_ids
+            assert answer.reason == (FinishReason.STOP if ended else FinishReason.LENGTH)
+            judged = oracle.token_logprobs(request.prompt_token_ids, answer.token_ids, kind)
+            if answer.token_ids != tokens:
+                own = sum(judged) / len(judged) ** params.length_penalty
+                assert abs(own - score) < MARGIN, (request, answer.token_ids, tokens)
+                excused += 1
+            if params.logprobs is not None:
+                assert answer.logprobs == pytest.approx(judged, abs=LOGPROB_TOLERANCE)
+    return excused
+
+
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
+@pytest.mark.parametrize(
+    ("model", "num_pages", "settings"),
+    [
+        ("llama", 600, {}),
+        ("llama", 600, {"max_num_seqs": 5, "max_num_batched_tokens": 9}),
+        ("llama", 42, {"preemption": "recompute"}),
+        ("llama", 42, {"preemption": "recompute", "prefix_cache": "off"}),
+        ("llama", 42, {"preemption": "swap", "swap_bytes": 4 << 20}),
+        ("mistral_window", 36, {"max_num_seqs": 11, "max_num_batched_tokens": 13}),
+    ],
+    ids=["at ease", "in chunks", "computed again", "computed again alone", "swapped", "behind windows"],
+)
+def test_beams_answer_as_those_of_transformers_do(
+    kits: Kits,
+    report: Callable[[str], None],
+    kernels: str,
+    model: str,
+    num_pages: int,
+    settings: dict[str, int | str],
+    *,
+    soak: bool,
+) -> None:
+    kit = kits(model)
+    source, versions = make_source(kit)
+    asked = ask_many(versions, 200 if soak else 15)
+    engine = make_engine(kit, source, num_pages, kernels=kernels, **settings)
+    poison(engine)
+    requests = [request for _, request in asked]
+    answers = drive(engine, [requests[at : at + 5] for at in range(0, len(requests), 5)])
+    excused = check_parity(kit.oracle, asked, answers)
+    stats = engine.stats()
+    report(
+        f"beams of {model} with {kernels} kernels, {settings}: {len(answers)} answers, {excused} excused, "
+        f"{stats.preemptions} preemptions, {stats.swapped_out_pages} pages swapped"
+    )
+    assert excused <= len(answers) // 20
+    assert (stats.preemptions > 0) == (num_pages < 100)
+    assert (stats.swapped_in_pages > 0) == (settings.get("preemption") == "swap" or model == "mistral_window")
+    assert stats.pages_held == 0 and stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+def test_a_search_of_one_beam_is_greedy(kits: Kits) -> None:
+    kit = kits("llama")
+    engine = make_engine(kit, make_source(kit)[0], 100)
+    greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    one_beam = replace(greedy, use_beam_search=True)
+    requests = [EngineRequest(str(params), "t", [5, 6, 7], None, params) for params in (greedy, one_beam)]
+    first, second = drive(engine, [requests]).values()
+    assert first.token_ids == second.token_ids and first.reason == second.reason
+
+
+def test_biases_and_barred_stop_tokens_count_in_a_search_as_in_transformers(kits: Kits) -> None:
+    """min_new_tokens and sequence_bias: both are added to log-probabilities, which are not normalised again."""
+    kit = kits("llama")
+    source, versions = make_source(kit)
+    kind = "r16_on_all_seven"
+    prompt = list(range(1, 20))
+    stops = (3, 44, 90)
+    params = replace(
+        SEARCH,
+        n=4,
+        best_of=4,
+        max_tokens=12,
+        min_tokens=7,
+        stop_token_ids=stops,
+        logit_bias={3: 4.0, 20: 2.0},
+    )
+    request = EngineRequest("r", "t", prompt, versions[kind], params)
+    answers = drive(make_engine(kit, source, 200), [[request]])
+    shared = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 12}
+    expected, _ = kit.oracle.beam_search(
+        prompt, kind, stops, min_new_tokens=7, sequence_bias={(3,): 4.0, (20,): 2.0}, **shared
+    )
+    assert [answer.token_ids for answer in told(answers, request)] == expected
+    assert all(len(tokens) >= 8 for tokens in expected)
+    plain, _ = kit.oracle.beam_search(prompt, kind, stops, **shared)
+    assert plain != expected
+
+
+def test_beams_never_see_what_others_wrote_into_pages_that_they_gave_back(kits: Kits) -> None:
+    """Searches and choices side by side, whose answers are those that each gets alone."""
+    kit = kits("llama")
+    source, versions = make_source(kit)
+    asked = ask_many(versions, 10, max_tokens=(16, 24))
+    plain = [
+        replace(
+            request,
+            request_id=f"{request.request_id}, drawn",
+            sampling=SamplingParams(max_tokens=20, seed=number, n=2, ignore_eos=True),
+        )
+        for number, (_, request) in enumerate(asked)
+    ]
+    requests = [request for pair in zip((one for _, one in asked), plain, strict=True) for request in pair]
+    alone: dict[str, Answer] = {}
+    for request in requests:
+        alone |= drive(make_engine(kit, source, 200), [[request]])
+    engine = make_engine(kit, source, 40)
+    poison(engine)
+    together = drive(engine, [requests[at : at + 4] for at in range(0, len(requests), 4)])
+    assert engine.stats().preemptions > 0
+    assert {name: answer.token_ids for name, answer in together.items()} == {
+        name: answer.token_ids for name, answer in alone.items()
+    }
+
+
+def run_until_forked(engine: Engine, request: EngineRequest) -> list[list[int]]:
+    """The block tables of its beams after a few tokens."""
+    engine.add(request)
+    for _ in range(6):
+        assert engine.step() == []
+    return [beam.blocks.pages.tolist() for beam in engine._scheduler.find(request.request_id)]
+
+
+def test_beams_share_the_pages_of_what_they_have_in_common(kits: Kits) -> None:
+    kit = kits("llama")
+    engine = make_engine(kit, make_source(kit)[0], 100)
+    request = EngineRequest("r", "t", list(range(1, 38)), None, replace(SEARCH, best_of=4))
+    tables = run_until_forked(engine, request)
+    assert len(tables) == 4 and len({tuple(pages[:2]) for pages in tables}) == 1
+    assert engine.stats().pages_held == len({page for pages in tables for page in pages}) < 4 * 3
+    engine.abort("r", 0)  # of beams nobody has seen any
+    assert len(engine._scheduler.find("r")) == 4
+    engine.abort("r")
+    engine.check()
+    assert engine.stats().pages_held == 0
+
+
+def test_a_search_is_refused_if_its_beams_do_not_fit_with_nothing_shared(kits: Kits) -> None:
+    kit = kits("llama")
+    engine = make_engine(kit, make_source(kit)[0], 8)
+    wide = EngineRequest("r", "t", [1] * 30, None, replace(SEARCH, best_of=3, max_tokens=3))
+    drive(engine, [[replace(wide, sampling=replace(wide.sampling, best_of=4))]])
+    with pytest.raises(ContextTooLong, match=r"9 pages for 33 tokens of each of 3 beams .* the pool has 8"):
+        engine.add(replace(wide, sampling=replace(wide.sampling, max_tokens=4)))
+    engine.check()
+
+
+def test_a_search_needs_as_many_tokens_as_beams_that_do_not_end_it(kits: Kits) -> None:
+    kit = kits("llama")
+    engine = make_engine(kit, make_source(kit)[0], 100)
+    params = replace(SEARCH, stop_token_ids=tuple(range(126)))
+    with pytest.raises(RequestRefused, match="best_of is 3, but only 2 of the 128 tokens are no stop tokens"):
+        engine.add(EngineRequest("r", "t", [1], None, params))
+    fits = replace(params, best_of=2, max_tokens=3)
+    answers = drive(engine, [[EngineRequest("r", "t", [1], None, fits)]])
+    assert all(answer.token_ids for answer in answers.values()) and len(answers) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"temperature": 0.5}, "temperature"),
+        ({"top_p": 0.9}, "top_p"),
+        ({"top_k": 5}, "top_k"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"presence_penalty": 1.0}, "presence_penalty"),
+        ({"frequency_penalty": -1.0}, "frequency_penalty"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"stop": ("end",)}, "stop"),
+        ({"length_penalty": 11.0}, "length_penalty"),
+        ({"length_penalty": float("nan")}, "length_penalty"),
+        ({"use_beam_search": False, "length_penalty": 0.5}, "length_penalty"),
+        ({"use_beam_search": False, "early_stopping": True}, "early_stopping"),
+    ],
+)
+def test_what_a_search_can_not_heed_is_refused_by_name(changes: dict[str, object], field: str) -> None:
+    with pytest.raises(RequestRefused, match=field) as caught:
+        replace(SEARCH, **changes)  # type: ignore[arg-type]
+    assert caught.value.param == field
+
+
+def test_an_answer_of_a_search_is_streamed_whole(kits: Kits) -> None:
+    kit = kits("llama")
+    llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(200))
+    params = replace(SEARCH, n=2, best_of=4, logprobs=2)
+    (whole,) = llm.generate([[1, 2, 3]], params, [kit.path("rslora")])
+    deltas = list(llm.stream([[1, 2, 3]], params, [kit.path("rslora")]))
+    assert [delta.choice for delta in deltas] == [0, 1]
+    for delta, choice in zip(deltas, whole.choices, strict=True):
+        assert list(delta.token_ids) == choice.token_ids and delta.finish_reason == choice.finish_reason
+        assert choice.logprobs is not None and all(len(entry.top) == 2 for entry in choice.logprobs)
+        assert list(delta.logprobs or ()) == choice.logprobs and len(choice.logprobs) == params.max_tokens
+    totals = [sum(entry.logprob for entry in choice.logprobs or ()) for choice in whole.choices]
+    assert totals[0] > totals[1]
+    llm.check()
+
+
+def test_an_open_ended_search_ends_where_the_pool_does(kits: Kits) -> None:
+    """8 pages for 2 beams are 64 tokens each; the KV of the last one is never computed."""
+    kit = kits("llama")
+    engine = make_engine(kit, make_source(kit)[0], 8)
+    params = replace(SEARCH, max_tokens=None, best_of=2, ignore_eos=True)
+    answers = drive(engine, [[EngineRequest("r", "t", [1] * 20, None, params)]])
+    assert [len(answer.token_ids) for answer in answers.values()] == [64 - 20 + 1] * 2

@@ -1,0 +1,223 @@
+"""Who is served next is who has had least for its weight, and nobody saves up for later."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slora.pool.tenant import Tenant
+from slora.scheduler.fair_queue import FairQueue
+from slora.scheduler.sequence import Sequence
+from slora.tenant_share import TenantShare
+from tests.support.queueing import make_sequence, make_tenant
+
+
+def push(queue: FairQueue, tenant: Tenant, count: int = 1, priority: int = 0) -> list[Sequence]:
+    sequences = [make_sequence(tenant, priority) for _ in range(count)]
+    for sequence in sequences:
+        queue.push(sequence)
+    return sequences
+
+
+def serve(queue: FairQueue, cost: float) -> Tenant:
+    """The next one starts, and its tenant is charged."""
+    sequence = queue.next()
+    assert sequence is not None
+    queue.remove(sequence)
+    sequence.tenant.charge(cost)
+    return sequence.tenant
+
+
+def test_the_tenant_that_has_had_least_is_next() -> None:
+    queue, a, b = FairQueue(), make_tenant("a"), make_tenant("b")
+    push(queue, a, 5), push(queue, b, 5)
+    a.charge(10)
+    assert [serve(queue, 4) for _ in range(6)] == [b, b, b, a, b, a]
+
+
+def test_service_goes_by_weight() -> None:
+    queue, light, heavy = FairQueue(), make_tenant("light"), make_tenant("heavy", TenantShare(weight=3))
+    push(queue, light, 100), push(queue, heavy, 100)
+    served = [serve(queue, 10) for _ in range(40)]
+    assert served.count(heavy) == 3 * served.count(light) == 30
+
+
+def test_within_a_tenant_its_own_priority_goes_before_arrival() -> None:
+    queue, a = FairQueue(), make_tenant("a")
+    last, first, second, early = (make_sequence(a, priority) for priority in (5, 0, 0, -3))
+    for sequence in (last, second, first, early):
+        queue.push(sequence)
+    order = []
+    while (sequence := queue.next()) is not None:
+        queue.remove(sequence)
+        order.append(sequence)
+    assert order == [early, first, second, last]
+
+
+def test_a_priority_of_a_request_gives_its_tenant_nothing_against_others() -> None:
+    queue, a, b = FairQueue(), make_tenant("a"), make_tenant("b")
+    push(queue, a, priority=-1000)
+    push(queue, b)
+    a.charge(1)
+    assert serve(queue, 1) is b
+
+
+def test_a_later_class_waits_while_an_earlier_one_has_anybody_waiting() -> None:
+    queue = FairQueue()
+    later, earlier = make_tenant("later", TenantShare(priority=1)), make_tenant("earlier")
+    push(queue, later, 2), push(queue, earlier, 2)
+    assert [serve(queue, 1000) for _ in range(4)] == [earlier, earlier, later, later]
+
+
+def test_tenants_that_are_passed_over_leave_their_turn_to_the_next() -> None:
+    queue, a, b, c = FairQueue(), make_tenant("a"), make_tenant("b"), make_tenant("c")
+    for tenant, service in ((a, 1), (b, 2), (c, 3)):
+        push(queue, tenant)
+        tenant.charge(service)
+    found = [queue.next(passed_over) for passed_over in ([], [a], [a, b], [b], [a, b, c])]
+    assert [one and one.tenant for one in found] == [a, b, c, a, None]
+
+
+# -- the lift rule ------------------------------------------------------------------------------------------------
+
+
+def test_who_comes_back_from_idle_is_lifted_to_the_least_served_of_those_who_wait() -> None:
+    queue, a, b, idle = FairQueue(), make_tenant("a"), make_tenant("b"), make_tenant("idle", service=3)
+    push(queue, a), push(queue, b)
+    a.charge(100), b.charge(70)
+    push(queue, idle)
+    assert idle.service == 70
+
+
+def test_who_has_had_more_than_those_who_wait_is_not_let_down() -> None:
+    queue, greedy = FairQueue(), make_tenant("greedy", service=500)
+    push(queue, make_tenant("a", service=100))
+    push(queue, greedy)
+    assert greedy.service == 500
+
+
+def test_where_nobody_waits_a_newcomer_is_lifted_to_who_waited_last() -> None:
+    queue, last, idle = FairQueue(), make_tenant("last"), make_tenant("idle")
+    push(queue, last)
+    last.charge(80)
+    serve(queue, 0)
+    push(queue, idle)
+    assert idle.service == 80
+
+
+def test_who_has_somebody_waiting_is_not_lifted() -> None:
+    queue, slow, fast = FairQueue(), make_tenant("slow"), make_tenant("fast")
+    push(queue, slow), push(queue, fast)
+    fast.charge(100)
+    push(queue, slow)
+    assert slow.service == 0
+
+
+def test_who_gave_way_is_not_lifted_since_it_has_not_been_idle() -> None:
+    queue, a, b = FairQueue(), make_tenant("a"), make_tenant("b", service=100)
+    (sequence,) = push(queue, a)
+    queue.remove(sequence)
+    push(queue, b)
+    sequence.num_preemptions = 1
+    queue.push(sequence)
+    assert a.service == 0
+
+
+def test_a_newcomer_is_lifted_to_those_of_its_own_class() -> None:
+    """Born from a bug: lifted to a later class that starves, it kept its own class out for all that they had had."""
+    queue = FairQueue()
+    starving = make_tenant("starving", TenantShare(priority=1), service=1)
+    busy, idle = make_tenant("busy", service=1000), make_tenant("idle")
+    push(queue, starving), push(queue, busy), push(queue, idle)
+    assert idle.service == 1000
+
+
+def test_where_nobody_of_its_class_waits_a_newcomer_is_lifted_to_who_of_it_waited_last() -> None:
+    """Born from a bug: it was lifted to whoever left the queue last, of any class."""
+    queue = FairQueue()
+    later = [make_tenant(name, TenantShare(priority=1)) for name in ("later", "later newcomer")]
+    busy, newcomer = make_tenant("busy", service=1000), make_tenant("newcomer")
+    push(queue, busy)
+    serve(queue, 0)
+    push(queue, later[0])
+    assert later[0].service == 0
+    serve(queue, 10)
+    push(queue, newcomer)
+    assert newcomer.service == 1000
+    push(queue, later[1])
+    assert later[1].service == 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 50)), min_size=1, max_size=80),
+    st.lists(st.sampled_from([0.5, 1.0, 4.0]), min_size=4, max_size=4),
+)
+def test_of_tenants_that_always_wait_no_two_drift_apart(
+    arrivals: list[tuple[int, int]], weights: list[float]
+) -> None:
+    """VTC's bound: their counters are never further apart than one request may cost, by the smaller weight."""
+    queue = FairQueue()
+    tenants = [make_tenant(str(n), TenantShare(weight=weight)) for n, weight in enumerate(weights)]
+    for tenant in tenants:
+        push(queue, tenant, len(arrivals) + 1)
+    for number, cost in arrivals:
+        push(queue, tenants[number], cost)  # whoever sends more gets no more
+        serve(queue, cost)
+        counters = [tenant.service for tenant in tenants]
+        assert max(counters) - min(counters) <= 50 / min(weights)
+
+
+# -- who leaves, and who is told of -------------------------------------------------------------------------------
+
+
+def test_who_is_removed_is_never_next_wherever_it_stood() -> None:
+    queue, a = FairQueue(), make_tenant("a")
+    first, second, third = push(queue, a, 3)
+    queue.remove(second)
+    queue.remove(second)
+    assert (len(queue), a.num_waiting, second in queue) == (2, 2, False)
+    assert queue.next() is first
+    queue.remove(first)
+    assert queue.next() is third
+    queue.remove(third)
+    assert queue.next() is None and len(queue) == a.num_waiting == 0
+
+
+def test_who_is_told_to_be_next_soon_waits_and_stands_first_of_its_tenant() -> None:
+    queue, a, b = FairQueue(), make_tenant("a"), make_tenant("b", service=1)
+    of_a, of_b = push(queue, a, 3), push(queue, b, 2)
+    queue.remove(of_a[1])
+    assert queue.upcoming(0) == []
+    assert queue.upcoming(1) == [of_a[0]]
+    assert queue.upcoming(2) == [of_a[0], of_b[0]]
+    assert set(queue.upcoming(10)) <= {of_a[0], of_a[2], *of_b}
+
+
+# -- who gives way; see test_fair_victims too ------------------------------------------------------------------------
+
+
+def test_of_a_tenant_its_least_urgent_gives_way_first() -> None:
+    queue, a = FairQueue(), make_tenant("a")
+    running = [make_sequence(a, priority) for priority in (0, 7, 0)]
+    assert queue.victim(running) is running[1]
+
+
+def test_a_later_class_gives_way_before_one_that_has_had_more() -> None:
+    queue = FairQueue()
+    later, earlier = make_tenant("later", TenantShare(priority=1)), make_tenant("earlier", service=9)
+    running = [make_sequence(later), make_sequence(earlier)]
+    assert queue.victim(running) is running[0]
+
+
+@pytest.mark.parametrize(("num_pages", "gives_way"), [(5, "much"), (4, "little"), (0, "little")])
+def test_who_is_within_its_floor_gives_way_last(num_pages: int, gives_way: str) -> None:
+    queue, much, little = FairQueue(), make_tenant("much", service=9), make_tenant("little", service=1)
+    much.min_pages, much.num_pages, little.num_pages = 4, num_pages, 1
+    running = [make_sequence(much), make_sequence(little)]
+    assert queue.victim(running).tenant.name == gives_way
+
+
+def test_if_all_are_within_their_floors_one_gives_way_all_the_same() -> None:
+    queue, a = FairQueue(), make_tenant("a")
+    a.min_pages = 4
+    running = [make_sequence(a), make_sequence(a)]
+    assert queue.victim(running) is running[1]

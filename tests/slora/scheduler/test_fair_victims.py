@@ -1,0 +1,111 @@
+"""Who gives way under fair scheduling: least work, of those who hold much."""
+
+import pytest
+
+from slora.pool.page_pool import PagePool
+from slora.pool.tenant import Tenants
+from slora.request import EngineRequest
+from slora.sampling_params import SamplingParams
+from slora.scheduler.fair_queue import FairQueue
+from slora.scheduler.sequence import Sequence
+from slora.tenant_share import TenantShare
+
+
+class Runners:
+    """Sequences that run, each with pages of a pool of 100."""
+
+    def __init__(self, **shares: TenantShare) -> None:
+        self.queue = FairQueue()
+        self.sequences: list[Sequence] = []
+        self.pool, self.tenants = PagePool(100), Tenants(100)
+        for name, share in shares.items():
+            self.tenants.set_share(name, share)
+
+    def run(self, request_id: str, tenant: str, num_pages: int, num_computed: int, priority: int = 0) -> None:
+        sequence = self._sequence(request_id, tenant, priority)
+        self.pool.allocate(num_pages, sequence.tenant)
+        sequence.num_computed = num_computed
+        self.sequences.append(sequence)
+
+    def wait(self, tenant: str) -> None:
+        self.queue.push(self._sequence("waiting", tenant, 0))
+
+    @property
+    def victim(self) -> str:
+        return self.queue.victim(iter(self.sequences)).request.request_id
+
+    def _sequence(self, request_id: str, tenant: str, priority: int) -> Sequence:
+        request = EngineRequest(
+            request_id, tenant, [1], None, SamplingParams(max_tokens=8), priority=priority
+        )
+        return Sequence(request, self.tenants.find(tenant), 8, frozenset(), 0, 4)
+
+
+def test_of_tenants_that_hold_as_much_the_sequence_with_least_computed_gives_way() -> None:
+    runners = Runners()
+    runners.run("begun", "a", 10, 5)
+    runners.run("far along", "b", 10, 90)
+    runners.tenants.find("b").charge(1000)
+    assert runners.victim == "begun"
+
+
+def test_a_tenant_that_holds_no_more_than_its_share_is_spared() -> None:
+    runners = Runners()
+    runners.run("modest", "a", 4, 1)
+    for number in range(3):
+        runners.run(f"heavy {number}", "b", 10, 50 - number)
+    assert runners.victim == "heavy 2"
+
+
+def test_a_larger_weight_is_a_larger_share() -> None:
+    runners = Runners(a=TenantShare(weight=3))
+    runners.run("entitled", "a", 20, 1)
+    runners.run("other", "b", 10, 50)
+    assert runners.victim == "other"
+
+
+def test_those_who_wait_have_a_share_as_well() -> None:
+    runners = Runners()
+    runners.run("small", "a", 12, 1)
+    runners.run("large", "b", 18, 50)
+    assert runners.victim == "large", "15 pages are a share"
+    runners.wait("c")
+    assert runners.victim == "small", "10 pages are one: both hold more"
+
+
+def test_pages_that_are_only_cached_do_not_count_as_held() -> None:
+    runners = Runners()
+    runners.run("caching", "a", 10, 1)
+    runners.run("other", "b", 12, 50)
+    runners.pool.park(runners.pool.allocate(50, runners.tenants.find("a")))
+    assert runners.victim == "other"
+
+
+def test_a_late_priority_class_gives_way_before_one_that_holds_more() -> None:
+    runners = Runners(a=TenantShare(priority=1))
+    runners.run("late", "a", 1, 90)
+    runners.run("early", "b", 50, 1)
+    assert runners.victim == "late"
+
+
+def test_a_tenant_at_its_floor_gives_way_last() -> None:
+    runners = Runners(a=TenantShare(min_share=0.5))
+    runners.run("at its floor", "a", 50, 1)
+    runners.run("other", "b", 1, 90)
+    assert runners.victim == "other"
+
+
+@pytest.mark.parametrize("priority", [-1, 1])
+def test_a_request_s_priority_counts_within_its_tenant_only(priority: int) -> None:
+    runners = Runners()
+    runners.run("begun", "a", 5, 5, priority)
+    runners.run("further", "a", 5, 20)
+    runners.run("of another", "b", 10, 50, -priority)
+    assert runners.victim == ("begun" if priority > 0 else "further")
+
+
+def test_of_two_with_as_much_computed_the_newer_one_gives_way() -> None:
+    runners = Runners()
+    for name in ("old", "new"):
+        runners.run(name, "a", 5, 5)
+    assert runners.victim == "new"

@@ -1,0 +1,448 @@
+"""Found blocks change no answer, whatever else befalls their finders; they are found to the token, and by nobody else.
+
+All on tiny real models, with NaN in every free page of the pool and of the host before each step.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from slora.engine.engine import Engine
+from slora.errors import RequestFailed
+from slora.request import EngineRequest
+from slora.sampling_params import SamplingParams
+from slora.scheduler.step_plan import Sampled, StepPlan
+from slora_adapters.loader.source import DirectorySource
+from slora_adapters.version import AdapterVersion
+from tests.support.driving import Answer, drive, make_engine, make_source
+from tests.support.model_kit import ModelKit
+from tests.support.peft_adapters import make_adapter
+from tests.support.poison import poison
+from tests.support.tiny_models import VOCAB_SIZE, make_model
+
+Kits = Callable[[str], ModelKit]
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)
+NUM_TURNS = 3
+BLOCK = 16
+
+
+def draw_tokens(seed: str, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB_SIZE) for _ in range(count)]
+
+
+# What all conversations begin with: more than a block, and no whole number of them.
+OPENING = draw_tokens("opening", 21)
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """A conversation: each prompt is all that was said before (of several choices, the first) and a new question."""
+
+    name: str
+    adapter: AdapterVersion | None = None
+    weight: float = 1.0
+    num_choices: int = 1
+    tenant: str = "local"
+
+    def ask(self, turn: int, said: list[int]) -> EngineRequest:
+        question = draw_tokens(f"{self.name} {turn}", 5 + 4 * turn)
+        prompt = [*said, *question]
+        params = replace(
+            GREEDY,
+            n=self.num_choices,
+            temperature=float(self.num_choices > 1),
+            seed=7,
+            max_tokens=24 + 4 * turn,
+        )
+        return EngineRequest(f"{self.name} {turn}", self.tenant, prompt, self.adapter, params, self.weight)
+
+
+def make_talks(versions: dict[str, AdapterVersion]) -> list[Talk]:
+    first, second, *others = versions.values()
+    return [
+        Talk("base"),
+        Talk("base of another tenant", tenant="other"),
+        Talk("three of the base", num_choices=3),
+        Talk("adapter", first),
+        Talk("the same again", first),
+        Talk("half of it", first, weight=0.5),
+        Talk("against it", first, weight=-1.0),
+        Talk("three of an adapter", second, num_choices=3),
+        *(Talk(f"adapter {number}", version) for number, version in enumerate(others)),
+    ]
+
+
+def converse(engine: Engine, talks: list[Talk]) -> dict[str, Answer]:
+    """All talks side by side, two more join in each step; then all of them go on with their next question."""
+    answers: dict[str, Answer] = {}
+    said = {talk.name: OPENING for talk in talks}
+    for turn in range(NUM_TURNS):
+        requests = [talk.ask(turn, said[talk.name]) for talk in talks]
+        answers |= drive(engine, [requests[at : at + 2] for at in range(0, len(requests), 2)])
+        for talk, request in zip(talks, requests, strict=True):
+            said[talk.name] = [*request.prompt_token_ids, *answers[request.request_id].token_ids]
+    return answers
+
+
+@pytest.fixture(scope="module")
+def plain_answers(kits: Kits) -> Callable[[str], dict[str, Answer]]:
+    """What each model answers with a large pool and nothing cached."""
+
+    def answer(model: str) -> dict[str, Answer]:
+        kit = kits(model)
+        source, versions = make_source(kit)
+        return converse(make_engine(kit, source, 1000, prefix_cache="off"), make_talks(versions))
+
+    return cache(answer)
+
+
+CHUNKS = {"max_num_seqs": 7, "max_num_batched_tokens": 7}
+ODD_CHUNKS = {"max_num_seqs": 3, "max_num_batched_tokens": 13}
+SWAP: dict[str, int | str] = {"preemption": "swap", "swap_pages": 60}
+RECOMPUTE: dict[str, int | str] = {"preemption": "recompute"}
+PUBLIC: dict[str, int | str] = {"prefix_cache": "public"}
+SLICES: dict[str, int | str] = {"load_bytes_per_step": 1}  # a page of an adapter in each step
+
+
+QUICK_CASES = [
+    ("llama", 200, PUBLIC | CHUNKS),
+    ("llama", 80, {"preemption": "auto", "swap_pages": 60}),
+    ("llama", 36, RECOMPUTE | PUBLIC | SLICES),
+    ("llama", 27, SWAP | SLICES | {"eviction": "cost"}),
+    ("mistral_window", 25, SWAP | PUBLIC),
+    ("mistral_window", 24, RECOMPUTE | ODD_CHUNKS | {"eviction": "size", "scheduling": "fcfs"}),
+    ("phi3_longrope", 200, CHUNKS),
+    ("phi3_longrope", 24, SWAP | ODD_CHUNKS | {"eviction": "cost", "scheduling": "fcfs"}),
+]
+OTHER_CASES = [
+    ("llama", 200, {}),
+    ("llama", 36, SWAP),
+    ("llama", 36, {"preemption": "auto", "swap_pages": 5, **CHUNKS}),
+    ("mistral_window", 200, ODD_CHUNKS),
+    ("mistral_window", 25, SWAP | SLICES | CHUNKS | {"prefix_cache": "off"}),
+    ("phi3_longrope", 32, SWAP | SLICES),
+    ("phi3_longrope", 32, RECOMPUTE | PUBLIC | CHUNKS),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "num_pages", "settings"),
+    [*QUICK_CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in OTHER_CASES)],
+)
+def test_answers_stay_what_they_are_whatever_is_found_evicted_swapped_and_computed_again(
+    kits: Kits,
+    plain_answers: Callable[[str], dict[str, Answer]],
+    report: Callable[[str], None],
+    model: str,
+    num_pages: int,
+    settings: dict[str, int | str],
+) -> None:
+    kit = kits(model)
+    source, versions = make_source(kit)
+    engine = make_engine(kit, source, num_pages, max_model_len=160, **in_bytes(kit, settings))
+    poison(engine)
+    answers = converse(engine, make_talks(versions))
+
+    expected = plain_answers(model)
+    assert answers.keys() == expected.keys()
+    for name, answer in expected.items():
+        assert answers[name].error is None and answers[name].token_ids == answer.token_ids, name
+        assert answers[name].logprobs == pytest.approx(answer.logprobs, abs=1e-4), name
+    stats = engine.stats()
+    report(
+        f"{model}, {num_pages} pages, {settings}: {stats.prefix_hits} of {stats.prefix_queries} tokens found, "
+        f"{stats.prefix_evictions} blocks and {stats.adapter_evictions} adapters evicted, {stats.preemptions} gave "
+        f"way, {stats.swapped_out_pages} pages swapped out"
+    )
+    assert (stats.prefix_hits > 0) == (settings.get("prefix_cache") != "off")
+    assert stats.swap_pages_used == stats.pages_held == 0
+    if num_pages < 50:
+        assert stats.preemptions > 0 and stats.adapter_evictions > 0
+        assert (stats.swapped_out_pages > 0) == (settings["preemption"] != "recompute")
+        assert stats.swapped_in_pages <= stats.swapped_out_pages
+
+
+def in_bytes(kit: ModelKit, settings: dict[str, int | str]) -> dict[str, int | str]:
+    """swap_pages: of the host; the engine wants bytes."""
+    settings = dict(settings)
+    if "swap_pages" in settings:
+        settings["swap_bytes"] = kit.pool_bytes(int(settings.pop("swap_pages")))
+    return settings
+
+
+def start(
+    kits: Kits, model: str = "llama", **settings: int | str
+) -> tuple[Engine, dict[str, AdapterVersion]]:
+    kit = kits(model)
+    source, versions = make_source(kit)
+    engine = make_engine(kit, source, 200, **settings)
+    poison(engine)
+    return engine, versions
+
+
+def ask_one(engine: Engine, request: EngineRequest) -> Answer:
+    return drive(engine, [[request]])[request.request_id]
+
+
+def make_request(
+    prompt: list[int],
+    tenant: str = "local",
+    adapter: AdapterVersion | None = None,
+    weight: float = 1.0,
+    **params: int,
+) -> EngineRequest:
+    return EngineRequest("r", tenant, prompt, adapter, replace(GREEDY, **params), weight)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model", ["llama", "mistral_window"])
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(("num_prompt", "num_answer"), [(20, 13), (20, 12), (37, 40), (1, 16), (1, 17)])
+def test_a_second_turn_finds_all_whole_blocks_of_the_first_and_its_answer_to_the_token(
+    kits: Kits, model: str, adapted: bool, num_prompt: int, num_answer: int
+) -> None:
+    """The last token of an answer is never computed: 20 and 13 have the KV of 32 tokens, 20 and 12 of 31."""
+    engine, versions = start(kits, model)
+    adapter = versions["odd_rank"] if adapted else None
+    prompt = draw_tokens("first", num_prompt)
+    first = ask_one(engine, make_request(prompt, adapter=adapter, max_tokens=num_answer))
+    assert first.num_cached == engine.stats().prefix_hits == 0
+    follow_up = [*prompt, *first.token_ids, *draw_tokens("second", 9)]
+    second = ask_one(engine, make_request(follow_up, adapter=adapter))
+    stats = engine.stats()
+    assert second.num_cached == stats.prefix_hits == (num_prompt + num_answer - 1) // BLOCK * BLOCK
+    assert stats.prefix_queries == num_prompt + len(follow_up)
+
+
+@pytest.mark.parametrize(("length", "found"), [(15, 0), (16, 0), (17, 16), (32, 16), (33, 32)])
+def test_of_a_prompt_that_was_asked_before_the_last_token_at_least_is_computed(
+    kits: Kits, length: int, found: int
+) -> None:
+    engine, _ = start(kits)
+    prompt = draw_tokens("again", length)
+    first = ask_one(engine, make_request(prompt))
+    again = ask_one(engine, make_request(prompt))
+    assert (first.num_cached, again.num_cached) == (0, found)
+    assert again.token_ids == first.token_ids
+
+
+def test_those_that_run_at_once_find_what_one_of_them_has_computed(kits: Kits) -> None:
+    engine, _ = start(kits)
+    prompt = draw_tokens("at once", 40)
+    requests = [replace(make_request(prompt, max_tokens=30), request_id=name) for name in "ab"]
+    answers = drive(engine, [[request] for request in requests])
+    assert [answers[name].num_cached for name in "ab"] == [0, 32]
+    assert answers["a"].token_ids == answers["b"].token_ids
+
+
+def test_choices_are_told_once_how_much_was_found(kits: Kits) -> None:
+    engine, _ = start(kits)
+    prompt = draw_tokens("choices", 40)
+    drive(engine, [[make_request(prompt)]])
+    answers = drive(engine, [[make_request(prompt, n=3)]])
+    assert {name: answer.num_cached for name, answer in answers.items()} == {"r": 32, "r/1": 0, "r/2": 0}
+    assert engine.stats().prefix_hits == 32
+
+
+def test_a_longer_prompt_finds_what_a_choice_has_answered(kits: Kits) -> None:
+    engine, _ = start(kits)
+    prompt = draw_tokens("choices", 20)
+    params = SamplingParams(max_tokens=40, seed=3, ignore_eos=True, n=3)
+    answers = drive(engine, [[EngineRequest("r", "t", prompt, None, params)]])
+    for name in ("r", "r/1", "r/2"):
+        follow_up = EngineRequest("r", "t", [*prompt, *answers[name].token_ids], None, GREEDY)
+        assert ask_one(engine, follow_up).num_cached == (20 + 40 - 1) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize(("prefix_cache", "found"), [("off", 0), ("tenant", 0), ("public", 32)])
+def test_another_tenant_finds_the_base_s_blocks_only_if_the_operator_made_them_public(
+    kits: Kits, prefix_cache: str, found: int
+) -> None:
+    engine, _ = start(kits, prefix_cache=prefix_cache)
+    prompt = draw_tokens("common", 40)
+    first = ask_one(engine, make_request(prompt, "mine"))
+    second = ask_one(engine, make_request(prompt, "yours"))
+    assert second.num_cached == engine.stats().prefix_hits == found
+    assert second.token_ids == first.token_ids
+
+
+@pytest.mark.parametrize("prefix_cache", ["tenant", "public"])
+def test_two_tenants_never_share_blocks_of_an_adapter_though_its_weights_be_the_same(
+    kits: Kits, prefix_cache: str
+) -> None:
+    kit = kits("llama")
+    source, _ = make_source(kit)
+    mine, yours = (source.add(kit.adapters["odd_rank"], tenant) for tenant in ("mine", "yours"))
+    assert mine.digest == yours.digest
+    engine = make_engine(kit, source, 200, prefix_cache=prefix_cache)
+    prompt = draw_tokens("common", 40)
+    first = ask_one(engine, make_request(prompt, "mine", mine))
+    second = ask_one(engine, make_request(prompt, "yours", yours))
+    assert second.num_cached == 0 and second.token_ids == first.token_ids
+    assert ask_one(engine, make_request(prompt, "yours", yours)).num_cached == 32
+
+
+@pytest.mark.parametrize("prefix_cache", ["tenant", "public"])
+def test_blocks_are_found_for_their_own_adapter_and_weight_alone(kits: Kits, prefix_cache: str) -> None:
+    engine, versions = start(kits, prefix_cache=prefix_cache)
+    prompt = draw_tokens("who", 40)
+    one, other = versions["odd_rank"], versions["rslora"]
+    ways = [(None, 1.0), (one, 1.0), (one, 0.5), (one, -1.0), (other, 1.0), (other, 0.5)]
+    answers = [ask_one(engine, make_request(prompt, adapter=a, weight=w)) for a, w in ways]
+    assert [answer.num_cached for answer in answers] == [0] * len(ways)
+    again = [ask_one(engine, make_request(prompt, adapter=a, weight=w)) for a, w in ways]
+    assert [answer.num_cached for answer in again] == [32] * len(ways)
+    assert [answer.token_ids for answer in again] == [answer.token_ids for answer in answers]
+    assert len({tuple(answer.token_ids) for answer in answers}) == len(ways)
+
+
+def upload(source: DirectorySource, directory: Path, seed: int) -> AdapterVersion:
+    make_adapter(directory, make_model("llama"), seed=seed, std=0.15, r=4)
+    return source.add(directory, "local")
+
+
+def test_of_a_deleted_adapter_nothing_is_found_under_the_next_one_of_its_name_nor_when_it_comes_back(
+    kits: Kits, tmp_path: Path
+) -> None:
+    kit = kits("llama")
+    source, _ = make_source(kit)
+    engine = make_engine(kit, source, 200)
+    prompt = draw_tokens("uploaded", 40)
+    first_upload = upload(source, tmp_path, seed=1)
+    first = ask_one(engine, make_request(prompt, adapter=first_upload))
+    engine.forget(first_upload)
+    assert engine.stats().pages_cached == 0, "its blocks outlive it"
+    second_upload = upload(source, tmp_path, seed=2)
+    assert second_upload != first_upload
+    second = ask_one(engine, make_request(prompt, adapter=second_upload))
+    assert second.num_cached == 0 and second.token_ids != first.token_ids
+    back = ask_one(engine, make_request(prompt, adapter=upload(source, tmp_path, seed=1)))
+    assert back.num_cached == 0 and back.token_ids == first.token_ids
+
+
+def test_an_adapter_deleted_under_a_request_leaves_no_block_behind(kits: Kits) -> None:
+    engine, versions = start(kits)
+    version = versions["odd_rank"]
+    engine.add(make_request(draw_tokens("under way", 40), adapter=version))
+    outputs = engine.step()
+    engine.forget(version)
+    while engine.num_unfinished:
+        outputs += engine.step()
+    assert all(output.error is None for output in outputs) and len(outputs) == GREEDY.max_tokens
+    assert engine.stats().pages_free == engine.stats().pages_total
+
+
+def test_who_asks_for_a_prompt_s_scores_finds_nothing_and_leaves_it_to_others(kits: Kits) -> None:
+    engine, _ = start(kits)
+    prompt = draw_tokens("scored", 40)
+    scored = [ask_one(engine, make_request(prompt, prompt_logprobs=1)) for _ in range(2)]
+    assert [answer.num_cached for answer in scored] == [0, 0]
+    assert all(len(answer.prompt_logprobs) == 40 for answer in scored)
+    plain = ask_one(engine, make_request(prompt))
+    assert plain.num_cached == 32 and plain.token_ids == scored[0].token_ids
+    assert (
+        ask_one(engine, make_request(prompt, prompt_logprobs=1)).prompt_logprobs == scored[0].prompt_logprobs
+    )
+
+
+def test_a_tenant_s_cached_blocks_are_found_until_others_need_the_pages(kits: Kits) -> None:
+    kit = kits("llama")
+    engine = make_engine(kit, make_source(kit)[0], 8)
+    poison(engine)
+    prompt, long = draw_tokens("kept", 40), draw_tokens("long", 100)
+    first = ask_one(engine, make_request(prompt))
+    assert ask_one(engine, make_request(prompt)).num_cached == 32
+    ask_one(engine, make_request(long, max_tokens=20))
+    assert engine.stats().prefix_evictions > 0
+    again = ask_one(engine, make_request(prompt))
+    assert again.num_cached == 0 and again.token_ids == first.token_ids
+
+
+def break_steps(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, is_broken: Callable[[StepPlan], bool]
+) -> None:
+    """Those steps write rubbish wherever they were to write, and then fail."""
+    run, memory = engine._runner.run, engine._runner.memory
+
+    def run_or_break(plan: StepPlan) -> list[Sampled]:
+        if not is_broken(plan):
+            return run(plan)
+        pages = {
+            int(page) for chunk in plan.chunks for page in chunk.sequence.blocks.pages[chunk.start // BLOCK :]
+        }
+        pages |= {target for _, target in [*plan.copies, *plan.swaps_in]}
+        pages |= {page for load in plan.loads for page in load.resident.pages}
+        memory.pages[sorted(pages)] = 0xFF
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(engine._runner, "run", run_or_break)
+
+
+def outlive(
+    engine: Engine, requests: list[EngineRequest]
+) -> tuple[dict[tuple[str, int], list[int]], set[str]]:
+    """Tokens by request and choice of those that came to their end, and the requests that failed."""
+    answers: dict[tuple[str, int], list[int]] = defaultdict(list)
+    failed = set()
+    for request in requests:
+        engine.add(request)
+    while engine.num_unfinished:
+        for output in engine.step():
+            if output.delta is None:
+                failed.add(output.request_id)
+            else:
+                answers[output.request_id, output.delta.index] += output.delta.token_ids
+        engine.check()
+    return {key: tokens for key, tokens in answers.items() if key[0] not in failed}, failed
+
+
+@pytest.mark.parametrize("model", ["llama", "mistral_window", "phi3_longrope"])
+def test_steps_that_fail_leave_nothing_wrong_in_the_cache(
+    kits: Kits,
+    plain_answers: Callable[[str], dict[str, Answer]],
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+) -> None:
+    """Every fiftieth step fails; who was in it asks again, until all have their answers."""
+    kit = kits(model)
+    source, versions = make_source(kit)
+    settings = in_bytes(kit, SWAP | SLICES | {"max_num_seqs": 12, "max_num_batched_tokens": 24})
+    engine = make_engine(kit, source, 60, max_model_len=160, **settings)
+    poison(engine)
+    numbers = iter(range(1, 100_000))
+    break_steps(engine, monkeypatch, lambda plan: next(numbers) % 50 == 0)
+    talks, expected, num_failed = make_talks(versions), plain_answers(model), 0
+    said = {talk.name: OPENING for talk in talks}
+    for turn in range(NUM_TURNS):
+        left = [talk.ask(turn, said[talk.name]) for talk in talks]
+        while left:
+            answers, failed = outlive(engine, left)
+            for name, index in answers:
+                assert answers[name, index] == expected[f"{name}/{index}" if index else name].token_ids, name
+            left = [request for request in left if request.request_id in failed]
+            num_failed += len(left)
+        for talk in talks:
+            request = talk.ask(turn, said[talk.name])
+            said[talk.name] = [*request.prompt_token_ids, *expected[request.request_id].token_ids]
+    assert num_failed > 10 and engine.stats().prefix_hits > 0
+
+
+@pytest.mark.parametrize("model", ["llama", "mistral_window"])
+def test_logits_that_are_not_finite_leave_nothing(kits: Kits, tmp_path: Path, model: str) -> None:
+    """What was computed on the way there may be wrong as well, what lies behind the windows included."""
+    kit = kits(model)
+    source, _ = make_source(kit)
+    make_adapter(tmp_path, make_model(model), std=1e30)
+    bursting = source.add(tmp_path)
+    engine = make_engine(kit, source, 200, **CHUNKS)
+    prompt = draw_tokens("bursting", 100)
+    for _ in range(2):
+        answer = ask_one(engine, make_request(prompt, adapter=bursting))
+        assert isinstance(answer.error, RequestFailed)
+        stats = engine.stats()
+        assert stats.prefix_hits == 0 and stats.pages_cached == stats.adapter_pages > 0

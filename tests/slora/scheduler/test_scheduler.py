@@ -1,0 +1,864 @@
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from slora.errors import AdapterFetchFailed, ContextTooLong, DeadlineMissed, RequestFailed
+from slora.pool.residency import Resident
+from slora.request import FinishReason, StepOutput, TokenDelta
+from slora.scheduler.sequence import Sequence
+from slora.tenant_share import TenantShare
+from slora_adapters.version import AdapterVersion
+from tests.support.beam_model import search_plainly
+from tests.support.scheduler_bench import BEAM_MODEL, STOP_TOKEN, BrokenStep, SchedulerBench
+from tests.support.scripted_source import FULL_PAGE_BYTES
+
+VERSIONS = [AdapterVersion("tenant", f"digest{n}") for n in range(5)]
+# The last one fits only a large pool.
+PAGES = {version: pages for version, pages in zip(VERSIONS, (1, 1, 2, 3, 9), strict=True)}
+SMALL, LARGE = VERSIONS[0], VERSIONS[3]
+TENANTS = ("tenant", "other", "third")
+
+shares = st.sampled_from(
+    [
+        TenantShare(),
+        TenantShare(weight=3.0),
+        TenantShare(min_share=0.3),
+        TenantShare(max_share=0.6),
+        TenantShare(priority=1),
+    ]
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests of one or more choices or beams come and go in any order, adapters arrive late or never, steps break;
+    pages are short, and the operator pins adapters; some models have windows or two sets of rotary factors."""
+
+    @initialize(
+        num_pages=st.integers(2, 12),
+        num_slots=st.integers(1, 5),
+        max_num_seqs=st.integers(1, 5),
+        spare_budget=st.integers(0, 9),
+        window=st.none() | st.integers(1, 10),
+        rope_switch=st.none() | st.integers(1, 16),
+        host_pages=st.none() | st.integers(0, 12),
+        shares=st.just((TenantShare(),) * 3) | st.tuples(shares, shares, shares),
+        options=st.fixed_dictionaries(
+            {
+                "prefix_cache": st.sampled_from(["off", "tenant", "public"]),
+                "preemption": st.sampled_from(["auto", "swap", "recompute"]),
+                "scheduling": st.sampled_from(["fair", "fcfs"]),
+                "eviction": st.sampled_from(["lru", "cost", "size"]),
+                "swap_pages": st.integers(0, 12),
+                "load_pages": st.integers(1, 3),
+            }
+        ),
+        random=st.randoms(use_true_random=False),
+    )
+    def start(
+        self,
+        num_pages: int,
+        num_slots: int,
+        max_num_seqs: int,
+        spare_budget: int,
+        window: int | None,
+        rope_switch: int | None,
+        host_pages: int | None,
+        shares: tuple[TenantShare, ...],
+        options: dict[str, Any],
+        random: Random,
+    ) -> None:
+        self.bench = SchedulerBench(
+            PAGES,
+            num_pages=num_pages,
+            num_slots=num_slots,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + spare_budget,
+            window=window,
+            rope_switch=rope_switch,
+            host_pages=host_pages,
+            choose=self._choose,
+            **options,
+        )
+        self.shares = dict(zip(TENANTS, shares, strict=True))
+        for tenant, share in self.shares.items():
+            self.bench.memory.tenants.set_share(tenant, share)
+        self.random = random
+        self.count = 0
+        self.requests: dict[str, Sequence] = {}
+        self.unfinished: dict[str, set[int]] = {}
+        self.drawn: dict[tuple[str, int], list[int | None]] = {}
+        self.found: dict[str, list[tuple[int, ...]]] = {}
+        self.deleted: set[AdapterVersion] = set()
+        self.pinned: set[AdapterVersion] = set()
+
+    def _choose(self, sequence: Sequence) -> int | None:
+        if sequence.search is not None:  # whatever token
+            return self.random.choice([None, *[1] * 500])
+        token = self.random.choice([None, STOP_TOKEN, *[1, 2] * 15])
+        self.drawn.setdefault((sequence.request.request_id, sequence.index), []).append(token)
+        return token
+
+    @rule(
+        prompt=st.integers(0, 19),
+        last_token=st.integers(1, 2),
+        max_tokens=st.none() | st.integers(1, 20),
+        adapter=st.none() | st.sampled_from(VERSIONS),
+        tenant=st.sampled_from(TENANTS),
+        n=st.integers(1, 4),
+        beams=st.none() | st.none() | st.integers(1, 4),
+        priority=st.integers(0, 1),
+        deadline_s=st.none() | st.sampled_from([0.01, 3.0]),
+    )
+    def add(
+        self,
+        prompt: int,
+        last_token: int,
+        max_tokens: int | None,
+        adapter: AdapterVersion | None,
+        tenant: str,
+        n: int,
+        beams: int | None,
+        **fields: Any,
+    ) -> None:
+        """Prompts of few different tokens, so that many begin alike."""
+        if adapter in self.deleted:
+            return
+        tenant = tenant if adapter is None else adapter.tenant
+        fields |= {"tokens": [1] * prompt + [last_token], "tenant": tenant, "share": self.shares[tenant]}
+        most = self.bench.config.max_num_seqs if beams is None else min(beams, self.bench.config.max_num_seqs)
+        n, beams = min(n, most), None if beams is None else most
+        self.count += 1
+        request_id = str(self.count)
+        try:
+            sequence = self.bench.add(
+                request_id, max_tokens=max_tokens, adapter=adapter, n=n, beams=beams, **fields
+            )
+        except ContextTooLong:
+            assert not self.bench.scheduler.find(request_id)
+            return
+        self.requests[request_id] = sequence
+        self.unfinished[request_id] = set(range(n))
+
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(list(self.unfinished)))
+        del self.unfinished[request_id]
+        self.bench.scheduler.abort(request_id)
+        self.bench.scheduler.abort(request_id)
+
+    @precondition(lambda self: self._choices_under_way())
+    @rule(data=st.data())
+    def abort_choice(self, data: st.DataObject) -> None:
+        request_id, index = data.draw(st.sampled_from(self._choices_under_way()))
+        self.bench.scheduler.abort(request_id, index)
+        self.bench.scheduler.abort(request_id, index)
+        self._finish(request_id, index)
+
+    def _choices_under_way(self) -> list[tuple[str, int]]:
+        """Those that have drawn a token."""
+        return [choice for choice in self.drawn if choice[1] in self.unfinished.get(choice[0], ())]
+
+    def _finish(self, request_id: str, index: int) -> None:
+        self.unfinished[request_id].remove(index)
+        if not self.unfinished[request_id]:
+            del self.unfinished[request_id]
+
+    @rule(version=st.sampled_from(VERSIONS))
+    def forget(self, version: AdapterVersion) -> None:
+        self.bench.scheduler.forget(version)
+        self.deleted.add(version)
+        self.pinned.discard(version)
+
+    @rule(versions=st.sets(st.sampled_from(VERSIONS), max_size=3))
+    def set_pins(self, versions: set[AdapterVersion]) -> None:
+        self.pinned = versions - self.deleted
+        self.bench.scheduler.set_pins(sorted(self.pinned, key=str))
+
+    @rule(version=st.sampled_from(VERSIONS))
+    def prewarm(self, version: AdapterVersion) -> None:
+        self.bench.scheduler.prewarm(version)
+
+    @precondition(lambda self: self.bench.source.in_flight)
+    @rule(data=st.data())
+    def adapter_arrives(self, data: st.DataObject) -> None:
+        self.bench.source.deliver([self._in_flight(data)])
+
+    @precondition(lambda self: self.bench.source.in_flight)
+    @rule(data=st.data(), code=st.sampled_from(["not_found", "unavailable", "corrupt"]))
+    def adapter_fails(self, data: st.DataObject, code: str) -> None:
+        self.bench.source.fail(self._in_flight(data), code)
+
+    def _in_flight(self, data: st.DataObject) -> AdapterVersion:
+        return data.draw(st.sampled_from(sorted(self.bench.source.in_flight, key=str)))
+
+    @rule(breaks=st.integers(0, 9).map(lambda n: n == 0))
+    def step(self, breaks: bool) -> None:
+        self.bench.now += 1.0
+        waiting_for_nothing = self.bench.scheduler.has_work
+        sequences = [one for request_id in self.unfinished for one in self.bench.scheduler.find(request_id)]
+        is_short = any(one.is_overdue for one in sequences)
+        kept = [] if is_short or self._are_bounded() else self._idle_pins()
+        num_residents, num_loads = len(self.bench.residency), self.bench.scheduler.supply.num_loads
+        crowd, num_preemptions = self._crowd(), self.bench.scheduler.num_preemptions
+        for output in self.bench.step(breaks=breaks):
+            self._take(output)
+        num_loads = self.bench.scheduler.supply.num_loads - num_loads
+        has_slots = num_residents + num_loads <= self.bench.config.num_slots
+        stayed = crowd & self._crowd() if self.bench.scheduler.num_preemptions == num_preemptions else set()
+        if len(stayed) > 1 and has_slots:
+            assert all(self.bench.residency.find(one.version) is one for one in kept), (
+                "a pinned adapter left while others ran"
+            )
+        aside = self.bench.scheduler.num_awaiting_adapter
+        unfinished = sum(len(self.bench.scheduler.find(request_id)) for request_id in self.unfinished)
+        if waiting_for_nothing and unfinished > aside:
+            assert self.bench.last_plan.chunks or self.bench.last_plan.loads, (
+                "there was work, and nothing was done"
+            )
+
+    def _idle_pins(self) -> list[Resident]:
+        residents = list(self.bench.residency)
+        return [one for one in residents if one.is_pinned and one.is_loaded and not one.num_users]
+
+    def _are_bounded(self) -> bool:
+        """Whether somebody's share may be why a pin is not there."""
+        return any(tenant.is_bounded for tenant in self.bench.memory.tenants)
+
+    def _crowd(self) -> set[str]:
+        found = (self.bench.scheduler.find(request_id) for request_id in self.unfinished)
+        return {one.request.request_id for choices in found for one in choices if one.is_running}
+
+    def _take(self, output: StepOutput) -> None:
+        if output.error is not None:
+            assert isinstance(
+                output.error,
+                AdapterFetchFailed | ContextTooLong | DeadlineMissed | RequestFailed | BrokenStep,
+            ), output.error
+            del self.unfinished[output.request_id]
+            return
+        assert output.delta is not None
+        request_id, index = output.request_id, output.delta.index
+        assert index in self.unfinished[request_id], "a choice that is over spoke again"
+        if self.requests[request_id].search is not None:
+            self._take_hypothesis(request_id, output.delta)
+            return
+        drawn = self.drawn[request_id, index]
+        assert output.delta.token_ids == (drawn[-1],)
+        stopped, full = drawn[-1] == STOP_TOKEN, len(drawn) == self.requests[request_id].max_tokens
+        expected = FinishReason.STOP if stopped else FinishReason.LENGTH if full else None
+        assert output.delta.finish_reason == expected
+        # One that goes on may be over all the same: another choice of its request failed in this step.
+        left = [one for one in self.bench.scheduler.find(request_id) if one.index == index]
+        assert all(one.token_ids[one.num_prompt :] == drawn for one in left)
+        if expected is not None:
+            assert not left
+            self._finish(request_id, index)
+
+    def _take_hypothesis(self, request_id: str, delta: TokenDelta) -> None:
+        sequence, found = self.requests[request_id], self.found.setdefault(request_id, [])
+        assert delta.finish_reason is not None and delta.index == len(found)
+        found.append(delta.token_ids)
+        self._finish(request_id, delta.index)
+        if request_id in self.unfinished:
+            return
+        assert not self.bench.scheduler.find(request_id), "a beam outlived its search"
+        params = sequence.request.sampling
+        expected = search_plainly(BEAM_MODEL, params, sequence.stop_ids, sequence.max_tokens)
+        assert found == [one.tokens for one in expected]
+
+    @invariant()
+    def nobody_is_lost_and_no_page_leaks(self) -> None:
+        scheduler = self.bench.scheduler
+        scheduler.check()
+        left = {request_id: scheduler.find(request_id) for request_id in self.unfinished}
+        assert scheduler.num_running + scheduler.num_waiting == sum(map(len, left.values()))
+        for request_id, choices in left.items():
+            if choices[0].search is not None:  # whose beams the scheduler checks itself
+                continue
+            forked = choices[0].num_choices == 1
+            indexes = {one.index for one in choices} if forked else set(range(choices[0].num_choices))
+            assert self.unfinished[request_id] == indexes, "a choice is lost"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        for output in self.bench.run_to_end(patience=1000):  # beams tell nothing before their end
+            self._take(output)
+        assert not self.unfinished, "a request ended without tokens or an error"
+        self.bench.come_to_rest(pauses=True)
+        assert self.bench.pool.num_held == 0
+        assert self.bench.source.num_pinned == 0, "a host copy was never released"
+        assert all(self.bench.residency.find(version) is None for version in self.deleted)
+        if not self._are_bounded():
+            self._check_that_pins_are_back()
+
+    def _check_that_pins_are_back(self) -> None:
+        residency = self.bench.residency
+        for version in self.pinned:
+            too_many = residency.num_pinned_pages + PAGES[version] > self.bench.pool.num_pages // 2
+            too_many = too_many or residency.num_pinned == self.bench.config.num_slots
+            resident = residency.find(version)
+            assert too_many or (resident is not None and resident.is_loaded), f"{version} did not come back"
+
+
+TestScheduler = SchedulerMachine.TestCase
+
+work = st.tuples(st.integers(1, 12), st.integers(1, 12), st.none() | st.sampled_from(VERSIONS[:3]))
+
+
+@given(
+    st.lists(st.lists(work, max_size=3), max_size=12),
+    st.sets(st.integers(0, 11), min_size=1),
+    st.integers(8, 14),
+)
+def test_a_request_whose_adapter_is_late_never_delays_others(
+    arrivals: list[list[tuple[int, int, AdapterVersion | None]]], late_at: set[int], num_pages: int
+) -> None:
+    def trace(*, with_late: bool) -> list[list[tuple[str, int]]]:
+        bench = SchedulerBench(PAGES, num_pages=num_pages, max_num_seqs=4, max_num_batched_tokens=8)
+        steps = []
+        for number in range(60):
+            if with_late and number in late_at:
+                bench.add(f"late{number}", prompt=6, max_tokens=6, adapter=LARGE)
+            for place, (prompt, tokens, adapter) in enumerate(
+                arrivals[number : number + 1] and arrivals[number]
+            ):
+                bench.add(f"{number}.{place}", prompt=prompt, max_tokens=tokens, adapter=adapter)
+            bench.source.deliver(bench.source.in_flight - {LARGE})
+            bench.step()
+            chunks = [(c.sequence.request.request_id, c.num_tokens) for c in bench.last_plan.chunks]
+            steps.append(sorted(chunks))
+        return steps
+
+    assert trace(with_late=True) == trace(with_late=False)
+
+
+@given(
+    st.randoms(use_true_random=True),
+    st.integers(0, 5),
+    st.integers(5, 16),
+    st.integers(1, 4),
+    st.none() | st.sampled_from([SMALL, LARGE]),
+)
+def test_no_stream_of_newcomers_keeps_a_request_waiting(
+    random: Random, steps_before: int, num_pages: int, max_num_seqs: int, adapter: AdapterVersion | None
+) -> None:
+    """From arrival to first step: at most what those who run or wait before it may still compute, one token a step,
+    once more for those that start while its adapter is fetched."""
+    bench = SchedulerBench(
+        PAGES, num_pages=num_pages, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + 2
+    )
+
+    def add_newcomers(number: int) -> None:
+        for place in range(3):
+            one, prompt, tokens = (
+                random.choice([None, *VERSIONS[:3]]),
+                random.randint(1, 6),
+                random.randint(1, 6),
+            )
+            bench.add(f"{number}.{place}", prompt=prompt, max_tokens=tokens, adapter=one)
+
+    for number in range(steps_before):
+        add_newcomers(-1 - number)
+        bench.source.deliver()
+        bench.step()
+    before = bench.scheduler.num_running + bench.scheduler.num_waiting
+    head = bench.add("head", prompt=4, max_tokens=4, adapter=adapter)
+    bound = 12 * (before + 2 * max_num_seqs) + 3
+    for number in range(bound):
+        add_newcomers(number)
+        bench.source.deliver()
+        bench.step()
+        if head.num_computed > 0:
+            return
+    raise AssertionError(f"it did not start within {bound} steps")
+
+
+def run_alone(bench: SchedulerBench, request_id: str) -> list[StepOutput]:
+    return [output for output in bench.run_to_end(100) if output.request_id == request_id]
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_long_prompt_leaves_everyone_who_decodes_a_token_in_each_step(older: bool) -> None:
+    bench = SchedulerBench(PAGES, num_pages=50, max_num_seqs=4, max_num_batched_tokens=8)
+    if older:  # it came first, but its adapter comes late
+        bench.add("long", prompt=40, adapter=SMALL)
+    for name in "abc":
+        bench.add(name, max_tokens=20)
+    bench.step()
+    if not older:
+        bench.add("long", prompt=40, adapter=SMALL)
+    bench.source.deliver()
+    for _ in range(8):
+        bench.step()
+        planned = {chunk.sequence.request.request_id: chunk.num_tokens for chunk in bench.last_plan.chunks}
+        assert planned == {"a": 1, "b": 1, "c": 1, "long": 5}
+
+
+def test_the_newest_gives_way_and_comes_back_in_its_place() -> None:
+    bench = SchedulerBench(PAGES, num_pages=5)
+    for name in "abc":
+        bench.add(name, prompt=4, max_tokens=8)
+    outputs = list(bench.run_to_end(100))
+    finished = [output.request_id for output in outputs if output.delta and output.delta.finish_reason]
+    assert finished == ["a", "b", "c"]
+    assert bench.scheduler.num_preemptions > 0
+    for name in "abc":
+        assert sum(output.request_id == name for output in outputs) == 8, "a token was told twice"
+
+
+def test_requests_that_are_under_way_finish_on_an_adapter_that_was_deleted() -> None:
+    """Born from a bug: one that was preempted, or not started yet, asked for the deleted adapter again and failed."""
+    bench = SchedulerBench(PAGES, num_pages=8, max_num_seqs=2)
+    bench.add("old", prompt=4, max_tokens=24)
+    bench.add("preempted", prompt=4, max_tokens=8, adapter=SMALL)
+    bench.add("waiting", prompt=4, max_tokens=8, adapter=SMALL)
+    bench.source.deliver()
+    outputs = bench.step()
+    bench.scheduler.forget(SMALL)
+    outputs += bench.run_to_end(200)
+    assert bench.scheduler.num_preemptions > 0
+    assert all(output.error is None for output in outputs)
+    assert sum(output.request_id == "preempted" for output in outputs) == 8
+    assert sum(output.request_id == "waiting" for output in outputs) == 8
+    assert bench.residency.find(SMALL) is None
+    assert SMALL in bench.source.forgotten
+
+
+def test_an_idle_adapter_that_was_deleted_leaves_at_once() -> None:
+    bench = SchedulerBench(PAGES, num_pages=8)
+    bench.add("a", adapter=SMALL)
+    list(bench.run_to_end(10))
+    assert bench.pool.num_cached == 1
+    bench.scheduler.forget(SMALL)
+    assert bench.pool.num_cached == 0
+
+
+def test_a_fetch_that_fails_ends_only_those_who_wait_for_it() -> None:
+    bench = SchedulerBench(PAGES, num_pages=8)
+    bench.add("base", max_tokens=3)
+    bench.add("good", max_tokens=3, adapter=SMALL)
+    for name in ("bad", "worse"):
+        bench.add(name, max_tokens=3, adapter=LARGE)
+    bench.source.fail(LARGE, "corrupt")
+    outputs = list(bench.run_to_end(20))
+    errors = {output.request_id: output.error for output in outputs if output.error}
+    assert errors.keys() == {"bad", "worse"}
+    assert all(isinstance(e, AdapterFetchFailed) and e.code == "corrupt" for e in errors.values())
+
+
+def test_a_request_too_long_for_the_pool_is_refused_at_once() -> None:
+    bench = SchedulerBench(PAGES, num_pages=4)
+    bench.add("fits", prompt=10, max_tokens=7)
+    with pytest.raises(
+        ContextTooLong, match="5 pages for 17 tokens and 0 for its adapter, but the pool has 4"
+    ):
+        bench.add("too long", prompt=10, max_tokens=8)
+
+
+def test_a_request_too_long_beside_its_adapter_ends_when_the_adapter_s_size_is_known() -> None:
+    bench = SchedulerBench(PAGES, num_pages=4)
+    bench.add("too long", prompt=4, max_tokens=2, adapter=LARGE)
+    (output,) = bench.run_to_end(5)
+    assert isinstance(output.error, ContextTooLong)
+    assert bench.source.num_pinned == 0
+
+
+def test_an_open_ended_request_is_cut_to_what_the_pool_holds() -> None:
+    bench = SchedulerBench(PAGES, num_pages=4)
+    bench.add("open", prompt=6, max_tokens=None, adapter=SMALL)
+    outputs = list(bench.run_to_end(20))
+    # 3 pages beside the adapter are 12 tokens; the KV of the last token is never computed.
+    assert len(outputs) == 12 - 6 + 1
+    assert outputs[-1].delta is not None and outputs[-1].delta.finish_reason is FinishReason.LENGTH
+
+
+def test_requests_for_one_adapter_share_one_fetch_and_one_copy() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20)
+    for name in "abc":
+        bench.add(name, max_tokens=5, adapter=LARGE)
+    list(bench.run_to_end(20))
+    assert bench.source.num_fetches[LARGE] == 1
+    assert bench.scheduler.supply.num_loads == 1
+
+
+def test_an_adapter_is_expected_to_take_as_long_to_come_again_as_fetches_did_lately() -> None:
+    num_pages = {SMALL: 2, LARGE: 6}
+    bench = SchedulerBench(num_pages, num_pages=32)
+    for version, seconds in ((SMALL, 2.0), (LARGE, 0.0)):
+        bench.source.seconds = seconds
+        bench.add(version.digest, adapter=version)
+        bench.step()
+        bench.source.deliver()
+        bench.step()
+    found = [bench.residency.find(version) for version in (SMALL, LARGE)]
+    expected = [one.fetch_s if one is not None else None for one in found]
+    assert expected == pytest.approx([2.0, 0.95 * 2.0 * 6 / (0.95 * 2 + 6)])
+
+
+def test_an_aborted_request_leaves_its_fetch_to_the_next() -> None:
+    bench = SchedulerBench(PAGES, num_pages=8)
+    bench.add("gone", adapter=SMALL)
+    bench.scheduler.abort("gone")
+    bench.add("next", adapter=SMALL)
+    assert [output.request_id for output in bench.run_to_end(5)] == ["next"]
+    assert bench.source.num_pinned == 0
+
+
+def test_a_broken_step_ends_its_own_requests_and_distrusts_what_it_loaded() -> None:
+    bench = SchedulerBench(PAGES, num_pages=8)
+    bench.add("broken", max_tokens=3, adapter=SMALL)
+    bench.add("late", max_tokens=3, adapter=LARGE)
+    bench.source.deliver([SMALL])
+    (output,) = bench.step(breaks=True)
+    assert output.request_id == "broken" and isinstance(output.error, BrokenStep)
+    assert bench.residency.find(SMALL) is None
+    assert [one.error for one in run_alone(bench, "late")] == [None] * 3
+
+
+def test_the_choices_of_a_request_share_the_pages_of_its_prompt() -> None:
+    """10 tokens are two whole blocks and a half: that half alone is copied, for all but the last to write in it."""
+    bench = SchedulerBench(PAGES, num_pages=20, max_num_batched_tokens=8)
+    bench.add("a", prompt=10, max_tokens=6, n=3, adapter=SMALL)
+    bench.source.deliver()
+    assert bench.step() == []
+    assert [output.delta and output.delta.index for output in bench.step()] == [0, 1, 2]
+    assert bench.pool.num_held == 1 + 3
+    bench.step()
+    assert bench.num_copies == 2
+    assert bench.pool.num_held == 1 + 2 + 3
+    outputs = list(bench.run_to_end(10))
+    assert [output.delta and output.delta.finish_reason for output in outputs[-3:]] == [
+        FinishReason.LENGTH
+    ] * 3
+    assert bench.num_copies == 2 and bench.pool.num_held == 0
+
+
+def test_a_prompt_of_whole_blocks_is_forked_without_a_copy() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20)
+    bench.add("a", prompt=8, max_tokens=6, n=4)
+    list(bench.run_to_end(10))
+    assert bench.num_copies == 0
+
+
+def test_a_choice_that_gives_way_frees_its_own_pages_only_and_comes_back_alone() -> None:
+    """Two choices of 12 tokens take 5 pages of 4, of which the prompt's first is shared; there are 4."""
+    bench = SchedulerBench(PAGES, num_pages=4)
+    bench.add("a", prompt=5, max_tokens=8, n=2)
+    outputs = list(bench.run_to_end(50))
+    assert bench.scheduler.num_preemptions == 1
+    told = [output.delta.index for output in outputs if output.delta]
+    assert told.count(0) == told.count(1) == 8
+
+
+def test_a_choice_is_aborted_alone_and_a_request_with_all_its_choices() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20)
+    bench.add("a", prompt=6, max_tokens=9, n=3)
+    bench.scheduler.abort("a", 0)  # before there are choices
+    bench.step()
+    bench.scheduler.abort("a", 0)
+    assert [output.delta and output.delta.index for output in bench.step()] == [1, 2]
+    bench.scheduler.abort("a")
+    bench.scheduler.check()
+    assert bench.scheduler.num_running == bench.pool.num_held == 0
+
+
+def test_an_error_of_one_choice_ends_the_request_once() -> None:
+    tokens = iter([1, 1, 1, 1, None, 1])
+    bench = SchedulerBench(PAGES, num_pages=20, choose=lambda sequence: next(tokens))
+    bench.add("a", prompt=6, max_tokens=9, n=3)
+    bench.step()
+    first, second = bench.step()
+    assert first.delta is not None and isinstance(second.error, RequestFailed)
+    assert bench.scheduler.num_running == bench.pool.num_held == 0
+
+
+def test_a_request_waits_for_as_many_places_as_it_has_choices_and_nobody_overtakes_it() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20, max_num_seqs=4)
+    bench.add("first", max_tokens=3)
+    bench.add("four", prompt=2, max_tokens=2, n=4)
+    bench.add("last", max_tokens=2)
+    started = {}
+    for number in range(8):
+        bench.step()
+        for chunk in bench.last_plan.chunks:
+            started.setdefault(chunk.sequence.request.request_id, number)
+    assert started == {"first": 0, "four": 3, "last": 5}
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [(1, 80), (80, 1), (30, 50)])
+@pytest.mark.parametrize("budget", [2, 7, 16])
+def test_a_sequence_of_ten_windows_holds_no_more_than_one_and_its_chunk(
+    budget: int, prompt: int, max_tokens: int
+) -> None:
+    bench = SchedulerBench(PAGES, num_pages=40, max_num_seqs=2, max_num_batched_tokens=budget, window=8)
+    bench.add("long", prompt=prompt, max_tokens=max_tokens)
+    most = 0
+    while bench.scheduler.num_running + bench.scheduler.num_waiting:
+        bench.step()
+        chunks = bench.last_plan.chunks
+        most = max(most, *(len(chunk.sequence.blocks.held) for chunk in chunks))
+        for chunk in chunks:
+            assert len(chunk.sequence.blocks.held) <= 8 // 4 + -(-chunk.num_tokens // 4) + 1
+    assert prompt > 1 or most == 3, "one by one, 8 tokens touch three blocks of 4 at most"
+
+
+def test_a_sequence_longer_than_the_pool_runs_if_its_window_fits() -> None:
+    """5 pages are 20 tokens, of which a window of 9 leaves 8 for a chunk at most: 9 - 1 + 9 may touch 5 blocks."""
+    bench = SchedulerBench(PAGES, num_pages=5, max_num_batched_tokens=16, window=9)
+    bench.add("long", prompt=50, max_tokens=50)
+    outputs = list(bench.run_to_end(100))
+    assert len(outputs) == 50 and bench.scheduler.num_preemptions == 0
+    bench = SchedulerBench(PAGES, num_pages=5, window=9)
+    bench.add("beside its adapter", prompt=50, max_tokens=5, adapter=VERSIONS[2])
+    bench.add("neighbour", prompt=30, max_tokens=5)
+    assert all(output.error is None for output in bench.run_to_end(200))
+
+
+def test_a_sequence_whose_window_does_not_fit_is_refused_and_an_open_ended_one_is_cut() -> None:
+    bench = SchedulerBench(PAGES, num_pages=4, window=14)
+    with pytest.raises(ContextTooLong, match="5 pages for 99 tokens"):
+        bench.add("long", prompt=50, max_tokens=50)
+    bench.add("open", prompt=6, max_tokens=None)
+    assert len(list(bench.run_to_end(50))) == 16 - 6 + 1
+    bench = SchedulerBench(PAGES, num_pages=5, window=14)
+    bench.add("open", prompt=6, max_tokens=None)
+    assert len(list(bench.run_to_end(100))) == 64
+
+
+def test_choices_give_back_what_is_behind_their_own_windows() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20, window=6)
+    bench.add("a", prompt=16, max_tokens=12, n=3)
+    bench.step()
+    assert bench.pool.num_held == 4
+    bench.step()  # two blocks are behind the window of token 16; each choice needs one of its own
+    assert bench.pool.num_held == 4 - 2 + 3
+    assert len(list(bench.run_to_end(20))) == 3 * 10
+    assert bench.num_copies == 0
+
+
+def test_a_sequence_that_grows_long_is_computed_again_from_its_first_token() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20, max_num_batched_tokens=8, rope_switch=10)
+    bench.add("a", prompt=9, max_tokens=6, n=2)
+    starts: list[list[tuple[int, int]]] = []
+    while bench.scheduler.num_running + bench.scheduler.num_waiting:
+        bench.step()
+        starts.append([(chunk.start, chunk.num_tokens) for chunk in bench.last_plan.chunks])
+    # Both have 11 tokens after the third step: the older one is computed anew first, in chunks of what is left.
+    assert starts[:4] == [[(0, 8)], [(8, 1)], [(9, 1), (9, 1)], [(0, 8)]]
+    assert sum(count for step in starts for _, count in step) == 9 + 2 + 2 * (11 + 3)
+    assert bench.pool.num_held == 0
+
+
+def test_a_prompt_that_is_long_from_the_start_is_computed_once() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20, max_num_batched_tokens=8, rope_switch=10)
+    bench.add("a", prompt=17, max_tokens=2)
+    assert len(list(bench.run_to_end(5))) == 2
+
+
+def test_more_adapters_than_the_host_holds_are_asked_for_as_earlier_ones_move_on() -> None:
+    """Born from a bug: all were asked for at once, and those that found no room within 30 s failed as unavailable."""
+    versions = [AdapterVersion("tenant", f"one of many {n}") for n in range(30)]
+    bench = SchedulerBench(dict.fromkeys(versions, 2), num_pages=9, max_num_seqs=3, host_pages=8)
+    for version in versions:
+        bench.add(version.digest, prompt=5, max_tokens=9, adapter=version)
+    most, started = 0, []
+    while bench.scheduler.num_running + bench.scheduler.num_waiting:
+        bench.source.deliver()
+        outputs = bench.step()
+        assert all(output.error is None for output in outputs)
+        started += [load.resident.version for load in bench.last_plan.loads]
+        most = max(most, bench.source.wanted_bytes)
+    assert started == versions
+    assert 2 * 2 * FULL_PAGE_BYTES <= most <= bench.source.capacity_bytes
+    assert set(bench.source.num_fetches.values()) == {1} and bench.source.num_pinned == 0
+
+
+def test_an_adapter_too_large_for_its_share_of_the_host_is_asked_for_alone() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20, host_pages=9)
+    for number, version in enumerate([VERSIONS[4], SMALL, VERSIONS[4], LARGE]):
+        bench.add(str(number), adapter=version)
+    assert bench.source.in_flight == {VERSIONS[4]}
+    assert all(output.error is None for output in bench.run_to_end(20))
+
+
+def test_who_waits_unasked_is_asked_for_when_the_one_before_is_aborted() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20, host_pages=0)
+    for number, version in enumerate(VERSIONS[:3]):
+        bench.add(str(number), adapter=version)
+    bench.scheduler.abort("1")
+    assert bench.source.in_flight == {VERSIONS[0]}
+    bench.source.deliver()
+    bench.scheduler.abort("0")
+    bench.step()
+    assert bench.source.in_flight == {VERSIONS[2]}
+    assert [output.request_id for output in bench.run_to_end(5)] == ["2"]
+
+
+def test_who_waits_unasked_is_asked_for_when_the_fetch_before_fails() -> None:
+    bench = SchedulerBench(PAGES, num_pages=20, host_pages=0)
+    for number, version in enumerate(VERSIONS[:2]):
+        bench.add(str(number), adapter=version)
+    bench.source.fail(VERSIONS[0], "corrupt")
+    assert [output.request_id for output in bench.step()] == ["0"]
+    assert bench.source.in_flight == {VERSIONS[1]}
+
+
+def test_what_was_reserved_for_a_chunk_that_never_ran_is_not_swapped() -> None:
+    """Born from a bug: a request that gave way while its adapter was loading took its empty pages to the host, and
+    found no room when it came back for them."""
+    bench = SchedulerBench(PAGES, num_pages=14, preemption="swap", swap_pages=20, load_pages=1)
+    bench.add("base", prompt=4, max_tokens=28)
+    bench.step()
+    bench.add("late", prompt=8, max_tokens=4, adapter=VERSIONS[4])
+    bench.source.deliver()
+    bench.step()
+    (late,) = bench.scheduler.find("late")
+    assert late.is_running and late.num_computed == 0 and late.blocks.num_pages == 2
+    while not bench.scheduler.num_preemptions:
+        bench.step()
+    assert not late.is_running and bench.scheduler.swapping.num_pages_out == 0
+    assert all(output.error is None for output in bench.run_to_end(60))
+
+
+def test_searches_that_hold_each_other_s_pages_take_turns() -> None:
+    """Each has beams that run and wait for one that gave way, and all pages are held so: one search gives way whole."""
+    bench = SchedulerBench({}, num_pages=6)
+    for name, tenant in (("a", "x"), ("b", "y"), ("c", "x")):
+        bench.add(name, prompt=4 if name == "a" else 3, max_tokens=8, beams=2, tenant=tenant)
+    outputs = list(bench.run_to_end(100))
+    assert bench.scheduler.num_preemptions > 0
+    assert sorted(output.request_id for output in outputs) == ["a", "b", "c"]
+    assert all(output.error is None for output in outputs)
+
+
+def stay_apart(tokens: tuple[int, ...]) -> list[float]:
+    """Three beams from the first token on, each of which has one continuation that counts."""
+    return [-99.0, 0.0, -60.0, -61.0, -62.0] if tokens else [-99.0, -1.0, -1.1, -1.2, -50.0]
+
+
+def test_a_beam_that_nothing_continues_gives_its_pages_back_at_once() -> None:
+    """Of three beams after the first token one has the best continuations; from there on all three stay apart."""
+
+    def model(tokens: tuple[int, ...]) -> list[float]:
+        falls_behind = len(tokens) == 1 and tokens[0] != 1
+        return [-99.0, -20.0, -21.0, -22.0, -23.0] if falls_behind else stay_apart(tokens[1:])
+
+    bench = SchedulerBench({}, num_pages=20, beam_model=model)
+    bench.add("a", prompt=8, max_tokens=9, beams=3)
+    bench.step()
+    assert bench.pool.num_held == 2
+    bench.step()  # each wrote to a block of its own; two of the three are dropped, and the third forks
+    beams = bench.scheduler.find("a")
+    assert [beam.token_ids[8] for beam in beams] == [1, 1, 1]
+    assert bench.pool.num_held == 2 + 1 and bench.num_copies == 0
+    bench.step()
+    assert bench.pool.num_held == 2 + 3 and bench.num_copies == 2
+
+
+def test_the_beams_of_a_search_have_a_place_each_from_its_start_and_are_charged_for_what_they_draw() -> None:
+    bench = SchedulerBench({}, num_pages=20, max_num_seqs=4)
+    bench.add("first", max_tokens=3, tenant="other")
+    search = bench.add("search", prompt=2, max_tokens=5, beams=4)
+    started, seated = {}, []
+    for number in range(12):
+        bench.step()
+        seated += bench.last_plan.started
+        for chunk in bench.last_plan.chunks:
+            started.setdefault(chunk.sequence.request.request_id, number)
+    assert started == {"first": 0, "search": 3}
+    assert len(seated) > 1 + 4 and len(set(map(id, seated))) == len(seated), "a row was filled in twice"
+    length = len(search_plainly(BEAM_MODEL, search.request.sampling, search.stop_ids, 5)[0].tokens)
+    assert length > 1 and search.tenant.service == 2 + 2 * (1 + 4 * (5 - 1))
+
+
+def test_a_beam_whose_logits_are_not_finite_ends_the_search_once() -> None:
+    tokens = iter([1, 1, 1, None, 1, 1])
+    bench = SchedulerBench({}, num_pages=20, choose=lambda sequence: next(tokens))
+    bench.add("a", prompt=6, max_tokens=9, beams=3)
+    bench.step()
+    (output,) = bench.step() or bench.step()
+    assert isinstance(output.error, RequestFailed)
+    assert bench.scheduler.num_running == bench.pool.num_held == 0
+
+
+@pytest.mark.parametrize("way", ["swap", "recompute"])
+def test_a_beam_that_gives_way_is_waited_for_and_proposes_again(way: str) -> None:
+    options = {"preemption": way, "swap_pages": 9, "scheduling": "fcfs"}
+    bench = SchedulerBench({}, num_pages=9, beam_model=stay_apart, **options)
+    bench.add("older", prompt=8, max_tokens=12)
+    search = bench.add("search", prompt=4, max_tokens=8, beams=3)
+    waits = []
+    while bench.scheduler.find("search"):
+        bench.step()
+        waits.append(sum(beam.has_proposed for beam in bench.scheduler.find("search")))
+    assert 0 < max(waits) < 3, "nobody waited"
+    assert bench.scheduler.num_preemptions > 0
+    assert (bench.scheduler.swapping.num_pages_in > 0) == (way == "swap")
+    assert search.done
+
+
+def lower_ceiling(bench: SchedulerBench, *, max_share: float) -> None:
+    bench.memory.tenants.set_share("tenant", TenantShare(max_share=max_share))
+
+
+@pytest.mark.parametrize("beams", [None, 3])
+@pytest.mark.parametrize("max_tokens", [None, 24], ids=["open-ended", "of 24 tokens"])
+@pytest.mark.parametrize("way", ["swap", "recompute"])
+def test_who_has_more_than_a_ceiling_that_came_down_ends_with_an_error(
+    way: str, max_tokens: int | None, beams: int | None
+) -> None:
+    """Born from two bugs. What was open-ended waited for good: it was cut to less than it had. And of a request whose
+    second choice could not come back, the first one was computed in pages that others had by then."""
+    bench = SchedulerBench({}, num_pages=36, beam_model=stay_apart, preemption=way, swap_pages=9)
+    bench.add("cut", prompt=4, max_tokens=max_tokens, n=3 if beams is None else 1, beams=beams)
+    bench.add("other", prompt=4, max_tokens=30, tenant="other")
+    for _ in range(9):
+        bench.step()
+    assert bench.memory.tenants.find("tenant").num_pages > 6
+    lower_ceiling(bench, max_share=6 / 36)
+    ends = {output.request_id: output for output in bench.run_to_end(100)}
+    error = ends["cut"].error
+    assert isinstance(error, ContextTooLong) and "its tenant may hold 6 of the pool" in str(error)
+    assert ends["other"].error is None
+    assert bench.scheduler.num_running == bench.pool.num_held == 0
+
+
+def test_a_search_ends_for_all_beams_where_one_that_came_back_has_to() -> None:
+    """Its tenant's ceiling came down while it ran: the beam that gave way to an older request has room for 3 pages,
+    12 tokens and the one that is never computed."""
+    bench = SchedulerBench({}, num_pages=18, beam_model=stay_apart, scheduling="fcfs", preemption="recompute")
+    bench.add("older", prompt=40, max_tokens=8, tenant="other")
+    search = bench.add("search", prompt=4, max_tokens=None, beams=3)
+    while not search.num_generated:
+        bench.step()
+    lower_ceiling(bench, max_share=0.5)
+    ends = {output.request_id: output for output in bench.run_to_end(100)}
+    assert bench.scheduler.num_preemptions > 0
+    delta = ends["search"].delta
+    assert delta is not None and len(delta.token_ids) == 12 - 4 + 1
+
+
+def test_forks_of_a_search_that_was_aborted_meanwhile_are_not_started() -> None:
+    """Their rows may be those of others by then."""
+    bench = SchedulerBench({}, num_pages=20, beam_model=stay_apart)
+    bench.add("a", prompt=4, max_tokens=9, beams=3)
+    bench.step()
+    assert bench.scheduler.num_running == 3
+    bench.scheduler.abort("a")
+    bench.step()
+    assert bench.last_plan.started == [] and bench.pool.num_held == 0
+
+
+def test_what_a_search_found_cached_is_told_once_with_its_best_answer() -> None:
+    bench = SchedulerBench({}, num_pages=20, prefix_cache="tenant")
+    found = []
+    for name in ("first", "second"):
+        bench.add(name, prompt=9, max_tokens=4, n=2, beams=3)
+        found.append([o.delta.num_cached for o in bench.run_to_end(20) if o.delta is not None])
+    assert found == [[0, 0], [8, 0]]

@@ -1,0 +1,453 @@
+"""What tenants get of one engine, whatever the others do: service, pages, loads and time."""
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+from itertools import count
+from random import Random
+from typing import Any
+
+import pytest
+
+from slora.errors import DeadlineMissed
+from slora.request import StepOutput
+from slora.scheduler.sequence import Sequence
+from slora.tenant_share import TenantShare
+from slora_adapters.version import AdapterVersion
+from tests.support.scheduler_bench import COSTS, NO_SHARE, SchedulerBench
+from tests.support.scripted_source import FULL_PAGE_BYTES
+
+LARGE = AdapterVersion("other", "large")
+
+
+class Crowd:
+    """Tenants that always have requests waiting. served: by tenant, prompt tokens and twice the generated ones."""
+
+    def __init__(self, bench: SchedulerBench) -> None:
+        self.served: Counter[str] = Counter()
+        self.bench = bench
+        self._random = Random(1)
+        self._numbers = count()
+        self._waiting: dict[str, int] = defaultdict(int)
+
+    def step(self, backlog: dict[str, int], shares: dict[str, TenantShare] | None = None) -> list[StepOutput]:
+        """backlog: how many requests of each tenant are there when the step begins."""
+        for tenant, most in backlog.items():
+            for _ in range(most - self._waiting[tenant]):
+                self.add(tenant, (shares or {}).get(tenant, NO_SHARE))
+        self.bench.source.deliver()
+        outputs = self.bench.step()
+        for chunk in self.bench.last_plan.chunks:
+            tenant, end = chunk.sequence.tenant.name, chunk.start + chunk.num_tokens
+            self.served[tenant] += max(0, min(end, chunk.sequence.num_prompt) - chunk.start)
+        for output in outputs:
+            assert output.delta is not None
+            tenant = output.request_id.split("/")[0]
+            self.served[tenant] += 2
+            self._waiting[tenant] -= output.delta.finish_reason is not None
+        return outputs
+
+    def add(self, tenant: str, share: TenantShare) -> None:
+        number = next(self._numbers)
+        self._waiting[tenant] += 1
+        versions = [version for version in self.bench.adapters if version.tenant == tenant]
+        adapter = versions[number % len(versions)] if versions else None
+        self.bench.add(
+            f"{tenant}/{number}",
+            prompt=self._random.randint(1, 12),
+            max_tokens=self._random.randint(1, 8),
+            adapter=adapter,
+            tenant=tenant,
+            share=share,
+        )
+
+
+def make_crowd(adapters: dict[AdapterVersion, int] | None = None, **options: Any) -> Crowd:
+    """Places and tokens are short, pages are not."""
+    return Crowd(SchedulerBench(adapters or {}, **{"num_pages": 60, "max_num_seqs": 4, **options}))
+
+
+def test_of_two_tenants_that_always_wait_the_one_that_sends_ten_times_as_much_gets_no_more(
+    *, soak: bool
+) -> None:
+    crowd = make_crowd()
+    for _ in range(5000 if soak else 800):
+        crowd.step({"much": 50, "little": 5})
+    assert crowd.served["much"] == pytest.approx(crowd.served["little"], rel=0.05)
+
+
+def test_first_come_first_served_gives_it_nearly_all() -> None:
+    """So that the test above can fail."""
+    crowd = make_crowd(scheduling="fcfs")
+    for _ in range(400):
+        crowd.step({"much": 50, "little": 5})
+    assert crowd.served["much"] > 5 * crowd.served["little"]
+
+
+def test_service_goes_by_weight() -> None:
+    crowd = make_crowd()
+    for _ in range(800):
+        crowd.step({"light": 20, "heavy": 20}, {"heavy": TenantShare(weight=3)})
+    assert crowd.served["heavy"] == pytest.approx(3 * crowd.served["light"], rel=0.05)
+
+
+def test_fairness_costs_no_throughput() -> None:
+    fair, fcfs = make_crowd(), make_crowd(scheduling="fcfs")
+    for crowd in (fair, fcfs):
+        for _ in range(800):
+            crowd.step({"much": 50, "little": 5})
+    assert fair.served.total() >= 0.98 * fcfs.served.total()
+
+
+def test_a_tenant_back_from_idle_gets_no_more_than_its_share() -> None:
+    crowd = make_crowd()
+    for _ in range(300):
+        crowd.step({"busy": 10})
+    crowd.step({"busy": 10, "idle": 10})
+    crowd.served.clear()
+    for _ in range(600):
+        crowd.step({"busy": 10, "idle": 10})
+        assert crowd.served["idle"] <= crowd.served["busy"] + 100, "it keeps the other out"
+    assert crowd.served["idle"] == pytest.approx(crowd.served["busy"], rel=0.05)
+
+
+def test_a_tenant_back_from_idle_keeps_nobody_of_its_class_out_while_a_later_class_starves() -> None:
+    """Born from a bug: it was lifted to the class that starved only."""
+    crowd = make_crowd()
+    later = {"later": TenantShare(priority=1)}
+    for _ in range(300):
+        crowd.step({"busy": 10, "later": 3}, later)
+    crowd.served.clear()
+    for _ in range(300):
+        crowd.step({"busy": 10, "idle": 10, "later": 3}, later)
+    assert crowd.served["idle"] == pytest.approx(crowd.served["busy"], rel=0.1)
+
+
+@pytest.mark.parametrize("prefix_cache", ["off", "tenant"])
+def test_a_hundred_adapters_get_no_more_than_one(prefix_cache: str) -> None:
+    adapters = {AdapterVersion("many", str(n)): 1 + n % 2 for n in range(100)}
+    adapters[AdapterVersion("one", "only")] = 1
+    crowd = make_crowd(adapters, num_slots=6, prefix_cache=prefix_cache)
+    for _ in range(600):
+        crowd.step({"many": 100, "one": 5})
+    assert 0 < crowd.served["many"] <= 1.05 * crowd.served["one"]
+
+
+@pytest.mark.parametrize("scheduling", ["fair", "fcfs"])
+def test_a_tenant_at_its_ceiling_delays_nobody(scheduling: str) -> None:
+    """Others compute the same tokens in the same steps, whether or not it waits before them."""
+
+    def trace(*, with_capped: bool) -> list[list[tuple[str, int]]]:
+        bench = SchedulerBench(
+            {}, num_pages=40, max_num_seqs=30, max_num_batched_tokens=200, scheduling=scheduling
+        )
+        rng, steps = Random(5), []
+        for number in range(60):
+            for place in range(3 if with_capped else 0):
+                share = TenantShare(max_share=0.3)
+                bench.add(f"capped/{number}.{place}", prompt=11, max_tokens=20, tenant="capped", share=share)
+            if number % 3 == 0:
+                bench.add(
+                    f"free/{number}", prompt=rng.randint(1, 9), max_tokens=rng.randint(1, 9), tenant="b"
+                )
+            bench.step()
+            capped = bench.memory.tenants.find("capped")
+            assert capped.num_pages <= 12
+            chunks = [(one.sequence.request.request_id, one.num_tokens) for one in bench.last_plan.chunks]
+            steps.append(sorted(chunk for chunk in chunks if chunk[0].startswith("free")))
+        assert bench.scheduler.num_waiting > 100 or not with_capped
+        return steps
+
+    assert trace(with_capped=True) == trace(with_capped=False)
+
+
+def test_what_a_tenant_has_cached_within_its_floor_stays_whatever_others_want() -> None:
+    bench = SchedulerBench({}, num_pages=20, prefix_cache="tenant")
+    kept, prompt = TenantShare(min_share=0.4), list(range(1, 33))
+    bench.add("first", tokens=prompt, tenant="kept", share=kept)
+    list(bench.run_to_end(20))
+    for number in range(30):
+        bench.add(f"flood {number}", tokens=[number + 100] * 20, max_tokens=8, tenant="flood")
+    list(bench.run_to_end(100))
+    assert bench.memory.evictor.num_evictions > 0
+    again = bench.add("again", tokens=[*prompt, 1], tenant="kept", share=kept)
+    list(bench.run_to_end(20))
+    assert again.num_cached == 32
+
+
+def test_a_tenant_within_its_floor_starts_at_once_and_never_gives_way_to_others() -> None:
+    bench = SchedulerBench({}, num_pages=20, max_num_seqs=20, max_num_batched_tokens=64)
+    kept = TenantShare(min_share=0.5)
+    bench.memory.tenants.set_share("kept", kept)
+    for number in range(12):
+        bench.add(f"flood {number}", prompt=6, max_tokens=20, tenant="flood")
+    for _ in range(6):
+        bench.step()
+    assert bench.pool.num_free < 4
+    sequence = bench.add("kept", prompt=20, max_tokens=16, tenant="kept", share=kept)
+    bench.step()
+    assert sequence.is_running and sequence.num_computed == 20
+    outputs = list(bench.run_to_end(100))
+    assert bench.scheduler.num_preemptions > 0 and sequence.num_preemptions == 0
+    assert sum(output.request_id == "kept" for output in outputs) == 15
+    assert all(output.error is None for output in outputs)
+
+
+# -- loads --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("load_pages", "num_slices"), [(1, 9), (4, 3), (9, 1)])
+def test_others_decode_in_each_step_while_an_adapter_of_many_slices_loads(
+    load_pages: int, num_slices: int
+) -> None:
+    bench = SchedulerBench({LARGE: 9}, num_pages=60, load_pages=load_pages)
+    for name in "ab":
+        bench.add(name, max_tokens=30)
+    bench.step()
+    late = bench.add("late", prompt=5, max_tokens=2, adapter=LARGE, tenant="other")
+    bench.source.deliver()
+    for number in range(num_slices):
+        assert late.num_computed == 0
+        bench.step()
+        planned = {chunk.sequence.request.request_id: chunk.num_tokens for chunk in bench.last_plan.chunks}
+        is_last = number == num_slices - 1
+        assert planned == ({"a": 1, "b": 1, "late": 5} if is_last else {"a": 1, "b": 1})
+        assert sum(load.num_pages for load in bench.last_plan.loads) == min(
+            load_pages, 9 - number * load_pages
+        )
+    assert late.num_generated == 1
+
+
+def test_alone_an_adapter_loads_at_once() -> None:
+    bench = SchedulerBench({LARGE: 9}, num_pages=60, load_pages=1)
+    late = bench.add("late", prompt=5, max_tokens=2, adapter=LARGE, tenant="other")
+    bench.source.deliver()
+    bench.step()
+    assert late.num_generated == 1
+
+
+def test_the_more_wait_for_adapters_beside_few_who_decode_the_larger_the_slices() -> None:
+    """Else one short answer is over before the adapters of all the others, who came with it, are there."""
+    # A step for two takes 12 pages' time: a tenth of it is one page.
+    costs = replace(COSTS, load_byte_s=0.001 / FULL_PAGE_BYTES)
+    bench = SchedulerBench({LARGE: 60}, num_pages=99, load_pages=None, costs=costs)
+    for name in "ab":
+        bench.add(name, max_tokens=30)
+    bench.step()
+    for number in range(5):
+        bench.add(f"late{number}", prompt=5, max_tokens=2, adapter=LARGE, tenant="other")
+    bench.source.deliver()
+    loaded = []
+    for _ in range(4):
+        bench.step()
+        loaded.append(sum(load.num_pages for load in bench.last_plan.loads))
+    assert loaded == [1, 24, 24, 11], "5 wait for 2: 4 for 2, so twice the step, once that is known"
+
+
+def test_those_behind_a_request_whose_adapter_loads_start_beside_it() -> None:
+    bench = SchedulerBench({LARGE: 9}, num_pages=60, load_pages=1, scheduling="fcfs")
+    bench.add("running", max_tokens=30)
+    bench.step()
+    late = bench.add("late", prompt=5, adapter=LARGE, tenant="other")
+    behind = bench.add("behind", prompt=5)
+    bench.source.deliver()
+    bench.step()
+    assert behind.done and not late.done
+
+
+# -- waiting ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheduling", ["fair", "fcfs"])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_stream_of_newcomers_of_any_tenant_keeps_a_request_waiting(seed: int, scheduling: str) -> None:
+    """Whoever waits in a class starts after what each tenant of it may have in a turn, however many come later."""
+    random, tenants = Random(seed), ("a", "b", "c")
+    adapters = {AdapterVersion(tenant, str(n)): n for tenant in tenants for n in (1, 2, 3)}
+    bench = SchedulerBench(
+        adapters,
+        num_pages=random.randint(8, 16),
+        max_num_seqs=random.randint(1, 4),
+        scheduling=scheduling,
+        swap_pages=random.choice([0, 8]),
+        load_pages=random.choice([1, 8]),
+        prefix_cache=random.choice(["off", "public"]),
+    )
+
+    def add_newcomers(number: int) -> None:
+        for place in range(4):
+            tenant = random.choice(tenants)
+            version = AdapterVersion(tenant, str(random.randint(1, 3)))
+            adapter = random.choice([None, version])
+            prompt, most = random.randint(1, 6), random.randint(1, 6)
+            bench.add(f"{number}.{place}", prompt=prompt, max_tokens=most, adapter=adapter, tenant=tenant)
+
+    add_newcomers(-1)
+    for head in range(10):
+        name = random.choice(tenants)
+        waits = bench.add(f"head {head}", prompt=4, max_tokens=4, tenant=name)
+        before = bench.scheduler.num_running + bench.scheduler.num_waiting
+        # In the worst case its tenant has had all of what is before it, and two others are to catch up.
+        bound = 18 * 3 * (before + 8)
+        for number in range(bound):
+            add_newcomers(number + 1000 * head) if number < 40 else None
+            bench.source.deliver()
+            bench.step()
+            if waits.num_computed > 0:
+                break
+        assert waits.num_computed > 0, f"it did not start within {bound} steps"
+        for sequence in list(bench.scheduler._lifecycle.unfinished):
+            if not sequence.is_running:  # or the backlog would grow without end
+                bench.scheduler.abort(sequence.request.request_id)
+
+
+# -- deadlines ----------------------------------------------------------------------------------------------------
+
+
+def test_a_deadline_that_can_t_be_kept_ends_its_request_before_anything_is_computed() -> None:
+    """40 tokens of a prompt take 40 ms."""
+    bench = SchedulerBench({LARGE: 9}, num_pages=60)
+    bench.add("too short", prompt=40, deadline_s=0.039)
+    kept = bench.add("long enough", prompt=40, deadline_s=0.041)
+    outputs = bench.step()
+    (missed,) = [output for output in outputs if output.error is not None]
+    assert missed.request_id == "too short" and isinstance(missed.error, DeadlineMissed)
+    assert {chunk.sequence for chunk in bench.last_plan.chunks} == {kept}
+    assert bench.scheduler.num_deadlines_missed == 1
+
+
+def test_who_waits_is_ended_as_soon_as_it_can_t_be_in_time_in_the_queue_or_aside() -> None:
+    bench = SchedulerBench({LARGE: 9}, num_pages=60, max_num_seqs=1)
+    bench.add("running", max_tokens=20)
+    bench.step()
+    bench.add("queued", prompt=10, deadline_s=3.0)
+    bench.add("aside", prompt=10, deadline_s=5.0, adapter=LARGE, tenant="other")
+    ends = {}
+    for _ in range(8):
+        bench.now += 1.0
+        ends |= {output.request_id: bench.now for output in bench.step() if output.error is not None}
+    assert ends == {"queued": 3.0, "aside": 5.0}
+    bench.source.deliver()
+    list(bench.run_to_end(30))
+    assert bench.source.num_pinned == bench.pool.num_held == 0
+
+
+def test_who_runs_is_never_ended_by_its_deadline() -> None:
+    bench = SchedulerBench({LARGE: 9}, num_pages=60, max_num_batched_tokens=8, load_pages=1)
+    bench.add("running", prompt=60, max_tokens=3, deadline_s=0.5)
+    bench.source.deliver()
+    outputs = []
+    for _ in range(12):
+        outputs += bench.step()
+        bench.now += 10.0
+    assert [output.error for output in outputs] == [None] * 3
+
+
+def test_who_has_spoken_is_not_ended_though_it_gave_way() -> None:
+    bench = SchedulerBench({}, num_pages=5)
+    for name in "abc":
+        bench.add(name, prompt=4, max_tokens=8, deadline_s=1.0)
+    outputs = []
+    while bench.scheduler.num_running + bench.scheduler.num_waiting:
+        outputs += bench.step()
+        bench.now += 0.3
+    failed = {output.request_id for output in outputs if output.error is not None}
+    told = Counter(output.request_id for output in outputs if output.error is None)
+    assert bench.scheduler.num_preemptions > 0
+    assert all(told[name] == (0 if name in failed else 8) for name in "abc")
+
+
+# -- giving way ---------------------------------------------------------------------------------------------------
+
+
+def run_short_of_pages(costs: Any = COSTS, **options: Any) -> tuple[SchedulerBench, int, list[Sequence]]:
+    """The bench, the tokens that were computed in all, and the requests."""
+    bench = SchedulerBench({}, num_pages=12, max_num_batched_tokens=32, costs=costs, **options)
+    sequences = [bench.add(str(n), prompt=6 + n, max_tokens=12) for n in range(5)]
+    num_computed = 0
+    while bench.scheduler.num_running + bench.scheduler.num_waiting:
+        bench.step()
+        num_computed += bench.last_plan.num_tokens
+    assert bench.scheduler.num_preemptions > 0
+    return bench, num_computed, sequences
+
+
+def num_needed(sequences: list[Sequence]) -> int:
+    return sum(sequence.num_tokens_at_most for sequence in sequences)
+
+
+def test_what_was_swapped_is_not_computed_again() -> None:
+    bench, num_computed, sequences = run_short_of_pages(preemption="swap", swap_pages=20)
+    swapping = bench.scheduler.swapping
+    assert num_computed == num_needed(sequences)
+    assert swapping.num_pages_out == swapping.num_pages_in > 0 and swapping.num_used == 0
+
+
+def test_what_was_not_swapped_is_computed_again() -> None:
+    bench, num_computed, sequences = run_short_of_pages(preemption="recompute", swap_pages=20)
+    assert num_computed > num_needed(sequences)
+    assert bench.scheduler.swapping.num_pages_out == 0
+
+
+def test_where_the_host_is_full_the_rest_is_computed_again() -> None:
+    bench, num_computed, sequences = run_short_of_pages(preemption="swap", swap_pages=1)
+    assert num_computed > num_needed(sequences) and bench.scheduler.swapping.num_used == 0
+
+
+def test_swap_or_recompute_is_chosen_by_what_costs_less() -> None:
+    quick_copies, slow_copies = (replace(COSTS, page_copy_s=seconds) for seconds in (1e-5, 1.0))
+    bench, num_computed, sequences = run_short_of_pages(quick_copies, swap_pages=20)
+    assert num_computed == num_needed(sequences) and bench.scheduler.swapping.num_pages_in > 0
+    bench, num_computed, sequences = run_short_of_pages(slow_copies, swap_pages=20)
+    assert num_computed > num_needed(sequences) and bench.scheduler.swapping.num_pages_out == 0
+
+
+def test_what_was_swapped_is_charged_once() -> None:
+    charged = []
+    for options in (
+        {"num_pages": 12, "preemption": "swap", "swap_pages": 20},
+        {"num_pages": 12},
+        {"num_pages": 60},
+    ):
+        bench = SchedulerBench({}, max_num_batched_tokens=32, **options)
+        for n in range(5):
+            bench.add(str(n), prompt=6 + n, max_tokens=12)
+        list(bench.run_to_end(50))
+        charged.append(bench.memory.tenants.find("tenant").service)
+    assert charged == [40 + 2 * 60] * 3
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_nobody_s_kv_is_lost_where_all_give_way_all_the_time_and_steps_break(
+    window: int | None, *, soak: bool
+) -> None:
+    """The bench checks what each chunk reads. Forks copy and swaps come in while their sequences give way again."""
+    num_preemptions = num_pages_in = 0
+    for seed in range(400 if soak else 40):
+        random = Random(seed)
+        bench = SchedulerBench(
+            {LARGE: 2},
+            num_pages=random.randint(6, 9),
+            swap_pages=random.randint(4, 20),
+            preemption="swap",
+            window=window,
+            load_pages=1,
+            prefix_cache=random.choice(["off", "tenant"]),
+        )
+        for number in range(12):
+            adapter = random.choice([None, None, LARGE])
+            bench.add(
+                str(number),
+                prompt=random.randint(1, 9),
+                max_tokens=random.randint(1, 8),
+                n=random.choice([1, 1, 2, 3]),
+                adapter=adapter,
+                tenant="other" if adapter else random.choice("abc"),
+            )
+        for _ in range(300):
+            bench.source.deliver()
+            bench.step(breaks=random.random() < 0.15)
+        assert bench.scheduler.num_running + bench.scheduler.num_waiting == 0
+        assert bench.pool.num_held == bench.scheduler.swapping.num_used == 0
+        num_preemptions += bench.scheduler.num_preemptions
+        num_pages_in += bench.scheduler.swapping.num_pages_in
+    assert num_preemptions > 40 and num_pages_in > 40

@@ -1,0 +1,98 @@
+"""Whatever comes together in a small pool, somebody gets on: nobody starts at another's cost for good."""
+
+from contextlib import suppress
+from random import Random
+
+import pytest
+
+from slora.errors import ContextTooLong
+from slora.tenant_share import TenantShare
+from tests.slora.scheduler.test_scheduler import PAGES, VERSIONS
+from tests.support.scheduler_bench import SchedulerBench
+
+SHARES = [
+    *[TenantShare()] * 3,
+    TenantShare(weight=3.0),
+    TenantShare(min_share=0.3),
+    TenantShare(max_share=0.6),
+    TenantShare(priority=1),
+]
+TENANTS = ("tenant", "other", "third")  # the first has the adapters
+# Steps in which nobody is told anything; with prompts and pools as small as these, dozens are many.
+MOST_SILENT = 400
+
+
+def make_bench(random: Random) -> SchedulerBench:
+    num_pages, num_seqs = random.randint(2, 12), random.randint(1, 5)
+    return SchedulerBench(
+        PAGES,
+        num_pages=num_pages,
+        num_slots=random.randint(1, 5),
+        max_num_seqs=num_seqs,
+        load_pages=random.randint(1, 3),
+        max_num_batched_tokens=num_seqs + random.randint(0, 9),
+        preemption=random.choice(["swap", "recompute", "auto"]),
+        swap_pages=random.choice([0, 3, 12]),
+        scheduling=random.choice(["fair", "fcfs"]),
+        prefix_cache=random.choice(["off", "tenant", "public"]),
+        window=random.choice([None, None, 3, 8]),
+        rope_switch=random.choice([None, None, 6, 14]),
+        host_pages=random.choice([None, 0, 1, 6]),
+        eviction=random.choice(["lru", "cost", "size"]),
+    )
+
+
+def add_request(bench: SchedulerBench, random: Random, name: str, shares: dict[str, TenantShare]) -> None:
+    most = bench.config.max_num_seqs
+    beams = random.choice([None, None, min(4, random.randint(1, most))])
+    adapter = random.choice([None, None, *VERSIONS])
+    tenant = TENANTS[0] if adapter else random.choice(TENANTS)
+    prompt, max_tokens = random.randint(1, 20), random.randint(1, 20)
+    n = 1 if beams else random.randint(1, most)
+    with suppress(ContextTooLong):
+        bench.add(
+            name,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            beams=beams,
+            n=n,
+            tenant=tenant,
+            share=shares[tenant],
+            adapter=adapter,
+        )
+
+
+def play(seed: int, *, pins: bool) -> None:
+    """Requests, pins, arrivals and broken steps at random; then all of it comes to its end."""
+    random = Random(seed)
+    bench = make_bench(random)
+    shares = {tenant: random.choice(SHARES) for tenant in TENANTS}
+    for tenant, share in shares.items():
+        bench.memory.tenants.set_share(tenant, share)
+    for number in range(random.randint(5, 60)):
+        chance = random.random()
+        if chance < 0.2 and pins:
+            bench.scheduler.set_pins(random.sample(VERSIONS, random.randint(0, 3)))
+        elif chance < 0.25:
+            bench.scheduler.prewarm(random.choice(VERSIONS))
+        elif chance < 0.45:
+            add_request(bench, random, str(number), shares)
+        elif chance < 0.6 and bench.source.in_flight:
+            bench.source.deliver([random.choice(sorted(bench.source.in_flight, key=str))])
+        else:
+            bench.step(breaks=random.random() < 0.05)
+    for _ in bench.run_to_end(MOST_SILENT):
+        pass
+
+
+# Each preempted the other whenever it was started: a beam below its tenant's floor and a long prompt; one that waits
+# for its other beams, and one that never found its last pages beside it.
+@pytest.mark.parametrize("seed", [10445, 10680])
+def test_two_that_were_started_at_each_other_s_cost_both_come_to_their_end(seed: int) -> None:
+    play(seed, pins=False)
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_all_that_comes_together_comes_to_its_end(*, pins: bool, soak: bool) -> None:
+    for seed in range(5000 if soak else 80):
+        play(seed, pins=pins)

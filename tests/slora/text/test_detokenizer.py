@@ -1,0 +1,176 @@
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+
+from slora.text.detokenizer import Detokenizer
+from slora.text.tokenizer import Tokenizer
+from tests.support.tiny_tokenizers import TEXT, byte_fallback, byte_level
+
+
+@cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    fast: FastTokenizer = {"byte_level": byte_level, "byte_fallback": byte_fallback}[kind]()
+    return Tokenizer(fast, {}, None)
+
+
+KINDS = ["byte_level", "byte_fallback"]
+# Words of the vocabulary, characters that it must spell in bytes, joined emoji, spaces.
+texts = st.lists(
+    st.sampled_from(
+        ["hello", " ", "wor", "lo", "é", "日本", "👩‍👩‍👧", "\n", "�", "x" * 20, " the ", "ß", "\t"]
+    ),
+    max_size=12,
+).map("".join) | st.text(max_size=20)
+
+
+def split(data: st.DataObject, tokens: list[int]) -> list[list[int]]:
+    """The tokens in pieces, as steps of an engine may bring them; some pieces are empty."""
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=len(tokens) + 2)))
+    return [tokens[a:b] for a, b in zip([0, *cuts], [*cuts, len(tokens)], strict=True)]
+
+
+def feed(detokenizer: Detokenizer, pieces: list[list[int]]) -> list[str]:
+    return [*(detokenizer.push(piece) for piece in pieces), detokenizer.flush()]
+
+
+def cut_at_stop(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
+    """What is left when text comes character by character: the first stop string that is complete ends it."""
+    for end in range(1, len(text) + 1):
+        found = [one for one in stop if text[:end].endswith(one)]
+        if found:
+            return text[: end - max(map(len, found))], True
+    return text, False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=texts, data=st.data())
+def test_a_text_in_pieces_reads_as_it_does_in_one(kind: str, text: str, data: st.DataObject) -> None:
+    tokenizer = tokenizer_of(kind)
+    tokens = tokenizer.encode(text)
+    pieces = feed(Detokenizer(tokenizer), split(data, tokens))
+    assert "".join(pieces) == tokenizer.decode(tokens)
+
+
+@given(data=st.data())
+def test_any_tokens_in_pieces_read_as_they_do_in_one(data: st.DataObject) -> None:
+    """A model may write any tokens, halves of characters and special ones among them."""
+    tokenizer = tokenizer_of("byte_level")
+    tokens = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=25))
+    pieces = feed(Detokenizer(tokenizer), split(data, tokens))
+    assert "".join(pieces) == tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=texts)
+def test_half_a_character_is_never_sent(kind: str, text: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    tokens = tokenizer.encode(text.replace("�", ""))
+    detokenizer = Detokenizer(tokenizer)
+    assert all("�" not in detokenizer.push([token]) for token in tokens)
+    assert detokenizer.flush() == ""
+
+
+def test_a_character_over_four_tokens_is_sent_with_the_last() -> None:
+    tokenizer = tokenizer_of("byte_fallback")
+    tokens = tokenizer.encode("h🎉")[-4:]
+    detokenizer = Detokenizer(tokenizer)
+    assert [detokenizer.push([token]) for token in tokens] == ["", "", "", "🎉"]
+
+
+def test_bytes_that_never_become_a_character_are_sent_at_the_end() -> None:
+    tokenizer = tokenizer_of("byte_level")
+    tokens = tokenizer.encode("a🎉")[:-1]
+    detokenizer = Detokenizer(tokenizer)
+    sent = detokenizer.push(tokens)
+    assert sent + detokenizer.flush() == tokenizer.decode(tokens) != ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    text=st.text(alphabet="abé ", max_size=25),
+    stop=st.lists(st.text(alphabet="abé ", min_size=1, max_size=5), min_size=1, max_size=3).map(tuple),
+    data=st.data(),
+)
+def test_stop_strings_end_the_text_wherever_tokens_fall(
+    kind: str, text: str, stop: tuple[str, ...], data: st.DataObject
+) -> None:
+    """Born from a bug: with two stop strings, the text depended on how many tokens came at once."""
+    tokenizer = tokenizer_of(kind)
+    tokens = tokenizer.encode(text)
+    expected, stopped = cut_at_stop(tokenizer.decode(tokens), stop)
+    detokenizer = Detokenizer(tokenizer, stop)
+    pieces = feed(detokenizer, split(data, tokens))
+    assert "".join(pieces) == expected
+    assert detokenizer.stopped == stopped
+    if stopped:
+        assert detokenizer.push(tokens) == detokenizer.flush() == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    text=st.text(alphabet="ab ", max_size=25),
+    stop=st.lists(st.text(alphabet="ab ", min_size=1, max_size=5), min_size=1, max_size=3).map(tuple),
+    min_tokens=st.integers(0, 8),
+    data=st.data(),
+)
+def test_no_stop_string_ends_in_the_text_of_the_first_min_tokens(
+    kind: str, text: str, stop: tuple[str, ...], min_tokens: int, data: st.DataObject
+) -> None:
+    tokenizer = tokenizer_of(kind)
+    tokens = tokenizer.encode(text)
+    whole, immune = tokenizer.decode(tokens), len(tokenizer.decode(tokens[:min_tokens]))
+    ends = range(immune + 1, len(whole) + 1)
+    expected = next(
+        (whole[: end - max(map(len, found))] for end in ends if (found := _ending(whole[:end], stop))), whole
+    )
+    detokenizer = Detokenizer(tokenizer, stop, min_tokens)
+    pieces = feed(detokenizer, split(data, tokens))
+    sent = "".join(pieces)
+    # What was certain before is not taken back when a stop string that began there is complete.
+    assert sent == expected
+    assert detokenizer.stopped == (expected != whole)
+
+
+def _ending(text: str, stop: tuple[str, ...]) -> list[str]:
+    return [one for one in stop if text.endswith(one)]
+
+
+@given(text=st.text(alphabet="ab", max_size=20))
+def test_the_start_of_a_stop_string_is_never_sent_before_it_is_known_to_be_none(text: str) -> None:
+    stop = "abab"
+    tokenizer = tokenizer_of("byte_level")
+    detokenizer, sent = Detokenizer(tokenizer, (stop,)), ""
+    for number, token in enumerate(tokenizer.encode(text)):
+        sent += detokenizer.push([token])
+        if detokenizer.stopped:
+            return
+        read = tokenizer.decode(tokenizer.encode(text)[: number + 1])
+        longest = max(n for n in range(len(stop)) if read.endswith(stop[:n]))
+        assert read[len(sent) :] == stop[:longest]
+
+
+def test_special_tokens_are_not_part_of_the_text() -> None:
+    tokenizer = tokenizer_of("byte_level")
+    tokens = [*tokenizer.encode("a"), *tokenizer.encode("</s>"), *tokenizer.encode("b")]
+    assert "".join(feed(Detokenizer(tokenizer), [[token] for token in tokens])) == "ab"
+
+
+def test_the_cost_of_a_token_does_not_grow_with_the_answer() -> None:
+    """Counted in decoded tokens, not in time."""
+    tokenizer = CountingTokenizer(byte_level(), {}, None)
+    tokens = tokenizer.encode(TEXT) * 4
+    detokenizer = Detokenizer(tokenizer)
+    for token in tokens:
+        detokenizer.push([token])
+    assert tokenizer.num_decoded < 12 * len(tokens)
+
+
+class CountingTokenizer(Tokenizer):
+    num_decoded = 0
+
+    def decode(self, token_ids: list[int]) -> str:  # type: ignore[override]
+        self.num_decoded += len(token_ids)
+        return super().decode(token_ids)

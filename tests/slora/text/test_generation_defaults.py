@@ -1,0 +1,66 @@
+import json
+from typing import Any
+
+import pytest
+
+from slora.sampling_params import SamplingParams
+from slora.text.generation_defaults import GenerationDefaults, read_generation_defaults, refuse_unhonoured
+
+
+def test_what_transformers_saves_is_read() -> None:
+    config = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "eos_token_id": [1, 2], "max_new_tokens": 64,
+              "pad_token_id": 1, "transformers_version": "5.0", "stop_strings": "END"}  # fmt: skip
+    assert read_generation_defaults(json.dumps(config)) == GenerationDefaults(
+        0.7, 0.8, 20, 64, (1, 2), ("END",)
+    )
+    assert refuse_unhonoured(json.dumps(config)) == []
+
+
+def test_what_has_another_name_here_is_read_too() -> None:
+    config = {"min_p": 0.05, "repetition_penalty": 1.1, "min_new_tokens": 3}
+    defaults = read_generation_defaults(json.dumps(config))
+    assert (defaults.min_p, defaults.repetition_penalty, defaults.min_tokens) == (0.05, 1.1, 3)
+    assert refuse_unhonoured(json.dumps(config)) == []
+    assert defaults.params(2) == SamplingParams(2, min_p=0.05, repetition_penalty=1.1, min_tokens=2)
+
+
+def test_no_sampling_means_the_likeliest_token() -> None:
+    assert read_generation_defaults('{"do_sample": false, "temperature": 0.7}').temperature == 0.0
+    assert read_generation_defaults('{"do_sample": true, "temperature": 0.7}').temperature == 0.7
+
+
+def test_an_adapters_defaults_win_field_by_field() -> None:
+    base = GenerationDefaults(temperature=0.5, top_k=10, stop_token_ids=(1,))
+    own = GenerationDefaults(temperature=0.0, top_p=0.9)
+    assert own.over(base) == GenerationDefaults(0.0, 0.9, 10, None, (1,))
+
+
+def test_no_file_says_nothing() -> None:
+    assert read_generation_defaults(None) == GenerationDefaults()
+    assert refuse_unhonoured(None) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("no_repeat_ngram_size", 2),
+        ("num_beams", 4),
+        ("typical_p", 0.9),
+        ("bad_words_ids", [[1]]),
+        ("min_length", 3),
+    ],
+)
+def test_a_setting_that_is_not_honoured_is_refused_by_name(field: str, value: Any) -> None:
+    reasons = refuse_unhonoured(json.dumps({field: value}))
+    assert [reason.code for reason in reasons] == ["generation_config_unsupported"]
+    assert field in reasons[0].message
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"temperature": "hot"}', '{"temperature": 9}', '{"top_p": 0}', '{"top_k": -1}', '{"top_k": 1.5}',
+     '{"min_p": 2}', '{"repetition_penalty": 0}', '{"min_new_tokens": -1}',
+     '{"eos_token_id": "x"}', '{"eos_token_id": [-4]}', '{"max_new_tokens": true}'],
+)  # fmt: skip
+def test_values_that_no_request_could_send_are_refused(text: str) -> None:
+    assert [reason.code for reason in refuse_unhonoured(text)] == ["generation_config_malformed"]

@@ -1,0 +1,217 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from transformers import AutoTokenizer
+
+from slora.errors import ConfigError, RequestRefused
+from slora.text.tokenizer import Tokenizer
+from tests.support.tiny_tokenizers import CHAT_TEMPLATE, TEXT, byte_fallback, byte_level, write_tokenizer
+
+DEMO = Path(__file__).parents[3] / "demo" / "model"
+KINDS: dict[str, Callable[[], FastTokenizer]] = {"byte_level": byte_level, "byte_fallback": byte_fallback}
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "  Größe? "},
+    {"role": "assistant", "content": "日本 <|user|> </s>"},
+    {"role": "user", "content": "quotes \"' & <tags>\n"},
+]
+
+Pair = tuple[Tokenizer, "AutoTokenizer"]
+
+
+@pytest.fixture(scope="module", params=[*KINDS, "demo"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Ours and transformers', from one directory."""
+    directory = DEMO
+    if request.param != "demo":
+        directory = tmp_path_factory.mktemp(request.param)
+        write_tokenizer(directory, KINDS[request.param]())
+    elif not (DEMO / "tokenizer.json").exists():
+        pytest.skip("the demo model has not been trained")
+    return Tokenizer.from_directory(directory), AutoTokenizer.from_pretrained(directory)
+
+
+@given(text=st.one_of(st.text(), st.sampled_from([TEXT, "</s><s>", " a  b ", "<|user|>x</s>"])))
+def test_text_becomes_the_tokens_that_transformers_makes_of_it(pair: Pair, text: str) -> None:
+    ours, theirs = pair
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
+
+
+@given(data=st.data())
+def test_tokens_become_the_text_that_transformers_makes_of_them(pair: Pair, data: st.DataObject) -> None:
+    ours, theirs = pair
+    tokens = data.draw(st.lists(st.integers(0, ours.vocab_size - 1), max_size=30))
+    assert ours.decode(tokens) == theirs.decode(tokens, skip_special_tokens=True)
+    assert [ours.token_text(token) for token in tokens] == [theirs.decode([token]) for token in tokens]
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_a_chat_is_rendered_as_transformers_renders_it(pair: Pair, add_generation_prompt: bool) -> None:
+    ours, theirs = pair
+    rendered = ours.apply_chat_template(CHAT, add_generation_prompt=add_generation_prompt)
+    options = {"add_generation_prompt": add_generation_prompt}
+    assert rendered == theirs.apply_chat_template(CHAT, tokenize=False, **options)
+    tokens = theirs.apply_chat_template(CHAT, tokenize=True, return_dict=False, **options)
+    assert ours.encode(rendered, add_special_tokens=False) == tokens
+
+
+def test_the_vocabulary_counts_added_tokens(pair: Pair) -> None:
+    ours, theirs = pair
+    assert ours.vocab_size == len(theirs)
+
+
+# What published templates use beyond plain Jinja.
+TEMPLATES = {
+    "tojson": "{{ messages[1]['content'] | tojson }}{{ messages[0] | tojson(indent=2) }}",
+    "tojson_sorted": "{{ {'b': 1, 'a': 'ß<'} | tojson(sort_keys=True, separators=(',', ':')) }}",
+    "loop_controls": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+    "date": "{{ strftime_now('%Y') }}",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "trimmed_blocks": "  {% if true %}\n  x\n  {% endif %}\ny",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "absent_tools": "{% if tools is none and not documents %}none{% endif %}{{ absent is defined }}",
+    "slices": "{{ messages[1:][0]['content'].strip().split('r')[0] }}",
+    "macro": "{% macro say(m) %}[{{ m.role }}]{% endmacro %}{{ say(messages[0]) }}",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_what_templates_use_is_understood_as_transformers_does(pair: Pair, template: str) -> None:
+    ours, theirs = pair
+    expected = theirs.apply_chat_template(CHAT, chat_template=TEMPLATES[template], tokenize=False)
+    assert ours.apply_chat_template(CHAT, TEMPLATES[template]) == expected
+
+
+# Each would reach Python itself, or go on for ever.
+ATTACKS = {
+    "class": "{{ messages.__class__.__mro__ }}",
+    "subclasses": "{{ ''.__class__.__base__.__subclasses__() }}",
+    "globals": "{{ raise_exception.__globals__['json'] }}",
+    "cycler": "{{ cycler.__init__.__globals__.os.system('true') }}",
+    "attribute_filter": "{{ messages | attr('__class__') | attr('__mro__') }}",
+    "format": "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "format_map": "{{ '{a.__class__.__mro__}'.format_map({'a': 1}) }}",
+    "mutation": "{{ messages.append(1) }}",
+    "import": "{% import 'os' as os %}",
+    "include": "{% include '/etc/passwd' %}",
+    "endless_range": "{% for x in range(10 ** 12) %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_template_cannot_leave_its_sandbox(pair: Pair, attack: str) -> None:
+    ours, _ = pair
+    messages = [{"role": "user", "content": "x"}]
+    try:
+        rendered = ours.apply_chat_template(messages, ATTACKS[attack])
+    except RequestRefused as error:
+        assert error.param == "messages"
+    else:
+        assert rendered == "", "only what Jinja makes of an undefined value may come out"
+    assert messages == [{"role": "user", "content": "x"}]
+
+
+# One for each kind of exception that Python code under a template may raise.
+FAILURES = {
+    "its own": "{{ raise_exception('roles must alternate') }}",
+    "syntax": "{% for %}",
+    "type": "{{ 1 + 'a' }}",
+    "value": "{{ 'é'.encode('ascii') }}",
+    "key": "{{ '{a}'.format() }}",
+    "index": "{{ '{0}'.format() }}",
+    "lookup": "{{ 'a'.encode('no such encoding') }}",
+    "arithmetic": "{{ 1 / 0 }}",
+    "overflow": "{{ 2.0 ** 10000 }}",
+    "undefined": "{{ messages.nothing.at_all }}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "assertion": "{% filter nothing %}{% endfilter %}",
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_whatever_a_template_fails_with_is_the_request_s_fault(pair: Pair, failure: str) -> None:
+    """Born from a bug: an IndexError, a LookupError or endless recursion inside a template got past us."""
+    ours, _ = pair
+    with pytest.raises(RequestRefused, match="the chat template refuses these messages") as caught:
+        ours.apply_chat_template(CHAT, FAILURES[failure])
+    assert caught.value.param == "messages"
+
+
+def test_a_template_of_an_adapter_replaces_the_model_s(pair: Pair) -> None:
+    ours, _ = pair
+    assert ours.apply_chat_template(CHAT, "{{ messages | length }}") == "4"
+
+
+@pytest.mark.parametrize("place", ["jinja file", "text", "named"])
+def test_a_template_is_found_wherever_versions_of_transformers_put_it(tmp_path: Path, place: str) -> None:
+    write_tokenizer(tmp_path, byte_level(), chat_template=None)
+    config_path = tmp_path / "tokenizer_config.json"
+    config = json.loads(config_path.read_text())
+    if place == "jinja file":
+        (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+        config["chat_template"] = "not this one"
+    elif place == "text":
+        config["chat_template"] = CHAT_TEMPLATE
+    else:
+        config["chat_template"] = [
+            {"name": "tool_use", "template": "not this one"},
+            {"name": "default", "template": CHAT_TEMPLATE},
+        ]
+    config_path.write_text(json.dumps(config))
+    assert Tokenizer.from_directory(tmp_path).chat_template == CHAT_TEMPLATE
+
+
+def test_special_tokens_are_found_as_text_and_as_objects(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, byte_level())
+    config_path = tmp_path / "tokenizer_config.json"
+    config = json.loads(config_path.read_text())
+    config["bos_token"] = {"content": "<s>", "lstrip": False, "special": True}
+    config["eos_token"] = "</s>"
+    config["pad_token"] = None
+    config_path.write_text(json.dumps(config))
+    assert dict(Tokenizer.from_directory(tmp_path).special_tokens) == {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
+
+
+def test_truncation_and_padding_saved_with_a_tokenizer_are_not_obeyed(tmp_path: Path) -> None:
+    fast = byte_level()
+    fast.enable_truncation(4)
+    fast.enable_padding(length=8)
+    write_tokenizer(tmp_path, fast)
+    ours = Tokenizer.from_directory(tmp_path)
+    assert ours.encode("a") == byte_level().encode("a").ids
+    assert ours.encode(TEXT) == byte_level().encode(TEXT).ids
+
+
+def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, byte_level(), chat_template=None)
+    with pytest.raises(RequestRefused, match="no chat template; use /v1/completions"):
+        Tokenizer.from_directory(tmp_path).apply_chat_template(CHAT)
+
+
+def test_a_directory_without_a_tokenizer_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json; save the model's tokenizer there"):
+        Tokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"model": {"type": "Nothing"}}'])
+def test_a_damaged_tokenizer_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is no tokenizer"):
+        Tokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"text"'])
+def test_a_damaged_tokenizer_config_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    write_tokenizer(tmp_path, byte_level())
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
+        Tokenizer.from_directory(tmp_path)

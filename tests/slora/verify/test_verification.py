@@ -1,0 +1,239 @@
+"""`slora adapter verify` finds right what is right and names what is not."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from peft import LoraConfig
+from safetensors.numpy import load_file
+
+from slora import LoraAdapter
+from slora.models.model_spec import read_model_spec
+from slora.verify.peft_oracle import PeftOracle
+from slora.verify.verification import TOLERANCES, Verification
+from slora.verify.verifier import Question, verify_adapter
+from slora_api.cli.main import main
+from tests.support.model_kit import ModelKit, make_kit
+from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS, make_adapter
+from tests.support.tiny_models import LONGROPE, make_model, write_model
+from tests.support.tiny_tokenizers import byte_level, write_tokenizer
+
+# Layers times linears that each kind adapts in a model of three layers; the last one embedding and head as well.
+NUM_MODULES = {"odd_rank": 21, "patterns": 21, "rslora": 21, "some_layers": 8, "r8_on_q_and_v": 6}
+NUM_MODULES |= {"both_and_linears": 8}
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
+    kinds = {kind: {**KINDS, **EMBEDDING_KINDS}[kind] for kind in NUM_MODULES}
+    kit = make_kit(tmp_path_factory.mktemp("verification"), "llama", kinds, vocab_size=400)
+    write_tokenizer(kit.directory, byte_level(vocab_size=400))
+    return kit
+
+
+def compare(kit: ModelKit, kind: str, served: LoraAdapter | None = None, **question: Any) -> Verification:
+    asked = Question(kit.directory, kit.adapters[kind], **{"max_tokens": 8, "device": "cpu", **question})
+    return verify_adapter(asked, PeftOracle, served)
+
+
+def changed(
+    directory: Path, change: Callable[[dict[str, np.ndarray]], None], **fields: object
+) -> LoraAdapter:
+    """The adapter in `directory` with other tensors or another config."""
+    tensors = {
+        name: array.copy() for name, array in load_file(directory / "adapter_model.safetensors").items()
+    }
+    change(tensors)
+    return LoraAdapter.from_tensors(tensors, {**LoraConfig.from_pretrained(directory).to_dict(), **fields})
+
+
+@pytest.mark.parametrize("kind", NUM_MODULES)
+def test_adapters_of_every_kind_are_found_equal(
+    kit: ModelKit, report: Callable[[str], None], capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    command = [
+        "adapter",
+        "verify",
+        str(kit.adapters[kind]),
+        "--model",
+        str(kit.directory),
+        "--max-tokens",
+        "8",
+    ]
+    assert main([*command, "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verdict"], found["problems"], found["warnings"]) == ("equal", [], [])
+    assert len(found["modules"]) == NUM_MODULES[kind]
+    logprob = max(check["deviation"] for check in found["prompts"])
+    delta = max(check["deviation"] for check in found["modules"])
+    report(f"verify {kind}: largest deviations, of a log-probability {logprob:.1e}, of a delta {delta:.1e}")
+    # Far enough below the limits that a real difference can't hide in what is left.
+    limit = TOLERANCES["float32"]
+    assert logprob < limit.logprob / 10 and delta < limit.delta / 10
+    assert all(check["effect"] > 0.01 for check in found["prompts"])
+
+
+@pytest.mark.parametrize("model", ["phi3_window", "gemma3_text", "gpt2", "gpt_neox"])
+def test_models_of_other_families_are_compared(tmp_path: Path, model: str) -> None:
+    """Fused linears, scaled embeddings, weights that are stored the other way round, transformers' own classes."""
+    write_model(tmp_path / "base", model)
+    make_adapter(tmp_path / "adapter", make_model(model), std=0.15, r=5, fan_in_fan_out=model == "gpt2")
+    found = verify_adapter(
+        Question(tmp_path / "base", tmp_path / "adapter", max_tokens=8, device="cpu"), PeftOracle
+    )
+    assert found.equal, found.problems
+    # All linears, without embedding and head.
+    assert len(found.modules) == found.num_modules - 2
+
+
+# Of one rope for all layers, and of two, one of which switches.
+_FULL_ROPE = {**LONGROPE, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 48}
+_SLIDING_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_TWO_ROPES = {"full_attention": _FULL_ROPE, "sliding_attention": _SLIDING_ROPE}
+LONGROPES: dict[str, dict[str, object]] = {
+    "phi3_longrope": {},
+    "gemma3_text": {"head_dim": 12, "rope_parameters": _TWO_ROPES},
+}
+
+
+@pytest.mark.parametrize("model", LONGROPES)
+def test_tokens_drawn_before_the_switch_of_longrope_are_judged_with_its_short_factors(
+    tmp_path: Path, model: str
+) -> None:
+    """One pass of the judge over all tokens turns the early ones by the long factors, once a false alarm."""
+    write_model(tmp_path / "base", model, **LONGROPES[model])
+    make_adapter(tmp_path / "adapter", make_model(model, **LONGROPES[model]), std=0.15, r=5)
+    found = verify_adapter(
+        Question(tmp_path / "base", tmp_path / "adapter", max_tokens=40, device="cpu"), PeftOracle
+    )
+    assert read_model_spec(tmp_path / "base").rope_switch == 48
+    lengths = [(check.prompt_tokens, check.prompt_tokens + check.answer_tokens) for check in found.prompts]
+    assert {prompt <= 48 < end for prompt, end in lengths} == {True, False}
+    assert found.equal, found.problems
+
+
+def test_sixteen_bits_on_both_sides_are_found_equal(kit: ModelKit) -> None:
+    found = compare(kit, "patterns", dtype="bfloat16")
+    assert found.equal, found.problems
+    assert found.dtype == "bfloat16"
+    stronger = LoraAdapter(kit.adapters["patterns"], weight=1.1)
+    assert not compare(kit, "patterns", stronger, dtype="bfloat16").equal
+
+
+def test_a_scale_that_is_off_by_a_thousandth_is_found_in_every_module(kit: ModelKit) -> None:
+    found = compare(kit, "patterns", LoraAdapter(kit.adapters["patterns"], weight=1.001))
+    assert not found.equal
+    assert all(check.deviation == pytest.approx(1e-3, rel=0.1) for check in found.modules)
+
+
+def test_one_wrong_factor_is_found_by_its_name(kit: ModelKit) -> None:
+    name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors[name][3] *= 1.5
+
+    found = compare(kit, "odd_rank", changed(kit.adapters["odd_rank"], change))
+    limit = TOLERANCES["float32"].delta
+    assert [check.path for check in found.modules if check.deviation > limit] == [
+        "model.layers.1.mlp.up_proj"
+    ]
+    assert "model.layers.1.mlp.up_proj" in found.problems[0]
+    assert any("prompt" in problem for problem in found.problems)
+
+
+def test_modules_that_only_one_side_adapts_are_found(kit: ModelKit) -> None:
+    def drop_layer_2(tensors: dict[str, np.ndarray]) -> None:
+        for name in [name for name in tensors if ".layers.2." in name]:
+            del tensors[name]
+
+    served = changed(
+        kit.adapters["some_layers"], drop_layer_2, layers_to_transform=[0], layers_pattern="layers"
+    )
+    found = compare(kit, "some_layers", served)
+    assert not found.equal and not found.only_here
+    assert found.only_peft == tuple(
+        f"model.layers.2.{module}"
+        for module in ("mlp.down_proj", "mlp.gate_proj", "self_attn.k_proj", "self_attn.o_proj")
+    )
+
+
+class OtherPeft(PeftOracle):
+    """A peft that reads alpha_pattern differently."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._layers["model.layers.0.self_attn.q_proj"].scaling["default"] *= 2
+
+
+def test_a_difference_is_printed_with_its_place_and_exit_code_one(
+    kit: ModelKit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("slora.verify.peft_oracle.PeftOracle", OtherPeft)
+    prompt = ["--prompt", "The quick brown fox jumps over", "--prompt", "fox", "--max-tokens", "4"]
+    command = ["adapter", "verify", str(kit.adapters["patterns"]), "--model", str(kit.directory)]
+    assert main([*command, *prompt, "--device", "cpu"]) == 1
+    page = capsys.readouterr().out
+    assert "verdict: DIFFERENT" in page
+    assert (
+        "problem: model.layers.0.self_attn.q_proj: what is added deviates by 0.5 of its largest entry" in page
+    )
+    assert "The quick brown fox j..." in page
+    (row,) = [line.split() for line in page.splitlines() if line.split()[:1] == ["self_attn.q_proj"]]
+    assert row[:2] == ["self_attn.q_proj", "3"] and row[-1] == "5.0e-01"
+
+
+def test_an_untrained_adapter_is_equal_with_a_warning(
+    kit: ModelKit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_adapter(tmp_path, make_model("llama", vocab_size=400), std=0.0, r=4)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "somebody/Other-Model"
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    for name in ("optimizer.pt", "README.md"):
+        (tmp_path / name).touch()
+    assert main(["adapter", "verify", str(tmp_path), "--model", str(kit.directory), "--device", "cpu"]) == 0
+    page = capsys.readouterr().out
+    assert "warning: the adapter changes nothing" in page
+    assert "warning: it was trained on 'somebody/Other-Model'" in page
+    assert "not served: README.md, optimizer.pt" in page
+    assert page.endswith("verdict: equal\n")
+
+
+def test_what_cannot_be_served_is_unusable_with_all_its_reasons(
+    kit: ModelKit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verify(directory: Path, model: Path, *flags: str) -> str:
+        assert main(["adapter", "verify", str(directory), "--model", str(model), *flags]) == 2
+        return capsys.readouterr().out
+
+    adapter, model = kit.adapters["odd_rank"], kit.directory
+    assert "there is no adapter directory" in verify(tmp_path / "nowhere", model)
+    assert "no model at" in verify(adapter, tmp_path)
+    assert "max_lora_rank" in verify(adapter, model, "--max-lora-rank", "4")
+    write_model(tmp_path / "wider", "qwen2", num_hidden_layers=2)
+    page = verify(adapter, tmp_path / "wider")
+    assert page.startswith("unusable:\n") and "shape_mismatch:" in page and "unknown_tensor:" in page
+    shutil.copytree(adapter, tmp_path / "dora")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    changes = {"use_dora": True, "bias": "all"}
+    (tmp_path / "dora" / "adapter_config.json").write_text(json.dumps(config | changes))
+    (tmp_path / "dora" / "generation_config.json").write_text('{"num_beams": 2}')
+    found = json.loads(verify(tmp_path / "dora", model, "--json"))
+    assert found["verdict"] == "unusable"
+    assert {"use_dora", "bias"} <= {reason["code"] for reason in found["reasons"]}
+
+
+def test_what_peft_itself_cannot_load_is_not_compared(
+    kit: ModelKit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PEFT wants even ranks for this way to initialise, even where trained weights replace what it makes."""
+    directory = shutil.copytree(kit.adapters["odd_rank"], tmp_path / "orthogonal")
+    config = json.loads((directory / "adapter_config.json").read_text())
+    (directory / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": "orthogonal"}))
+    assert main(["adapter", "verify", str(directory), "--model", str(kit.directory), "--device", "cpu"]) == 2
+    page = capsys.readouterr().out
+    assert "not_comparable: transformers and peft can't load" in page and "rank to be even" in page

@@ -1,0 +1,177 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slora.errors import ConfigError
+from slora.weights.checkpoint import Checkpoint
+from slora.weights.weight_reader import WeightReader
+from tests.support.tiny_models import make_model
+
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4), "c": torch.zeros(2, dtype=torch.bfloat16)}
+
+
+def write_shards(directory: Path, files: dict[str, list[str]], **index: object) -> None:
+    """`files`: the tensors of each file. `index`: fields of the index file."""
+    for file, names in files.items():
+        save_file({name: TENSORS[name] for name in names}, directory / file)
+    weight_map = {name: file for file, names in files.items() for name in names}
+    text = json.dumps({"metadata": {}, "weight_map": weight_map, **index})
+    (directory / "model.safetensors.index.json").write_text(text)
+
+
+def read(directory: Path, expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All tensors in float32; their shapes must be those expected."""
+    reader = WeightReader(Checkpoint(directory), torch.float32, torch.device("cpu"))
+    tensors = {}
+    for name, tensor in expected.items():
+        shape = tuple(tensor.shape)
+        tensors[name] = reader.matrix(name, *shape) if len(shape) == 2 else reader.vector(name, *shape)
+    reader.read()
+    return tensors
+
+
+def check_all_there(directory: Path, expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in read(directory, expected).items():
+        assert torch.equal(tensor, expected[name].float()), name
+
+
+def test_tensors_come_from_a_single_file(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    check_all_there(tmp_path, TENSORS)
+    assert "a" in Checkpoint(tmp_path) and "d" not in Checkpoint(tmp_path)
+
+
+def test_tensors_come_from_the_shard_that_has_them(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"one.safetensors": ["a"], "two.safetensors": ["b", "c"]})
+    check_all_there(tmp_path, TENSORS)
+
+
+def test_shards_as_transformers_saves_them_hold_every_tensor(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    check_all_there(tmp_path, model.state_dict())
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"has no tensor 'd', which its config\.json calls for"):
+        Checkpoint(tmp_path).find("d", (1,))
+
+
+def test_a_tensor_of_another_shape_is_refused_with_both(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"a has shape \[2, 3\]; config\.json calls for \[3, 2\]"):
+        Checkpoint(tmp_path).find("a", (3, 2))
+
+
+def test_a_tensor_of_whole_numbers_is_refused(tmp_path: Path) -> None:
+    """Born from a bug: the integers of a quantized checkpoint were served as if they were weights."""
+    save_file({"a": torch.ones(2, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"a is I8; only floating-point weights are served"):
+        read(tmp_path, {"a": torch.ones(2)})
+
+
+def test_a_directory_without_safetensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(
+        ConfigError, match=r"has no model\.safetensors; only safetensors checkpoints are served"
+    ):
+        Checkpoint(tmp_path)
+
+
+def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"one.safetensors": ["a"], "two.safetensors": ["b"]})
+    (tmp_path / "two.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"has no two\.safetensors"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 30, -1])
+def test_a_file_that_is_cut_short_is_refused_by_name(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
+        Checkpoint(tmp_path)
+
+
+def test_a_pickle_under_a_safetensors_name_is_refused(tmp_path: Path) -> None:
+    torch.save(TENSORS, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/etc/passwd", "sub/one.safetensors", "..", ".", ""]
+)
+def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    save_file({"a": TENSORS["a"]}, tmp_path / "outside.safetensors")
+    write_shards(directory, {"one.safetensors": ["b"]}, weight_map={"a": name, "b": "one.safetensors"})
+    with pytest.raises(ConfigError):
+        Checkpoint(directory)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": {"a": ["b"]}}',
+        "3",
+    ],
+)
+def test_an_index_without_a_readable_weight_map_is_refused(tmp_path: Path, text: str) -> None:
+    """Born from bugs: an index that was a list, or named a file by a number, raised TypeError."""
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"index\.json has no readable weight_map"):
+        Checkpoint(tmp_path)
+
+
+def test_a_tensor_that_two_shards_hold_is_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"one.safetensors": ["a", "b"], "two.safetensors": ["b", "c"]})
+    with pytest.raises(ConfigError, match=r"one\.safetensors and .*two\.safetensors both hold b"):
+        Checkpoint(tmp_path)
+
+
+def write_raw(path: Path, header: str, body: int) -> None:
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(body))
+
+
+ENTRY = '{"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}'
+
+
+@pytest.mark.parametrize(
+    ("header", "body", "said"),
+    [
+        ('{"a": ' + ENTRY + "}", 12, "its tensors end at byte"),
+        ('{"a": ' + ENTRY.replace("0, 8", "4, 12") + "}", 12, "starts at byte"),
+        ('{"a": ' + ENTRY + ', "b": ' + ENTRY + "}", 8, "starts at byte"),
+        ('{"a": ' + ENTRY.replace("[2]", "[3]") + "}", 8, "a takes 12 bytes, its data_offsets span 8"),
+        ('{"a": ' + ENTRY.replace("[2]", "[-2]") + "}", 8, "has sizes that are none"),
+        ('{"a": ' + ENTRY.replace("[0, 8]", "8") + "}", 8, "lacks dtype, shape or data_offsets"),
+        ('{"a": ' + ENTRY + ', "a": ' + ENTRY + "}", 8, "a name occurs twice"),
+        ('{"a": [1, 2]}', 8, "lacks dtype, shape or data_offsets"),
+        ('["a"]', 8, "no JSON object"),
+    ],
+)
+def test_a_header_that_does_not_describe_its_file_is_refused(
+    tmp_path: Path, header: str, body: int, said: str
+) -> None:
+    write_raw(tmp_path / "model.safetensors", header, body)
+    with pytest.raises(ConfigError, match=said):
+        Checkpoint(tmp_path)
+
+
+def test_metadata_and_scalars_are_no_obstacle(tmp_path: Path) -> None:
+    save_file({"a": torch.tensor(3.0)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert Checkpoint(tmp_path).find("a").shape == ()
