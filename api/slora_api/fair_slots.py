@@ -1,0 +1,118 @@
+"""A few slots for work that all tenants share, such as tokenizing, rendering a chat template or inspecting an upload.
+
+A free slot goes to the waiting tenant that has used the least slot time so far. A tenant that returns after a pause is
+lifted to the least of those that are active, so that it cannot save up time while idle (the lift rule of VTC, Sheng et
+al., OSDI'24). One tenant never holds all slots: it may take a second one only while a reserve stays free for tenants
+that hold none.
+
+Knows no HTTP. Runs on one event loop and needs no lock.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from slora_api.errors import TenantBusy
+
+__all__ = ["FairSlots", "reserved_slots"]
+
+
+def reserved_slots(num_slots: int) -> int:
+    """How many of `num_slots` stay free for tenants that hold none: a quarter, at least one if there are three."""
+    return max(1, num_slots // 4) if num_slots > 2 else 0
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """slot_s: seconds of slots used, lifted when the tenant becomes active. num_held: slots that it holds now."""
+
+    slot_s: float = 0.0
+    num_held: int = 0
+    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
+
+
+class FairSlots:
+    """num_slots: how much runs at once. max_waiting: requests of one tenant that may wait; more are refused.
+
+    work: what the slots are for, as the refusal calls it, for example "chat templates to render".
+    clock: seconds that only grow.
+    """
+
+    def __init__(
+        self, num_slots: int, max_waiting: int, work: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._num_free = num_slots
+        self._reserved = reserved_slots(num_slots)
+        self._max_waiting = max_waiting
+        self._work = work
+        self._clock = clock
+        # Only active tenants: those that hold a slot or wait for one.
+        self._active: dict[str, _Tenant] = {}
+
+    @asynccontextmanager
+    async def hold(self, tenant: str) -> AsyncIterator[None]:
+        """Waits for a slot and holds it for the duration of the context. Cancelling the wait leaves the queue.
+
+        Raises TenantBusy when too many requests of this tenant wait already.
+        """
+        state = self._enter(tenant)
+        turn = asyncio.get_running_loop().create_future()
+        state.waiting.append(turn)
+        self._grant()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._release(tenant, state, 0.0)
+            else:
+                state.waiting.remove(turn)
+                self._forget_if_idle(tenant, state)
+            raise
+        started_at = self._clock()
+        try:
+            yield
+        finally:
+            self._release(tenant, state, self._clock() - started_at)
+
+    def _enter(self, tenant: str) -> _Tenant:
+        state = self._active.get(tenant)
+        if state is None:
+            least = min((other.slot_s for other in self._active.values()), default=0.0)
+            state = self._active[tenant] = _Tenant(least)
+        elif len(state.waiting) >= self._max_waiting:
+            raise TenantBusy(
+                f"You have {len(state.waiting)} {self._work} waiting and may have {self._max_waiting}; send fewer at "
+                "once."
+            )
+        return state
+
+    def _release(self, tenant: str, state: _Tenant, used_s: float) -> None:
+        state.num_held -= 1
+        state.slot_s += used_s
+        self._num_free += 1
+        self._grant()
+        self._forget_if_idle(tenant, state)
+
+    def _forget_if_idle(self, tenant: str, state: _Tenant) -> None:
+        if not state.num_held and not state.waiting:
+            self._active.pop(tenant, None)
+
+    def _grant(self) -> None:
+        """Gives free slots to waiting tenants."""
+        while self._num_free:
+            candidates = [
+                state
+                for state in self._active.values()
+                if state.waiting and (not state.num_held or self._num_free > self._reserved)
+            ]
+            if not candidates:
+                return
+            chosen = min(candidates, key=lambda state: (state.num_held > 0, state.slot_s))
+            turn = chosen.waiting.popleft()
+            if not turn.done():
+                self._num_free -= 1
+                chosen.num_held += 1
+                turn.set_result(None)

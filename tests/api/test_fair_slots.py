@@ -1,0 +1,93 @@
+"""Slots that tenants share: no tenant holds them all, and the one that used least is served first."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+
+from slora_api.errors import TenantBusy
+from slora_api.fair_slots import FairSlots
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_one_tenant_leaves_a_slot_free_for_another() -> None:
+    async def main() -> None:
+        slots = FairSlots(3, 8, "things")
+        async with AsyncExitStack() as held:
+            await held.enter_async_context(slots.hold("hostile"))
+            await held.enter_async_context(slots.hold("hostile"))
+            third = asyncio.create_task(held.enter_async_context(slots.hold("hostile")))
+            await asyncio.sleep(0)
+            assert not third.done()
+            async with asyncio.timeout(5), slots.hold("honest"):
+                pass
+            third.cancel()
+
+    asyncio.run(main())
+
+
+def test_the_tenant_that_used_least_goes_first() -> None:
+    order: list[str] = []
+
+    async def main() -> None:
+        clock = Clock()
+        slots = FairSlots(1, 8, "things", clock)
+
+        async def work(tenant: str, seconds: float) -> None:
+            async with slots.hold(tenant):
+                order.append(tenant)
+                clock.now += seconds
+                await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(4):
+                group.create_task(work("hostile", 10.0))
+            await asyncio.sleep(0)
+            for _ in range(4):
+                group.create_task(work("honest", 1.0))
+        assert not slots._active
+
+    asyncio.run(main())
+    # One of the hostile tenant's may come first on a tie; all of the honest tenant's come before its others.
+    assert order[-2:] == ["hostile", "hostile"] and order.count("honest") == 4
+
+
+def test_a_tenant_that_waits_too_often_is_refused() -> None:
+    async def main() -> None:
+        slots = FairSlots(1, 2, "chat templates to render")
+
+        async def hold() -> None:
+            async with slots.hold("acme"):
+                await asyncio.sleep(3600)
+
+        tasks = [asyncio.create_task(hold()) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(TenantBusy, match="2 chat templates to render waiting and may have 2"):
+            await hold()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not slots._active and slots._num_free == 1
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_wait_gives_its_slot_back() -> None:
+    async def main() -> None:
+        slots = FairSlots(1, 8, "things")
+        async with slots.hold("acme"):
+            waiting = asyncio.create_task(slots.hold("acme").__aenter__())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        async with asyncio.timeout(5), slots.hold("globex"):
+            pass
+        assert slots._num_free == 1
+
+    asyncio.run(main())
