@@ -1,0 +1,224 @@
+"""Finds event-loop callbacks that take too long, by CPU time, so that a busy machine changes nothing.
+
+While a callback runs, no other request of the process is served. Its time on the clock has three parts: CPU time of the
+loop's thread, time in the kernel's run queue, and time blocked. Only the middle part depends on other programs.
+
+- `cpu_ms`: CPU time of the loop's thread.
+- `blocked_ms`: time that the callback waited for a disk, a lock, or the interpreter lock that another thread held.
+
+Where the loop itself has to wait for the interpreter lock after it polled, the wait is reported as `POLL`. It is
+measured against polls of 10 ms, so it may be up to 11 ms too small.
+
+In a test: `with recording() as recorder: asyncio.run(...)`, then `recorder.slow()`. In a server process: see
+`tests/support/recorded_slora.py`.
+"""
+
+import asyncio
+import json
+import os
+import selectors
+import sys
+import threading
+import time
+from asyncio import events
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+__all__ = ["BOUND_MS", "POLL", "Recorder", "SlowCallback", "read_slow_callbacks", "recording"]
+
+# No request, accepted or refused, may keep the event loop busy for longer.
+BOUND_MS = 20.0
+POLL = "the poll of the event loop, which waited for the interpreter lock"
+_TICK_S = 0.01
+_STACK_DEPTH = 6
+
+
+@dataclass(frozen=True, slots=True)
+class SlowCallback:
+    """at_s: `time.time()` when it ended. where: the innermost Python lines of its last sample, if there was one."""
+
+    name: str
+    cpu_ms: float
+    blocked_ms: float
+    at_s: float
+    where: str = ""
+
+
+class _LoopThread:
+    """A thread that runs an event loop: its clocks, and what it runs now.
+
+    running_since: when the callback that runs now was started. sampled: where the callback was when it was seen last.
+    """
+
+    def __init__(self) -> None:
+        self.id = threading.get_ident()
+        self.running_since: float | None = None
+        self.sampled = ""
+        self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+
+    def read_clocks(self) -> tuple[float, float, float]:
+        """Seconds that passed, that the thread had a CPU, and that it waited for a CPU in the kernel's run queue."""
+        queued_ns = int(os.pread(self._schedstat, 64, 0).split()[1])
+        return time.perf_counter(), time.thread_time(), queued_ns * 1e-9
+
+    def close(self) -> None:
+        os.close(self._schedstat)
+
+
+class Recorder:
+    """Holds the callbacks that had a CPU, or were blocked, for longer than `bound_ms`.
+
+    on_slow: called on the loop's thread with each of them.
+    """
+
+    def __init__(self, bound_ms: float, on_slow: Callable[[SlowCallback], None] | None = None) -> None:
+        self.bound_ms = bound_ms
+        self.found: list[SlowCallback] = []
+        self.worst_cpu_ms = 0.0
+        self.num_callbacks = 0
+        self._on_slow = on_slow
+        self._threads: dict[int, _LoopThread] = {}
+
+    def slow(self) -> list[SlowCallback]:
+        """Callbacks whose CPU time is over the bound, the worst first."""
+        over = [one for one in self.found if one.cpu_ms > self.bound_ms]
+        return sorted(over, key=lambda one: -one.cpu_ms)
+
+    def run_measured(self, handle: events.Handle, run: Callable[[events.Handle], None]) -> None:
+        thread = self._this_thread()
+        # A callback that cancels its own handle clears it there.
+        callback = handle._callback
+        thread.sampled = ""
+        wall, cpu, queued = thread.read_clocks()
+        thread.running_since = wall
+        try:
+            run(handle)
+        finally:
+            thread.running_since = None
+            end_wall, end_cpu, end_queued = thread.read_clocks()
+            cpu_s = end_cpu - cpu
+            self.num_callbacks += 1
+            self.worst_cpu_ms = max(self.worst_cpu_ms, 1e3 * cpu_s)
+            blocked_s = end_wall - wall - cpu_s - (end_queued - queued)
+            if 1e3 * max(cpu_s, blocked_s) > self.bound_ms:
+                self._add(_name(callback), cpu_s, blocked_s, thread.sampled)
+
+    def poll_measured(self, poll: Callable[[float], Any], timeout: float | None) -> Any:
+        thread = self._this_thread()
+        # The kernel's wait is cut short, or it could not be told from the wait for the interpreter lock.
+        limit = _TICK_S if timeout is None else min(max(0.0, timeout), _TICK_S)
+        wall, cpu, queued = thread.read_clocks()
+        found = poll(limit)
+        end_wall, end_cpu, end_queued = thread.read_clocks()
+        cpu_s = end_cpu - cpu
+        # epoll rounds its timeout up to a whole millisecond.
+        blocked_s = end_wall - wall - cpu_s - (end_queued - queued) - limit - 0.001
+        if 1e3 * blocked_s > self.bound_ms:
+            self._add(POLL, cpu_s, blocked_s, "")
+        return found
+
+    def sample(self) -> None:
+        """Notes what slow callbacks are doing. Code that holds the interpreter lock all the time is not seen."""
+        for thread in list(self._threads.values()):
+            since = thread.running_since
+            if since is not None and 1e3 * (time.perf_counter() - since) > self.bound_ms / 2:
+                where = _describe(sys._current_frames().get(thread.id))
+                if thread.running_since == since:
+                    thread.sampled = where
+
+    def close(self) -> None:
+        for thread in self._threads.values():
+            thread.close()
+
+    def _this_thread(self) -> _LoopThread:
+        thread = self._threads.get(threading.get_ident())
+        if thread is None:
+            thread = self._threads[threading.get_ident()] = _LoopThread()
+        return thread
+
+    def _add(self, name: str, cpu_s: float, blocked_s: float, where: str) -> None:
+        slow = SlowCallback(name, round(1e3 * cpu_s, 2), round(1e3 * blocked_s, 2), time.time(), where)
+        self.found.append(slow)
+        if self._on_slow is not None:
+            self._on_slow(slow)
+
+
+@contextmanager
+def recording(
+    bound_ms: float = BOUND_MS, on_slow: Callable[[SlowCallback], None] | None = None
+) -> Iterator[Recorder]:
+    """Records the callbacks of every event loop of this process for the duration of the context."""
+    recorder = Recorder(bound_ms, on_slow)
+    run, poll = events.Handle._run, selectors.EpollSelector.select
+
+    def run_measured(handle: events.Handle) -> None:
+        recorder.run_measured(handle, run)
+
+    def poll_measured(selector: selectors.EpollSelector, timeout: float | None = None) -> Any:
+        return recorder.poll_measured(partial(poll, selector), timeout)
+
+    done = threading.Event()
+
+    def sample() -> None:
+        while not done.wait(bound_ms / 2e3):
+            recorder.sample()
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    events.Handle._run = run_measured  # type: ignore[method-assign,assignment]
+    selectors.EpollSelector.select = poll_measured  # type: ignore[method-assign,assignment]
+    sampler.start()
+    try:
+        yield recorder
+    finally:
+        events.Handle._run = run  # type: ignore[method-assign,assignment]
+        selectors.EpollSelector.select = poll  # type: ignore[method-assign,assignment]
+        done.set()
+        sampler.join()
+        recorder.close()
+
+
+def _describe(frame: FrameType | None) -> str:
+    """The innermost lines of a stack, without those of this module."""
+    lines: list[str] = []
+    while frame is not None and len(lines) < _STACK_DEPTH:
+        code = frame.f_code
+        if code.co_filename != __file__:
+            lines.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back
+    return " < ".join(lines)
+
+
+def _name(callback: Any) -> str:
+    """The coroutine of a task, or the function; where a coroutine waits now is what it did last."""
+    task = getattr(callback, "__self__", None)
+    if not isinstance(task, asyncio.Task):
+        return str(getattr(callback, "__qualname__", callback))
+    coroutine: Any = task.get_coro()
+    names = []
+    while coroutine is not None and hasattr(coroutine, "cr_frame"):
+        frame = coroutine.cr_frame
+        names.append(f"{coroutine.__qualname__}:{frame.f_lineno}" if frame else coroutine.__qualname__)
+        coroutine = coroutine.cr_await
+    return " > ".join(names[:1] + names[-3:] if len(names) > 4 else names)
+
+
+def append_to(file: Path) -> Callable[[SlowCallback], None]:
+    """Writes each callback as a line of JSON, at once, so that another process can read it at any time."""
+
+    def append(slow: SlowCallback) -> None:
+        with file.open("a") as lines:
+            lines.write(json.dumps(asdict(slow)) + "\n")
+
+    return append
+
+
+def read_slow_callbacks(file: Path, since_s: float = 0.0) -> list[SlowCallback]:
+    """What a process wrote with `append_to` since `time.time()` was `since_s`, in order of time."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    found = [SlowCallback(**json.loads(line)) for line in lines]
+    return [one for one in found if one.at_s >= since_s]
