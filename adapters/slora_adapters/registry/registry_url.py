@@ -24,7 +24,7 @@ def open_registry(url: str, database: Database, server: str | None = None) -> Re
         raise ValueError(
             f"a registry that several hosts share must be a Redis ({schemes}), not {scheme or url!r}"
         )
-    storage = load_optional("redis_storage", "redis", f"a {scheme}:// registry").open_redis_storage(
+    storage = load_optional("registry.redis_storage", "redis", f"a {scheme}:// registry").open_redis_storage(
         url, server
     )
     # A lookup there is a round trip, and the Redis may be away.

@@ -52,12 +52,12 @@ def _open_durable(url: str) -> Store:
         return _open_redis(url, durable=True)
     if why := _NO_STORES.get(parts.scheme):
         raise ValueError(f"{parts.scheme}:// can't be a store of adapters: {why}")
-    module = load_optional("object_store", "objects", f"a {parts.scheme}:// store")
+    module = load_optional("store.object_store", "objects", f"a {parts.scheme}:// store")
     return cast(Store, module.open_object_store(url))
 
 
 def _open_redis(url: str, *, durable: bool) -> WarmStore:
-    module = load_optional("redis_store", "redis", f"a {urlsplit(url).scheme}:// store")
+    module = load_optional("store.redis_store", "redis", f"a {urlsplit(url).scheme}:// store")
     return cast(WarmStore, module.open_redis_store(url, durable=durable))
 
 
@@ -68,7 +68,10 @@ def _place(url: str) -> tuple[str | None, int | None, str]:
 
 
 def load_optional(module: str, extra: str, what: str) -> Any:
-    """A module that needs a package of its own. Raises ValueError, naming what to install for `what`."""
+    """Imports a module that needs an optional package; `module` is its path below `slora_adapters`.
+
+    Raises ValueError naming what to install for `what`.
+    """
     try:
         return importlib.import_module(f"slora_adapters.{module}")
     except ModuleNotFoundError as error:
