@@ -1,10 +1,8 @@
 """What a decode step consists of, in milliseconds: the engine as it is, its functions timed in place."""
 
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import slora.models.decoder
 import slora.runner.runner
@@ -19,6 +17,7 @@ from slora.models.decoder import Decoder
 from slora.runner.runner import Runner
 from slora.scheduler.scheduler import Scheduler
 from slora_adapters.wire import encode
+from slora_kernels.kernel_selector import kernel_class
 
 BASE, HEAD, ATTENTION, ELEMENTWISE = "base matmuls", "head", "attention", "elementwise"
 SHRINK, EXPAND, MODEL = "LoRA shrink", "LoRA expand", "rest of the model"
@@ -85,7 +84,7 @@ def time_decode(stepped: SteppedEngine, scene: Scene, num_steps: int) -> StepClo
 
 def timed_functions(kernels: str) -> list[Timed]:
     """kernels: the engine's, by name."""
-    owner = _kernels_class(kernels)
+    owner = kernel_class(kernels)
     return [
         *(Timed(owner, name, part) for name, part in _KERNELS.items()),
         Timed(slora.weights.linear, "multiply", BASE),
@@ -98,11 +97,6 @@ def timed_functions(kernels: str) -> list[Timed]:
         Timed(StepBatch, "build", BUILD),
         Timed(Runner, "_move_pages", BUILD),
     ]
-
-
-def _kernels_class(name: str) -> Any:
-    loaded = sys.modules[f"slora_kernels.{name}_kernels"]
-    return getattr(loaded, f"{name.capitalize()}Kernels")
 
 
 def _row(scene: Scene, clock: StepClock) -> Row:

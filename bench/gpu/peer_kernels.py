@@ -25,8 +25,9 @@ from bench.gpu.peer_sources import PEERS, Peer, Weights
 from bench.gpu.random_adapters import RandomAdapters, cut_evenly
 from bench.gpu.resumed_table import ResumedTable
 from bench.table import Row, print_table
+from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite, llama_shape
-from slora_kernels.ops import Kernels, select_kernels
+from slora_kernels.ops import Kernels
 
 MakePeer = Callable[[list[int], torch.device], Peer]
 RANK = 16

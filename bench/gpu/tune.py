@@ -42,8 +42,9 @@ from slora_kernels.gpu.lora_sizes import (
 )
 from slora_kernels.gpu.model_launches import bind_lora_site
 from slora_kernels.gpu.triton_kernels import TritonKernels
+from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.layout import LoraSite, ModelShape, llama_shape
-from slora_kernels.ops import Kernels, select_kernels
+from slora_kernels.ops import Kernels
 
 _DEFAULT = load_sizes()
 # A site's greatest total rank over that of one module, when all linears are adapted: q, k and v.

@@ -1,12 +1,6 @@
-"""The seam between a model and its kernels: one protocol, several implementations, chosen once at start.
+"""The protocol between a model and its kernels. `kernel_selector` chooses the implementation at start."""
 
-Knows no implementation by import: each is loaded by name when it is chosen, so that a machine without triton
-or numba never imports them.
-"""
-
-import importlib
-import importlib.util
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -139,31 +133,3 @@ class Kernels(Protocol):
 
     def expand(self, out: Tensor, bridge: Bridge, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
         """out [T, sum(site.widths)] += weight * scale * bridge times B, module by module, in place."""
-
-
-_MODULES = {
-    "triton": ("slora_kernels.gpu.triton_kernels", "TritonKernels"),
-    "torch": ("slora_kernels.torch_kernels", "TorchKernels"),
-    "numba": ("slora_kernels.cpu.kernels", "NumbaKernels"),
-}
-
-
-def _choose(device: torch.device) -> str:
-    if device.type != "cpu":
-        return "triton"
-    return "numba" if importlib.util.find_spec("numba") is not None else "torch"
-
-
-def select_kernels(name: str, device: torch.device) -> Kernels:
-    """Loads the implementation `name`; "auto" is triton on a GPU, else numba where it is installed, else
-    torch.
-
-    Raises ValueError for a name that does not exist, or that cannot run on `device`.
-    """
-    chosen = _choose(device) if name == "auto" else name
-    if chosen not in _MODULES:
-        raise ValueError(f"no kernels named {name!r}; choose auto, {', '.join(_MODULES)}")
-    if chosen == "numba" and device.type != "cpu":
-        raise ValueError(f"kernels 'numba' run on a CPU only, not on {device}; choose auto or triton")
-    module, class_name = _MODULES[chosen]
-    return cast(Kernels, getattr(importlib.import_module(module), class_name).on(device))

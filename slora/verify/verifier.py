@@ -29,8 +29,8 @@ from slora_adapters.peft.adapter import Adapter
 from slora_adapters.peft.packing import pack
 from slora_adapters.peft.peft_config import CONFIG_NAME
 from slora_adapters.peft.peft_directory import MEMBER_NAMES
+from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.layout import ModelShape
-from slora_kernels.ops import select_kernels
 
 __all__ = ["Judge", "Question", "verify_adapter"]
 

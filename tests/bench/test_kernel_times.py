@@ -8,8 +8,8 @@ import torch
 from bench.gpu.kernel_times import Case, KernelTimes, Sizes, compare
 from bench.gpu.resumed_table import ResumedTable
 from bench.table import Row
+from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.layout import llama_shape
-from slora_kernels.ops import select_kernels
 
 CPU = torch.device("cpu")
 SMALL = Sizes(

@@ -10,8 +10,8 @@ from torch import Tensor
 from bench.gpu.peer_kernels import SMALL, PeerTimes
 from bench.gpu.peer_sources import Weights
 from bench.table import Row
+from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.layout import llama_shape
-from slora_kernels.ops import select_kernels
 
 CPU = torch.device("cpu")
 # In float32, two layers, and adapters of many pages.

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from slora_kernels.ops import Kernels, select_kernels
+from slora_kernels.kernel_selector import select_kernels
+from slora_kernels.ops import Kernels
 
 # Deterministic mode (see `poisoned_memory`) wants this of a GPU's matmuls, before the first of them.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from slora_kernels.ops import select_kernels
+from slora_kernels.kernel_selector import select_kernels
 
 
 def test_kernels_are_chosen_by_name() -> None:
@@ -28,7 +28,7 @@ def test_a_cpus_kernels_are_refused_on_a_gpu() -> None:
 def test_the_torch_path_needs_neither_triton_nor_numba() -> None:
     script = (
         "import sys; sys.modules['triton'] = sys.modules['numba'] = None\n"
-        "import torch; from slora_kernels.ops import select_kernels\n"
+        "import torch; from slora_kernels.kernel_selector import select_kernels\n"
         "assert select_kernels('torch', torch.device('cpu')).name == 'torch'\n"
     )
     command = [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path!r}\n{script}"]

@@ -20,7 +20,8 @@ from slora_kernels.draws import NO_TOP_K, Draws
 from slora_kernels.gpu.token_cutoffs import bind_token_cutoffs
 from slora_kernels.gpu.token_race import bind_token_race
 from slora_kernels.gpu.token_weights import ONE, RACE_BLOCK, bind_token_weights
-from slora_kernels.ops import Kernels, select_kernels
+from slora_kernels.kernel_selector import select_kernels
+from slora_kernels.ops import Kernels
 from slora_kernels.token_draw import race, truncate, weigh
 
 # Of Triton's kernels: a GPU if there is one.

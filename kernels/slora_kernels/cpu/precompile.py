@@ -9,7 +9,7 @@ kernels chosen for a CPU need no compiling.
 import torch
 
 from slora_kernels.batch import KVGeometry
-from slora_kernels.ops import select_kernels
+from slora_kernels.kernel_selector import select_kernels
 
 _DTYPES = (torch.float32, torch.bfloat16)
 

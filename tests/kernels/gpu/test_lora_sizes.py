@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slora_kernels.gpu.lora_sizes import SIZES_FILE, load_sizes, name_architecture, read_sizes
-from slora_kernels.ops import select_kernels
+from slora_kernels.kernel_selector import select_kernels
 
 Break = Callable[[Any], object]
 

@@ -20,7 +20,7 @@ from slora.sampling.sampling_table import SamplingTable
 from slora.sampling_params import SamplingParams
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Sampled
-from slora_kernels.ops import select_kernels
+from slora_kernels.kernel_selector import select_kernels
 
 VOCAB_SIZE = 24
 KERNELS = select_kernels("auto", torch.device("cpu"))

@@ -1,0 +1,45 @@
+"""Chooses the implementation of the kernels at start.
+
+Each implementation is imported by name when it is chosen, so that a machine without triton or numba never imports them.
+"""
+
+import importlib
+import importlib.util
+from typing import cast
+
+import torch
+
+from slora_kernels.ops import Kernels
+
+__all__ = ["kernel_class", "select_kernels"]
+
+_CLASSES = {
+    "triton": ("slora_kernels.gpu.triton_kernels", "TritonKernels"),
+    "torch": ("slora_kernels.torch_kernels", "TorchKernels"),
+    "numba": ("slora_kernels.cpu.kernels", "NumbaKernels"),
+}
+
+
+def kernel_class(name: str) -> type:
+    """The class of the implementation `name`. Raises KeyError for an unknown name."""
+    module, class_name = _CLASSES[name]
+    return cast(type, getattr(importlib.import_module(module), class_name))
+
+
+def _choose(device: torch.device) -> str:
+    if device.type != "cpu":
+        return "triton"
+    return "numba" if importlib.util.find_spec("numba") is not None else "torch"
+
+
+def select_kernels(name: str, device: torch.device) -> Kernels:
+    """Loads the implementation `name`; "auto" is triton on a GPU, numba on a CPU if installed, and torch otherwise.
+
+    Raises ValueError for an unknown name, and for an implementation that cannot run on `device`.
+    """
+    chosen = _choose(device) if name == "auto" else name
+    if chosen not in _CLASSES:
+        raise ValueError(f"no kernels named {name!r}; choose auto, {', '.join(_CLASSES)}")
+    if chosen == "numba" and device.type != "cpu":
+        raise ValueError(f"kernels 'numba' run on a CPU only, not on {device}; choose auto or triton")
+    return cast(Kernels, kernel_class(chosen).on(device))  # type: ignore[attr-defined]
