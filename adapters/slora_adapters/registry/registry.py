@@ -56,6 +56,7 @@ __all__ = [
     "Change",
     "Changes",
     "Holdings",
+    "PinCheck",
     "Publication",
     "Registry",
     "Removal",

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from slora_adapters.durable_file import sync_directory
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable, TryAgain
 from slora_adapters.store.blob_name import check_digest, check_member_name, is_digest
 from slora_adapters.store.local_blob import TIER, LocalBlob
@@ -27,7 +28,10 @@ _MAX_ATTEMPTS = 10
 
 
 class FileStore:
-    """See `store.Store`. Several processes may share the folder. Raises StoreUnavailable if it cannot be used."""
+    """See `store.Store`. Several processes may share the folder. Raises StoreUnavailable if it cannot be used.
+
+    A root that does not exist is made readable by its owner only; an existing one keeps its mode.
+    """
 
     tiers = (TIER,)
 
@@ -37,10 +41,11 @@ class FileStore:
         self._tmp = self.root / "tmp"
         self._claims = self.root / "claims"
         with _as_unavailable(self.root):
-            self._blobs.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._blobs.mkdir(exist_ok=True)
             self._tmp.mkdir(exist_ok=True)
             self._claims.mkdir(exist_ok=True)
-            _sync_folder(self.root)
+            sync_directory(self.root)
             _sweep(self._tmp)
 
     def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
@@ -52,7 +57,7 @@ class FileStore:
                 with _locked_folder(self._tmp) as folder:
                     for name, content in members.items():
                         _write_member(folder / name, content)
-                    _sync_folder(folder)
+                    sync_directory(folder)
                     if self._publish(folder, digest):
                         return
         raise TryAgain(f"blob {digest[:12]} was deleted each time that it was stored; try again")
@@ -80,7 +85,7 @@ class FileStore:
             except FileNotFoundError:
                 self._check_there()
                 return
-            _sync_folder(self._folder(digest).parent)
+            sync_directory(self._folder(digest).parent)
             shutil.rmtree(trash, ignore_errors=True)
 
     def distrust(self, digest: str) -> bool:
@@ -95,7 +100,7 @@ class FileStore:
     def claim(self, registry: str) -> None:
         with _as_unavailable(self.root):
             (self._claims / registry).touch()
-            _sync_folder(self._claims)
+            sync_directory(self._claims)
 
     def claims(self) -> frozenset[str]:
         with _as_unavailable(self.root):
@@ -121,14 +126,14 @@ class FileStore:
         """Moves a finished folder into place. False if a blob that it was replacing was deleted under its hands."""
         place = self._folder(digest)
         place.parent.mkdir(exist_ok=True)
-        _sync_folder(self._blobs)
+        sync_directory(self._blobs)
         try:
             os.rename(folder, place)
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
             return _replace_members(folder, place)
-        _sync_folder(place.parent)
+        sync_directory(place.parent)
         return True
 
 
@@ -137,7 +142,7 @@ def _replace_members(folder: Path, place: Path) -> bool:
     try:
         for member in folder.iterdir():
             os.replace(member, place / member.name)
-        _sync_folder(place)
+        sync_directory(place)
     except FileNotFoundError:
         return False
     return True
@@ -190,14 +195,6 @@ def _sweep(tmp: Path) -> None:
         if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

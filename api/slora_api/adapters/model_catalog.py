@@ -94,6 +94,19 @@ class ModelCatalog:
         # Of each tenant that ever uploaded: what is counted must not change before it is kept.
         self._publishing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
+    def check_key_adapter(self, reference: str) -> None:
+        """Checks the adapter that a new key is to have as its default; it need not exist yet.
+
+        Raises BadRequest for a name that no adapter can ever have.
+        """
+        name, at, _ = reference.partition("@")
+        if name == DEFAULT_MODEL or (name == self._base.name and at):
+            raise BadRequest(
+                f"`adapter` is `{reference[:257]}`, but no adapter can have that name here. Name an adapter "
+                "of the tenant, or leave `adapter` out for the base model.",
+                "adapter",
+            )
+
     async def find_model(
         self, key: KeyRecord, name: str, user: str | None = None, *, is_doubtful: bool = False
     ) -> ServedModel:

@@ -89,11 +89,15 @@ class Pinning:
                 self.refresh()
 
     def _pin(self, tenant: str, name: str) -> Rollout:
-        owner, info = self._tenancy.find_tenant(tenant), self._client.info
+        self._tenancy.find_tenant(tenant)
+        info = self._client.info
+
+        def check(wanted: Rollout, others: Sequence[Rollout]) -> None:
+            # Read inside the transaction: a share that is lowered meanwhile counts.
+            _check_room(wanted, others, self._tenancy.find_tenant(tenant), info)
+
         try:
-            return self._registry.pin(
-                tenant, name, lambda wanted, others: _check_room(wanted, others, owner, info)
-            )
+            return self._registry.pin(tenant, name, check)
         except AdapterNotFound:
             raise _no_adapter(tenant, name) from None
 

@@ -87,7 +87,10 @@ async def unpin_adapter(tenant: str, name: str, _operator: Operator, services: W
 def create_key(
     tenant: str, _operator: Operator, services: Wired, body: NewKeyRequest | None = None
 ) -> dict[str, Any]:
-    record, key = services.tenancy.create_key(tenant, body.adapter if body else None)
+    adapter = body.adapter if body else None
+    if adapter is not None:
+        services.catalog.check_key_adapter(adapter)
+    record, key = services.tenancy.create_key(tenant, adapter)
     return {**_key_json(record), "key": key.secret}
 
 

@@ -2,13 +2,13 @@
 
 import fcntl
 import os
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from slora.errors import SloraError
+from slora_adapters.durable_file import replace_durably
 
 __all__ = ["DataDir", "DataDirInUse", "open_data_dir"]
 
@@ -40,28 +40,18 @@ class DataDir:
         return self.path / "pepper"
 
     @property
-    def server(self) -> str:
-        """A name that no other server has, from the first start on. Whoever holds the lock is the only one."""
-        path = self.path / "server-name"
-        if not path.exists():
-            new = self.path / "server-name.new"
-            with new.open("w") as file:
-                file.write(uuid.uuid4().hex)
-                file.flush()
-                os.fsync(file.fileno())
-            new.rename(path)
-        return path.read_text()
+    def server_name(self) -> Path:
+        return self.path / "server-name"
 
     @property
     def demo_keys(self) -> Path:
         return self.path / "demo-keys.json"
 
     def write_arguments(self, *arguments: str) -> str:
-        """Keeps a child's arguments in a file, one a line, for its owner's eyes only; what to give it instead."""
+        """Stores a child's arguments in a file, one a line, that only its owner can read. Returns the argument that
+        names the file."""
         path = self.path / "loader.arguments"
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write("\n".join(arguments))
+        replace_durably(path, "\n".join(arguments).encode())
         return f"@{path}"
 
 

@@ -7,14 +7,14 @@ demo keeps keys in the clear. Adapters go the way of every upload.
 import asyncio
 import json
 import logging
-import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from slora.errors import ConfigError, EngineUnavailable
+from slora_adapters.durable_file import replace_durably
 from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.errors import Conflict
 from slora_api.tenants.api_key import make_key
@@ -57,23 +57,12 @@ def _read_keys(path: Path) -> dict[str, str]:
     return keys
 
 
-def _write_keys(path: Path, keys: Mapping[str, str]) -> None:
-    """Readable by the owner from the first byte on, and never half written."""
-    temporary = path.with_suffix(".new")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(keys, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def _make_tenants(tenancy: Tenancy, keys_path: Path, adapters: Iterable[str]) -> list[DemoTenant]:
     wanted: dict[str, str | None] = {_BASE_TENANT: None, **{name: name for name in adapters}}
     keys = _read_keys(keys_path)
     keys |= {tenant: make_key().secret for tenant in wanted if tenant not in keys}
-    # Written before they are valid: a key that works and is recorded nowhere would be of no use to anybody.
-    _write_keys(keys_path, keys)
+    # Written before they are valid: a valid key that is recorded nowhere could never be used.
+    replace_durably(keys_path, json.dumps(keys, indent=2).encode())
     for tenant, adapter in wanted.items():
         with suppress(Conflict):  # it is there from an earlier start
             tenancy.create_tenant(tenant)

@@ -53,6 +53,7 @@ from slora_api.server.app import make_app
 from slora_api.server.data_dir import DataDir, open_data_dir
 from slora_api.server.demo import describe_demo, find_demo_adapters, set_up_demo
 from slora_api.server.listener import BACKLOG, open_listener
+from slora_api.server.server_name import read_server_name
 from slora_api.server.supervisor import Child, Supervisor
 from slora_api.settings import SettingRefused, Settings, read_settings, unknown_variables
 from slora_api.tenants.adapter_quota import AdapterQuota
@@ -197,7 +198,7 @@ async def _open_services(
     stack.callback(database.close)
     store = open_store(_store_url(settings, data), settings.redis or None)
     stack.callback(store.close)
-    registry = open_registry(settings.registry, database, data.server)
+    registry = open_registry(settings.registry, database, read_server_name(data.server_name))
     stack.callback(registry.close)
     adapters = Catalog(registry, store, grace_s=SHARED_GRACE_S if settings.store else 0.0)
     templates = ChatTemplates(model.tokenizer)

@@ -1,13 +1,14 @@
 """The operator's key: given by the environment, or made once at the first start and kept only as a hash.
 
-A given key wins and is never written down. A made one is shown once; who loses it deletes the file and starts again.
+A given key wins and is never written down. A made key is shown once. An operator who loses it deletes the file and
+starts the server again.
 """
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from slora_adapters.durable_file import create_durably
 from slora_api.tenants.api_key import Pepper, make_key
 
 __all__ = ["AdminKey", "open_admin_key"]
@@ -47,8 +48,7 @@ def open_admin_key(given: str, directory: Path, pepper: Pepper) -> AdminKey:
     except FileNotFoundError:
         key = make_key().secret
     digest = pepper.digest(key)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(digest.hex())
-        file.flush()
-        os.fsync(file.fileno())
-    return AdminKey(pepper, digest, shown_once=key)
+    if create_durably(path, digest.hex().encode()):
+        return AdminKey(pepper, digest, shown_once=key)
+    # Another process made one in between.
+    return AdminKey(pepper, bytes.fromhex(path.read_text()))

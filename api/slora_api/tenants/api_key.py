@@ -9,12 +9,13 @@ Knows no tenant and no database.
 """
 
 import hmac
-import os
 import re
 import secrets
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+
+from slora_adapters.durable_file import create_durably
 
 __all__ = ["NewKey", "Pepper", "make_key", "read_key_id"]
 
@@ -72,21 +73,15 @@ class Pepper:
     @staticmethod
     def from_file(path: Path) -> "Pepper":
         """Reads the pepper, or makes it at the first start (mode 0600). Raises ValueError if the file is damaged."""
-        try:
-            # O_EXCL: two processes that start together must not each make one.
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            secret = path.read_bytes()
-            if len(secret) != PEPPER_BYTES:
-                raise ValueError(
-                    f"{path} holds {len(secret)} bytes, not {PEPPER_BYTES}; restore it from a backup, or delete it "
-                    "and make every key anew"
-                ) from None
-            return Pepper(secret)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secret := secrets.token_bytes(PEPPER_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
+        if not path.exists():
+            create_durably(path, secrets.token_bytes(PEPPER_BYTES))
+        # Read even after a creation: of two processes that start together, one made the file.
+        secret = path.read_bytes()
+        if len(secret) != PEPPER_BYTES:
+            raise ValueError(
+                f"{path} holds {len(secret)} bytes, not {PEPPER_BYTES}; restore it from a backup, or delete it and "
+                "make every key anew"
+            )
         return Pepper(secret)
 
     def digest(self, key: str) -> bytes:

@@ -1,3 +1,4 @@
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,15 @@ else:
 left = 1 << 60
 print("survived")
 """
+
+
+def test_a_new_root_is_readable_by_its_owner_only_and_an_existing_one_keeps_its_mode(tmp_path: Path) -> None:
+    FileStore(tmp_path / "new" / "store")
+    (tmp_path / "shared").mkdir(mode=0o750)
+    FileStore(tmp_path / "shared")
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("new/store", "shared")]
+    assert modes == [0o700, 0o750]
+
 
 OLD = {"a": b"old" * 5, "b": b"y" * 100_000}
 NEW = {"a": b"new" * 5, "b": b"x" * 100_000}

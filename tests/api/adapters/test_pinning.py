@@ -12,11 +12,12 @@ from slora.tenant_share import TenantShare
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.peft.adapter import AdapterExtras
-from slora_adapters.registry.registry import AdapterDetails, Registry, Rollout
+from slora_adapters.registry.registry import AdapterDetails, PinCheck, Registry, Rollout
 from slora_adapters.registry.sqlite_storage import SqliteStorage
 from slora_adapters.version import AdapterVersion
 from slora_api.adapters.pinning import Pinning
 from slora_api.cli.main import main
+from slora_api.errors import PinsFull
 from slora_api.tenants.api_key import Pepper
 from slora_api.tenants.tenancy import ShareChanges, Tenancy
 from tests.adapters.hand_made import make_config, make_members, make_tensors
@@ -186,6 +187,33 @@ def test_names_for_the_same_weights_are_counted_once(platform: Platform) -> None
 
 
 # -- what the engine is told -------------------------------------------------------------------------------------
+
+
+class Overtaken(Registry):
+    """Another operator lowers the tenant's share between the start of a pin and its transaction."""
+
+    def __init__(self, database: Database, tenancy: Tenancy) -> None:
+        super().__init__(SqliteStorage(database))
+        self._tenancy = tenancy
+
+    def pin(self, tenant: str, reference: str, check: PinCheck) -> Rollout:
+        self._tenancy.change_share(tenant, ShareChanges(max_pool_share=0.01))
+        return super().pin(tenant, reference, check)
+
+
+def test_a_pin_is_checked_against_the_share_that_holds_when_it_is_made(tmp_path: Path) -> None:
+    """It once read the share before its transaction, so a share lowered in between was below the pins."""
+    database = Database(tmp_path / "slora.db")
+    tenancy = Tenancy(database, Pepper.from_file(tmp_path / "pepper"))
+    registry = Overtaken(database, tenancy)
+    tenancy.create_tenant("acme")
+    details = AdapterDetails(2, ("q_proj",), 4096, AdapterExtras())
+    registry.put("voice", AdapterVersion("acme", "1" * 64), details)
+    pinning = Pinning(registry, tenancy, ScriptedEngine())
+    with pytest.raises(PinsFull, match="would take 4 pages; they may take 1 of the pool's 100"):
+        asyncio.run(pinning.pin("acme", "voice"))
+    assert registry.pinned() == []
+    database.close()
 
 
 class Shaky(Registry):

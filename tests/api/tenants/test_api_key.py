@@ -6,6 +6,7 @@ import pytest
 
 from slora_api.tenants.admin_key import open_admin_key
 from slora_api.tenants.api_key import Pepper, make_key, read_key_id
+from tests.support.file_limit import largest_file
 
 
 def test_a_key_has_prefix_id_secret_and_checksum() -> None:
@@ -42,6 +43,20 @@ def test_the_pepper_is_made_once_and_readable_by_its_owner_only(tmp_path: Path) 
     first, second = Pepper.from_file(path), Pepper.from_file(path)
     assert first.digest("a key") == second.digest("a key")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_pepper_that_found_no_room_is_made_by_the_next_start(tmp_path: Path) -> None:
+    """It once left an empty file behind, with which no server started any more."""
+    with largest_file(0), pytest.raises(OSError, match="File too large"):
+        Pepper.from_file(tmp_path / "pepper")
+    assert Pepper.from_file(tmp_path / "pepper").digest("a key")
+
+
+def test_an_admin_key_that_found_no_room_is_made_by_the_next_start(tmp_path: Path) -> None:
+    pepper = Pepper.from_file(tmp_path / "pepper")
+    with largest_file(0), pytest.raises(OSError, match="File too large"):
+        open_admin_key("", tmp_path, pepper)
+    assert open_admin_key("", tmp_path, pepper).shown_once is not None
 
 
 def test_another_pepper_recognises_no_key(tmp_path: Path) -> None:

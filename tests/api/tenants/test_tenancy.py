@@ -169,3 +169,20 @@ def test_tenants_of_an_older_release_get_the_default_share(tmp_path: Path) -> No
     assert found.share == TenantShare(2) and made.share == TenantShare()
     assert [record.share for record in tenancy.list_keys("old")] == [TenantShare(2)]
     database.close()
+
+
+@pytest.mark.parametrize("adapter", ["default", "default@prod", "default@3", "base@prod", "base@1"])
+def test_a_key_for_an_adapter_that_can_never_exist_is_refused(admin: httpx.Client, adapter: str) -> None:
+    """It was once made, and then each of its requests was a 404."""
+    admin.post("/admin/tenants", json={"name": "keyed"})
+    refused = admin.post("/admin/tenants/keyed/keys", json={"adapter": adapter})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "adapter")
+    assert adapter in error["message"] and "leave `adapter` out" in error["message"]
+    assert admin.get("/admin/tenants/keyed/keys").json()["data"] == []
+
+
+def test_a_key_may_name_the_base_model_or_an_adapter_that_is_still_to_come(admin: httpx.Client) -> None:
+    admin.post("/admin/tenants", json={"name": "named"})
+    for adapter in (None, "base", "later", "later@prod", "defaults"):
+        assert admin.post("/admin/tenants/named/keys", json={"adapter": adapter}).status_code == 201

@@ -1,0 +1,60 @@
+"""Writes small files that must survive a crash whole: secrets, identities and state of a server.
+
+The content is written to a temporary file beside the target, synced, and then linked or renamed into place. At whatever
+instant the process or the machine dies, the target holds the old content, the new content, or does not exist. Files
+have mode 0600 from the first byte on.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["create_durably", "replace_durably", "sync_directory"]
+
+
+def create_durably(path: Path, content: bytes) -> bool:
+    """Makes the file unless it exists. Returns whether this call made it; of several processes exactly one does."""
+    with _synced_copy(path, content) as temporary:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+    sync_directory(path.parent)
+    return True
+
+
+def replace_durably(path: Path, content: bytes) -> None:
+    """Makes or replaces the file. Writing what the file holds already is a no-op, which needs no free space."""
+    try:
+        if path.read_bytes() == content:
+            return
+    except FileNotFoundError:
+        pass
+    with _synced_copy(path, content) as temporary:
+        os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes entries that were added to or removed from the directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _synced_copy(path: Path, content: bytes) -> Iterator[str]:
+    """A temporary file in the same directory, removed at the end unless it was renamed."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temporary
+    finally:
+        Path(temporary).unlink(missing_ok=True)
