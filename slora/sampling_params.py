@@ -10,6 +10,7 @@ from slora.errors import RequestRefused
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 128
@@ -26,6 +27,8 @@ _NOT_SEARCHED = {
     "repetition_penalty": 1.0,
 }
 _MAX_SEED = 2**63
+# Integers cross to the engine process, whose message format ends at 64 bits. No context and no vocabulary is as large.
+_MAX_COUNT = 2**31 - 1
 _MASK = 2**64 - 1
 
 
@@ -76,20 +79,18 @@ class SamplingParams:
     early_stopping: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise RequestRefused(f"max_tokens is {self.max_tokens}; it must be at least 1", "max_tokens")
+        self._check_between("max_tokens", 1, _MAX_COUNT)
         self._check_between("temperature", 0, 2)
         if not 0.0 < self.top_p <= 1.0:
             raise RequestRefused(f"top_p is {self.top_p}; it must be above 0 and at most 1", "top_p")
-        if self.top_k < 0:
-            raise RequestRefused(f"top_k is {self.top_k}; it must be 0 (off) or positive", "top_k")
+        self._check_between("top_k", 0, _MAX_COUNT, "; 0 is off")
         self._check_between("min_p", 0, 1)
         self._check_between("presence_penalty", -2, 2)
         self._check_between("frequency_penalty", -2, 2)
         # Beyond these, logits could leave float32.
         self._check_between("repetition_penalty", 0.01, 100)
         if self.seed is not None and not -_MAX_SEED <= self.seed < _MAX_SEED:
-            raise RequestRefused(f"seed is {self.seed}; it must fit in 64 bits", "seed")
+            raise RequestRefused(f"seed is {_shown(self.seed)}; it must fit in 64 bits", "seed")
         self._check_stops()
         self._check_bias()
         self._check_between("logprobs", 0, MAX_LOGPROBS)
@@ -154,32 +155,43 @@ class SamplingParams:
 
     def _check_choices(self) -> None:
         if not 1 <= self.n <= MAX_CHOICES:
-            raise RequestRefused(f"n is {self.n}; it must be 1 to {MAX_CHOICES}", "n")
+            raise RequestRefused(f"n is {_shown(self.n)}; it must be 1 to {MAX_CHOICES}", "n")
         if self.best_of is not None and not self.n <= self.best_of <= MAX_CHOICES:
             raise RequestRefused(
-                f"best_of is {self.best_of}; it must be at least n ({self.n}) and at most {MAX_CHOICES}",
+                f"best_of is {_shown(self.best_of)}; it must be at least n ({self.n}) and at most {MAX_CHOICES}",
                 "best_of",
             )
 
-    def _check_between(self, name: str, least: float, most: float) -> None:
+    def _check_between(self, name: str, least: float, most: float, remark: str = "") -> None:
         value = getattr(self, name)
-        if value is not None and not least <= value <= most:  # no number at all fails as well
-            raise RequestRefused(f"{name} is {value}; it must be between {least} and {most}", name)
+        if value is not None and not least <= value <= most:  # NaN fails as well
+            raise RequestRefused(
+                f"{name} is {_shown(value)}; it must be between {least} and {most}{remark}", name
+            )
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestRefused(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS}", "stop")
         if any(not text for text in self.stop):
             raise RequestRefused("stop has an empty string; every stop string needs a character", "stop")
+        longest = max(map(len, self.stop), default=0)
+        if longest > MAX_STOP_CHARS:
+            raise RequestRefused(
+                f"stop has a string of {longest} characters; a stop string has at most {MAX_STOP_CHARS}",
+                "stop",
+            )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise RequestRefused(
                 f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}",
                 "stop_token_ids",
             )
-        if any(token < 0 for token in self.stop_token_ids):
-            raise RequestRefused("stop_token_ids has a negative id; ids start at 0", "stop_token_ids")
-        if self.min_tokens < 0:
-            raise RequestRefused(f"min_tokens is {self.min_tokens}; it must be 0 or positive", "min_tokens")
+        outside = [token for token in self.stop_token_ids if not 0 <= token <= _MAX_COUNT]
+        if outside:
+            raise RequestRefused(
+                f"stop_token_ids has id {_shown(outside[0])}; ids are between 0 and {_MAX_COUNT}",
+                "stop_token_ids",
+            )
+        self._check_between("min_tokens", 0, _MAX_COUNT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestRefused(
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", "min_tokens"
@@ -191,12 +203,21 @@ class SamplingParams:
                 f"logit_bias has {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIAS}", "logit_bias"
             )
         for token, bias in self.logit_bias.items():
-            if token < 0:
-                raise RequestRefused(f"logit_bias has token id {token}; ids start at 0", "logit_bias")
+            if not 0 <= token <= _MAX_COUNT:
+                raise RequestRefused(
+                    f"logit_bias has token id {_shown(token)}; ids are between 0 and {_MAX_COUNT}",
+                    "logit_bias",
+                )
             if not -100 <= bias <= 100:
                 raise RequestRefused(
                     f"logit_bias of token {token} is {bias}; it must be between -100 and 100", "logit_bias"
                 )
+
+
+def _shown(value: float) -> str:
+    """The number for an error message, which must not repeat thousands of digits."""
+    too_long = isinstance(value, int) and value.bit_length() > 128
+    return f"a number of {int(value).bit_length()} bits" if too_long else str(value)
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -1,0 +1,48 @@
+from typing import Any
+
+import pytest
+
+from slora.errors import RequestRefused
+from slora.sampling_params import MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
+
+BEYOND = 2**31
+
+
+@pytest.mark.parametrize(
+    "name", ["max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "n", "best_of", "seed"]
+)
+@pytest.mark.parametrize("value", [2**64, -(2**64), 10**4000], ids=["large", "negative", "huge"])
+def test_an_integer_that_no_message_can_carry_is_refused_by_its_name(name: str, value: int) -> None:
+    """A top_k of 2^64 used to reach the message encoder, which raised OverflowError."""
+    with pytest.raises(RequestRefused, match=name) as caught:
+        SamplingParams(**{"max_tokens": None, name: value})
+    assert caught.value.param == name and len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop_token_ids", (1, BEYOND)),
+        ("stop_token_ids", (-1,)),
+        ("logit_bias", {BEYOND: 1.0}),
+        ("logit_bias", {-1: 1.0}),
+    ],
+)
+def test_a_token_id_that_no_vocabulary_has_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(RequestRefused) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+
+
+def test_the_largest_integers_are_accepted() -> None:
+    SamplingParams(
+        max_tokens=BEYOND - 1, min_tokens=BEYOND - 1, top_k=BEYOND - 1, stop_token_ids=(BEYOND - 1,)
+    )
+
+
+def test_stop_strings_are_bounded_in_number_and_length() -> None:
+    SamplingParams(stop=("x" * MAX_STOP_CHARS,) * MAX_STOP_STRINGS)
+    for stop in (("x" * (MAX_STOP_CHARS + 1),), ("x",) * (MAX_STOP_STRINGS + 1)):
+        with pytest.raises(RequestRefused, match="at most") as caught:
+            SamplingParams(stop=stop)
+        assert caught.value.param == "stop"
