@@ -215,3 +215,11 @@ def test_a_damaged_tokenizer_config_is_refused_by_name(tmp_path: Path, text: str
     (tmp_path / "tokenizer_config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
         Tokenizer.from_directory(tmp_path)
+
+
+def test_a_long_text_can_be_counted_and_decoded_without_the_interpreter_lock(pair: Pair) -> None:
+    ours, _ = pair
+    token_ids = ours.encode(TEXT * 50, add_special_tokens=False)
+    assert ours.count_tokens(TEXT * 50) == len(token_ids)
+    assert ours.decode_long(token_ids) == ours.decode(token_ids)
+    assert max(len(ours.token_text(token_id)) for token_id in token_ids) <= ours.longest_token_chars
