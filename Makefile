@@ -28,10 +28,11 @@ test: $(TEST) ## the tests, in less than ten minutes on two cores
 		$(PYTEST) --ignore=tests/slora --ignore=tests/kernels; rest=$$?; \
 		wait $$engine && exit $$rest
 
-check: $(TEST) ## format, lint, types, tests; changes nothing
+check: $(TEST) ## format, lint, types, import contracts, tests; changes nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	@$(MAKE) --no-print-directory test
 
 format: $(TEST) ## puts the code in order

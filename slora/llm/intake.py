@@ -32,6 +32,7 @@ from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.adapter import Adapter, AdapterExtras
 from slora_adapters.peft.hub_reference import HubReference
+from slora_adapters.peft.hub_snapshot import download
 from slora_adapters.peft.peft_directory import TENSORS_NAME, assemble_adapter, read_adapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
@@ -206,7 +207,7 @@ class Intake:
         with self._gate(reference):
             directory = self._downloaded.get(reference)
             if directory is None:
-                directory = self._downloaded[reference] = reference.download().directory
+                directory = self._downloaded[reference] = download(reference).directory
         return directory
 
     def _gate(self, key: tuple[Path, int] | TensorAdapter | HubReference) -> Lock:
@@ -233,10 +234,10 @@ def read_content(
     content: Path | HubReference | TensorAdapter, shape: ModelShape, limits: AdapterLimits
 ) -> Adapter:
     """The adapter, held to what the server asks of an upload. Raises AdapterNotFound, AdapterInvalid, and what
-    `HubReference.download` raises.
+    `hub_snapshot.download` raises.
     """
     if isinstance(content, HubReference):
-        content = content.download().directory
+        content = download(content).directory
     if isinstance(content, Path):
         adapter = read_adapter(content, shape, limits)
     else:

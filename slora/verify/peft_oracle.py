@@ -1,6 +1,6 @@
 """transformers + peft as the judge of what we serve: the same base, the same adapter directory, their arithmetic.
 
-The only module that imports peft, which is optional; the command that needs it loads it by name.
+This is the only module that imports peft, which is an extra (slora[verify]).
 """
 
 import warnings

@@ -4,9 +4,7 @@ Exit code 0: served as peft means it; 1: not; 2: it cannot be served, or not be 
 """
 
 import argparse
-import importlib
 import json
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slora.errors import ConfigError, NotComparable, RequestRefused
+from slora.verify.peft_oracle import PeftOracle
 from slora.verify.verification import ModuleCheck, Verification
 from slora.verify.verifier import Question, verify_adapter
 from slora_adapters.errors import AdapterError, AdapterInvalid, Reason
@@ -26,14 +25,8 @@ _MOST_ROWS = 12
 
 def verify(arguments: argparse.Namespace) -> int:
     """Compares, prints, and returns the exit code."""
-    # transformers asks its hub for files that a directory lacks.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        oracle = importlib.import_module("slora.verify.peft_oracle").PeftOracle
-        found = verify_adapter(_question(arguments), oracle)
-    except ModuleNotFoundError as error:
-        remedy = f"{error.name} is not installed; it is the judge: pip install {error.name}"
-        return _give_up([Reason("missing_package", remedy)], as_json=arguments.json)
+        found = verify_adapter(_question(arguments), PeftOracle)
     except AdapterInvalid as error:
         return _give_up(error.reasons, as_json=arguments.json)
     except (AdapterError, ConfigError, NotComparable, RequestRefused) as error:

@@ -1,17 +1,13 @@
-"""An adapter on the Hugging Face hub, as people name it: hf://ORG/REPO[@REVISION][/FOLDER].
+"""The name of an adapter on the Hugging Face hub: hf://ORG/REPO[@REVISION][/FOLDER].
 
-The hub is read, never written, and holds no blobs by digest: it is a place to import adapters from. Whoever takes the
-directory of an adapter takes such a reference in its stead, by `download`ing it first.
+The hub is a place to import adapters from. slora only reads it. `hub_snapshot.download` fetches what a reference names.
 """
 
-import importlib
 import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
-__all__ = ["HubReference", "HubSnapshot"]
+__all__ = ["HubReference"]
 
 _PREFIX = "hf://"
 _WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.))*"
@@ -48,28 +44,5 @@ class HubReference:
 
     @property
     def name(self) -> str:
-        """What the adapter's directory is called."""
+        """The default name of the adapter: its folder, or else its repository."""
         return (self.folder or self.repo).rsplit("/", 1)[-1]
-
-    def download(self) -> "HubSnapshot":
-        """Brings the files of the adapter, and no others, to this machine's cache, unless they are there.
-
-        Raises AdapterNotFound for what the hub does not have or does not give us, StoreUnavailable if it is out of
-        reach and the cache does not have it, ValueError without the package huggingface_hub.
-        """
-        try:
-            module: Any = importlib.import_module("slora_adapters.peft.hub_snapshot")
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"{self} needs the package {error.name}, which comes with transformers: pip install huggingface_hub"
-            ) from error
-        snapshot: HubSnapshot = module.download(self)
-        return snapshot
-
-
-@dataclass(frozen=True, slots=True)
-class HubSnapshot:
-    """The files of an adapter in a directory here, as they were at one commit, which `reference` names."""
-
-    directory: Path
-    reference: HubReference

@@ -1,14 +1,12 @@
 """Downloads adapters from the Hugging Face hub, through the hub's own client and its cache of snapshots.
 
-HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean everywhere. Only files that an adapter may consist
-of are asked for, so pickles are never even downloaded.
-
-Needs the package huggingface_hub, which comes with transformers; only `hub_reference.py` loads this module.
+The client reads HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE as usual. Only the files of an adapter are
+requested, so pickles are never downloaded. The package huggingface_hub is a dependency of transformers.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -21,13 +19,27 @@ from huggingface_hub.errors import (
 )
 
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
-from slora_adapters.peft.hub_reference import HubReference, HubSnapshot
+from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.peft_config import CONFIG_NAME
 from slora_adapters.peft.peft_directory import MEMBER_NAMES, TENSORS_NAME
 
+__all__ = ["HubSnapshot", "download"]
+
+
+@dataclass(frozen=True, slots=True)
+class HubSnapshot:
+    """The files of an adapter in a local directory. `reference` names the commit that they come from."""
+
+    directory: Path
+    reference: HubReference
+
 
 def download(reference: HubReference) -> HubSnapshot:
-    """See `HubReference.download`."""
+    """Downloads the files of one adapter into the local cache of the hub's client, unless the cache holds them.
+
+    Raises AdapterNotFound if the hub does not have the adapter or refuses access to it, StoreUnavailable if the hub is
+    out of reach and the cache does not hold the adapter, and ValueError if the reference cannot exist.
+    """
     prefix = f"{reference.folder}/" if reference.folder else ""
     with _explained(reference):
         root = snapshot_download(

@@ -13,7 +13,8 @@ from urllib.parse import quote
 from slora.errors import ConfigError
 from slora.weights.base_fingerprint import fingerprint
 from slora_adapters.errors import AdapterError
-from slora_adapters.peft.hub_reference import HubReference, HubSnapshot
+from slora_adapters.peft.hub_reference import HubReference
+from slora_adapters.peft.hub_snapshot import HubSnapshot, download
 from slora_api.cli.remote import CommandFailed, admin_client, check, explained, tenant_client, walk
 
 __all__ = ["pin", "pins", "prewarm", "push", "remove", "show", "unpin"]
@@ -47,7 +48,7 @@ def _download(text: str) -> HubSnapshot | None:
     """What hf:// names, or None if it is something on this machine."""
     try:
         reference = HubReference.parse(text)
-        return reference.download() if reference else None
+        return download(reference) if reference else None
     except (AdapterError, ValueError) as error:
         raise CommandFailed(str(error)) from error
 

@@ -1,10 +1,11 @@
-"""The `slora` command. This module holds names and help texts only, so that `slora --help` is instant.
+"""The `slora` command line: names and help texts only, so that `slora --help` is instant.
 
-What a subcommand does is in a module of its own, named in `_HANDLERS` and imported when it is called.
+Each subcommand is implemented in a module that `_HANDLERS` names. The module is imported when the subcommand runs.
 """
 
 import argparse
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 
@@ -12,7 +13,7 @@ from slora_api.settings import setting_specs
 
 __all__ = ["main"]
 
-# The one place where command line and code meet: subcommand -> module and function taking the parsed arguments.
+# Subcommand -> module, and the function that takes the parsed arguments and returns the exit code.
 _HANDLERS = {
     "serve": ("slora_api.server.serve", "main"),
     "tenant create": ("slora_api.cli.tenant", "create"),
@@ -35,6 +36,9 @@ _HANDLERS = {
     "complete": ("slora_api.cli.complete", "complete"),
     "health": ("slora_api.cli.health", "health"),
 }
+
+# The extra that a subcommand needs, where it is not `serve`.
+_EXTRAS = {"adapter verify": "verify"}
 
 _EPILOG = """\
 environment:
@@ -224,6 +228,7 @@ def _make_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"slora {importlib.metadata.version('slora')}")
     commands = _Commands(parser)
     _add_serve(commands)
     _add_tenants_and_keys(commands)
@@ -233,6 +238,13 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _load_handler(command: str) -> Callable[[argparse.Namespace], int]:
+    """Imports the function that implements a subcommand. Raises ModuleNotFoundError without its optional packages."""
+    module, name = _HANDLERS[command]
+    handler: Callable[[argparse.Namespace], int] = getattr(importlib.import_module(module), name)
+    return handler
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand; the exit code is 0, 1 for a failure that was explained, 2 for wrong usage, unless its
     help says otherwise.
@@ -240,8 +252,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed, unknown = _make_parser().parse_known_args(arguments)
     if unknown:  # argparse would show how to call slora, not this subcommand
         parsed.refuse(f"unrecognized arguments: {' '.join(unknown)}")
-    module, function = _HANDLERS[parsed.handler]
-    handler: Callable[[argparse.Namespace], int] = getattr(importlib.import_module(module), function)
+    try:
+        handler = _load_handler(parsed.handler)
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get(parsed.handler, "serve")
+        remedy = f"pip install 'slora[{extra}]'"
+        print(f"slora: `slora {parsed.handler}` needs the package {error.name}: {remedy}", file=sys.stderr)
+        return 2
     try:
         return handler(parsed)
     except KeyboardInterrupt:

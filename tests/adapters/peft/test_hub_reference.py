@@ -1,7 +1,6 @@
 """Adapters from the Hugging Face hub: its real client, on a cache laid out by hand and on a server of our own."""
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from huggingface_hub import constants
 
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
 from slora_adapters.peft.hub_reference import HubReference
+from slora_adapters.peft.hub_snapshot import download
 from tests.support.hub import COMMIT, Hub, lay_out_snapshot, running_hub
 
 REPO = "org/my-adapter"
@@ -85,7 +85,7 @@ def test_a_snapshot_on_this_machine_needs_no_network_and_names_its_commit(
 ) -> None:
     snapshot = lay_out_snapshot(cache, REPO, {**FILES, **OTHERS})
     lay_out_snapshot(cache, REPO, {}, ref="refs/pr/1")
-    found = HubReference(REPO, revision).download()
+    found = download(HubReference(REPO, revision))
     assert found.directory == snapshot
     assert str(found.reference) == f"hf://{REPO}@{COMMIT}"
     assert (found.directory / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
@@ -93,42 +93,42 @@ def test_a_snapshot_on_this_machine_needs_no_network_and_names_its_commit(
 
 def test_a_folder_of_a_snapshot_is_an_adapter_too(cache: Path) -> None:
     snapshot = lay_out_snapshot(cache, REPO, {f"last/one/{name}": content for name, content in FILES.items()})
-    found = parse(f"hf://{REPO}/last/one").download()
+    found = download(parse(f"hf://{REPO}/last/one"))
     assert found.directory == snapshot / "last" / "one"
     assert str(found.reference) == f"hf://{REPO}@{COMMIT}/last/one"
     with pytest.raises(AdapterNotFound, match=r"has no adapter_config.json and no adapter_model"):
-        parse(f"hf://{REPO}").download()
+        download(parse(f"hf://{REPO}"))
 
 
 def test_a_repository_with_nothing_but_a_pickle_is_no_adapter(cache: Path) -> None:
     lay_out_snapshot(cache, REPO, {"adapter_config.json": b"{}", **OTHERS})
     with pytest.raises(AdapterNotFound, match=rf"hf://{REPO}@{COMMIT} has no adapter_model.safetensors"):
-        parse(f"hf://{REPO}").download()
+        download(parse(f"hf://{REPO}"))
 
 
 def test_what_the_cache_lacks_is_out_of_reach_without_a_network(cache: Path) -> None:
     lay_out_snapshot(cache, REPO, FILES)
     for text in ("hf://org/other", f"hf://{REPO}@v2", f"hf://{REPO}@{COMMIT[::-1]}"):
         with pytest.raises(StoreUnavailable, match=f"out of reach.*{text}: .*offline mode"):
-            parse(text).download()
+            download(parse(text))
 
 
 def test_a_download_brings_what_an_adapter_consists_of_and_nothing_else(hub: Hub, cache: Path) -> None:
-    found = parse(f"hf://{REPO}").download()
+    found = download(parse(f"hf://{REPO}"))
     assert {path.name: path.read_bytes() for path in found.directory.iterdir()} == FILES
     assert found.reference.revision == COMMIT
     assert not any(name in path for name in OTHERS for path in hub.asked)
 
 
 def test_a_branch_that_moved_is_downloaded_anew_and_a_commit_is_not_asked_for_again(hub: Hub) -> None:
-    first = parse(f"hf://{REPO}").download()
+    first = download(parse(f"hf://{REPO}"))
     hub.revisions[REPO, "main"] = later = COMMIT[::-1]
     hub.files[REPO, later] = {**FILES, "adapter_config.json": b'{"r": 8}'}
-    second = parse(f"hf://{REPO}").download()
+    second = download(parse(f"hf://{REPO}"))
     assert second.reference.revision == later
     assert (second.directory / "adapter_config.json").read_bytes() == b'{"r": 8}'
     hub.asked.clear()
-    assert first.reference.download() == first and hub.asked == []
+    assert download(first.reference) == first and hub.asked == []
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_what_the_hub_refuses_is_explained(
 ) -> None:
     hub.failing[REPO] = failure
     with pytest.raises(error, match=message):
-        parse(f"hf://{REPO}@v2").download()
+        download(parse(f"hf://{REPO}@v2"))
 
 
 def test_a_hub_that_does_not_answer_is_out_of_reach(
@@ -154,13 +154,6 @@ def test_a_hub_that_does_not_answer_is_out_of_reach(
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(StoreUnavailable, match=r"out of reach.*Connect"):
-        parse(f"hf://{REPO}").download()
+        download(parse(f"hf://{REPO}"))
     snapshot = lay_out_snapshot(cache, REPO, FILES)
-    assert parse(f"hf://{REPO}").download().directory == snapshot
-
-
-def test_without_the_hubs_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "slora_adapters.peft.hub_snapshot", raising=False)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ValueError, match=r"needs the package huggingface_hub.*pip install huggingface_hub"):
-        parse(f"hf://{REPO}").download()
+    assert download(parse(f"hf://{REPO}")).directory == snapshot

@@ -172,7 +172,7 @@ class OtherPeft(PeftOracle):
 def test_a_difference_is_printed_with_its_place_and_exit_code_one(
     kit: ModelKit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("slora.verify.peft_oracle.PeftOracle", OtherPeft)
+    monkeypatch.setattr("slora.verify.verify_command.PeftOracle", OtherPeft)
     prompt = ["--prompt", "The quick brown fox jumps over", "--prompt", "fox", "--max-tokens", "4"]
     command = ["adapter", "verify", str(kit.adapters["patterns"]), "--model", str(kit.directory)]
     assert main([*command, *prompt, "--device", "cpu"]) == 1
