@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 from slora.sampling_params import SamplingParams
 from slora.text.detokenizer import Detokenizer
+from slora.text.stop_matcher import StopString
 from slora.text.tokenizer import Tokenizer
 
 __all__ = ["Answer", "Choice", "Completion", "CompletionDelta", "stream_answer"]
@@ -90,7 +91,13 @@ class Answer:
         sampling = request.sampling
         self._scores: list[TokenLogprobs | None] = []
         self._num_cached = 0
-        self._choices = [_ChoiceSoFar(tokenizer, sampling) for _ in range(sampling.num_choices)]
+        stops = [StopString(text) for text in sampling.stop]
+        self._choices = [
+            _ChoiceSoFar(
+                Detokenizer(tokenizer, stops, sampling.min_tokens) if tokenizer is not None else None
+            )
+            for _ in range(sampling.num_choices)
+        ]
 
     @property
     def is_over(self) -> bool:
@@ -134,14 +141,12 @@ class Answer:
 class _ChoiceSoFar:
     """reason: why it is over; None while it goes on."""
 
-    def __init__(self, tokenizer: Tokenizer | None, sampling: SamplingParams) -> None:
+    def __init__(self, detokenizer: Detokenizer | None) -> None:
         self.reason: FinishReason | None = None
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._detokenizer = (
-            Detokenizer(tokenizer, sampling.stop, sampling.min_tokens) if tokenizer is not None else None
-        )
+        self._detokenizer = detokenizer
 
     @property
     def is_cut(self) -> bool:

@@ -18,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from slora.errors import ConfigError, RequestRefused
+from slora.text.incremental_decoder import DecoderChain, IncrementalDecoder
 
 # What the Python under a template may raise: "{0}".format() an IndexError, a macro that calls itself a RecursionError.
 _TEMPLATE_FAILURES = (
@@ -43,6 +44,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
         self.longest_token_chars: int = max(map(len, fast.get_vocab(with_added_tokens=True)), default=1)
+        self._decoder_chain = DecoderChain(fast)
 
     @staticmethod
     def from_directory(directory: Path) -> "Tokenizer":
@@ -95,6 +97,10 @@ class Tokenizer:
         """The same for a thread: `decode` holds the interpreter lock (29 ms for 210,000 ids), and this does not."""
         text: str = self._fast.decode_batch([list(token_ids)], skip_special_tokens=True)[0]
         return text
+
+    def start_decoding(self) -> IncrementalDecoder:
+        """Decodes the tokens of one text as they arrive, to what `decode` gives for all of them."""
+        return self._decoder_chain.start()
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, special ones included: what logprobs show."""

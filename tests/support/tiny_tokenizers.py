@@ -1,5 +1,6 @@
-"""Small tokenizers of the two kinds that served models bring, saved as transformers saves them."""
+"""Small tokenizers of the kinds that served models bring, saved as transformers saves them."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -57,6 +58,64 @@ def byte_fallback() -> Tokenizer:
     )
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
     return tokenizer
+
+
+def _with_decoder(pieces: list[str], decoder: decoders.Decoder | None) -> Tokenizer:
+    """A vocabulary of whole words, which shows what a decoder does with any sequence of pieces."""
+    vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(["<unk>", *_SPECIAL, *pieces]))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
+    return tokenizer
+
+
+_BYTES = [f"<0x{byte:02X}>" for byte in b'\n"\xc3\xa9\xe6\x97\xa5\xf0\x9f\x8e\x89\x80\xe0\xed\xff']
+_MARKED = ["▁", "▁▁", "▁a", "a", "b▁", "é", "▁日本", "<0x+A>", "<0xGG>"]
+
+
+def gemma_like() -> Tokenizer:
+    """Byte fallback that keeps a leading space."""
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return _with_decoder([*_MARKED, *_BYTES], decoders.Sequence(steps))
+
+
+def metaspace() -> Tokenizer:
+    """As XGLM: the marks of the first token are dropped, all others are spaces."""
+    return _with_decoder(_MARKED, decoders.Metaspace())
+
+
+def word_piece() -> Tokenizer:
+    """As BERT: a space between words, and none before what continues a word or before punctuation."""
+    return _with_decoder(["a", "##b", "##", "é", ".", "'", "s", "n't", " do not"], decoders.WordPiece())
+
+
+def word_suffix() -> Tokenizer:
+    """As CTRL and the first GPT: the end of a word is marked, and the last token's mark is no space."""
+    return _with_decoder(["a</w>", "b", "</w>", "é</w>", "c"], decoders.BPEDecoder())
+
+
+def undecoded() -> Tokenizer:
+    """Without a decoder, the library puts a space between all tokens."""
+    return _with_decoder(["a", "b", " ", "é"], None)
+
+
+def connectionist() -> Tokenizer:
+    """A decoder that slora does not know step by step."""
+    return _with_decoder(["a", "b", "|", "<pad>"], decoders.CTC())
+
+
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
+    "byte_level": byte_level,
+    "byte_fallback": byte_fallback,
+    "gemma_like": gemma_like,
+    "metaspace": metaspace,
+    "word_piece": word_piece,
+    "word_suffix": word_suffix,
+    "undecoded": undecoded,
+    "connectionist": connectionist,
+}
 
 
 def write_tokenizer(directory: Path, tokenizer: Tokenizer, chat_template: str | None = CHAT_TEMPLATE) -> None:

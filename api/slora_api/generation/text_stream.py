@@ -7,6 +7,7 @@ Knows no HTTP and no JSON.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -47,7 +48,7 @@ class _HeldTokens:
     """Tokens wait until the text that they start in is certain, so that none is shown that a stop string cuts off."""
 
     tokenizer: Tokenizer
-    held: list[tuple[int, TokenText]] = field(default_factory=list)
+    held: deque[tuple[int, TokenText]] = field(default_factory=deque)
     decoded_chars: int = 0
     certain_chars: int = 0
 
@@ -60,9 +61,10 @@ class _HeldTokens:
 
     def release(self, text: str, *, everything: bool) -> tuple[TokenText, ...]:
         self.certain_chars += len(text)
-        count = sum(1 for start, _ in self.held if everything or start < self.certain_chars)
-        released, self.held = self.held[:count], self.held[count:]
-        return tuple(token for _, token in released)
+        released = []
+        while self.held and (everything or self.held[0][0] < self.certain_chars):
+            released.append(self.held.popleft()[1])
+        return tuple(released)
 
 
 async def stream_text(

@@ -1,0 +1,315 @@
+"""Decodes tokens as they arrive, to exactly the text that decoding all of them at once gives.
+
+A decoder of the `tokenizers` library is a chain of steps over the strings of all tokens. Here each step is a stage that
+takes the strings piece by piece and passes on what no later token can change. The cost of a token does not grow with
+the number of tokens before it.
+
+Two stages may hold text back. `ByteLevel` holds the bytes of an incomplete character. `ByteFallback` holds a whole run
+of byte tokens until another token ends it, because one invalid byte turns every byte of its run into U+FFFD.
+"""
+
+import codecs
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, Self
+
+from tokenizers import Regex
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.decoders import BPEDecoder, Decoder, Metaspace, Replace, Strip, WordPiece
+
+__all__ = ["DecoderChain", "IncrementalDecoder"]
+
+_log = logging.getLogger(__name__)
+
+_REPLACEMENT = "\ufffd"
+# How `ByteFallback` recognises a byte token. Rust's parser of hexadecimal numbers accepts a plus sign.
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
+
+Spec = dict[str, Any]
+
+
+class _Stage(Protocol):
+    def push(self, pieces: Iterable[str]) -> list[str]:
+        """The strings that are certain now that these have arrived."""
+
+    def finish(self, *, drop_incomplete: bool) -> list[str]:
+        """The strings that remain when no more arrive; drop_incomplete leaves out an incomplete last character."""
+
+    def clone(self) -> Self:
+        """An independent stage in the same state."""
+
+
+class _EachToken:
+    """Maps every string by itself; the first may be treated differently from the others."""
+
+    def __init__(self, first: Callable[[str], str], later: Callable[[str], str]) -> None:
+        self._first = first
+        self._later = later
+        self._is_first = True
+
+    def push(self, pieces: Iterable[str]) -> list[str]:
+        mapped = []
+        for piece in pieces:
+            mapped.append(self._first(piece) if self._is_first else self._later(piece))
+            self._is_first = False
+        return mapped
+
+    def finish(self, *, drop_incomplete: bool) -> list[str]:
+        return []
+
+    def clone(self) -> "_EachToken":
+        copy = _EachToken(self._first, self._later)
+        copy._is_first = self._is_first
+        return copy
+
+
+class _AllButLast:
+    """Maps every string by itself; the last one is treated differently, so it waits for the next."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._waiting: str | None = None
+
+    def push(self, pieces: Iterable[str]) -> list[str]:
+        mapped = []
+        for piece in pieces:
+            if self._waiting is not None:
+                mapped.append(self._decoder.decode([self._waiting, ""]))
+            self._waiting = piece
+        return mapped
+
+    def finish(self, *, drop_incomplete: bool) -> list[str]:
+        return [] if self._waiting is None else [self._decoder.decode([self._waiting])]
+
+    def clone(self) -> "_AllButLast":
+        copy = _AllButLast(self._decoder)
+        copy._waiting = self._waiting
+        return copy
+
+
+class _ByteRuns:
+    """`ByteFallback`: a run of byte tokens is its text in UTF-8, or one U+FFFD for each byte if it is invalid."""
+
+    def __init__(self, run: bytes | bytearray = b"") -> None:
+        self._run = bytearray(run)
+
+    def push(self, pieces: Iterable[str]) -> list[str]:
+        certain = []
+        for piece in pieces:
+            match = _BYTE_TOKEN.fullmatch(piece)
+            if match is not None:
+                self._run.append(int(match[1], 16))
+                continue
+            if self._run:
+                certain.append(_decode_run(self._run))
+                self._run.clear()
+            certain.append(piece)
+        return certain
+
+    def finish(self, *, drop_incomplete: bool) -> list[str]:
+        run = _complete(self._run) if drop_incomplete else self._run
+        return [_decode_run(run)] if run else []
+
+    def clone(self) -> "_ByteRuns":
+        return _ByteRuns(self._run)
+
+
+class _ByteLevel:
+    """`ByteLevel`: each character of a token is one byte; together they are one text in UTF-8."""
+
+    def __init__(self, incomplete: bytes = b"") -> None:
+        self._incomplete = incomplete
+
+    def push(self, pieces: Iterable[str]) -> list[str]:
+        raw = self._incomplete + b"".join(map(_bytes_of, pieces))
+        text, length = codecs.utf_8_decode(raw, "replace", False)
+        self._incomplete = raw[length:]
+        return [text]
+
+    def finish(self, *, drop_incomplete: bool) -> list[str]:
+        return [] if drop_incomplete else [self._incomplete.decode("utf-8", "replace")]
+
+    def clone(self) -> "_ByteLevel":
+        return _ByteLevel(self._incomplete)
+
+
+class _StripStart:
+    """`Strip` behind a step that makes one string of all: removes up to `count` leading characters of the text."""
+
+    def __init__(self, char: str, count: int) -> None:
+        self._char = char
+        self._count = count
+
+    def push(self, pieces: Iterable[str]) -> list[str]:
+        text = "".join(pieces)
+        num_leading = len(text) - len(text.lstrip(self._char))
+        num_removed = min(num_leading, self._count)
+        self._count = 0 if num_leading < len(text) else self._count - num_removed
+        return [text[num_removed:]]
+
+    def finish(self, *, drop_incomplete: bool) -> list[str]:
+        return []
+
+    def clone(self) -> "_StripStart":
+        return _StripStart(self._char, self._count)
+
+
+class _WholeText:
+    """A chain that has no stages here: everything waits for the last token."""
+
+    def __init__(self, decoder: Decoder, pieces: Iterable[str] = ()) -> None:
+        self._decoder = decoder
+        self._pieces = list(pieces)
+
+    def push(self, pieces: Iterable[str]) -> list[str]:
+        self._pieces.extend(pieces)
+        return []
+
+    def finish(self, *, drop_incomplete: bool) -> list[str]:
+        return [self._decoder.decode(self._pieces)]
+
+    def clone(self) -> "_WholeText":
+        return _WholeText(self._decoder, self._pieces)
+
+
+class DecoderChain:
+    """The stages of one tokenizer's decoder, as they are before the first token."""
+
+    def __init__(self, tokenizer: FastTokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder().values()
+        self._special = frozenset(token.content for token in added if token.special)
+        self._stages = _make_stages(tokenizer.decoder)
+
+    def start(self) -> "IncrementalDecoder":
+        """A decoder for a new text."""
+        return IncrementalDecoder(self, [stage.clone() for stage in self._stages])
+
+    def read_pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """The strings that the decoder gets: special tokens and ids outside the vocabulary have none."""
+        pieces = map(self._tokenizer.id_to_token, token_ids)
+        return [piece for piece in pieces if piece is not None and piece not in self._special]
+
+
+class IncrementalDecoder:
+    """One text. Its `push`es and the last `finish`, joined, are what decoding all of its tokens at once gives."""
+
+    def __init__(self, chain: DecoderChain, stages: list[_Stage]) -> None:
+        self._chain = chain
+        self._stages = stages
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that is certain now that these tokens have arrived."""
+        pieces = self._chain.read_pieces(token_ids)
+        for stage in self._stages:
+            pieces = stage.push(pieces)
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """The text that was held back, when no more tokens arrive."""
+        return _finish(self._stages, drop_incomplete=False)
+
+    def count_complete(self) -> int:
+        """Characters that are held back although all of their bytes have arrived."""
+        return len(_finish([stage.clone() for stage in self._stages], drop_incomplete=True))
+
+
+def _finish(stages: list[_Stage], *, drop_incomplete: bool) -> str:
+    pieces: list[str] = []
+    for stage in stages:
+        pieces = stage.push(pieces) + stage.finish(drop_incomplete=drop_incomplete)
+    return "".join(pieces)
+
+
+def _make_stages(decoder: Decoder | None) -> list[_Stage]:
+    if decoder is None:  # the library puts a space between any two tokens
+        return [_EachToken(str, lambda piece: f" {piece}")]
+    stages: list[_Stage] = []
+    is_one_string = False
+    for spec in _flatten(json.loads(decoder.__getstate__())):
+        kind = spec["type"]
+        if kind == "Fuse":
+            is_one_string = True
+            continue
+        if kind == "ByteLevel" and not is_one_string:
+            is_one_string = True
+            stages.append(_ByteLevel())
+            continue
+        stage = _follow_one_string(spec) if is_one_string else _follow_tokens(spec)
+        if stage is None:
+            _log.warning("decoder step %s is not incremental: answers are streamed in one piece", kind)
+            return [_WholeText(decoder)]
+        stages.append(stage)
+    return stages
+
+
+def _flatten(spec: Spec) -> Iterable[Spec]:
+    if spec["type"] != "Sequence":
+        return [spec]
+    return [step for part in spec["decoders"] for step in _flatten(part)]
+
+
+def _follow_one_string(spec: Spec) -> _Stage | None:
+    if spec["type"] == "Strip" and spec["stop"] == 0:
+        return _StripStart(spec["content"], spec["start"])
+    return None
+
+
+def _follow_tokens(spec: Spec) -> _Stage | None:
+    match spec["type"]:
+        case "ByteFallback":
+            return _ByteRuns()
+        case "Replace":
+            return _by_token(Replace(_pattern(spec["pattern"]), spec["content"]))
+        case "Strip":
+            return _by_token(Strip(spec["content"], spec["start"], spec["stop"]))
+        case "Metaspace":
+            return _by_token(Metaspace(spec["replacement"], spec["prepend_scheme"]))
+        case "WordPiece":
+            return _by_token(WordPiece(spec["prefix"], spec["cleanup"]))
+        case "BPEDecoder":
+            return _AllButLast(BPEDecoder(spec["suffix"]))
+        case _:
+            return None
+
+
+def _pattern(spec: Spec) -> str | Regex:
+    return Regex(spec["Regex"]) if "Regex" in spec else str(spec["String"])
+
+
+def _by_token(decoder: Decoder) -> _EachToken:
+    """A step of the library that reads nothing of the other tokens but whether there is one before."""
+    return _EachToken(lambda piece: decoder.decode([piece]), lambda piece: decoder.decode(["", piece]))
+
+
+def _decode_run(run: bytes | bytearray) -> str:
+    try:
+        return run.decode("utf-8")
+    except UnicodeDecodeError:
+        return _REPLACEMENT * len(run)
+
+
+def _complete(run: bytes | bytearray) -> bytes | bytearray:
+    """The run without the first bytes of a character that may still be completed."""
+    _, length = codecs.utf_8_decode(run, "replace", False)
+    return run[:length]
+
+
+def _make_byte_table() -> dict[str, int]:
+    """GPT-2's: a printable byte is its own Latin-1 character, the others follow from U+0100 on in their order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _make_byte_table()
+
+
+def _bytes_of(piece: str) -> bytes:
+    """A token with a character outside the alphabet, such as an added one, is plain text."""
+    try:
+        return bytes([_BYTE_OF[char] for char in piece])
+    except KeyError:
+        return piece.encode()
