@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from slora.errors import RequestRefused
+from slora.surrogate import refuse_surrogate
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -180,6 +181,8 @@ class SamplingParams:
                 f"stop has a string of {longest} characters; a stop string has at most {MAX_STOP_CHARS}",
                 "stop",
             )
+        for index, text in enumerate(self.stop):
+            refuse_surrogate(text, f"stop[{index}]", "stop")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise RequestRefused(
                 f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}",

@@ -5,11 +5,12 @@ several threads. Knows the model's files and the adapters on the host, but no en
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, SupportsIndex
 
 from jinja2 import TemplateSyntaxError
 
@@ -19,6 +20,7 @@ from slora.llm.lora_adapter import AdapterPath, LoraAdapter, TensorAdapter
 from slora.models.model_spec import read_model_spec
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
+from slora.surrogate import refuse_surrogate
 from slora.text.answer import Answer
 from slora.text.generation_defaults import (
     GenerationDefaults,
@@ -115,7 +117,7 @@ class Intake:
         Raises RequestRefused naming what can't be served, AdapterInvalid or AdapterNotFound.
         """
         served = [self._find(one) for one in _spread(adapters, len(prompts), "adapters")]
-        token_ids = [self._encode(prompt) for prompt in prompts]
+        token_ids = [self._encode(prompt, index) for index, prompt in enumerate(prompts)]
         return self._answers(token_ids, served, params, _COMPLETION_TOKENS)
 
     def chat_answers(
@@ -127,10 +129,13 @@ class Intake:
         """The same for conversations, through the adapter's chat template or else the model's."""
         served = [self._find(one) for one in _spread(adapters, len(conversations), "adapters")]
         tokenizer = self._need_tokenizer("a chat needs a tokenizer with a chat template", "messages")
-        token_ids = [
-            tokenizer.encode_chat(tokenizer.apply_chat_template(messages, one.chat_template))
-            for messages, one in zip(conversations, served, strict=True)
-        ]
+        token_ids = []
+        for index, (messages, one) in enumerate(zip(conversations, served, strict=True)):
+            rendered = tokenizer.apply_chat_template(messages, one.chat_template)
+            refuse_surrogate(
+                rendered, f"the text that the chat template made of conversation {index}", "messages"
+            )
+            token_ids.append(tokenizer.encode_chat(rendered))
         return self._answers(token_ids, served, params, None)
 
     def _answers(
@@ -165,10 +170,17 @@ class Intake:
         sampling = served.defaults.params(max_tokens)
         return sampling if self._tokenizer is not None else replace(sampling, stop=())
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt, index: int) -> list[int]:
         if isinstance(prompt, str):
-            return self._need_tokenizer("a text needs a tokenizer; pass token ids", "prompt").encode(prompt)
-        return [int(token) for token in prompt]
+            tokenizer = self._need_tokenizer("a text needs a tokenizer; pass token ids", "prompt")
+            refuse_surrogate(prompt, f"prompt {index}", "prompt")
+            return tokenizer.encode(prompt)
+        if not isinstance(prompt, Iterable):
+            kind = type(prompt).__name__
+            raise RequestRefused(
+                f"prompt {index} is a {kind}; it must be a text or a list of token ids", "prompt"
+            )
+        return [_as_token_id(token, index, position) for position, token in enumerate(prompt)]
 
     def _need_tokenizer(self, why: str, param: str) -> Tokenizer:
         if self._tokenizer is None:
@@ -261,7 +273,7 @@ def _refuse_extras(extras: AdapterExtras) -> list[Reason]:
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A text or a list of token ids is one prompt; anything else is a list of prompts."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], SupportsIndex)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
@@ -282,6 +294,16 @@ def _spread(value: Any, count: int, name: str) -> list[Any]:
             f"{name} has {len(value)} entries for {count} prompts; give one for all or one for each"
         )
     return list(value)
+
+
+def _as_token_id(token: Any, index: int, position: int) -> int:
+    """Accepts numpy's and torch's integers. Whether the vocabulary has the id is for the engine to say."""
+    try:
+        return operator.index(token)
+    except TypeError:
+        raise RequestRefused(
+            f"prompt {index} has {token!r:.80} at position {position}; a token id is an integer", "prompt"
+        ) from None
 
 
 def _named(adapter: AdapterLike) -> LoraAdapter:

@@ -46,3 +46,11 @@ def test_stop_strings_are_bounded_in_number_and_length() -> None:
         with pytest.raises(RequestRefused, match="at most") as caught:
             SamplingParams(stop=stop)
         assert caught.value.param == "stop"
+
+
+def test_a_stop_string_with_a_lone_surrogate_is_refused_with_its_position() -> None:
+    with pytest.raises(
+        RequestRefused, match=r"stop\[1\] has the lone surrogate '\\udc00' at character 2"
+    ) as caught:
+        SamplingParams(stop=("a", "ab\udc00"))
+    assert caught.value.param == "stop"

@@ -1,7 +1,9 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from slora import LLM, SamplingParams
@@ -260,6 +262,35 @@ def test_one_bad_prompt_refuses_the_call_and_leaves_nothing_behind(llm: LLM) -> 
     stats = llm.stats()
     assert stats.running == stats.waiting == stats.pages_held == 0
     assert len(llm.generate([[1]], GREEDY)[0].token_ids) == 12
+
+
+def test_a_prompt_with_a_lone_surrogate_is_refused_with_its_position(llm: LLM) -> None:
+    """Born from a bug: the tokenizer's TypeError came out, which named neither the prompt nor the character."""
+    with pytest.raises(
+        RequestRefused, match=r"prompt 1 has the lone surrogate '\\ud800' at character 3"
+    ) as caught:
+        llm.generate(["fox", "fox\ud800"], GREEDY)
+    assert caught.value.param == "prompt"
+    with pytest.raises(RequestRefused, match=r"conversation 0 has the lone surrogate '\\udfff'") as caught:
+        llm.chat([{"role": "user", "content": "fox\udfff"}], GREEDY)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("prompts", [[1.5], [[5, "2"]], [[5, None]], [[[5]]]])
+def test_a_prompt_of_anything_but_integers_is_refused(llm: LLM, prompts: Any) -> None:
+    """Born from a bug: int() made token ids of 1.5 and "2", and a raw TypeError came of the others."""
+    with pytest.raises(RequestRefused, match="prompt 0") as caught:
+        llm.generate(prompts, GREEDY)
+    assert caught.value.param == "prompt"
+
+
+def test_token_ids_may_be_integers_of_numpy(llm: LLM) -> None:
+    token_ids = list(np.arange(5, 8))
+    assert (
+        llm.generate(token_ids, GREEDY)
+        == llm.generate([token_ids], GREEDY)
+        == llm.generate([5, 6, 7], GREEDY)
+    )
 
 
 def test_a_directory_that_is_no_adapter_is_refused_before_anything_runs(llm: LLM, tmp_path: Path) -> None:
