@@ -254,14 +254,14 @@ def read_content(
         adapter = read_adapter(content, shape, limits)
     else:
         adapter = assemble_adapter(content.config, content.tensors, shape, limits)
-    if reasons := _refuse_extras(adapter.extras):
+    if reasons := _refuse_extras(adapter.extras, limits.vocab_size):
         raise AdapterInvalid(tuple(reasons))
     return adapter
 
 
-def _refuse_extras(extras: AdapterExtras) -> list[Reason]:
+def _refuse_extras(extras: AdapterExtras, vocab_size: int | None) -> list[Reason]:
     """Why the texts beside an adapter can't be honoured."""
-    reasons = refuse_unhonoured(extras.generation_config)
+    reasons = refuse_unhonoured(extras.generation_config, vocab_size)
     if extras.chat_template is not None:
         try:
             compile_chat_template(extras.chat_template)

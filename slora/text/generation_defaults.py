@@ -1,8 +1,8 @@
-"""What a generation_config.json asks for when a request leaves a value open.
+"""The sampling defaults in a generation_config.json, used for each field that a request leaves out.
 
-The base model may bring one, and so may an adapter; the adapter's wins, field by field. A field that this server
-does not honour is refused unless it is at the value that changes nothing, so that no adapter is served differently
-from how it was tuned.
+The base model may bring such a file, and so may an adapter; the adapter's values win, field by field. A field that
+this server does not honour is refused unless it has its neutral value. So no adapter is served differently from how it
+was tuned.
 """
 
 import json
@@ -21,7 +21,12 @@ __all__ = ["GenerationDefaults", "read_generation_defaults", "read_model_default
 
 _log = logging.getLogger(__name__)
 
-# Fields of transformers' GenerationConfig that change the tokens -> values that ask for nothing. null always does.
+# Counts above this fit neither int32 tensors nor any context.
+_MAX_COUNT = 2**31 - 1
+# How much of a refused value an error message repeats.
+_SHOWN_CHARS = 80
+
+# Fields of transformers' GenerationConfig that change the tokens -> their neutral values. null is always neutral.
 _UNHONOURED: Mapping[str, tuple[Any, ...]] = {
     "encoder_repetition_penalty": (1,),
     "no_repeat_ngram_size": (0,),
@@ -53,7 +58,7 @@ _UNHONOURED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """None: not said. stop_token_ids end an answer beside the model's own end-of-text tokens."""
+    """None: the file does not set it. stop_token_ids end an answer, as the model's own end-of-text tokens do."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -66,22 +71,22 @@ class GenerationDefaults:
     min_tokens: int | None = None
 
     def over(self, base: "GenerationDefaults") -> "GenerationDefaults":
-        """These defaults, and `base` where they say nothing."""
+        """These defaults; fields that they do not set are taken from `base`."""
         own = {name: value for name, value in self.said().items() if name not in ("stop", "stop_token_ids")}
         stops = self.stop_token_ids or base.stop_token_ids, self.stop or base.stop
         return replace(base, **own, stop_token_ids=stops[0], stop=stops[1])
 
     def said(self) -> dict[str, Any]:
-        """What is said, by name, as SamplingParams has it."""
+        """The fields that are set, under their names in SamplingParams."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
     def params(self, max_tokens: int | None) -> SamplingParams:
-        """The parameters of a request that names none of its own."""
+        """The sampling parameters of a request that sets none itself."""
         return SamplingParams(**self.cut_to(max_tokens).said() | {"max_tokens": max_tokens})
 
     def cut_to(self, max_tokens: int | None) -> "GenerationDefaults":
-        """The least that a file asks for gives way to the most that a request leaves."""
+        """Lowers min_tokens to `max_tokens`, because a request's maximum wins over a file's minimum."""
         if max_tokens is None or self.min_tokens is None:
             return self
         return replace(self, min_tokens=min(self.min_tokens, max_tokens))
@@ -91,29 +96,62 @@ def _number(config: Mapping[str, Any], name: str) -> float | None:
     value = config.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} is {value!r}; it must be a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_COUNT:
+        raise ValueError(f"{name} is {_shown(value)}; it must be a number of at most {_MAX_COUNT}")
     return float(value)
 
 
-def _whole(config: Mapping[str, Any], name: str) -> int | None:
+def _count(config: Mapping[str, Any], name: str) -> int | None:
     value = config.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise ValueError(f"{name} is {value!r}; it must be a whole number, 0 or more")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_COUNT:
+        raise ValueError(f"{name} is {_shown(value)}; it must be a whole number from 0 to {_MAX_COUNT}")
     return value
 
 
 def _several(config: Mapping[str, Any], name: str, kind: type) -> tuple[Any, ...]:
-    """One value or a list of them, as transformers writes eos_token_id and stop_strings."""
+    """One value or a list of values: transformers writes eos_token_id and stop_strings in both ways."""
     value = config.get(name)
     items = value if isinstance(value, list) else [] if value is None else [value]
     if any(not isinstance(item, kind) or isinstance(item, bool) for item in items):
-        raise ValueError(f"{name} is {value!r}; it must be one {kind.__name__} or a list of them")
+        raise ValueError(f"{name} is {_shown(value)}; it must be one {kind.__name__} or a list of them")
     return tuple(items)
 
 
-def read_generation_defaults(text: str | None) -> GenerationDefaults:
-    """Defaults in the JSON text of a generation_config.json. Raises ValueError naming the field."""
+def _stop_token_ids(config: Mapping[str, Any], vocab_size: int | None) -> tuple[int, ...]:
+    name, limit = "eos_token_id", _MAX_COUNT + 1 if vocab_size is None else vocab_size
+    token_ids = _several(config, name, int)
+    outside = next((token_id for token_id in token_ids if not 0 <= token_id < limit), None)
+    if outside is not None:
+        raise ValueError(f"{name} is {_shown(outside)}; the model's token ids are 0 to {limit - 1}")
+    return token_ids
+
+
+def _stop_strings(config: Mapping[str, Any]) -> tuple[str, ...]:
+    name = "stop_strings"
+    strings = _several(config, name, str)
+    for text in strings:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            lone = ord(text[error.start])
+            raise ValueError(
+                f"{name} holds the lone surrogate U+{lone:04X}, which no text can contain; remove it"
+            ) from None
+    return strings
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."
+
+
+def read_generation_defaults(text: str | None, vocab_size: int | None = None) -> GenerationDefaults:
+    """The defaults in the JSON text of a generation_config.json. Raises ValueError naming the field.
+
+    vocab_size: token ids must be below it; None accepts every id that an int32 holds.
+    """
     config = json.loads(text) if text else {}
     if not isinstance(config, dict):
         raise ValueError("generation_config is not a JSON object")
@@ -121,24 +159,24 @@ def read_generation_defaults(text: str | None) -> GenerationDefaults:
     defaults = GenerationDefaults(
         temperature=0.0 if greedy else _number(config, "temperature"),
         top_p=_number(config, "top_p"),
-        top_k=_whole(config, "top_k"),
+        top_k=_count(config, "top_k"),
         min_p=_number(config, "min_p"),
         repetition_penalty=_number(config, "repetition_penalty"),
-        min_tokens=_whole(config, "min_new_tokens"),
-        max_tokens=_whole(config, "max_new_tokens") or None,
-        stop_token_ids=_several(config, "eos_token_id", int),
-        stop=_several(config, "stop_strings", str),
+        min_tokens=_count(config, "min_new_tokens"),
+        max_tokens=_count(config, "max_new_tokens") or None,
+        stop_token_ids=_stop_token_ids(config, vocab_size),
+        stop=_stop_strings(config),
     )
     _check_ranges(defaults)
     return defaults
 
 
 def read_model_defaults(directory: Path) -> GenerationDefaults:
-    """A base model's own defaults; what is not honoured is logged. Raises ConfigError for a broken file."""
+    """The base model's defaults. A field that is not honoured is logged. Raises ConfigError for a broken file."""
     path = directory / GENERATION_NAME
     text = path.read_text() if path.is_file() else None
     for reason in refuse_unhonoured(text):
-        _log.warning("%s: %s, which this server does not do", directory, reason.message)
+        _log.warning("%s: %s, which this server does not honour", directory, reason.message)
     try:
         return read_generation_defaults(text)
     except ValueError as error:
@@ -146,22 +184,25 @@ def read_model_defaults(directory: Path) -> GenerationDefaults:
 
 
 def _check_ranges(defaults: GenerationDefaults) -> None:
-    """Defaults must be values that a request could send."""
+    """Raises ValueError for a value that SamplingParams would refuse from a request."""
     try:
         defaults.params(defaults.max_tokens)
     except RequestRefused as error:
         raise ValueError(error.message) from None
 
 
-def refuse_unhonoured(text: str | None) -> list[Reason]:
-    """A reason for each field that asks for something this server does not do."""
+def refuse_unhonoured(text: str | None, vocab_size: int | None = None) -> list[Reason]:
+    """A reason for each field that is malformed, out of range, or not honoured by this server.
+
+    vocab_size: as `read_generation_defaults` takes it.
+    """
     try:
-        read_generation_defaults(text)
+        read_generation_defaults(text, vocab_size)
         config = json.loads(text) if text else {}
     except ValueError as error:
-        return [Reason("generation_config_malformed", f"generation_config.json: {error}")]
+        return [Reason("generation_config_malformed", f"{GENERATION_NAME}: {error}")]
     return [
-        Reason("generation_config_unsupported", f"generation_config.json sets {name} to {config[name]!r:.80}")
+        Reason("generation_config_unsupported", f"{GENERATION_NAME} sets {name} to {_shown(config[name])}")
         for name, neutral in _UNHONOURED.items()
         if config.get(name) is not None and config[name] not in neutral
     ]

@@ -1,7 +1,6 @@
-"""The texts that may lie beside an adapter's weights: chat template, sampling defaults, and the tokenizer's
-word on added tokens.
+"""The optional text files of an adapter: chat template, sampling defaults, and the tokenizer's list of added tokens.
 
-They are kept as text for others to interpret; nothing here renders a template or loads a tokenizer.
+This module keeps the texts as they are. It renders no template and loads no tokenizer.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +23,7 @@ MAX_TOKENIZER_BYTES = 4 << 20
 def read_extras(
     members: Mapping[str, memoryview], limits: AdapterLimits
 ) -> tuple[AdapterExtras, list[Reason]]:
-    """The extras among an adapter's files, and every reason to refuse them."""
+    """The extras among an adapter's files, and a reason for each fault in them."""
     reasons: list[Reason] = []
     tokenizer = _read_json(members, TOKENIZER_NAME, MAX_TOKENIZER_BYTES, reasons)
     reasons += _refuse_added_tokens(tokenizer.get("added_tokens_decoder"), limits)
@@ -68,24 +67,28 @@ def _read_text(
 
 
 def _tokenizer_template(value: object, limits: AdapterLimits, reasons: list[Reason]) -> str | None:
-    """transformers keeps one template as a string, or several as a list of {name, template}."""
+    """transformers saves one template as a string, or several as a list of {name, template}."""
     if isinstance(value, list):
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-        value = named.get("default")
+        named = (item for item in value if isinstance(item, dict))
+        value = next((item.get("template") for item in named if item.get("name") == "default"), None)
     if not isinstance(value, str):
         return None
-    if len(value.encode("utf-8", "replace")) > limits.max_text_bytes:
-        reasons.append(_too_long(f"chat_template in {TOKENIZER_NAME}", len(value), limits))
+    num_bytes = len(value.encode())
+    if num_bytes > limits.max_text_bytes:
+        reasons.append(_too_long(f"chat_template in {TOKENIZER_NAME}", num_bytes, limits))
         return None
     return value
 
 
-def _too_long(what: str, size: int, limits: AdapterLimits) -> Reason:
-    return Reason("extra_too_long", f"{what} takes {size} bytes; this server accepts {limits.max_text_bytes}")
+def _too_long(what: str, num_bytes: int, limits: AdapterLimits) -> Reason:
+    return Reason(
+        "extra_too_long",
+        f"{what} takes {num_bytes} bytes; this server accepts at most {limits.max_text_bytes}",
+    )
 
 
 def _refuse_added_tokens(table: object, limits: AdapterLimits) -> Iterable[Reason]:
-    """Saved tokenizers list the base's own special tokens too, so only ids beyond its vocabulary are news."""
+    """Saved tokenizers repeat the base's own special tokens, so only ids beyond its vocabulary are added ones."""
     if limits.vocab_size is None or not isinstance(table, dict):
         return
     beyond = [key for key in table if _token_id(key) >= limits.vocab_size]

@@ -1,24 +1,26 @@
-"""JSON from untrusted files: an object whose keys are unique, with no NaN, at most as long as its caller
-allows.
+"""Reads JSON objects from untrusted files: unique keys, no NaN, no lone surrogates, and a bound on their length.
 
-Python's reader keeps the last of two equal keys and accepts NaN, so that two programs can read two different
-things out of one file. Here both are errors.
+Python's own reader keeps the last of two equal keys, so two programs could read one file differently. It also accepts
+NaN and lone surrogates, which later fail wherever the value is written as JSON or UTF-8. Here each is an error.
 """
 
 import json
+import re
 from typing import NoReturn
+
+# Every surrogate, alone or in a pair, is written as such an escape: UTF-8 cannot encode it.
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_object(raw: bytes | memoryview, *, source: str, max_bytes: int) -> dict[str, object]:
-    """The JSON object in `raw`. Raises ValueError, with `source` named in the message, if it is not exactly
-    one.
-    """
+    """The JSON object in `raw`. Raises ValueError, naming `source`, if `raw` holds anything else."""
     if len(raw) > max_bytes:
         raise ValueError(f"{source} is {len(raw)} bytes long; at most {max_bytes} are accepted")
     try:
-        value = json.loads(
-            bytes(raw).decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant
-        )
+        text = bytes(raw).decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        if _SURROGATE_ESCAPE.search(text):
+            _refuse_lone_surrogates(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is not valid JSON: {error or 'nested too deeply'}") from None
     if not isinstance(value, dict):
@@ -37,3 +39,12 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _refuse_lone_surrogates(value: object) -> None:
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        lone, before = ord(text[error.start]), text[max(0, error.start - 40) : error.start]
+        raise ValueError(f"it holds the lone surrogate U+{lone:04X} after {before!r}; remove it") from None

@@ -125,7 +125,15 @@ class ModelCatalog:
         else:
             record = await asyncio.to_thread(self._find_version, key.tenant, wanted, user)
         extras = record.details.extras
-        own = read_generation_defaults(extras.generation_config)
+        try:
+            own = read_generation_defaults(extras.generation_config)
+        except ValueError as error:
+            # It was accepted by a release that checked less.
+            raise BadRequest(
+                f"The generation_config.json of `{record.label}` is refused: {error}. Upload the adapter again without "
+                "that value.",
+                "model",
+            ) from None
         return ServedModel(
             name, record.version, record.label, extras.chat_template, own.over(self._base.defaults)
         )
@@ -320,7 +328,7 @@ class ModelCatalog:
         check_adapter_name(name)
 
     async def _check_extras(self, adapter: CheckedAdapter) -> None:
-        reasons = refuse_unhonoured(adapter.extras.generation_config)
+        reasons = refuse_unhonoured(adapter.extras.generation_config, self._client.info.vocab_size)
         if adapter.extras.chat_template is not None:
             reasons += await self._templates.check(adapter.extras.chat_template)
         if reasons:

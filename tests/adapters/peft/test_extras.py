@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from slora_adapters.errors import AdapterInvalid
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.peft.peft_directory import parse_adapter
@@ -21,7 +22,11 @@ def test_texts_beside_the_weights_are_kept_as_they_are() -> None:
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ m }}", [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "{{ m }}"}]],
+    [
+        "{{ m }}",
+        [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "{{ m }}"}],
+        [{"name": ["unhashable"], "template": "x"}, {"name": "default", "template": "{{ m }}"}],
+    ],
 )
 def test_the_template_of_a_tokenizer_config_is_found(template: object) -> None:
     assert (
@@ -47,6 +52,9 @@ def test_a_template_file_wins_over_the_tokenizer_config() -> None:
             "added_tokens",
         ),
         ({"added_tokens_dot_json": '{"<new>": 64}'}, "added_tokens"),
+        ({"tokenizer_config_dot_json": '{"chat_template": "{{ m }}\\ud800"}'}, "extra_malformed"),
+        ({"tokenizer_config_dot_json": '{"a": [{"b": ["\\uDFFF"]}]}'}, "extra_malformed"),
+        ({"generation_config_dot_json": '{"stop_strings": ["\\ud800"]}'}, "extra_malformed"),
     ],
 )
 def test_texts_that_are_too_long_broken_or_add_tokens_are_refused(files: dict[str, str], code: str) -> None:
@@ -64,3 +72,12 @@ def test_the_bases_own_special_tokens_are_no_news() -> None:
 def test_a_template_that_is_not_text_is_refused() -> None:
     members = make_members() | {"chat_template.jinja": b"\xff\xfe"}
     assert reason_codes(members) == ["extra_malformed"]
+
+
+def test_a_lone_surrogate_is_refused_with_its_file_and_a_pair_of_them_is_accepted() -> None:
+    """Found in an upload whose template answered every request with a 500."""
+    lone = make_members(tokenizer_config_dot_json='{"chat_template": "a\\ud83d"}')
+    with pytest.raises(AdapterInvalid, match=r"tokenizer_config.json .*lone surrogate U\+D83D"):
+        parse_adapter({name: memoryview(raw) for name, raw in lone.items()}, SHAPE, AdapterLimits())
+    paired = '{"chat_template": "a\\ud83d\\ude00"}'
+    assert _extras(tokenizer_config_dot_json=paired).chat_template == "a\U0001f600"

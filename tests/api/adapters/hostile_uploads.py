@@ -229,7 +229,7 @@ def _tensor_files(make: Maker) -> dict[str, Hostile]:
         "a header that is not UTF-8": (make.file(b'{"\xff": 1}'), "'utf-8' codec can't decode byte 0xff"),
         "a header with a lone surrogate": (
             make.file({**header, "\ud800": header[q]}),
-            "ud800' overlaps",
+            "the header is not valid JSON: it holds the lone surrogate U+D800",
         ),
         "a header with a byte order mark": (
             make.file(b"\xef\xbb\xbf" + json.dumps(header).encode()),
@@ -617,6 +617,11 @@ def _texts(make: Maker) -> dict[str, Hostile]:
             "generation_config.json is not valid JSON: NaN",
             "extra_malformed",
         ),
+        "a tokenizer with a lone surrogate in its chat template": (
+            {"tokenizer_config_dot_json": '{"chat_template": "x\\ud800"}'},
+            "tokenizer_config.json is not valid JSON: it holds the lone surrogate U+D800",
+            "extra_malformed",
+        ),
         "a tokenizer with added tokens": (
             {"tokenizer_config_dot_json": json.dumps(token)},
             "adds 1 tokens (id 999)",
@@ -639,9 +644,10 @@ def _outsiders(make: Maker) -> dict[str, Hostile]:
         scale: save({name: tensor * np.float32(scale) for name, tensor in make.tensors.items()})
         for scale in (1e-15, 1e18)
     }
-    template, sampling = (
+    template, sampling, stop_token = (
         {"chat_template_dot_jinja": "{% for"},
         {"generation_config_dot_json": '{"num_beams": 4}'},
+        {"generation_config_dot_json": '{"eos_token_id": 18446744073709551616}'},
     )
     return {
         "a chat template that is none": _files(
@@ -649,6 +655,11 @@ def _outsiders(make: Maker) -> dict[str, Hostile]:
         ),
         "sampling that is not honoured": _files(
             make.members(**sampling), "sets num_beams to 4", "generation_config_unsupported"
+        ),
+        "a stop token beyond 64 bits": _files(
+            make.members(**stop_token),
+            "eos_token_id is 18446744073709551616; the model's token ids are 0 to",
+            "generation_config_malformed",
         ),
         "numbers too small to matter": _files(
             make.members(weights=scaled[1e-15]),

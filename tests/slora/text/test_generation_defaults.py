@@ -60,7 +60,20 @@ def test_a_setting_that_is_not_honoured_is_refused_by_name(field: str, value: An
     "text",
     ["{", "[]", '{"temperature": "hot"}', '{"temperature": 9}', '{"top_p": 0}', '{"top_k": -1}', '{"top_k": 1.5}',
      '{"min_p": 2}', '{"repetition_penalty": 0}', '{"min_new_tokens": -1}',
-     '{"eos_token_id": "x"}', '{"eos_token_id": [-4]}', '{"max_new_tokens": true}'],
+     '{"eos_token_id": "x"}', '{"eos_token_id": [-4]}', '{"max_new_tokens": true}',
+     # Values that no engine message, float or UTF-8 text can carry: such an adapter failed every request with a 500.
+     '{"eos_token_id": 18446744073709551616}', '{"eos_token_id": [1, 64]}', '{"top_k": 18446744073709551616}',
+     '{"max_new_tokens": 18446744073709551616}', '{"min_new_tokens": 18446744073709551616}',
+     '{"temperature": 1' + "0" * 400 + "}", '{"temperature": 1e999}', '{"stop_strings": ["a\\ud800"]}'],
 )  # fmt: skip
 def test_values_that_no_request_could_send_are_refused(text: str) -> None:
-    assert [reason.code for reason in refuse_unhonoured(text)] == ["generation_config_malformed"]
+    reasons = refuse_unhonoured(text, vocab_size=64)
+    assert [reason.code for reason in reasons] == ["generation_config_malformed"]
+    assert len(reasons[0].message) < 300, "a message does not repeat a whole file"
+
+
+def test_a_refusal_names_the_field_the_value_and_the_limit() -> None:
+    (reason,) = refuse_unhonoured('{"eos_token_id": [1, 64]}', vocab_size=64)
+    assert "eos_token_id" in reason.message and "64" in reason.message and "0 to 63" in reason.message
+    (reason,) = refuse_unhonoured('{"stop_strings": "a\\ud800"}')
+    assert "stop_strings" in reason.message and "U+D800" in reason.message
