@@ -69,6 +69,11 @@ class Tokenizer:
         """What chat templates may use by name, such as bos_token."""
         return self._special_tokens
 
+    @property
+    def added_token_ids(self) -> frozenset[int]:
+        """Ids beside the plain vocabulary: end of text, roles, padding and reserved ids."""
+        return frozenset(self._fast.get_added_tokens_decoder())
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """add_special_tokens: what tokenizer.json puts around a text (a BOS, mostly); off for a rendered chat.
 

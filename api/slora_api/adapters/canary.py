@@ -1,12 +1,14 @@
-"""Runs a new adapter once, before anybody can call it: what it answers must be numbers, and not what the base answers.
+"""Runs a new adapter once, before any request can use it. Its answer must be finite and must differ from the base's.
 
-An ordinary request to the engine with the adapter, and one without, over a short fixed prompt; what is compared are the
-log-probabilities of its tokens and of the likeliest ones in each place. The requests are a tenant's of our own, whom
-nobody is charged for and who has his turn like any other, so that a busy server delays an upload but no upload more
-than some twenty tokens of somebody else's time.
+The canary sends the engine one request with the adapter and one without, over the same short prompt. It compares the
+log-probabilities of the prompt's tokens and of the most likely tokens at each position. Both requests belong to a
+tenant of the server's own, which is never charged. They are scheduled like any others, so a busy server delays an
+upload, and an upload costs other tenants about twenty tokens.
 
-Where batches are rounded differently (on GPUs), two runs of the base model differ in the last places; there an adapter
-that changes less passes. One whose factors are zero was refused before, by its numbers.
+The prompt is made of token ids rather than of text, because a vocabulary need not contain any given text.
+
+On GPUs the rounding depends on the batch, so two runs of the base model may differ in the last digits. There an adapter
+with a smaller effect passes. An adapter whose factors are zero was refused before, by its numbers.
 """
 
 import asyncio
@@ -24,31 +26,30 @@ from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.version import AdapterVersion
 from slora_api.errors import InspectionFailed
 
-__all__ = ["CANARY_TENANT", "Canary"]
+__all__ = ["CANARY_TENANT", "Canary", "choose_prompt"]
 
-# No tenant's name has a colon.
+# A tenant's name cannot contain a colon.
 CANARY_TENANT = "slora:canary"
-_TEXT = "The quick brown fox jumps over the lazy dog, and then? 1 + 2 = 3."
-# Together less than the 16 of a block of the default size, so that nothing of it stays in the prefix cache.
-_TEXT_TOKENS = 10
+# Fewer than the 16 tokens of a default block, so that the prefix cache keeps nothing of the prompt.
+_PROMPT_TOKENS = 10
 _TIMEOUT_S = 120.0
 
 
 class Canary:
-    """Tries out adapters on the engine of `client`."""
+    """Tries out adapters on the engine of `client`. timeout_s: for both requests together."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, timeout_s: float = _TIMEOUT_S) -> None:
         self._client = client
-        self._prompt = tokenizer.encode(_TEXT)[:_TEXT_TOKENS]
+        self._tokenizer = tokenizer
         self._timeout_s = timeout_s
 
     async def try_out(self, version: AdapterVersion, embedded_tokens: Sequence[int]) -> float:
-        """By how much it changes a log-probability, at most. embedded_tokens: some whose embedding it changes.
+        """The largest change of a log-probability. embedded_tokens: some tokens whose embedding the adapter changes.
 
-        Raises AdapterInvalid if its answer is no number or is the base model's, InspectionFailed if none comes, and
-        what the engine raises when it is not there or can't load it.
+        Raises AdapterInvalid if the answer is not finite or equals the base's, InspectionFailed if none arrives in
+        time, and the engine's own errors if it is unavailable or cannot load the adapter.
         """
-        prompt = [*self._prompt, *embedded_tokens]
+        prompt = [*choose_prompt(self._tokenizer, self._client.info.vocab_size), *embedded_tokens]
         try:
             async with asyncio.timeout(self._timeout_s):
                 base = await self._score(None, prompt)
@@ -64,7 +65,7 @@ class Canary:
                 f"the adapter has no effect: on a prompt of {len(prompt)} tokens none of {len(own)} log-probabilities "
                 "differs from the base model's; save it after training",
             )
-        # The last place's own token may be another, whose log-probability says nothing about the other's.
+        # The two runs may sample different last tokens, whose log-probabilities cannot be compared.
         return max(abs(own[key] - base[key]) for key in own.keys() & base.keys())
 
     async def _score_adapter(self, version: AdapterVersion, prompt: list[int]) -> "_Scores":
@@ -77,7 +78,7 @@ class Canary:
         except RequestFailed as error:
             raise _refused("not_finite", f"the adapter breaks the model's arithmetic: {error}") from None
         if not all(map(math.isfinite, scores.values())):
-            raise _refused("not_finite", "the adapter makes log-probabilities that are NaN or infinite")
+            raise _refused("not_finite", "the adapter causes log-probabilities that are NaN or infinite")
         return scores
 
     async def _score(self, version: AdapterVersion | None, prompt: list[int]) -> "_Scores":
@@ -92,15 +93,28 @@ class Canary:
         return dict(_list_scores(entries))
 
 
-# (place, token) -> its log-probability; the place's own token has the number -1.
+def choose_prompt(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    """At most ten token ids, spread evenly over the model's vocabulary; the same ones each time.
+
+    Added tokens are left out where possible, because many have embeddings that were never trained.
+    """
+    limit, added = min(vocab_size, tokenizer.vocab_size), tokenizer.added_token_ids
+    starts = (limit * position // _PROMPT_TOKENS for position in range(_PROMPT_TOKENS))
+    plain = (
+        next((token_id for token_id in range(start, limit) if token_id not in added), 0) for start in starts
+    )
+    return list(dict.fromkeys(plain))
+
+
+# (position, token id) -> its log-probability; -1 stands for the token at that position.
 _Scores = dict[tuple[int, int], float]
 
 
 def _list_scores(entries: Sequence[TokenLogprobs | None]) -> Iterator[tuple[tuple[int, int], float]]:
-    for place, entry in enumerate(entries):
+    for position, entry in enumerate(entries):
         if entry is not None:
-            yield (place, -1), entry.logprob
-            yield from (((place, token), logprob) for token, logprob in entry.top)
+            yield (position, -1), entry.logprob
+            yield from (((position, token_id), logprob) for token_id, logprob in entry.top)
 
 
 def _refused(code: str, message: str) -> AdapterInvalid:

@@ -9,19 +9,22 @@ import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import models
 
 from slora.errors import AdapterFetchFailed, DeadlineMissed, EngineUnavailable, RequestFailed, RequestRefused
 from slora.models.model_spec import read_model_spec
 from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
+from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.version import AdapterVersion
-from slora_api.adapters.canary import CANARY_TENANT, Canary
+from slora_api.adapters.canary import CANARY_TENANT, Canary, choose_prompt
 from slora_api.errors import InspectionFailed
 from tests.adapters.hand_made import make_config, make_members, make_tensors
 from tests.api.adapters.hostile_uploads import as_parts
 from tests.api.conftest import Kit
 from tests.api.platform import Platform, running_platform
-from tests.api.scripted_engine import ScriptedEngine, byte_tokenizer, deltas_of, trial_of
+from tests.api.scripted_engine import EOS, ScriptedEngine, byte_tokenizer, deltas_of, trial_of
 from tests.api.served import CHARACTERS, Served, write_adapter
 
 OTHER = make_members(tensors=make_tensors(seed=4))
@@ -175,6 +178,37 @@ def test_tokens_whose_embedding_it_changes_are_tried_too() -> None:
     with pytest.raises(AdapterInvalid, match="on a prompt of 12 tokens"):
         asyncio.run(canary.try_out(AdapterVersion("t", "0" * 64), (200, 201)))
     assert [request.prompt_token_ids[-2:] for request in seen] == [[200, 201]] * 2
+
+
+def test_a_vocabulary_without_any_ascii_is_tried_out_too() -> None:
+    """Found with such a model: the prompt was a text, which had no tokens, and each upload was a 400."""
+    prompts: list[list[int]] = []
+
+    def look(request: EngineRequest) -> Trial:
+        prompts.append(request.prompt_token_ids)
+        return trial_of(request)
+
+    words = {chr(0x4E00 + number): number for number in range(40)}
+    fast = FastTokenizer(models.WordLevel(words))
+    fast.add_special_tokens(["<s>", "</s>"])
+    canary = Canary(ScriptedEngine(canary=look), Tokenizer(fast, {}, None))
+    assert asyncio.run(canary.try_out(AdapterVersion("t", "0" * 64), ())) > 0
+    assert len(prompts) == 2 and prompts[0] == prompts[1]
+    assert len(prompts[0]) == 10 and set(prompts[0]) <= set(range(40))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 257, 300])
+def test_the_prompt_is_of_plain_tokens_of_the_model_and_always_the_same(vocab_size: int) -> None:
+    prompt = choose_prompt(byte_tokenizer(), vocab_size)
+    assert 1 <= len(prompt) <= 10 and len(set(prompt)) == len(prompt)
+    assert set(prompt) <= set(range(min(vocab_size, EOS)))
+    assert choose_prompt(byte_tokenizer(), vocab_size) == prompt
+
+
+def test_a_vocabulary_of_nothing_but_added_tokens_still_gives_a_prompt() -> None:
+    fast = FastTokenizer(models.WordLevel({}))
+    fast.add_special_tokens(["<s>", "</s>"])
+    assert choose_prompt(Tokenizer(fast, {}, None), 2) == [0]
 
 
 def test_an_adapter_of_the_embeddings_of_a_few_rare_tokens_has_an_effect(server: Served, kit: Kit) -> None:
