@@ -1,9 +1,10 @@
 """Copies of the base model's embedding or head inside an adapter: accepted if they are the base's own numbers.
 
-PEFT saves both matrices beside an adapter that targets either (`save_embedding_layers="auto"`), trained or not. When
-it loads the adapter, they take the place of the base's: where they differ, the adapter was trained on another base,
-or with tokens added, and would need a matrix of its own. So they are compared with the checkpoint, in the dtype that
-they were saved in, and then have served their purpose: they are neither part of the digest nor stored.
+PEFT saves both modules beside an adapter that targets either (`save_embedding_layers="auto"`), trained or not; a head
+such as Phi's or CTRL's comes with its bias. When PEFT loads the adapter, the copies replace the base's. Where they
+differ, the adapter was trained on another base or with tokens added, and would need a matrix of its own. So each copy
+is compared with the checkpoint, in the dtype that it was saved in. Afterwards it is neither part of the digest nor
+stored.
 """
 
 import json
@@ -32,57 +33,64 @@ def find_copies(tensors: Mapping[str, StoredTensor], shape: ModelShape) -> froze
     return frozenset(name for name in tensors if parse_copy_name(name, shape) is not None)
 
 
-def refuse_other_matrices(
+def refuse_other_copies(
     copies: Iterable[StoredTensor], shape: ModelShape, base_directory: Path | None
 ) -> Iterable[Reason]:
-    """A reason for each copy that is not the matrix in the base's checkpoint, or cannot be compared with it."""
+    """A reason for each copy that is not the parameter in the base's checkpoint, or cannot be compared with it."""
     for tensor in copies:
         why = _compare(tensor, shape, base_directory)
         if why is not None:
-            yield Reason("embeddings", f"tensor {tensor.name[:120]!r} {why}")
+            code = "bias" if _is_bias(tensor.name) else "embeddings"
+            yield Reason(code, f"tensor {tensor.name[:120]!r} {why}")
+
+
+def _is_bias(name: str) -> bool:
+    return name.endswith(".bias")
 
 
 def _compare(tensor: StoredTensor, shape: ModelShape, base_directory: Path | None) -> str | None:
-    path = parse_copy_name(tensor.name, shape)
-    if path is None or base_directory is None:
-        return "holds a whole matrix, which cannot be compared with the base model's here"
-    if tensor.shape != (shape.vocab_size, shape.hidden_size):
+    name = parse_copy_name(tensor.name, shape)
+    if name is None or base_directory is None:
+        return "holds a whole parameter, which cannot be compared with the base model's here"
+    expected = (shape.vocab_size,) if _is_bias(name) else (shape.vocab_size, shape.hidden_size)
+    if tensor.shape != expected:
         return (
-            f"has shape {list(tensor.shape)}, the base model's is {[shape.vocab_size, shape.hidden_size]}; "
+            f"has shape {list(tensor.shape)}, the base model's is {list(expected)}; "
             "adapters with resized embeddings are not served"
         )
     try:
-        own = _read_base(base_directory, path, shape)
+        own = _read_base(base_directory, name, expected, shape)
     except (OSError, ValueError, KeyError) as error:
         return f"cannot be compared with the base model's: {error}"
-    if not _equal(tensor, own):
-        return (
-            "differs from the base model's: the adapter was trained with another embedding matrix, which would have to "
-            "be served in place of the base's, or it belongs to another base"
-        )
-    return None
+    if _equal(tensor, own):
+        return None
+    if _is_bias(name):
+        return "differs from the base model's: a trained bias is not supported, or the adapter belongs to another base"
+    return (
+        "differs from the base model's: the adapter was trained with another embedding matrix, which would have to be "
+        "served in place of the base's, or it belongs to another base"
+    )
 
 
-def _read_base(directory: Path, path: str, shape: ModelShape) -> StoredTensor:
-    """The matrix of the embedding or the head. Raises ValueError if the checkpoint does not hold it."""
+def _read_base(directory: Path, name: str, expected: tuple[int, ...], shape: ModelShape) -> StoredTensor:
+    """A parameter of the embedding or the head. Raises ValueError if the checkpoint does not hold it."""
     found: dict[str, StoredTensor] = {}
     for file in _list_files(directory):
-        found |= read_shaped(map_file(file), (shape.vocab_size, shape.hidden_size))
-    embedding, head = _pick(found, shape.embedding_path), _pick(found, shape.head_path)
-    if path == shape.head_path:
-        # Some heads are saved under a name of old; one that is not there at all is tied to the embedding.
+        found |= read_shaped(map_file(file), expected)
+    own = _pick(found, name)
+    if name == f"{shape.head_path}.weight":
+        # Some heads are saved under an old name; one that is not there at all is tied to the embedding.
+        embedding = _pick(found, f"{shape.embedding_path}.weight")
         others = [matrix for matrix in found.values() if matrix is not embedding]
-        own = head or (others[0] if len(others) == 1 else embedding)
-    else:
-        own = embedding
+        own = own or (others[0] if len(others) == 1 else embedding)
     if own is None:
-        raise ValueError(f"{directory} has no tensor {path}.weight {[shape.vocab_size, shape.hidden_size]}")
+        raise ValueError(f"{directory} has no tensor {name} {list(expected)}")
     return own
 
 
-def _pick(found: Mapping[str, StoredTensor], path: str) -> StoredTensor | None:
+def _pick(found: Mapping[str, StoredTensor], name: str) -> StoredTensor | None:
     """Some checkpoints, GPT-2's among them, begin names behind the first dot: what a class without a head saves."""
-    return found.get(f"{path}.weight") or found.get(f"{path.partition('.')[2]}.weight")
+    return found.get(name) or found.get(name.partition(".")[2])
 
 
 def _list_files(directory: Path) -> Iterable[Path]:

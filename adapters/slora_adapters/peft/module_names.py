@@ -16,7 +16,7 @@ _LINEAR_FACTOR = re.compile(rf"{_PREFIX}(?P<path>.+)\.lora_(?P<factor>[AB])(?:\.
 _EMBEDDING_FACTOR = re.compile(
     rf"{_PREFIX}(?P<path>.+)\.lora_embedding_(?P<factor>[AB])(?:\.default)?", re.DOTALL
 )
-_COPY = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:\.base_layer)?\.weight", re.DOTALL)
+_COPY = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:\.base_layer)?\.(?P<parameter>weight|bias)", re.DOTALL)
 
 
 def parse_factor_name(tensor_name: str, shape: ModelShape) -> tuple[ModuleId, str] | None:
@@ -30,13 +30,13 @@ def parse_factor_name(tensor_name: str, shape: ModelShape) -> tuple[ModuleId, st
 
 
 def parse_copy_name(tensor_name: str, shape: ModelShape) -> str | None:
-    """The path of the embedding or the head if the tensor is called like the whole matrix of one, else None."""
+    """The base's parameter if the tensor is called like a whole one of the embedding or the head, else None."""
     match = _COPY.fullmatch(tensor_name)
-    return (
-        match["path"]
-        if match is not None and match["path"] in (shape.embedding_path, shape.head_path)
-        else None
-    )
+    if match is None:
+        return None
+    parameter = f"{match['path']}.{match['parameter']}"
+    heads = (f"{shape.head_path}.weight", f"{shape.head_path}.bias")
+    return parameter if parameter in (f"{shape.embedding_path}.weight", *heads) else None
 
 
 @cache

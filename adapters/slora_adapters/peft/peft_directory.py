@@ -10,7 +10,7 @@ from pathlib import Path
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound, Reason
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.adapter import Adapter, AdapterExtras
-from slora_adapters.peft.base_embeddings import find_copies, refuse_other_matrices
+from slora_adapters.peft.base_embeddings import find_copies, refuse_other_copies
 from slora_adapters.peft.digest import adapter_digest
 from slora_adapters.peft.extras import EXTRA_NAMES, read_extras
 from slora_adapters.peft.file_mapping import map_file
@@ -81,7 +81,7 @@ def _assemble(
     pairs, pair_reasons = validate(config, own, shape, limits)
     reasons += pair_reasons
     reasons += check_values(own.values(), limits)
-    reasons += refuse_other_matrices((tensors[name] for name in sorted(copies)), shape, limits.base_directory)
+    reasons += refuse_other_copies((tensors[name] for name in sorted(copies)), shape, limits.base_directory)
     if reasons:
         raise _invalid(reasons)
     return Adapter(

@@ -35,10 +35,10 @@ def read(directory: Path, base: Path | None) -> Adapter:
     return read_adapter(directory, SHAPE, AdapterLimits(base_directory=base))
 
 
-def refusal(directory: Path, base: Path | None) -> str:
+def refusal(directory: Path, base: Path | None, code: str = "embeddings") -> str:
     with pytest.raises(AdapterInvalid) as caught:
         read(directory, base)
-    assert {reason.code for reason in caught.value.reasons} == {"embeddings"}
+    assert {reason.code for reason in caught.value.reasons} == {code}
     return str(caught.value)
 
 
@@ -130,6 +130,44 @@ def test_resized_embeddings_are_refused_with_both_shapes(tmp_path: Path, base: P
     tensors[HEAD] = StoredTensor(HEAD, "F32", tensors[HEAD].values[:-2])
     rewrite(tmp_path, tensors)
     assert "shape [62, 48], the base model's is [64, 48]" in refusal(tmp_path, base)
+
+
+HEAD_BIAS = "base_model.model.lm_head.base_layer.bias"
+
+
+def with_biased_head(tmp_path: Path) -> tuple[Path, torch.Tensor]:
+    """A base whose head has a bias, as Phi's and CTRL's, and an adapter on that head with the copies in it."""
+    model = base_model()
+    model.lm_head = torch.nn.Linear(SHAPE.hidden_size, SHAPE.vocab_size)
+    (tmp_path / "base").mkdir()
+    save_file(model.state_dict(), tmp_path / "base" / "model.safetensors")
+    make_adapter(tmp_path, r=2, target_modules=["lm_head"])
+    copies = {HEAD: model.lm_head.weight, HEAD_BIAS: model.lm_head.bias}
+    rewrite(tmp_path, {**tensors_of(tmp_path), **{name: store(name, copy) for name, copy in copies.items()}})
+    return tmp_path / "base", model.lm_head.bias.detach()
+
+
+def test_a_copy_of_the_head_s_own_bias_is_accepted(tmp_path: Path, base: Path) -> None:
+    """Born from a bug: PEFT saves it beside any adapter on such a head, and it was refused as a trained bias."""
+    biased, _ = with_biased_head(tmp_path)
+    adapter = read(tmp_path, biased)
+    assert adapter.has_copies and adapter.target_modules == ("lm_head",)
+
+
+def test_a_trained_bias_of_the_head_is_refused(tmp_path: Path, base: Path) -> None:
+    biased, bias = with_biased_head(tmp_path)
+    trained = bias.clone()
+    trained[-1] += 1e-6
+    rewrite(tmp_path, {**tensors_of(tmp_path), HEAD_BIAS: store(HEAD_BIAS, trained)})
+    assert "a trained bias is not supported" in refusal(tmp_path, biased, "bias")
+    rewrite(tmp_path, {**tensors_of(tmp_path), HEAD_BIAS: store(HEAD_BIAS, bias[:-1])})
+    assert "shape [63], the base model's is [64]" in refusal(tmp_path, biased, "bias")
+
+
+def test_a_bias_is_refused_where_the_base_has_none(tmp_path: Path, base: Path) -> None:
+    make_adapter(tmp_path, r=2, target_modules=["lm_head"])
+    rewrite(tmp_path, {**tensors_of(tmp_path), HEAD_BIAS: store(HEAD_BIAS, torch.zeros(SHAPE.vocab_size))})
+    assert "has no tensor lm_head.bias [64]" in refusal(tmp_path, base, "bias")
 
 
 def test_copies_are_refused_where_there_is_nothing_to_compare_them_with(tmp_path: Path) -> None:

@@ -48,9 +48,9 @@ def test_parity_holds_in_chunks_and_when_pages_are_short(
     assert verdict.equal, verdict
 
 
-@pytest.mark.parametrize("model", ["olmo2", "granite", "opt"])
+@pytest.mark.parametrize("model", ["olmo2", "granite", "opt", "phi"])
 def test_adapters_reach_the_embedding_and_the_head(tmp_path: Path, model: str) -> None:
-    """Untied, with scaled logits, and tied."""
+    """Untied, with scaled logits, tied, and with a bias of the head that PEFT saves beside the adapter."""
     names = ["embed_tokens"] if model == "opt" else ["embed_tokens", "lm_head"]
     kinds = {
         "embedding": {"r": 6, "lora_alpha": 12, "target_modules": names[:1]},
