@@ -33,9 +33,10 @@ from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.adapter import Adapter, AdapterExtras
+from slora_adapters.peft.directory_state import DirectoryState
 from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.hub_snapshot import download
-from slora_adapters.peft.peft_directory import TENSORS_NAME, assemble_adapter, read_adapter
+from slora_adapters.peft.peft_directory import assemble_adapter, read_adapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
@@ -58,6 +59,9 @@ Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 AdapterLike = LoraAdapter | AdapterPath
 Adapters = AdapterLike | Sequence[AdapterLike | None] | None
+
+# What an adapter is known by: its directory, resolved, or itself.
+_Place = Path | TensorAdapter
 
 _TENANT = "local"
 # What a completion without max_tokens gets, here as over HTTP; an answer in a chat may fill the context.
@@ -98,8 +102,8 @@ class Intake:
         self._tokenizer = Tokenizer.from_directory(config.model) if has_tokenizer else None
         self._base = _Served(None, None, read_model_defaults(config.model))
         self.max_model_len = self.model.max_positions
-        self._served: dict[tuple[Path, int] | TensorAdapter, _Served] = {}
-        self._gates: dict[tuple[Path, int] | TensorAdapter | HubReference, Lock] = {}
+        self._served: dict[_Place, tuple[_Served, DirectoryState | None]] = {}
+        self._gates: dict[_Place | HubReference, Lock] = {}
         # What a branch of the hub meant when it was first asked for, it means from then on.
         self._downloaded: dict[HubReference, Path] = {}
         self._num_forgotten = 0
@@ -116,7 +120,7 @@ class Intake:
 
         Raises RequestRefused naming what can't be served, AdapterInvalid or AdapterNotFound.
         """
-        served = [self._find(one) for one in _spread(adapters, len(prompts), "adapters")]
+        served = self._find_all(_spread(adapters, len(prompts), "adapters"))
         token_ids = [self._encode(prompt, index) for index, prompt in enumerate(prompts)]
         return self._answers(token_ids, served, params, _COMPLETION_TOKENS)
 
@@ -127,7 +131,7 @@ class Intake:
         adapters: Adapters,
     ) -> list[Answer]:
         """The same for conversations, through the adapter's chat template or else the model's."""
-        served = [self._find(one) for one in _spread(adapters, len(conversations), "adapters")]
+        served = self._find_all(_spread(adapters, len(conversations), "adapters"))
         tokenizer = self._need_tokenizer("a chat needs a tokenizer with a chat template", "messages")
         token_ids = []
         for index, (messages, one) in enumerate(zip(conversations, served, strict=True)):
@@ -196,24 +200,39 @@ class Intake:
                 if directory is None:
                     return None
                 content = directory
-            served = self._served.get(_key(content))
-            if served is None:
+            known = self._served.get(_place(content))
+            if known is None:
                 return None
-            self._served = {k: v for k, v in self._served.items() if v.version != served.version}
-            self._gates = {key: gate for key, gate in self._gates.items() if key in self._served}
+            version = known[0].version
+            self._served = {
+                place: entry for place, entry in self._served.items() if entry[0].version != version
+            }
+            self._gates = {place: gate for place, gate in self._gates.items() if place in self._served}
             self._num_forgotten += 1
-            return served.version
+            return version
+
+    def _find_all(self, adapters: Sequence[AdapterLike | None]) -> list[_Served]:
+        """Looks at each adapter once, so that all prompts of a call that name it get the same version."""
+        found = {adapter: self._find(adapter) for adapter in dict.fromkeys(adapters)}
+        return [found[adapter] for adapter in adapters]
 
     def _find(self, adapter: AdapterLike | None) -> _Served:
-        """Reads and validates an adapter when it is first asked for, and again when its file was written anew."""
+        """Reads and validates an adapter when it is first named, and again when a file of its directory has changed."""
         if adapter is None:
             return self._base
         named = _named(adapter)
         content = self._download(named.content) if isinstance(named.content, HubReference) else named.content
-        key = _key(content)
-        with self._gate(key):  # read once, however many ask; those who ask for others do not wait
-            served = self._served.get(key) or self._add(key, content)
+        place = _place(content)
+        with self._gate(place):  # requests for the same adapter read it once; other adapters do not wait
+            state = DirectoryState.take(place) if isinstance(place, Path) else None
+            served = self._find_known(place, state) or self._add(place, state)
         return replace(served, weight=named.weight)
+
+    def _find_known(self, place: _Place, state: DirectoryState | None) -> _Served | None:
+        """None if the directory may have changed since it was read. Tensors in memory have no state and never change."""
+        served, known = self._served.get(place, (None, None))
+        is_current = known is None or (state is not None and state.proves_unchanged(known))
+        return served if is_current else None
 
     def _download(self, reference: HubReference) -> Path:
         with self._gate(reference):
@@ -222,14 +241,15 @@ class Intake:
                 directory = self._downloaded[reference] = download(reference).directory
         return directory
 
-    def _gate(self, key: tuple[Path, int] | TensorAdapter | HubReference) -> Lock:
+    def _gate(self, place: _Place | HubReference) -> Lock:
         with self._lock:
-            return self._gates.setdefault(key, Lock())
+            return self._gates.setdefault(place, Lock())
 
-    def _add(self, key: tuple[Path, int] | TensorAdapter, content: Path | TensorAdapter) -> _Served:
+    def _add(self, place: _Place, state: DirectoryState | None) -> _Served:
+        """`state`: the directory's, taken before now."""
         number = self._num_forgotten
-        adapter = read_content(content, self.source.shape, self.source.limits)
-        directory = content.resolve() if isinstance(content, Path) else None
+        adapter = read_content(place, self.source.shape, self.source.limits)
+        directory = place if isinstance(place, Path) else None
         # The engine may forget later than we do: what is added from now on is another version, even of equal weights.
         version = self.source.hold(adapter, directory, f"{_TENANT}/{number}")
         own = read_generation_defaults(adapter.extras.generation_config)
@@ -238,7 +258,7 @@ class Intake:
             if (
                 number == self._num_forgotten
             ):  # else it may just have been forgotten: the next one reads it anew
-                self._served[key] = served
+                self._served[place] = served, state
         return served
 
 
@@ -310,9 +330,5 @@ def _named(adapter: AdapterLike) -> LoraAdapter:
     return adapter if isinstance(adapter, LoraAdapter) else LoraAdapter(adapter)
 
 
-def _key(content: Path | TensorAdapter) -> tuple[Path, int] | TensorAdapter:
-    """A directory by when its weights were written, in nanoseconds; 0 without any, which reading them will explain."""
-    if isinstance(content, TensorAdapter):
-        return content
-    path = content.resolve() / TENSORS_NAME
-    return path, path.stat().st_mtime_ns if path.is_file() else 0
+def _place(content: Path | TensorAdapter) -> _Place:
+    return content.resolve() if isinstance(content, Path) else content

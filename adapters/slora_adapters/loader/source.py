@@ -101,7 +101,7 @@ class DirectorySource:
         self.dtype = dtype
         self.limits = limits or AdapterLimits(served_dtype=dtype)
         self._notify = notify
-        self._directories: dict[AdapterVersion, Path] = {}
+        self._directories: dict[AdapterVersion, tuple[Path, ...]] = {}
         self._packed: dict[AdapterVersion, PackedAdapter] = {}
         self._in_flight: set[AdapterVersion] = set()
         self._done: deque[Fetched | FetchFailed] = deque()
@@ -124,10 +124,14 @@ class DirectorySource:
     def hold(
         self, adapter: Adapter, directory: Path | str | None = None, tenant: str = "local"
     ) -> AdapterVersion:
-        """Makes a validated adapter fetchable: from its directory, or without one from a packed copy kept here."""
+        """Makes a validated adapter fetchable: from its directory, or without one from a packed copy kept here.
+
+        Of several directories with the same weights, those that still hold them serve the version.
+        """
         version = AdapterVersion(tenant, adapter.digest)
         if directory is not None:
-            self._directories[version] = Path(directory)
+            others = tuple(one for one in self._directories.get(version, ()) if one != Path(directory))
+            self._directories[version] = (Path(directory), *others)
         elif version not in self._packed:
             self._packed[version] = pack(adapter, self.shape, self.dtype)
         return version
@@ -173,13 +177,19 @@ class DirectorySource:
         self._notify()
 
     def _load(self, version: AdapterVersion, since: float) -> Fetched | FetchFailed:
-        packed, directory = self._packed.get(version), self._directories.get(version)
+        packed = self._packed.get(version)
         if packed is not None:
             return Fetched(version, packed)
-        if directory is None:
-            return FetchFailed(
-                version, "not_found", f"adapter {version.digest[:12]} was never added, or was deleted"
-            )
+        result: Fetched | FetchFailed = FetchFailed(
+            version, "not_found", f"adapter {version.digest[:12]} was never added, or was deleted"
+        )
+        for directory in self._directories.get(version, ()):
+            result = self._read(version, directory, since)
+            if isinstance(result, Fetched):
+                break
+        return result
+
+    def _read(self, version: AdapterVersion, directory: Path, since: float) -> Fetched | FetchFailed:
         try:
             adapter = read_adapter(directory, self.shape, self.limits)
         except (AdapterNotFound, FileNotFoundError):

@@ -67,6 +67,19 @@ def test_weights_changed_after_they_were_added_are_never_served(
     assert _fetch(source, version).code == "corrupt"
 
 
+def test_another_directory_with_the_same_weights_serves_a_version_when_one_has_changed(
+    source: DirectorySource, tmp_path: Path
+) -> None:
+    """Born from a bug: only the directory that was added last was read."""
+    directories = [tmp_path / "one", tmp_path / "other"]
+    versions = {source.add(write_directory(directory, make_members())) for directory in directories}
+    [version] = versions
+    for directory in directories:
+        write_directory(directory, make_members(tensors=make_tensors(seed=1)))
+        assert isinstance(_fetch(source, version), Fetched)
+        write_directory(directory, make_members())
+
+
 def test_an_invalid_adapter_is_refused_when_it_is_added(source: DirectorySource, tmp_path: Path) -> None:
     with pytest.raises(AdapterInvalid):
         source.add(write_directory(tmp_path, {"adapter_config.json": b"{}"}))

@@ -1,3 +1,5 @@
+import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +10,7 @@ import pytest
 
 from slora import LLM, SamplingParams
 from slora.errors import ConfigError, RequestRefused
+from slora.llm import intake
 from slora.request import FinishReason
 from slora.sampling_params import choice_seed
 from slora.text.tokenizer import Tokenizer
@@ -218,6 +221,58 @@ def test_an_adapter_that_is_trained_further_in_its_directory_is_read_anew(
     for path in kit.adapters["rslora"].iterdir():
         shutil.copy(path, tmp_path / "own")
     assert llm.generate("fox", GREEDY, tmp_path / "own") == expected[1:]
+
+
+def set_alpha(directory: Path, alpha: int) -> None:
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": alpha}))
+
+
+def test_an_adapter_is_read_anew_when_only_its_config_was_written(
+    llm: LLM, kit: ModelKit, tmp_path: Path
+) -> None:
+    """Born from a bug: only the time of the weights was looked at, so another alpha changed nothing."""
+    shutil.copytree(kit.adapters["odd_rank"], tmp_path / "own")
+    set_alpha(tmp_path / "own", 4)
+    before = llm.generate("fox", GREEDY, tmp_path / "own")
+    set_alpha(tmp_path / "own", 40)
+    after = llm.generate("fox", GREEDY, tmp_path / "own")
+    shutil.copytree(tmp_path / "own", tmp_path / "new")
+    assert after == llm.generate("fox", GREEDY, tmp_path / "new") != before
+
+
+@pytest.mark.parametrize("how", ["in place", "renamed"])
+def test_an_adapter_is_read_anew_when_its_weights_keep_their_time(
+    llm: LLM, kit: ModelKit, tmp_path: Path, how: str
+) -> None:
+    """Born from a bug: weights of the same size and the same time of writing were taken for the same weights."""
+    own = tmp_path / "own"
+    shutil.copytree(kit.adapters["odd_rank"], own)
+    weights = own / "adapter_model.safetensors"
+    llm.generate("fox", GREEDY, own)
+    written = weights.stat().st_mtime_ns
+    raw = bytearray(weights.read_bytes())
+    body = 8 + int.from_bytes(raw[:8], "little")
+    raw[body:] = np.frombuffer(raw[body:], "<f4")[::-1].tobytes()
+    target = weights if how == "in place" else own / "next"
+    target.write_bytes(raw)
+    os.utime(target, ns=(written, written))
+    target.replace(weights)
+    after = llm.generate("fox", GREEDY, own)
+    shutil.copytree(own, tmp_path / "new")
+    assert after == llm.generate("fox", GREEDY, tmp_path / "new")
+    assert after != llm.generate("fox", GREEDY, kit.adapters["odd_rank"])
+
+
+def test_prompts_of_one_call_that_name_the_same_adapter_get_the_same_version(
+    llm: LLM, kit: ModelKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(kit.adapters["odd_rank"], tmp_path / "own")
+    reads = []
+    read = intake.read_content
+    monkeypatch.setattr(intake, "read_content", lambda *about: reads.append(about[0]) or read(*about))
+    llm.generate(["fox"] * 5, GREEDY, [tmp_path / "own", None, tmp_path / "own", tmp_path / "own", None])
+    assert reads == [tmp_path / "own"]
 
 
 def test_logprobs_come_for_each_token_when_asked_for(llm: LLM) -> None:

@@ -1,0 +1,47 @@
+"""Tells whether an adapter's directory still holds the files that were read from it, without reading them again."""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from slora_adapters.peft.peft_directory import MEMBER_NAMES
+
+__all__ = ["DirectoryState"]
+
+# A file system stamps changes with a clock that is slower than its writes: a second on the coarsest. Two writes within
+# one tick look alike, so a file that has only just changed proves nothing.
+_TICK_NS = 2_000_000_000
+
+# Device, inode, size, time of the last write, time of the last change to the inode. The last one cannot be set back.
+_FileState = tuple[int, int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryState:
+    """The state of every file that changes what an adapter answers. Take it before the files are read."""
+
+    files: tuple[_FileState | None, ...]
+    taken_ns: int
+
+    @classmethod
+    def take(cls, directory: Path) -> Self:
+        taken_ns = time.time_ns()
+        return cls(tuple(_file_state(directory / name) for name in MEMBER_NAMES), taken_ns)
+
+    def proves_unchanged(self, earlier: "DirectoryState") -> bool:
+        """Whether no file has changed since the earlier state was taken; False also where that is not certain."""
+        return self.files == earlier.files and earlier._is_settled()
+
+    def _is_settled(self) -> bool:
+        newest_ns = max((state[-1] for state in self.files if state is not None), default=0)
+        return newest_ns + _TICK_NS < self.taken_ns
+
+
+def _file_state(path: Path) -> _FileState | None:
+    try:
+        found = os.stat(path)
+    except OSError:  # reading the directory tells why
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
