@@ -229,7 +229,7 @@ class Intake:
         return replace(served, weight=named.weight)
 
     def _find_known(self, place: _Place, state: DirectoryState | None) -> _Served | None:
-        """None if the directory may have changed since it was read. Tensors in memory have no state and never change."""
+        """None if the directory may have changed since then. Tensors in memory never change and have no state."""
         served, known = self._served.get(place, (None, None))
         is_current = known is None or (state is not None and state.proves_unchanged(known))
         return served if is_current else None
