@@ -22,13 +22,14 @@ from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
 from slora.surrogate import refuse_surrogate
 from slora.text.answer import Answer
+from slora.text.chat_template import compile_chat_template
 from slora.text.generation_defaults import (
     GenerationDefaults,
     read_generation_defaults,
     read_model_defaults,
     refuse_unhonoured,
 )
-from slora.text.tokenizer import Tokenizer, compile_chat_template
+from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.source import DirectorySource

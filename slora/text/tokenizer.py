@@ -6,18 +6,14 @@ with the same names that transformers offers them (they come from checkpoints an
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from slora.errors import ConfigError, RequestRefused
+from slora.text.chat_template import compile_chat_template
 from slora.text.incremental_decoder import DecoderChain, IncrementalDecoder
 
 # What the Python under a template may raise: "{0}".format() an IndexError, a macro that calls itself a RecursionError.
@@ -137,52 +133,6 @@ class Tokenizer:
         except _TEMPLATE_FAILURES as error:
             raise RequestRefused(f"the chat template refuses these messages: {error}", "messages") from error
         return rendered
-
-
-class _GenerationMark(Extension):
-    """`{% generation %}` ... `{% endgeneration %}` marks for training what a model said; here it is just its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja's own way of saying it)
-
-    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@lru_cache(maxsize=64)
-def compile_chat_template(source: str) -> jinja2.Template:
-    """Kept, because a long template takes milliseconds to compile and a fraction of one to render.
-
-    Raises jinja2.TemplateSyntaxError for a template that does not parse.
-    """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationMark]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(source)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes HTML, which a prompt must not have."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
 
 
 def _read_config(path: Path) -> dict[str, Any]:

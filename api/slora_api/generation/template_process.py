@@ -17,7 +17,7 @@ from typing import Any
 
 import jinja2
 
-from slora.text.tokenizer import compile_chat_template
+from slora.text.chat_template import compile_chat_template
 
 __all__ = ["MAX_RENDERED_CHARS", "main"]
 
