@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol, cast, runtime_checkable
 
 import torch
@@ -36,6 +37,12 @@ class ReferenceModel(Model, Protocol):
 
     def reference_logits(self, token_ids: list[int]) -> Tensor:
         """float32 [vocab_size]: what follows `token_ids`."""
+
+    def lengths(self) -> dict[str, int]:
+        """Tokens at which its arithmetic may change (windows, chunks, floors), by the config's field."""
+
+    def shortened(self, longest: int, short: int) -> AbstractContextManager[None]:
+        """While it lasts, each of `lengths` above `longest` is `short`."""
 
 
 # What `load_model` is: for whoever makes a model's weights instead of reading them.

@@ -131,6 +131,10 @@ def _ask_tree(directory: Path) -> ModelSpec:
             f"{directory}: reading the model's module tree took more than {_TREE_TIMEOUT_S} s"
         ) from error
     if answer.returncode != 0:
-        reason = answer.stdout.strip() if answer.returncode == REFUSED else answer.stderr.strip()
-        raise ConfigError(reason or f"{directory}: slora.models.model_tree ended with {answer.returncode}")
+        if answer.returncode == REFUSED and answer.stdout.strip():
+            raise ConfigError(answer.stdout.strip())
+        last_line = (answer.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        raise ConfigError(
+            f"{directory}: the program that reads the model's module tree ended with {answer.returncode}: {last_line}"
+        )
     return ModelSpec.from_plain(json.loads(answer.stdout))

@@ -21,6 +21,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
+    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
@@ -30,15 +31,23 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from slora.errors import ConfigError
+from slora.models.attention_masks import MaskRecord, describe_mask_difference
+from slora.models.batch_index_trace import BatchIndexTrace
 from slora.models.config_fields import read_json_object
+from slora.models.config_lengths import find_lengths
 from slora.models.model_config import read_eos_token_ids
 from slora.models.model_spec import REFUSED, ModelSpec
 from slora_kernels.layout import LinearShape, ModelShape
 
-__all__ = ["AttentionCall", "ModelTree", "find_tree", "read_spec"]
+__all__ = ["AttentionCall", "ModelTree", "find_tree", "ignore_padding", "read_spec"]
 
 _ATTENTION = "slora_probe"
-_TOKENS = 5
+_MASKED_ATTENTION = "slora_mask_probe"
+# No size of a model is likely to be the same number.
+_TOKENS = 13
+_MOST_ERROR_CHARS = 300
+# Fields by which models divide without a check of their own.
+_COUNTS = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads")
 # Rotary embeddings whose angles depend on a position alone. `dynamic` and `longrope` change with the length of the
 # longest sequence in the batch, which is not ours to let one request do to another.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -70,11 +79,12 @@ class ModelTree:
 
 
 class _Record:
-    """Takes down one forward pass: attention calls in order, and which linears saw all tokens exactly once."""
+    """One forward pass: attention calls in order, and which linears projected all tokens exactly once."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
         self.linear_calls: dict[str, list[tuple[int, ...]]] = {}
+        self.indices = BatchIndexTrace(_TOKENS)
         self._names: dict[int, str] = {}
 
     def watch(self, model: PreTrainedModel) -> None:
@@ -83,7 +93,7 @@ class _Record:
             self._names[id(module)] = name
             if isinstance(module, nn.Linear | Conv1D):
                 module.register_forward_hook(
-                    lambda _, inputs, __, name=name: self.note_linear(name, inputs[0])
+                    lambda _, inputs, output, name=name: self.note_linear(name, inputs[0], output)
                 )
 
     def attend(
@@ -100,16 +110,43 @@ class _Record:
     ) -> tuple[Tensor, None]:
         name = self._names.get(id(module), type(module).__name__)
         _refuse_attention(name, module, query, key, value, attention_mask, others)
+        if any(map(self.indices.reaches, (query, key, value))):
+            raise ConfigError(
+                f"{name}: paged attention can't serve it, because its queries, keys or values depend on the index of a "
+                "token in the batch, where the position in its sequence belongs"
+            )
         _, num_heads, num_tokens, head_dim = query.shape
         self.calls.append(AttentionCall(name, num_heads, key.shape[1], head_dim, sliding_window or None))
         return query.new_empty(1, num_tokens, num_heads, head_dim), None
 
-    def note_linear(self, name: str, x: Tensor) -> None:
-        self.linear_calls.setdefault(name, []).append(tuple(x.shape[:-1]))
+    def note_linear(self, name: str, x: Tensor, output: object) -> None:
+        """A subclass of a linear may return something else than the product, as PhiMoE's router does."""
+        is_product = isinstance(output, Tensor) and output.shape[:-1] == x.shape[:-1]
+        self.linear_calls.setdefault(name, []).append(tuple(x.shape[:-1]) if is_product else ())
 
     def adaptable(self, name: str) -> bool:
         """Whether LoRA beside it is one product over the step's tokens; a mixture's expert sees only some of them."""
         return self.linear_calls.get(name) in ([(1, _TOKENS)], [(_TOKENS,)])
+
+
+class _Masks:
+    """One forward pass as transformers' plain attention would run it: the mask that each layer is given, in order."""
+
+    def __init__(self) -> None:
+        self.record = MaskRecord()
+        self.given: list[Tensor | None] = []
+
+    def attend(
+        self,
+        _: nn.Module,
+        query: Tensor,
+        __: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **___: Any,
+    ) -> tuple[Tensor, None]:
+        self.given.append(attention_mask)
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
 def read_spec(directory: Path) -> ModelSpec:
@@ -121,7 +158,7 @@ def read_spec(directory: Path) -> ModelSpec:
     first = tree.calls[0]
     return ModelSpec(
         family=str(config.model_type),
-        max_positions=_max_positions(config, directory),
+        max_positions=_size(config, "max_position_embeddings", directory),
         window_of_layer=tuple(call.window for call in tree.calls),
         rope_switch=None,
         dtype=str(dtype).removeprefix("torch."),
@@ -131,8 +168,8 @@ def read_spec(directory: Path) -> ModelSpec:
             num_heads=first.num_heads,
             num_kv_heads=first.num_kv_heads,
             head_dim=first.head_dim,
-            hidden_size=int(config.hidden_size),
-            vocab_size=int(config.vocab_size),
+            hidden_size=_size(config, "hidden_size", directory),
+            vocab_size=_size(config, "vocab_size", directory),
             element_bytes=4,
             linears=tree.linears,
             groups=tuple((linear,) for linear in range(len(tree.linears))),
@@ -151,9 +188,14 @@ def read_config(directory: Path) -> PreTrainedConfig:
         raise ConfigError(f"no model at {directory}: there is no {path.name}")
     try:
         config = AutoConfig.from_pretrained(directory)
-    except (ValueError, KeyError, OSError, TypeError) as error:
-        raise ConfigError(f"{path}: transformers can't read it: {str(error).splitlines()[0]}") from error
-    text = config.get_text_config()
+        text = config.get_text_config()
+    except Exception as error:
+        # Config classes validate themselves, with errors of many types that name the field.
+        raise ConfigError(f"{path}: transformers can't read it: {_one_line(error)}") from error
+    for name in _COUNTS:
+        if getattr(text, name, None) is not None:
+            _size(text, name, directory)
+    _refuse_uneven_heads(text, path)
     for name, kind in _rope_types(text):
         if kind not in _ROPE_TYPES:
             raise ConfigError(
@@ -177,12 +219,13 @@ def find_tree(config: PreTrainedConfig, directory: Path) -> ModelTree:
     model = _build(config, directory)
     record.watch(model)
     try:
-        _run(model)
+        with record.indices:
+            _run(model)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{_title(config, directory)} can't be run with paged attention: {error}"
+            f"{_title(config, directory)} can't be run with paged attention: {_one_line(error)}"
         ) from error
     layers_path = _layers_path(model, record.calls, _title(config, directory))
     linears = tuple(_linears(model, layers_path, len(record.calls), record))
@@ -190,6 +233,7 @@ def find_tree(config: PreTrainedConfig, directory: Path) -> ModelTree:
         raise ConfigError(
             f"{_title(config, directory)} has no linear in its layers that an adapter could change"
         )
+    _refuse_masks(model, record.calls, config, directory)
     return ModelTree(
         calls=tuple(record.calls),
         layers_path=layers_path,
@@ -206,24 +250,57 @@ def _build(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=_ATTENTION, dtype=torch.bfloat16
             )
-    except (ValueError, KeyError, ImportError) as error:
+    except Exception as error:
         raise ConfigError(
-            f"{_title(config, directory)} has no form in transformers {_version()} that takes an attention function: "
-            f"{error}"
+            f"{_title(config, directory)} can't be built with paged attention by transformers {_version()}: "
+            f"{_one_line(error)}"
         ) from error
-    # Or each call would read the token ids back to warn of padding, which there is none of.
-    model.config.pad_token_id = None
+    ignore_padding(model)
     return model.eval()
 
 
 @torch.inference_mode()
 def _run(model: PreTrainedModel) -> None:
     tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    positions = torch.arange(_TOKENS, device="meta")[None]
+    positions = torch.zeros_like(tokens)
     rows = torch.zeros(2, dtype=torch.int64, device="meta")
     logits = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=rows).logits
     if logits.shape[1] != 2:
         raise ConfigError(f"{type(model).__name__} can't be asked for the logits of some tokens only")
+
+
+def _refuse_masks(
+    model: PreTrainedModel, calls: list[AttentionCall], config: PreTrainedConfig, directory: Path
+) -> None:
+    """Raises ConfigError for a layer whose mask is not the one that its attention call describes."""
+    masks = _Masks()
+    AttentionInterface.register(_MASKED_ATTENTION, masks.attend)
+    AttentionMaskInterface.register(_MASKED_ATTENTION, masks.record.make)
+    model.set_attn_implementation(_MASKED_ATTENTION)
+    try:
+        with torch.inference_mode():
+            tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+            # Told that nothing is padding, or transformers reads the positions to look for packed sequences.
+            model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+    except Exception as error:
+        raise ConfigError(
+            f"{_title(config, directory)} can't be run to read its attention masks: {_one_line(error)}"
+        ) from error
+    lengths = find_lengths(config).values()
+    max_positions = _size(config, "max_position_embeddings", directory)
+    for call, mask in zip(calls, masks.given, strict=True):
+        function = None if mask is None else masks.record.function_of(mask)
+        if function is None:
+            what = (
+                "is given no mask by the model" if mask is None else "is given a mask that the model changed"
+            )
+            raise ConfigError(f"{call.module}: paged attention can't serve it, because it {what}")
+        try:
+            difference = describe_mask_difference(function, call.window, lengths, max_positions)
+        except Exception as error:
+            difference = f"its mask can't be read: {error}"
+        if difference is not None:
+            raise ConfigError(f"{call.module}: paged attention can't serve it, because {difference}")
 
 
 def _refuse_attention(
@@ -291,6 +368,12 @@ def linear_shape(module: nn.Module, path: str) -> LinearShape | None:
     return None
 
 
+def ignore_padding(model: PreTrainedModel) -> None:
+    """There is no padding in a step; without this, some models read the token ids back in each one to look for it."""
+    # Some config classes refuse null when the attribute is set as usual.
+    vars(model.config)["pad_token_id"] = None
+
+
 def _path_of(model: PreTrainedModel, wanted: nn.Module) -> str:
     return next(str(name) for name, module in model.named_modules() if module is wanted)
 
@@ -304,13 +387,25 @@ def _rope_types(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
             yield f"rope_type of {name}", str(table["rope_type"])
 
 
-def _max_positions(config: PreTrainedConfig, directory: Path) -> int:
-    value = getattr(config, "max_position_embeddings", None)
-    if not isinstance(value, int) or value < 1:
+def _refuse_uneven_heads(config: PreTrainedConfig, path: Path) -> None:
+    num_heads, num_kv_heads = (
+        getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")
+    )
+    if num_heads is not None and num_kv_heads is not None and num_heads % num_kv_heads:
         raise ConfigError(
-            f"{directory / 'config.json'}: max_position_embeddings is {value!r}; give a positive number"
+            f"{path}: num_key_value_heads is {num_kv_heads}; num_attention_heads {num_heads} must be a multiple of it"
         )
+
+
+def _size(config: PreTrainedConfig, name: str, directory: Path) -> int:
+    value = getattr(config, name, None)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{directory / 'config.json'}: {name} is {value!r}; give a positive number")
     return value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:_MOST_ERROR_CHARS] or type(error).__name__
 
 
 def _title(config: PreTrainedConfig, directory: Path) -> str:

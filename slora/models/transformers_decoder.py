@@ -3,11 +3,11 @@
 The flat tokens of a step go through the model as one row with explicit positions. Its attention modules call
 `_attend_paged` in place of theirs, and hooks beside its linears add the adapters' part, so the module tree stays as
 transformers built it. Slower than our own decoder (nothing is fused, every linear shrinks for itself), and true to
-any architecture whose tokens meet in attention alone; `check_against_eager` proves that for the model at hand.
+any architecture whose tokens meet in attention alone; `slora.models.model_proof` proves that for the model at hand.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from slora.device.page_memory import PageMemory
 from slora.device.step_batch import StepBatch
 from slora.errors import ConfigError
+from slora.models.config_lengths import find_lengths, shortened
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model_spec import ModelSpec
+from slora.models.model_tree import ignore_padding
 from slora_kernels.batch import AttentionRule, AttentionStep
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
@@ -205,6 +207,12 @@ class TransformersDecoder:
             self._model.set_attn_implementation(_ATTENTION)
         return logits[0, -1].float()
 
+    def lengths(self) -> dict[str, int]:
+        return find_lengths(self._model.config)
+
+    def shortened(self, longest: int, short: int) -> AbstractContextManager[None]:
+        return shortened(self._model, longest, short)
+
     @contextmanager
     def _without_layers(self) -> Iterator[None]:
         parent_path, _, name = self.spec.sizes.layers_path.rpartition(".")
@@ -263,8 +271,8 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, attn_implementation=_ATTENTION, use_safetensors=True
         )
-    except (ValueError, OSError, RuntimeError) as error:
+    except Exception as error:
+        # The model's code is transformers' own and may raise anything.
         raise ConfigError(f"transformers can't load {directory}: {error}") from error
-    # Or each step would read the token ids back to warn of padding, which there is none of.
-    model.config.pad_token_id = None
+    ignore_padding(model)
     return model.to(device).eval()

@@ -17,7 +17,7 @@ from slora.kv_footprint import KVFootprint
 from slora.models.decoder import Decoder
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model import LoadModel, ReferenceModel, load_model
-from slora.models.model_check import check_model
+from slora.models.model_proof import prove_model
 from slora.models.model_spec import ModelSpec
 from slora.pool.tenant import Tenant
 from slora.request import EngineRequest
@@ -67,7 +67,7 @@ class Runner:
         _warm_up(self.kernels, self._geometry)
         self.full_page_bytes = shape.num_layers * _page_bytes(shape, config)
         if isinstance(self._model, ReferenceModel):
-            check_model(self._model, model, self._geometry, self.kernels, self.device)
+            prove_model(self._model, model, self._geometry, self.kernels, self.device)
         self.num_slots = _MAX_SLOTS
         largest = lay_out_adapter(shape, [config.max_lora_rank] * shape.num_modules)
         self._max_adapter_pages = -(-largest.num_bytes // self.full_page_bytes)

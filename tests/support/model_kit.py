@@ -37,7 +37,7 @@ class ModelKit:
 
 def kinds_for(model: str) -> Mapping[str, dict[str, object]]:
     """One adapter of each kind, by fields of LoraConfig, with the names that the model's linears have."""
-    if model == "mixtral":  # of a mixture's linears, those of its attention see every token
+    if model in ("mixtral", "phimoe"):  # of a mixture's linears, those of its attention see every token
         return {"r8_on_q_and_v": KINDS["r8_on_q_and_v"]}
     if model in OTHER_MODELS:
         return WHOLE_KINDS

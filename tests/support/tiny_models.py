@@ -203,6 +203,8 @@ OTHER_MODELS: dict[str, dict[str, object]] = {
     },
     "olmo2": _LLAMA_LIKE,
     "mixtral": {**_LLAMA_LIKE, "num_local_experts": 4, "sliding_window": None},
+    # Its router is a linear that returns a tuple.
+    "phimoe": {**_LLAMA_LIKE, "num_local_experts": 4},
 }
 
 

@@ -1,26 +1,24 @@
 """Models that transformers' own classes compute on our pages: as peft says, or refused with the reason."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from slora import LLM, SamplingParams
 from slora.errors import ConfigError
 from slora.models.model_spec import read_model_spec
-from slora.models.transformers_decoder import TransformersDecoder
 from tests.slora.engine.test_parity import answer, judge, mix
-from tests.support.cpu_kernels import KERNELS
 from tests.support.model_kit import make_kit
 from tests.support.peft_adapters import KINDS
-from tests.support.tiny_models import OTHER_MODELS, write_model
+from tests.support.tiny_models import OTHER_MODELS
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
 # Few enough to be short, each model's page and adapters being of another size.
-NUM_PAGES = {"gpt_bigcode": 60, "mixtral": 9}
+NUM_PAGES = {"gpt_bigcode": 60, "mixtral": 9, "phimoe": 9}
 TINY = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -29,6 +27,15 @@ TINY = {
     "intermediate_size": 48,
     "max_position_embeddings": 64,
     "pad_token_id": None,
+}
+
+
+LLAMA4 = {
+    "head_dim": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 2,
+    "layer_types": ["full_attention", "full_attention"],
 }
 
 
@@ -90,9 +97,32 @@ def save(directory: Path, model_type: str, **fields: Any) -> Path:
     ("model_type", "fields", "reason"),
     [
         ("bloom", {}, "never calls an attention function"),
-        ("falcon", {}, "has no form in transformers"),
+        ("falcon", {}, "can't be built with paged attention by transformers"),
         ("minicpm3", {"num_key_value_heads": 4}, "keys and values differ in width"),
-        ("llama4_text", {"head_dim": 8}, "layer_types has 'chunked_attention'"),
+        ("llama4_text", {"head_dim": 8, "num_key_value_heads": 2}, "layer_types has 'chunked_attention'"),
+        # Born from wrong answers: outside the window, and for all but the first sequence of a batch.
+        (
+            "qwen2_moe",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 50,
+                "max_window_layers": 1,
+                "num_key_value_heads": 2,
+            },
+            r"layers\.0\.self_attn: .* told no window, but the model's own mask hides token 0 from token 50",
+        ),
+        (
+            "phimoe",
+            {"sliding_window": 40, "num_key_value_heads": 2},
+            "told no window, but the model's own mask hides token 0 from token 40",
+        ),
+        (
+            "llama4_text",
+            {**LLAMA4, "no_rope_layers": [1, 0]},
+            r"layers\.1\.self_attn: .* depend on the index of a token in the batch",
+        ),
+        ("granite", {"is_causal": False}, "mask shows token 1 to token 0"),
+        ("bart", {}, "depend on the index of a token in the batch"),
         ("recurrent_gemma", {}, "layer_types has"),
         ("bert", {"is_decoder": False}, "it is not causal"),
         (
@@ -110,26 +140,56 @@ def test_what_pages_cannot_serve_truly_is_refused_by_name(
         read_model_spec(directory)
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"model_type": "modernbert-decoder", "pad_token_id": None}, "for field 'pad_token_id'"),
+        ({"model_type": "granite", "layer_types": ["full_attention"]}, "number of `layer_types`"),
+        (
+            {"model_type": "modernbert-decoder", "pad_token_id": 64},
+            "Padding_idx must be within num_embeddings",
+        ),
+        (
+            {"model_type": "glm4_moe_lite", "num_key_value_heads": 3},
+            "num_key_value_heads is 3; num_attention",
+        ),
+        (
+            {"model_type": "glm4_moe_lite", "num_key_value_heads": 0},
+            "num_key_value_heads is 0; give a positive",
+        ),
+        (
+            {"model_type": "granite", "num_attention_heads": 0},
+            "num_attention_heads is 0; give a positive number",
+        ),
+        ({"model_type": "granite", "hidden_size": "32"}, "for field 'hidden_size'"),
+        ({"model_type": "granite", "dtype": "foo"}, "has no attribute 'foo'"),
+        ({"model_type": "granite", "vocab_size": 0}, "vocab_size is 0"),
+        (
+            {"model_type": "granite", "per_layer_config": {"0": {"intermediate_size": 16}}},
+            "'intermediate_size'",
+        ),
+        ({"model_type": "musicgen"}, "Multiple valid text configs"),
+    ],
+)
+def test_a_config_that_transformers_refuses_is_refused_with_its_reason_on_one_line(
+    tmp_path: Path, fields: dict[str, Any], reason: str
+) -> None:
+    """Born from tracebacks of many types."""
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, **fields}))
+    with pytest.raises(ConfigError, match=reason) as refusal:
+        read_model_spec(tmp_path)
+    assert str(tmp_path) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_config_class_that_needs_a_padding_token_is_served(tmp_path: Path) -> None:
+    """Born from a traceback: such a class refuses the null that stands for no padding."""
+    fields = {**TINY, "model_type": "cwm", "num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "pad_token_id": 3, "eos_token_id": 2}))
+    assert read_model_spec(tmp_path).sizes.num_kv_heads == 2
+
+
 def test_a_directory_without_a_known_model_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
     with pytest.raises(ConfigError, match="nonesuch"):
         read_model_spec(tmp_path)
-
-
-def test_a_model_whose_tokens_meet_outside_attention_is_refused_at_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing in its config gives it away: only its answers do."""
-    write_model(tmp_path, "granite", num_hidden_layers=2)
-    place = TransformersDecoder._place_attention
-
-    def place_and_mix(decoder: TransformersDecoder) -> None:
-        def add_the_token_before(_: object, __: object, output: Tensor) -> Tensor:
-            return output + 0.1 * output.roll(1, dims=1)
-
-        place(decoder)
-        decoder._model.get_submodule("model.layers.0.mlp").register_forward_hook(add_the_token_before)
-
-    monkeypatch.setattr(TransformersDecoder, "_place_attention", place_and_mix)
-    with pytest.raises(ConfigError, match="'granite' answers differently through paged attention"):
-        LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22)

@@ -1,0 +1,67 @@
+"""The lengths in tokens that a model of transformers' classes has: windows, chunks, floors.
+
+What a model does to its tokens may change at such a length, so a proof that stays below it proves nothing beyond it.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+__all__ = ["find_lengths", "shortened"]
+
+# What the names of such fields have in common, over the classes of transformers.
+_WORDS = ("window", "chunk", "floor")
+_NO_LENGTHS = ("max_window_layers", "chunk_size_feed_forward")
+
+
+def find_lengths(config: PreTrainedConfig) -> dict[str, int]:
+    """The lengths of the text part, by the field's name."""
+    return dict(_lengths(config.get_text_config()))
+
+
+@contextmanager
+def shortened(model: nn.Module, longest: int, short: int) -> Iterator[None]:
+    """Cuts each length above `longest` to `short`, in the model's configs and in modules that keep it.
+
+    A module keeps a length under a name of its own (`window_size` for `sliding_window`), so attributes are found by
+    what all such names have in common, and by their value.
+    """
+    owners = list(_owners(model))
+    configs = [owner for owner in owners if isinstance(owner, PreTrainedConfig)]
+    lengths = {length for config in configs for _, length in _lengths(config) if length > longest}
+    found = [(owner, name, value) for owner in owners for name, value in _lengths(owner) if value in lengths]
+    for owner, name, _ in found:
+        setattr(owner, name, short)
+    try:
+        yield
+    finally:
+        for owner, name, value in found:
+            setattr(owner, name, value)
+
+
+def _owners(model: nn.Module) -> Iterable[Any]:
+    """The modules of a model and all configs that they refer to, each once."""
+    owners: dict[int, Any] = {}
+    for module in model.modules():
+        owners[id(module)] = module
+        configs = [value for value in vars(module).values() if isinstance(value, PreTrainedConfig)]
+        configs += [config.get_text_config() for config in configs]
+        owners |= {id(config): config for config in configs}
+    return owners.values()
+
+
+def _lengths(owner: object) -> Iterator[tuple[str, int]]:
+    """Attributes whose name and value are those of a length. A length of one token is none."""
+    for name, value in vars(owner).items():
+        if name in _NO_LENGTHS or name.endswith("_pattern") or not any(word in name for word in _WORDS):
+            continue
+        if (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and value > 1
+            and value == int(value)
+        ):
+            yield name, int(value)

@@ -1,0 +1,89 @@
+"""A model of transformers' classes proves itself before it is served, or is refused with the reason."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slora import LLM
+from slora.errors import ConfigError
+from slora.models.transformers_decoder import TransformersDecoder
+from tests.support.cpu_kernels import KERNELS
+from tests.support.tiny_models import write_model
+
+Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]
+
+
+def start(directory: Path, monkeypatch: pytest.MonkeyPatch, hook: Hook) -> None:
+    """Starts the model with `hook` after the first layer's MLP."""
+    place = TransformersDecoder._place_attention
+
+    def place_and_hook(decoder: TransformersDecoder) -> None:
+        place(decoder)
+        decoder._model.get_submodule("model.layers.0.mlp").register_forward_hook(hook)
+
+    monkeypatch.setattr(TransformersDecoder, "_place_attention", place_and_hook)
+    LLM(directory, kernels=KERNELS, pool_bytes=1 << 22)
+
+
+def scale_by_index(index_of: Callable[[int], Tensor]) -> Hook:
+    return lambda _, __, output: output * (1 + 0.5 * index_of(output.shape[1])[:, None])
+
+
+def test_a_model_whose_tokens_meet_outside_attention_is_refused_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing in its config gives it away: only its answers do."""
+    write_model(tmp_path, "granite", num_hidden_layers=2)
+    with pytest.raises(ConfigError, match="'granite' answers differently through paged attention"):
+        start(tmp_path, monkeypatch, lambda _, __, output: output + 0.1 * output.roll(1, dims=1))
+
+
+def test_a_model_that_numbers_the_tokens_of_a_batch_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Born from Llama 4, which answered the second sequence of a batch by the length of the first."""
+    write_model(tmp_path, "granite", num_hidden_layers=2)
+    with pytest.raises(
+        ConfigError, match="differently through paged attention, in chunks beside other prompts"
+    ):
+        start(tmp_path, monkeypatch, scale_by_index(lambda count: torch.arange(count) // 7))
+
+
+@pytest.mark.parametrize("window", [100, 400])
+def test_what_begins_at_a_length_of_the_config_is_proved_beyond_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    """Born from proofs on 41 tokens: what a model did from the window on was not tried. 400 is not crossed as it is."""
+    write_model(tmp_path, "starcoder2", num_hidden_layers=2, sliding_window=window)
+    place = TransformersDecoder._place_attention
+
+    def place_and_scale(decoder: TransformersDecoder) -> None:
+        place(decoder)
+        config = decoder._model.config
+
+        def scale(_: object, __: object, output: Tensor) -> Tensor:
+            return output * (1 + 0.5 * (torch.arange(output.shape[1])[:, None] >= config.sliding_window))
+
+        decoder._model.get_submodule("model.layers.0.mlp").register_forward_hook(scale)
+
+    monkeypatch.setattr(TransformersDecoder, "_place_attention", place_and_scale)
+    condition = " once sliding_window is cut to 11 tokens" if window > 128 else ""
+    with pytest.raises(ConfigError, match=rf"in chunks beside other prompts{condition}: "):
+        LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22)
+
+
+def test_a_model_that_fails_while_it_is_proved_is_refused_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Born from an engine that was restarted for ever."""
+
+    def fail(_: nn.Module, __: tuple[Tensor, ...], ___: Tensor) -> Tensor:
+        raise AttributeError("'tuple' object has no attribute 'view'")
+
+    write_model(tmp_path, "granite", num_hidden_layers=2)
+    reason = "'granite' can't be served, because computing two short prompts failed: AttributeError: 'tuple' object"
+    with pytest.raises(ConfigError, match=reason):
+        start(tmp_path, monkeypatch, fail)
