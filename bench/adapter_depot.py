@@ -92,9 +92,7 @@ class Depot:
             for store in self._stores:
                 store.put(adapter.digest, members)
             packed_bytes = lay_out_adapter(self._shape, adapter.ranks(self._shape)).num_bytes
-            details = AdapterDetails(
-                rank, adapter.target_modules, adapter.tensor_bytes, adapter.extras, packed_bytes
-            )
+            details = AdapterDetails(rank, adapter.target_modules, adapter.tensor_bytes, packed_bytes)
             deposit = Deposit(name, AdapterVersion(tenant, adapter.digest), details)
             self._registry.put(f"{tenant}-{name}", AdapterVersion(_KEEPER, adapter.digest), details)
             self.register(deposit)

@@ -25,7 +25,6 @@ from bench.live_platform import running_redis
 from bench.table import Row
 from bench.workload import ModelSize, make_adapter, write_model
 from slora_adapters.database.database import Database
-from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.adapter_record import AdapterDetails
 from slora_adapters.registry.redis_storage import open_redis_storage
 from slora_adapters.registry.registry import Registry
@@ -122,7 +121,7 @@ def _populate(data_dir: Path, count: int, url: str) -> _Populated:
     first = _digest(0)
     store.put(first, make_adapter(4, torch.bfloat16, _TINY, seed=0))
     members = list(store.root.glob(f"blobs/*/{first}/*"))
-    details = AdapterDetails(4, ("q_proj", "v_proj"), 1 << 20, AdapterExtras(), 1 << 20)
+    details = AdapterDetails(4, ("q_proj", "v_proj"), 1 << 20, 1 << 20)
     place = _Populated(data_dir, url, [f"adapter-{number:05}" for number in range(count)])
     with place.storage() as storage:
         registry = Registry(storage)

@@ -216,7 +216,10 @@ class Settings:
         10_000, "most versions of adapters that one tenant keeps", _whole(1), metavar="N"
     )
     max_adapter_bytes_per_tenant: int = _setting(
-        2**38, "most bytes that the adapters of one tenant take together", byte_size, metavar="SIZE"
+        2**38,
+        "most bytes stored for the adapters of one tenant: weights, chat templates and generation configs",
+        byte_size,
+        metavar="SIZE",
     )
     drain_seconds: float = _setting(
         30.0, "how long requests in progress may take to finish after SIGTERM", _seconds, metavar="SECONDS"

@@ -10,10 +10,11 @@ write: off the event loop, please.
 
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 from slora_adapters.errors import StoreUnavailable
@@ -43,10 +44,16 @@ class Database:
         with self.transaction() as connection:
             self._prepare(connection)
 
-    def migrate(self, component: str, migrations: Sequence[str]) -> None:
+    def migrate(
+        self,
+        component: str,
+        migrations: Sequence[str],
+        functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    ) -> None:
         """Brings a component's tables up to date, all or nothing. Migrations already applied must never change.
 
-        Raises StoreUnavailable if a newer release has applied more migrations than are known here.
+        functions: SQL functions, by name, that the migrations call. Raises StoreUnavailable if a newer release has
+        applied more migrations than are known here.
         """
         with self.transaction() as connection:
             query = "SELECT version FROM schema_versions WHERE component = ?"
@@ -57,6 +64,8 @@ class Database:
                     f"{str(self.path)!r} has version {applied} of {component!r}; this release knows "
                     f"{len(migrations)}: run the newer release, or restore an older copy of the file"
                 )
+            for name, function in functions.items():
+                connection.create_function(name, -1, function, deterministic=True)
             for migration in migrations[applied:]:
                 for statement in _split_statements(migration):
                     connection.execute(statement)

@@ -28,6 +28,8 @@ _NUM_EMBEDDED_TOKENS = 4
 class CheckedAdapter:
     """rank: the greatest of any module. tensor_bytes: as they were uploaded. config: as a store keeps it.
 
+    blob_bytes: what a store keeps in all, the header of the tensor file and the config included.
+
     embedded_tokens: a few whose embedding it changes most; none if it does not adapt the embedding.
 
     tensors: the file of theirs that a store keeps; whoever made it says how long it lies there.
@@ -37,6 +39,7 @@ class CheckedAdapter:
     rank: int
     target_modules: tuple[str, ...]
     tensor_bytes: int
+    blob_bytes: int
     extras: AdapterExtras
     certificate: Certificate
     config: str
@@ -78,6 +81,7 @@ def summarise(
         adapter.max_rank,
         adapter.target_modules,
         adapter.tensor_bytes,
+        len(config) + tensors.stat().st_size,
         adapter.extras,
         certify(adapter, shape, base_name),
         config.decode(),

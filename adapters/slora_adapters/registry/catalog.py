@@ -1,9 +1,9 @@
 """Registry and store together: the order of steps in which an adapter becomes visible, or goes, without a gap.
 
 To publish: reserve the digest, store the blob durably, try it out, then make the version. A failure before the last
-step takes the blob away again, unless somebody else refers to it; a crash leaves one that nobody refers to, which
+step takes the blob away again, unless another version refers to it; a crash leaves one without references, which
 `sweep` finds; a crash after the last step leaves nothing to do. To withdraw: take the versions away first, then drop
-the blobs that nobody else refers to.
+the blobs that no other version refers to.
 
 Only the registry knows who refers to a blob. So each claims the store before it puts anything there, and in a store
 that several have claimed nothing is ever dropped: what this one knows nothing of may be another's.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.peft.checked_adapter import CheckedAdapter
 from slora_adapters.registry.reference import check_adapter_name
-from slora_adapters.registry.registry import AdapterDetails, Publication, Registry, Removal
+from slora_adapters.registry.registry import AdapterDetails, HoldingsCheck, Publication, Registry, Removal
 from slora_adapters.store.store import Store
 from slora_adapters.version import AdapterVersion
 
@@ -56,13 +56,14 @@ class Catalog:
         name: str,
         adapter: CheckedAdapter,
         try_out: Callable[[AdapterVersion], None] = lambda version: None,
+        check: HoldingsCheck = lambda holdings: None,
     ) -> Publication:
         """Stores an adapter that passed every check, as the next version of the tenant's name.
 
-        try_out: called in between, when engines can load it and nobody can ask for it; its error is raised, and the
-        adapter gone again.
+        try_out: called in between, when engines can load the adapter and no request can name it. Its error is raised,
+        and the adapter is deleted again. check: see `Registry.put`.
 
-        When it returns, both are durable. Takes as long, and answers the same, whether or not somebody else has
+        When it returns, both are durable. It takes as long, and answers the same, whether or not another tenant has
         stored these weights before. Raises BadAdapterName, StoreUnavailable.
         """
         check_adapter_name(name)
@@ -71,8 +72,8 @@ class Catalog:
             adapter.rank,
             adapter.target_modules,
             adapter.tensor_bytes,
-            adapter.extras,
             adapter.certificate.pool_bytes,
+            adapter.blob_bytes,
         )
         is_stored = False
         try:
@@ -80,7 +81,9 @@ class Catalog:
                 self.store.put(version.digest, adapter.members)
                 is_stored = True
                 try_out(version)
-                return self.registry.put(name, version, details, reservation)
+                return self.registry.put(
+                    name, version, details, adapter.extras, reservation=reservation, check=check
+                )
         except BaseException:
             # What a failed put left is the store's to clear up, or the sweep's: a store that is out of reach would be
             # waited for with the database locked.

@@ -1,24 +1,34 @@
-"""What a process has looked up of names, so that it need not ask again, and goes on while nobody answers.
+"""A process's cache of what it has looked up of names, which also serves while the storage does not answer.
 
-An answer stays until its name is dropped, because it has changed, or until there are too many. One that is being
-looked up while its name is dropped is not kept: it may be from before.
+An answer stays until its name is dropped, because the name has changed, or until the cache is full. An answer that is
+being looked up while its name is dropped is not kept, because it may be outdated.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import Lock
 
+from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.adapter_record import AdapterRecord, Rollout
 from slora_adapters.registry.registry_storage import NameKey
 
-__all__ = ["NameCache"]
+__all__ = ["Answer", "ExtrasOf", "NameCache", "Target"]
 
-# What a name stands for, by alias or number.
-Answer = AdapterRecord | Rollout
-Target = str | int
+
+@dataclass(frozen=True, slots=True)
+class ExtrasOf:
+    """Asks for the texts of a version of a name."""
+
+    number: int
+
+
+# What is asked of a name, by alias, by number or for a version's texts; and what is answered.
+Answer = AdapterRecord | Rollout | AdapterExtras
+Target = str | int | ExtrasOf
 
 _MAX_BYTES = 64 << 20
-# Of a record without its template and defaults, with its share of everything around it.
+# Of a record or a version's texts without their characters, with its share of everything around it.
 _RECORD_BYTES = 1500
 
 
@@ -41,7 +51,7 @@ class NameCache:
             return answers.get(target)
 
     def look_up(self, key: NameKey, target: Target, find: Callable[[], Answer | None]) -> Answer | None:
-        """What `find` finds, and keeps it. What is not there is not kept: anybody may ask for anything."""
+        """What `find` finds, and keeps it. What is not there is not kept: clients may ask for any name."""
         with self._lock:
             answers = self._names.setdefault(key, {})
         found = None
@@ -79,12 +89,12 @@ class NameCache:
 
 
 def _size(answers: dict[Target, Answer]) -> int:
-    records = (
-        record
-        for answer in answers.values()
-        for record in (answer.records.values() if isinstance(answer, Rollout) else (answer,))
-    )
-    return sum(
-        _RECORD_BYTES + len(extras.chat_template or "") + len(extras.generation_config or "")
-        for extras in (record.details.extras for record in records)
-    )
+    return sum(map(_answer_size, answers.values()))
+
+
+def _answer_size(answer: Answer) -> int:
+    if isinstance(answer, Rollout):
+        return _RECORD_BYTES * len(answer.records)
+    if isinstance(answer, AdapterRecord):
+        return _RECORD_BYTES
+    return _RECORD_BYTES + len(answer.chat_template or "") + len(answer.generation_config or "")

@@ -13,7 +13,8 @@ from slora_adapters.errors import (
     AliasConflict,
     BadAlias,
 )
-from slora_adapters.registry.adapter_record import AdapterDetails, AdapterRecord, Rollout
+from slora_adapters.peft.adapter import AdapterExtras
+from slora_adapters.registry.adapter_record import AdapterDetails, AdapterRecord, ExtrasSummary, Rollout
 from slora_adapters.registry.alias import AliasHistory, AliasState, Targets, check_targets
 from slora_adapters.registry.reference import LATEST, check_alias_name
 from slora_adapters.version import AdapterVersion
@@ -44,7 +45,7 @@ class NamedAdapter:
 
     last_number: of the version that was pushed last, be it deleted. named_at: when the name first was (Unix time).
     records: versions by number, not all: the two newest, those that an alias points at or would after a rollback, and
-    those that were asked for.
+    those that were asked for. new_extras: the texts of versions that this change makes.
     """
 
     tenant: str
@@ -53,9 +54,12 @@ class NamedAdapter:
     last_number: int = 0
     records: dict[int, AdapterRecord] = field(default_factory=dict)
     aliases: dict[str, Alias] = field(default_factory=dict)
+    new_extras: dict[int, AdapterExtras] = field(default_factory=dict)
 
     def copy(self) -> "NamedAdapter":
-        return replace(self, records=dict(self.records), aliases=dict(self.aliases))
+        return replace(
+            self, records=dict(self.records), aliases=dict(self.aliases), new_extras=dict(self.new_extras)
+        )
 
     @property
     def newest(self) -> AdapterRecord | None:
@@ -70,13 +74,13 @@ class NamedAdapter:
         return make_rollout(self._find(alias), alias, self.records)
 
     def push(
-        self, version: AdapterVersion, details: AdapterDetails, now: float
+        self, version: AdapterVersion, details: AdapterDetails, extras: AdapterExtras, now: float
     ) -> tuple[AdapterRecord, bool]:
         """The record of the next version, to which aliases move that follow pushes; and whether it is new: what is the
         newest already, with the same extras, stays that one, and nothing moves.
         """
         newest = self.newest
-        if newest is not None and newest.holds(version, details.extras):
+        if newest is not None and newest.holds(version, extras):
             if details.packed_bytes is not None:
                 # It may have been published by a release that did not keep it.
                 known = replace(newest.details, packed_bytes=details.packed_bytes)
@@ -91,8 +95,11 @@ class NamedAdapter:
         for alias, one in self.aliases.items():
             if one.history.state.follows_pushes:
                 self._set(alias, one.history.move(state), now)
-        record = AdapterRecord(self.name, self.last_number, version, details, now, self.named_at)
+        record = AdapterRecord(
+            self.name, self.last_number, version, details, ExtrasSummary.of(extras), now, self.named_at
+        )
         self.records[record.number] = record
+        self.new_extras[record.number] = extras
         return record, True
 
     def remove(self, number: int | None, now: float, *, force: bool) -> tuple[AdapterRecord, ...]:

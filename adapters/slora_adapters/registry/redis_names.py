@@ -2,17 +2,17 @@
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slora_adapters.peft.adapter import AdapterExtras
-from slora_adapters.registry.adapter_record import AdapterDetails, AdapterRecord
+from slora_adapters.registry.adapter_record import AdapterDetails, AdapterRecord, ExtrasSummary
 from slora_adapters.registry.alias import AliasHistory, decode_states, encode_states
 from slora_adapters.registry.named_adapter import Alias, NamedAdapter
 from slora_adapters.registry.registry_storage import KEPT_CHANGES, NameKey
 from slora_adapters.version import AdapterVersion
 
-__all__ = ["parse_name", "plan_change"]
+__all__ = ["parse_extras", "parse_name", "plan_change"]
 
 
 def plan_change(before: NamedAdapter, after: NamedAdapter, revision: str) -> dict[str, Any]:
@@ -28,12 +28,20 @@ def plan_change(before: NamedAdapter, after: NamedAdapter, revision: str) -> dic
         "named_at": repr(after.named_at),
         "last_number": str(after.last_number),
         "removed": [
-            [str(number), record.version.digest]
+            [str(number), record.version.digest, str(record.extras.num_bytes)]
             for number, record in before.records.items()
             if number not in after.records
         ],
         "added": [
-            [str(number), record.version.digest, str(record.details.num_bytes), _encode_record(record)]
+            [
+                *(
+                    str(number),
+                    record.version.digest,
+                    str(record.details.stored_bytes),
+                    _encode_record(record),
+                ),
+                *(str(record.extras.num_bytes), _encode_extras(record, after.new_extras[number])),
+            ]
             for number, record in after.records.items()
             if number not in before.records
         ],
@@ -56,7 +64,7 @@ def plan_change(before: NamedAdapter, after: NamedAdapter, revision: str) -> dic
 
 
 def _encode_record(record: AdapterRecord) -> str:
-    details, extras = record.details, record.details.extras
+    details, extras = record.details, record.extras
     return json.dumps(
         {
             "digest": record.version.digest,
@@ -65,10 +73,37 @@ def _encode_record(record: AdapterRecord) -> str:
             "target_modules": details.target_modules,
             "num_bytes": details.num_bytes,
             "packed_bytes": details.packed_bytes,
-            "chat_template": extras.chat_template,
-            "generation_config": extras.generation_config,
+            "blob_bytes": details.blob_bytes,
+            "template_bytes": extras.template_bytes,
+            "defaults_bytes": extras.defaults_bytes,
+            "extras_digest": extras.digest,
         }
     )
+
+
+def _encode_extras(record: AdapterRecord, extras: AdapterExtras) -> str:
+    """Empty if there are none."""
+    if not record.extras.digest:
+        return ""
+    return json.dumps([record.extras.digest, extras.chat_template, extras.generation_config])
+
+
+def parse_extras(
+    record: AdapterRecord, raw_extras: bytes | None, raw_record: bytes | None
+) -> AdapterExtras | None:
+    """None if the version was deleted, be it that its name was pushed again since."""
+    if raw_extras is not None:
+        digest, chat_template, generation_config = json.loads(raw_extras)
+        return AdapterExtras(chat_template, generation_config) if digest == record.extras.digest else None
+    inline = None if raw_record is None else _inline_extras(json.loads(raw_record))
+    return inline if inline is not None and ExtrasSummary.of(inline) == record.extras else None
+
+
+def _inline_extras(fields: Mapping[str, Any]) -> AdapterExtras | None:
+    """The texts inside a record, where schema 1 kept them."""
+    if "chat_template" not in fields:
+        return None
+    return AdapterExtras(fields["chat_template"], fields["generation_config"])
 
 
 def _parse_record(key: NameKey, number: int, named_at: float, raw: bytes) -> AdapterRecord:
@@ -78,12 +113,15 @@ def _parse_record(key: NameKey, number: int, named_at: float, raw: bytes) -> Ada
         fields["rank"],
         tuple(fields["target_modules"]),
         fields["num_bytes"],
-        AdapterExtras(fields["chat_template"], fields["generation_config"]),
         fields["packed_bytes"],
+        fields.get("blob_bytes"),
     )
-    return AdapterRecord(
-        name, number, AdapterVersion(tenant, fields["digest"]), details, fields["created_at"], named_at
-    )
+    if (inline := _inline_extras(fields)) is not None:
+        extras = ExtrasSummary.of(inline)
+    else:
+        extras = ExtrasSummary(fields["template_bytes"], fields["defaults_bytes"], fields["extras_digest"])
+    version = AdapterVersion(tenant, fields["digest"])
+    return AdapterRecord(name, number, version, details, extras, fields["created_at"], named_at)
 
 
 def _encode_alias(one: Alias) -> str:

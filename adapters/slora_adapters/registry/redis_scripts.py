@@ -5,13 +5,16 @@ All keys begin with `slora:registry:`, and none of what lasts ever expires:
     schema, id               version of this layout; the registry's name
     names:<tenant>           sorted set of names, for pages
     name:<tenant>/<name>     hash: revision, named_at, last_number, and alias:<alias> (JSON) of each alias
-    versions:<tenant>/<name> hash: number -> version (JSON)
+    versions:<tenant>/<name> hash: number -> version (JSON; schema 1: with the texts of its extras)
+    extras:<tenant>/<name>   hash: number -> digest and texts of its extras (JSON), if it has any
     numbers:<tenant>/<name>  sorted set of the numbers
     weights:<tenant>         hash: digest -> how many versions of the tenant have it
-    sizes:<tenant>           hash: digest -> bytes of its tensors
+    sizes:<tenant>           hash: digest -> bytes of its blob
+    extras_bytes:<tenant>    bytes of all extras of the tenant
+    held:<tenant>            another text whenever a version of the tenant is added
     owners:<digest>          set of the tenants that have it
     reserved:<digest>        sorted set: reservations by when they end
-    dropping:<digest>        <server>/<lease> of whoever drops the blob just now; expires
+    dropping:<digest>        <server>/<lease> of the server that drops the blob just now; expires
     drops:<server>           set of the digests that it may hold leases of
     pins, pins_revision      set of <tenant>/<name>@<alias>; another text whenever something else is pinned
     changes                  stream: the feed
@@ -32,7 +35,7 @@ __all__ = [
     "name_key",
 ]
 
-SCHEMA = 1
+SCHEMA = 2
 PREFIX = "slora:registry:"
 
 
@@ -46,6 +49,8 @@ local P = 'slora:registry:'
 if redis.call('EXISTS', P..'changes') == 0 then redis.call('XADD', P..'changes', '*', 'nonce', ARGV[2]) end
 redis.call('SETNX', P..'schema', ARGV[1])
 redis.call('SETNX', P..'id', ARGV[2])
+-- Schema 2 reads what schema 1 wrote.
+if tonumber(redis.call('GET', P..'schema')) < tonumber(ARGV[1]) then redis.call('SET', P..'schema', ARGV[1]) end
 return redis.call('GET', P..'schema')
 """
 
@@ -99,7 +104,7 @@ for i, ask in ipairs(cjson.decode(ARGV[1])) do answers[i] = read(ask) end
 return answers
 """
 
-# ARGV: what is to be kept, JSON; see `_plan`. Returns {'stale'} if it was made from what is not there any more,
+# ARGV: what is to be kept, JSON; see `plan_change`. Returns {'stale'} if it was made from what is not there any more,
 # {'lost'} if the reservation has run out, else {'kept', digests that the tenant has no version of any more ...}.
 # All is checked before anything is written. What is taken away goes first: a full Redis lets scripts go on that begin
 # so, and refuses the others at their first write.
@@ -108,11 +113,14 @@ local P = 'slora:registry:'
 local plan = cjson.decode(ARGV[1])
 local id = plan.tenant..'/'..plan.name
 local key, versions, numbers = P..'name:'..id, P..'versions:'..id, P..'numbers:'..id
+local extras = P..'extras:'..id
 local names, weights, sizes = P..'names:'..plan.tenant, P..'weights:'..plan.tenant, P..'sizes:'..plan.tenant
+local extras_bytes, held = P..'extras_bytes:'..plan.tenant, P..'held:'..plan.tenant
 if (redis.call('HGET', key, 'revision') or '') ~= plan.revision then return {'stale'} end
 if plan.pins_revision and (redis.call('GET', P..'pins_revision') or '') ~= plan.pins_revision then
   return {'stale'}
 end
+if plan.held and (redis.call('GET', held) or '') ~= plan.held then return {'stale'} end
 if plan.reservation then
   local reserved = P..'reserved:'..plan.reservation[1]
   local ends_at = redis.call('ZSCORE', reserved, plan.reservation[2])
@@ -128,6 +136,7 @@ local answer = {'kept'}
 for _, one in ipairs(plan.removed) do
   local number, digest = one[1], one[2]
   redis.call('HDEL', versions, number)
+  if redis.call('HDEL', extras, number) == 1 then redis.call('DECRBY', extras_bytes, one[3]) end
   redis.call('ZREM', numbers, number)
   if redis.call('HINCRBY', weights, digest, -1) <= 0 then
     redis.call('HDEL', weights, digest)
@@ -148,6 +157,11 @@ end
 for _, one in ipairs(plan.added) do
   local number, digest, num_bytes, record = one[1], one[2], one[3], one[4]
   redis.call('HSET', versions, number, record)
+  redis.call('SET', held, plan.nonce)
+  if one[6] ~= '' then
+    redis.call('HSET', extras, number, one[6])
+    redis.call('INCRBY', extras_bytes, one[5])
+  end
   redis.call('ZADD', numbers, number, number)
   redis.call('HINCRBY', weights, digest, 1)
   redis.call('SADD', P..'owners:'..digest, plan.tenant)

@@ -26,9 +26,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from slora_adapters.errors import StoreUnavailable, TryAgain
+from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.adapter_record import AdapterRecord, Holdings, Rollout
 from slora_adapters.registry.named_adapter import NamedAdapter
-from slora_adapters.registry.redis_names import parse_name, plan_change
+from slora_adapters.registry.redis_names import parse_extras, parse_name, plan_change
 from slora_adapters.registry.redis_scripts import (
     END_LEASE,
     END_LEASES,
@@ -163,12 +164,14 @@ class RedisStorage:
         named = self._read_one(key, newest=-1 if limit is None else limit, below=bound)
         return [named.records[number] for number in sorted(named.records, reverse=True)]
 
-    def holdings(self, tenant: str) -> Holdings:
+    def find_extras(self, key: NameKey, record: AdapterRecord) -> AdapterExtras | None:
+        name, number = "/".join(key), str(record.number)
         with as_unavailable(), self._pipeline() as pipeline:
-            counts, sizes = (
-                pipeline.hvals(name_key("weights", tenant)).hgetall(name_key("sizes", tenant)).execute()
-            )
-        return Holdings(sum(map(int, counts)), {digest.decode(): int(size) for digest, size in sizes.items()})
+            pipeline.hget(name_key("extras", name), number).hget(name_key("versions", name), number)
+            return parse_extras(record, *pipeline.execute())
+
+    def holdings(self, tenant: str, digest: str) -> Holdings:
+        return self._read_holdings(tenant, digest)[0]
 
     def pinned(self) -> Sequence[Rollout]:
         with as_unavailable():
@@ -194,14 +197,29 @@ class RedisStorage:
         key: NameKey,
         wanted: Collection[int] | None,
         edit: Callable[[NamedAdapter], T],
-        reservation: str | None = None,
-        now: float = 0.0,
     ) -> tuple[T, Change]:
         def once() -> tuple[T, Change] | None:
             before, revision = self._load(key, wanted)
             after = before.copy()
             result = edit(after)
-            plan = plan_change(before, after, revision)
+            return self._save(result, plan_change(before, after, revision), before, after)
+
+        return _until_kept(once, key)
+
+    def push(
+        self,
+        key: NameKey,
+        digest: str,
+        edit: Callable[[NamedAdapter, Holdings], T],
+        reservation: str | None = None,
+        now: float = 0.0,
+    ) -> tuple[T, Change]:
+        def once() -> tuple[T, Change] | None:
+            holdings, held = self._read_holdings(key[0], digest)
+            before, revision = self._load(key, ())
+            after = before.copy()
+            result = edit(after, holdings)
+            plan = plan_change(before, after, revision) | {"held": held}
             if reservation is not None:
                 plan |= {"reservation": reservation.split("/"), "now": repr(now)}
             return self._save(result, plan, before, after)
@@ -306,6 +324,18 @@ class RedisStorage:
         }
         return self._read([ask])[0]
 
+    def _read_holdings(self, tenant: str, digest: str) -> tuple[Holdings, str]:
+        """The holdings, and the text by which `SAVE` knows whether they have grown since."""
+        with as_unavailable(), self._pipeline() as pipeline:
+            # First: what grows while the others are read is noticed.
+            pipeline.get(name_key("held", tenant)).hvals(name_key("weights", tenant))
+            pipeline.hvals(name_key("sizes", tenant)).get(name_key("extras_bytes", tenant))
+            pipeline.hget(name_key("sizes", tenant), digest)
+            held, counts, sizes, extras_bytes, own = pipeline.execute()
+        num_bytes = sum(map(int, sizes)) + int(extras_bytes or 0)
+        weights_bytes = None if own is None else int(own)
+        return Holdings(sum(map(int, counts)), num_bytes, weights_bytes), (held or b"").decode()
+
     def _walk(self, tenant: str, start: str, alias: str, limit: int | None) -> Iterator[NamedAdapter]:
         """The tenant's names, sorted, with what `alias` points at. start: as ZRANGEBYLEX takes it."""
         # One more than is wanted, because the first may be the one to go on from.
@@ -333,7 +363,7 @@ class RedisStorage:
     def _save(
         self, result: T, plan: Mapping[str, Any], before: NamedAdapter, after: NamedAdapter
     ) -> tuple[T, Change] | None:
-        """None if somebody else was faster."""
+        """None if another process was faster."""
         with as_unavailable(), self._writer.client() as connection:
             outcome, *digests = self._save_script(args=[json.dumps(plan)], client=connection)
             if outcome == b"stale":

@@ -25,7 +25,9 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from slora_adapters.errors import BadAdapterName, BadAlias, StoreUnavailable
+from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.adapter_record import (
+    NO_EXTRAS,
     AdapterDetails,
     AdapterRecord,
     Holdings,
@@ -34,7 +36,7 @@ from slora_adapters.registry.adapter_record import (
     Rollout,
 )
 from slora_adapters.registry.alias import Targets
-from slora_adapters.registry.name_cache import NameCache
+from slora_adapters.registry.name_cache import Answer, ExtrasOf, NameCache, Target
 from slora_adapters.registry.named_adapter import MAX_ALIASES, NamedAdapter, not_found
 from slora_adapters.registry.reference import AdapterReference, check_adapter_name, parse_reference
 from slora_adapters.registry.registry_storage import (
@@ -56,6 +58,7 @@ __all__ = [
     "Change",
     "Changes",
     "Holdings",
+    "HoldingsCheck",
     "PinCheck",
     "Publication",
     "Registry",
@@ -66,6 +69,9 @@ __all__ = [
 
 T = TypeVar("T")
 PinCheck = Callable[[Rollout, Sequence[Rollout]], None]
+HoldingsCheck = Callable[[Holdings], None]
+# Of one request, while the versions that it finds are deleted.
+_MAX_LOOKUPS = 3
 
 
 class Registry:
@@ -98,6 +104,23 @@ class Registry:
         found = self._find(tenant, _parse(reference))
         return found if isinstance(found, AdapterRecord) else found.choose(user or uuid.uuid4().hex)
 
+    def serve(
+        self, tenant: str, reference: str, user: str | None = None
+    ) -> tuple[AdapterRecord, AdapterExtras]:
+        """The version that a request gets, as `get`, with the texts of its extras. Raises AdapterNotFound."""
+        user = user or uuid.uuid4().hex
+        for _ in range(_MAX_LOOKUPS):
+            found = self._find(tenant, _parse(reference))
+            record = found if isinstance(found, AdapterRecord) else found.choose(user)
+            # With a cache, all that the alias points at: while the storage is away, each user must be answered.
+            wanted = (record,) if self._cache is None else _records(found)
+            texts = {one.number: self._find_extras(tenant, one) for one in wanted}
+            extras = texts[record.number]
+            if extras is not None:
+                return record, extras
+            self.doubt(tenant, reference)  # it was deleted between the two lookups
+        raise not_found(reference)
+
     def rollout(self, tenant: str, reference: str) -> Rollout:
         """A bare name's is that of `latest`. Raises AdapterNotFound, for the number of a version too."""
         wanted = _parse(reference)
@@ -107,14 +130,19 @@ class Registry:
         return found
 
     def is_near(self, tenant: str, reference: str) -> bool:
-        """Whether `get` and `rollout` answer within microseconds, and may be called on an event loop."""
+        """Whether `serve` and `rollout` answer within microseconds, and may be called on an event loop."""
         if self._cache is None or self._cut_off is not None:
             return True
         try:
             wanted = parse_reference(reference)
         except BadAdapterName:
             return True
-        return self._cache.get((tenant, wanted.name), wanted.target) is not None
+        key, cache = (tenant, wanted.name), self._cache
+        found = cache.get(key, wanted.target)
+        return isinstance(found, AdapterRecord | Rollout) and all(
+            not record.extras.digest or cache.get(key, ExtrasOf(record.number)) is not None
+            for record in _records(found)
+        )
 
     def doubt(self, tenant: str, reference: str) -> None:
         """The next lookup of this name asks the storage."""
@@ -151,8 +179,9 @@ class Registry:
         """The version of a name that was pushed last, of those that are there; None if there is no such name."""
         return self._storage.newest((tenant, name))
 
-    def holdings(self, tenant: str) -> Holdings:
-        return self._storage.holdings(tenant)
+    def holdings(self, tenant: str, digest: str) -> Holdings:
+        """digest: of the weights whose share is asked about."""
+        return self._storage.holdings(tenant, digest)
 
     def pinned(self) -> Sequence[Rollout]:
         """All aliases that are pinned, by tenant, name and alias."""
@@ -165,28 +194,46 @@ class Registry:
     # -- versions come and go ---------------------------------------------------------------------------------------
 
     def put(
-        self, name: str, version: AdapterVersion, details: AdapterDetails, reservation: str | None = None
+        self,
+        name: str,
+        version: AdapterVersion,
+        details: AdapterDetails,
+        extras: AdapterExtras = NO_EXTRAS,
+        *,
+        reservation: str | None = None,
+        check: HoldingsCheck = lambda holdings: None,
     ) -> Publication:
         """Makes the next version of a name of weights whose blob is stored, moves the aliases that follow pushes, and
         gives back the reservation that protected the blob.
 
-        What is the newest version already, with the same extras, stays that one, and nothing moves: whoever lost the
-        answer may push again. Raises BadAdapterName, and StoreUnavailable if the reservation has run out.
+        check: is told what the tenant holds without the new version. If it raises, no version is made. No other process
+        adds a version of the tenant between the check and the end of this call.
+
+        Pushing the newest version with the same extras again is a no-op and is not checked, so that a client that lost
+        the answer may push again. Raises BadAdapterName, and StoreUnavailable if the reservation has run out.
         """
         check_adapter_name(name)
         check_digest(version.digest)
         now = self._clock()
-        (record, is_new), change = self._change(
-            (version.tenant, name), (), lambda named: named.push(version, details, now), reservation
-        )
+
+        def push(named: NamedAdapter, holdings: Holdings) -> tuple[AdapterRecord, bool]:
+            record, is_new = named.push(version, details, extras, now)
+            if is_new:
+                check(holdings)
+            return record, is_new
+
+        key = (version.tenant, name)
+        (record, is_new), change = self._storage.push(key, version.digest, push, reservation, now)
+        self._forget(key)
         return Publication(record, is_new, change.moved_pin)
 
     def delete(self, tenant: str, reference: str, *, force: bool = False) -> Removal:
-        """Takes away a version, or a name with all of its versions and aliases.
+        """Deletes a version, or a name with all of its versions and aliases.
 
-        Raises AdapterNotFound, BadAlias for an alias, and AdapterInUse while an alias points at it; those of a whole
-        name are all but `latest`. Forced, its share of an alias goes to the heaviest version left there; an alias that
-        has none goes, `latest` to the newest version, and the name with its last version.
+        Raises AdapterNotFound, BadAlias for an alias, and AdapterInUse while an alias points at it. Deleting a whole
+        name ignores its alias `latest`. A forced deletion gives the version's share of an alias to the heaviest version
+        left there. An alias that points nowhere then is deleted; `latest` moves to the newest version. The name goes
+        with its last version.
         """
         wanted = _parse(reference)
         if wanted.alias is not None and "@" in reference:
@@ -320,22 +367,36 @@ class Registry:
             return self._storage.find_rollout(key, wanted.target)
 
         found = ask() if self._cache is None else self._find_cached(self._cache, key, wanted.target, ask)
-        if found is None:
+        if not isinstance(found, AdapterRecord | Rollout):
             raise not_found(wanted.text)
         return found
+
+    def _find_extras(self, tenant: str, record: AdapterRecord) -> AdapterExtras | None:
+        """None if the version has been deleted since the record was read."""
+        if not record.extras.digest:
+            return NO_EXTRAS
+        key = (tenant, record.name)
+
+        def ask() -> AdapterExtras | None:
+            return self._storage.find_extras(key, record)
+
+        if self._cache is None:
+            return ask()
+        found = self._find_cached(self._cache, key, ExtrasOf(record.number), ask)
+        return found if isinstance(found, AdapterExtras) else None
 
     def _find_cached(
         self,
         cache: NameCache,
         key: NameKey,
-        target: str | int,
-        ask: Callable[[], AdapterRecord | Rollout | None],
-    ) -> AdapterRecord | Rollout | None:
+        target: Target,
+        ask: Callable[[], Answer | None],
+    ) -> Answer | None:
         found = cache.get(key, target)
         if found is not None:
             return found
         if self._cut_off is not None:
-            # At once, or everybody who asks for what is not known here would wait for an answer.
+            # At once, or each request for what is not known here would wait for an answer.
             raise StoreUnavailable(f"{key[1]!r} can't be looked up just now: {self._cut_off}")
         return cache.look_up(key, target, ask)
 
@@ -344,9 +405,8 @@ class Registry:
         key: NameKey,
         wanted: Collection[int] | None,
         edit: Callable[[NamedAdapter], T],
-        reservation: str | None = None,
     ) -> tuple[T, Change]:
-        done = self._storage.change(key, wanted, edit, reservation, self._clock())
+        done = self._storage.change(key, wanted, edit)
         self._forget(key)
         return done
 
@@ -354,6 +414,11 @@ class Registry:
         """It was changed here. One whose change failed may have changed as well; then the feed tells."""
         if self._cache is not None:
             self._cache.drop(key)
+
+
+def _records(found: AdapterRecord | Rollout) -> Collection[AdapterRecord]:
+    """All that it stands for."""
+    return (found,) if isinstance(found, AdapterRecord) else found.records.values()
 
 
 def _parse(reference: str) -> AdapterReference:

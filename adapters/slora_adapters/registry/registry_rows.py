@@ -10,8 +10,13 @@ from itertools import groupby
 from sqlite3 import Connection
 from typing import Any
 
-from slora_adapters.peft.adapter import AdapterExtras
-from slora_adapters.registry.adapter_record import AdapterDetails, AdapterRecord, Rollout
+from slora_adapters.registry.adapter_record import (
+    NO_EXTRAS,
+    AdapterDetails,
+    AdapterRecord,
+    ExtrasSummary,
+    Rollout,
+)
 from slora_adapters.registry.alias import (
     AliasHistory,
     AliasState,
@@ -27,10 +32,13 @@ from slora_adapters.version import AdapterVersion
 
 Row = tuple[Any, ...]
 
-_DETAILS = "digest, rank, target_modules, num_bytes, packed_bytes, chat_template, generation_config"
+_DETAILS = (
+    "digest, rank, target_modules, num_bytes, packed_bytes, blob_bytes, "
+    "template_bytes, defaults_bytes, extras_digest"
+)
 _VERSION_COLUMNS = (
     "v.tenant, v.name, v.number, n.created_at, v.created_at, v.digest, v.rank, v.target_modules, v.num_bytes, "
-    "v.packed_bytes, v.chat_template, v.generation_config"
+    "v.packed_bytes, v.blob_bytes, v.template_bytes, v.defaults_bytes, v.extras_digest"
 )
 _VERSIONS = (
     f"SELECT {_VERSION_COLUMNS} FROM adapter_versions v JOIN adapter_names n USING (tenant, name) "
@@ -38,6 +46,21 @@ _VERSIONS = (
 )
 ONE_VERSION = f"{_VERSIONS} AND v.number = ?"
 NEWEST = f"{_VERSIONS} ORDER BY v.number DESC LIMIT 1"
+EXTRAS = (
+    "SELECT chat_template, generation_config FROM adapter_extras "
+    "WHERE tenant = ? AND name = ? AND number = ? AND digest = ?"
+)
+# All in one covering index; see `Holdings`.
+HOLDINGS = """
+    WITH held AS (
+        SELECT digest, max(coalesce(blob_bytes, num_bytes)) AS weights, count(*) AS num_versions,
+            sum(coalesce(template_bytes, 0) + coalesce(defaults_bytes, 0)) AS extras
+        FROM adapter_versions WHERE tenant = ?1 GROUP BY digest
+    )
+    SELECT coalesce(sum(num_versions), 0), coalesce(sum(weights + extras), 0),
+        max(weights) FILTER (WHERE digest = ?2)
+    FROM held
+"""
 _NEWEST_TWO = f"{_VERSIONS} ORDER BY v.number DESC LIMIT 2"
 _NUM_ALIAS_COLUMNS = 6
 _ALIAS_COLUMNS = "targets, follows_pushes, history, salt, pinned, updated_at"
@@ -84,11 +107,11 @@ NO_LIMIT, BEHIND_ALL = -1, 2**63 - 1
 
 
 def read_record(row: Row) -> AdapterRecord:
-    tenant, name, number, named_at, created_at, digest, rank, modules, num_bytes, packed_bytes, *extras = row
-    details = AdapterDetails(
-        rank, tuple(json.loads(modules)), num_bytes, AdapterExtras(*extras), packed_bytes
-    )
-    return AdapterRecord(name, number, AdapterVersion(tenant, digest), details, created_at, named_at)
+    tenant, name, number, named_at, created_at, digest, rank, modules, *sizes = row
+    num_bytes, packed_bytes, blob_bytes, *extras = sizes
+    details = AdapterDetails(rank, tuple(json.loads(modules)), num_bytes, packed_bytes, blob_bytes)
+    version = AdapterVersion(tenant, digest)
+    return AdapterRecord(name, number, version, details, ExtrasSummary(*extras), created_at, named_at)
 
 
 def read_rollouts(rows: Iterable[Row]) -> list[Rollout]:
@@ -135,7 +158,7 @@ def save_name(connection: Connection, before: NamedAdapter, after: NamedAdapter)
     """Writes what is different."""
     key = (after.tenant, after.name)
     if not after.records:
-        for table in ("adapter_names", "adapter_versions", "adapter_aliases"):
+        for table in ("adapter_names", "adapter_versions", "adapter_extras", "adapter_aliases"):
             connection.execute(f"DELETE FROM {table} WHERE tenant = ? AND name = ?", key)
         return
     if after.last_number != before.last_number:
@@ -144,12 +167,22 @@ def save_name(connection: Connection, before: NamedAdapter, after: NamedAdapter)
             (*key, after.last_number, after.named_at),
         )
     for number in before.records.keys() - after.records.keys():
-        connection.execute(
-            "DELETE FROM adapter_versions WHERE tenant = ? AND name = ? AND number = ?", (*key, number)
-        )
+        for table in ("adapter_versions", "adapter_extras"):
+            connection.execute(
+                f"DELETE FROM {table} WHERE tenant = ? AND name = ? AND number = ?", (*key, number)
+            )
     for number, record in after.records.items():
         if record != before.records.get(number):
             _write_version(connection, key, record)
+    for number, extras in after.new_extras.items():
+        if extras != NO_EXTRAS:
+            connection.execute(
+                "INSERT INTO adapter_extras VALUES (?, ?, ?, ?, ?, ?)",
+                (
+                    *(*key, number, after.records[number].extras.digest),
+                    *(extras.chat_template, extras.generation_config),
+                ),
+            )
     for alias in before.aliases.keys() - after.aliases.keys():
         connection.execute(
             "DELETE FROM adapter_aliases WHERE tenant = ? AND name = ? AND alias = ?", (*key, alias)
@@ -160,14 +193,15 @@ def save_name(connection: Connection, before: NamedAdapter, after: NamedAdapter)
 
 
 def _write_version(connection: Connection, key: NameKey, record: AdapterRecord) -> None:
-    details, extras = record.details, record.details.extras
+    details, extras = record.details, record.extras
     connection.execute(
         f"INSERT OR REPLACE INTO adapter_versions (tenant, name, number, created_at, {_DETAILS}) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             *(*key, record.number, record.created_at, record.version.digest),
-            *(details.rank, json.dumps(details.target_modules), details.num_bytes, details.packed_bytes),
-            *(extras.chat_template, extras.generation_config),
+            *(details.rank, json.dumps(details.target_modules)),
+            *(details.num_bytes, details.packed_bytes, details.blob_bytes),
+            *(extras.template_bytes, extras.defaults_bytes, extras.digest),
         ),
     )
 

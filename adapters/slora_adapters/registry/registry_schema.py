@@ -1,5 +1,7 @@
 """The registry's tables: every form they had, and how to get from each to the next. Migrations never change again."""
 
+from slora_adapters.registry.adapter_record import digest_extras
+
 MIGRATIONS = (
     """
     CREATE TABLE adapters (
@@ -93,4 +95,33 @@ MIGRATIONS = (
     CREATE TABLE adapter_registry (registry TEXT NOT NULL) STRICT;
     INSERT INTO adapter_registry VALUES (lower(hex(randomblob(16))));
     """,
+    # The texts move to a table of their own, so that no list of versions reads them; their sizes are counted.
+    """
+    CREATE TABLE adapter_extras (
+        tenant TEXT NOT NULL,
+        name TEXT NOT NULL,
+        number INTEGER NOT NULL,
+        digest TEXT NOT NULL,
+        chat_template TEXT,
+        generation_config TEXT,
+        PRIMARY KEY (tenant, name, number)
+    ) STRICT;
+    INSERT INTO adapter_extras
+        SELECT tenant, name, number, digest_extras(chat_template, generation_config), chat_template, generation_config
+        FROM adapter_versions WHERE chat_template IS NOT NULL OR generation_config IS NOT NULL;
+    ALTER TABLE adapter_versions ADD COLUMN blob_bytes INTEGER;
+    ALTER TABLE adapter_versions ADD COLUMN template_bytes INTEGER;
+    ALTER TABLE adapter_versions ADD COLUMN defaults_bytes INTEGER;
+    ALTER TABLE adapter_versions ADD COLUMN extras_digest TEXT NOT NULL DEFAULT '';
+    UPDATE adapter_versions SET
+        template_bytes = length(CAST(chat_template AS BLOB)),
+        defaults_bytes = length(CAST(generation_config AS BLOB)),
+        extras_digest = digest_extras(chat_template, generation_config);
+    ALTER TABLE adapter_versions DROP COLUMN chat_template;
+    ALTER TABLE adapter_versions DROP COLUMN generation_config;
+    CREATE INDEX adapter_versions_held ON adapter_versions
+        (tenant, digest, blob_bytes, num_bytes, template_bytes, defaults_bytes);
+    """,
 )
+# SQL functions that the migrations call.
+FUNCTIONS = {"digest_extras": digest_extras}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from slora_adapters.errors import TryAgain
+from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.adapter_record import AdapterRecord, Holdings, Rollout
 from slora_adapters.registry.named_adapter import NamedAdapter
 from slora_adapters.version import AdapterVersion
@@ -95,7 +96,11 @@ class RegistryStorage(Protocol):
     def versions(self, key: NameKey, limit: int | None, after: int | None) -> Sequence[AdapterRecord]:
         """Those older than this number, newest first."""
 
-    def holdings(self, tenant: str) -> Holdings: ...
+    def find_extras(self, key: NameKey, record: AdapterRecord) -> AdapterExtras | None:
+        """The texts of a version that has some; None if it has been deleted since the record was read."""
+
+    def holdings(self, tenant: str, digest: str) -> Holdings:
+        """digest: of the weights that are asked about."""
 
     def pinned(self) -> Sequence[Rollout]:
         """By tenant, name and alias."""
@@ -113,14 +118,26 @@ class RegistryStorage(Protocol):
         key: NameKey,
         wanted: Collection[int] | None,
         edit: Callable[[NamedAdapter], T],
-        reservation: str | None = None,
-        now: float = 0.0,
     ) -> tuple[T, Change]:
         """Applies `edit` to a name and keeps what comes of it, durably and in one step; what it raises is raised, and
         then nothing has changed. It may be called several times. Returns what it returned.
 
-        wanted: numbers of versions whose records it needs, or ALL_VERSIONS. reservation: is given back in the same
-        step; raises `reservation_lost` if it has run out.
+        wanted: numbers of versions whose records it needs, or ALL_VERSIONS.
+        """
+
+    def push(
+        self,
+        key: NameKey,
+        digest: str,
+        edit: Callable[[NamedAdapter, Holdings], T],
+        reservation: str | None = None,
+        now: float = 0.0,
+    ) -> tuple[T, Change]:
+        """The same as `change`, for an edit that adds a version and depends on what the tenant holds. No other process
+        adds to that meanwhile.
+
+        digest: of the weights of the new version. reservation: is given back in the same step; raises
+        `reservation_lost` if it has run out.
         """
 
     def change_pins(

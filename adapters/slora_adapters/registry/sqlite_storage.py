@@ -11,11 +11,14 @@ from sqlite3 import Connection
 from typing import TypeVar
 
 from slora_adapters.database.database import Database
+from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.adapter_record import AdapterRecord, Holdings, Rollout
 from slora_adapters.registry.named_adapter import NamedAdapter
 from slora_adapters.registry.registry_rows import (
     ALIASES,
     BEHIND_ALL,
+    EXTRAS,
+    HOLDINGS,
     NAMES,
     NEWEST,
     NO_LIMIT,
@@ -29,7 +32,7 @@ from slora_adapters.registry.registry_rows import (
     read_rollouts,
     save_name,
 )
-from slora_adapters.registry.registry_schema import MIGRATIONS
+from slora_adapters.registry.registry_schema import FUNCTIONS, MIGRATIONS
 from slora_adapters.registry.registry_storage import (
     KEPT_CHANGES,
     RESERVATION_S,
@@ -52,7 +55,7 @@ class SqliteStorage:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        database.migrate("registry", MIGRATIONS)
+        database.migrate("registry", MIGRATIONS, FUNCTIONS)
 
     @property
     def registry(self) -> str:
@@ -88,12 +91,12 @@ class SqliteStorage:
         rows = self._database.read(VERSION_PAGE, (*key, before, NO_LIMIT if limit is None else limit))
         return [read_record(row) for row in rows]
 
-    def holdings(self, tenant: str) -> Holdings:
-        query = (
-            "SELECT count(*), digest, max(num_bytes) FROM adapter_versions WHERE tenant = ? GROUP BY digest"
-        )
-        rows = self._database.read(query, (tenant,))
-        return Holdings(sum(row[0] for row in rows), {digest: num_bytes for _, digest, num_bytes in rows})
+    def find_extras(self, key: NameKey, record: AdapterRecord) -> AdapterExtras | None:
+        rows = self._database.read(EXTRAS, (*key, record.number, record.extras.digest))
+        return AdapterExtras(*rows[0]) if rows else None
+
+    def holdings(self, tenant: str, digest: str) -> Holdings:
+        return Holdings(*self._database.read(HOLDINGS, (tenant, digest))[0])
 
     def pinned(self) -> Sequence[Rollout]:
         return read_rollouts(self._database.read(PINNED))
@@ -110,15 +113,27 @@ class SqliteStorage:
         key: NameKey,
         wanted: Collection[int] | None,
         edit: Callable[[NamedAdapter], T],
+    ) -> tuple[T, Change]:
+        with self._database.transaction() as connection:
+            before = load_name(connection, key, wanted)
+            after = before.copy()
+            result = edit(after)
+            return result, _keep(connection, before, after)
+
+    def push(
+        self,
+        key: NameKey,
+        digest: str,
+        edit: Callable[[NamedAdapter, Holdings], T],
         reservation: str | None = None,
         now: float = 0.0,
     ) -> tuple[T, Change]:
         with self._database.transaction() as connection:
             if reservation is not None:
                 _give_back(connection, reservation, now)
-            before = load_name(connection, key, wanted)
+            before = load_name(connection, key, ())
             after = before.copy()
-            result = edit(after)
+            result = edit(after, Holdings(*connection.execute(HOLDINGS, (key[0], digest)).fetchone()))
             return result, _keep(connection, before, after)
 
     def change_pins(

@@ -10,13 +10,13 @@ Knows no HTTP; its dictionaries are the API's JSON.
 
 import asyncio
 import logging
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from slora.engine.client import EngineClient
 from slora.errors import EngineUnavailable
@@ -28,10 +28,11 @@ from slora_adapters.errors import (
     BadAdapterName,
     StoreUnavailable,
 )
+from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.peft.checked_adapter import CheckedAdapter
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.reference import check_adapter_name, parse_reference
-from slora_adapters.registry.registry import RESERVATION_S, AdapterRecord, Publication, Rollout
+from slora_adapters.registry.registry import RESERVATION_S, AdapterRecord, Holdings, Publication, Rollout
 from slora_adapters.version import AdapterVersion
 from slora_api.adapters.adapter_json import adapter_json, digest_text, version_json
 from slora_api.adapters.base_identity import BaseIdentity
@@ -91,8 +92,8 @@ class ModelCatalog:
         self._canary = canary
         # They wait while the engine tries an adapter out; those that everybody shares must not.
         self._publishers = ThreadPoolExecutor(_MAX_PUBLISHING, "publish")
-        # Of each tenant that ever uploaded: what is counted must not change before it is kept.
-        self._publishing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        # A tenant's uploads are tried out one at a time. Each lock lives for as long as an upload uses it.
+        self._publishing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def check_key_adapter(self, reference: str) -> None:
         """Checks the adapter that a new key is to have as its default; it need not exist yet.
@@ -121,10 +122,9 @@ class ModelCatalog:
         if is_doubtful:
             registry.doubt(key.tenant, wanted)
         if registry.is_near(key.tenant, wanted):
-            record = self._find_version(key.tenant, wanted, user)
+            record, extras = self._serve_version(key.tenant, wanted, user)
         else:
-            record = await asyncio.to_thread(self._find_version, key.tenant, wanted, user)
-        extras = record.details.extras
+            record, extras = await asyncio.to_thread(self._serve_version, key.tenant, wanted, user)
         try:
             own = read_generation_defaults(extras.generation_config)
         except ValueError as error:
@@ -202,7 +202,7 @@ class ModelCatalog:
         async with self._inspector.inspect(source) as adapter:
             base = await self._base.identity.compare(base_fingerprint, adapter.certificate.base_name)
             await self._check_extras(adapter)
-            async with self._publishing[tenant]:
+            async with self._publishing.setdefault(tenant, asyncio.Lock()):
                 published, effect = await self._try_and_keep(tenant, name, adapter)
         if published.moved_pin:
             self._pinning.refresh()
@@ -267,13 +267,19 @@ class ModelCatalog:
         What the trial brought into the engine leaves it again: it was loaded whatever its tenant may hold of the pool.
         """
         loop = asyncio.get_running_loop()
-        registry, publish = self._adapters.registry, partial(self._adapters.publish, tenant, name, adapter)
+        registry = self._adapters.registry
+
+        def check(holdings: Holdings) -> None:
+            self._quota.check(holdings, name, adapter)
+
+        publish = partial(self._adapters.publish, tenant, name, adapter, check=check)
         version = AdapterVersion(tenant, adapter.digest)
         newest = await asyncio.to_thread(registry.newest, tenant, name)
         if newest is not None and newest.holds(version, adapter.extras):
             return await asyncio.to_thread(publish), None
-        holdings = await asyncio.to_thread(registry.holdings, tenant)
-        self._quota.check(holdings, name, adapter)
+        # Checked before the trial, to save work, and again with the lock that makes the version.
+        holdings = await asyncio.to_thread(registry.holdings, tenant, adapter.digest)
+        check(holdings)
         effects: list[float] = []
 
         def try_out(version: AdapterVersion) -> None:
@@ -283,7 +289,7 @@ class ModelCatalog:
         try:
             published = await loop.run_in_executor(self._publishers, publish, try_out)
         finally:
-            if adapter.digest not in holdings.sizes:
+            if holdings.weights_bytes is None:
                 with suppress(EngineUnavailable):
                     await self._client.forget(version)
         return published, effects[0]
@@ -301,9 +307,17 @@ class ModelCatalog:
         wanted = key.adapter if name == DEFAULT_MODEL else name
         return None if wanted == self._base.name else wanted
 
-    def _find_version(self, tenant: str, reference: str, user: str | None = None) -> AdapterRecord:
+    def _find_version(self, tenant: str, reference: str) -> AdapterRecord:
         try:
-            return self._adapters.registry.get(tenant, reference, user)
+            return self._adapters.registry.get(tenant, reference)
+        except AdapterNotFound:
+            raise ModelNotFound(reference) from None
+
+    def _serve_version(
+        self, tenant: str, reference: str, user: str | None
+    ) -> tuple[AdapterRecord, AdapterExtras]:
+        try:
+            return self._adapters.registry.serve(tenant, reference, user)
         except AdapterNotFound:
             raise ModelNotFound(reference) from None
 

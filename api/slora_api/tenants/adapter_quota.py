@@ -1,8 +1,9 @@
-"""How many versions of adapters one tenant may keep, and how large all of them together."""
+"""How many versions of adapters one tenant may keep, and how many bytes are stored for all of them together."""
 
 from dataclasses import dataclass
 
 from slora_adapters.peft.checked_adapter import CheckedAdapter
+from slora_adapters.registry.adapter_record import ExtrasSummary
 from slora_adapters.registry.registry import Holdings
 from slora_api.errors import QuotaExceeded
 
@@ -11,21 +12,24 @@ __all__ = ["AdapterQuota"]
 
 @dataclass(frozen=True, slots=True)
 class AdapterQuota:
-    """The same for every tenant. max_bytes: of tensors; versions with the same weights share theirs."""
+    """The same for every tenant. max_bytes: of everything that is stored; see `Holdings`."""
 
     max_versions: int
     max_bytes: int
 
     def check(self, holdings: Holdings, name: str, adapter: CheckedAdapter) -> None:
-        """Raises QuotaExceeded if a tenant with these may not have `adapter` as another version, of `name`, too."""
+        """Raises QuotaExceeded if a tenant with these holdings may not have `adapter` as a new version of `name`."""
         if holdings.num_versions >= self.max_versions:
             raise QuotaExceeded(
                 f"You have {holdings.num_versions} versions of adapters and may have {self.max_versions} "
                 "(max_versions_per_tenant); remove one first."
             )
-        sizes = {**holdings.sizes, adapter.digest: adapter.tensor_bytes}
-        if (wanted := sum(sizes.values())) > self.max_bytes:
+        # Weights that another version has are stored once.
+        added = max(0, adapter.blob_bytes - (holdings.weights_bytes or 0))
+        added += ExtrasSummary.of(adapter.extras).num_bytes
+        if (wanted := holdings.num_bytes + added) > self.max_bytes:
             raise QuotaExceeded(
-                f"With the {adapter.tensor_bytes} bytes of `{name}` your adapters would take {wanted} bytes; they may "
-                f"take {self.max_bytes} (max_adapter_bytes_per_tenant). Remove others first."
+                f"With the {added} bytes of `{name}` your adapters would take {wanted} bytes, chat templates and "
+                f"generation configs included; they may take {self.max_bytes} (max_adapter_bytes_per_tenant). Remove "
+                "others first."
             )

@@ -41,7 +41,9 @@ def test_a_published_adapter_can_be_fetched_and_has_its_digest(catalog: Catalog,
     assert adapter.config.alpha_patterns == (("q_proj", 5.0), ("layers.0.*", 7.0)), (
         "order decides, and is kept"
     )
-    assert change.record.details.extras.chat_template == "{{ m }}"
+    _, extras = catalog.registry.serve("t1", "a")
+    assert extras.chat_template == "{{ m }}"
+    assert change.record.details.blob_bytes == sum(map(len, members.values())), "headers and config included"
     whole = b"".join(members.values())
     assert b"secret" not in whole and b"{{ m }}" not in whole, "a blob may be shared with other tenants"
 

@@ -1,10 +1,10 @@
 """What only Redis has: connections and servers that go away, leases, and processes that remember."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
 
 import pytest
 
@@ -12,6 +12,7 @@ from slora_adapters.database.database import Database
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable, StoreUnfit
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry import redis_storage
+from slora_adapters.registry.adapter_record import ExtrasSummary
 from slora_adapters.registry.name_cache import NameCache
 from slora_adapters.registry.named_adapter import NamedAdapter
 from slora_adapters.registry.redis_storage import open_redis_storage
@@ -21,7 +22,7 @@ from slora_adapters.version import AdapterVersion
 from tests.redis_server import RedisServer
 
 D1, D2 = "1" * 64, "2" * 64
-DETAILS = AdapterDetails(8, ("q_proj",), 4096, AdapterExtras())
+DETAILS = AdapterDetails(8, ("q_proj",), 4096)
 WAIT_S = 60
 Open = Callable[[], Registry]
 
@@ -73,8 +74,8 @@ def test_a_redis_that_could_lose_names_is_refused(
 def test_what_a_newer_release_has_written_is_left_alone(server: RedisServer, open_registries: Open) -> None:
     open_registries()
     with server.client() as client:
-        client.set("slora:registry:schema", "2")
-    with pytest.raises(StoreUnavailable, match="version 2 of the registry; this release knows 1"):
+        client.set("slora:registry:schema", "3")
+    with pytest.raises(StoreUnavailable, match="version 3 of the registry; this release knows 2"):
         open_registries()
 
 
@@ -102,7 +103,7 @@ def test_a_full_redis_refuses_what_takes_room_and_lets_go_of_what_it_has(
         with pytest.raises(StoreUnavailable, match="maxmemory"):
             registry.put("a", _v(D2), DETAILS)
         assert registry.versions("t1", "a") == [registry.get("t1", "a@1")]
-        assert registry.holdings("t1").num_versions == 2
+        assert registry.holdings("t1", D1).num_versions == 2
         registry.delete("t1", "a")
         client.config_set("maxmemory", 0)
     assert [one.label for one in registry.list("t1")] == ["b"]
@@ -121,7 +122,7 @@ def test_a_change_is_made_again_of_what_somebody_else_has_left(open_registries: 
         seen.append(sorted(named.records))
         if len(seen) < 3:
             other.put("a", _v(f"{len(seen):064x}"), DETAILS)
-        return named.push(_v("f" * 64), DETAILS, 1.0)[0].number
+        return named.push(_v("f" * 64), DETAILS, AdapterExtras(), 1.0)[0].number
 
     assert storage.change(("t1", "a"), (), push)[0] == 3
     assert seen == [[], [1], [1, 2]]
@@ -330,7 +331,7 @@ def test_an_upload_begins_only_when_the_drop_of_its_weights_has_ended(open_regis
     def upload() -> None:
         with uploader.reservation(D1) as reservation:
             order.append("uploaded")
-            uploader.put("a", _v(), DETAILS, reservation)
+            uploader.put("a", _v(), DETAILS, reservation=reservation)
 
     threads = [threading.Thread(target=collector.collect, args=(D1, drop)), threading.Thread(target=upload)]
     threads[0].start()
@@ -431,16 +432,15 @@ def test_an_upload_whose_reservation_redis_has_lost_is_refused(
         client.delete(f"slora:registry:reserved:{D1}")
         assert registry.collect(D1, lambda digest: None)
         with pytest.raises(StoreUnavailable, match="upload again"):
-            registry.put("a", _v(), DETAILS, reservation)
+            registry.put("a", _v(), DETAILS, reservation=reservation)
     assert registry.list("t1") == []
 
 
 # -- what is remembered ----------------------------------------------------------------------------------------------
 
 
-def _record(name: str, template: str = "") -> AdapterRecord:
-    details = replace(DETAILS, extras=AdapterExtras(template))
-    return AdapterRecord(name, 1, _v(), details, 1.0, 1.0)
+def _record() -> AdapterRecord:
+    return AdapterRecord("a", 1, _v(), DETAILS, ExtrasSummary.of(AdapterExtras()), 1.0, 1.0)
 
 
 def test_an_answer_from_before_a_change_is_not_kept() -> None:
@@ -448,11 +448,11 @@ def test_an_answer_from_before_a_change_is_not_kept() -> None:
 
     def find() -> AdapterRecord:
         cache.drop(key)  # it changes while it is on its way
-        return _record("a")
+        return _record()
 
-    assert cache.look_up(key, 1, find) == _record("a")
+    assert cache.look_up(key, 1, find) == _record()
     assert cache.get(key, 1) is None
-    assert cache.look_up(key, 1, lambda: _record("a")) == cache.get(key, 1)
+    assert cache.look_up(key, 1, lambda: _record()) == cache.get(key, 1)
     cache.clear()
     assert cache.get(key, 1) is None
 
@@ -474,10 +474,35 @@ def test_names_that_were_asked_for_longest_ago_make_room() -> None:
     cache = NameCache(max_bytes=40_000)
     for number in range(1000):
         name = f"n{number}"
-        cache.look_up(("t1", name), 1, lambda name=name: _record(name, "x" * 8000))
+        cache.look_up(("t1", name), 1, lambda: AdapterExtras("x" * 8000))
         cache.get(("t1", "n0"), 1)
     held = [number for number in range(1000) if cache.get(("t1", f"n{number}"), 1)]
     assert held == [0, 997, 998, 999]
     for number in held:
         cache.drop(("t1", f"n{number}"))
     assert cache._num_bytes == 0
+
+
+# -- what earlier releases wrote ---------------------------------------------------------------------------------------
+
+
+def test_versions_of_schema_1_keep_the_texts_that_were_inside_them(
+    server: RedisServer, open_registries: Open
+) -> None:
+    registry, extras = open_registries(), AdapterExtras("{{ m }}", "{}")
+    registry.put("a", _v(), DETAILS, extras)
+    now = registry.get("t1", "a")
+    with server.client() as client:
+        fields = json.loads(client.hget("slora:registry:versions:t1/a", 1))
+        for name in ("blob_bytes", "template_bytes", "defaults_bytes", "extras_digest"):
+            del fields[name]
+        fields |= {"chat_template": "{{ m }}", "generation_config": "{}"}
+        client.hset("slora:registry:versions:t1/a", 1, json.dumps(fields))
+        client.delete("slora:registry:extras:t1/a", "slora:registry:extras_bytes:t1")
+        client.set("slora:registry:schema", 1)
+        again = open_registries()
+        assert again.serve("t1", "a") == (now, extras)
+        assert not again.put("a", _v(), DETAILS, extras).is_new
+        assert client.get("slora:registry:schema") == b"2", "earlier releases refuse it from now on"
+        again.delete("t1", "a")
+    assert again.holdings("t1", D1).num_bytes == 0

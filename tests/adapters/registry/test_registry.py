@@ -15,12 +15,20 @@ from slora_adapters.errors import (
 )
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.reference import check_adapter_name
-from slora_adapters.registry.registry import RESERVATION_S, AdapterDetails, Holdings, Registry, Rollout
+from slora_adapters.registry.registry import (
+    RESERVATION_S,
+    AdapterDetails,
+    AdapterRecord,
+    Holdings,
+    Registry,
+    Rollout,
+)
 from slora_adapters.version import AdapterVersion
 from tests.adapters.registry_places import OpenStorage
 
 D1, D2, D3 = "1" * 64, "2" * 64, "3" * 64
-DETAILS = AdapterDetails(8, ("q_proj", "down_proj"), 4096, AdapterExtras("{{ m }}", '{"top_p": 1}'))
+DETAILS = AdapterDetails(8, ("q_proj", "down_proj"), 4096, 8192, 4400)
+EXTRAS = AdapterExtras("{{ m }}", '{"top_p": 1}')
 
 
 class Clock:
@@ -47,7 +55,7 @@ def _v(tenant: str, digest: str = D1) -> AdapterVersion:
 def test_each_push_is_a_version_and_the_bare_name_serves_the_newest(registry: Registry, clock: Clock) -> None:
     first = registry.put("a", _v("t1"), DETAILS)
     clock.now = 2000.0
-    other = AdapterDetails(4, ("o_proj",), 1, AdapterExtras())
+    other = AdapterDetails(4, ("o_proj",), 1)
     second = registry.put("a", _v("t1", D2), other)
     assert first.is_new and second.is_new
     assert (
@@ -76,31 +84,109 @@ def test_pushing_the_newest_again_changes_nothing_and_says_so(registry: Registry
 
 
 def test_holdings_are_all_versions_of_a_tenant_and_the_bytes_of_each_weights_once(registry: Registry) -> None:
-    assert registry.holdings("t1") == Holdings(0, {}) and registry.newest("t1", "a") is None
-    larger = replace(DETAILS, num_bytes=7 * DETAILS.num_bytes)
+    assert registry.holdings("t1", D1) == Holdings(0, 0, None) and registry.newest("t1", "a") is None
+    larger = replace(DETAILS, blob_bytes=10_000)
     for name, digest, details in (("a", D1, DETAILS), ("a", D2, larger), ("b", D1, DETAILS)):
         registry.put(name, _v("t1", digest), details)
     registry.put("a", _v("t2", D2), larger)
-    assert registry.holdings("t1") == Holdings(3, {D1: DETAILS.num_bytes, D2: 7 * DETAILS.num_bytes})
+    assert registry.holdings("t1", D1) == Holdings(3, 14_400, 4400)
+    assert registry.holdings("t1", D3) == Holdings(3, 14_400, None)
     registry.roll_back("t1", "a", "latest")
     newest = registry.newest("t1", "a")
     assert newest == registry.get("t1", "a@2") != registry.get("t1", "a")
     registry.delete("t1", "a@2")
     assert registry.newest("t1", "a") == registry.get("t1", "a@1")
-    assert registry.holdings("t1") == Holdings(2, {D1: DETAILS.num_bytes})
+    assert registry.holdings("t1", D2) == Holdings(2, 4400, None)
 
 
 def test_the_same_weights_with_another_template_are_another_version(registry: Registry) -> None:
-    registry.put("a", _v("t1"), DETAILS)
-    retold = replace(DETAILS, extras=AdapterExtras("{{ other }}"))
-    assert registry.put("a", _v("t1"), retold).record.number == 2
-    assert registry.get("t1", "a@1").details == DETAILS and registry.get("t1", "a").details == retold
+    registry.put("a", _v("t1"), DETAILS, EXTRAS)
+    retold = AdapterExtras("{{ other }}")
+    assert registry.put("a", _v("t1"), DETAILS, retold).record.number == 2
+    assert not registry.put("a", _v("t1"), DETAILS, retold).is_new
+    assert registry.serve("t1", "a@1")[1] == EXTRAS and registry.serve("t1", "a")[1] == retold
     assert registry.delete("t1", "a@1").orphaned == (), "the other version has these weights"
 
 
-def test_details_come_back_as_they_were_put(registry: Registry) -> None:
+def test_details_and_extras_come_back_as_they_were_put(registry: Registry) -> None:
+    for number, extras in enumerate((EXTRAS, AdapterExtras(), AdapterExtras("ü"), AdapterExtras("", "")), 1):
+        registry.put("a", _v("t1"), DETAILS, extras)
+        record, found = registry.serve("t1", f"a@{number}")
+        assert (record.details, found) == (DETAILS, extras)
+        assert record == registry.get("t1", f"a@{number}")
+    assert [record.extras.template_bytes for record in registry.versions("t1", "a")] == [0, 2, None, 7]
+
+
+def test_each_versions_extras_count_and_are_gone_with_it(registry: Registry) -> None:
+    """They once counted nothing: a tenant could store any amount beside small weights."""
+    for digest in (D1, D2):
+        registry.put("a", _v("t1", digest), DETAILS, AdapterExtras("ü" * 1000, "{}"))
+    registry.put("b", _v("t1"), DETAILS, AdapterExtras("x"))
+    assert registry.holdings("t1", D1) == Holdings(3, 2 * 4400 + 2 * 2002 + 1, 4400)
+    registry.delete("t1", "a@1")
+    assert registry.holdings("t1", D1) == Holdings(2, 2 * 4400 + 2002 + 1, 4400)
+    registry.delete("t1", "a")
+    registry.delete("t1", "b")
+    assert registry.holdings("t1", D1) == Holdings(0, 0, None)
+
+
+def test_the_extras_of_a_name_that_was_deleted_and_pushed_again_are_not_those_of_the_old_one(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name is pushed again between the two lookups of a request, and its numbers start anew."""
+    registry.put("a", _v("t1"), DETAILS, EXTRAS)
+    find, others = registry._storage.find_extras, iter([AdapterExtras("{{ new }}")])
+
+    def interrupted(key: tuple[str, str], record: AdapterRecord) -> AdapterExtras | None:
+        for extras in others:
+            registry.delete("t1", "a")
+            registry.put("a", _v("t1", D2), DETAILS, extras)
+        return find(key, record)
+
+    monkeypatch.setattr(registry._storage, "find_extras", interrupted)
+    record, extras = registry.serve("t1", "a")
+    assert (record.version.digest, extras) == (D2, AdapterExtras("{{ new }}"))
+    registry.delete("t1", "a")
+    with pytest.raises(AdapterNotFound):
+        registry.serve("t1", "a")
+
+
+class QuotaFull(Exception):
+    pass
+
+
+def test_of_pushes_at_once_no_more_pass_their_check_than_the_tenant_may_have(
+    open_storage: OpenStorage,
+) -> None:
+    """Two processes once checked what the tenant held, and then each made a version."""
+    most = 3
+
+    def check(holdings: Holdings) -> None:
+        if holdings.num_versions >= most:
+            raise QuotaFull
+
+    def push(worker: int) -> int:
+        own, kept = Registry(open_storage()), 0
+        for turn in range(4):
+            with contextlib.suppress(QuotaFull):
+                own.put(f"n{worker}", _v("t1", f"{worker * 9 + turn:064x}"), DETAILS, check=check)
+                kept += 1
+        return kept
+
+    with ThreadPoolExecutor(4) as threads:
+        assert sum(threads.map(push, range(4))) == most
+    assert Registry(open_storage()).holdings("t1", D1).num_versions == most
+
+
+def test_pushing_the_newest_again_is_not_checked(registry: Registry) -> None:
+    def refuse(holdings: Holdings) -> None:
+        raise QuotaFull
+
     registry.put("a", _v("t1"), DETAILS)
-    assert registry.get("t1", "a").details == DETAILS
+    assert not registry.put("a", _v("t1"), DETAILS, check=refuse).is_new
+    with pytest.raises(QuotaFull):
+        registry.put("a", _v("t1", D2), DETAILS, check=refuse)
+    assert registry.get("t1", "a").number == 1
 
 
 def test_tenants_do_not_see_each_other(registry: Registry) -> None:
@@ -143,7 +229,7 @@ def test_collect_drops_only_what_nobody_refers_to(registry: Registry) -> None:
 
 def test_a_reservation_ends_with_its_put_or_its_block_or_its_time(registry: Registry, clock: Clock) -> None:
     with registry.reservation(D1) as reservation:
-        registry.put("a", _v("t1"), DETAILS, reservation)
+        registry.put("a", _v("t1"), DETAILS, reservation=reservation)
     registry.delete("t1", "a")
     assert registry.collect(D1, lambda digest: None)
     with pytest.raises(KeyError), registry.reservation(D1):
@@ -153,7 +239,7 @@ def test_a_reservation_ends_with_its_put_or_its_block_or_its_time(registry: Regi
         clock.now += RESERVATION_S
         assert registry.collect(D1, lambda digest: None), "its upload has crashed, as far as anybody knows"
         with pytest.raises(StoreUnavailable, match="took too long"):
-            registry.put("a", _v("t1"), DETAILS, reservation)
+            registry.put("a", _v("t1"), DETAILS, reservation=reservation)
     assert registry.list("t1") == []
 
 

@@ -21,7 +21,6 @@ from hypothesis.stateful import (
 )
 
 from slora_adapters.errors import AdapterError, AdapterInUse, AdapterNotFound, AliasConflict, BadAlias
-from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.alias import MAX_HISTORY
 from slora_adapters.registry.name_cache import NameCache
 from slora_adapters.registry.reference import LATEST
@@ -39,7 +38,7 @@ from tests.adapters.registry_places import OpenStorage, empty
 from tests.redis_server import RedisServer
 
 DIGESTS = tuple(digit * 64 for digit in "1234")
-DETAILS = AdapterDetails(8, ("q_proj",), 4096, AdapterExtras())
+DETAILS = AdapterDetails(8, ("q_proj",), 4096)
 
 
 def push(registry: Registry, digest: int, name: str = "a", tenant: str = "t1") -> int:
@@ -432,8 +431,9 @@ class AgainstModel(RuleBasedStateMachine):
                     rollout = registry.rollout(tenant, f"{name}@{alias}")
                     assert (rollout.targets, rollout.pinned) == (one.targets, one.pinned)
             versions = [DIGESTS[digest] for one in own.values() for digest in one.versions.values()]
-            sizes = dict.fromkeys(versions, DETAILS.num_bytes)
-            assert registry.holdings(tenant) == Holdings(len(versions), sizes)
+            num_bytes = len(set(versions)) * DETAILS.num_bytes
+            own = DETAILS.num_bytes if DIGESTS[0] in versions else None
+            assert registry.holdings(tenant, DIGESTS[0]) == Holdings(len(versions), num_bytes, own)
 
 
 def test_both_do_what_a_plain_model_does(shared_redis: RedisServer) -> None:

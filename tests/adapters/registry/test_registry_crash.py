@@ -10,25 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.redis_storage import open_redis_storage
-from slora_adapters.registry.registry import AdapterDetails, Registry
+from slora_adapters.registry.registry import AdapterDetails, Holdings, Registry
 from slora_adapters.version import AdapterVersion
 from tests.adapters.registry_places import OpenStorage
 from tests.redis_server import RedisServer
 
-DETAILS = AdapterDetails(8, ("q_proj",), 4096, AdapterExtras())
+DETAILS = AdapterDetails(8, ("q_proj",), 4096)
 # Each round pushes version n, moves `prod` from n-1 to it and deletes n-1, and says so after each.
 ROLLOUT = """
 import sys
-from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import AdapterDetails
 from slora_adapters.registry.registry_url import open_registry
 from slora_adapters.version import AdapterVersion
 
 registry = open_registry(sys.argv[2], Database(sys.argv[1]))
-details = AdapterDetails(8, ("q_proj",), 4096, AdapterExtras())
+details = AdapterDetails(8, ("q_proj",), 4096)
 for number in range(1, 10_000):
     registry.put("voice", AdapterVersion("t", f"{number:064x}"), details)
     print("pushed", number, flush=True)
@@ -60,7 +58,7 @@ def check(registry: Registry, acknowledged: Acknowledged) -> None:
     newest, oldest = max(numbers), min(numbers)
     assert newest - acknowledged.pushed in (0, 1) and registry.get("t", "voice").number == newest
     assert oldest - acknowledged.deleted in (1, 2) and numbers == set(range(oldest, newest + 1))
-    assert registry.holdings("t").num_versions == len(registry.holdings("t").sizes) == len(numbers)
+    assert registry.holdings("t", "") == Holdings(len(numbers), len(numbers) * DETAILS.num_bytes, None)
     for number in range(1, newest + 1):
         assert registry.collect(f"{number:064x}", lambda digest: None) is (number not in numbers)
     rollouts = {rollout.alias: rollout for rollout in registry.aliases("t", "voice")}

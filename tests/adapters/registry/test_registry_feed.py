@@ -8,14 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry import redis_names, redis_storage, sqlite_storage
 from slora_adapters.registry.registry import AdapterDetails, Change, Registry
 from slora_adapters.version import AdapterVersion
 from tests.adapters.registry_places import OpenStorage
 
 D1, D2 = "1" * 64, "2" * 64
-DETAILS = AdapterDetails(8, ("q_proj",), 4096, AdapterExtras())
+DETAILS = AdapterDetails(8, ("q_proj",), 4096)
 WAIT_S = 60
 
 
@@ -106,14 +105,13 @@ def test_who_was_away_for_longer_than_the_feed_reaches_back_is_told_so(
 
 WRITER = """
 import sys
-from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import AdapterDetails
 from slora_adapters.registry.registry_url import open_registry
 from slora_adapters.version import AdapterVersion
 
 registry = open_registry(sys.argv[2], Database(sys.argv[1]))
-details = AdapterDetails(8, ("q_proj",), 4096, AdapterExtras())
+details = AdapterDetails(8, ("q_proj",), 4096)
 for turn in range(int(sys.argv[4])):
     version = AdapterVersion("t1", f"{int(sys.argv[3]) * 1000 + turn:064x}")
     number = registry.put("busy", version, details).record.number

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from slora_adapters.database.database import Database
-from slora_adapters.errors import AliasConflict
+from slora_adapters.errors import AliasConflict, StoreUnavailable
 from slora_adapters.peft.adapter import AdapterExtras
-from slora_adapters.registry.registry import Registry
+from slora_adapters.registry.adapter_record import ExtrasSummary
+from slora_adapters.registry.registry import AdapterDetails, Holdings, Registry
 from slora_adapters.registry.registry_rows import ALIASES, NAMES, OF_NAME, ONE_ROLLOUT, PINNED, VERSION_PAGE
 from slora_adapters.registry.registry_schema import MIGRATIONS
 from slora_adapters.registry.sqlite_storage import SqliteStorage
@@ -84,12 +85,15 @@ def test_what_names_of_an_older_release_stood_for_is_their_version_1(
     assert old.follows_pushes and old.salt != pinned.salt
     assert registry.versions("t1", "old") == [old.main] == [registry.get("t1", "old@1")]
     assert (old.main.version, old.main.named_at, old.main.created_at) == (_v("t1"), 1.0, 2.0)
-    assert old.main.details.extras == AdapterExtras(None, "g")
+    assert old.main.extras == ExtrasSummary.of(AdapterExtras(None, "g"))
+    assert registry.serve("t1", "old") == (old.main, AdapterExtras(None, "g"))
+    # Both have the same number of bytes and one text of one byte.
+    assert registry.holdings("t1", D2) == Holdings(2, 2 * 4097, 4096)
     assert pinned.main.details.pool_bytes == (8192 if num_migrations == 2 else 4096)
     with pytest.raises(AliasConflict, match="has not moved"):
         registry.roll_back("t1", "old", "latest")
     known = replace(old.main.details, packed_bytes=8192)
-    again = registry.put("old", _v("t1"), known)
+    again = registry.put("old", _v("t1"), known, AdapterExtras(None, "g"))
     assert not again.is_new and again.record.details == known, "its size is known from now on"
     assert registry.put("old", _v("t1", D2), known).record.number == 2
     assert registry.delete("t1", "pinned").orphaned == ()
@@ -125,4 +129,49 @@ def test_another_history_is_noticed(tmp_path: Path) -> None:
     with database.transaction() as connection:
         connection.execute("UPDATE adapter_changes SET nonce = 'another'")
     assert registry.changes(cursor).resync
+    database.close()
+
+
+def test_only_a_request_reads_the_texts_of_extras(tmp_path: Path) -> None:
+    """Lists once read them: 160 versions of 500 KB and 30 lists at once took 2 GB of memory."""
+    database = Database(tmp_path / "slora.db")
+    registry = Registry(SqliteStorage(database))
+    extras = AdapterExtras("x" * 1000, "{}")
+    details = AdapterDetails(8, ("q_proj",), 4096)
+    for digest in (D1, D2):
+        registry.put("a", _v("t1", digest), details, extras)
+    assert registry.serve("t1", "a@1")[1] == extras
+    with database.transaction() as connection:
+        connection.execute("DROP TABLE adapter_extras")
+    with pytest.raises(StoreUnavailable, match="no such table"):
+        registry.serve("t1", "a")
+    assert len(registry.versions("t1", "a")) == 2 and len(registry.list("t1")) == 1
+    assert len(registry.rollouts("t1")) == len(registry.aliases("t1", "a")) == 1
+    assert registry.newest("t1", "a") == registry.get("t1", "a") == registry.rollout("t1", "a").main
+    assert registry.holdings("t1", D1).num_bytes == 2 * 4096 + 2 * 1002
+    registry.move("t1", "a", "prod", {1: 100})
+    registry.pin("t1", "a", lambda wanted, others: None)
+    assert len(registry.pinned()) == 1
+    database.close()
+
+
+def test_texts_of_the_release_before_are_moved_and_counted(tmp_path: Path) -> None:
+    database = Database(tmp_path / "slora.db")
+    database.migrate("registry", MIGRATIONS[:5])
+    with database.transaction() as connection:
+        connection.execute("INSERT INTO adapter_names VALUES ('t1', 'a', 3, 1.0)")
+        for number, texts in ((1, ("ü", None)), (2, (None, None)), (3, ("", "{}"))):
+            connection.execute(
+                f"INSERT INTO adapter_versions VALUES ('t1', 'a', ?, '{D1}', 8, '[]', 9, 10, ?, ?, 2.0)",
+                (number, *texts),
+            )
+    registry = Registry(SqliteStorage(database))
+    assert [registry.serve("t1", f"a@{number}")[1] for number in (1, 2, 3)] == [
+        AdapterExtras("ü"),
+        AdapterExtras(),
+        AdapterExtras("", "{}"),
+    ]
+    assert registry.holdings("t1", D1) == Holdings(3, 9 + 2 + 2, 9)
+    last = registry.get("t1", "a@3")
+    assert not registry.put("a", last.version, last.details, AdapterExtras("", "{}")).is_new
     database.close()

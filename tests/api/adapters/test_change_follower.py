@@ -10,14 +10,13 @@ import pytest
 from slora.errors import EngineUnavailable
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
-from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.registry import AdapterDetails, Changes, Registry
 from slora_adapters.registry.sqlite_storage import SqliteStorage
 from slora_adapters.version import AdapterVersion
 from slora_api.adapters.change_follower import ChangeFollower
 
 D1, D2, D3 = "1" * 64, "2" * 64, "3" * 64
-DETAILS = AdapterDetails(2, ("q_proj",), 100, AdapterExtras())
+DETAILS = AdapterDetails(2, ("q_proj",), 100)
 
 
 class Engine:

@@ -11,7 +11,6 @@ from slora.engine.pin import Pin
 from slora.tenant_share import TenantShare
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
-from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.registry import AdapterDetails, PinCheck, Registry, Rollout
 from slora_adapters.registry.sqlite_storage import SqliteStorage
 from slora_adapters.version import AdapterVersion
@@ -207,7 +206,7 @@ def test_a_pin_is_checked_against_the_share_that_holds_when_it_is_made(tmp_path:
     tenancy = Tenancy(database, Pepper.from_file(tmp_path / "pepper"))
     registry = Overtaken(database, tenancy)
     tenancy.create_tenant("acme")
-    details = AdapterDetails(2, ("q_proj",), 4096, AdapterExtras())
+    details = AdapterDetails(2, ("q_proj",), 4096)
     registry.put("voice", AdapterVersion("acme", "1" * 64), details)
     pinning = Pinning(registry, tenancy, ScriptedEngine())
     with pytest.raises(PinsFull, match="would take 4 pages; they may take 1 of the pool's 100"):
@@ -236,7 +235,7 @@ def test_the_engine_is_told_all_pins_with_their_tenants_shares_until_it_has_hear
     monkeypatch.setattr("slora_api.adapters.pinning._PAUSE_S", 0.01)
     database = Database(tmp_path / "slora.db")
     registry, tenancy = Shaky(database), Tenancy(database, Pepper.from_file(tmp_path / "pepper"))
-    details = AdapterDetails(2, ("q_proj",), 100, AdapterExtras())
+    details = AdapterDetails(2, ("q_proj",), 100)
     for tenant, share in (("a", ShareChanges(weight=2)), ("b", ShareChanges())):
         tenancy.create_tenant(tenant, share)
         registry.put("one", AdapterVersion(tenant, "1" * 64), details)

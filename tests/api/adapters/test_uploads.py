@@ -2,9 +2,11 @@ import gzip
 import json
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from safetensors.numpy import save_file
 
 from slora.request import EngineRequest, TokenDelta
 from slora.weights.base_fingerprint import fingerprint
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.inspection import inspect
 from slora_api.adapters import uploads
 from slora_api.adapters.quarantine import Quarantine
 from slora_kernels.layout import lay_out_adapter
@@ -133,8 +137,15 @@ def test_a_tenant_keeps_no_more_versions_than_it_may(tmp_path: Path) -> None:
         assert platform.upload(key, "b").status_code == 201
 
 
+def blob_bytes(directory: Path) -> int:
+    """What a store keeps of an adapter of `make_members`."""
+    source = write_directory(directory / "source", make_members())
+    scratch = write_directory(directory / "scratch", {})
+    return inspect(source, scratch, SHAPE, AdapterLimits()).blob_bytes
+
+
 def test_a_tenants_adapters_take_no_more_bytes_than_they_may(tmp_path: Path) -> None:
-    size = sum(tensor.nbytes for tensor in make_tensors().values())
+    size = blob_bytes(tmp_path / "one")
     engine = ScriptedEngine([deltas_of(b"ok")])
     with running_platform(tmp_path, engine, max_adapter_bytes_per_tenant=2 * size) as platform:
         key = platform.key("large")
@@ -145,10 +156,56 @@ def test_a_tenants_adapters_take_no_more_bytes_than_they_may(tmp_path: Path) -> 
         for name in ("a", "d"):
             error = platform.upload(key, name, members[2]).json()["error"]
             assert error["code"] == "quota_exceeded"
-            assert f"would take {3 * size} bytes; they may take {2 * size} (max_adapter_" in error["message"]
+            assert f"would take {3 * size} bytes, chat templates" in error["message"]
+            assert f"they may take {2 * size} (max_adapter_bytes_per_tenant)" in error["message"]
         with platform.client(key) as client:
             client.delete("/v1/adapters/a@1")
         assert platform.upload(key, "a", members[2]).status_code == 201
+
+
+def test_chat_templates_and_generation_configs_count_for_the_quota_of_each_version(tmp_path: Path) -> None:
+    """They once counted nothing: 160 versions with 80 MB of them counted as 14 KB."""
+    size = blob_bytes(tmp_path / "one")
+    engine = ScriptedEngine([deltas_of(b"ok")])
+    with running_platform(tmp_path, engine, max_adapter_bytes_per_tenant=size + 25_000) as platform:
+        key = platform.key("wordy")
+        for number, status in ((1, 201), (2, 201), (3, 409)):
+            template = f"{{# {number}{'x' * 10_000} #}}"
+            answer = platform.upload(key, "a", make_members(chat_template_dot_jinja=template))
+            assert answer.status_code == status
+        assert answer.json()["error"]["code"] == "quota_exceeded"
+        assert "With the 10007 bytes of `a`" in answer.json()["error"]["message"]
+        with platform.client(key) as client:
+            versions = client.get("/v1/adapters/a/versions").json()["data"]
+        assert [one["stored_bytes"] for one in versions] == [size + 10_007] * 2
+
+
+def test_uploads_through_two_processes_at_once_do_not_pass_the_limit_together(tmp_path: Path) -> None:
+    """Each process once counted, tried the adapter out, and then made its version without counting again."""
+    both_counted = threading.Barrier(2)
+
+    def wait_for_the_other(request: EngineRequest) -> list[TokenDelta]:
+        if request.adapter is not None:
+            both_counted.wait(60)
+        return trial_of(request)
+
+    with ExitStack() as stack:
+        platforms = []
+        for _ in range(2):
+            engine = ScriptedEngine([deltas_of(b"ok")])
+            engine.canary = wait_for_the_other
+            running = running_platform(tmp_path, engine, max_versions_per_tenant=1)
+            platforms.append(stack.enter_context(running))
+        key = platforms[0].key("racing")
+        uploads = [(platforms[0], "a", make_tensors(seed=1)), (platforms[1], "b", make_tensors(seed=2))]
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(
+                pool.map(lambda one: one[0].upload(key, one[1], make_members(tensors=one[2])), uploads)
+            )
+        assert sorted(answer.status_code for answer in answers) == [201, 409]
+        with platforms[0].client(key) as client:
+            assert len(client.get("/v1/adapters").json()["data"]) == 1
+        assert len(list((tmp_path / "adapters" / "blobs").glob("*/*"))) == 1, "the refused weights are gone"
 
 
 def test_uploads_of_one_tenant_at_once_do_not_pass_its_limit_together(tmp_path: Path) -> None:

@@ -613,7 +613,7 @@ def test_a_request_whose_adapter_is_deleted_for_a_newer_one_is_answered_by_that(
         platform.engine.on_request = lambda request: None
         adapter = parse_adapter({n: memoryview(raw) for n, raw in newer.items()}, SHAPE, AdapterLimits())
         database = Database(platform.directory / "slora.db")
-        details = AdapterDetails(2, ("q_proj",), 1, adapter.extras)
+        details = AdapterDetails(2, ("q_proj",), 1)
         Registry(SqliteStorage(database)).put("moving", AdapterVersion("mover", adapter.digest), details)
         Registry(SqliteStorage(database)).delete("mover", "moving@1")
         database.close()

@@ -9,7 +9,6 @@ import openai
 import pytest
 
 from slora_adapters.database.database import Database
-from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.sqlite_storage import SqliteStorage
 from slora_adapters.version import AdapterVersion
@@ -20,7 +19,7 @@ from tests.api.scripted_engine import ScriptedEngine, deltas_of
 NUM_NAMES = 25
 NAMES = [f"voice-{number:02d}" for number in range(NUM_NAMES)]
 VERSIONS = list(range(NUM_NAMES, 0, -1))
-DETAILS = AdapterDetails(8, ("q_proj",), 4096, AdapterExtras())
+DETAILS = AdapterDetails(8, ("q_proj",), 4096)
 
 
 @pytest.fixture(scope="module")
