@@ -1,10 +1,11 @@
-"""`slora adapter`: a tenant's adapters. A push streams the files; they are never read into memory whole.
+"""`slora adapter`: a tenant's adapters, and the operator's pins.
 
-A push from the Hugging Face hub goes through this machine: the server fetches nothing that a tenant names. What pins
-and unpins is the operator.
+A push streams the files and never reads them into memory whole. A push from the Hugging Face hub downloads to this
+machine first, because the server fetches nothing that a tenant names.
 """
 
 import argparse
+import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,16 @@ from slora.weights.base_fingerprint import fingerprint
 from slora_adapters.errors import AdapterError
 from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.hub_snapshot import HubSnapshot, download
-from slora_api.cli.remote import CommandFailed, admin_client, check, explained, tenant_client, walk
+from slora_api.cli.output import print_json, print_records
+from slora_api.cli.remote import (
+    CommandFailed,
+    admin_client,
+    check,
+    error_code,
+    explained,
+    tenant_client,
+    walk,
+)
 
 __all__ = ["pin", "pins", "prewarm", "push", "remove", "show", "unpin"]
 
@@ -30,7 +40,7 @@ _ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz")
 
 
 def _find_files(source: Path) -> dict[str, Path]:
-    """By multipart field: the files of a directory, or an archive, which the server looks into."""
+    """The files of a directory by multipart field, or the archive, which the server unpacks."""
     return {"archive": source} if source.is_file() else _find_members(source)
 
 
@@ -45,7 +55,7 @@ def _find_members(directory: Path) -> dict[str, Path]:
 
 
 def _download(text: str) -> HubSnapshot | None:
-    """What hf:// names, or None if it is something on this machine."""
+    """The adapter that an hf:// reference names, or None for a local path."""
     try:
         reference = HubReference.parse(text)
         return download(reference) if reference else None
@@ -53,15 +63,40 @@ def _download(text: str) -> HubSnapshot | None:
         raise CommandFailed(str(error)) from error
 
 
-def _summary(adapter: dict[str, Any]) -> str:
-    modules = ",".join(adapter["target_modules"])
-    size = f"rank {adapter['rank']}  {adapter['bytes']} bytes"
-    line = f"{adapter['name']}  version {adapter['version']}  {size}  {modules}  {adapter['digest']}"
-    return line + "  pinned" if adapter["pinned"] else line
+_COLUMNS = {
+    "ADAPTER": lambda adapter: adapter["name"],
+    "VERSION": lambda adapter: str(adapter["version"]),
+    "RANK": lambda adapter: str(adapter["rank"]),
+    "BYTES": lambda adapter: str(adapter["bytes"]),
+    "MODULES": lambda adapter: ",".join(adapter["target_modules"]),
+    "PINNED": lambda adapter: "yes" if adapter["pinned"] else "no",
+    "DIGEST": lambda adapter: adapter["digest"],
+}
+
+
+def _describe_push(pushed: dict[str, Any]) -> str:
+    """The pushed version, its certificate, and how to call it."""
+    found, change = pushed["certificate"], pushed["certificate"]["logprob_change"]
+    state = "new version" if pushed["new_version"] else "the newest version already"
+    ranks = {summary[end] for summary in found["modules"].values() for end in ("min_rank", "max_rank")}
+    lowest, highest = min(ranks), max(ranks)
+    rank = str(lowest) if lowest == highest else f"{lowest} to {highest}"
+    trial = "" if change is None else f"; changes log-probabilities by up to {change:.3g}"
+    loads = (f"{tier} {ms:.0f} ms" for tier, ms in found["predicted_load_ms"].items() if ms is not None)
+    lines = [
+        f"{pushed['name']}@{pushed['version']}  {state}",
+        f"  modules      {found['modules_adapted']} of {found['modules_total']}: {', '.join(found['modules'])}",
+        f"  rank         {rank}; {pushed['bytes']} bytes, {found['pool_bytes']} in the pool",
+        f"  base model   {found['base']}{trial}",
+        f"  digest       {pushed['digest']}",
+    ]
+    if predicted := ", ".join(loads):
+        lines.insert(4, f"  cold load    {predicted}")
+    return "\n".join([*lines, f"Call it with model={json.dumps(pushed['name'])}."])
 
 
 def _default_name(source: Path) -> str:
-    """The directory's name, or the archive's without what says that it is one."""
+    """The name of the directory, or of the archive without its suffix."""
     name = source.resolve().name
     suffix = next((suffix for suffix in _ARCHIVE_SUFFIXES if name.endswith(suffix)), "")
     return name.removesuffix(suffix) if source.is_file() else name
@@ -87,33 +122,45 @@ def push(arguments: argparse.Namespace) -> None:
             for field, path in _find_files(source).items()
         }
         pushed = check(client.post("/v1/adapters", data=fields, files=files))
-    known = "" if pushed["new_version"] else "  (it was the newest version already)"
-    print(f"{_summary(pushed)}  base {pushed['certificate']['base']}{known}")
+    origin = {"source": str(snapshot.reference)} if snapshot else {}
+    if arguments.json:
+        print_json(pushed | origin)
+        return
+    print(_describe_push(pushed))
     if snapshot:
-        print(f"from {snapshot.reference}")
+        print(f"It was downloaded from {snapshot.reference}.")
 
 
 @explained
-def show(_arguments: argparse.Namespace) -> None:
+def show(arguments: argparse.Namespace) -> None:
     with tenant_client() as client:
-        for adapter in walk(client, "/v1/adapters"):
-            print(_summary(adapter))
+        print_records(walk(client, "/v1/adapters"), _COLUMNS, as_json=arguments.json)
 
 
 @explained
 def remove(arguments: argparse.Namespace) -> None:
     with tenant_client() as client:
         params = {"force": "true"} if arguments.force else {}
-        check(client.delete(f"/v1/adapters/{quote(arguments.name, safe='')}", params=params))
-    print(f"{arguments.name} removed")
+        answer = client.delete(f"/v1/adapters/{quote(arguments.name, safe='')}", params=params)
+        if error_code(answer) == "adapter_in_use":
+            raise CommandFailed(
+                f"aliases point at {arguments.name}; move them (slora adapter alias), or remove it with --force"
+            )
+        check(answer)
+    print(f"removed {arguments.name}")
+
+
+_PLACE_COLUMNS = {
+    "VERSION": lambda version: str(version["version"]),
+    "PLACE": lambda version: version["place"],
+}
 
 
 @explained
 def prewarm(arguments: argparse.Namespace) -> None:
     with tenant_client() as client:
         answer = check(client.post(f"/v1/adapters/{quote(arguments.name, safe='')}/prewarm"))
-    for version in answer["versions"]:
-        print(f"{arguments.name}  version {version['version']}  {version['place']}")
+    print_records(answer["versions"], _PLACE_COLUMNS, as_json=arguments.json)
 
 
 def _pin_path(arguments: argparse.Namespace) -> str:
@@ -123,18 +170,23 @@ def _pin_path(arguments: argparse.Namespace) -> str:
 @explained
 def pin(arguments: argparse.Namespace) -> None:
     with admin_client() as client:
-        print(_summary(check(client.put(_pin_path(arguments)))))
+        print_records([check(client.put(_pin_path(arguments)))], _COLUMNS, as_json=arguments.json)
+
+
+_PIN_COLUMNS = {
+    "TENANT": lambda pin: pin["tenant"],
+    "ALIAS": lambda pin: f"{pin['name']}@{pin['alias']}",
+    "VERSIONS": lambda pin: " ".join(f"{number}={percent}" for number, percent in pin["versions"].items()),
+}
 
 
 @explained
-def pins(_arguments: argparse.Namespace) -> None:
+def pins(arguments: argparse.Namespace) -> None:
     with admin_client() as client:
-        for pin in check(client.get("/admin/pins"))["data"]:
-            targets = "  ".join(f"{number}={weight}" for number, weight in pin["versions"].items())
-            print(f"{pin['tenant']}  {pin['name']}@{pin['alias']}  {targets}")
+        print_records(check(client.get("/admin/pins"))["data"], _PIN_COLUMNS, as_json=arguments.json)
 
 
 @explained
 def unpin(arguments: argparse.Namespace) -> None:
     with admin_client() as client:
-        print(_summary(check(client.delete(_pin_path(arguments)))))
+        print_records([check(client.delete(_pin_path(arguments)))], _COLUMNS, as_json=arguments.json)

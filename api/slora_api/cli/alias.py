@@ -1,10 +1,11 @@
-"""`slora adapter versions, alias, rollback`: what a name and its aliases serve, looked at and moved (tenant)."""
+"""`slora adapter versions`, `alias` and `rollback`: which versions a name and its aliases serve."""
 
 import argparse
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
+from slora_api.cli.output import print_json, print_records
 from slora_api.cli.remote import CommandFailed, check, explained, tenant_client, walk
 
 __all__ = ["move", "roll_back", "versions"]
@@ -27,26 +28,36 @@ def _path(arguments: argparse.Namespace) -> str:
     return f"/v1/adapters/{quote(arguments.name, safe='')}/aliases/{quote(arguments.alias, safe='')}"
 
 
-def _alias_line(alias: dict[str, Any]) -> str:
+def _print_alias(alias: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json(alias)
+        return
     targets = "  ".join(f"{number}={weight}" for number, weight in alias["versions"].items())
     line = f"{alias['name']}@{alias['alias']}  {targets}"
-    return line + "  follows pushes" if alias["follows_pushes"] else line
+    print(line + "  follows pushes" if alias["follows_pushes"] else line)
+
+
+_VERSION_COLUMNS = {
+    "VERSION": lambda version: f"{version['name']}@{version['version']}",
+    "RANK": lambda version: str(version["rank"]),
+    "BYTES": lambda version: str(version["bytes"]),
+    "ALIASES": lambda version: " ".join(
+        f"{alias}={percent}" for alias, percent in version["aliases"].items()
+    ),
+    "DIGEST": lambda version: version["digest"],
+}
 
 
 @explained
 def versions(arguments: argparse.Namespace) -> None:
     with tenant_client() as client:
-        for version in walk(client, f"/v1/adapters/{quote(arguments.name, safe='')}/versions"):
-            aliases = "  ".join(f"{alias}={weight}" for alias, weight in version["aliases"].items())
-            label = f"{version['name']}@{version['version']}"
-            print(
-                f"{label}  rank {version['rank']}  {version['bytes']} bytes  {version['digest']}  {aliases}".rstrip()
-            )
+        found = walk(client, f"/v1/adapters/{quote(arguments.name, safe='')}/versions")
+        print_records(found, _VERSION_COLUMNS, as_json=arguments.json)
 
 
 @explained
 def move(arguments: argparse.Namespace) -> None:
-    """Without versions it is shown."""
+    """Moves an alias; without versions it shows the alias."""
     is_move = bool(arguments.versions)
     if not is_move and (arguments.expect is not None or arguments.follow):
         raise CommandFailed("--expect and --follow say how to move an alias; give the VERSION to move it to")
@@ -60,12 +71,12 @@ def move(arguments: argparse.Namespace) -> None:
             check(client.delete(_path(arguments)))
             print(f"{arguments.name}@{arguments.alias} removed")
         elif is_move:
-            print(_alias_line(check(client.put(_path(arguments), json=body))))
+            _print_alias(check(client.put(_path(arguments), json=body)), as_json=arguments.json)
         else:
-            print(_alias_line(check(client.get(_path(arguments)))))
+            _print_alias(check(client.get(_path(arguments))), as_json=arguments.json)
 
 
 @explained
 def roll_back(arguments: argparse.Namespace) -> None:
     with tenant_client() as client:
-        print(_alias_line(check(client.post(_path(arguments) + "/rollback"))))
+        _print_alias(check(client.post(_path(arguments) + "/rollback")), as_json=arguments.json)

@@ -1,4 +1,4 @@
-"""`slora complete`: one prompt, the answer printed as it streams in."""
+"""`slora complete`: sends one prompt and prints the answer as it streams in."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ def _body(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in ("temperature", "seed"):
         if getattr(arguments, name) is not None:
             body[name] = getattr(arguments, name)
-    if not arguments.chat:
+    if arguments.raw:
         return body | {"prompt": arguments.prompt}
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
     return body | {"messages": [*system, {"role": "user", "content": arguments.prompt}]}
@@ -48,9 +48,9 @@ def _text(chunk: dict[str, Any]) -> str:
 
 @explained
 def complete(arguments: argparse.Namespace) -> None:
-    path = "/v1/chat/completions" if arguments.chat else "/v1/completions"
-    if arguments.system and not arguments.chat:
-        raise CommandFailed("--system needs --chat")
+    path = "/v1/completions" if arguments.raw else "/v1/chat/completions"
+    if arguments.system and arguments.raw:
+        raise CommandFailed("--system is for chat messages; leave out --raw")
     with tenant_client() as client, client.stream("POST", path, json=_body(arguments)) as response:
         if not response.is_success:
             response.read()
@@ -62,5 +62,5 @@ def complete(arguments: argparse.Namespace) -> None:
             print(text, end="", flush=True)
     print()
     if is_empty:
-        hint = "" if arguments.chat else "; a model trained on chat messages needs --chat"
-        print(f"slora: the model ended its answer without a word{hint}", file=sys.stderr)
+        hint = "; a model trained on chat messages may need them: leave out --raw" if arguments.raw else ""
+        print(f"slora: the answer is empty{hint}", file=sys.stderr)

@@ -43,9 +43,9 @@ _EXTRAS = {"adapter verify": "verify"}
 _EPILOG = """\
 environment:
   SLORA_URL        the server to talk to (default: port SLORA_PORT, or 8000, of this machine)
-  SLORA_ADMIN_KEY  the operator's key; tenant, key and adapter pin need it
-  SLORA_API_KEY    a tenant's key; adapter and complete need it
-  HF_TOKEN         what the Hugging Face hub asks for to push private or gated adapters from it
+  SLORA_ADMIN_KEY  the operator's key, for tenant, key and adapter pin
+  SLORA_API_KEY    a tenant's key, for adapter and complete
+  HF_TOKEN         token of the Hugging Face hub, to push private or gated adapters from it
 
 from nothing to an answer:
   slora serve --model DIR
@@ -64,9 +64,11 @@ class _Commands:
         self._actions = parser.add_subparsers(metavar="COMMAND", required=True)
         self._prefix = prefix
 
-    def add(self, name: str, help_text: str) -> argparse.ArgumentParser:
+    def add(self, name: str, help_text: str, *, has_json: bool = False) -> argparse.ArgumentParser:
         parser = self._actions.add_parser(name, help=help_text, description=help_text)
         parser.set_defaults(handler=self._prefix + name, refuse=parser.error)
+        if has_json:
+            parser.add_argument("--json", action="store_true", help="print JSON for programs")
         return parser
 
     def group(self, name: str, help_text: str) -> "_Commands":
@@ -89,14 +91,21 @@ def _add_serve(commands: _Commands) -> None:
 def _add_tenants_and_keys(commands: _Commands) -> None:
     tenants = commands.group("tenant", "create, change and list tenants (operator)")
     _add_share(tenants.add("create", "create a tenant"), lambda default: f" (default {default})")
-    _add_share(tenants.add("set", "change a tenant's share, from its next request on"), lambda _default: "")
-    tenants.add("list", "list the tenants with their shares")
+    _add_share(
+        tenants.add("set", "change a tenant's share, from its next request on", has_json=True),
+        lambda _default: "",
+    )
+    tenants.add("list", "list the tenants with their shares", has_json=True)
 
     keys = commands.group("key", "create, list and revoke API keys (operator)")
-    create = keys.add("create", "create an API key for a tenant and print it; it is shown this once")
+    create = keys.add(
+        "create", "create an API key for a tenant and print it; it is shown this once", has_json=True
+    )
     create.add_argument("tenant")
-    create.add_argument("--adapter", metavar="NAME[@ALIAS]", help="what model=default means for this key")
-    keys.add("list", "list a tenant's keys, without the secrets").add_argument("tenant")
+    create.add_argument(
+        "--adapter", metavar="NAME[@ALIAS]", help="the adapter that model=default means for this key"
+    )
+    keys.add("list", "list a tenant's keys, without the secrets", has_json=True).add_argument("tenant")
     keys.add("revoke", "revoke a key, at once").add_argument("key_id", help="as in slora_KEYID_..._...")
 
 
@@ -123,7 +132,9 @@ def _add_adapters(commands: _Commands) -> None:
         "adapter", "verify, upload, list, roll out and remove LoRA adapters (tenant), pin them (operator)"
     )
     _add_verify(adapters)
-    push = adapters.add("push", "upload an adapter as the next version of a name; it can be called at once")
+    push = adapters.add(
+        "push", "upload an adapter as the next version of a name; it can be called at once", has_json=True
+    )
     push.add_argument(
         "source",
         help="holds adapter_config.json and adapter_model.safetensors: a directory; a .zip, .tar or .tar.gz of one; or "
@@ -133,26 +144,32 @@ def _add_adapters(commands: _Commands) -> None:
     push.add_argument(
         "--base", metavar="DIR", help="the model that it was trained on; refused if another is served"
     )
-    adapters.add("list", "list your adapters with what they serve")
+    adapters.add("list", "list your adapters and the versions that they serve", has_json=True)
     remove = adapters.add("rm", "remove a version, or an adapter with all of its versions")
     remove.add_argument("name", metavar="NAME[@N]")
-    remove.add_argument("--force", action="store_true", help="though aliases point at it")
+    remove.add_argument("--force", action="store_true", help="also if aliases point at it")
     _add_rollouts(adapters)
-    prewarm = adapters.add("prewarm", "bring an adapter near before it is asked for, and say where it is")
+    prewarm = adapters.add(
+        "prewarm", "load an adapter before its first request, and say where it is", has_json=True
+    )
     prewarm.add_argument("name", metavar="NAME[@N|@ALIAS]")
     for name, help_text in (
-        ("pin", "keep a tenant's adapter in the page pool, there before anybody asks (operator)"),
-        ("unpin", "let it leave the pool like any other (operator)"),
+        ("pin", "keep a tenant's adapter in the page pool (operator)"),
+        ("unpin", "let the pool evict a pinned adapter again (operator)"),
     ):
-        pin = adapters.add(name, help_text)
+        pin = adapters.add(name, help_text, has_json=True)
         pin.add_argument("name", metavar="NAME[@ALIAS]")
-        pin.add_argument("--tenant", required=True, metavar="T", help="whose adapter it is")
-    adapters.add("pins", "list what is pinned of all tenants (operator)")
+        pin.add_argument("--tenant", required=True, metavar="T", help="the tenant that owns the adapter")
+    adapters.add("pins", "list the pins of all tenants (operator)", has_json=True)
 
 
 def _add_rollouts(adapters: _Commands) -> None:
-    adapters.add("versions", "list the versions of an adapter, newest first").add_argument("name")
-    alias = adapters.add("alias", "point NAME@ALIAS at a version, or split its requests; alone, show it")
+    adapters.add("versions", "list the versions of an adapter, newest first", has_json=True).add_argument(
+        "name"
+    )
+    alias = adapters.add(
+        "alias", "point NAME@ALIAS at a version, or split its requests; alone, show it", has_json=True
+    )
     alias.epilog = (
         "`latest` is what the bare name serves: each push moves it, unless it was set without --follow."
     )
@@ -164,7 +181,9 @@ def _add_rollouts(adapters: _Commands) -> None:
     )
     alias.add_argument("--follow", action="store_true", help="from now on each push takes all requests")
     alias.add_argument("--delete", action="store_true", help="take the alias away; versions stay")
-    rollback = adapters.add("rollback", "put NAME@ALIAS back to where it was before its last move")
+    rollback = adapters.add(
+        "rollback", "put NAME@ALIAS back to where it was before its last move", has_json=True
+    )
     rollback.add_argument("name")
     rollback.add_argument("alias", nargs="?", default="latest", help="default latest: the bare name")
 
@@ -178,20 +197,24 @@ def _add_verify(adapters: _Commands) -> None:
         "--prompt",
         metavar="TEXT",
         action="append",
-        help="may be given several times (default: random tokens)",
+        help="prompt to compare; may be repeated (default: random tokens)",
     )
     verify.add_argument(
-        "--max-tokens", type=_positive, default=16, metavar="N", help="of each answer (default 16)"
+        "--max-tokens",
+        type=_positive,
+        default=16,
+        metavar="N",
+        help="most tokens of each answer (default 16)",
     )
     verify.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
-        help="of both sides (default float32, which tells rounding from a difference)",
+        help="dtype of both sides (default float32, in which a difference is not mere rounding)",
     )  # fmt: skip
     verify.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
     verify.add_argument(
         "--max-lora-rank", type=_positive, default=128, metavar="N", help="the server's limit (default 128)"
     )
-    verify.add_argument("--json", action="store_true", help="everything, for programs")
+    verify.add_argument("--json", action="store_true", help="print JSON for programs")
 
 
 def _positive(text: str) -> int:
@@ -202,23 +225,23 @@ def _positive(text: str) -> int:
 
 
 def _add_complete(commands: _Commands) -> None:
-    parser = commands.add("complete", "send a prompt and print the answer as it comes")
+    parser = commands.add("complete", "send a chat message and print the answer as it streams")
     parser.add_argument("prompt")
     parser.add_argument("--model", default="default", help="an adapter, the base model, or default")
-    parser.add_argument("--chat", action="store_true", help="as a chat message, through the chat template")
-    parser.add_argument("--system", metavar="TEXT", help="a system message, with --chat")
     parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="most tokens to answer with (default 256)"
+        "--raw", action="store_true", help="complete the text itself, without a chat template"
     )
+    parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of the answer (default 256)")
     parser.add_argument(
-        "--temperature", type=float, metavar="X", help="0 takes the likeliest token each time"
+        "--temperature", type=float, metavar="X", help="0 takes the most likely token each time"
     )
     parser.add_argument("--seed", type=int, metavar="N")
 
 
 def _add_health(commands: _Commands) -> None:
-    parser = commands.add("health", "ask whether the server is up; the exit code is 0 if it is")
-    parser.add_argument("--ready", action="store_true", help="and whether a request would be answered now")
+    parser = commands.add("health", "ask whether the server answers; the exit code is 0 if it does")
+    parser.add_argument("--ready", action="store_true", help="ask whether a request would be answered now")
 
 
 def _make_parser() -> argparse.ArgumentParser:

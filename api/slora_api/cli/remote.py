@@ -1,7 +1,4 @@
-"""The server as the command line sees it: one HTTP client, and every failure as one clear line.
-
-Knows no subcommand. Handlers are wrapped in `explained`, so that none of them prints a traceback.
-"""
+"""The HTTP client of the command line. `explained` turns every failure of a subcommand into one clear line."""
 
 import argparse
 import functools
@@ -14,7 +11,16 @@ import httpx
 
 from slora_api.listing import MAX_LIMIT
 
-__all__ = ["CommandFailed", "admin_client", "check", "explained", "open_client", "tenant_client", "walk"]
+__all__ = [
+    "CommandFailed",
+    "admin_client",
+    "check",
+    "error_code",
+    "explained",
+    "open_client",
+    "tenant_client",
+    "walk",
+]
 
 # An upload is validated before the answer comes, and a first token may wait for an adapter.
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
@@ -61,15 +67,24 @@ def _message(response: httpx.Response) -> str:
         return f"the server answered {response.status_code}, which is not in this API's form; is SLORA_URL right?"
 
 
+def error_code(response: httpx.Response) -> str | None:
+    """The code of a failed answer; None for a successful one, and for one that is not in this API's form."""
+    try:
+        code = None if response.is_success else response.json()["error"]["code"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return str(code)
+
+
 def check(response: httpx.Response) -> Any:
-    """The body of a successful answer (None if empty); raises CommandFailed with the server's own words."""
+    """The body of a successful answer (None if empty). Raises CommandFailed with the server's message."""
     if response.is_success:
         return response.json() if response.content else None
     raise CommandFailed(_message(response))
 
 
 def walk(client: httpx.Client, path: str) -> Iterator[Any]:
-    """The items of a list, page after page; raises as `check` does."""
+    """The items of a list, page after page. Raises CommandFailed like `check`."""
     params: dict[str, str | int] = {"limit": MAX_LIMIT}
     while True:
         page = check(client.get(path, params=params))

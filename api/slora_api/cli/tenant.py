@@ -1,9 +1,10 @@
-"""`slora tenant`: tenants, seen by the operator."""
+"""`slora tenant`: the operator's view of tenants."""
 
 import argparse
 from typing import Any
 from urllib.parse import quote
 
+from slora_api.cli.output import print_records
 from slora_api.cli.remote import CommandFailed, admin_client, check, explained
 
 __all__ = ["change", "create", "show"]
@@ -12,13 +13,17 @@ _SHARE = ("weight", "min_pool_share", "max_pool_share", "priority")
 
 
 def _share(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What was given of the share."""
+    """The parts of the share that the command line names."""
     return {name: value for name in _SHARE if (value := getattr(arguments, name)) is not None}
 
 
-def _summary(tenant: dict[str, Any]) -> str:
-    share = "  ".join(f"{name} {tenant[name]:g}" for name in _SHARE)
-    return f"{tenant['name']}  {share}"
+_COLUMNS = {
+    "TENANT": lambda tenant: tenant["name"],
+    "WEIGHT": lambda tenant: f"{tenant['weight']:g}",
+    "MIN POOL": lambda tenant: f"{tenant['min_pool_share']:g}",
+    "MAX POOL": lambda tenant: f"{tenant['max_pool_share']:g}",
+    "PRIORITY": lambda tenant: f"{tenant['priority']:g}",
+}
 
 
 @explained
@@ -33,13 +38,13 @@ def change(arguments: argparse.Namespace) -> None:
     share = _share(arguments)
     if not share:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in _SHARE)
-        raise CommandFailed(f"nothing is to be changed; give at least one of {flags}")
+        raise CommandFailed(f"there is nothing to change; give at least one of {flags}")
     with admin_client() as client:
-        print(_summary(check(client.patch(f"/admin/tenants/{quote(arguments.name, safe='')}", json=share))))
+        tenant = check(client.patch(f"/admin/tenants/{quote(arguments.name, safe='')}", json=share))
+    print_records([tenant], _COLUMNS, as_json=arguments.json)
 
 
 @explained
-def show(_arguments: argparse.Namespace) -> None:
+def show(arguments: argparse.Namespace) -> None:
     with admin_client() as client:
-        for tenant in check(client.get("/admin/tenants"))["data"]:
-            print(_summary(tenant))
+        print_records(check(client.get("/admin/tenants"))["data"], _COLUMNS, as_json=arguments.json)

@@ -129,7 +129,8 @@ def test_the_command_line_walks_all_pages(
     monkeypatch.setenv("SLORA_API_KEY", key)
     monkeypatch.setattr("slora_api.cli.remote.MAX_LIMIT", 10)
     assert main(["adapter", "list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["many", *NAMES]
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == ["ADAPTER", "many", *NAMES]
     assert main(["adapter", "versions", "many"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert listed == [f"many@{number}" for number in VERSIONS]
+    assert listed == ["VERSION", *(f"many@{number}" for number in VERSIONS)]

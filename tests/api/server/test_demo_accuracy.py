@@ -71,10 +71,10 @@ def test_an_empty_answer_in_a_terminal_is_explained(demo: Served, keys: dict[str
             command, env=environment(**variables), capture_output=True, text=True, check=True
         )
 
-    bare = complete()
-    assert bare.stdout == "\n"
-    assert "without a word; a model trained on chat messages needs --chat" in bare.stderr
-    chat = complete("--chat")
+    raw = complete("--raw")
+    assert raw.stdout == "\n"
+    assert "the answer is empty; a model trained on chat messages may need them" in raw.stderr
+    chat = complete()
     assert (chat.stdout, chat.stderr) == (TASKS["upper"].apply("good morning") + "\n", "")
 
 

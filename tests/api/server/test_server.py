@@ -254,37 +254,42 @@ def test_the_command_line_leads_from_nothing_to_an_answer(server: Served, kit: K
     assert command(server, "tenant", "create", "cli", **operator).stdout == "cli\n"
     assert "cli" in command(server, "tenant", "list", **operator).stdout.split()
     share = ("--weight", "2.5", "--max-pool-share", "0.5", "--priority", "-1")
-    line = "cli  weight 2.5  min_pool_share 0  max_pool_share 0.5  priority -1\n"
-    assert command(server, "tenant", "set", "cli", *share, **operator).stdout == line
-    assert line in command(server, "tenant", "list", **operator).stdout
+    heading, line = command(server, "tenant", "set", "cli", *share, **operator).stdout.splitlines()
+    assert heading.split() == ["TENANT", "WEIGHT", "MIN", "POOL", "MAX", "POOL", "PRIORITY"]
+    assert line.split() == ["cli", "2.5", "0", "0.5", "-1"]
+    listed = json.loads(command(server, "tenant", "list", "--json", **operator).stdout)
+    assert [one["weight"] for one in listed if one["name"] == "cli"] == [2.5]
     idle = command(server, "tenant", "set", "cli", **operator)
     assert idle.returncode == 1 and "--min-pool-share" in idle.stderr
     key = command(server, "key", "create", "cli", "--adapter", "voice", **operator).stdout.strip()
     tenant = {"SLORA_API_KEY": key}
     base = ("--base", str(kit.base))
     pushed = command(server, "adapter", "push", str(kit.wide), "--name", "voice", *base, **tenant)
-    assert pushed.returncode == 0 and pushed.stdout.startswith("voice  version 1  rank 16")
-    summary, _, rest = pushed.stdout.partition("  base ")
-    assert rest == "verified\n"
-    again = command(server, "adapter", "push", str(kit.wide), "--name", "voice", **tenant)
-    assert again.stdout == f"{summary}  base unverified  (it was the newest version already)\n"
-    assert command(server, "adapter", "list", **tenant).stdout == summary + "\n"
+    assert pushed.returncode == 0 and pushed.stdout.startswith("voice@1  new version\n"), pushed.stderr
+    assert "rank         16;" in pushed.stdout and "base model   verified;" in pushed.stdout
+    assert pushed.stdout.endswith('Call it with model="voice".\n')
+    again = command(server, "adapter", "push", str(kit.wide), "--name", "voice", "--json", **tenant)
+    assert json.loads(again.stdout)["new_version"] is False
+    (listed,) = json.loads(command(server, "adapter", "list", "--json", **tenant).stdout)
+    assert (listed["name"], listed["version"], listed["pinned"]) == ("voice", 1, False)
     pinned = command(server, "adapter", "pin", "voice", "--tenant", "cli", **operator)
-    assert (pinned.returncode, pinned.stdout) == (0, summary + "  pinned\n")
+    assert pinned.returncode == 0 and pinned.stdout.splitlines()[1].split()[5] == "yes"
     assert command(server, "adapter", "list", **tenant).stdout == pinned.stdout
-    assert (
-        command(server, "adapter", "unpin", "voice", "--tenant", "cli", **operator).stdout == summary + "\n"
-    )
+    unpinned = command(server, "adapter", "unpin", "voice", "--tenant", "cli", **operator)
+    assert unpinned.stdout.splitlines()[1].split()[5] == "no"
     nobodys = command(server, "adapter", "pin", "voice", "--tenant", "nobody", **operator)
     assert (nobodys.returncode, nobodys.stderr) == (1, "slora: There is no tenant `nobody`.\n")
 
-    said = command(server, "complete", "hello", "--temperature", "0", "--max-tokens", "10", **tenant)
+    limits = ("--temperature", "0", "--max-tokens", "10")
+    said = command(server, "complete", "hello", "--raw", *limits, **tenant)
     client = connect(server, key)
     plain = client.completions.create(model="voice", prompt="hello", temperature=0, max_tokens=10)
     assert said.stdout == plain.choices[0].text + "\n"
-    chatted = command(server, "complete", "hi", "--chat", "--temperature", "0", "--max-tokens", "9", **tenant)
+    chatted = command(server, "complete", "hi", "--temperature", "0", "--max-tokens", "9", **tenant)
     assert chatted.returncode == 0 and chatted.stdout
 
+    kept = command(server, "adapter", "rm", "voice@1", **tenant)
+    assert kept.returncode == 1 and "remove it with --force" in kept.stderr
     assert command(server, "adapter", "rm", "voice", **tenant).returncode == 0
     gone = command(server, "complete", "hello", **tenant)
     assert (gone.returncode, gone.stdout, gone.stderr) == (
@@ -307,10 +312,11 @@ def test_an_adapter_of_the_hub_is_pushed_by_its_repositorys_name_and_reported_by
     variables = {"SLORA_API_KEY": server.make_key("cli-hub"), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     pushed = command(server, "adapter", "push", "hf://org/voice-2@main", **variables)
     assert pushed.returncode == 0, pushed.stderr
-    line, origin = pushed.stdout.splitlines()
-    assert line.startswith("voice-2  version 1  rank 16") and origin == f"from hf://org/voice-2@{COMMIT}"
-    summary = line.partition("  base ")[0]
-    assert command(server, "adapter", "list", **variables).stdout == summary + "\n"
+    first, *_, origin = pushed.stdout.splitlines()
+    assert (
+        first == "voice-2@1  new version" and origin == f"It was downloaded from hf://org/voice-2@{COMMIT}."
+    )
+    assert command(server, "adapter", "list", **variables).stdout.splitlines()[1].split()[0] == "voice-2"
     for reference, words in (("hf://org/other", "out of reach"), ("hf://org", "hf://ORG/REPO")):
         refused = command(server, "adapter", "push", reference, **variables)
         assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (1, "", 1)
@@ -323,7 +329,7 @@ def test_an_archive_is_pushed_under_its_own_name_and_another_base_is_refused(
     archive = shutil.make_archive(str(tmp_path / "small-one"), "gztar", kit.small.parent, "small")
     key = {"SLORA_API_KEY": server.make_key("packer")}
     pushed = command(server, "adapter", "push", archive, **key)
-    assert pushed.returncode == 0 and pushed.stdout.startswith("small-one  version 1  rank 4"), pushed.stderr
+    assert pushed.returncode == 0 and pushed.stdout.startswith("small-one@1  new version"), pushed.stderr
     write_model(tmp_path / "other", "llama", seed=5)
     refused = command(server, "adapter", "push", archive, "--base", str(tmp_path / "other"), **key)
     assert refused.returncode == 1 and "other_base: the adapter was trained on a base with" in refused.stderr
@@ -341,7 +347,7 @@ def test_a_command_that_cannot_work_says_why_in_one_line(server: Served, tmp_pat
             {"SLORA_API_KEY": "k", "SLORA_URL": "http://127.0.0.1:9"},
             "is the server running?",
         ),
-        (("complete", "x", "--system", "y"), {"SLORA_API_KEY": "k"}, "--system needs --chat"),
+        (("complete", "x", "--system", "y", "--raw"), {"SLORA_API_KEY": "k"}, "leave out --raw"),
     ]
     for arguments, variables, words in cases:
         done = command(server, *arguments, **variables)
