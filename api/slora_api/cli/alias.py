@@ -69,7 +69,7 @@ def move(arguments: argparse.Namespace) -> None:
     with tenant_client() as client:
         if arguments.delete:
             check(client.delete(_path(arguments)))
-            print(f"{arguments.name}@{arguments.alias} removed")
+            print(f"removed {arguments.name}@{arguments.alias}")
         elif is_move:
             _print_alias(check(client.put(_path(arguments), json=body)), as_json=arguments.json)
         else:

@@ -308,6 +308,6 @@ def test_a_rollout_by_command_line(
     assert served(platform, tenant_environment, "voice") == "voice@2"
     assert (
         run("alias", "voice", "new", "2")
-        and run("alias", "voice", "new", "--delete") == "voice@new removed\n"
+        and run("alias", "voice", "new", "--delete") == "removed voice@new\n"
     )
-    assert run("rm", "voice") == "voice removed\n"
+    assert run("rm", "voice") == "removed voice\n"
