@@ -72,6 +72,16 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _positive_seconds(text: str) -> float:
+    try:
+        value = _seconds(text)
+    except ValueError:
+        value = 0.0
+    if value < 1:
+        raise ValueError("a number of seconds, 1 or more")
+    return value
+
+
 def _choice(*values: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text not in values:
@@ -154,6 +164,10 @@ class Settings:
         "hosts, which then need a --store that all of them reach (default: the data directory's database)",
         metavar="URL",
     )  # fmt: skip
+    store_environment: str = _setting(
+        "", "names of further environment variables that the loader may read, separated by commas, with * for any "
+        "text; some libraries behind --store take their credentials from such (default: none)", metavar="NAMES",
+    )  # fmt: skip
     lora_root: str = _setting(
         "", "directory below which the operator may load adapters with POST /v1/load_lora_adapter (default: none)",
         metavar="DIR",
@@ -224,6 +238,10 @@ class Settings:
     drain_seconds: float = _setting(
         30.0, "how long requests in progress may take to finish after SIGTERM", _seconds, metavar="SECONDS"
     )
+    stall_seconds: float = _setting(
+        60.0, "how long the engine or the loader may make no progress while it has work; then it is killed and started "
+        "again. /readyz fails after 3 seconds without progress", _positive_seconds, metavar="SECONDS",
+    )  # fmt: skip
     demo: str = _setting(
         "", "demo mode: tenants, keys and adapters from DIR (holding model/ and adapters/)", metavar="DIR"
     )

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -37,6 +37,7 @@ from slora.errors import ConfigError, RequestRefused
 from slora.models.model_spec import read_model_spec
 from slora.request import StepOutput
 from slora.runner.runner import resolve_device
+from slora_adapters.heartbeat import Heartbeat
 from slora_adapters.loader.loader_client import LoaderClient
 from slora_adapters.wire import BrokenFrame, encode, read_message
 
@@ -44,6 +45,9 @@ _log = logging.getLogger("slora.engine")
 
 # An API process that leaves this many frames unread is stuck; keeping them would cost us the memory instead.
 _MAX_UNREAD_FRAMES = 10_000
+# With this model or these settings the engine can never work, as argparse says of arguments.
+_REFUSED_EXIT = 2
+_BROKEN_EXIT = os.EX_SOFTWARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +60,20 @@ class ProcessConfig:
 
     @staticmethod
     def from_json(text: str) -> "ProcessConfig":
+        """Raises ConfigError for a setting that is unknown, missing or refused."""
         raw = json.loads(text)
-        known = {field.name for field in fields(EngineConfig)}
-        settings = {name: value for name, value in raw["engine"].items() if name in known}
-        settings["model"] = Path(settings["model"])
+        _refuse_unknown("the engine process", raw, {field.name for field in fields(ProcessConfig)})
+        _refuse_unknown("the engine", raw["engine"], {field.name for field in fields(EngineConfig)})
+        settings = {**raw["engine"], "model": Path(raw["engine"]["model"])}
         return ProcessConfig(Path(raw["socket"]), Path(raw["loader_socket"]), EngineConfig(**settings))
+
+
+def _refuse_unknown(owner: str, settings: Mapping[str, object], known: Collection[str]) -> None:
+    unknown = sorted(settings.keys() - set(known))
+    if unknown:
+        raise ConfigError(
+            f"{owner} has no setting {', '.join(unknown)}; API and engine must be of one installation"
+        )
 
 
 class _Peer:
@@ -214,8 +227,9 @@ def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
 class EngineProcess:
     """Wires worker, loader client and socket server. The engine is built and stepped on the worker's thread."""
 
-    def __init__(self, config: ProcessConfig) -> None:
+    def __init__(self, config: ProcessConfig, heartbeat: Heartbeat) -> None:
         self._config = config
+        self._heartbeat = heartbeat
         self._loop = asyncio.new_event_loop()
         self._worker = EngineWorker(self._deliver)
         self._server: EngineServer | None = None
@@ -230,7 +244,12 @@ class EngineProcess:
             self._loop.run_until_complete(self._serve())
         except ConfigError as error:
             _log.error("%s", error)
-            return 2
+            self._heartbeat.explain(str(error))
+            return _REFUSED_EXIT
+        except Exception as error:
+            _log.critical("the engine could not start", exc_info=True)
+            self._heartbeat.explain(f"the engine could not start: {type(error).__name__}: {error}")
+            return _BROKEN_EXIT
         self._worker.post(Stop())
         thread.join(timeout=10)
         return 0
@@ -240,13 +259,18 @@ class EngineProcess:
         for number in (signal.SIGTERM, signal.SIGINT):
             # A terminal's Ctrl-C reaches us too, but it is the parent who decides when we go.
             self._loop.add_signal_handler(number, stopped.set if number == signal.SIGTERM else _ignore)
+        beating = asyncio.create_task(self._heartbeat.run(self._worker.measure))
         engine = await self._started
+        # A GPU is waited for by spinning, so CPU time would prove nothing.
+        self._heartbeat.computes_here = engine.info.device == "cpu"
         self._server = EngineServer(self._worker, encode_info(engine.info), self._loader_connected)
         self._config.socket.unlink(missing_ok=True)
         server = await asyncio.start_unix_server(self._server.serve, self._config.socket)
         watcher = asyncio.create_task(self._watch_loader(self._server))
+        self._heartbeat.begin_serving()
         await stopped.wait()
         watcher.cancel()
+        beating.cancel()
         # Not `async with server`: from Python 3.12 on that would wait until every API process has hung up.
         server.close()
 
@@ -263,9 +287,10 @@ class EngineProcess:
         self._loop.call_soon_threadsafe(self._started.set_result, engine)
         try:
             self._worker.run(engine)
-        except BaseException:
+        except BaseException as error:
             _log.critical("the engine broke; this process ends", exc_info=True)
-            os._exit(70)
+            self._heartbeat.explain(f"the engine broke: {type(error).__name__}: {error}")
+            os._exit(_BROKEN_EXIT)
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         """On the engine's thread."""
@@ -312,14 +337,18 @@ def end_with_stdin() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="The engine process of slora; started by `slora serve`.")
     parser.add_argument("--config", required=True, help="ProcessConfig as JSON")
+    parser.add_argument("--heartbeat", type=int, help="descriptor of the page that proves progress")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     end_with_stdin()
+    arguments = parser.parse_args()
+    heartbeat = Heartbeat(arguments.heartbeat, computes_here=False)
     try:
-        config = ProcessConfig.from_json(parser.parse_args().config)
+        config = ProcessConfig.from_json(arguments.config)
     except ConfigError as error:
         _log.error("%s", error)
-        return 2
-    return EngineProcess(config).run()
+        heartbeat.explain(str(error))
+        return _REFUSED_EXIT
+    return EngineProcess(config, heartbeat).run()
 
 
 if __name__ == "__main__":

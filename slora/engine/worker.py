@@ -15,6 +15,7 @@ from slora.engine.pin import Pin
 from slora.errors import RequestRefused
 from slora.request import EngineRequest, StepOutput
 from slora.tenant_share import TenantShare
+from slora_adapters.heartbeat import Progress
 from slora_adapters.version import AdapterVersion
 
 _log = logging.getLogger(__name__)
@@ -82,15 +83,23 @@ class EngineWorker:
     def __init__(self, deliver: Callable[[list[StepOutput]], None]) -> None:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._deliver = deliver
+        # Written by the engine's thread, read by others.
+        self._num_completed = 0
+        self._is_idle = False
 
     def post(self, command: Command) -> None:
         """From any thread."""
         self._inbox.put(command)
 
+    def measure(self) -> Progress:
+        """Steps and commands so far, and whether there is work now. From any thread."""
+        return Progress(self._num_completed, not self._is_idle or not self._inbox.empty())
+
     def run(self, engine: Engine) -> None:
         """Serves until `Stop`. Raises AssertionError if pages were lost: then nothing here can be trusted."""
         checked = True
         while True:
+            self._num_completed += 1
             command = self._next(engine, waiting_s=None if checked else _IDLE_BEFORE_CHECK_S)
             if command is None and not engine.has_work:
                 if not checked:
@@ -114,9 +123,14 @@ class EngineWorker:
         if due_s is not None:
             waiting_s = due_s if waiting_s is None else min(waiting_s, due_s)
         try:
-            return self._inbox.get_nowait() if engine.has_work else self._inbox.get(timeout=waiting_s)
+            if engine.has_work:
+                return self._inbox.get_nowait()
+            self._is_idle = True
+            return self._inbox.get(timeout=waiting_s)
         except queue.Empty:
             return None
+        finally:
+            self._is_idle = False
 
     def _obey(self, command: Command, engine: Engine) -> None:
         match command:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from threading import Condition
 
 from slora_adapters.errors import AdapterCorrupt, AdapterNotFound, StoreUnavailable, TryAgain
+from slora_adapters.heartbeat import Progress
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.arena_touch import ArenaTouch
 from slora_adapters.loader.fetch_pace import FetchPace
@@ -77,6 +78,8 @@ class Loader:
         self._buffers: list[list[bytearray]] = []
         # By the tier that was loaded from.
         self._paces: defaultdict[str, FetchPace] = defaultdict(FetchPace)
+        self._num_completed = 0  # loads that ended, and pieces of those under way
+        self._num_running = self._num_without_room = 0
         self._closed = False
         self._threads = ThreadPoolExecutor(num_threads, "adapter-load")
         self._touch = ArenaTouch(cache.memory)
@@ -86,6 +89,11 @@ class Loader:
         """Seconds a byte, as packed, by the tier that adapters were loaded from lately."""
         with self._changed:
             return {tier: pace.fetch_s(1) for tier, pace in self._paces.items()}
+
+    def measure(self) -> Progress:
+        """Loads and pieces of them so far, and whether any load could go on now: one that waits for room cannot."""
+        with self._changed:
+            return Progress(self._num_completed, self._num_running > self._num_without_room)
 
     def load(self, version: AdapterVersion, done: Done) -> None:
         """Asks for a version; returns at once."""
@@ -132,6 +140,7 @@ class Loader:
     def _start(self) -> None:
         """Starts what may run. The lock is held."""
         while not self._closed and (version := self._queue.take()) is not None:
+            self._num_running += 1
             self._threads.submit(self._run, version)
 
     def _run(self, version: AdapterVersion) -> None:
@@ -147,6 +156,8 @@ class Loader:
             if isinstance(result, CachedAdapter):
                 for _ in waiters[1:]:  # the load's own pin is the first waiter's
                     self._cache.pin(result)
+            self._num_completed += 1
+            self._num_running -= 1
             self._queue.end(version)
             self._start()
         for done in waiters:
@@ -198,7 +209,9 @@ class Loader:
                         f"no room for {layout.num_bytes} bytes in the host cache within {self._wait_for_room_s:.0f} s: "
                         "all of it is in use (host_cache_bytes)"
                     )
+                self._num_without_room += 1
                 self._changed.wait(left)
+                self._num_without_room -= 1
             self._touch.use(entry.end)
         return entry
 
@@ -207,7 +220,9 @@ class Loader:
         since = time.monotonic()
         try:
             with self._lent_buffers() as buffers:
-                entry.scales = stored.pour(self._cache.region(entry), self._served.dtype, buffers)
+                entry.scales = stored.pour(
+                    self._cache.region(entry), self._served.dtype, buffers, self._note_piece
+                )
             seconds = begun_s + time.monotonic() - since
             with self._changed:
                 self._paces[blob.tier].count(entry.num_bytes, seconds)
@@ -218,6 +233,10 @@ class Loader:
         finally:
             if not entry.ready:
                 self.release(entry)
+
+    def _note_piece(self) -> None:
+        with self._changed:
+            self._num_completed += 1
 
     @contextmanager
     def _lent_buffers(self) -> Iterator[list[bytearray]]:

@@ -2,7 +2,8 @@
 
 Each run has an arena of its own: an engine that outlives it keeps the memory it mapped, and can never read bytes of
 one run by offsets of another. The process ends when its standard input does, so it never outlives its parent, and
-prints nothing on standard output. Exit code 2 means that its configuration can never work.
+prints nothing on standard output. Exit code 2 means that its configuration can never work,
+75 that the store does not answer yet.
 """
 
 import argparse
@@ -14,8 +15,10 @@ import socket
 import sys
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 
 from slora_adapters.errors import StoreUnavailable, StoreUnfit
+from slora_adapters.heartbeat import Heartbeat, Progress
 from slora_adapters.loader.host_cache import CachedAdapter, HostCache
 from slora_adapters.loader.loader import Loader
 from slora_adapters.loader.loader_config import LoaderConfig
@@ -37,6 +40,9 @@ logger = logging.getLogger("slora.loader")
 # of making everybody's tokens late.
 _NICE = 10
 _SWITCH_INTERVAL_S = 5e-4
+# The configuration can never work, as argparse says of arguments; or the store may answer later.
+_REFUSED_EXIT = 2
+_TRY_LATER_EXIT = os.EX_TEMPFAIL
 
 
 class _Client:
@@ -116,7 +122,9 @@ def _pass_descriptor(writer: asyncio.StreamWriter, descriptor: int) -> None:
         socket.send_fds(plain, [b"A"], [descriptor])
 
 
-async def _serve(config: LoaderConfig, server: LoaderServer) -> None:
+async def _serve(
+    config: LoaderConfig, server: LoaderServer, heartbeat: Heartbeat, measure: Callable[[], Progress]
+) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stopped.set)
@@ -124,12 +132,15 @@ async def _serve(config: LoaderConfig, server: LoaderServer) -> None:
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     config.socket.unlink(missing_ok=True)
     listener = await asyncio.start_unix_server(server.serve, config.socket)
+    heartbeat.begin_serving()
+    beating = asyncio.create_task(heartbeat.run(measure))
     await stopped.wait()
+    beating.cancel()
     # Not `async with`: from Python 3.12 on that would wait until every engine has hung up.
     listener.close()
 
 
-def run(config: LoaderConfig) -> None:
+def run(config: LoaderConfig, heartbeat: Heartbeat) -> None:
     """Serves until SIGTERM. Raises ValueError or StoreUnfit for a configuration that can never work."""
     store = open_store(config.store, config.warm)
     cache = HostCache(config.host_cache_bytes)
@@ -140,7 +151,7 @@ def run(config: LoaderConfig) -> None:
         num_threads=config.num_threads,
         loads_per_tenant=config.loads_per_tenant,
     )
-    asyncio.run(_serve(config, LoaderServer(loader, cache)))
+    asyncio.run(_serve(config, LoaderServer(loader, cache), heartbeat, loader.measure))
     loader.close()
     store.close()
 
@@ -161,6 +172,7 @@ def main() -> int:
     description = "The loader process of slora; started by `slora serve`. Arguments may be lines of an @file."
     parser = argparse.ArgumentParser(description=description, fromfile_prefix_chars="@")
     parser.add_argument("--config", required=True, help="LoaderConfig as JSON")
+    parser.add_argument("--heartbeat", type=int, help="descriptor of the page that proves progress")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     # A thread that hashes or copies comes back for a moment between two pieces; it must not wait for the 5 ms that
     # another one may parse a header.
@@ -168,14 +180,13 @@ def main() -> int:
     os.nice(_NICE)
     arguments = parser.parse_args()
     _end_with_stdin()
+    heartbeat = Heartbeat(arguments.heartbeat, computes_here=True)
     try:
-        run(LoaderConfig.from_json(arguments.config))
-    except (ValueError, StoreUnfit) as error:
+        run(LoaderConfig.from_json(arguments.config), heartbeat)
+    except (ValueError, StoreUnfit, StoreUnavailable, OSError) as error:
         logger.error("%s", error)
-        return 2
-    except (StoreUnavailable, OSError) as error:
-        logger.error("%s", error)
-        return 1
+        heartbeat.explain(str(error))
+        return _REFUSED_EXIT if isinstance(error, ValueError | StoreUnfit) else _TRY_LATER_EXIT
     return 0
 
 

@@ -11,7 +11,7 @@ into the served dtype, where they are converted.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -64,11 +64,17 @@ class StoredAdapter:
             raise AdapterCorrupt(f"stored adapter {digest[:12]} is not valid here: {_describe(reasons)}")
         self.layout: AdapterLayout = lay_out_adapter(shape, list_ranks(self._pairs, shape))
 
-    def pour(self, region: ByteArray, dtype: str, buffers: list[bytearray]) -> npt.NDArray[np.float32]:
+    def pour(
+        self,
+        region: ByteArray,
+        dtype: str,
+        buffers: list[bytearray],
+        on_read: Callable[[], None] = lambda: None,
+    ) -> npt.NDArray[np.float32]:
         """Packs the tensors into `region`, uint8 [layout.num_bytes], for the served dtype. Returns the scales.
 
         What `region` holds means nothing before this returns. buffers: of `make_buffers`, lent for the time, of any
-        content.
+        content. on_read: called after each piece that was read.
 
         Raises AdapterCorrupt if the digest differs or a weight overflows, and what reading the blob raises; nothing
         writes to `region` any more then.
@@ -76,7 +82,7 @@ class StoredAdapter:
         digest = AdapterHash(self._config)
         packer = Packer(self._pairs, self._shape, dtype, self.layout, region)
         try:
-            self._read(digest, packer, list(buffers))
+            self._read(digest, packer, list(buffers), on_read)
         except AdapterInvalid as error:
             raise AdapterCorrupt(f"stored adapter {self._digest[:12]} is not valid here: {error}") from error
         if digest.hexdigest() != self._digest:
@@ -85,7 +91,9 @@ class StoredAdapter:
             )
         return packer.scales
 
-    def _read(self, digest: AdapterHash, packer: Packer, spare: list[bytearray]) -> None:
+    def _read(
+        self, digest: AdapterHash, packer: Packer, spare: list[bytearray], on_read: Callable[[], None]
+    ) -> None:
         """Raises AdapterInvalid if a weight overflows. The threads have ended when this does."""
         under_way: deque[tuple[bytearray, Future[None], Future[None]]] = deque()
         with (
@@ -98,6 +106,7 @@ class StoredAdapter:
                     buffer = bytearray(batch.num_bytes)  # of one row that is longer than any batch
                 content = memoryview(buffer)[: batch.num_bytes]
                 self._blob.read_into(TENSORS_NAME, self._body_start + batch.start, content)
+                on_read()
                 hashed = hashing.submit(_hash, batch, content, digest)
                 under_way.append((buffer, hashed, packing.submit(_pack, batch, content, packer)))
             while under_way:

@@ -4,7 +4,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slora.engine.client import EngineClient
 from slora.engine.info import EngineInfo
@@ -14,6 +14,7 @@ from slora_api.errors import Starting
 from slora_api.generation.admission import Admission
 from slora_api.generation.metrics import Metrics
 from slora_api.generation.prompts import Prompt
+from slora_api.generation.readiness import Readiness
 from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import ServiceTerms
 from slora_api.generation.text_stream import TextDelta, merge_streams, stream_text
@@ -29,18 +30,21 @@ class Generator:
     tokenizer: Tokenizer
     admission: Admission
     metrics: Metrics
+    readiness: Readiness = field(default_factory=Readiness)
 
     def engine_info(self) -> EngineInfo:
-        """Limits of the engine. Raises Starting while there is none that answers."""
+        """Limits of the engine. Raises Starting while no engine answers, or while a process is stalled."""
         if not self.client.ready:
             raise Starting("The engine is starting; try again shortly.")
+        if self.readiness.stall is not None:
+            raise Starting(f"The server can't answer now: {self.readiness.stall}. Try again shortly.")
         return self.client.info
 
     def missing(self) -> str | None:
         """What keeps this server from answering now; None if nothing does."""
         if self.admission.stopping:
             return "the server is shutting down"
-        return None if self.client.ready else "the engine or its loader is not connected"
+        return self.readiness.missing if self.client.ready else "the engine or its loader is not connected"
 
     async def run(
         self, terms: ServiceTerms, model: ServedModel, prompts: Sequence[Prompt]

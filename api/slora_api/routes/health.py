@@ -29,7 +29,11 @@ async def healthz() -> dict[str, Any]:
 
 @router.get("/readyz")
 async def readyz(services: Wired) -> dict[str, Any]:
-    """200 when a request sent now would be computed; 503 with what is missing otherwise."""
+    """200 when a request sent now would be computed; 503 with what is missing otherwise.
+
+    A server in demo mode is ready when the demo's adapters answer. An engine or loader that makes no progress while it
+    has work makes this 503 within 5 seconds.
+    """
     missing = services.generator.missing()
     if missing is not None:
         raise Starting(f"Not ready: {missing}.")

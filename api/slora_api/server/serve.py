@@ -50,6 +50,7 @@ from slora_api.generation.generation import Generator
 from slora_api.generation.metrics import Metrics
 from slora_api.routes.services import Services
 from slora_api.server.app import make_app
+from slora_api.server.child_environment import ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
 from slora_api.server.data_dir import DataDir, open_data_dir
 from slora_api.server.demo import describe_demo, find_demo_adapters, set_up_demo
 from slora_api.server.listener import BACKLOG, open_listener
@@ -68,6 +69,7 @@ logger = logging.getLogger("slora.serve")
 # Above the 60 s for which load balancers commonly keep an idle connection, so that they, not we, close it.
 _KEEP_ALIVE_S = 75
 _POLL_S = 0.05
+_DEMO = "demo"
 # What Linux takes, without the byte that ends it.
 _SOCKET_PATH_BYTES = 107
 
@@ -137,6 +139,10 @@ def _store_url(settings: Settings, data: DataDir) -> str:
     return settings.store or str(data.adapters)
 
 
+def _split_names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def _children(settings: Settings, model: _Model, data: DataDir, sockets: _Sockets) -> list[Child]:
     engine: dict[str, Any] = {
         "socket": str(sockets.engine),
@@ -180,8 +186,15 @@ def _children(settings: Settings, model: _Model, data: DataDir, sockets: _Socket
             "loader",
             "slora_adapters.loader.loader_process",
             [data.write_arguments("--config", loader.to_json())],
+            pass_on(os.environ, (*LOADER_VARIABLES, *_split_names(settings.store_environment))),
+            waits_for_others=True,
         ),
-        Child("engine", "slora.engine.process", ["--config", json.dumps(engine)]),
+        Child(
+            "engine",
+            "slora.engine.process",
+            ["--config", json.dumps(engine)],
+            pass_on(os.environ, ENGINE_VARIABLES),
+        ),
     ]
 
 
@@ -260,6 +273,7 @@ async def _announce(services: Services, data: DataDir, url: str, admin_key: Admi
     tenants = (
         await set_up_demo(adapters, services.tenancy, services.catalog, data.demo_keys) if adapters else []
     )
+    services.generator.readiness.unfinished.pop(_DEMO, None)
     info = client.info
     kept = "" if info.kv_cache_dtype == "auto" else f" with KV in {info.kv_cache_dtype}"
     print(
@@ -309,10 +323,15 @@ async def _serve(settings: Settings) -> None:
         pepper = Pepper.from_file(data.pepper)
         client = RemoteEngine(sockets.engine)
         services = await _open_services(stack, settings, model, data, pepper, client)
+        if settings.demo:
+            services.generator.readiness.unfinished[_DEMO] = "the demo's adapters are being published"
         # Last of what may be refused: a new one is shown at the first start, and by none that failed.
         admin_key = open_admin_key(settings.admin_key, data.path, pepper)
         supervisor = Supervisor(
-            _children(settings, model, data, sockets), services.generator.metrics.restarted
+            _children(settings, model, data, sockets),
+            settings.stall_seconds,
+            services.generator.readiness.stalls,
+            services.generator.metrics.restarted,
         )
         work = [
             supervisor.run(),

@@ -389,7 +389,7 @@ def test_adapters_come_from_redis_too(
         ({"dtype": "int8"}, 2),
         ({"store": "s3://bucket"}, 2),
         ({"warm": "/a/path"}, 2),
-        ({"store": "unix:///nowhere/redis.sock"}, 1),
+        ({"store": "unix:///nowhere/redis.sock"}, os.EX_TEMPFAIL),
     ],
 )
 def test_a_config_that_cannot_work_ends_the_loader_with_a_code_for_its_parent(

@@ -401,6 +401,7 @@ def test_an_engine_that_cannot_start_says_why_and_exits_with_two(running_stack: 
     messages = {
         "pool_bytes is 5, but one page of this model takes": {"pool_bytes": 5},
         "max_num_seqs is 0": {"max_num_seqs": 0},
+        "the engine has no setting max_sequences": {"max_sequences": 8},
     }
     engines = [running_stack.start_engine(**settings) for settings in messages.values()]
     assert [engine.wait() for engine in engines] == [2] * len(engines)

@@ -1,0 +1,42 @@
+"""The environment variables that child processes may have. Everything else stays with the server.
+
+Engine and loader read files that tenants uploaded, so they must not hold what they do not need: the operator's key,
+or URLs with passwords. An allow-list also holds back secrets that have nothing to do with slora.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+__all__ = ["ENGINE_VARIABLES", "LOADER_VARIABLES", "pass_on"]
+
+# What Python, the C library, and the libraries that compute read. None of them holds a secret.
+ENGINE_VARIABLES: tuple[str, ...] = (
+    *("PATH", "HOME", "USER", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_CACHE_HOME"),
+    *("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_*", "CC", "CXX"),
+    *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "NUMBA_*", "TORCH*", "PYTORCH_*", "TRITON_*"),
+    *("CUDA*", "CUBLAS_*", "CUDNN_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "HIP_*", "HSA_*", "ROCR_*", "ROCM_*"),
+    *("HF_HOME", "HF_MODULES_CACHE", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_*"),
+)
+# The loader also opens the durable store, whose client library finds its credentials and its network settings here.
+LOADER_VARIABLES: tuple[str, ...] = (
+    *ENGINE_VARIABLES,
+    *("AWS_*", "FSSPEC_*", "GOOGLE_*", "GCSFS_*", "CLOUDSDK_*", "AZURE_*", "HF_*"),
+    *("IDENTITY_ENDPOINT", "IDENTITY_HEADER", "MSI_ENDPOINT", "MSI_SECRET"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
+)
+# OpenMP threads that spin while they wait take the cores from this process and from other programs: beside them, a
+# decode step of 64 rows on 2 cores took 2 to 8 times longer (medians, CPU bench). Threads that sleep at once
+# (OMP_WAIT_POLICY=PASSIVE) cost a quarter of the speed on free cores. A few microseconds of spinning bridge the gaps
+# within a step. A value that the operator sets wins.
+_DEFAULTS = {"GOMP_SPINCOUNT": "10000"}
+
+
+def pass_on(environment: Mapping[str, str], allowed: tuple[str, ...]) -> dict[str, str]:
+    """The variables of `environment` whose names match one of the `allowed` patterns."""
+    passed = {
+        name: value
+        for name, value in environment.items()
+        if any(fnmatchcase(name, pattern) for pattern in allowed)
+    }
+    return _DEFAULTS | passed

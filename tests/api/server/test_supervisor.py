@@ -1,0 +1,154 @@
+"""Child processes that die, refuse to start, or hang."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from slora_api.server.child_environment import ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
+from slora_api.server.supervisor import Child, ChildRefused, Supervisor
+from tests.support.engine_stack import wait_until
+
+ENVIRONMENT = pass_on(os.environ, ENGINE_VARIABLES)
+
+
+class Watched:
+    """A supervisor of one child that behaves as told, and what it reported."""
+
+    def __init__(self, behaviour: str, folder: Path, restart_after_s: float = 60.0) -> None:
+        self._told = folder / "told"
+        self.stalls: dict[str, str] = {}
+        self.restarts: list[str] = []
+        child = Child("child", "tests.api.server.stubborn_child", [behaviour, str(self._told)], ENVIRONMENT)
+        self.supervisor = Supervisor([child], restart_after_s, self.stalls, self.restarts.append)
+
+    @property
+    def pid(self) -> int | None:
+        return self.supervisor.pids.get("child")
+
+    async def wait_until_ready(self) -> int:
+        """The child's pid, once the supervisor can know that it is ready."""
+        await wait_until(self._told.exists)
+        self._told.unlink()
+        assert self.pid is not None
+        return self.pid
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.supervisor.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert self.pid is None
+
+
+@pytest.fixture(autouse=True)
+def _import_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[3]
+    folders = (root, *(root / folder for folder in ("kernels", "adapters", "api")))
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", os.pathsep.join(map(str, folders)))
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "num_restarts", "words"),
+    [
+        ("2", 0, "the child refuses to start with exit code 2: told to end with 2"),
+        (
+            "70",
+            2,
+            "the child died 3 times before it was ready, the last time with exit code 70: told to end with 70",
+        ),
+    ],
+)
+def test_a_child_that_can_never_start_ends_the_server_with_its_reason_and_exit_code(
+    behaviour: str, num_restarts: int, words: str, tmp_path: Path
+) -> None:
+    """Born from a fault: a model that crashed while it started was started again for ever."""
+    watched = Watched(behaviour, tmp_path)
+    with pytest.raises(ChildRefused) as refused:
+        asyncio.run(watched.supervisor.run())
+    assert str(refused.value) == words
+    assert watched.restarts == ["child"] * num_restarts
+
+
+def test_a_child_whose_store_does_not_answer_yet_is_tried_again_and_again(tmp_path: Path) -> None:
+    watched = Watched(str(os.EX_TEMPFAIL), tmp_path)
+
+    async def main() -> None:
+        async with watched.running():
+            await wait_until(lambda: len(watched.restarts) > 3)
+
+    asyncio.run(main())
+
+
+def test_a_child_that_was_ready_once_is_started_again_whatever_it_dies_of(tmp_path: Path) -> None:
+    watched = Watched("idle", tmp_path)
+
+    async def main() -> None:
+        async with watched.running():
+            os.kill(await watched.wait_until_ready(), signal.SIGKILL)
+            for number in range(1, 4):
+                await wait_until(lambda number=number: len(watched.restarts) == number)  # type: ignore[misc]
+                await wait_until(lambda: watched.pid is not None)
+                os.kill(watched.pid or 0, signal.SIGKILL)
+
+    asyncio.run(main())
+
+
+def _is_stalled(watched: Watched) -> Callable[[], bool]:
+    return lambda: "child" in watched.stalls
+
+
+@pytest.mark.parametrize("hang", ["stopped", "hangs"])
+def test_a_hung_child_is_reported_then_killed_and_started_again(hang: str, tmp_path: Path) -> None:
+    """Stopped as a whole, as by a hung device, or only its working thread hangs while its socket thread answers."""
+    watched = Watched("idle" if hang == "stopped" else "hangs", tmp_path, restart_after_s=4.0)
+
+    async def main() -> None:
+        async with watched.running():
+            first = await watched.wait_until_ready()
+            assert not watched.stalls
+            if hang == "stopped":
+                os.kill(first, signal.SIGSTOP)
+            await wait_until(_is_stalled(watched))
+            assert "the child makes no progress" in watched.stalls["child"] and not watched.restarts
+            await wait_until(lambda: watched.pid not in (None, first))
+            assert watched.restarts == ["child"] and not watched.stalls
+
+    asyncio.run(main())
+
+
+def test_a_child_that_stops_for_a_moment_is_reported_and_lives_on(tmp_path: Path) -> None:
+    watched = Watched("idle", tmp_path)
+
+    async def main() -> None:
+        async with watched.running():
+            pid = await watched.wait_until_ready()
+            os.kill(pid, signal.SIGSTOP)
+            await wait_until(_is_stalled(watched))
+            os.kill(pid, signal.SIGCONT)
+            await wait_until(lambda: not watched.stalls)
+            assert watched.pid == pid and not watched.restarts
+
+    asyncio.run(main())
+
+
+def test_children_get_only_the_variables_that_they_need() -> None:
+    """Born from a fault: children were given SLORA_REGISTRY with the password in its URL."""
+    secrets = {"SLORA_REGISTRY": "redis://:secret@host", "SLORA_ADMIN_KEY": "k", "DATABASE_PASSWORD": "p"}
+    cloud = {"AWS_SECRET_ACCESS_KEY": "a", "FSSPEC_S3_ENDPOINT_URL": "https://minio", "HTTPS_PROXY": "p"}
+    harmless = {"PATH": "/bin", "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0", "LC_ALL": "C"}
+    environment = secrets | cloud | harmless
+    defaults = {"GOMP_SPINCOUNT": "10000"}
+    assert pass_on(environment, ENGINE_VARIABLES) == harmless | defaults
+    assert pass_on(environment, LOADER_VARIABLES) == harmless | cloud | defaults
+    assert (
+        pass_on({"OCI_KEY": "o", "OTHER": "x"}, (*LOADER_VARIABLES, "OCI_*")) == {"OCI_KEY": "o"} | defaults
+    )
+    assert pass_on({"GOMP_SPINCOUNT": "1"}, ENGINE_VARIABLES) == {"GOMP_SPINCOUNT": "1"}
