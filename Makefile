@@ -18,7 +18,7 @@ help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 13
 
 serve: $(SERVE) ## the demo: one base model, several tenants, one key each; SLORA_* variables are settings
-	$(BIN)/slora serve --demo demo
+	$(BIN)/slora demo
 
 # Two processes of one thread each: together they take two thirds of what one process takes with two.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest $(PYTEST_ARGS)

@@ -61,6 +61,7 @@ def main() -> None:
         if (step + 1) % 20 == 0:
             print(f"step {step + 1}: loss {loss.item():.4f}")
     model.save_pretrained(options.output)
+    print(f"saved to {options.output}; next: slora adapter push {options.output} --name greeter")
 
 
 if __name__ == "__main__":

@@ -126,5 +126,5 @@ def test_every_setting_is_a_flag_of_serve_with_a_help_text() -> None:
     )
     helps = {action.dest: action.help for action in serve._actions}
     assert all(helps[spec.name] for spec in setting_specs())
-    values = vars(parser.parse_args(["serve", "--pool-bytes", "1GiB", "--demo"]))
+    values = vars(parser.parse_args(["serve", "--pool-bytes", "1GiB", "--demo", "demo"]))
     assert values["pool_bytes"] == "1GiB" and values["demo"] == "demo" and values["port"] is None

@@ -16,6 +16,7 @@ __all__ = ["main"]
 # Subcommand -> module, and the function that takes the parsed arguments and returns the exit code.
 _HANDLERS = {
     "serve": ("slora_api.server.serve", "main"),
+    "demo": ("slora_api.server.serve", "serve_demo"),
     "tenant create": ("slora_api.cli.tenant", "create"),
     "tenant set": ("slora_api.cli.tenant", "change"),
     "tenant list": ("slora_api.cli.tenant", "show"),
@@ -47,6 +48,9 @@ environment:
   SLORA_API_KEY    a tenant's key, for adapter and complete
   HF_TOKEN         token of the Hugging Face hub, to push private or gated adapters from it
 
+try it:
+  slora demo
+
 from nothing to an answer:
   slora serve --model DIR
   slora tenant create acme
@@ -76,16 +80,17 @@ class _Commands:
 
 
 def _add_serve(commands: _Commands) -> None:
-    parser = commands.add("serve", "run the server")
-    parser.epilog = "Each flag is also an environment variable: --max-model-len is SLORA_MAX_MODEL_LEN."
-    for spec in setting_specs():
-        shown = f" (default {spec.default_text})" if spec.default_text else ""
-        argument = parser.add_argument(
-            spec.flag, dest=spec.name, metavar=spec.metavar, help=spec.help_text + shown
-        )
-        if spec.name == "demo":
-            # With no value it means the demo of this repository.
-            argument.nargs, argument.const = "?", "demo"
+    serve = commands.add("serve", "run the server")
+    demo = commands.add(
+        "demo", "run the server with a small trained model and a tenant for each of its adapters"
+    )
+    for parser in (serve, demo):
+        parser.epilog = "Each flag is also an environment variable: --max-model-len is SLORA_MAX_MODEL_LEN."
+        for spec in setting_specs():
+            if parser is demo and spec.name == "demo":
+                continue
+            shown = f" (default {spec.default_text})" if spec.default_text else ""
+            parser.add_argument(spec.flag, dest=spec.name, metavar=spec.metavar, help=spec.help_text + shown)
 
 
 def _add_tenants_and_keys(commands: _Commands) -> None:

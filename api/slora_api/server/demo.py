@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import shlex
+import sysconfig
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from slora_api.errors import Conflict
 from slora_api.tenants.api_key import make_key
 from slora_api.tenants.tenancy import Tenancy
 
-__all__ = ["DemoTenant", "describe_demo", "find_demo_adapters", "set_up_demo"]
+__all__ = ["DemoTenant", "describe_demo", "find_demo_adapters", "find_demo_directory", "set_up_demo"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,21 @@ class DemoTenant:
 
     def __repr__(self) -> str:
         return f"DemoTenant({self.name!r}, {self.adapter!r}, '***')"
+
+
+def find_demo_directory() -> Path:
+    """The demo of the checkout that this code runs from, or else the one that the wheel installed.
+
+    Raises ConfigError if there is neither.
+    """
+    checkout = Path(__file__).parents[3] / "demo"
+    installed = Path(sysconfig.get_path("data")) / "share" / "slora" / "demo"
+    for directory in (checkout, installed):
+        if (directory / "model" / "config.json").is_file():
+            return directory
+    raise ConfigError(
+        f"there is no demo at {checkout} or {installed}; install slora from its wheel or a checkout"
+    )
 
 
 def find_demo_adapters(directory: Path) -> list[Path]:

@@ -52,7 +52,7 @@ from slora_api.routes.services import Services
 from slora_api.server.app import make_app
 from slora_api.server.child_environment import ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
 from slora_api.server.data_dir import DataDir, open_data_dir
-from slora_api.server.demo import describe_demo, find_demo_adapters, set_up_demo
+from slora_api.server.demo import describe_demo, find_demo_adapters, find_demo_directory, set_up_demo
 from slora_api.server.listener import BACKLOG, open_listener
 from slora_api.server.server_name import read_server_name
 from slora_api.server.supervisor import Child, Supervisor
@@ -62,7 +62,7 @@ from slora_api.tenants.admin_key import AdminKey, open_admin_key
 from slora_api.tenants.api_key import Pepper
 from slora_api.tenants.tenancy import Tenancy
 
-__all__ = ["main"]
+__all__ = ["main", "serve_demo"]
 
 logger = logging.getLogger("slora.serve")
 
@@ -365,3 +365,13 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"slora: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def serve_demo(arguments: argparse.Namespace) -> int:
+    """Serves the demo that comes with slora, as `main` does."""
+    try:
+        arguments.demo = str(find_demo_directory())
+    except ConfigError as error:
+        print(f"slora: {error}", file=sys.stderr)
+        return 1
+    return main(arguments)

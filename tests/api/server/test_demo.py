@@ -1,4 +1,4 @@
-"""`slora serve --demo`: tenants, keys and curl lines for whoever has just cloned the repository."""
+"""`slora serve --demo DIR` makes tenants and keys, and prints a curl line for each."""
 
 import json
 import shlex
@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from slora_api.server.demo import find_demo_adapters, find_demo_directory
 from tests.api.conftest import Kit
 from tests.api.served import SLORA, Served, environment, running, wait_for
 
@@ -82,3 +83,8 @@ def test_a_server_without_demo_mode_keeps_no_key_in_the_clear(demo: Path, tmp_pa
     with running(command, environment(SLORA_ADMIN_KEY="the-operators-own-key"), data_dir) as served:
         served.wait_for_line("listening on")
     assert not (data_dir / "demo-keys.json").exists()
+
+
+def test_the_demo_is_found_without_naming_it() -> None:
+    adapters = find_demo_adapters(find_demo_directory() / "adapters")
+    assert len(adapters) == 10
