@@ -1,0 +1,22 @@
+import sys
+from pathlib import Path
+
+from tests.api.conftest import Kit
+from tests.api.served import serving
+
+_CODE = """
+import atexit, gc
+from slora_api.cli.main import main
+atexit.register(lambda: print("frozen", gc.get_freeze_count(), flush=True))
+raise SystemExit(main())
+"""
+
+
+def test_full_collections_pass_over_what_lives_as_long_as_the_server(kit: Kit, tmp_path: Path) -> None:
+    """A full collection of 75 MiB of modules and routes stopped the event loop for 50 ms."""
+    with serving(kit.base, tmp_path / "data", command=(sys.executable, "-P", "-c", _CODE)) as served:
+        served.wait_until_ready()
+        served.process.terminate()
+        served.process.wait(60)
+    frozen = next(line for line in served.lines if line.startswith("frozen "))
+    assert int(frozen.split()[1]) > 10_000
