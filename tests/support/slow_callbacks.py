@@ -40,7 +40,7 @@ _STACK_DEPTH = 6
 
 @dataclass(frozen=True, slots=True)
 class SlowCallback:
-    """at_s: `time.time()` when it ended. where: the innermost Python lines of its last sample, if there was one."""
+    """at_s: `time.time()` when it ended. where: the innermost Python lines of each sample that was taken."""
 
     name: str
     cpu_ms: float
@@ -52,7 +52,7 @@ class SlowCallback:
 class _LoopThread:
     """A thread that runs an event loop: its clocks, and what it runs now.
 
-    running_since: when the callback that runs now was started. sampled: where the callback was when it was seen last.
+    running_since: when the callback that runs now was started. sampled: where the callback was seen.
     """
 
     def __init__(self) -> None:
@@ -128,8 +128,8 @@ class Recorder:
             since = thread.running_since
             if since is not None and 1e3 * (time.perf_counter() - since) > self.bound_ms / 2:
                 where = _describe(sys._current_frames().get(thread.id))
-                if thread.running_since == since:
-                    thread.sampled = where
+                if thread.running_since == since and where not in thread.sampled:
+                    thread.sampled = f"{thread.sampled} || {where}" if thread.sampled else where
 
     def close(self) -> None:
         for thread in self._threads.values():
@@ -208,11 +208,14 @@ def _name(callback: Any) -> str:
 
 
 def append_to(file: Path) -> Callable[[SlowCallback], None]:
-    """Writes each callback as a line of JSON, at once, so that another process can read it at any time."""
+    """Writes each callback as a line of JSON, at once, so that another process can read it at any time.
+
+    The file stays open until the process ends: a server that has no descriptors left is recorded too.
+    """
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def append(slow: SlowCallback) -> None:
-        with file.open("a") as lines:
-            lines.write(json.dumps(asdict(slow)) + "\n")
+        os.write(descriptor, json.dumps(asdict(slow)).encode() + b"\n")
 
     return append
 

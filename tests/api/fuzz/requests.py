@@ -1,0 +1,155 @@
+"""Strategies for requests to every route of the API."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from fastapi.routing import APIRoute
+from hypothesis import strategies as st
+
+from slora_api.routes import adapters, admin, completions, health, models, vllm_adapters
+from slora_api.schemas import (
+    AliasMove,
+    ChatRequest,
+    CompletionRequest,
+    LoadLoraRequest,
+    NewKeyRequest,
+    NewTenantRequest,
+    TenantChanges,
+    UnloadLoraRequest,
+)
+from tests.api.fuzz.json_texts import ODD_TEXTS, mutated_object, odd_json
+
+__all__ = ["HttpRequest", "http_requests", "routes"]
+
+_OPERATORS = ("/admin", "/metrics", "/v1/load_lora", "/v1/unload_lora")
+_ROUTERS = (adapters, admin, completions, health, models, vllm_adapters)
+_GENERATION = {"model": "default", "max_tokens": 3}
+# By path: the schema of the body, and a body that is accepted.
+_BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "/v1/completions": (CompletionRequest, {**_GENERATION, "prompt": "a"}),
+    "/v1/chat/completions": (
+        ChatRequest,
+        {**_GENERATION, "messages": [{"role": "user", "content": "a"}]},
+    ),
+    "/v1/adapters/{name}/aliases/{alias}": (AliasMove, {"versions": {"1": 100}}),
+    "/admin/tenants": (NewTenantRequest, {"name": "fuzzed"}),
+    "/admin/tenants/{tenant}": (TenantChanges, {"weight": 2.0}),
+    "/admin/tenants/{tenant}/keys": (NewKeyRequest, {"adapter": "small"}),
+    "/v1/load_lora_adapter": (LoadLoraRequest, {"lora_name": "a", "lora_path": "b"}),
+    "/v1/unload_lora_adapter": (UnloadLoraRequest, {"lora_name": "a"}),
+}
+# Values that are accepted by themselves, so that their combinations reach the engine.
+_PLAUSIBLE: dict[str, list[Any]] = {
+    "model": ["default", "small", "small@latest", "base"],
+    "prompt": ["", "a b c", ["a", "b"], [1, 2, 3], [[1], [2, 3]], "a" * 400],
+    "messages": [[{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]],
+    "max_tokens": [0, 1, 5, 400],
+    "max_completion_tokens": [1, 4],
+    "temperature": [0, 0.7, 2],
+    "top_p": [0.1, 1],
+    "top_k": [-1, 0, 1, 50, 10**6],
+    "min_p": [0, 0.5, 1],
+    "presence_penalty": [-2, 0.5],
+    "frequency_penalty": [2],
+    "repetition_penalty": [0.5, 1.5],
+    "logit_bias": [{"1": 100, "2": -100}, {str(at): 1 for at in range(90)}],
+    "min_tokens": [0, 3],
+    "seed": [0, 2**63 - 1],
+    "n": [1, 2, 8],
+    "best_of": [2, 8],
+    "use_beam_search": [True],
+    "length_penalty": [0.0, -1.5],
+    "early_stopping": [True],
+    "stop": ["a", ["b", "c"], ["x" * 400], [chr(at) * 3 for at in range(65, 75)]],
+    "stop_token_ids": [[1, 2], list(range(90))],
+    "ignore_eos": [True],
+    "prompt_logprobs": [0, 5],
+    "stream": [True],
+    "stream_options": [{"include_usage": True}],
+    "user": ["somebody"],
+    "priority": [-5, 5],
+    "deadline_ms": [1, 60_000],
+    "logprobs": [0, 5, True],
+    "top_logprobs": [5],
+    "echo": [True],
+}
+_JSON = "application/json"
+_header_values = st.sampled_from(
+    [b"", b"\xff\xfe", b"a" * 8_000, b"default", b"0", b"-1", b"18446744073709551616", b"gzip", b"text/plain"]
+)
+_headers = st.dictionaries(
+    st.sampled_from(
+        ["x-request-id", "x-session-id", "Accept", "Content-Encoding", "Range", "Expect", "Cookie"]
+    ),
+    _header_values,
+    max_size=2,
+)
+_queries = st.dictionaries(
+    st.sampled_from(["limit", "after", "force", "unknown"]),
+    st.sampled_from([*ODD_TEXTS[:-2], "1", "0", "-1", "1000", "99999999999999999999", "true"]),
+    max_size=2,
+)
+
+
+@dataclass(frozen=True)
+class HttpRequest:
+    """path: with its query, as it is sent. is_operator: whether it has the admin key."""
+
+    method: str
+    path: str
+    headers: dict[str, bytes]
+    body: bytes
+    is_operator: bool
+
+    def __repr__(self) -> str:
+        body = self.body if len(self.body) < 500 else self.body[:300] + b"... %d bytes" % len(self.body)
+        return f"HttpRequest({self.method} {self.path[:300]} {self.headers} {body!r})"
+
+
+def routes() -> list[tuple[str, str]]:
+    """(method, path) of every route of the API."""
+    found = [route for module in _ROUTERS for route in module.router.routes if isinstance(route, APIRoute)]
+    return [(method, route.path) for route in found for method in sorted(route.methods)]
+
+
+def _bodies(path: str) -> st.SearchStrategy[bytes]:
+    if path not in _BODIES:
+        return st.one_of(st.just(b""), odd_json.map(str.encode))
+    schema, proper = _BODIES[path]
+    mutated = mutated_object(proper, list(schema.model_fields), _PLAUSIBLE).map(str.encode)
+    whole = json.dumps(proper).encode()
+    broken = st.builds(
+        lambda at, inserted: whole[:at] + inserted + whole[at:],
+        st.integers(0, len(whole)),
+        st.sampled_from([b"\x00", b"\xff", b"{", b'"', b"", b"\\u", b"," * 100]),
+    )
+    # Mostly fields of the right object, because everything else is refused by the parser.
+    return st.integers(0, 9).flatmap(
+        lambda at: broken if at == 0 else odd_json.map(str.encode) if at == 1 else mutated
+    )
+
+
+def _segments(method: str) -> st.SearchStrategy[str]:
+    # What other requests need is not deleted.
+    texts = [text for text in ODD_TEXTS if method != "DELETE" or not text.startswith("small")]
+    return st.sampled_from([text for text in texts if text] + ["fuzzed", "prod"])
+
+
+@st.composite
+def http_requests(draw: st.DrawFn) -> HttpRequest:
+    method, pattern = draw(st.sampled_from(routes()))
+    path = ""
+    for segment in pattern.strip("/").split("/"):
+        text = draw(_segments(method)) if segment.startswith("{") else segment
+        path += "/" + quote(text.encode("utf-8", "surrogatepass"), safe="")
+    query = draw(_queries)
+    if query:
+        written = {
+            name: quote(text.encode("utf-8", "surrogatepass"), safe="") for name, text in query.items()
+        }
+        path += "?" + "&".join(f"{name}={text}" for name, text in written.items())
+    body = draw(_bodies(pattern)) if method in ("POST", "PUT", "PATCH") else b""
+    headers = {**draw(_headers), "Content-Type": _JSON.encode()}
+    return HttpRequest(method, path, headers, body, pattern.startswith(_OPERATORS))

@@ -1,0 +1,118 @@
+"""Requests made at random against a real server, see `tests/api/fuzz/watched_server.py` for what must hold."""
+
+import socket
+from urllib.parse import urlsplit
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.api.fuzz.requests import HttpRequest, http_requests, routes
+from tests.api.fuzz.watched_server import WatchedServer, explain_answer
+from tests.api.served import ADMIN_KEY
+
+_QUICK, _SOAK = 150, 10_000
+_WARM_UP = 20
+_UNHEALTHY = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture)
+
+
+def test_every_route_is_fuzzed() -> None:
+    assert len(routes()) > 25
+    assert {"POST", "GET", "PUT", "PATCH", "DELETE"} == {method for method, _ in routes()}
+
+
+def test_no_request_breaks_the_server(watched: WatchedServer, soak: bool) -> None:
+    with watched.client() as tenant, watched.client(ADMIN_KEY) as operator:
+
+        def send(request: HttpRequest) -> None:
+            client = operator if request.is_operator else tenant
+            with watched.watch(request):
+                answer = client.request(
+                    request.method,
+                    request.path,
+                    content=request.body,
+                    headers=list(request.headers.items()),
+                )
+            wrong = explain_answer(answer.status_code, answer.content, answer.headers.get("content-type", ""))
+            assert wrong is None, f"{request}: {wrong}"
+
+        def fuzz(num_cases: int) -> None:
+            profile = settings(max_examples=num_cases, suppress_health_check=_UNHEALTHY, deadline=None)
+            profile(given(http_requests())(send))()
+
+        # What the first requests of each kind import and set up stays.
+        fuzz(_WARM_UP)
+        watched.begin()
+        fuzz(_SOAK if soak else _QUICK)
+        watched.check()
+
+
+_raw_requests = st.builds(
+    lambda line, headers, body: line + b"\r\n" + b"".join(one + b"\r\n" for one in headers) + b"\r\n" + body,
+    st.sampled_from(
+        [
+            b"GET /healthz HTTP/1.1",
+            b"GET /healthz HTTP/1.0",
+            b"GET /healthz HTTP/9.9",
+            b"POST /v1/completions HTTP/1.1",
+            b"GET " + b"/a" * 40_000 + b" HTTP/1.1",
+            b"GET /%00%ff%zz HTTP/1.1",
+            b"PRI * HTTP/2.0",
+            b"\x16\x03\x01\x02\x00\x01",
+            b"",
+            b"CONNECT a:1 HTTP/1.1",
+        ]
+    ),
+    st.lists(
+        st.sampled_from(
+            [
+                b"Host: a",
+                b"Content-Length: 5",
+                b"Content-Length: -1",
+                b"Content-Length: 99999999999999999999",
+                b"Content-Length: 1, 1",
+                b"Transfer-Encoding: chunked",
+                b"Transfer-Encoding: gzip, chunked",
+                b"Expect: 100-continue",
+                b"Connection: upgrade\r\nUpgrade: websocket",
+                b"Authorization: Bearer \xff\x00",
+                b": no name",
+                b"folded: a\r\n b",
+                b"x: " + b"y" * 70_000,
+                b"\r\n".join(b"x%d: y" % at for at in range(2_000)),
+            ]
+        ),
+        max_size=4,
+    ),
+    st.sampled_from(
+        [b"", b"hello", b"5\r\nhello\r\n0\r\n\r\n", b"zz\r\n", b"ffffffffffffffff\r\n", b"\x00" * 100]
+    ),
+)
+
+
+def test_no_bytes_break_the_server(watched: WatchedServer, soak: bool) -> None:
+    """What is no HTTP, or only nearly so, is refused or dropped, and the server answers others."""
+    address = urlsplit(watched.served.url)
+    assert address.hostname is not None and address.port is not None
+    place = (address.hostname, address.port)
+
+    def send(raw: bytes) -> None:
+        with watched.watch(raw[:300]), socket.create_connection(place, timeout=60) as connection:
+            try:
+                connection.sendall(raw)
+                # The end of the body may never come: the client leaves.
+                connection.shutdown(socket.SHUT_WR)
+                answer = b""
+                while part := connection.recv(1 << 16):
+                    answer += part
+            except ConnectionError:
+                return
+        assert not answer.startswith(b"HTTP/1.1 5"), (raw[:300], answer[:300])
+
+    profile = settings(
+        max_examples=_SOAK // 10 if soak else 20, suppress_health_check=_UNHEALTHY, deadline=None
+    )
+    watched.begin()
+    profile(given(_raw_requests)(send))()
+    watched.check()
+    with watched.client() as client:
+        assert client.get("/healthz").status_code == 200

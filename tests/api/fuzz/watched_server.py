@@ -1,0 +1,106 @@
+"""A server that is fuzzed, and the oracle: what must hold whatever was sent.
+
+1. No 5xx but documented ones, and every error has OpenAI's form.
+2. No callback of the event loop takes more than 20 ms of CPU time.
+3. The memory of the API process is back to within 32 MiB.
+4. In soak, another tenant's stream keeps its p99 inter-token latency (`tests/api/fuzz/test_victim.py`).
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tests.api.served import Served, serving, wait_for
+from tests.support.recorded_slora import recorded_slora, slow_callbacks
+
+__all__ = ["MAX_GROWTH_BYTES", "WatchedServer", "explain_answer", "watched_server"]
+
+MAX_GROWTH_BYTES = 32 << 20
+# A request may ask for a first token sooner than the engine can compute it.
+_DOCUMENTED = {(503, "deadline_missed")}
+_FIELDS = {"message", "type", "param", "code"}
+_PATIENCE_S = 120
+
+
+@dataclass
+class WatchedServer:
+    """key: of a tenant that has the adapter `small`, its default."""
+
+    served: Served
+    slow_file: Path
+    key: str
+    rss_bytes: int = 0
+    slow: list[str] = field(default_factory=list)
+
+    def client(self, key: str | None = None) -> httpx.Client:
+        client = self.served.client(key or self.key)
+        client.timeout = httpx.Timeout(_PATIENCE_S)
+        return client
+
+    def begin(self) -> None:
+        """From here on memory and callbacks count."""
+        self.rss_bytes = self._rss_bytes()
+        self.slow.clear()
+
+    @contextmanager
+    def watch(self, sent: object) -> Iterator[None]:
+        """Notes the slow callbacks while `sent` is answered."""
+        since_s = time.time()
+        yield
+        found = slow_callbacks(self.slow_file, since_s)
+        self.slow += [f"{one}\n    while the server answered {sent}" for one in found]
+
+    def check(self) -> None:
+        """Properties 2 and 3, for what was sent since `begin`."""
+        self.served.alive()
+        assert not self.slow, f"{len(self.slow)} slow callbacks:\n" + "\n".join(self.slow[:5])
+        limit = self.rss_bytes + MAX_GROWTH_BYTES
+        wait_for(lambda: self._rss_bytes() <= limit or None, self.served.alive)
+
+    def _rss_bytes(self) -> int:
+        return int(psutil.Process(self.served.process.pid).memory_info().rss)
+
+
+def explain_answer(status: int, content: bytes, content_type: str) -> str | None:
+    """Property 1 of one answer: what is wrong with it, or None."""
+    if content_type.startswith("text/event-stream"):
+        events = [line[6:] for line in content.split(b"\n") if line.startswith(b"data: ")]
+        if not events:
+            return "a stream without an event"
+        failed = [event for event in events if event.startswith(b'{"error"')]
+        return _explain_error(status, failed[0]) if failed else None
+    if status < 400:
+        return None
+    return _explain_error(status, content)
+
+
+def _explain_error(status: int, content: bytes) -> str | None:
+    try:
+        error = json.loads(content)["error"]
+    except (ValueError, KeyError, TypeError):
+        return f"{status} without an error object: {content[:200]!r}"
+    if not error.keys() >= _FIELDS or not isinstance(error["message"], str) or not error["message"]:
+        return f"{status} with an error of another form: {content[:200]!r}"
+    is_server_error = status >= 500 or error["type"] in ("server_error", "service_unavailable")
+    if is_server_error and (503, error["code"]) not in _DOCUMENTED:
+        return f"{status}: {content[:300]!r}"
+    return None
+
+
+@contextmanager
+def watched_server(base: Path, adapter: Path, folder: Path) -> Iterator[WatchedServer]:
+    slow_file = folder / "slow.jsonl"
+    with serving(base, folder / "data", command=recorded_slora(slow_file)) as served:
+        served.wait_until_ready()
+        server = WatchedServer(served, slow_file, served.make_key("fuzz", "small"))
+        names = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
+        files = {name: (file, (adapter / file).read_bytes()) for name, file in names.items()}
+        with server.client() as client:
+            client.post("/v1/adapters", data={"name": "small"}, files=files).raise_for_status()
+        yield server
