@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from slora.errors import ConfigError, RequestRefused
 from slora.text.chat_template import compile_chat_template
 from slora.text.incremental_decoder import DecoderChain, IncrementalDecoder
+from slora.text.resolved_tokenizer import SPECIAL_NAMES, resolve_tokenizer
 
 # What the Python under a template may raise: "{0}".format() an IndexError, a macro that calls itself a RecursionError.
 _TEMPLATE_FAILURES = (
@@ -26,7 +27,6 @@ _TEMPLATE_FAILURES = (
     AttributeError,
     RuntimeError,
 )
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -44,7 +44,10 @@ class Tokenizer:
 
     @staticmethod
     def from_directory(directory: Path) -> "Tokenizer":
-        """Raises ConfigError if there is no readable tokenizer.json, or if tokenizer_config.json is damaged."""
+        """The tokenizer as transformers makes it of this directory (`resolve_tokenizer`).
+
+        Raises ConfigError if there is no readable tokenizer.json, or if tokenizer_config.json is damaged.
+        """
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(
@@ -55,10 +58,16 @@ class Tokenizer:
             fast = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every damage
             raise ConfigError(f"{path} is no tokenizer: {error}") from error
+        config = _read_config(directory / "tokenizer_config.json")
+        special_tokens: Mapping[str, str] = _special_tokens(config)
+        resolved = resolve_tokenizer(directory, config, fast)
+        if resolved is not None:
+            fast = FastTokenizer.from_str(resolved.serialized)
+            fast.encode_special_tokens = resolved.splits_special_tokens
+            special_tokens = resolved.special_tokens
         fast.no_truncation()
         fast.no_padding()
-        config = _read_config(directory / "tokenizer_config.json")
-        return Tokenizer(fast, _special_tokens(config), _chat_template(directory, config))
+        return Tokenizer(fast, special_tokens, _chat_template(directory, config))
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
@@ -150,7 +159,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     tokens = {}
-    for name in _SPECIAL_NAMES:
+    for name in SPECIAL_NAMES:
         value = config.get(name)
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str):

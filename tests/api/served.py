@@ -48,7 +48,7 @@ def write_tokenizer(directory: Path) -> None:
     fast.decoder = decoders.ByteLevel()
     fast.add_special_tokens(["<eos>"])
     fast.save(str(directory / "tokenizer.json"))
-    config = {"eos_token": "<eos>", "chat_template": _TEMPLATE}
+    config = {"tokenizer_class": "TokenizersBackend", "eos_token": "<eos>", "chat_template": _TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 

@@ -1,0 +1,136 @@
+"""The tokenizer that transformers makes of a model directory, which is the one that adapters are trained with.
+
+transformers 5 does not always use tokenizer.json as it is. A class such as LlamaTokenizer takes only the vocabulary
+from it and builds the rest itself, and settings of tokenizer_config.json change what is put around a text. Which class
+and which settings count, the installed transformers decides, so it is asked. It is not asked where the directory is as
+transformers 5 saves it, because then the answer is tokenizer.json.
+
+Knows no torch: a process without it has a program with transformers (`slora.text.transformers_tokenizer`) answer.
+"""
+
+import importlib
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from slora.errors import ConfigError
+
+__all__ = ["SPECIAL_NAMES", "ResolvedTokenizer", "resolve_tokenizer"]
+
+_log = logging.getLogger(__name__)
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+# Importing transformers and torch on a busy machine.
+_TIMEOUT_S = 300
+# The classes that read tokenizer.json as it is.
+_PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+# Files of older versions of transformers that add special tokens.
+_OLD_FILES = ("special_tokens_map.json", "added_tokens.json")
+# Keys of tokenizer_config.json that change neither how the plain classes encode nor how they decode.
+_HARMLESS_KEYS = frozenset(
+    {
+        *SPECIAL_NAMES,
+        "additional_special_tokens",
+        "backend",
+        "chat_template",
+        "clean_up_tokenization_spaces",
+        "extra_special_tokens",
+        "is_local",
+        "local_files_only",
+        "max_length",
+        "model_input_names",
+        "model_max_length",
+        "name_or_path",
+        "pad_to_multiple_of",
+        "pad_token_type_id",
+        "padding_side",
+        "processor_class",
+        "stride",
+        "tokenizer_class",
+        "truncation_side",
+        "truncation_strategy",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedTokenizer:
+    """serialized: in the format of tokenizer.json. special_tokens: what chat templates may use by name.
+
+    splits_special_tokens: a special token in a text is encoded as its characters.
+    """
+
+    serialized: str
+    special_tokens: Mapping[str, str]
+    splits_special_tokens: bool
+
+
+def resolve_tokenizer(
+    directory: Path, config: Mapping[str, Any], as_saved: FastTokenizer
+) -> ResolvedTokenizer | None:
+    """None if transformers uses tokenizer.json, read into `as_saved`, as it is, or can't say.
+
+    config: what tokenizer_config.json says.
+    """
+    if _is_plain(directory, config, as_saved):
+        return None
+    try:
+        return _read(directory) if "torch" in sys.modules else _ask(directory)
+    except ConfigError as error:
+        _log.warning("%s; its tokenizer.json is used as it is", error)
+        return None
+
+
+def _is_plain(directory: Path, config: Mapping[str, Any], as_saved: FastTokenizer) -> bool:
+    if config.get("tokenizer_class") not in _PLAIN_CLASSES or not _HARMLESS_KEYS.issuperset(config):
+        return False
+    special = {token.content for token in as_saved.get_added_tokens_decoder().values() if token.special}
+    return special.issuperset(_named_tokens(config)) and not any(
+        (directory / name).exists() for name in _OLD_FILES
+    )
+
+
+def _named_tokens(config: Mapping[str, Any]) -> Iterator[str]:
+    for name in SPECIAL_NAMES:
+        yield from _contents(config.get(name))
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        yield from _contents(config.get(name))
+
+
+def _contents(value: object) -> Iterator[str]:
+    """A token may be a text or an object; several are a list, or an object by name."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _contents(item)
+    elif isinstance(value, dict):
+        yield from _contents(value["content"] if "content" in value else list(value.values()))
+
+
+def _read(directory: Path) -> ResolvedTokenizer:
+    module = importlib.import_module("slora.text.transformers_tokenizer")
+    return cast(ResolvedTokenizer, module.read_tokenizer(directory))
+
+
+def _ask(directory: Path) -> ResolvedTokenizer:
+    command = [sys.executable, "-P", "-m", "slora.text.transformers_tokenizer", str(directory)]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{directory}: transformers took more than {_TIMEOUT_S} s to read the tokenizer"
+        ) from error
+    if answer.returncode != 0:
+        raise ConfigError(f"{directory}: transformers could not be asked: {answer.stderr.strip()[-500:]}")
+    fields = json.loads(answer.stdout)
+    if "refused" in fields:
+        raise ConfigError(fields["refused"])
+    return ResolvedTokenizer(**fields)

@@ -1,0 +1,59 @@
+"""Asks transformers for the tokenizer of a model directory.
+
+    python -P -m slora.text.transformers_tokenizer DIR      prints a ResolvedTokenizer as JSON
+
+Processes without torch run this module as a program.
+"""
+
+import argparse
+import json
+import sys
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from slora.errors import ConfigError
+from slora.text.resolved_tokenizer import SPECIAL_NAMES, ResolvedTokenizer
+
+__all__ = ["read_tokenizer"]
+
+
+def read_tokenizer(directory: Path) -> ResolvedTokenizer:
+    """Raises ConfigError if transformers can't read it, or uses a tokenizer that is no tokenizer.json inside."""
+    try:
+        found = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # each tokenizer class raises what it likes
+        raise ConfigError(f"{directory}: transformers can't read the tokenizer: {error}") from error
+    if not isinstance(found, PreTrainedTokenizerFast):
+        kind = type(found).__name__
+        raise ConfigError(
+            f"{directory}: transformers reads the tokenizer as {kind}, which has no tokenizer.json"
+        )
+    tokens = {name: getattr(found, name) for name in SPECIAL_NAMES}
+    return ResolvedTokenizer(
+        found.backend_tokenizer.to_str(),
+        {name: str(token) for name, token in tokens.items() if token is not None},
+        bool(found.split_special_tokens),
+    )
+
+
+def main() -> int:
+    """Prints the tokenizer, or why there is none."""
+    parser = argparse.ArgumentParser(description="Read a tokenizer as transformers does.")
+    parser.add_argument("directory", type=Path)
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    try:
+        with redirect_stdout(sys.stderr):
+            fields = asdict(read_tokenizer(options.directory))
+    except ConfigError as error:
+        fields = {"refused": str(error)}
+    print(json.dumps(fields))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
