@@ -108,6 +108,7 @@ class Engine:
         """Takes a request in. Raises RequestRefused, naming the field, if it can never be served."""
         if self._scheduler.find(request.request_id):
             raise RequestRefused(f"request id {request.request_id!r} is already running", "request_id")
+        self._check_priority(request)
         self._check_choices(request)
         max_tokens = self._check_length(request)
         outside = [t for t in request.prompt_token_ids if not 0 <= t < self.info.vocab_size]
@@ -204,6 +205,14 @@ class Engine:
             steps=self._num_steps,
             load_paces=LoadPaces(self._load_byte_s, dict(self._source.paces)),
         )
+
+    def _check_priority(self, request: EngineRequest) -> None:
+        if self._config.scheduling == "fcfs" and request.priority:
+            raise RequestRefused(
+                f"priority is {request.priority}, but this server serves requests in order of arrival "
+                "(--scheduling fcfs); leave priority out",
+                "priority",
+            )
 
     def _check_choices(self, request: EngineRequest) -> None:
         wanted, limit = request.sampling.width, self.info.max_num_seqs

@@ -1,12 +1,14 @@
 """The ASGI application: routes inside, and around them authentication, body limits and what holds for every request."""
 
 import logging
+from http import HTTPStatus
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from slora_adapters.errors import SloraError, StoreUnavailable
@@ -22,6 +24,7 @@ __all__ = ["make_app", "make_router"]
 
 logger = logging.getLogger(__name__)
 
+_MODULES = (completions, models, adapters, vllm_adapters, admin, health)
 # What starlette looks up by the error's class. The last is for bugs: they are answered here and logged by RequestScope.
 _ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, Exception)
 
@@ -29,14 +32,28 @@ _ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, 
 async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, StoreUnavailable):  # the tenant is not told all of it
         logger.warning("request %s: %s", request.state.request_id, error)
-    return error_response(error)
+    answer = error_response(error)
+    if answer.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        answer.headers["Allow"] = ", ".join(sorted(_allowed_methods(request)))
+    return answer
+
+
+def _allowed_methods(request: Request) -> set[str]:
+    """The methods of all routes of this path. Starlette names those of the first route only."""
+    return {
+        method
+        for module in _MODULES
+        for route in module.router.routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+        for method in route.methods or ()
+    }
 
 
 def make_router(services: Services) -> FastAPI:
     """The routes alone, without the layers that guard them. Documentation pages would load scripts from elsewhere."""
     app = FastAPI(title="slora", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.services = services
-    for module in (completions, models, adapters, vllm_adapters, admin, health):
+    for module in _MODULES:
         app.include_router(module.router)
     for kind in _ERRORS:
         app.add_exception_handler(kind, _answer_error)

@@ -451,8 +451,10 @@ def test_framework_errors_have_the_same_form(platform: Platform, key: str) -> No
     with platform.client(key) as client:
         missing, wrong_method = client.get("/v1/nothing"), client.get(COMPLETIONS)
         too_large = client.post(COMPLETIONS, content=b"x" * ((4 << 20) + 1))
+        two_routes = client.patch("/v1/adapters/voice/aliases/prod")
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
     assert (wrong_method.status_code, wrong_method.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert (two_routes.status_code, two_routes.headers["allow"]) == (405, "DELETE, GET, PUT")
     assert wrong_method.headers["allow"] == "POST"
     assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, "body_too_large")
     for answer in (missing, wrong_method, too_large):

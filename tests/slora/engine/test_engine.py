@@ -330,3 +330,12 @@ def test_the_default_pool_is_a_quarter_of_the_free_memory(
 def test_a_model_is_served_under_its_directory_s_name_or_the_one_given(kit: ModelKit) -> None:
     assert EngineConfig(kit.directory).served_name == kit.directory.name
     assert EngineConfig(kit.directory, model_name="given").served_name == "given"
+
+
+def test_first_come_first_served_refuses_a_priority(kit: ModelKit) -> None:
+    source, _ = make_source(kit)
+    engine = make_engine(kit, source, 200, scheduling="fcfs")
+    with pytest.raises(RequestRefused, match=r"priority is -3, but .* order of arrival") as caught:
+        engine.add(EngineRequest("r", "acme", [1, 2], None, SamplingParams(), priority=-3))
+    assert caught.value.param == "priority"
+    engine.add(EngineRequest("r", "acme", [1, 2], None, SamplingParams()))
