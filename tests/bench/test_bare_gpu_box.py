@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ABSENT = ("fastapi", "llvmlite", "numba", "pydantic", "redis", "starlette", "uvicorn", "zmq")
 # Of numba alone, and only chosen on a CPU; of a peer, and only run in its own environment; of Redis; of a server.
-NOT_THERE = ("slora_kernels/cpu/", "contenders/vllm_engine", "redis_", "_redis")
+NOT_THERE = ("slora_kernels/cpu/", "contenders/vllm_engine", "redis_", "_redis", "bench/attacks/")
 # These talk to a server, which there is none of.
 OF_A_SERVER = (
     "adapter_depot",
