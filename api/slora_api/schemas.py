@@ -10,11 +10,21 @@ Knows no adapter, no tokens and no engine.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from slora.request import MAX_DEADLINE_S, MAX_PRIORITY
+from slora.sampling_params import MAX_LOGPROBS
 from slora_api.listing import MAX_LIMIT
+from slora_api.request_bounds import MAX_NAME_CHARS
 
 __all__ = [
     "AliasMove",
@@ -33,6 +43,7 @@ __all__ = [
 ]
 
 _MAX_DEADLINE_MS = round(MAX_DEADLINE_S * 1000)
+_SHOWN_CHARS = 64
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 # Of items on a page.
@@ -93,12 +104,49 @@ def _drop_unsupported(body: Any, unsupported: Mapping[str, tuple[Any, ...]]) -> 
     return {name: value for name, value in body.items() if name not in unsupported}
 
 
+def _refuse_surrogates(value: str) -> None:
+    """JSON can write half of a surrogate pair, which is not a character; tokenizers and databases fail on it."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise PydanticCustomError(
+            "invalid_value",
+            "character {position} is {half}, half of a surrogate pair and not a character; remove it",
+            {"position": error.start, "half": f"U+{ord(value[error.start]):04X}"},
+        ) from None
+
+
+def _check_text(value: str) -> str:
+    _refuse_surrogates(value)
+    return value
+
+
+def _check_name(value: str) -> str:
+    _refuse_surrogates(value)
+    if len(value) > MAX_NAME_CHARS:
+        raise PydanticCustomError(
+            "invalid_value",
+            "it has {length} characters, and at most {limit} are accepted; shorten it",
+            {"length": len(value), "limit": MAX_NAME_CHARS},
+        )
+    return value
+
+
+_Text = Annotated[str, AfterValidator(_check_text)]
+_Name = Annotated[str, AfterValidator(_check_name)]
+
+
 def _check_prompt(value: Any) -> Any:
-    """One message for all four shapes of a prompt, where a union would report each of its branches."""
-    kinds = {type(item) for item in value} if isinstance(value, list) else {type(value)}
-    if kinds == {str} or (kinds == {int} and isinstance(value, list)):
+    """One message for all four shapes of a prompt, where a union would try and report each of its branches."""
+    items = value if isinstance(value, list) else [value]
+    kinds = set(map(type, items))
+    if kinds == {str}:
+        for text in items:
+            _refuse_surrogates(text)
         return value
-    if kinds == {list} and all(value) and {type(leaf) for item in value for leaf in item} == {int}:
+    if kinds == {int} and isinstance(value, list):
+        return value
+    if kinds == {list} and all(items) and set().union(*(map(type, item) for item in items)) == {int}:
         return value
     raise PydanticCustomError(
         "invalid_value",
@@ -114,26 +162,13 @@ def _join_text_parts(value: Any) -> Any:
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str) or set(part) != {"type", "text"}:
+            shown = repr(kind[:_SHOWN_CHARS]) if isinstance(kind, str) else "that is no name"
             raise PydanticCustomError(
                 "invalid_value",
                 "`messages`: a content part of type {kind} is not supported; this model reads text only.",
-                {"param": "messages", "kind": repr(kind)},
+                {"param": "messages", "kind": shown},
             )
     return "".join(part["text"] for part in value)
-
-
-def _check_text(value: str) -> str:
-    """JSON can write half of a surrogate pair, which is no character; tokenizers and databases choke on it."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise PydanticCustomError(
-            "invalid_value", "a text holds half a surrogate pair, which is no character"
-        ) from None
-    return value
-
-
-_Text = Annotated[str, AfterValidator(_check_text)]
 
 
 def _check_bias(value: Any) -> Any:
@@ -172,7 +207,7 @@ class GenerationFields(BaseModel):
     """
 
     model_config = _STRICT
-    model: _Text
+    model: _Name
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -195,7 +230,7 @@ class GenerationFields(BaseModel):
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: _Text | None = None
+    user: _Name | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     deadline_ms: Annotated[int, Field(ge=1, le=_MAX_DEADLINE_MS)] | None = None
 
@@ -223,7 +258,7 @@ class GenerationFields(BaseModel):
 class CompletionRequest(GenerationFields):
     """POST /v1/completions."""
 
-    prompt: Annotated[_Text | list[_Text] | list[int] | list[list[int]], BeforeValidator(_check_prompt)]
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], PlainValidator(_check_prompt)]
     logprobs: int | None = None
     echo: bool | None = None
 
@@ -249,7 +284,7 @@ class ChatMessage(BaseModel):
     model_config = _STRICT
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[_Text, BeforeValidator(_join_text_parts)]
-    name: _Text | None = None
+    name: _Name | None = None
 
     def for_template(self) -> dict[str, str]:
         """The message as chat templates know it."""
@@ -261,10 +296,10 @@ class ChatMessage(BaseModel):
 class ChatRequest(GenerationFields):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -304,14 +339,14 @@ class TenantChanges(BaseModel):
 class NewTenantRequest(TenantChanges):
     """POST /admin/tenants. What is left out of its share is as for any other tenant."""
 
-    name: str
+    name: _Name
 
 
 class NewKeyRequest(BaseModel):
     """POST /admin/tenants/{tenant}/keys. `adapter` need not exist yet: uploading it takes a key."""
 
     model_config = _STRICT
-    adapter: str | None = None
+    adapter: _Name | None = None
 
 
 def _check_targets(value: Any) -> Any:
@@ -354,16 +389,16 @@ class LoadLoraRequest(BaseModel):
     """
 
     model_config = _STRICT
-    lora_name: str
+    lora_name: _Name
     lora_path: _Text
     load_inplace: bool | None = None
-    tenant: str | None = None
+    tenant: _Name | None = None
 
 
 class UnloadLoraRequest(BaseModel):
     """POST /v1/unload_lora_adapter. lora_int_id: vLLM's own number, which means nothing here."""
 
     model_config = _STRICT
-    lora_name: str
+    lora_name: _Name
     lora_int_id: int | None = None
-    tenant: str | None = None
+    tenant: _Name | None = None

@@ -28,6 +28,7 @@ from slora_api.generation.admission import Admission
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.generation import Generator
 from slora_api.generation.metrics import Metrics
+from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.routes.services import Services
 from slora_api.server.app import make_app
 from slora_api.settings import Settings
@@ -135,6 +136,7 @@ def running_platform(
         ),
         templates,
         Generator(engine, tokenizer, admission, Metrics("base")),
+        PromptEncoder(tokenizer, chosen.max_concurrent_per_tenant),
     )
     app = make_app(services, open_admin_key(ADMIN_KEY, directory, pepper))
     background = [services.follower.run, pinning.run] if follows else []

@@ -72,6 +72,7 @@ class ScriptedEngine:
     ready: bool = True
     on_request: Callable[[EngineRequest], None] = lambda request: None
     max_model_len: int = 64
+    max_num_seqs: int = 8
     canary: Callable[[EngineRequest], Sequence[TokenDelta | Exception]] = lambda request: trial_of(request)
     requests: list[EngineRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -96,7 +97,7 @@ class ScriptedEngine:
             16,
             1024,
             64,
-            8,
+            self.max_num_seqs,
             SHAPE,
         )
 

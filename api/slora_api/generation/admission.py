@@ -61,12 +61,17 @@ class Admission:
 
         param: the field that asks for several answers to each prompt.
         """
+        self.check_generation(tenant, num_prompts, answers_each, param)
         num_answers = num_prompts * answers_each
-        self._check_generation(tenant, num_answers, "prompt" if answers_each == 1 else param)
         with _taken(num_answers, self._generations, self._generations_of[tenant]):
             yield
 
-    def _check_generation(self, tenant: str, num_answers: int, param: str) -> None:
+    def check_generation(
+        self, tenant: str, num_prompts: int, answers_each: int = 1, param: str = "n"
+    ) -> None:
+        """Checks that a place is free for each answer now, and takes none. Raises as `generation` does."""
+        num_answers = num_prompts * answers_each
+        param = "prompt" if answers_each == 1 else param
         if self.stopping:
             raise Stopping
         limit = min(self.max_requests, self.max_per_tenant)

@@ -1,31 +1,33 @@
 """From the body of a request to what the engine takes: token ids within the context, and sampling parameters.
 
-Everything that can be refused is refused here, before the engine sees the request, with the field's name. Long texts
-are tokenised on a thread (the tokenizer releases the interpreter while it works), so that one long prompt does not
-hold up everybody's tokens.
+A request that must be refused is refused here, before the engine sees it, with the name of the field. Cheap checks
+come first: the counts and sampling values, then characters, then tokens.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slora.engine.info import EngineInfo
 from slora.errors import ContextTooLong
 from slora.sampling_params import SamplingParams
 from slora.text.generation_defaults import GenerationDefaults
-from slora.text.tokenizer import Tokenizer
 from slora_api.errors import BadRequest
+from slora_api.generation.admission import Admission
+from slora_api.generation.answer_size import AnswerSize
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.prompt_echo import PromptEcho
+from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.served_model import ServedModel
+from slora_api.request_bounds import RequestBounds
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
 
-__all__ = ["Prompt", "chat_prompt", "completion_prompts"]
+__all__ = ["Prompt", "PromptMaker"]
 
-# A text of 8,000 characters takes about a millisecond to tokenise: as long as a thread's round trip is worth.
-_INLINE_CHARS = 8_000
 # What OpenAI's completions API answers with when max_tokens is left out.
 _COMPLETION_TOKENS = 16
+# Checking the sampling parameters of so many prompts, each with the largest logit_bias, takes 2 ms.
+_PROMPTS_AT_ONCE = 16
 
 
 # Fields of a body that mean what SamplingParams means by them.
@@ -60,15 +62,11 @@ class Prompt:
     echo: PromptEcho | None = None
 
 
-async def _encode(encode: Callable[[str], list[int]], text: str) -> list[int]:
-    return encode(text) if len(text) <= _INLINE_CHARS else await asyncio.to_thread(encode, text)
-
-
 def _check_token_ids(token_ids: Sequence[int], info: EngineInfo) -> None:
     if not token_ids:
         raise BadRequest("`prompt` has no tokens; it needs at least one.", "prompt")
-    wrong = next((token for token in token_ids if not 0 <= token < info.vocab_size), None)
-    if wrong is not None:
+    if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:
+        wrong = next(token for token in token_ids if not 0 <= token < info.vocab_size)
         raise BadRequest(
             f"`prompt` holds token id {wrong}; this model's ids are 0 to {info.vocab_size - 1}.", "prompt"
         )
@@ -103,10 +101,11 @@ def _sampling(
     fields: GenerationFields,
     defaults: GenerationDefaults,
     info: EngineInfo,
-    max_tokens: int,
+    max_tokens: int | None,
     logprobs: int | None,
-    echo: PromptEcho | None,
+    scores: int | None,
 ) -> SamplingParams:
+    """max_tokens: None while it is not known yet. scores: the likeliest tokens to list beside each of the prompt's."""
     values = defaults.cut_to(max_tokens).said()
     if fields.use_beam_search:
         values = {name: value for name, value in values.items() if name not in _OF_CHANCE} | {
@@ -121,7 +120,7 @@ def _sampling(
         *(() if fields.ignore_eos else defaults.stop_token_ids),
     )
     values |= {"max_tokens": max_tokens, "logprobs": logprobs}
-    sampling = SamplingParams(**values, prompt_logprobs=echo.most_logprobs if echo is not None else None)
+    sampling = SamplingParams(**values, prompt_logprobs=scores)
     sampling.check_vocabulary(info.vocab_size)
     _check_choices(sampling, info, stream=bool(fields.stream))
     return sampling
@@ -140,45 +139,115 @@ def _check_choices(sampling: SamplingParams, info: EngineInfo, *, stream: bool) 
         sampling.refuse_streaming()
 
 
-async def completion_prompts(
-    body: CompletionRequest, model: ServedModel, tokenizer: Tokenizer, info: EngineInfo
-) -> list[Prompt]:
-    """The prompts of a completion request. Raises BadRequest or RequestRefused."""
-    prompts = []
-    for given in body.prompts:
-        token_ids = await _encode(tokenizer.encode, given) if isinstance(given, str) else given
-        _check_token_ids(token_ids, info)
-        room = _room(len(token_ids), info, "prompt")
-        default = model.defaults.max_tokens or _COMPLETION_TOKENS
+@dataclass(frozen=True, slots=True)
+class PromptMaker:
+    """Makes the prompts of one tenant's requests to one model."""
+
+    tenant: str
+    model: ServedModel
+    encoder: PromptEncoder
+    templates: ChatTemplates
+    admission: Admission
+    info: EngineInfo
+    bounds: RequestBounds
+
+    async def completion_prompts(self, body: CompletionRequest) -> list[Prompt]:
+        """The prompts of a completion request. Raises BadRequest, RequestRefused, or what admission raises."""
+        given = body.prompts
+        draft = self._draft(body, body.logprobs, len(given))
+        for item in given:
+            if isinstance(item, str):
+                self.bounds.check_chars(len(item), "prompt")
+            else:
+                _room(len(item), self.info, "prompt")
+        if body.echo:
+            self.bounds.check_echo(
+                draft.num_choices * sum(len(item) for item in given if isinstance(item, str))
+            )
+        token_ids = await self._token_ids(given)
+        num_tokens = sum(map(len, token_ids))
+        self.bounds.check_prompt_tokens(num_tokens)
+        size = AnswerSize(draft.num_choices, body.logprobs, body.prompt_logprobs, echoes=bool(body.echo))
+        default = self.model.defaults.max_tokens or _COMPLETION_TOKENS
+        default = min(default, size.answer_room(self.bounds, len(given), num_tokens))
+        prompts = []
+        for position, (item, ids) in enumerate(zip(given, token_ids, strict=True)):
+            if position and not position % _PROMPTS_AT_ONCE:
+                await asyncio.sleep(0)
+            prompts.append(await self._completion_prompt(body, item, ids, default))
+        wanted = sum(prompt.sampling.max_tokens or 0 for prompt in prompts)
+        size.check(self.bounds, num_tokens, wanted)
+        return prompts
+
+    async def chat_prompt(self, body: ChatRequest) -> Prompt:
+        """The one prompt of a chat request. Raises BadRequest, RequestRefused, or what admission raises."""
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        draft = self._draft(body, logprobs, 1)
+        num_chars = sum(len(message.content) + len(message.name or "") for message in body.messages)
+        self.bounds.check_chars(num_chars, "messages")
+        text = await self.templates.render(
+            [message.for_template() for message in body.messages], self.model.chat_template
+        )
+        self.bounds.check_chars(len(text), "messages")
+        encode = self.encoder.tokenizer.encode_chat
+        (token_ids,) = await self.encoder.encode(
+            self.tenant, [text], encode, max_model_len=self.info.max_model_len, param="messages"
+        )
+        room = _room(len(token_ids), self.info, "messages")
+        wanted, param = body.max_tokens, "max_tokens"
+        if body.max_completion_tokens is not None:
+            wanted, param = body.max_completion_tokens, "max_completion_tokens"
+        size = AnswerSize(
+            draft.num_choices, logprobs, body.prompt_logprobs, echoes=False, param="top_logprobs"
+        )
+        default = size.answer_room(self.bounds, 1, len(token_ids))
+        if self.model.defaults.max_tokens is not None:
+            default = min(default, self.model.defaults.max_tokens)
+        max_tokens = _max_tokens(wanted, default, room, len(token_ids), param)
+        size.check(self.bounds, len(token_ids), max_tokens)
+        echo = None if body.prompt_logprobs is None else PromptEcho(scores=body.prompt_logprobs)
+        sampling = self._sampling(body, max_tokens, logprobs, echo)
+        return Prompt(token_ids, sampling, echo)
+
+    def _draft(self, body: GenerationFields, logprobs: int | None, num_prompts: int) -> SamplingParams:
+        """Checks all that can be checked before a prompt is tokenized."""
+        draft = _sampling(body, self.model.defaults, self.info, None, logprobs, body.prompt_logprobs)
+        self.admission.check_generation(self.tenant, num_prompts, draft.width, draft.width_param)
+        return draft
+
+    def _sampling(
+        self, body: GenerationFields, max_tokens: int, logprobs: int | None, echo: PromptEcho | None
+    ) -> SamplingParams:
+        scores = None if echo is None else echo.most_logprobs
+        return _sampling(body, self.model.defaults, self.info, max_tokens, logprobs, scores)
+
+    async def _token_ids(self, given: Sequence[str | list[int]]) -> list[list[int]]:
+        """Checked ids of each prompt. A request has either texts or ids."""
+        ids = [item for item in given if isinstance(item, list)] or await self.encoder.encode(
+            self.tenant,
+            [item for item in given if isinstance(item, str)],
+            self.encoder.tokenizer.encode,
+            max_model_len=self.info.max_model_len,
+            param="prompt",
+        )
+        for token_ids in ids:
+            _check_token_ids(token_ids, self.info)
+        return ids
+
+    async def _completion_prompt(
+        self, body: CompletionRequest, given: str | list[int], token_ids: list[int], default: int
+    ) -> Prompt:
+        room = _room(len(token_ids), self.info, "prompt")
         max_tokens = _max_tokens(body.max_tokens, default, room, len(token_ids), "max_tokens")
-        echo = _echo(body, given, token_ids, tokenizer)
+        echo = await self._echo(body, given, token_ids)
         if echo is not None and echo.alone:
             max_tokens = 1  # the engine scores a prompt on its way to a token
-        sampling = _sampling(body, model.defaults, info, max_tokens, body.logprobs, echo)
-        prompts.append(Prompt(token_ids, sampling, echo))
-    return prompts
+        return Prompt(token_ids, self._sampling(body, max_tokens, body.logprobs, echo), echo)
 
-
-def _echo(
-    body: CompletionRequest, given: str | list[int], token_ids: list[int], tokenizer: Tokenizer
-) -> PromptEcho | None:
-    if not body.echo:
-        return None if body.prompt_logprobs is None else PromptEcho(scores=body.prompt_logprobs)
-    text = given if isinstance(given, str) else tokenizer.decode(token_ids)
-    return PromptEcho(text, body.logprobs, body.prompt_logprobs, alone=body.max_tokens == 0)
-
-
-async def chat_prompt(
-    body: ChatRequest, model: ServedModel, tokenizer: Tokenizer, templates: ChatTemplates, info: EngineInfo
-) -> Prompt:
-    """The one prompt of a chat request. Raises BadRequest or RequestRefused."""
-    text = await templates.render([message.for_template() for message in body.messages], model.chat_template)
-    token_ids = await _encode(tokenizer.encode_chat, text)
-    room = _room(len(token_ids), info, "messages")
-    wanted, param = body.max_tokens, "max_tokens"
-    if body.max_completion_tokens is not None:
-        wanted, param = body.max_completion_tokens, "max_completion_tokens"
-    max_tokens = _max_tokens(wanted, model.defaults.max_tokens, room, len(token_ids), param)
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    echo = None if body.prompt_logprobs is None else PromptEcho(scores=body.prompt_logprobs)
-    return Prompt(token_ids, _sampling(body, model.defaults, info, max_tokens, logprobs, echo), echo)
+    async def _echo(
+        self, body: CompletionRequest, given: str | list[int], token_ids: list[int]
+    ) -> PromptEcho | None:
+        if not body.echo:
+            return None if body.prompt_logprobs is None else PromptEcho(scores=body.prompt_logprobs)
+        text = given if isinstance(given, str) else await self.encoder.decode(self.tenant, token_ids)
+        return PromptEcho(text, body.logprobs, body.prompt_logprobs, alone=body.max_tokens == 0)

@@ -1,15 +1,19 @@
 """/v1/completions and /v1/chat/completions."""
 
 from collections.abc import Awaitable, Callable
+from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from slora.errors import AdapterFetchFailed
 from slora_api.generation.answer_format import ChatFormat, CompletionFormat
 from slora_api.generation.answering import answer_request
-from slora_api.generation.prompts import chat_prompt, completion_prompts
+from slora_api.generation.prompts import PromptMaker
 from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import ServiceTerms
+from slora_api.generation.sse import unless_disconnected
+from slora_api.request_bounds import JsonBounds
+from slora_api.routes.json_body import read_json
 from slora_api.routes.services import Services, Wired
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
 from slora_api.tenants.authentication import CurrentKey
@@ -20,7 +24,7 @@ __all__ = ["router"]
 router = APIRouter()
 
 
-# Who is to stay with one version of an alias that points at several, where requests have no `user`.
+# Names the user of a request that has no `user`: one user stays with one version of an alias that has several.
 _SESSION_HEADER = "x-session-id"
 
 
@@ -45,8 +49,35 @@ async def _answer_with(
         return await answer(current)
 
 
+def _prompt_maker(key: KeyRecord, services: Services, model: ServedModel) -> PromptMaker:
+    generator = services.generator
+    return PromptMaker(
+        key.tenant,
+        model,
+        services.encoder,
+        services.templates,
+        generator.admission,
+        generator.engine_info(),
+        services.bounds(),
+    )
+
+
+async def _completion_body(request: Request, _key: CurrentKey, services: Wired) -> CompletionRequest:
+    bounds = services.bounds()
+    return await read_json(request, CompletionRequest, bounds, JsonBounds(bounds.completion_values))
+
+
+async def _chat_body(request: Request, _key: CurrentKey, services: Wired) -> ChatRequest:
+    bounds = services.bounds()
+    return await read_json(request, ChatRequest, bounds, JsonBounds(bounds.chat_values))
+
+
+_CompletionBody = Annotated[CompletionRequest, Depends(_completion_body)]
+_ChatBody = Annotated[ChatRequest, Depends(_chat_body)]
+
+
 @router.post("/v1/completions")
-async def complete(request: Request, body: CompletionRequest, key: CurrentKey, services: Wired) -> Response:
+async def complete(request: Request, body: _CompletionBody, key: CurrentKey, services: Wired) -> Response:
     return await _answer_with(
         request, body, key, services, lambda model: _complete(request, body, key, services, model)
     )
@@ -55,15 +86,15 @@ async def complete(request: Request, body: CompletionRequest, key: CurrentKey, s
 async def _complete(
     request: Request, body: CompletionRequest, key: KeyRecord, services: Services, model: ServedModel
 ) -> Response:
-    generator = services.generator
-    prompts = await completion_prompts(body, model, generator.tokenizer, generator.engine_info())
+    maker = _prompt_maker(key, services, model)
+    prompts = await unless_disconnected(request.receive, maker.completion_prompts(body))
     shape = CompletionFormat(
         model.asked_for, include_usage=body.include_usage, logprobs=body.logprobs is not None
     )
     return await answer_request(
         request,
         body,
-        generator.run(ServiceTerms.of(key, body), model, prompts),
+        services.generator.run(ServiceTerms.of(key, body), model, prompts),
         shape,
         prompts=prompts,
         headers=model.headers,
@@ -71,7 +102,7 @@ async def _complete(
 
 
 @router.post("/v1/chat/completions")
-async def chat(request: Request, body: ChatRequest, key: CurrentKey, services: Wired) -> Response:
+async def chat(request: Request, body: _ChatBody, key: CurrentKey, services: Wired) -> Response:
     return await _answer_with(
         request, body, key, services, lambda model: _chat(request, body, key, services, model)
     )
@@ -80,8 +111,8 @@ async def chat(request: Request, body: ChatRequest, key: CurrentKey, services: W
 async def _chat(
     request: Request, body: ChatRequest, key: KeyRecord, services: Services, model: ServedModel
 ) -> Response:
-    generator = services.generator
-    prompt = await chat_prompt(body, model, generator.tokenizer, services.templates, generator.engine_info())
+    maker = _prompt_maker(key, services, model)
+    prompt = await unless_disconnected(request.receive, maker.chat_prompt(body))
     shape = ChatFormat(
         model.asked_for,
         include_usage=body.include_usage,
@@ -91,7 +122,7 @@ async def _chat(
     return await answer_request(
         request,
         body,
-        generator.run(ServiceTerms.of(key, body), model, [prompt]),
+        services.generator.run(ServiceTerms.of(key, body), model, [prompt]),
         shape,
         prompts=[prompt],
         headers=model.headers,

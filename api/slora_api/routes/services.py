@@ -13,6 +13,8 @@ from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.uploads import Uploads
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.generation import Generator
+from slora_api.generation.prompt_encoder import PromptEncoder
+from slora_api.request_bounds import RequestBounds
 from slora_api.settings import Settings
 from slora_api.tenants.tenancy import Tenancy
 
@@ -33,6 +35,12 @@ class Services:
     local_adapters: LocalAdapters
     templates: ChatTemplates
     generator: Generator
+    encoder: PromptEncoder
+
+    def bounds(self) -> RequestBounds:
+        """What requests may ask for. Raises Starting while there is no engine."""
+        longest = self.encoder.tokenizer.longest_token_chars
+        return RequestBounds.of(self.settings, self.generator.engine_info(), longest)
 
 
 def _services(request: Request) -> Services:

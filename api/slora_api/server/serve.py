@@ -49,6 +49,7 @@ from slora_api.generation.admission import Admission
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.generation import Generator
 from slora_api.generation.metrics import Metrics
+from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.routes.services import Services
 from slora_api.server.app import make_app
 from slora_api.server.child_environment import ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
@@ -241,6 +242,7 @@ async def _open_services(
         ),
         templates,
         Generator(client, model.tokenizer, admission, Metrics(model.name)),
+        PromptEncoder(model.tokenizer, settings.max_concurrent_per_tenant),
     )
 
 

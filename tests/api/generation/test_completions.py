@@ -379,7 +379,7 @@ BAD_BODIES = [
     (PROMPT | {"n": 0}, "n"),
     (PROMPT | {"n": 129}, "n"),
     (PROMPT | {"n": 9}, "n"),
-    (PROMPT | {"n": 8, "prompt": ["x"] * 300}, "n"),
+    (PROMPT | {"n": 8, "prompt": ["x"] * 200}, "n"),
     (PROMPT | {"n": 3, "best_of": 2}, "best_of"),
     (PROMPT | {"best_of": 9}, "best_of"),
     (PROMPT | {"best_of": 2, "stream": True}, "best_of"),

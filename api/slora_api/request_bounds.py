@@ -1,0 +1,223 @@
+"""How large a request may be: every bound on the work that one request can cause, in one place.
+
+A bound is checked before the work that it bounds: bytes and JSON values while the body arrives, counts before the body
+is validated, characters before a text is tokenized, tokens and log-probabilities before the engine sees the request.
+`docs/limits.md` lists the bounds, and GET /v1/limits shows those of a running server.
+
+Knows no HTTP.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slora.engine.info import EngineInfo
+from slora.errors import ContextTooLong
+from slora.sampling_params import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
+from slora_api.errors import BadRequest
+from slora_api.settings import Settings
+
+__all__ = ["MAX_NAME_CHARS", "MAX_SMALL_BODY_BYTES", "JsonBounds", "RequestBounds"]
+
+# Bodies of routes other than uploads and generation: parsing and validating one takes below 5 ms.
+MAX_SMALL_BODY_BYTES = 1 << 16
+# Of an object whose fields have names: the schema reports every unknown one, which takes 3 microseconds each.
+_MAX_FIELDS = 64
+# Of a model, a user or the author of a message.
+MAX_NAME_CHARS = 512
+# Parsing 135,000 token ids takes 8 to 15 ms. There is room for one prompt of 131,072 ids.
+_COMPLETION_VALUES = (1 << 17) + (1 << 12)
+_MAX_MESSAGES = 2048
+_MAX_CONTENT_PARTS = 4096
+# A message has 4 values with its commas, a content part has 3.
+_CHAT_VALUES = 4 * _MAX_MESSAGES + 3 * _MAX_CONTENT_PARTS + (1 << 12)
+# 1,048,576 token ids take 38 MB.
+_MAX_REQUEST_TOKENS = 1 << 20
+# A log-probability takes 30 to 100 bytes of JSON and 1.5 microseconds to write.
+_MAX_ANSWER_LOGPROBS = 1 << 18
+_MAX_ECHO_CHARS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class JsonBounds:
+    """What a body may hold before it is parsed. A chat of 2,048 messages with names has 6,144 members.
+
+    values: strings, numbers, arrays and objects. members: fields of objects, whose names take longer to read.
+    bare_bytes: bytes outside strings. number_chars: of one number.
+    """
+
+    values: int
+    members: int = 1 << 14
+    bare_bytes: int = 1 << 20
+    number_chars: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBounds:
+    """The bounds of one server.
+
+    prompt_chars: characters of one prompt, or of all messages of a chat together. prompt_tokens: of all prompts
+    together. answer_tokens: all choices of all prompts together, with echoed prompts. answer_logprobs: entries that
+    the answer would list; each token has its own and the likeliest ones. echo_chars: echoed prompts of all choices.
+    """
+
+    max_model_len: int
+    body_bytes: int
+    small_body_bytes: int
+    upload_bytes: int
+    completion_values: int
+    chat_values: int
+    prompts: int
+    prompt_chars: int
+    prompt_tokens: int
+    messages: int
+    content_parts: int
+    name_chars: int
+    stop_strings: int
+    stop_chars: int
+    stop_token_ids: int
+    logit_bias: int
+    choices: int
+    logprobs: int
+    answer_tokens: int
+    answer_logprobs: int
+    echo_chars: int
+
+    @staticmethod
+    def of(settings: Settings, info: EngineInfo, longest_token_chars: int) -> "RequestBounds":
+        """longest_token_chars: of the tokenizer. A text with more characters for each token of the context cannot fit.
+
+        Worked example: 131,072 tokens of at most 16 characters are 2,097,152 characters.
+        """
+        request_tokens = max(_MAX_REQUEST_TOKENS, info.max_model_len)
+        return RequestBounds(
+            max_model_len=info.max_model_len,
+            body_bytes=settings.max_body_bytes,
+            small_body_bytes=min(MAX_SMALL_BODY_BYTES, settings.max_body_bytes),
+            upload_bytes=settings.max_upload_bytes,
+            completion_values=_COMPLETION_VALUES,
+            chat_values=_CHAT_VALUES,
+            prompts=min(settings.max_concurrent_requests, settings.max_concurrent_per_tenant),
+            prompt_chars=min(info.max_model_len * longest_token_chars, settings.max_body_bytes),
+            prompt_tokens=request_tokens,
+            messages=_MAX_MESSAGES,
+            content_parts=_MAX_CONTENT_PARTS,
+            name_chars=MAX_NAME_CHARS,
+            stop_strings=MAX_STOP_STRINGS,
+            stop_chars=MAX_STOP_CHARS,
+            stop_token_ids=MAX_STOP_TOKEN_IDS,
+            logit_bias=MAX_LOGIT_BIAS,
+            choices=min(MAX_CHOICES, info.max_num_seqs),
+            logprobs=MAX_LOGPROBS,
+            answer_tokens=request_tokens,
+            answer_logprobs=_MAX_ANSWER_LOGPROBS,
+            echo_chars=_MAX_ECHO_CHARS,
+        )
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+    def check_counts(self, body: Mapping[str, Any]) -> None:
+        """Checks how many items each list or object of a parsed body has. Raises BadRequest.
+
+        Values of the wrong type are left to the schema.
+        """
+        _check_fields("The body", None, body)
+        self._check_prompts(body.get("prompt"))
+        messages = body.get("messages")
+        _check_count("messages", messages, "messages", self.messages, "Leave out the oldest messages.")
+        _check_count("stop", body.get("stop"), "strings", self.stop_strings, "Send fewer stop strings.")
+        ids = body.get("stop_token_ids")
+        _check_count("stop_token_ids", ids, "ids", self.stop_token_ids, "Send fewer stop token ids.")
+        bias = body.get("logit_bias")
+        _check_count("logit_bias", bias, "tokens", self.logit_bias, "Bias fewer tokens.")
+        options = body.get("stream_options")
+        if isinstance(options, dict):
+            _check_fields("`stream_options`", "stream_options", options)
+        if isinstance(messages, list):
+            self._check_parts([message for message in messages if isinstance(message, dict)])
+
+    def check_chars(self, num_chars: int, param: str) -> None:
+        """Raises ContextTooLong for a text that the context cannot hold, whatever its tokens are."""
+        if num_chars > self.prompt_chars:
+            raise ContextTooLong(
+                f"`{param}` has {num_chars} characters; this server accepts at most {self.prompt_chars}, because this "
+                f"model's context is {self.max_model_len} tokens (max_model_len). Shorten it.",
+                param,
+            )
+
+    def check_prompt_tokens(self, num_tokens: int) -> None:
+        """num_tokens: of all prompts together. Raises BadRequest."""
+        if num_tokens > self.prompt_tokens:
+            raise BadRequest(
+                f"`prompt` has {num_tokens} tokens in all its prompts together; this server accepts at most "
+                f"{self.prompt_tokens}. Send fewer prompts in one request.",
+                "prompt",
+            )
+
+    def check_echo(self, num_chars: int) -> None:
+        """num_chars: all prompts, once for each of their choices. Raises BadRequest."""
+        if num_chars > self.echo_chars:
+            raise BadRequest(
+                f"`echo` would repeat {num_chars} characters, each prompt once for each of its choices; this server "
+                f"repeats at most {self.echo_chars}. Send fewer prompts, or a smaller `n`.",
+                "echo",
+            )
+
+    def _check_prompts(self, prompt: Any) -> None:
+        if not isinstance(prompt, list) or not prompt:
+            return
+        if isinstance(prompt[0], str | list):
+            _check_count(
+                "prompt", prompt, "prompts", self.prompts, "Send the others in requests of their own."
+            )
+            return
+        if len(prompt) > self.max_model_len:
+            raise ContextTooLong(
+                f"`prompt` has {len(prompt)} token ids; this model's context is {self.max_model_len} tokens "
+                "(max_model_len), prompt and answer together. Shorten it.",
+                "prompt",
+            )
+
+    def _check_parts(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        for message in messages:
+            _check_fields("A message", "messages", message)
+        contents = [message.get("content") for message in messages]
+        num_parts = sum(len(content) for content in contents if isinstance(content, list))
+        if num_parts > self.content_parts:
+            raise BadRequest(
+                f"`messages` has {num_parts} content parts in all; this server accepts at most {self.content_parts}. "
+                "Join the texts of each message.",
+                "messages",
+            )
+
+
+def _check_count(param: str, value: Any, unit: str, limit: int, remedy: str) -> None:
+    if isinstance(value, list | dict) and len(value) > limit:
+        raise BadRequest(
+            f"`{param}` has {len(value)} {unit}; this server accepts at most {limit}. {remedy}", param
+        )
+
+
+def _check_fields(name: str, param: str | None, fields: Mapping[str, Any]) -> None:
+    if len(fields) > _MAX_FIELDS:
+        raise BadRequest(
+            f"{name} has {len(fields)} fields; this server accepts at most {_MAX_FIELDS}. Leave out those that it does "
+            "not know.",
+            param,
+        )
+    for field in fields:
+        try:
+            field.encode()
+        except UnicodeEncodeError:
+            raise BadRequest(
+                f"{name} has a field {field[:MAX_NAME_CHARS]!r}, whose name holds half of a surrogate pair. Remove it.",
+                param,
+            ) from None

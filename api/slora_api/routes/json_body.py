@@ -1,0 +1,85 @@
+"""Reads the JSON body of a generation request within bounds.
+
+FastAPI would parse and validate a body of any structure in one go on the event loop. Here the structure is bounded
+while the bytes arrive, and the event loop runs between the steps.
+"""
+
+import asyncio
+import json
+from email.message import Message
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+
+from slora_api.errors import BadRequest
+from slora_api.request_bounds import JsonBounds, RequestBounds
+from slora_api.routes.json_structure import JsonStructure
+
+__all__ = ["read_json"]
+
+_Schema = TypeVar("_Schema", bound=BaseModel)
+
+_PART_BYTES = 1 << 16
+_SHOWN_CHARS = 128
+
+
+async def read_json(
+    request: Request, schema: type[_Schema], bounds: RequestBounds, json_bounds: JsonBounds
+) -> _Schema:
+    """Raises BadRequest or RequestValidationError."""
+    raw = await _read_bytes(request, JsonStructure(json_bounds))
+    if not raw:
+        raise _invalid("missing", "Field required")
+    body = _parse(raw) if _is_json(request.headers.get("content-type", "")) else None
+    if not isinstance(body, dict):
+        raise _invalid("model_attributes_type", "Input should be an object")
+    await asyncio.sleep(0)
+    bounds.check_counts(body)
+    try:
+        return schema.model_validate(body)
+    except ValidationError as error:
+        raise RequestValidationError([_located(one) for one in error.errors(include_url=False)]) from None
+
+
+async def _read_bytes(request: Request, structure: JsonStructure) -> bytes:
+    parts = []
+    async for chunk in request.stream():
+        for start in range(0, len(chunk), _PART_BYTES):
+            structure.add(chunk[start : start + _PART_BYTES])
+            await asyncio.sleep(0)
+        parts.append(chunk)
+    return b"".join(parts)
+
+
+def _parse(raw: bytes) -> Any:
+    try:
+        return json.loads(raw.decode())
+    except UnicodeDecodeError as error:
+        raise BadRequest(
+            f"The body is not UTF-8: byte {error.start} begins no character. Encode it as UTF-8."
+        ) from None
+    except RecursionError:
+        raise BadRequest("The body has arrays or objects nested too deeply to be read.") from None
+    except json.JSONDecodeError as error:
+        raise _invalid("json_invalid", "JSON decode error", {"error": error.msg}) from None
+
+
+def _is_json(content_type: str) -> bool:
+    message = Message()
+    message["content-type"] = content_type or "none/none"
+    subtype = message.get_content_subtype()
+    return message.get_content_maintype() == "application" and (
+        subtype == "json" or subtype.endswith("+json")
+    )
+
+
+def _invalid(kind: str, text: str, context: dict[str, Any] | None = None) -> RequestValidationError:
+    return RequestValidationError([{"type": kind, "loc": ("body",), "msg": text, "ctx": context or {}}])
+
+
+def _located(error: Any) -> dict[str, Any]:
+    """A client may send names of any length; an answer repeats a part of them."""
+    location = [part[:_SHOWN_CHARS] if isinstance(part, str) else part for part in error["loc"]]
+    return {**error, "loc": ("body", *location)}

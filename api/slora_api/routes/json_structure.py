@@ -1,0 +1,100 @@
+"""Counts what a JSON body holds while its bytes arrive, before it is parsed.
+
+Parsing holds the interpreter lock until it ends, on whatever thread it runs. Its time depends on the number of values
+and on the bytes of numbers, so both are bounded here. Texts are cheap: 4 MB of text take 10 ms to parse.
+
+Worked example: `{"a": [1, "x,y"]}` has 4 values by this count: one for each bracket and each comma outside strings, and
+one for the whole.
+"""
+
+import re
+
+from slora_api.errors import BadRequest
+from slora_api.request_bounds import JsonBounds
+
+__all__ = ["JsonStructure"]
+
+# A string that is cut off by the end of the bytes counts, or each of its quotes would be tried as a beginning.
+_TOKEN = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)(?:"|\\?\Z)|[][{},]', re.DOTALL)
+# Scanned for the name of the field that is too large: 3 ms.
+_NAMING_BYTES = 1 << 16
+_SHOWN_BYTES = 128
+
+
+class JsonStructure:
+    """One body's. `num_bare_bytes` are outside strings."""
+
+    def __init__(self, bounds: JsonBounds) -> None:
+        self.num_values = 1
+        self.num_members = 0
+        self.num_bare_bytes = 0
+        self._bounds = bounds
+        self._long_number = re.compile(rb"[0-9.eE+-]{%d}" % (bounds.number_chars + 1))
+        self._begin = b""
+        self._in_string = False
+        # A backslash that may escape the first byte of the next part.
+        self._held = b""
+        # The end of the last part, which a number may continue.
+        self._tail = b""
+
+    def add(self, part: bytes) -> None:
+        """Takes the next bytes, at best not more than 64 KiB: those take 1.5 ms. Raises BadRequest."""
+        if len(self._begin) < _NAMING_BYTES:
+            self._begin += part[: _NAMING_BYTES - len(self._begin)]
+        bare = self._outside_strings(part)
+        self.num_values += bare.count(b",") + bare.count(b"[") + bare.count(b"{")
+        self.num_members += bare.count(b":")
+        self.num_bare_bytes += len(bare)
+        if self.num_values > self._bounds.values:
+            raise self._refusal(
+                f"has more than {self._bounds.values} values (strings, numbers, arrays and objects), this server's "
+                "limit. Send fewer items, and a long prompt as text instead of token ids"
+            )
+        if self.num_members > self._bounds.members:
+            raise self._refusal(
+                f"has objects with more than {self._bounds.members} fields in all, this server's limit. Send fewer "
+                "items"
+            )
+        if self.num_bare_bytes > self._bounds.bare_bytes:
+            raise self._refusal(
+                f"has more than {self._bounds.bare_bytes} bytes outside strings, this server's limit. Send fewer "
+                "items, and less white space between them"
+            )
+        tail = self._tail + bare
+        if self._long_number.search(tail):
+            raise self._refusal(
+                f"holds a number of more than {self._bounds.number_chars} characters, this server's limit. Round it"
+            )
+        self._tail = b"" if self._in_string else tail[-self._bounds.number_chars :]
+
+    def _outside_strings(self, part: bytes) -> bytes:
+        part = self._held + part
+        num_backslashes = len(part) - len(part.rstrip(b"\\"))
+        self._held = part[len(part) - num_backslashes % 2 :]
+        part = part[: len(part) - num_backslashes % 2]
+        # Without escaped backslashes, each \" is an escaped quote. Without those, each quote begins or ends a string.
+        pieces = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        bare = b'"'.join(pieces[int(self._in_string) :: 2])
+        self._in_string ^= len(pieces) % 2 == 0
+        return bare
+
+    def _refusal(self, reason: str) -> BadRequest:
+        param = self._largest_field()
+        return BadRequest(f"{f'`{param}`' if param else 'The body'} {reason}.", param)
+
+    def _largest_field(self) -> str | None:
+        """The top-level field with the most values at the beginning of the body."""
+        counts: dict[bytes, int] = {}
+        depth, field = 0, b""
+        for match in _TOKEN.finditer(self._begin):
+            token = match[0]
+            if token[:1] == b'"':
+                field = match[1] if depth == 1 else field
+            elif token in b"[{":
+                depth += 1
+            elif token in b"]}":
+                depth -= 1
+            elif depth > 1:
+                counts[field] = counts.get(field, 0) + 1
+        largest = max(counts, key=lambda name: counts[name], default=b"")
+        return largest[:_SHOWN_BYTES].decode(errors="replace") or None

@@ -1,0 +1,216 @@
+"""One request, accepted or refused, never keeps the event loop busy: its work is bounded before it is done.
+
+Each of these requests stalled the server for seconds, or was answered 500, before the bounds existed.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.support.slow_callbacks import Recorder, recording
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+CONTEXT = 4096
+PROMPT = {"model": "base", "prompt": "x"}
+MESSAGES = {"model": "base", "messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.fixture(scope="module")
+def recorder() -> Iterator[Recorder]:
+    with recording() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def shared(recorder: Recorder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    engine = ScriptedEngine(max_model_len=CONTEXT, max_num_seqs=128, answers=[deltas_of(b"Hi!")])
+    with running_platform(tmp_path_factory.mktemp("data"), engine) as running:
+        # What is imported or compiled at the first request is not measured.
+        assert post(running, running.key("warm"), COMPLETIONS, PROMPT).status_code == 200
+        yield running
+
+
+@pytest.fixture
+def platform(shared: Platform, recorder: Recorder) -> Platform:
+    """The shared server, with an engine and a recorder that have forgotten the last test."""
+    shared.engine.answers = [deltas_of(b"Hi!")]
+    shared.engine.requests.clear()
+    recorder.found.clear()
+    return shared
+
+
+@pytest.fixture(scope="module")
+def key(shared: Platform) -> str:
+    return shared.key("acme")
+
+
+TOO_LARGE = {
+    "600,000 prompts": (COMPLETIONS, {"prompt": ["a"] * 600_000}, "prompt", "values"),
+    "300 prompts": (COMPLETIONS, {"prompt": ["a"] * 300}, "prompt", "300 prompts; this server accepts at most 256"),
+    "4 MB of text": (COMPLETIONS, {"prompt": "ab, " * 1_000_000}, "prompt", "4000000 characters"),
+    "more text than the context holds": (COMPLETIONS, {"prompt": "x" * CONTEXT * 5}, "prompt", "20480"),
+    "more ids than the context holds": (COMPLETIONS, {"prompt": [65] * 100_000}, "prompt", "100000 token ids"),
+    "an id of no token": (COMPLETIONS, {"prompt": [65] * 4000 + [10**30]}, "prompt", "token id"),
+    "prompts of a million tokens": (COMPLETIONS, {"prompt": ["x" * 4090] * 257}, "prompt", "257 prompts"),
+    "110,000 messages": (CHAT, {"messages": [{"role": "user", "content": ""}] * 110_000}, "messages", "values"),
+    "3,000 messages": (CHAT, {"messages": [{"role": "user", "content": ""}] * 3_000}, "messages", "3000 messages"),
+    "a long chat": (CHAT, {"messages": [{"role": "user", "content": "x" * 300} for _ in range(2000)]},
+                    "messages", "600000 characters"),
+    "5,000 content parts": (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 5000}]},
+                            "messages", "5000 content parts"),
+    "100 stop strings": (COMPLETIONS, PROMPT | {"stop": ["x"] * 100}, "stop", "100 strings"),
+    "a stop string of 100 KB": (COMPLETIONS, PROMPT | {"stop": ["x" * 100_000]}, "stop", "100000 characters"),
+    "1,000 stop token ids": (COMPLETIONS, PROMPT | {"stop_token_ids": [1] * 1000}, "stop_token_ids", "1000 ids"),
+    "a bias for 10,000 tokens": (COMPLETIONS, PROMPT | {"logit_bias": {str(at): 1 for at in range(10_000)}},
+                                 "logit_bias", "10000 tokens"),
+    "100,000 unknown fields": (COMPLETIONS, PROMPT | {f"x{at}": 1 for at in range(100_000)}, None, "fields"),
+    "10,000 unknown fields of a message": (
+        CHAT, {"messages": [{"role": "user", "content": "", **{f"x{at}": 1 for at in range(10_000)}}]},
+        "messages", "fields"),
+    "5,000 broken messages": (CHAT, {"messages": [{"x": 1, "y": 2}] * 2000}, "messages.0.role", ""),
+    "100,000 stream options": (
+        COMPLETIONS, PROMPT | {"stream": True, "stream_options": {f"x{at}": 1 for at in range(100_000)}},
+        "stream_options", "fields"),
+    "a user's name of 1 MB": (COMPLETIONS, PROMPT | {"user": "x" * 1_000_000}, "user", "1000000 characters"),
+    "a model's name of 1 MB": (COMPLETIONS, PROMPT | {"model": "x" * 1_000_000}, "model", "1000000 characters"),
+    "a field whose name is 1 MB": (COMPLETIONS, PROMPT | {"x" * 1_000_000: 1}, "x" * 128, "not a parameter"),
+    "5 million log-probabilities": (
+        COMPLETIONS,
+        {"prompt": "x" * 1000, "n": 128, "echo": True, "logprobs": 20, "prompt_logprobs": 20},
+        "logprobs", "log-probabilities"),
+    "log-probabilities of the prompt for each choice": (
+        COMPLETIONS, {"prompt": "x" * 1000, "n": 128, "prompt_logprobs": 20}, "prompt_logprobs", "log-probabilities"),
+    "log-probabilities of a chat": (
+        CHAT, MESSAGES | {"n": 128, "logprobs": True, "top_logprobs": 20, "max_tokens": 1000},
+        "top_logprobs", "log-probabilities"),
+    "a million log-probabilities of echoes and answers": (
+        COMPLETIONS, {"prompt": ["x" * 2001, "x" * 2000], "n": 128, "max_tokens": 2095, "echo": True, "logprobs": 0},
+        "logprobs", "1048448 log-probabilities"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_what_is_too_large_is_refused_by_name_before_the_work(
+    platform: Platform, recorder: Recorder, key: str, name: str
+) -> None:
+    path, fields, param, words = TOO_LARGE[name]
+    answer = post(platform, key, path, {"model": "base"} | fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param) and words in error["message"]
+    assert len(answer.content) < 1000 and not platform.engine.requests
+    assert not recorder.slow()
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "top_k",
+        "max_tokens",
+        "min_tokens",
+        "seed",
+        "n",
+        "best_of",
+        "logprobs",
+        "prompt_logprobs",
+        "priority",
+        "deadline_ms",
+        "temperature",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "length_penalty",
+    ],
+)
+def test_no_number_of_any_field_is_a_server_error(platform: Platform, key: str, field: str) -> None:
+    """A top_k of 2^64 or more was a 500: no message to the engine can carry it."""
+    for value in (2**31, 2**63, 2**64, -(2**63), -(2**64), 10**60, 1e308, -1e308, math.nan, math.inf):
+        for path, body in ((COMPLETIONS, PROMPT), (CHAT, MESSAGES | {"logprobs": True})):
+            name = {"logprobs": "top_logprobs"}.get(field, field) if path == CHAT else field
+            raw = json.dumps(body | {name: value}).encode()
+            with platform.client(key) as client:
+                answer = client.post(path, content=raw, headers={"Content-Type": "application/json"})
+            # A seed or a count of 2^31 may be in range.
+            if answer.status_code != 200:
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"]) == (400, name), (value, error)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"prompt": "a\ud800"}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a", "\udfff"]}, "prompt"),
+        (COMPLETIONS, PROMPT | {"stop": ["\ud800"]}, "stop.0"),
+        (COMPLETIONS, PROMPT | {"stop": "\ud800"}, "stop.0"),
+        (COMPLETIONS, PROMPT | {"user": "\ud800"}, "user"),
+        (COMPLETIONS, PROMPT | {"model": "\ud800"}, "model"),
+        (COMPLETIONS, PROMPT | {"\ud800": 1}, None),
+        (COMPLETIONS, PROMPT | {"logit_bias": {"\ud800": 1}}, "logit_bias"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "name": "\ud800"}]}, "messages.0.name"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
+         "messages.0.content"),
+    ],
+)  # fmt: skip
+def test_half_a_surrogate_pair_is_refused_by_the_name_of_its_field(
+    platform: Platform, key: str, path: str, fields: dict[str, Any], param: str | None
+) -> None:
+    raw = json.dumps({"model": "base"} | fields).encode()
+    with platform.client(key) as client:
+        answer = client.post(path, content=raw, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/admin/tenants", {"name": "\ud800"}),
+        ("/admin/tenants", {"name": "t", "priority": 2**70}),
+        ("/admin/tenants", {"name": "t", "weight": 10**400}),
+        ("/admin/tenants", {"name": "t", "weight": 1e308}),
+        ("/admin/tenants/acme/keys", {"adapter": "\ud800"}),
+        ("/v1/load_lora_adapter", {"lora_name": "\ud800", "lora_path": "x"}),
+        ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "\ud800"}),
+        ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "x", "tenant": "\ud800"}),
+        ("/v1/unload_lora_adapter", {"lora_name": "x", "lora_int_id": 10**400}),
+        ("/v1/unload_lora_adapter", {"lora_name": "\ud800"}),
+    ],
+)
+def test_no_value_that_the_operator_sends_is_a_server_error(
+    platform: Platform, key: str, path: str, body: dict[str, Any]
+) -> None:
+    with platform.client(ADMIN_KEY) as client:
+        answer = client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    assert 400 <= answer.status_code < 500 or body.get("weight") == 1e308, answer.text
+    assert answer.status_code < 500
+
+
+@pytest.mark.parametrize("versions", [{"1": 2**70}, {"1": -(2**70)}, {"9" * 18: 100}, {"\ud800": 100}])
+def test_no_target_of_an_alias_is_a_server_error(
+    platform: Platform, key: str, versions: dict[str, int]
+) -> None:
+    with platform.client(key) as client:
+        answer = client.put("/v1/adapters/x/aliases/prod", content=json.dumps({"versions": versions}),
+                            headers={"Content-Type": "application/json"})  # fmt: skip
+    assert 400 <= answer.status_code < 500, answer.text
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"[" * 100_000, b'{"a":' * 10_000, b'{"prompt": ' + b"1" * 5000 + b"}", b"\xff\xfe", b'{"prompt": "\xff"}',
+     json.dumps(PROMPT).encode("utf-16"), b"{", b"", b"[]", b"1e999", b'"x"'],
+)  # fmt: skip
+def test_a_body_that_is_not_a_json_object_is_a_400(
+    platform: Platform, recorder: Recorder, key: str, raw: bytes
+) -> None:
+    with platform.client(key) as client:
+        answer = client.post(COMPLETIONS, content=raw, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+    assert not recorder.slow()
