@@ -3,7 +3,7 @@
 A free slot goes to the waiting tenant that has used the least slot time so far. A tenant that returns after a pause is
 lifted to the least of those that are active, so that it cannot save up time while idle (the lift rule of VTC, Sheng et
 al., OSDI'24). One tenant never holds all slots: it may take a second one only while a reserve stays free for tenants
-that hold none.
+that hold none. A reserve of N slots keeps any N tenants from holding all.
 
 Knows no HTTP. Runs on one event loop and needs no lock.
 """
@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from slora_api.errors import TenantBusy
@@ -38,14 +38,19 @@ class FairSlots:
     """num_slots: how much runs at once. max_waiting: requests of one tenant that may wait; more are refused.
 
     work: what the slots are for, as the refusal calls it, for example "chat templates to render".
-    clock: seconds that only grow.
+    clock: seconds that only grow. num_reserved: None takes `reserved_slots(num_slots)`.
     """
 
     def __init__(
-        self, num_slots: int, max_waiting: int, work: str, clock: Callable[[], float] = time.monotonic
+        self,
+        num_slots: int,
+        max_waiting: int,
+        work: str,
+        clock: Callable[[], float] = time.monotonic,
+        num_reserved: int | None = None,
     ) -> None:
         self._num_free = num_slots
-        self._reserved = reserved_slots(num_slots)
+        self._reserved = reserved_slots(num_slots) if num_reserved is None else num_reserved
         self._max_waiting = max_waiting
         self._work = work
         self._clock = clock
@@ -68,7 +73,9 @@ class FairSlots:
             if turn.done() and not turn.cancelled():
                 self._release(tenant, state, 0.0)
             else:
-                state.waiting.remove(turn)
+                # A slot that became free since the cancellation has dropped it from the queue already.
+                with suppress(ValueError):
+                    state.waiting.remove(turn)
                 self._forget_if_idle(tenant, state)
             raise
         started_at = self._clock()

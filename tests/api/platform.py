@@ -104,7 +104,7 @@ def running_platform(
     chosen = replace(Settings(model="base"), **settings)
     database = Database(directory / "slora.db")
     pepper = Pepper.from_file(directory / "pepper")
-    templates = ChatTemplates(tokenizer)
+    templates = ChatTemplates(tokenizer, chosen.max_concurrent_per_tenant)
     limits = AdapterLimits(
         max_lora_rank=chosen.max_lora_rank, max_tensor_bytes=chosen.max_upload_bytes, vocab_size=257
     )

@@ -32,6 +32,21 @@ def test_one_tenant_leaves_a_slot_free_for_another() -> None:
     asyncio.run(main())
 
 
+def test_two_tenants_leave_a_slot_free_for_a_third_when_two_are_reserved() -> None:
+    async def main() -> None:
+        slots = FairSlots(4, 8, "things", num_reserved=2)
+        holds = [asyncio.create_task(slots.hold(f"hostile {n % 2}").__aenter__()) for n in range(8)]
+        await asyncio.sleep(0)
+        assert sum(hold.done() for hold in holds) == 2
+        async with asyncio.timeout(5), slots.hold("honest"):
+            pass
+        for hold in holds:
+            hold.cancel()
+        await asyncio.gather(*holds, return_exceptions=True)
+
+    asyncio.run(main())
+
+
 def test_the_tenant_that_used_least_goes_first() -> None:
     order: list[str] = []
 
@@ -89,5 +104,21 @@ def test_a_cancelled_wait_gives_its_slot_back() -> None:
         async with asyncio.timeout(5), slots.hold("globex"):
             pass
         assert slots._num_free == 1
+
+    asyncio.run(main())
+
+
+def test_a_slot_given_back_between_a_cancellation_and_its_arrival_is_not_lost() -> None:
+    """Found as a ValueError in place of the cancellation."""
+
+    async def main() -> None:
+        slots = FairSlots(1, 8, "things")
+        async with slots.hold("acme"):
+            waiting = asyncio.create_task(slots.hold("acme").__aenter__())
+            await asyncio.sleep(0)
+            waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert not slots._active and slots._num_free == 1
 
     asyncio.run(main())

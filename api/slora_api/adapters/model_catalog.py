@@ -201,7 +201,7 @@ class ModelCatalog:
             )
         async with self._inspector.inspect(source) as adapter:
             base = await self._base.identity.compare(base_fingerprint, adapter.certificate.base_name)
-            await self._check_extras(adapter)
+            await self._check_extras(tenant, adapter)
             async with self._publishing.setdefault(tenant, asyncio.Lock()):
                 published, effect = await self._try_and_keep(tenant, name, adapter)
         if published.moved_pin:
@@ -341,10 +341,10 @@ class ModelCatalog:
             raise BadRequest(f"`{name}` is the name of something else here; choose another.", "name")
         check_adapter_name(name)
 
-    async def _check_extras(self, adapter: CheckedAdapter) -> None:
+    async def _check_extras(self, tenant: str, adapter: CheckedAdapter) -> None:
         reasons = refuse_unhonoured(adapter.extras.generation_config, self._client.info.vocab_size)
         if adapter.extras.chat_template is not None:
-            reasons += await self._templates.check(adapter.extras.chat_template)
+            reasons += await self._templates.check(tenant, adapter.extras.chat_template)
         if reasons:
             raise AdapterInvalid(tuple(reasons))
 

@@ -1,147 +1,188 @@
-"""Turns conversations into text: the base model's template here, an adapter's own in a process that can be killed.
+"""Turns conversations into text by the chat template of an adapter or of the base model.
 
-The base model's template is the operator's and is trusted; an adapter's is its tenant's and is not. A template that
-once ran into the time limit is not tried again, so that nobody can keep the renderers busy.
+A short conversation is rendered by the base model's template on the spot: that template is the operator's, and a round
+trip to a process would take longer. All else is rendered in processes that tenants share in fair order:
+
+- One request may use `RENDER_CPU_S` of CPU time. The time on the clock has a generous limit, for a stalled process.
+- A tenant has a budget of CPU time. While it is spent, the tenant is answered 429. No template is remembered as slow.
+- A request that is cancelled is never rendered, or its process is killed.
+- A process that dies or stalls is replaced by a fresh one, after a pause that grows while starts fail.
 """
 
-import asyncio
-import hashlib
-import json
-import os
-import sys
-from asyncio.subprocess import PIPE, Process
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from slora.errors import RequestRefused
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import Reason
-from slora_api.generation.template_process import MAX_RENDERED_CHARS
+from slora_api.cpu_budget import CpuBudget
+from slora_api.errors import ServerBusy
+from slora_api.fair_slots import FairSlots
+from slora_api.generation.template_process import RenderedText, RendererSettings, pack_request
+from slora_api.generation.template_renderer import RendererDied, RendererStalled, TemplateRenderer
 
-__all__ = ["ChatTemplates"]
+__all__ = ["RENDER_CPU_S", "ChatTemplates"]
 
-# A common template takes well below a millisecond, the longest known one a few.
-RENDER_TIMEOUT_S = 2.0
-# A fresh process imports Jinja first; on a busy machine that takes seconds.
-START_TIMEOUT_S = 30.0
-_NUM_RENDERERS = 2
-_MAX_REMEMBERED = 10_000
+_log = logging.getLogger(__name__)
 
-# Tenants' programs run in the renderers: they get no secret, only what Python needs to start.
-_PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
+# A common template takes well below a millisecond, the longest known one a few, thousands of messages some tens.
+RENDER_CPU_S = 2.0
+# A tenant whose templates take a millisecond renders 250 conversations a second for ever.
+_BURST_CPU_S, _REFILL = 10.0, 0.25
+# Each request that ends its process costs the start of another one.
+_START_CPU_S = 0.2
+# Two of them are for tenants that hold none, so that two tenants never hold all.
+_NUM_RENDERERS, _NUM_RESERVED = 4, 2
+# On a machine with many busy programs, two seconds of CPU time can take a minute.
+_RENDER_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 60.0
+# A process that dies without a limit may be the victim of another program: its request is tried once more.
+_NUM_ATTEMPTS = 2
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+# A fresh process has 25 MiB. One that has grown beyond this is replaced.
+_MAX_RESIDENT_BYTES = 96 << 20
+# The base model's template renders as much in less than a millisecond.
+_SHORT_CHARS, _SHORT_MESSAGES = 8_000, 32
 
 Messages = Sequence[Mapping[str, str]]
 
 
-class _TookTooLong(Exception):
-    """The template hit the time limit or brought its process down."""
-
-
-class _Renderer:
-    """One rendering process, started when first needed, killed when a template misbehaves. One request at a time."""
-
-    def __init__(self, special_tokens: str) -> None:
-        self._special_tokens = special_tokens
-        self._process: Process | None = None
-
-    async def ask(self, request: Mapping[str, object]) -> dict[str, str]:
-        """Raises _TookTooLong."""
-        if self._process is None:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                self._process = await self._start()
-        process, self._process = self._process, None
-        try:
-            async with asyncio.timeout(RENDER_TIMEOUT_S):
-                answer = await _exchange(process, request)
-        except (TimeoutError, OSError, ValueError):
-            raise _TookTooLong from None
-        else:
-            self._process = process
-            return answer
-        finally:
-            # Also when the asker was cancelled half way: this answer must not become the next one's.
-            if self._process is None:
-                await _kill(process)
-
-    async def close(self) -> None:
-        if self._process is not None:
-            await _kill(self._process)
-
-    async def _start(self) -> Process:
-        arguments = ("-P", "-m", "slora_api.generation.template_process", self._special_tokens)
-        # JSON escapes a character to at most 12 bytes (a surrogate pair).
-        limit = 12 * MAX_RENDERED_CHARS
-        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, *arguments, stdin=PIPE, stdout=PIPE, limit=limit, env=environment
-        )
-        await _exchange(process, {"template": ""})
-        return process
-
-
-async def _exchange(process: Process, request: Mapping[str, object]) -> dict[str, str]:
-    """One line there, one line back. Raises OSError or ValueError when the process has gone."""
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(json.dumps(request).encode() + b"\n")
-    await process.stdin.drain()
-    answer: dict[str, str] = json.loads(await process.stdout.readline())
-    return answer
-
-
-async def _kill(process: Process) -> None:
-    if process.returncode is None:
-        process.kill()
-    await process.wait()
-
-
 class ChatTemplates:
-    """Renders conversations; `close` when done."""
+    """Renders conversations; `close` when done.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    max_waiting: requests of one tenant that may wait for a process. clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_waiting: int = 256,
+        render_cpu_s: float = RENDER_CPU_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._tokenizer = tokenizer
-        special_tokens = json.dumps(dict(tokenizer.special_tokens))
-        self._renderers: asyncio.LifoQueue[_Renderer] = asyncio.LifoQueue()
-        for _ in range(_NUM_RENDERERS):
-            self._renderers.put_nowait(_Renderer(special_tokens))
-        self._too_slow: OrderedDict[bytes, None] = OrderedDict()
+        self._settings = RendererSettings(tokenizer.special_tokens, render_cpu_s)
+        self._clock = clock
+        self._slots = FairSlots(
+            _NUM_RENDERERS, max_waiting, "chat templates to render", clock, num_reserved=_NUM_RESERVED
+        )
+        self._budget = CpuBudget(_BURST_CPU_S, _REFILL, "rendering chat templates", clock)
+        self._idle: list[TemplateRenderer] = []
+        self._num_failed_starts = 0
+        self._next_start_at = 0.0
 
-    async def render(self, messages: Messages, own_template: str | None) -> str:
-        """The prompt's text. Raises RequestRefused when a template refuses these messages, or is none."""
-        if own_template is None:
+    async def render(self, tenant: str, messages: Messages, own_template: str | None) -> str:
+        """The prompt's text. own_template: the adapter's; None takes the base model's.
+
+        Raises RequestRefused when the template refuses the messages, TenantBusy, and ServerBusy if no process can be
+        started.
+        """
+        template = self._tokenizer.chat_template if own_template is None else own_template
+        if template is None or (own_template is None and _is_short(messages)):
             return self._tokenizer.apply_chat_template(messages)
-        answer = await self._ask({"template": own_template, "messages": messages})
-        if "error" in answer:
+        answer = await self._ask(tenant, pack_request(template, messages))
+        if answer.text is None:
+            owner = "model" if own_template is None else "adapter"
             raise RequestRefused(
-                f"The adapter's chat template refuses these messages: {answer['error']}.", "messages"
+                f"The {owner}'s chat template refuses these messages: {answer.error}.", "messages"
             )
-        return answer["text"]
+        return answer.text
 
-    async def check(self, template: str) -> list[Reason]:
-        """A reason if the text is no template at all; what it does with messages is not tried."""
-        answer = await self._ask({"template": template})
-        if "error" not in answer:
+    async def check(self, tenant: str, template: str) -> list[Reason]:
+        """A reason if the text is not a template. What the template does with messages is not tried.
+
+        Raises TenantBusy or ServerBusy.
+        """
+        answer = await self._ask(tenant, pack_request(template))
+        if answer.error is None:
             return []
-        return [Reason("chat_template_malformed", f"the chat template cannot be read: {answer['error']}")]
+        return [Reason("chat_template_malformed", f"the chat template cannot be read: {answer.error}")]
 
     async def close(self) -> None:
-        """Ends the rendering processes that are idle; one that is busy ends with this process."""
-        while not self._renderers.empty():
-            await self._renderers.get_nowait().close()
+        """Ends the idle processes. A busy one ends with its request, or with this process."""
+        while self._idle:
+            await self._idle.pop().close()
 
-    async def _ask(self, request: Mapping[str, object]) -> dict[str, str]:
-        template = hashlib.sha256(str(request["template"]).encode("utf-8", "surrogatepass")).digest()
-        if template in self._too_slow:
-            return _TOO_SLOW
-        renderer = await self._renderers.get()
+    async def _ask(self, tenant: str, request: bytes) -> RenderedText:
+        self._budget.check(tenant)
+        async with self._slots.hold(tenant):
+            # Requests of the same tenant that were waiting before this one may have spent the budget.
+            self._budget.check(tenant)
+            for _ in range(_NUM_ATTEMPTS):
+                renderer = await self._take_renderer()
+                try:
+                    return await self._render_in(renderer, tenant, request)
+                except RendererStalled:
+                    _log.warning("a rendering process did not answer within %g s; killed", _RENDER_TIMEOUT_S)
+                    refusal: Exception = ServerBusy(
+                        f"The chat template was not rendered within {_RENDER_TIMEOUT_S:g} s; the server is too busy. "
+                        "Try again."
+                    )
+                except RendererDied as death:
+                    if death.hit_cpu_limit:
+                        limit_s = self._settings.cpu_limit_s
+                        return _failure(f"it takes more than {limit_s:g} s of CPU time")
+                    _log.warning("%s", death)
+                    refusal = RequestRefused(
+                        f"The chat template ended its process with exit code {death.exit_code}; simplify it.",
+                        "messages",
+                    )
+            raise refusal
+
+    async def _render_in(self, renderer: TemplateRenderer, tenant: str, request: bytes) -> RenderedText:
+        """Charges the tenant, whatever happens. Keeps the process if it is still good."""
+        started_at = self._clock()
+        used_s: float | None = None
         try:
-            return await renderer.ask(request)
-        except _TookTooLong:
-            self._too_slow[template] = None
-            if len(self._too_slow) > _MAX_REMEMBERED:
-                self._too_slow.popitem(last=False)
-            return _TOO_SLOW
+            answer, used_s = await renderer.ask(request, _RENDER_TIMEOUT_S)
         finally:
-            self._renderers.put_nowait(renderer)
+            if used_s is None:
+                # How much a killed process has used is unknown: at most its limit, and at most the time that passed.
+                used_s = min(self._settings.cpu_limit_s, self._clock() - started_at) + _START_CPU_S
+            self._budget.charge(tenant, used_s)
+        if answer.resident_bytes > _MAX_RESIDENT_BYTES:
+            self._budget.charge(tenant, _START_CPU_S)
+            await renderer.close()
+        else:
+            self._idle.append(renderer)
+        return answer
+
+    async def _take_renderer(self) -> TemplateRenderer:
+        """An idle process, or a fresh one. Raises ServerBusy if none can be started."""
+        while self._idle:
+            renderer = self._idle.pop()
+            if renderer.is_alive:
+                return renderer
+        for _ in range(_NUM_ATTEMPTS):
+            pause_s = self._next_start_at - self._clock()
+            if pause_s > 0:
+                break
+            try:
+                renderer = await TemplateRenderer.start(self._settings, _START_TIMEOUT_S)
+            except (RendererDied, RendererStalled, OSError) as error:
+                self._num_failed_starts += 1
+                _log.error("no rendering process started: %s", error or type(error).__name__)
+            else:
+                self._num_failed_starts = 0
+                return renderer
+        else:
+            pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self._num_failed_starts, 10))
+            self._next_start_at = self._clock() + pause_s
+        wait_s = max(1, math.ceil(pause_s))
+        raise ServerBusy(
+            "No process that renders chat templates could be started; the server's log says why. Try again in "
+            f"{wait_s} s.",
+            wait_s,
+        )
 
 
-_TOO_SLOW = {"error": f"it takes longer than {RENDER_TIMEOUT_S:g} s"}
+def _is_short(messages: Messages) -> bool:
+    if len(messages) > _SHORT_MESSAGES:
+        return False
+    return sum(len(text) for message in messages for text in message.values()) <= _SHORT_CHARS
+
+
+def _failure(error: str) -> RenderedText:
+    return RenderedText(None, error, 0.0, 0)

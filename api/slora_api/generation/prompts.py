@@ -185,9 +185,8 @@ class PromptMaker:
         draft = self._draft(body, logprobs, 1)
         num_chars = sum(len(message.content) + len(message.name or "") for message in body.messages)
         self.bounds.check_chars(num_chars, "messages")
-        text = await self.templates.render(
-            [message.for_template() for message in body.messages], self.model.chat_template
-        )
+        messages = [message.for_template() for message in body.messages]
+        text = await self.templates.render(self.tenant, messages, self.model.chat_template)
         self.bounds.check_chars(len(text), "messages")
         encode = self.encoder.tokenizer.encode_chat
         (token_ids,) = await self.encoder.encode(

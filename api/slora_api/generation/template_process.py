@@ -1,39 +1,99 @@
-"""Renders chat templates of adapters in a process of its own: `slora_api.generation.template_process JSON`.
+"""Renders chat templates in a process of its own: `slora_api.generation.template_process JSON`.
 
-A template is a program that a tenant uploaded. The sandbox keeps it from the server's objects, but not from looping
-for ever (`{{ 10 ** (10 ** 8) }}` needs no loop even) or from filling the memory. So it runs here, where a limit on
-memory holds, and where whoever waits can kill it; an alarm ends it should nobody be left to. Requests come as lines
-of JSON on stdin, answers leave as lines on stdout; the process ends with its stdin.
+A tenant's template is an untrusted program. The sandbox keeps it away from the server's objects. It does not keep it
+from looping for ever (`{{ 10 ** (10 ** 8) }}` needs no loop even) or from filling the memory. So each request has a
+limit on CPU time, whose signal ends the process even inside a long computation in C, and the process has a limit on
+memory. CPU time does not depend on what else the machine does.
 
-Knows no tokenizer, no adapter and no tenant.
+Requests and answers are frames on stdin and stdout: four bytes of length, then msgpack. The process ends with its
+stdin. It knows no tokenizer, no adapter and no tenant.
 """
 
 import json
+import os
 import resource
 import signal
+import struct
 import sys
+import time
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import jinja2
+import msgpack
 
 from slora.text.chat_template import compile_chat_template
 
-__all__ = ["MAX_RENDERED_CHARS", "main"]
+__all__ = ["MAX_RENDERED_BYTES", "RenderedText", "RendererSettings", "main", "pack_request", "read_length"]
 
-_MEMORY_BYTES = 512 << 20
-# Well above what the parent waits for (chat_templates.RENDER_TIMEOUT_S): this is for when the parent is dead.
-_ALARM_S = 30
-# Far beyond any context; keeps one answer from filling the pipe with gigabytes.
-MAX_RENDERED_CHARS = 8 << 20
+# Far beyond any context. Decoding as much takes the reader some milliseconds.
+MAX_RENDERED_BYTES = 8 << 20
+# Private memory only: the limit does not count shared libraries.
+_MEMORY_BYTES = 256 << 20
+# Behind the processes that serve requests.
+_NICE = 10
+_LENGTH = struct.Struct(">I")
 
 
-def _render(request: Mapping[str, Any], special_tokens: Mapping[str, str]) -> dict[str, str]:
-    """request: `template`, and `messages` unless the template is only to be checked."""
+@dataclass(frozen=True, slots=True)
+class RendererSettings:
+    """special_tokens: names that every template may use. cpu_limit_s: CPU seconds of one request."""
+
+    special_tokens: Mapping[str, str]
+    cpu_limit_s: float
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "RendererSettings":
+        return RendererSettings(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedText:
+    """text: None if `error` says why there is none.
+
+    cpu_s: all that the process has used since it started. resident_bytes: its memory after the request.
+    """
+
+    text: str | None
+    error: str | None
+    cpu_s: float
+    resident_bytes: int
+
+    def pack(self) -> bytes:
+        return _frame(asdict(self))
+
+    @staticmethod
+    def unpack(content: bytes) -> "RenderedText":
+        return RenderedText(**msgpack.unpackb(content))
+
+
+def pack_request(template: str, messages: Any = None) -> bytes:
+    """messages: None only checks that the template can be compiled."""
+    return _frame({"template": template, "messages": messages})
+
+
+def read_length(header: bytes) -> int:
+    """Bytes that follow the four of `header`."""
+    length: int = _LENGTH.unpack(header)[0]
+    return length
+
+
+def _frame(value: object) -> bytes:
+    content: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
+    return _LENGTH.pack(len(content)) + content
+
+
+def _render(request: Mapping[str, Any], special_tokens: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """The text, or the reason why there is none."""
     try:
         template = compile_chat_template(request["template"])
-        if "messages" not in request:
-            return {"text": ""}
+        if request["messages"] is None:
+            return "", None
         text = template.render(
             messages=request["messages"],
             add_generation_prompt=True,
@@ -41,29 +101,50 @@ def _render(request: Mapping[str, Any], special_tokens: Mapping[str, str]) -> di
             documents=None,
             **special_tokens,
         )
+        num_bytes = len(text.encode())
     except jinja2.TemplateSyntaxError as error:
-        return {"error": f"line {error.lineno}: {error.message}"}
+        return None, f"line {error.lineno}: {error.message}"
+    except UnicodeEncodeError as error:
+        return (
+            None,
+            f"it writes the lone surrogate U+{ord(error.object[error.start]):04X} at character {error.start}",
+        )
     except (MemoryError, RecursionError):
-        return {"error": "it takes too much memory"}
+        return None, f"it takes more than {_MEMORY_BYTES} bytes of memory or nests too deeply"
     except Exception as error:  # the top of the loop: a template may raise anything
-        return {"error": str(error) or type(error).__name__}
-    if len(text) > MAX_RENDERED_CHARS:
-        return {"error": f"it writes {len(text)} characters; at most {MAX_RENDERED_CHARS} are accepted"}
-    return {"text": text}
+        return None, (str(error) or type(error).__name__).encode(errors="backslashreplace").decode()[:1000]
+    if num_bytes > MAX_RENDERED_BYTES:
+        return None, f"it writes {num_bytes} bytes; at most {MAX_RENDERED_BYTES} are accepted"
+    return text, None
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _answer(content: bytes, special_tokens: Mapping[str, str]) -> bytes:
+    text, error = _render(msgpack.unpackb(content, unicode_errors="surrogatepass"), special_tokens)
+    return RenderedText(text, error, time.process_time(), _resident_bytes()).pack()
+
+
+def _serve(requests: BinaryIO, answers: BinaryIO, settings: RendererSettings) -> None:
+    while header := requests.read(_LENGTH.size):
+        content = requests.read(read_length(header))
+        # Unhandled, the signal ends the process.
+        signal.setitimer(signal.ITIMER_PROF, settings.cpu_limit_s)
+        answer = _answer(content, settings.special_tokens)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(answer)
+        answers.flush()
 
 
 def main() -> None:
     """Serves until stdin ends."""
-    special_tokens = json.loads(sys.argv[1])
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    for line in sys.stdin.buffer:
-        # Unhandled, the signal ends the process even inside a long computation in C.
-        signal.alarm(_ALARM_S)
-        answer = _render(json.loads(line), special_tokens)
-        signal.alarm(0)
-        # Lone surrogates in a message survive as escapes.
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+    settings = RendererSettings.from_json(sys.argv[1])
+    os.nice(_NICE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
+    _serve(sys.stdin.buffer, sys.stdout.buffer, settings)
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ async def _open_services(
     registry = open_registry(settings.registry, database, read_server_name(data.server_name))
     stack.callback(registry.close)
     adapters = Catalog(registry, store, grace_s=SHARED_GRACE_S if settings.store else 0.0)
-    templates = ChatTemplates(model.tokenizer)
+    templates = ChatTemplates(model.tokenizer, settings.max_concurrent_per_tenant)
     stack.push_async_callback(templates.close)
     admission = Admission(
         max_requests=settings.max_concurrent_requests,

@@ -1,0 +1,49 @@
+"""A tenant that has spent its CPU time waits until it is refilled, and no other tenant does."""
+
+import pytest
+
+from slora_api.cpu_budget import CpuBudget
+from slora_api.errors import TenantBusy
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_tenant_that_has_spent_its_budget_is_refused_until_it_is_refilled() -> None:
+    clock = Clock()
+    budget = CpuBudget(10.0, 0.5, "things", clock)
+    budget.check("hostile")
+    budget.charge("hostile", 9.0)
+    budget.check("hostile")
+    budget.charge("hostile", 3.0)
+    with pytest.raises(
+        TenantBusy, match=r"CPU time for things than the 10 s, .* try again in 5 s"
+    ) as refused:
+        budget.check("hostile")
+    budget.check("honest")
+    clock.now += refused.value.retry_after_s
+    budget.check("hostile")
+
+
+def test_a_balance_is_never_more_than_full() -> None:
+    clock = Clock()
+    budget = CpuBudget(10.0, 0.5, "things", clock)
+    budget.charge("acme", 1.0)
+    clock.now += 1_000
+    budget.charge("acme", 10.0)
+    with pytest.raises(TenantBusy):
+        budget.check("acme")
+
+
+def test_full_balances_take_no_memory() -> None:
+    clock = Clock()
+    budget = CpuBudget(10.0, 0.5, "things", clock)
+    budget.charge("debtor", 1_000.0)
+    for number in range(100):
+        budget.charge(f"tenant {number}", 1.0)
+        clock.now += 3.0
+    assert len(budget._balances) < 5 and "debtor" in budget._balances
