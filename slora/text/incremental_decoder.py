@@ -1,8 +1,8 @@
 """Decodes tokens as they arrive, to exactly the text that decoding all of them at once gives.
 
 A decoder of the `tokenizers` library is a chain of steps over the strings of all tokens. Here each step is a stage that
-takes the strings piece by piece and passes on what no later token can change. The cost of a token does not grow with
-the number of tokens before it.
+takes the strings piece by piece and passes on what no later token can change: one string for each token, in order, even
+if it is empty. The cost of a token does not grow with the number of tokens before it.
 
 Two stages may hold text back. `ByteLevel` holds the bytes of an incomplete character. `ByteFallback` holds a whole run
 of byte tokens until another token ends it, because one invalid byte turns every byte of its run into U+FFFD.
@@ -12,7 +12,7 @@ import codecs
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, Self
 
 from tokenizers import Regex
@@ -102,15 +102,12 @@ class _ByteRuns:
             if match is not None:
                 self._run.append(int(match[1], 16))
                 continue
-            if self._run:
-                certain.append(_decode_run(self._run))
-                self._run.clear()
-            certain.append(piece)
+            certain += [*_decode_run(self._run), piece]
+            self._run.clear()
         return certain
 
     def finish(self, *, drop_incomplete: bool) -> list[str]:
-        run = _complete(self._run) if drop_incomplete else self._run
-        return [_decode_run(run)] if run else []
+        return list(_decode_run(_complete(self._run) if drop_incomplete else self._run))
 
     def clone(self) -> "_ByteRuns":
         return _ByteRuns(self._run)
@@ -123,13 +120,16 @@ class _ByteLevel:
         self._incomplete = incomplete
 
     def push(self, pieces: Iterable[str]) -> list[str]:
-        raw = self._incomplete + b"".join(map(_bytes_of, pieces))
-        text, length = codecs.utf_8_decode(raw, "replace", False)
-        self._incomplete = raw[length:]
-        return [text]
+        return [self._push_one(piece) for piece in pieces]
 
     def finish(self, *, drop_incomplete: bool) -> list[str]:
         return [] if drop_incomplete else [self._incomplete.decode("utf-8", "replace")]
+
+    def _push_one(self, piece: str) -> str:
+        raw = self._incomplete + _bytes_of(piece)
+        text, length = codecs.utf_8_decode(raw, "replace", False)
+        self._incomplete = raw[length:]
+        return text
 
     def clone(self) -> "_ByteLevel":
         return _ByteLevel(self._incomplete)
@@ -143,14 +143,16 @@ class _StripStart:
         self._count = count
 
     def push(self, pieces: Iterable[str]) -> list[str]:
-        text = "".join(pieces)
-        num_leading = len(text) - len(text.lstrip(self._char))
-        num_removed = min(num_leading, self._count)
-        self._count = 0 if num_leading < len(text) else self._count - num_removed
-        return [text[num_removed:]]
+        return [self._strip(piece) if self._count else piece for piece in pieces]
 
     def finish(self, *, drop_incomplete: bool) -> list[str]:
         return []
+
+    def _strip(self, text: str) -> str:
+        num_leading = len(text) - len(text.lstrip(self._char))
+        num_removed = min(num_leading, self._count)
+        self._count = 0 if num_leading < len(text) else self._count - num_removed
+        return text[num_removed:]
 
     def clone(self) -> "_StripStart":
         return _StripStart(self._char, self._count)
@@ -187,6 +189,18 @@ class DecoderChain:
         """A decoder for a new text."""
         return IncrementalDecoder(self, [stage.clone() for stage in self._stages])
 
+    def measure(self, token_ids: Sequence[int]) -> list[int]:
+        """For each token, the characters of the decoded text that are its own.
+
+        A special token has none; the last of the tokens that make up a character has all of it.
+        """
+        visible = [index for index, token_id in enumerate(token_ids) if self.read_pieces([token_id])]
+        widths = [0] * len(token_ids)
+        pieces = self.start().decode_pieces(token_ids) if visible else []
+        for order, piece in enumerate(pieces):
+            widths[visible[min(order, len(visible) - 1)]] += len(piece)
+        return widths
+
     def read_pieces(self, token_ids: Sequence[int]) -> list[str]:
         """The strings that the decoder gets: special tokens and ids outside the vocabulary have none."""
         pieces = map(self._tokenizer.id_to_token, token_ids)
@@ -210,6 +224,13 @@ class IncrementalDecoder:
     def finish(self) -> str:
         """The text that was held back, when no more tokens arrive."""
         return _finish(self._stages, drop_incomplete=False)
+
+    def decode_pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of all tokens: one string for each visible token, and a last one for an incomplete character."""
+        pieces = self._chain.read_pieces(token_ids)
+        for stage in self._stages:
+            pieces = stage.push(pieces) + stage.finish(drop_incomplete=False)
+        return pieces
 
     def count_complete(self) -> int:
         """Characters that are held back although all of their bytes have arrived."""
@@ -284,11 +305,16 @@ def _by_token(decoder: Decoder) -> _EachToken:
     return _EachToken(lambda piece: decoder.decode([piece]), lambda piece: decoder.decode(["", piece]))
 
 
-def _decode_run(run: bytes | bytearray) -> str:
+def _decode_run(run: bytes | bytearray) -> Iterator[str]:
+    """The text of each byte: of a character's last byte, the character."""
     try:
-        return run.decode("utf-8")
+        text = run.decode("utf-8")
     except UnicodeDecodeError:
-        return _REPLACEMENT * len(run)
+        yield from _REPLACEMENT * len(run)
+        return
+    for char in text:
+        yield from [""] * (len(char.encode()) - 1)
+        yield char
 
 
 def _complete(run: bytes | bytearray) -> bytes | bytearray:

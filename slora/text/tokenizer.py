@@ -112,6 +112,10 @@ class Tokenizer:
         """Decodes the tokens of one text as they arrive, to what `decode` gives for all of them."""
         return self._decoder_chain.start()
 
+    def measure(self, token_ids: Sequence[int]) -> list[int]:
+        """For each token, the characters of `decode(token_ids)` that are its own; together they are all of them."""
+        return self._decoder_chain.measure(token_ids)
+
     def token_text(self, token_id: int) -> str:
         """One token by itself, special ones included: what logprobs show."""
         text: str = self._fast.decode([token_id], skip_special_tokens=False)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slora.request import TokenLogprobs
-from slora.text.detokenizer import Detokenizer
 from slora.text.tokenizer import Tokenizer
 
 __all__ = ["PromptEcho", "ScoredToken", "TokenText", "echo_tokens", "score_tokens"]
@@ -59,12 +58,9 @@ class PromptEcho:
 def echo_tokens(
     tokenizer: Tokenizer, token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None], count: int
 ) -> tuple[TokenText, ...]:
-    """Each token of a prompt, with its share of the text: none for a special token, all of a character that several
-    tokens make up for the last of them."""
-    detokenizer = Detokenizer(tokenizer)
+    """Each token of a prompt with its share of the text, as `Tokenizer.measure` divides it."""
     tokens = []
-    for token_id, score in zip(token_ids, scores, strict=True):
-        width = len(detokenizer.push((token_id,)))
+    for token_id, width, score in zip(token_ids, tokenizer.measure(token_ids), scores, strict=True):
         text = tokenizer.token_text(token_id)
         if score is None:
             tokens.append(TokenText(text, None, (), width))

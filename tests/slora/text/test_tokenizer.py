@@ -10,7 +10,14 @@ from transformers import AutoTokenizer
 
 from slora.errors import ConfigError, RequestRefused
 from slora.text.tokenizer import Tokenizer
-from tests.support.tiny_tokenizers import CHAT_TEMPLATE, TEXT, byte_fallback, byte_level, write_tokenizer
+from tests.support.tiny_tokenizers import (
+    CHAT_TEMPLATE,
+    TEXT,
+    TOKENIZERS,
+    byte_fallback,
+    byte_level,
+    write_tokenizer,
+)
 
 DEMO = Path(__file__).parents[3] / "demo" / "model"
 KINDS: dict[str, Callable[[], FastTokenizer]] = {"byte_level": byte_level, "byte_fallback": byte_fallback}
@@ -223,3 +230,24 @@ def test_a_long_text_can_be_counted_and_decoded_without_the_interpreter_lock(pai
     assert ours.count_tokens(TEXT * 50) == len(token_ids)
     assert ours.decode_long(token_ids) == ours.decode(token_ids)
     assert max(len(ours.token_text(token_id)) for token_id in token_ids) <= ours.longest_token_chars
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@given(data=st.data())
+def test_the_characters_of_the_tokens_are_those_of_the_text(kind: str, data: st.DataObject) -> None:
+    tokenizer = Tokenizer(TOKENIZERS[kind](), {}, None)
+    token_ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=25))
+    widths = tokenizer.measure(token_ids)
+    assert sum(widths) == len(tokenizer.decode(token_ids))
+    assert len(widths) == len(token_ids) and min(widths, default=0) >= 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_character_belongs_to_the_last_of_its_tokens(kind: str) -> None:
+    tokenizer = Tokenizer(KINDS[kind](), {}, None)
+    token_ids = tokenizer.encode("🎉h")
+    end_id = KINDS[kind]().token_to_id("</s>")
+    assert len(token_ids) > 3
+    expected = [*[0] * (len(token_ids) - 2), 1, 1]
+    assert tokenizer.measure(token_ids) == expected
+    assert tokenizer.measure([*token_ids[:-1], end_id, token_ids[-1]]) == [*expected[:-1], 0, 1]
