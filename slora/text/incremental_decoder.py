@@ -12,6 +12,7 @@ import codecs
 import json
 import logging
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, Self
 
@@ -19,7 +20,7 @@ from tokenizers import Regex
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import BPEDecoder, Decoder, Metaspace, Replace, Strip, WordPiece
 
-__all__ = ["DecoderChain", "IncrementalDecoder"]
+__all__ = ["DecoderChain", "IncrementalDecoder", "TokenWidths"]
 
 _log = logging.getLogger(__name__)
 
@@ -170,7 +171,9 @@ class _WholeText:
         return []
 
     def finish(self, *, drop_incomplete: bool) -> list[str]:
-        return [self._decoder.decode(self._pieces)]
+        if not self._pieces:
+            return []
+        return [*[""] * (len(self._pieces) - 1), self._decoder.decode(self._pieces)]
 
     def clone(self) -> "_WholeText":
         return _WholeText(self._decoder, self._pieces)
@@ -189,18 +192,6 @@ class DecoderChain:
         """A decoder for a new text."""
         return IncrementalDecoder(self, [stage.clone() for stage in self._stages])
 
-    def measure(self, token_ids: Sequence[int]) -> list[int]:
-        """For each token, the characters of the decoded text that are its own.
-
-        A special token has none; the last of the tokens that make up a character has all of it.
-        """
-        visible = [index for index, token_id in enumerate(token_ids) if self.read_pieces([token_id])]
-        widths = [0] * len(token_ids)
-        pieces = self.start().decode_pieces(token_ids) if visible else []
-        for order, piece in enumerate(pieces):
-            widths[visible[min(order, len(visible) - 1)]] += len(piece)
-        return widths
-
     def read_pieces(self, token_ids: Sequence[int]) -> list[str]:
         """The strings that the decoder gets: special tokens and ids outside the vocabulary have none."""
         pieces = map(self._tokenizer.id_to_token, token_ids)
@@ -216,32 +207,63 @@ class IncrementalDecoder:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that is certain now that these tokens have arrived."""
-        pieces = self._chain.read_pieces(token_ids)
+        return "".join(self.push_pieces(self._chain.read_pieces(token_ids)))
+
+    def push_pieces(self, pieces: list[str]) -> list[str]:
+        """The same for tokens as `DecoderChain.read_pieces` has them; one string for each that is certain, in order."""
         for stage in self._stages:
             pieces = stage.push(pieces)
-        return "".join(pieces)
+        return pieces
 
     def finish(self) -> str:
         """The text that was held back, when no more tokens arrive."""
-        return _finish(self._stages, drop_incomplete=False)
+        return "".join(self.finish_pieces())
 
-    def decode_pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of all tokens: one string for each visible token, and a last one for an incomplete character."""
-        pieces = self._chain.read_pieces(token_ids)
-        for stage in self._stages:
-            pieces = stage.push(pieces) + stage.finish(drop_incomplete=False)
-        return pieces
+    def finish_pieces(self) -> list[str]:
+        """The same, one string for each token that was held back; a last one may hold an incomplete character."""
+        return _finish(self._stages, drop_incomplete=False)
 
     def count_complete(self) -> int:
         """Characters that are held back although all of their bytes have arrived."""
-        return len(_finish([stage.clone() for stage in self._stages], drop_incomplete=True))
+        return sum(map(len, _finish([stage.clone() for stage in self._stages], drop_incomplete=True)))
 
 
-def _finish(stages: list[_Stage], *, drop_incomplete: bool) -> str:
+class TokenWidths:
+    """Divides one text among its tokens: the characters of each, in order, as soon as they are certain.
+
+    A special token has none; the last of the tokens that make up a character has all of it.
+    """
+
+    def __init__(self, chain: DecoderChain) -> None:
+        self._chain = chain
+        self._decoder = chain.start()
+        self._is_visible: deque[bool] = deque()
+
+    def push(self, token_ids: Sequence[int]) -> list[int]:
+        """The widths of the next tokens, which may have come earlier than these."""
+        pieces = []
+        for token_id in token_ids:
+            own = self._chain.read_pieces([token_id])
+            self._is_visible.append(bool(own))
+            pieces += own
+        return self._take(self._decoder.push_pieces(pieces))
+
+    def finish(self) -> list[int]:
+        """The widths of the tokens that remain. An incomplete character at the end is in none of them."""
+        return self._take(self._decoder.finish_pieces())
+
+    def _take(self, pieces: Iterable[str]) -> list[int]:
+        widths, certain = [], deque(pieces)
+        while self._is_visible and (certain or not self._is_visible[0]):
+            widths.append(len(certain.popleft()) if self._is_visible.popleft() else 0)
+        return widths
+
+
+def _finish(stages: list[_Stage], *, drop_incomplete: bool) -> list[str]:
     pieces: list[str] = []
     for stage in stages:
         pieces = stage.push(pieces) + stage.finish(drop_incomplete=drop_incomplete)
-    return "".join(pieces)
+    return pieces
 
 
 def _make_stages(decoder: Decoder | None) -> list[_Stage]:

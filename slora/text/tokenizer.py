@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from slora.errors import ConfigError, RequestRefused
 from slora.text.chat_template import compile_chat_template
-from slora.text.incremental_decoder import DecoderChain, IncrementalDecoder
+from slora.text.incremental_decoder import DecoderChain, IncrementalDecoder, TokenWidths
 from slora.text.resolved_tokenizer import SPECIAL_NAMES, resolve_tokenizer
 
 # What the Python under a template may raise: "{0}".format() an IndexError, a macro that calls itself a RecursionError.
@@ -112,9 +112,17 @@ class Tokenizer:
         """Decodes the tokens of one text as they arrive, to what `decode` gives for all of them."""
         return self._decoder_chain.start()
 
+    def start_measuring(self) -> TokenWidths:
+        """Divides the text of tokens among them as they arrive."""
+        return TokenWidths(self._decoder_chain)
+
     def measure(self, token_ids: Sequence[int]) -> list[int]:
         """For each token, the characters of `decode(token_ids)` that are its own; together they are all of them."""
-        return self._decoder_chain.measure(token_ids)
+        widths = self.start_measuring()
+        found = widths.push(token_ids) + widths.finish()
+        if found:
+            found[-1] += len(self.decode(token_ids)) - sum(found)
+        return found
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, special ones included: what logprobs show."""

@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from slora.engine.client import EngineClient
 from slora.request import EngineRequest, FinishReason, TokenLogprobs
@@ -43,28 +43,42 @@ class TextDelta:
     num_cached: int = 0
 
 
-@dataclass(slots=True)
 class _HeldTokens:
     """Tokens wait until the text that they start in is certain, so that none is shown that a stop string cuts off."""
 
-    tokenizer: Tokenizer
-    held: deque[tuple[int, TokenText]] = field(default_factory=deque)
-    decoded_chars: int = 0
-    certain_chars: int = 0
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._widths = tokenizer.start_measuring()
+        self._unmeasured: deque[tuple[int, TokenLogprobs]] = deque()
+        self._held: deque[tuple[int, TokenText]] = (
+            deque()
+        )  # each with the character of the text that it starts at
+        self._measured_chars = 0
+        self._certain_chars = 0
 
     def push(self, delta: CompletionDelta, num_shown: int) -> None:
-        for token_id, logprobs in zip(delta.token_ids[:num_shown], delta.logprobs or (), strict=False):
-            text = self.tokenizer.token_text(token_id)
-            top = tuple((self.tokenizer.token_text(other), logprob) for other, logprob in logprobs.top)
-            self.held.append((self.decoded_chars, TokenText(text, logprobs.logprob, top, len(text))))
-            self.decoded_chars += len(text)
+        if delta.logprobs is None:
+            return
+        shown = delta.token_ids[:num_shown]
+        self._unmeasured.extend(zip(shown, delta.logprobs[:num_shown], strict=True))
+        self._hold(self._widths.push(shown))
 
     def release(self, text: str, *, everything: bool) -> tuple[TokenText, ...]:
-        self.certain_chars += len(text)
+        self._certain_chars += len(text)
+        if everything:
+            self._hold(self._widths.finish())
         released = []
-        while self.held and (everything or self.held[0][0] < self.certain_chars):
-            released.append(self.held.popleft()[1])
+        while self._held and (everything or self._held[0][0] < self._certain_chars):
+            released.append(self._held.popleft()[1])
         return tuple(released)
+
+    def _hold(self, widths: Sequence[int]) -> None:
+        for width in widths:
+            token_id, logprobs = self._unmeasured.popleft()
+            top = tuple((self._tokenizer.token_text(other), logprob) for other, logprob in logprobs.top)
+            token = TokenText(self._tokenizer.token_text(token_id), logprobs.logprob, top, width)
+            self._held.append((self._measured_chars, token))
+            self._measured_chars += width
 
 
 async def stream_text(

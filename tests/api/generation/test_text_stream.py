@@ -1,14 +1,17 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
 from slora.errors import EngineUnavailable
 from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 from slora.sampling_params import SamplingParams
+from slora.text.tokenizer import Tokenizer
 from slora_api.generation.text_stream import TextDelta, merge_streams, stream_text
 from tests.api.scripted_engine import EOS, ScriptedEngine, byte_tokenizer, deltas_of
+from tests.support.tiny_tokenizers import byte_fallback
 
 TOKENIZER = byte_tokenizer()
 
@@ -71,6 +74,27 @@ def test_log_probabilities_come_with_the_text_that_they_belong_to() -> None:
 def test_tokens_that_a_stop_string_cuts_off_are_not_shown() -> None:
     deltas = run(ScriptedEngine([with_logprobs(b"abSTOP")]), logprobs=0, stop=("STOP",))
     assert [token.text for delta in deltas for token in delta.tokens] == ["a", "b"]
+
+
+def test_tokens_are_told_with_their_own_share_of_the_text() -> None:
+    """Born from a bug: a token by itself has no leading space, so tokens behind a stop string were shown, and offsets
+    fell behind by one for each word."""
+    fast = byte_fallback()
+    tokenizer = Tokenizer(fast, {}, None)
+    token_ids = tokenizer.encode(" h h h 🎉 w w h", add_special_tokens=False)
+    deltas = [TokenDelta((token_id,), None, (TokenLogprobs(-0.5, ()),)) for token_id in token_ids]
+    for stop, shown in (((), " h h h 🎉 w w h"), ((" w h",), " h h h 🎉 w"), (("🎉",), " h h h ")):
+        asked = request(logprobs=0, stop=stop)
+        found = asyncio.run(
+            gather(stream_text(ScriptedEngine([[*deltas[:-1], last(deltas)]]), tokenizer, asked))
+        )
+        tokens = [token for delta in found for token in delta.tokens]
+        assert "".join(delta.text for delta in found) == shown
+        assert sum(token.width for token in tokens) == len(shown)
+
+
+def last(deltas: list[TokenDelta]) -> TokenDelta:
+    return replace(deltas[-1], finish_reason=FinishReason.LENGTH)
 
 
 def test_closing_a_stream_early_aborts_its_request() -> None:
