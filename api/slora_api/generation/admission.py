@@ -1,29 +1,23 @@
 """How much may be in progress at once: for the whole server, for one tenant, and for uploads.
 
-Everything admitted is bounded, so memory and queues are; whoever does not fit is told at once, with the time after
-which a place is expected to be free, instead of waiting in a queue that nobody sees. Runs on one event loop and needs
-no lock.
+A request that does not fit is refused at once, with the time after which a place should be free. Runs on one event loop
+and needs no lock.
 """
 
-import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from slora_api.errors import SOON_S, BadRequest, ServerBusy, Stopping, TenantBusy
+from slora_api.errors import BadRequest, ServerBusy, Stopping, TenantBusy
 from slora_api.generation.places import Places
 
 __all__ = ["Admission"]
-
-# The openai client does not come back at all when it is told to wait longer.
-_LONGEST_WAIT_S = 120
 
 
 class Admission:
     """Counts generations and uploads in progress. After `stop()` nothing new is admitted.
 
-    clock: seconds that only grow; what the time to try again is judged by.
+    A tenant has at most half of the places for uploads. clock: seconds that only grow.
     """
 
     def __init__(
@@ -34,15 +28,9 @@ class Admission:
         max_uploads: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.max_requests = max_requests
-        self.max_per_tenant = max_per_tenant
-        self.max_uploads = max_uploads
         self.stopping = False
-        self._generations = Places(clock)
-        self._uploads = Places(clock)
-        # Kept for every tenant that was ever here: what its answers took is what the next wait is judged by.
-        self._generations_of: defaultdict[str, Places] = defaultdict(lambda: Places(clock))
-        self._uploads_of: defaultdict[str, Places] = defaultdict(lambda: Places(clock))
+        self._generations = Places(max_requests, max_per_tenant, clock)
+        self._uploads = Places(max_uploads, max(1, max_uploads // 2), clock)
 
     @property
     def generations(self) -> int:
@@ -62,74 +50,53 @@ class Admission:
         param: the field that asks for several answers to each prompt.
         """
         self.check_generation(tenant, num_prompts, answers_each, param)
-        num_answers = num_prompts * answers_each
-        with _taken(num_answers, self._generations, self._generations_of[tenant]):
+        with self._generations.hold(tenant, num_prompts * answers_each):
             yield
 
     def check_generation(
         self, tenant: str, num_prompts: int, answers_each: int = 1, param: str = "n"
     ) -> None:
         """Checks that a place is free for each answer now, and takes none. Raises as `generation` does."""
-        num_answers = num_prompts * answers_each
-        param = "prompt" if answers_each == 1 else param
-        if self.stopping:
-            raise Stopping
-        limit = min(self.max_requests, self.max_per_tenant)
-        if num_answers > limit:
+        num_answers, places = num_prompts * answers_each, self._generations
+        if num_answers > places.max_at_once:
             raise BadRequest(
-                f"The request wants {num_answers} answers, each prompt's counted; this server takes at most {limit} "
-                "at once. Send fewer prompts, or a smaller `n` and `best_of`.",
-                param,
+                f"The request wants {num_answers} answers, each prompt's counted; this server takes at most "
+                f"{places.max_at_once} at once. Send fewer prompts, or a smaller `n` and `best_of`.",
+                "prompt" if answers_each == 1 else param,
             )
-        own = self._generations_of[tenant]
-        if (missing := own.num_taken + num_answers - self.max_per_tenant) > 0:
-            wait_s = _wait_s(own, missing)
-            raise TenantBusy(
-                f"You have {own.num_taken} answers in progress and may have {self.max_per_tenant} "
-                f"(max_concurrent_per_tenant); try again in {wait_s} s.",
-                wait_s,
-            )
-        if (missing := self.generations + num_answers - self.max_requests) > 0:
-            wait_s = _wait_s(self._generations, missing)
-            raise ServerBusy(
-                f"The server works on {self.generations} answers and takes at most {self.max_requests} "
-                f"(max_concurrent_requests); try again in {wait_s} s.",
-                wait_s,
-            )
+        self._admit(places, tenant, num_answers, "answers in progress", "max_concurrent_per_tenant")
 
     @contextmanager
     def upload(self, tenant: str) -> Iterator[None]:
-        """Holds one of the places for uploads, of which a tenant has at most half. Raises ServerBusy, TenantBusy or
-        Stopping."""
-        if self.stopping:
-            raise Stopping
-        own, own_limit = self._uploads_of[tenant], max(1, self.max_uploads // 2)
-        if own.num_taken >= own_limit:
-            wait_s = _wait_s(own, 1)
-            raise TenantBusy(f"You may upload {own_limit} adapters at once; try again in {wait_s} s.", wait_s)
-        if self._uploads.num_taken >= self.max_uploads:
-            wait_s = _wait_s(self._uploads, 1)
-            raise ServerBusy(
-                f"The server receives {self._uploads.num_taken} adapters and takes at most {self.max_uploads} at "
-                f"once (max_concurrent_uploads); try again in {wait_s} s.",
-                wait_s,
-            )
-        with _taken(1, self._uploads, own):
+        """Holds one of the places for uploads. Raises ServerBusy, TenantBusy or Stopping."""
+        self._admit(self._uploads, tenant, 1, "uploads in progress", "half of max_concurrent_uploads")
+        with self._uploads.hold(tenant, 1):
             yield
 
-
-@contextmanager
-def _taken(count: int, *kinds: Places) -> Iterator[None]:
-    for places in kinds:
-        places.take(count)
-    try:
-        yield
-    finally:
-        for places in kinds:
-            places.give_back(count)
-
-
-def _wait_s(places: Places, missing: int) -> int:
-    """Whole seconds after which so many places more should be free."""
-    wait_s = places.wait_s(missing)
-    return SOON_S if wait_s is None else min(_LONGEST_WAIT_S, max(1, math.ceil(wait_s)))
+    def _admit(self, places: Places, tenant: str, count: int, what: str, tenant_limit: str) -> None:
+        """Raises the reason why the tenant cannot have `count` places now, if there is one."""
+        if self.stopping:
+            raise Stopping
+        own, num_open = places.held_by(tenant), places.open_to(tenant)
+        if (missing := own + count - places.max_per_tenant) > 0:
+            wait_s = places.wait_s(missing, own)
+            raise TenantBusy(
+                f"You have {own} {what} and may have {places.max_per_tenant} ({tenant_limit}); try again in "
+                f"{wait_s} s.",
+                wait_s,
+            )
+        if count <= num_open:
+            return
+        wait_s = places.wait_s(count - num_open, places.num_taken)
+        if own:
+            raise TenantBusy(
+                f"You have {own} {what} and want {count} more. Of {places.num_places} places of this server "
+                f"{places.num_free} are free, and {places.num_reserved} are kept for tenants that have none; try "
+                f"again in {wait_s} s.",
+                wait_s,
+            )
+        raise ServerBusy(
+            f"The server has {places.num_taken} {what} and takes at most {places.num_places}; one request of yours "
+            f"may take {num_open} places now and wants {count}. Try again in {wait_s} s.",
+            wait_s,
+        )

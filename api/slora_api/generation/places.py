@@ -1,53 +1,88 @@
-"""Places that are taken and given back, and when some will be free again, judged by those that were given back so far.
+"""Places that tenants take and give back. Some are kept for tenants that hold none.
 
-Each place is taken to be given back at the same rate, whenever it was taken. That rate is places given back by the
-seconds that places were held (the likeliest rate for lifetimes that are partly still running): idle time teaches
-nothing, and answers that take longer than those before count at once. Old ones are forgotten by number, not by age.
+A tenant that holds places gets more only while `reserved_slots` of all stay free: a quarter. A tenant that holds none
+may use these too, but takes at most half of what is free with one request. So two tenants never hold all places, and
+each further tenant leaves some to the next.
 
-Worked example: places were held for 20 s each so far, and 40 are held now: one is expected back every 0.5 s.
+When places will be free is estimated from one figure: the average time that places were held, of which each place that
+is given back moves the average by a sixteenth. N places that are taken are expected back evenly over that time.
+Example: places were held for 20 s on average and 40 are taken, so one is free in 20 / 40 s. Answers that take longer
+than those before make the estimate too short; the client then comes back too soon and is told again.
 
-Knows no tenant and no HTTP. Runs on one event loop and needs no lock.
+Knows no HTTP. Runs on one event loop and needs no lock.
 """
 
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from slora_api.errors import SOON_S
+from slora_api.fair_slots import reserved_slots
 
 __all__ = ["Places"]
 
-# How much each place that is given back still counts when the next one is: about the last 64 decide.
-_MEMORY = 1 - 1 / 64
+# How far one place that is given back moves the average time.
+_AVERAGE_STEP = 1 / 16
+# The openai client does not come back at all if it is told to wait longer.
+_LONGEST_WAIT_S = 120
 
 
 class Places:
-    """`num_taken` places are taken now. clock: seconds, from any start, that only grow."""
+    """num_places: all of them. max_per_tenant: what one tenant may hold. clock: seconds that only grow."""
 
-    __slots__ = ("_clock", "_given_back", "_held_s", "_seen_at", "num_taken")
-
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, num_places: int, max_per_tenant: int, clock: Callable[[], float]) -> None:
+        self.num_places = num_places
+        self.max_per_tenant = max_per_tenant
+        self.num_reserved = reserved_slots(num_places)
         self.num_taken = 0
         self._clock = clock
-        self._seen_at = clock()
-        self._held_s = 0.0
-        self._given_back = 0.0
+        self._held_by: Counter[str] = Counter()
+        self._average_s: float | None = None
 
-    def take(self, count: int) -> None:
-        self._pass_time()
+    @property
+    def num_free(self) -> int:
+        return self.num_places - self.num_taken
+
+    @property
+    def max_at_once(self) -> int:
+        """The most that one request can ever take: with no other request on the server."""
+        return min(self.max_per_tenant, self._open_to_newcomer(self.num_places))
+
+    def held_by(self, tenant: str) -> int:
+        return self._held_by[tenant]
+
+    def open_to(self, tenant: str) -> int:
+        """How many of the free places the tenant may take now. Its own limit is not considered."""
+        if self._held_by[tenant]:
+            return max(0, self.num_free - self.num_reserved)
+        return self._open_to_newcomer(self.num_free)
+
+    @contextmanager
+    def hold(self, tenant: str, count: int) -> Iterator[None]:
+        """Takes places for the duration of the context. Whether the tenant may have them is left to the caller."""
+        taken_at = self._clock()
         self.num_taken += count
+        self._held_by[tenant] += count
+        try:
+            yield
+        finally:
+            self.num_taken -= count
+            self._held_by[tenant] -= count
+            if not self._held_by[tenant]:
+                del self._held_by[tenant]
+            self._learn(self._clock() - taken_at, count)
 
-    def give_back(self, count: int) -> None:
-        self._pass_time()
-        self.num_taken -= count
-        kept = _MEMORY**count
-        self._held_s *= kept
-        self._given_back = (self._given_back + count) * kept
+    def wait_s(self, count: int, num_taken: int) -> int:
+        """Whole seconds until `count` of `num_taken` places should be given back, from 1 to 120."""
+        if self._average_s is None or not num_taken:
+            return SOON_S
+        return min(_LONGEST_WAIT_S, max(1, math.ceil(self._average_s * count / num_taken)))
 
-    def wait_s(self, count: int) -> float | None:
-        """Seconds until `count` of those that are taken are expected back; None while none ever was."""
-        self._pass_time()
-        if not self._given_back or not self.num_taken:
-            return None
-        return count * self._held_s / (self._given_back * self.num_taken)
+    def _open_to_newcomer(self, num_free: int) -> int:
+        return max(num_free - self.num_reserved, math.ceil(num_free / 2))
 
-    def _pass_time(self) -> None:
-        now = self._clock()
-        self._held_s += (now - self._seen_at) * self.num_taken
-        self._seen_at = now
+    def _learn(self, held_s: float, count: int) -> None:
+        if self._average_s is None:
+            self._average_s = held_s
+        self._average_s += (held_s - self._average_s) * (1 - (1 - _AVERAGE_STEP) ** count)

@@ -1,32 +1,20 @@
-"""Who is admitted, and what those are told who are not."""
+"""Which requests are admitted, and what the others are told."""
 
 from contextlib import ExitStack
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from slora_api.errors import ServerBusy, TenantBusy, describe_error
+from slora_api.errors import BadRequest, ServerBusy, TenantBusy, describe_error
 from slora_api.generation.admission import Admission
-from slora_api.generation.places import Places
-
-
-class Clock:
-    """Time as a test wants it."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.api.generation.test_places import Clock
 
 
 def admission(clock: Clock, requests: int = 4, per_tenant: int = 4, uploads: int = 4) -> Admission:
     return Admission(max_requests=requests, max_per_tenant=per_tenant, max_uploads=uploads, clock=clock)
 
 
-def serve(admitted: Admission, clock: Clock, tenant: str, seconds: float, num_answers: int = 1) -> None:
-    with admitted.generation(tenant, num_answers):
+def serve(admitted: Admission, clock: Clock, tenant: str, seconds: float) -> None:
+    with admitted.generation(tenant, 1):
         clock.now_s += seconds
 
 
@@ -37,144 +25,69 @@ def refusal(admitted: Admission, tenant: str, num_answers: int = 1) -> TenantBus
     return caught.value
 
 
-def test_nothing_is_known_before_a_place_was_given_back() -> None:
-    clock = Clock()
-    places = Places(clock)
-    assert places.wait_s(1) is None
-    places.take(1)
-    clock.now_s += 5
-    assert places.wait_s(1) is None
-    places.give_back(1)
-    assert places.wait_s(1) is None and places.num_taken == 0
-
-
-def test_the_wait_is_what_places_took_so_far_shared_by_all_that_are_taken() -> None:
-    clock = Clock()
-    places = Places(clock)
-    places.take(1)
-    clock.now_s += 20
-    places.give_back(1)
-    places.take(40)
-    assert places.wait_s(1) == pytest.approx(0.5)
-    assert places.wait_s(40) == pytest.approx(20)
-
-
-def test_idle_time_changes_nothing() -> None:
-    clock = Clock()
-    places = Places(clock)
-    places.take(2)
-    clock.now_s += 10
-    places.give_back(2)
-    clock.now_s += 100_000
-    places.take(2)
-    assert places.wait_s(1) == pytest.approx(5)
-
-
-def test_answers_that_take_longer_than_those_before_lengthen_the_wait_while_they_run() -> None:
-    clock = Clock()
-    places = Places(clock)
-    places.take(1)
-    clock.now_s += 1
-    places.give_back(1)
-    places.take(1)
-    clock.now_s += 9
-    # The one that was given back counts a little less already than the one that runs.
-    assert places.wait_s(1) == pytest.approx(10, rel=0.02)
-
-
-def test_what_was_long_ago_is_forgotten() -> None:
-    clock = Clock()
-    places = Places(clock)
-    for seconds, count in ((1000, 10), (1, 1000)):
-        for _ in range(count):
-            places.take(1)
-            clock.now_s += seconds
-            places.give_back(1)
-    places.take(1)
-    assert places.wait_s(1) == pytest.approx(1, rel=0.01)
-
-
-@given(
-    st.lists(
-        st.tuples(st.floats(0, 1e4), st.integers(1, 128), st.booleans()),
-        max_size=60,
-    )
-)
-def test_a_wait_is_never_negative_and_counts_never_drift(steps: list[tuple[float, int, bool]]) -> None:
-    clock, taken = Clock(), []
-    places = Places(clock)
-    for seconds, count, gives_back in steps:
-        clock.now_s += seconds
-        if gives_back and taken:
-            places.give_back(taken.pop())
-        else:
-            places.take(count)
-            taken.append(count)
-        wait_s = places.wait_s(1)
-        assert wait_s is None or wait_s >= 0
-    assert places.num_taken == sum(taken)
-
-
 def test_a_tenant_at_its_limit_is_told_when_its_own_answers_make_room() -> None:
     clock = Clock()
     admitted = admission(clock, requests=100, per_tenant=4)
-    serve(admitted, clock, "slow", 40)
-    serve(admitted, clock, "quick", 2)
-    with admitted.generation("slow", 4), admitted.generation("quick", 4):
-        slow, quick = refusal(admitted, "slow"), refusal(admitted, "quick")
-        most = refusal(admitted, "slow", 4)
-    assert (slow.retry_after_s, quick.retry_after_s, most.retry_after_s) == (10, 1, 40)
-    assert isinstance(slow, TenantBusy) and "try again in 10 s" in str(slow)
-    answer = describe_error(slow)
+    serve(admitted, clock, "any", 40)
+    with admitted.generation("own", 4), admitted.generation("other", 4):
+        one, all_of_them = refusal(admitted, "own"), refusal(admitted, "own", 4)
+    assert (one.retry_after_s, all_of_them.retry_after_s) == (10, 40)
+    answer = describe_error(one)
     assert (answer.status, answer.headers["Retry-After"]) == (429, "10")
+    assert "You have 4 answers in progress and may have 4 (max_concurrent_per_tenant)" in answer.message
 
 
-def test_a_full_server_tells_when_anybodys_answers_make_room() -> None:
+def test_a_full_server_tells_when_the_answers_of_any_tenant_make_room() -> None:
     clock = Clock()
-    admitted = admission(clock, requests=5, per_tenant=4)
+    admitted = admission(clock, requests=5, per_tenant=5)
     serve(admitted, clock, "one", 30)
-    with admitted.generation("one", 1), admitted.generation("two", 4):
+    with admitted.generation("one", 4), admitted.generation("two", 1):
         error = refusal(admitted, "three", 2)
     # 30 s for each of 5 places: one comes back every 6 s, and two are wanted.
     assert isinstance(error, ServerBusy) and error.retry_after_s == 12
     answer = describe_error(error)
     assert (answer.status, answer.headers["Retry-After"]) == (503, "12")
-    assert "try again in 12 s" in answer.message
 
 
-def test_without_experience_the_wait_is_the_usual_one_and_never_below_a_second_or_beyond_what_clients_obey() -> (
-    None
-):
+def test_two_tenants_with_slow_answers_leave_places_to_a_third() -> None:
+    """Two tenants with 256 answers each used to hold all 512 places."""
+    admitted = admission(Clock(), requests=512, per_tenant=256)
+    with ExitStack() as stack:
+        for tenant in ("one", "two"):
+            with pytest.raises(TenantBusy) as caught:
+                while True:
+                    stack.enter_context(admitted.generation(tenant, 8))
+        assert admitted.generations == 384
+        assert "128 are free, and 128 are kept for tenants that have none" in str(caught.value)
+        with admitted.generation("honest", 1), admitted.generation("later", 1):
+            pass
+
+
+def test_a_request_that_no_empty_server_would_take_is_a_bad_request() -> None:
+    admitted = admission(Clock(), requests=8, per_tenant=8)
+    with pytest.raises(BadRequest) as caught, admitted.generation("t", 1, 7):
+        pass
+    assert "wants 7 answers" in str(caught.value) and "at most 6 at once" in str(caught.value)
+    assert caught.value.param == "n"
+    with admitted.generation("t", 6):
+        pass
+
+
+def test_uploads_have_places_of_their_own() -> None:
     clock = Clock()
-    admitted = admission(clock, per_tenant=1)
-    with admitted.generation("t", 1):
-        assert refusal(admitted, "t").retry_after_s == 2
-    for seconds, told in ((0, 1), (0.001, 1), (1e6, 120)):
-        admitted = admission(clock, per_tenant=1)
-        serve(admitted, clock, "t", seconds)
-        with admitted.generation("t", 1):
-            assert refusal(admitted, "t").retry_after_s == told
-
-
-def test_places_are_given_back_when_a_request_fails() -> None:
-    admitted = admission(Clock())
-    with pytest.raises(ZeroDivisionError), admitted.generation("t", 2, 2):
-        assert admitted.generations == 4
-        raise ZeroDivisionError
-    assert admitted.generations == 0
-
-
-def test_uploads_wait_for_uploads_not_for_answers() -> None:
-    clock = Clock()
-    admitted = admission(clock, uploads=2)
+    admitted = admission(clock, uploads=4)
     serve(admitted, clock, "t", 90)
     with admitted.upload("t"):
         clock.now_s += 8
     with ExitStack() as stack:
-        stack.enter_context(admitted.upload("t"))
-        with pytest.raises(TenantBusy) as own, admitted.upload("t"):
-            pass
-        stack.enter_context(admitted.upload("u"))
-        with pytest.raises(ServerBusy) as everybodys, admitted.upload("v"):
-            pass
-    assert (own.value.retry_after_s, everybodys.value.retry_after_s) == (8, 4)
+        for _ in range(2):
+            stack.enter_context(admitted.upload("one"))
+        with pytest.raises(TenantBusy, match=r"may have 2 \(half of max_concurrent_uploads\)") as own:
+            stack.enter_context(admitted.upload("one"))
+        stack.enter_context(admitted.upload("two"))
+        with pytest.raises(TenantBusy, match="1 are free, and 1 are kept for tenants that have none"):
+            stack.enter_context(admitted.upload("two"))
+        stack.enter_context(admitted.upload("three"))
+        with pytest.raises(ServerBusy) as full:
+            stack.enter_context(admitted.upload("four"))
+    assert (own.value.retry_after_s, full.value.retry_after_s) == (4, 2)
