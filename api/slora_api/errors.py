@@ -12,6 +12,8 @@ SloraError (the project's root)
 │   ├── QuotaExceeded      the tenant may keep no more versions, or no larger ones
 │   ├── BadRequest         a field or body that cannot be used
 │   ├── BodyTooLarge       more bytes than the limit
+│   ├── BodyEncoded        a body with a Content-Encoding
+│   ├── RequestTooSlow     headers or body that came more slowly than they must
 │   ├── ServerBusy         too much at once on this server
 │   ├── TenantBusy         too much at once for this tenant
 │   ├── Starting           the engine has not answered yet
@@ -58,6 +60,7 @@ __all__ = [
     "SOON_S",
     "ApiError",
     "BadRequest",
+    "BodyEncoded",
     "BodyTooLarge",
     "ClientGone",
     "Conflict",
@@ -70,6 +73,7 @@ __all__ = [
     "NotFound",
     "PinsFull",
     "QuotaExceeded",
+    "RequestTooSlow",
     "ServerBusy",
     "Starting",
     "Stopping",
@@ -142,6 +146,18 @@ class BodyTooLarge(ApiError):
     def __init__(self, limit_bytes: int, setting: str) -> None:
         super().__init__(f"The body is larger than {limit_bytes} bytes, this server's limit ({setting}).")
         self.limit_bytes = limit_bytes
+
+
+class BodyEncoded(ApiError):
+    def __init__(self, encoding: str) -> None:
+        super().__init__(
+            f"The body has the Content-Encoding {encoding[:80]!r}; this server reads only bodies without one. Send the "
+            "body uncompressed."
+        )
+
+
+class RequestTooSlow(ApiError):
+    """The client kept the server waiting for the rest of its request; the message has the limit."""
 
 
 # A restarted engine is back within seconds, and a place is free within one answer's time.
@@ -225,6 +241,9 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (RequestRefused, _Rule(400, _REQUEST)),
     (RequestValidationError, _Rule(400, _REQUEST)),
     (BodyTooLarge, _Rule(413, _REQUEST, "body_too_large")),
+    # RFC 9110 names this header for a 415 that is about the encoding.
+    (BodyEncoded, _Rule(415, _REQUEST, "body_encoded", headers={"Accept-Encoding": "identity"})),
+    (RequestTooSlow, _Rule(408, _REQUEST, "request_too_slow")),
     (AdapterInvalid, _Rule(422, "adapter_invalid", "adapter_invalid")),
     (TenantBusy, _Rule(429, "rate_limit_error", "rate_limit_exceeded")),
     (ServerBusy, _Rule(503, _UNAVAILABLE, "server_busy")),

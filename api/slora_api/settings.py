@@ -221,6 +221,9 @@ class Settings:
     )
     max_upload_bytes: int = _setting(2**29, "largest adapter upload", byte_size, metavar="SIZE")
     max_body_bytes: int = _setting(2**22, "largest body of any other request", byte_size, metavar="SIZE")
+    min_body_bytes_per_s: int = _setting(
+        2**17, "slowest average rate at which a client may send a body, with 20 s of patience", _whole(1), metavar="N"
+    )  # fmt: skip
     max_concurrent_requests: int = _setting(
         512, "most generations in progress or queued", _whole(1), metavar="N"
     )

@@ -39,6 +39,8 @@ CASES = [
     (RequestRefused("x", "field"), 400, "invalid_request_error", None),
     (ContextTooLong("x", "prompt"), 400, "invalid_request_error", "context_length_exceeded"),
     (errors.BodyTooLarge(5, "max_body_bytes"), 413, "invalid_request_error", "body_too_large"),
+    (errors.BodyEncoded("gzip"), 415, "invalid_request_error", "body_encoded"),
+    (errors.RequestTooSlow("x"), 408, "invalid_request_error", "request_too_slow"),
     (AdapterInvalid((Reason("rank", "too high"),)), 422, "adapter_invalid", "adapter_invalid"),
     (errors.TenantBusy("x"), 429, "rate_limit_error", "rate_limit_exceeded"),
     (errors.ServerBusy("x"), 503, "service_unavailable", "server_busy"),

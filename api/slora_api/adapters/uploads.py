@@ -1,8 +1,8 @@
 """Receives an adapter as multipart/form-data and leaves its files, or an archive of them, in quarantine for inspection.
 
-The parts are written to disk as they arrive, so an upload takes no memory, however large; the whole body is bounded
-by the body limit, each small part by a cap of its own. Files get our names, never the client's, whose only use is to
-refuse pickles by name. The folder is gone when the upload has been dealt with, whatever happened.
+The parts are written to disk as they arrive, so an upload of any size takes no memory. The body limit bounds the size
+and the pace of the whole body, and each small part has a cap of its own. The files get fixed names; the client's names
+only serve to refuse pickles. The folder is removed when the upload has ended, with or without an error.
 
 Knows nothing of what is in the files.
 """
@@ -49,7 +49,6 @@ _MAX_SMALL_FILE_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 1024
 # What is handed to the parsing thread at once: a thread's round trip costs 50 us, which this much data hides.
 _CHUNK_BYTES = 1 << 20
-STALL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +196,10 @@ class Uploads:
 
     @asynccontextmanager
     async def receive(self, content_type: str, stream: AsyncIterator[bytes]) -> AsyncIterator[Upload]:
-        """The upload in `stream`; its files last as long as the context. Raises BadRequest, AdapterInvalid."""
+        """The upload in `stream`; its files last as long as the context.
+
+        Raises BadRequest, AdapterInvalid, and what `stream` raises.
+        """
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
             raise BadRequest(
@@ -214,10 +216,10 @@ class Uploads:
 
 
 async def _receive(receiver: _Receiver, stream: AsyncIterator[bytes]) -> None:
-    """Feeds the parser in large pieces, on a thread: a disk that stalls must not stall everybody's tokens."""
+    """Feeds the parser in large pieces, on a thread, because a slow disk must not hold up the event loop."""
     pending: list[bytes] = []
     num_bytes = 0
-    async for chunk in _unless_stalled(stream):
+    async for chunk in stream:
         pending.append(chunk)
         num_bytes += len(chunk)
         if num_bytes >= _CHUNK_BYTES:
@@ -225,21 +227,6 @@ async def _receive(receiver: _Receiver, stream: AsyncIterator[bytes]) -> None:
             pending, num_bytes = [], 0
     await asyncio.to_thread(receiver.write, b"".join(pending))
     receiver.finish()
-
-
-async def _unless_stalled(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The chunks of a stream; an upload that stops coming must not hold its place for ever."""
-    while True:
-        try:
-            async with asyncio.timeout(STALL_S):
-                chunk = await anext(stream)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            raise BadRequest(
-                f"Nothing of the upload came for {STALL_S:g} s.", None, "upload_stalled"
-            ) from None
-        yield chunk
 
 
 def _read_fingerprint(text: str | None) -> str | None:

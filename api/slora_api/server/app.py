@@ -65,5 +65,6 @@ def make_app(services: Services, admin_key: AdminKey) -> ASGIApp:
     settings = services.settings
     app: ASGIApp = make_router(services)
     app = Authentication(app, services.tenancy, admin_key)
-    app = BodyLimit(app, BodyLimits(settings.max_body_bytes, settings.max_upload_bytes))
+    limits = BodyLimits(settings.max_body_bytes, settings.max_upload_bytes, settings.min_body_bytes_per_s)
+    app = BodyLimit(app, limits)
     return RequestScope(app, services.generator.metrics.answered)

@@ -1,59 +1,100 @@
-"""Counts a request's body while it arrives and answers 413 as soon as it is over its limit.
+"""Bounds the body of each request while it arrives: its size (413), its pace (408) and its encoding (415).
+
+The pace is an `Allowance` that only the time counts against in which the application waits for the client. A client
+that stops sending is thus refused after 20 s, and the whole body takes at most 20 s + its size limit / the rate.
 
 A server that closes a connection with unread bytes in its buffers sends a reset, which can wipe out the answer before
 the client reads it. So after any answer given early (401, 413, 422, ...) what still arrives is read and dropped for
 a moment before the connection is closed, as nginx does with `lingering_close`.
 
-Knows no route but the one for uploads, which has a limit of its own.
+Knows no route but the one for uploads, which has a size limit of its own.
 """
 
 import asyncio
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slora_api.errors import BodyTooLarge, error_response
+from slora_api.errors import ApiError, BodyEncoded, BodyTooLarge, RequestTooSlow, error_response
+from slora_api.server.allowance import Allowance
 
 __all__ = ["BodyLimit", "BodyLimits"]
 
+# Mobile networks lose their connection for several seconds when they change cells.
+_GRACE_S = 20.0
 _LINGER_S = 5.0
 _LINGER_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """max_upload_bytes holds for POST to `upload_path`, max_body_bytes for everything else."""
+    """max_upload_bytes holds for POST to `upload_path`, max_body_bytes for everything else; the pace holds for both."""
 
     max_body_bytes: int
     max_upload_bytes: int
+    min_bytes_per_s: float
+    grace_s: float = _GRACE_S
     upload_path: str = "/v1/adapters"
 
-    def refusal(self, scope: Scope) -> BodyTooLarge:
-        """The error for this request's limit."""
+    def too_large(self, scope: Scope) -> BodyTooLarge:
+        """The error for a body that is over this request's limit."""
         if scope["path"] == self.upload_path:
             return BodyTooLarge(self.max_upload_bytes, "max_upload_bytes")
         return BodyTooLarge(self.max_body_bytes, "max_body_bytes")
 
+    def too_slow(self, num_bytes: int, waited_s: float) -> RequestTooSlow:
+        """The error for a body of which `num_bytes` came in `waited_s` seconds of waiting."""
+        return RequestTooSlow(
+            f"The body came too slowly: {num_bytes} bytes in {waited_s:.0f} s. After {self.grace_s:g} s a body must "
+            f"average {self.min_bytes_per_s:g} bytes/s (min_body_bytes_per_s). Send it again over a faster connection, "
+            "or ask the server's operator to lower the rate."
+        )
+
 
 class _Body:
-    """One request's body on its way in."""
+    """One request's body on its way in. refusal: the error that ended it, if one did."""
 
-    __slots__ = ("_receive", "complete", "num_bytes", "refusal", "refused")
+    __slots__ = (
+        "_allowance",
+        "_limits",
+        "_receive",
+        "_too_large",
+        "_waited_s",
+        "complete",
+        "num_bytes",
+        "refusal",
+    )
 
-    def __init__(self, receive: Receive, refusal: BodyTooLarge) -> None:
+    def __init__(self, receive: Receive, limits: BodyLimits, too_large: BodyTooLarge) -> None:
         self._receive = receive
-        self.refusal = refusal
+        self._limits = limits
+        self._too_large = too_large
+        self._allowance = Allowance(limits.grace_s, limits.min_bytes_per_s)
+        self._waited_s = 0.0
         self.num_bytes = 0
         self.complete = False
-        self.refused = False
+        self.refusal: ApiError | None = None
 
     async def receive(self) -> Message:
-        """The next part. Raises BodyTooLarge once the limit is passed."""
-        message = await self._next()
-        if self.num_bytes > self.refusal.limit_bytes:
-            self.refused = True
+        """The next part, or the disconnect after the last one. Raises BodyTooLarge, RequestTooSlow."""
+        if self.complete:
+            return await self._receive()
+        started_at, num_before = time.monotonic(), self.num_bytes
+        try:
+            async with asyncio.timeout(max(0.0, self._allowance.left_s)):
+                message = await self._next()
+        except TimeoutError:
+            self._waited_s += time.monotonic() - started_at
+            self.refusal = self._limits.too_slow(self.num_bytes, self._waited_s)
+            raise self.refusal from None
+        waited_s = time.monotonic() - started_at
+        self._waited_s += waited_s
+        self._allowance.spend(waited_s, self.num_bytes - num_before)
+        if self.num_bytes > self._too_large.limit_bytes:
+            self.refusal = self._too_large
             raise self.refusal
         return message
 
@@ -83,29 +124,36 @@ class BodyLimit:
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = _Body(receive, self._limits.refusal(scope))
+        too_large = self._limits.too_large(scope)
+        body = _Body(receive, self._limits, too_large)
         lingering = _lingering(send, body)
-        if _declared_bytes(scope) > body.refusal.limit_bytes:
-            await error_response(body.refusal)(scope, receive, lingering)
+        if (refusal := _refuse_headers(Headers(scope=scope), too_large)) is not None:
+            await error_response(refusal)(scope, receive, lingering)
             return
         answered = False
 
         async def guarded(message: Message) -> None:
-            """Passes the app's answer on, unless the body was refused before it began: then 413 is the answer."""
+            """Passes the app's answer on, unless the body was refused before the answer began."""
             nonlocal answered
-            if not body.refused or answered:
+            if body.refusal is None or answered:
                 answered = answered or message["type"] == "http.response.start"
                 await lingering(message)
 
-        with suppress(BodyTooLarge):
+        with suppress(BodyTooLarge, RequestTooSlow):
             await self._app(scope, body.receive, guarded)
-        if body.refused and not answered:
+        if body.refusal is not None and not answered:
             await error_response(body.refusal)(scope, receive, lingering)
 
 
-def _declared_bytes(scope: Scope) -> int:
-    """Content-Length, or 0 where there is none; the HTTP parser has refused what is no number."""
-    return int(Headers(scope=scope).get("content-length", "0"))
+def _refuse_headers(headers: Headers, too_large: BodyTooLarge) -> ApiError | None:
+    """The error for a body whose headers show that it cannot be used. The HTTP parser has checked Content-Length."""
+    num_bytes = int(headers.get("content-length", "0"))
+    if num_bytes > too_large.limit_bytes:
+        return too_large
+    encoding = headers.get("content-encoding", "identity").strip()
+    if encoding.lower() not in ("", "identity") and (num_bytes or "transfer-encoding" in headers):
+        return BodyEncoded(encoding)
+    return None
 
 
 def _lingering(send: Send, body: _Body) -> Send:

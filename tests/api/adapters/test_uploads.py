@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from slora.request import EngineRequest, TokenDelta
 from slora.weights.base_fingerprint import fingerprint
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.inspection import inspect
-from slora_api.adapters import uploads
 from slora_api.adapters.quarantine import Quarantine
+from slora_api.server import app
+from slora_api.server.body_limit import BodyLimits
 from slora_kernels.layout import lay_out_adapter
 from tests.adapters.hand_made import (
     SHAPE,
@@ -468,22 +470,26 @@ def test_413_comes_while_an_archive_is_still_being_sent(platform: Platform) -> N
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
-def test_an_upload_that_stops_coming_gives_its_place_back(
-    platform: Platform, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uploads, "STALL_S", 0.2)
-    host, port = platform.url.removeprefix("http://").split(":")
-    request = (
-        f"POST /v1/adapters HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {platform.key('slow')}\r\n"
-        "Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 100000\r\n\r\n"
-    )
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
-        connection.sendall(request.encode() + NAME)
-        answer = b""
-        while not answer.endswith(b"}}"):
-            answer += connection.recv(10_000)
-    assert answer.startswith(b"HTTP/1.1 400") and b"upload_stalled" in answer
-    assert not any((platform.directory / "quarantine").iterdir())
+def test_slow_uploads_give_their_places_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four uploads of one byte every 20 s used to keep all other uploads out."""
+    impatient = partial(BodyLimits, grace_s=0.5)
+    monkeypatch.setattr(app, "BodyLimits", impatient)
+    with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")]), max_concurrent_uploads=4) as platform:
+        host, port = platform.url.removeprefix("http://").split(":")
+        keys = [platform.key(tenant) for tenant in ("one", "one", "two", "three")]
+        slow = [socket.create_connection((host, int(port)), timeout=20) for _ in keys]
+        for connection, key in zip(slow, keys, strict=True):
+            head = f"POST /v1/adapters HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+            head += "Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 100000\r\n\r\n"
+            connection.sendall(head.encode() + NAME)
+        for connection in slow:
+            answer = b""
+            while not answer.endswith(b"}}"):
+                answer += connection.recv(10_000)
+            assert answer.startswith(b"HTTP/1.1 408") and b"request_too_slow" in answer
+            connection.close()
+        assert platform.upload(platform.key("honest"), "x").status_code == 201
+        assert not any((platform.directory / "quarantine").iterdir())
 
 
 def test_what_a_killed_server_left_in_quarantine_is_gone_after_the_next_start(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import socket
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -11,6 +12,9 @@ from slora_api.server.body_limit import BodyLimit, BodyLimits
 from tests.api.live_server import live_server
 
 LIMIT, UPLOAD_LIMIT = 1000, 5000
+LIMITS = BodyLimits(LIMIT, UPLOAD_LIMIT, min_bytes_per_s=1000)
+# Enough for any busy machine where it is refilled by each byte, and soon over where it is not.
+IMPATIENT = BodyLimits(LIMIT, UPLOAD_LIMIT, min_bytes_per_s=1000, grace_s=0.5)
 
 
 async def count_bytes(scope: Scope, receive: Receive, send: Send) -> None:
@@ -24,7 +28,13 @@ async def count_bytes(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with live_server(BodyLimit(count_bytes, BodyLimits(LIMIT, UPLOAD_LIMIT))) as address:
+    with live_server(BodyLimit(count_bytes, LIMITS)) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def impatient_url() -> Iterator[str]:
+    with live_server(BodyLimit(count_bytes, IMPATIENT)) as address:
         yield address
 
 
@@ -64,3 +74,62 @@ def test_an_early_answer_reaches_a_client_that_sends_megabytes_first(
     for _ in range(5):
         body = (b"x" * (1 << 20) for _ in range(20))
         assert httpx.post(url + path, content=body).status_code == status
+
+
+def trickle(url: str, path: str, bytes_each: int) -> str:
+    """Sends a few bytes every 0.05 s until the server answers. Returns the answer."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {LIMIT}\r\nConnection: close\r\n\r\n"
+        connection.sendall(head.encode())
+        connection.settimeout(0.05)
+        for _ in range(LIMIT // bytes_each):
+            connection.sendall(b"x" * bytes_each)
+            try:
+                answer = connection.recv(4096)
+            except TimeoutError:
+                continue
+            connection.settimeout(20)
+            while part := connection.recv(4096):
+                answer += part
+            return answer.decode()
+    raise AssertionError("the whole body was taken without an answer")
+
+
+@pytest.mark.parametrize("path", ["/any", "/v1/adapters"])
+def test_a_body_that_comes_too_slowly_is_a_408_that_names_rate_and_remedy(
+    impatient_url: str, path: str
+) -> None:
+    """A byte every 20 s used to hold one of the four places for uploads for ever."""
+    answer = trickle(impatient_url, path, 1)
+    assert answer.startswith("HTTP/1.1 408") and '"code": "request_too_slow"' in answer
+    assert "must average 1000 bytes/s (min_body_bytes_per_s). Send it again over a faster" in answer
+
+
+def test_a_body_that_does_not_come_is_a_408(impatient_url: str) -> None:
+    with pytest.raises(httpx.HTTPStatusError, match="408"):
+        httpx.post(impatient_url + "/any", content=never_ending()).raise_for_status()
+
+
+def never_ending() -> Iterator[bytes]:
+    yield b"x"
+    time.sleep(2)
+    yield b"x"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "identity, br", "GZIP"])
+def test_a_body_with_a_content_encoding_is_a_415_that_names_it(url: str, encoding: str) -> None:
+    """The header used to be ignored, so that a compressed body was read as if it were not."""
+    for content in (b"x" * 10, chunks(10)):
+        answer = httpx.post(url + "/any", content=content, headers={"Content-Encoding": encoding})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (415, "body_encoded")
+        assert repr(encoding) in answer.json()["error"]["message"]
+        assert answer.headers["accept-encoding"] == "identity"
+
+
+@pytest.mark.parametrize("encoding", ["identity", "Identity", ""])
+def test_a_body_without_an_encoding_may_say_so(url: str, encoding: str) -> None:
+    headers = {"Content-Encoding": encoding}
+    assert httpx.post(url + "/any", content=b"x" * 10, headers=headers).json() == {"bytes": 10}
+    # Without a body there is nothing to decode.
+    assert httpx.get(url + "/any", headers={"Content-Encoding": "gzip"}).json() == {"bytes": 0}
