@@ -224,6 +224,14 @@ class Settings:
     min_body_bytes_per_s: int = _setting(
         2**17, "slowest average rate at which a client may send a body, with 20 s of patience", _whole(1), metavar="N"
     )  # fmt: skip
+    max_connections: int = _setting(
+        4096, "most HTTP connections at once; fewer where the limit of open files (ulimit -Hn) does not allow them",
+        _whole(1), metavar="N",
+    )  # fmt: skip
+    max_connections_per_address: int | None = _setting(
+        None, "most HTTP connections of one client address: auto is three quarters of all, which suits a proxy",
+        _or_auto(_whole(1)), metavar="N",
+    )  # fmt: skip
     max_concurrent_requests: int = _setting(
         512, "most generations in progress or queued", _whole(1), metavar="N"
     )

@@ -1,4 +1,4 @@
-"""Runs an ASGI application under uvicorn on a thread of the test's own process, on a free port."""
+"""Runs an ASGI application under the HTTP server on a thread of the test's own process, on a free port."""
 
 import asyncio
 import threading
@@ -6,9 +6,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
 from starlette.types import ASGIApp
 
+from slora_api.server.connection_limits import ConnectionLimits
+from slora_api.server.http_server import HttpServer
 from slora_api.server.listener import open_listener
 
 
@@ -17,13 +18,12 @@ def live_server(
     app: ASGIApp,
     background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     at_end: Callable[[], Awaitable[None]] | None = None,
+    limits: ConnectionLimits | None = None,
 ) -> Iterator[str]:
     """The server's URL; it is stopped at the end, and its thread is gone. background: runs beside it, on its loop.
     at_end: awaited there."""
     listener = open_listener("127.0.0.1", 0)
-    server = uvicorn.Server(
-        uvicorn.Config(app, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=2)
-    )
+    server = HttpServer(app, limits or ConnectionLimits(), drain_s=2)
     started = threading.Event()
 
     async def serve() -> None:

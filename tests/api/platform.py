@@ -31,6 +31,7 @@ from slora_api.generation.metrics import Metrics
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.routes.services import Services
 from slora_api.server.app import make_app
+from slora_api.server.connection_limits import ConnectionLimits
 from slora_api.settings import Settings
 from slora_api.tenants.adapter_quota import AdapterQuota
 from slora_api.tenants.admin_key import open_admin_key
@@ -95,6 +96,7 @@ def running_platform(
     bounds: InspectionBounds | None = None,
     *,
     follows: bool = False,
+    connection_limits: ConnectionLimits | None = None,
     **settings: Any,
 ) -> Iterator[Platform]:
     """The API on a free port, with its data in `directory`. follows: its engine hears of what other processes do.
@@ -140,7 +142,7 @@ def running_platform(
     )
     app = make_app(services, open_admin_key(ADMIN_KEY, directory, pepper))
     background = [services.follower.run, pinning.run] if follows else []
-    with live_server(app, background, at_end=templates.close) as url:
+    with live_server(app, background, at_end=templates.close, limits=connection_limits) as url:
         yield Platform(url, engine, services, directory)
     registry.close()
     database.close()

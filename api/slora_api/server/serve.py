@@ -9,7 +9,6 @@ import asyncio
 import gc
 import json
 import logging
-import math
 import os
 import signal
 import socket
@@ -20,9 +19,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import uvicorn
-from starlette.types import ASGIApp
 
 from slora.engine.client import RemoteEngine
 from slora.errors import ConfigError, SloraError
@@ -53,9 +49,12 @@ from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.routes.services import Services
 from slora_api.server.app import make_app
 from slora_api.server.child_environment import ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
+from slora_api.server.connection_limits import ConnectionLimits
 from slora_api.server.data_dir import DataDir, open_data_dir
 from slora_api.server.demo import describe_demo, find_demo_adapters, find_demo_directory, set_up_demo
-from slora_api.server.listener import BACKLOG, open_listener
+from slora_api.server.descriptors import fit_connections, raise_descriptor_limit
+from slora_api.server.http_server import HttpServer
+from slora_api.server.listener import open_listener
 from slora_api.server.server_name import read_server_name
 from slora_api.server.supervisor import Child, Supervisor
 from slora_api.settings import SettingRefused, Settings, read_settings, unknown_variables
@@ -68,8 +67,6 @@ __all__ = ["main", "serve_demo"]
 
 logger = logging.getLogger("slora.serve")
 
-# Above the 60 s for which load balancers commonly keep an idle connection, so that they, not we, close it.
-_KEEP_ALIVE_S = 75
 _POLL_S = 0.05
 _DEMO = "demo"
 # What Linux takes, without the byte that ends it.
@@ -246,21 +243,10 @@ async def _open_services(
     )
 
 
-def _make_http_server(app: ASGIApp, settings: Settings) -> uvicorn.Server:
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=math.ceil(settings.drain_seconds),
-        )
-    )
+def _connection_limits(settings: Settings) -> ConnectionLimits:
+    """Raises the limit of open files of this process, from which the number of connections follows."""
+    max_connections = fit_connections(settings.max_connections, raise_descriptor_limit())
+    return ConnectionLimits(max_connections, settings.max_connections_per_address)
 
 
 async def _announce(services: Services, data: DataDir, url: str, admin_key: AdminKey) -> None:
@@ -288,7 +274,7 @@ async def _announce(services: Services, data: DataDir, url: str, admin_key: Admi
 
 
 async def _run_until_stopped(
-    server: uvicorn.Server, listener: socket.socket, admission: Admission, work: list[asyncio.Task[None]]
+    server: HttpServer, listener: socket.socket, admission: Admission, work: list[asyncio.Task[None]]
 ) -> None:
     """Serves until a signal, or until some of the `work` behind the server fails, whose error is raised."""
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -318,6 +304,7 @@ async def _run_until_stopped(
 
 
 async def _serve(settings: Settings) -> None:
+    limits = _connection_limits(settings)
     model = _Model(settings)
     async with AsyncExitStack() as stack:
         data = stack.enter_context(open_data_dir(Path(settings.data_dir)))
@@ -344,7 +331,7 @@ async def _serve(settings: Settings) -> None:
             services.catalog.sweep(),
             _announce(services, data, _url(listener), admin_key),
         ]
-        server = _make_http_server(make_app(services, admin_key), settings)
+        server = HttpServer(make_app(services, admin_key), limits, settings.drain_seconds)
         # Everything so far lives as long as the process. Left to the collector, it makes each full collection stop the
         # event loop for 50 ms.
         gc.collect()

@@ -1,5 +1,7 @@
 import socket
 
+import pytest
+
 from slora_api.server.listener import open_listener
 
 
@@ -11,3 +13,19 @@ def test_connections_send_what_they_have_without_waiting_for_an_ack() -> None:
         listener.accept()[0] as connection,
     ):
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_the_kernel_buffers_little_of_what_a_client_does_not_read() -> None:
+    """By default it takes several megabytes before the server can notice."""
+    with (
+        open_listener("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname()[:2]) as client,
+        listener.accept()[0] as connection,
+    ):
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setblocking(False)
+        num_bytes = 0
+        with pytest.raises(BlockingIOError):
+            while True:
+                num_bytes += connection.send(bytes(65536))
+        assert num_bytes < 2 << 20

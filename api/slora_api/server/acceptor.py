@@ -1,0 +1,116 @@
+"""Takes connections from the listening socket, a few at a time, as long as there is room for them.
+
+asyncio's own server accepts as many connections at once as its backlog is long, 2,048 here, which holds the event loop
+up for 0.2 s. Without free descriptors it retries as often, and logs each failure. This acceptor takes 16 at once.
+Without free descriptors it closes idle connections, logs one line a minute and tries again after a second.
+
+A connection for which there is no room gets a 503 at once. Its descriptor stays open for a second, so that the client
+can read the answer before the reset.
+"""
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+from slora_api.errors import ServerBusy, describe_error
+from slora_api.server.connections import Connections
+from slora_api.server.http_protocol import HttpProtocol, encode_answer
+from slora_api.server.rare_log import get_rare_logger
+
+__all__ = ["Acceptor"]
+
+_log = get_rare_logger(__name__)
+
+# About 2 ms of work for the event loop.
+_MAX_AT_ONCE = 16
+_RETRY_S = 1.0
+_LINGER_S = 1.0
+# Refused connections whose descriptors are kept for `_LINGER_S`; more of them are closed at once.
+_MAX_LINGERING = 32
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class Acceptor:
+    """Hands each accepted connection to a new protocol. Closing the listening socket is left to its owner."""
+
+    def __init__(
+        self, listener: socket.socket, connections: Connections, make_protocol: Callable[[], HttpProtocol]
+    ) -> None:
+        self._listener = listener
+        self._connections = connections
+        self._make_protocol = make_protocol
+        self._loop = asyncio.get_running_loop()
+        self._retry: asyncio.TimerHandle | None = None
+        self._starting: set[asyncio.Task[None]] = set()
+        self._refused: set[socket.socket] = set()
+
+    def start(self) -> None:
+        """Accepts connections from now on."""
+        self._listener.setblocking(False)
+        self._loop.add_reader(self._listener, self._accept)
+
+    def stop(self) -> None:
+        """Accepts no more connections."""
+        self._loop.remove_reader(self._listener)
+        if self._retry is not None:
+            self._retry.cancel()
+        while self._refused:
+            self._refused.pop().close()
+
+    def _accept(self) -> None:
+        for _ in range(_MAX_AT_ONCE):
+            try:
+                accepted, address = self._listener.accept()
+            except OSError as error:
+                if error.errno in _EXHAUSTED:
+                    self._pause(error)
+                return  # nothing waits, or a client hung up before it was accepted
+            accepted.setblocking(False)
+            host = str(address[0])
+            reason = self._connections.find_room(host)
+            if reason is None:
+                self._hand_over(accepted, host)
+            else:
+                self._refuse(accepted, reason)
+
+    def _pause(self, error: OSError) -> None:
+        num_closed = self._connections.close_idle()
+        _log.warning(
+            "no connection can be accepted (%s) beside the %d that are open; %d idle ones were closed",
+            error,
+            len(self._connections),
+            num_closed,
+        )
+        self._loop.remove_reader(self._listener)
+        self._retry = self._loop.call_later(_RETRY_S, self._loop.add_reader, self._listener, self._accept)
+
+    def _hand_over(self, accepted: socket.socket, host: str) -> None:
+        protocol = self._make_protocol()
+        self._connections.add(protocol, host)
+        task = self._loop.create_task(self._start(accepted, protocol))
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+
+    async def _start(self, accepted: socket.socket, protocol: HttpProtocol) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: protocol, accepted)
+        except OSError as error:  # the client hung up meanwhile
+            accepted.close()
+            self._connections.discard(protocol)
+            _log.warning("an accepted connection could not be served: %s", error)
+
+    def _refuse(self, accepted: socket.socket, reason: str) -> None:
+        with suppress(OSError):
+            accepted.send(encode_answer(describe_error(ServerBusy(reason))))
+            accepted.shutdown(socket.SHUT_WR)
+        if len(self._refused) >= _MAX_LINGERING:
+            accepted.close()
+            return
+        self._refused.add(accepted)
+        self._loop.call_later(_LINGER_S, self._close_refused, accepted)
+
+    def _close_refused(self, accepted: socket.socket) -> None:
+        self._refused.discard(accepted)
+        accepted.close()

@@ -1,0 +1,120 @@
+"""The open connections of a server, and which of them make room for new ones.
+
+A connection without a request costs a descriptor and serves no client, so it is the first to go. A connection counts
+as idle until the whole head of a request has arrived, and again once the answer is complete or the rest of the body is
+merely being dropped. A client without a key never gets beyond that, so it cannot keep other clients out.
+
+When a new connection finds the server full, a batch of idle connections is closed: those of the address that holds the
+most, the longest idle first. An address at its own limit replaces its own idle connections only. A new connection is
+refused where nothing is idle.
+
+Knows neither sockets nor HTTP. Runs on one event loop and needs no lock.
+"""
+
+import ipaddress
+from collections import Counter
+from heapq import nsmallest
+from typing import Protocol
+
+from slora_api.server.connection_limits import ConnectionLimits
+from slora_api.server.rare_log import get_rare_logger
+
+__all__ = ["Connection", "Connections"]
+
+_log = get_rare_logger(__name__)
+
+# A part of all connections is closed at once, so that finding them costs little for each new connection.
+_BATCHES = 64
+# Home networks are given a /64 of IPv6, so its addresses count as one client.
+_IPV6_PREFIX = 64
+
+
+class Connection(Protocol):
+    """One open connection."""
+
+    @property
+    def idle_since(self) -> float | None:
+        """When the connection became idle, in seconds that only grow; None while it has a request."""
+
+    def close_now(self) -> None:
+        """Closes the connection without waiting for its client."""
+
+    def sweep(self, now_s: float) -> None:
+        """Closes the connection if its client has kept the server waiting for too long."""
+
+
+class Connections:
+    """Counts connections by client address and makes room for new ones."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self._addresses: dict[Connection, str] = {}
+        self._num_of: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    def find_room(self, host: str) -> str | None:
+        """Closes idle connections if another one from `host` needs their room. Returns the reason if there is none."""
+        address, per_address = _group(host), self.limits.per_address
+        if self._num_of[address] >= per_address and not self._close_idle(1, address):
+            return (
+                f"Your address has {self._num_of[address]} connections to this server, all with requests in progress, "
+                f"and may have {per_address} (max_connections_per_address). Reuse connections, or close some."
+            )
+        if len(self) >= self.limits.max_connections and not self.close_idle():
+            _log.warning("all %d connections have requests in progress; more are refused", len(self))
+            return (
+                f"All {len(self)} connections of this server have requests in progress (max_connections). Connect "
+                "again shortly."
+            )
+        return None
+
+    def add(self, connection: Connection, host: str) -> None:
+        """Counts a connection from `host`."""
+        address = _group(host)
+        self._addresses[connection] = address
+        self._num_of[address] += 1
+
+    def discard(self, connection: Connection) -> None:
+        """Forgets a connection that is closed; one that is unknown is no error."""
+        address = self._addresses.pop(connection, None)
+        if address is not None:
+            self._num_of[address] -= 1
+            if not self._num_of[address]:
+                del self._num_of[address]
+
+    def close_idle(self) -> int:
+        """Closes a batch of idle connections. Returns how many."""
+        return self._close_idle(1 + len(self) // _BATCHES)
+
+    def sweep(self, now_s: float) -> None:
+        """Closes connections whose clients have kept the server waiting for too long."""
+        for connection in list(self._addresses):
+            connection.sweep(now_s)
+
+    def _close_idle(self, count: int, address: str | None = None) -> int:
+        """Closes up to `count` idle connections, of one address if it is given."""
+        idle = [
+            (-self._num_of[own], since, connection)
+            for connection, own in self._addresses.items()
+            if address in (None, own) and (since := connection.idle_since) is not None
+        ]
+        chosen = nsmallest(count, idle, key=lambda entry: entry[:2])
+        for _, _, connection in chosen:
+            self.discard(connection)
+            connection.close_now()
+        return len(chosen)
+
+
+def _group(host: str) -> str:
+    """The address, or the network, whose connections count together."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if address.version == 4:
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, _IPV6_PREFIX), strict=False))

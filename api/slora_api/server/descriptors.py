@@ -1,0 +1,34 @@
+"""File descriptors of this process: the limit is raised at start, and the number of connections follows from it."""
+
+import logging
+import resource
+
+__all__ = ["fit_connections", "raise_descriptor_limit"]
+
+_log = logging.getLogger(__name__)
+
+# For everything but connections: database, store, sockets of the child processes, uploads, refused connections that
+# are being closed. A busy server was seen to need about 60.
+_OTHER_DESCRIPTORS = 128
+
+
+def raise_descriptor_limit() -> int:
+    """Raises the soft limit of this process, which its children inherit, to the hard limit. Returns the new limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def fit_connections(max_connections: int, num_descriptors: int) -> int:
+    """The number of connections that the descriptors allow, at most `max_connections`."""
+    allowed = num_descriptors - min(_OTHER_DESCRIPTORS, num_descriptors // 2)
+    if max_connections > allowed:
+        _log.warning(
+            "this process may open %d files, which leaves %d connections of the %d of max_connections: raise its limit "
+            "(ulimit -Hn, LimitNOFILE=, or --ulimit nofile= of docker)",
+            num_descriptors,
+            allowed,
+            max_connections,
+        )
+    return min(max_connections, allowed)

@@ -1,0 +1,182 @@
+"""HTTP/1.1 on one connection: uvicorn's protocol over h11, with the deadlines that it lacks.
+
+uvicorn times only the pause between two requests. This protocol also ends a connection
+
+- that has no request `idle_s` after it was opened (closed without a word);
+- whose request head is not complete `head_s` after its first byte (408);
+- whose client does not take what is written to it (aborted). While the transport holds more than 64 KiB, or what is
+  left of a complete answer, the client must take `min_read_bytes_per_s` on average, with `write_grace_s` of patience.
+  `close` would wait for a client that never reads, so the transport is aborted. The application then sees a disconnect,
+  cancels the work of the request and gives its place back.
+
+The body is timed in `body_limit.py`, because only the application knows whether it waits for the body.
+
+h11 is chosen, and not httptools, because uvicorn always installs h11.
+"""
+
+import http
+import json
+import socket
+import struct
+
+import h11
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from slora_api.errors import ErrorAnswer, RequestTooSlow, describe_error
+from slora_api.server.allowance import Allowance
+from slora_api.server.connection_limits import ConnectionLimits
+from slora_api.server.connections import Connections
+from slora_api.server.rare_log import get_rare_logger
+
+__all__ = ["HttpProtocol", "encode_answer"]
+
+_log = get_rare_logger(__name__)
+
+# struct linger: on, for no time.
+_NO_LINGER = struct.pack("ii", 1, 0)
+
+
+def encode_answer(answer: ErrorAnswer) -> bytes:
+    """An error as the bytes of a whole HTTP/1.1 answer, after which the connection is closed."""
+    body = json.dumps(answer.body).encode()
+    headers = {
+        **answer.headers,
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+        "Connection": "close",
+    }
+    lines = [f"HTTP/1.1 {answer.status} {http.HTTPStatus(answer.status).phrase}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join(lines).encode("ascii") + b"\r\n\r\n" + body
+
+
+class _Reader:
+    """The client as the reader of its answer, while the server waits for it."""
+
+    __slots__ = ("_allowance", "_num_buffered", "_rested_at", "_since")
+
+    def __init__(self, limits: ConnectionLimits, now_s: float) -> None:
+        self._allowance = Allowance(limits.write_grace_s, limits.min_read_bytes_per_s)
+        self._since: float | None = None
+        self._rested_at = now_s
+        self._num_buffered = 0
+
+    def wait(self, now_s: float, num_buffered: int) -> None:
+        """From now on the server waits for the client to take what is buffered."""
+        if self._since is None:
+            self._allowance.rest(now_s - self._rested_at)
+            self._since, self._num_buffered = now_s, num_buffered
+
+    def account(self, now_s: float, num_buffered: int) -> float:
+        """Charges the wait so far. Returns the seconds that are left."""
+        if self._since is not None:
+            self._allowance.spend(now_s - self._since, max(0, self._num_buffered - num_buffered))
+            self._since, self._num_buffered = now_s, num_buffered
+        return self._allowance.left_s
+
+    def resume(self, now_s: float, num_buffered: int) -> None:
+        """The server no longer waits; no change if it did not."""
+        if self._since is not None:
+            self.account(now_s, num_buffered)
+            self._since, self._rested_at = None, now_s
+
+
+class HttpProtocol(H11Protocol):
+    """One connection."""
+
+    def __init__(self, connections: Connections, config: Config, server_state: ServerState) -> None:
+        super().__init__(config, server_state, app_state={})
+        self._all = connections
+        self._limits = connections.limits
+        self._quiet_at = self.loop.time()
+        self._head_at: float | None = None
+        self._reader = _Reader(self._limits, self._quiet_at)
+
+    @property
+    def idle_since(self) -> float | None:
+        """See `Connection`. A connection that asyncio has not opened yet has no transport and is not idle."""
+        if self.transport is None:
+            return None
+        return self._quiet_at if self._awaits_request or self._drops_body else None
+
+    @property
+    def _awaits_request(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _drops_body(self) -> bool:
+        """Whether the answer has begun before the body ended, so that the rest of the body is only dropped."""
+        return self.cycle is not None and self.cycle.response_started and self.cycle.more_body
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.discard(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def on_response_complete(self) -> None:
+        self._quiet_at = self.loop.time()
+        # What the application has not read of the body by now, it does not want.
+        drops_body = self.conn.their_state is h11.SEND_BODY
+        super().on_response_complete()
+        if drops_body:
+            self.transport.close()
+        self._watch_head()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reader.wait(self.loop.time(), self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._reader.resume(self.loop.time(), self.transport.get_write_buffer_size())
+
+    def close_now(self) -> None:
+        """Closes the connection without waiting for its client."""
+        if self.transport.get_write_buffer_size():
+            self._reset()
+        else:
+            self.transport.close()
+
+    def sweep(self, now_s: float) -> None:
+        """Ends the connection if one of its deadlines has passed."""
+        if self.transport is None:
+            return
+        if self._is_stuck(now_s):
+            _log.warning("a connection is closed because its client does not read its answer")
+            self._reset()
+        elif self._head_at is not None and now_s - self._head_at > self._limits.head_s:
+            error = RequestTooSlow(
+                f"The headers of the request were not complete {self._limits.head_s:g} s after their first byte. Send "
+                "them at once, on a new connection."
+            )
+            self.transport.write(encode_answer(describe_error(error)))
+            self.close_now()
+        elif self.cycle is None and now_s - self._quiet_at > self._limits.idle_s:
+            self.close_now()
+
+    def _is_stuck(self, now_s: float) -> bool:
+        """Whether bytes have waited for the client for longer than its allowance."""
+        num_buffered = self.transport.get_write_buffer_size()
+        ends_here = self._awaits_request or self.transport.is_closing()
+        if num_buffered and (self.flow.write_paused or ends_here):
+            self._reader.wait(now_s, num_buffered)
+            return self._reader.account(now_s, num_buffered) <= 0
+        self._reader.resume(now_s, num_buffered)
+        return False
+
+    def _reset(self) -> None:
+        """Drops what the client has not taken, in the transport and in the kernel, which would keep it for minutes."""
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        self.transport.abort()
+
+    def _watch_head(self) -> None:
+        """Notes when the head of a request began to arrive, until it is complete."""
+        if not self._awaits_request or not self.conn.trailing_data[0]:
+            self._head_at = None
+        elif self._head_at is None:
+            self._head_at = self.loop.time()

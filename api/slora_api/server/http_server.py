@@ -1,0 +1,73 @@
+"""uvicorn's server with connections that are counted, timed and accepted by this package.
+
+uvicorn keeps what it does well: the life of a request, keep-alive, and the end of all connections at shutdown.
+"""
+
+import asyncio
+import math
+import socket
+from contextlib import suppress
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from slora_api.server.acceptor import Acceptor
+from slora_api.server.connection_limits import ConnectionLimits
+from slora_api.server.connections import Connections
+from slora_api.server.http_protocol import HttpProtocol
+from slora_api.server.rare_log import get_rare_logger
+
+__all__ = ["HttpServer"]
+
+
+class HttpServer(uvicorn.Server):
+    """Serves `app` until `should_exit` is set. drain_s: how long requests in progress may then take to finish."""
+
+    def __init__(self, app: ASGIApp, limits: ConnectionLimits, drain_s: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=HttpProtocol,
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=math.ceil(limits.idle_s),
+                timeout_graceful_shutdown=math.ceil(drain_s),
+            )
+        )
+        # uvicorn writes a line for each request that is not HTTP.
+        get_rare_logger("uvicorn.error")
+        self._connections = Connections(limits)
+        self._acceptors: list[Acceptor] = []
+        self._sweeping: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accepts connections from the listening `sockets`; uvicorn itself gets none."""
+        await super().startup(sockets=[])
+        self._acceptors = [
+            Acceptor(listener, self._connections, self._make_protocol) for listener in sockets or []
+        ]
+        for acceptor in self._acceptors:
+            acceptor.start()
+        self._sweeping = asyncio.create_task(self._sweep())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends the connections, those without a request first. Deadlines hold until the last one is gone."""
+        for acceptor in self._acceptors:
+            acceptor.stop()
+        await super().shutdown(sockets)
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._sweeping
+
+    def _make_protocol(self) -> HttpProtocol:
+        return HttpProtocol(self._connections, self.config, self.server_state)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self._connections.limits.sweep_s)
+            self._connections.sweep(asyncio.get_running_loop().time())

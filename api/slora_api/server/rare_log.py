@@ -1,0 +1,41 @@
+"""A logger for what any client can cause: it writes one line a minute of each kind, so a client cannot fill the log."""
+
+import logging
+import time
+from collections.abc import Callable
+
+__all__ = ["OncePerMinute", "get_rare_logger"]
+
+_PERIOD_S = 60.0
+
+
+class OncePerMinute(logging.Filter):
+    """Passes a warning if no record with the same format string passed in the last minute. The next one that passes
+    tells how many were held back. Errors always pass: they are the server's own faults."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        # By format string: when it passed last, and how many were held back since.
+        self._seen: dict[str, tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno > logging.WARNING:
+            return True
+        now_s, text = self._clock(), str(record.msg)
+        passed_at, num_held_back = self._seen.get(text, (now_s - _PERIOD_S, 0))
+        if now_s - passed_at < _PERIOD_S:
+            self._seen[text] = (passed_at, num_held_back + 1)
+            return False
+        self._seen[text] = (now_s, 0)
+        if num_held_back:
+            record.msg = f"{text} (and {num_held_back} times before, since this was last logged)"
+        return True
+
+
+def get_rare_logger(name: str) -> logging.Logger:
+    """The logger of that name, with the filter. Its format strings must be constants."""
+    logger = logging.getLogger(name)
+    if not any(isinstance(one, OncePerMinute) for one in logger.filters):
+        logger.addFilter(OncePerMinute())
+    return logger

@@ -1,0 +1,122 @@
+"""Connections are taken as long as there is room, and what happens where there is none."""
+
+import asyncio
+import errno
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import httpx
+import pytest
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from slora_api.server.acceptor import Acceptor
+from slora_api.server.connection_limits import ConnectionLimits
+from slora_api.server.connections import Connections
+from slora_api.server.http_protocol import HttpProtocol
+from slora_api.server.rare_log import OncePerMinute
+from tests.api.live_server import live_server
+
+
+async def answer_ok(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers at once, or never, to what waits for ever."""
+    if scope["path"] == "/wait":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        return
+    await JSONResponse({"status": "ok"})(scope, receive, send)
+
+
+def connect(url: str, stack: ExitStack) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    return stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+
+
+def start_waiting(url: str, stack: ExitStack) -> socket.socket:
+    """A connection whose request is in progress."""
+    connection = connect(url, stack)
+    connection.sendall(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n")
+    return connection
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen within 30 s"
+        time.sleep(0.02)
+
+
+def test_idle_connections_without_a_key_do_not_keep_others_out() -> None:
+    """400 idle connections used to make /healthz unreachable for 135 s."""
+    with (
+        live_server(answer_ok, limits=ConnectionLimits(max_connections=64)) as url,
+        ExitStack() as stack,
+    ):
+        held = [connect(url, stack) for _ in range(400)]
+        for _ in range(10):
+            assert httpx.get(url + "/healthz").json() == {"status": "ok"}
+        # Those of this address that are over its limit have made room, the oldest first.
+        wait_until(lambda: sum(map(is_closed, held)) >= 400 - 48)
+        assert not is_closed(held[-1])
+
+
+def test_a_connection_is_refused_with_a_reason_where_all_others_are_busy() -> None:
+    limits = ConnectionLimits(max_connections=4, max_per_address=2)
+    with live_server(answer_ok, limits=limits) as url, ExitStack() as stack:
+        busy = [start_waiting(url, stack) for _ in range(2)]
+        answer = httpx.get(url + "/healthz")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (503, "server_busy")
+        assert "may have 2 (max_connections_per_address)" in error["message"]
+        assert int(answer.headers["retry-after"]) > 0 and not any(map(is_closed, busy))
+        busy.pop().close()
+        wait_until(lambda: httpx.get(url + "/healthz").status_code == 200)
+
+
+class Exhausted(socket.socket):
+    """A listening socket without a free descriptor for what waits in it."""
+
+    num_accepts = 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.num_accepts += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_without_descriptors_the_server_neither_spins_nor_fills_its_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each failure used to be retried 2,048 times a second, with a traceback for each."""
+    monkeypatch.setattr("slora_api.server.acceptor._RETRY_S", 0.05)
+    monkeypatch.setattr("slora_api.server.acceptor._log.filters", [OncePerMinute()])
+
+    def make_protocol() -> HttpProtocol:
+        raise AssertionError("no connection was accepted")
+
+    async def run(listener: Exhausted) -> None:
+        acceptor = Acceptor(listener, Connections(ConnectionLimits()), make_protocol)
+        acceptor.start()
+        started_at = time.monotonic()
+        while listener.num_accepts < 5:
+            await asyncio.sleep(0.01)
+        acceptor.stop()
+        assert listener.num_accepts <= 1 + (time.monotonic() - started_at) / 0.05
+
+    with Exhausted() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with socket.create_connection(listener.getsockname()):
+            asyncio.run(run(listener))
+    assert len(caplog.records) == 1 and "Too many open files" in caplog.text

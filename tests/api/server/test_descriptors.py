@@ -1,0 +1,30 @@
+import logging
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from slora_api.server.descriptors import fit_connections
+
+SCRIPT = (
+    "import resource; from slora_api.server.descriptors import raise_descriptor_limit;"
+    "print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
+)
+
+
+def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
+    """A server that was started with a soft limit of 256 used to stop at 256 connections."""
+    command = ["bash", "-c", 'ulimit -Sn 100; exec "$@"', "bash", sys.executable, "-c", SCRIPT]
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed.split() == [str(hard)] * 3
+
+
+@pytest.mark.parametrize(("descriptors", "connections"), [(20_000, 4096), (1024, 896), (256, 128), (64, 32)])
+def test_connections_leave_descriptors_for_the_rest_of_the_server(
+    descriptors: int, connections: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert fit_connections(4096, descriptors) == connections
+    assert ("ulimit -Hn" in caplog.text) == (connections < 4096)

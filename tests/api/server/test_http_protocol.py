@@ -1,0 +1,172 @@
+"""Deadlines of a connection, over real sockets, scaled down."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import httpx
+import pytest
+from starlette.responses import JSONResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from slora_api.server.connection_limits import ConnectionLimits
+from tests.api.live_server import live_server
+from tests.api.server.test_acceptor import connect, is_closed, wait_until
+
+# A patient client is never ended by these, and an impatient test waits for less than a second.
+LIMITS = ConnectionLimits(
+    idle_s=1.0, head_s=0.5, write_grace_s=0.5, min_read_bytes_per_s=1 << 20, sweep_s=0.05
+)
+PART = bytes(1 << 16)
+
+
+class Writer:
+    """An application that answers /endless with bytes for ever, /large with 4 MiB, and all else at once."""
+
+    def __init__(self) -> None:
+        self.num_parts = 0
+        self.num_disconnected = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in ("/endless", "/large"):
+            await JSONResponse({"status": "ok"})(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/large":
+            await send({"type": "http.response.body", "body": bytes(4 << 20)})
+            return
+        await receive()
+        watch = asyncio.ensure_future(receive())
+        part: Message = {"type": "http.response.body", "body": PART, "more_body": True}
+        while not watch.done():
+            await send(part)
+            self.num_parts += 1
+            await asyncio.sleep(0)
+        self.num_disconnected += 1
+
+
+@pytest.fixture
+def app() -> Writer:
+    return Writer()
+
+
+@pytest.fixture
+def url(app: Writer) -> Iterator[str]:
+    with live_server(app, limits=LIMITS) as address:
+        yield address
+
+
+def request(url: str, path: str, stack: ExitStack) -> socket.socket:
+    connection = connect(url, stack)
+    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What is sent until the end; a reset is an end."""
+    connection.settimeout(30)
+    received = b""
+    try:
+        while part := connection.recv(65536):
+            received += part
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def test_a_stream_that_is_never_read_is_ended_and_its_work_is_cancelled(app: Writer, url: str) -> None:
+    """Four such streams used to hold all places for 90 s."""
+    with ExitStack() as stack:
+        streams = [request(url, "/endless", stack) for _ in range(4)]
+        wait_until(lambda: app.num_disconnected == 4)
+        # The kernel of the client has buffered some; the server itself hardly any.
+        assert app.num_parts < 4 * 200
+        assert all(len(read_all(stream)) < 200 * len(PART) for stream in streams)
+
+
+def test_a_stream_that_is_read_goes_on_for_longer_than_the_grace(app: Writer, url: str) -> None:
+    with httpx.stream("GET", url + "/endless") as answer:
+        started_at, num_bytes = time.monotonic(), 0
+        for part in answer.iter_raw():
+            num_bytes += len(part)
+            if time.monotonic() - started_at > 3 * LIMITS.write_grace_s:
+                break
+    assert num_bytes > 1 << 20
+    wait_until(lambda: app.num_disconnected == 1)
+
+
+def test_the_rest_of_a_complete_answer_is_not_kept_for_a_client_that_does_not_read(url: str) -> None:
+    """Closing the connection at the end of its pause used to wait for the client for ever."""
+    with ExitStack() as stack:
+        silent = request(url, "/large", stack)
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        wait_until(lambda: httpx.get(url + "/").status_code == 200 and is_ended(silent))
+        assert len(read_all(silent)) < 4 << 20
+        assert len(httpx.get(url + "/large").content) == 4 << 20
+
+
+def is_ended(connection: socket.socket) -> bool:
+    """Whether the server has reset the connection, whatever of the answer is still unread here."""
+    state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    return state == 7  # TCP_CLOSE
+
+
+def test_a_head_that_does_not_end_is_a_408(url: str) -> None:
+    with ExitStack() as stack:
+        connection = connect(url, stack)
+        connection.sendall(b"GET / HTTP/1.1\r\n")
+        answer = b""
+        connection.settimeout(0.05)
+        for _ in range(600):
+            connection.sendall(b"X: x\r\n")
+            try:
+                answer = connection.recv(65536)
+                break
+            except TimeoutError:
+                pass
+        answer += read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n") and b"Connection: close" in answer
+    assert b'"code": "request_too_slow"' in answer and b"not complete 0.5 s after" in answer
+
+
+def test_the_second_head_of_a_connection_has_its_own_deadline(url: str) -> None:
+    with ExitStack() as stack:
+        connection = connect(url, stack)
+        for _ in range(3):
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200")
+        connection.sendall(b"GET / HT")
+        assert read_all(connection).startswith(b"HTTP/1.1 408")
+
+
+def test_a_connection_without_a_request_is_closed_without_a_word(url: str) -> None:
+    with ExitStack() as stack:
+        fresh, used = connect(url, stack), request(url, "/", stack)
+        assert read_all(fresh) == b""
+        assert read_all(used).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_that_no_route_reads_does_not_keep_its_connection_open(url: str) -> None:
+    with ExitStack() as stack:
+        connection = connect(url, stack)
+        connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n")
+        assert read_all(connection).startswith(b"HTTP/1.1 200")
+        wait_until(lambda: is_closed(connection))
+
+
+def test_requests_that_are_not_http_do_not_fill_the_log(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    with ExitStack() as stack:
+        for request_line in (
+            b"\x16\x03\x01 TLS\r\n\r\n",
+            b"GET / HTTP/1.1\r\nContent-Length: " + b"9" * 6000 + b"\r\n\r\n",
+        ):
+            for _ in range(5):
+                connection = connect(url, stack)
+                connection.sendall(request_line)
+                assert read_all(connection).startswith(b"HTTP/1.1 400")
+    assert len(caplog.records) <= 1
