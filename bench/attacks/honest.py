@@ -27,7 +27,7 @@ class Harvest:
     """offered: requests that were due in the window. failed: how many ended with which status; 0 is no connection."""
 
     seconds: float
-    offered: int
+    offered: float
     good: int
     failed: dict[str, int]
     p99_ttft_ms: float
@@ -61,7 +61,7 @@ class _Tenants:
         seen, seconds = self._seen, time.perf_counter() - self._seen.began_at
         return Harvest(
             seconds=round(seconds, 1),
-            offered=int(seconds / _PERIOD_S) * self._num_tenants,
+            offered=round(seconds / _PERIOD_S * self._num_tenants, 1),
             good=seen.good,
             failed=dict(seen.failed),
             p99_ttft_ms=round(1e3 * percentile(sorted(seen.first_s), 99), 1),

@@ -53,7 +53,7 @@ _small = st.recursive(
     max_leaves=8,
 ).map(json.dumps)
 _DEPTHS = (50, 500, 5_000, 200_000)
-_COUNTS = (20, 300, 5_000)
+_COUNTS = (20, 300, 5_000, 50_000)
 _ITEMS = ("0", '"a"', "[]", "[1]", "{}", "null", '{"role": "user", "content": ""}', "1e400")
 _deep = st.builds(
     lambda depth, pair: pair[0] * depth + pair[1] * depth,

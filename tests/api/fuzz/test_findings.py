@@ -1,0 +1,132 @@
+"""What attackers found, each as one explicit case: refused with a 4xx that names the field, and the loop goes on."""
+
+import io
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import Kit
+from tests.api.fuzz.uploads import CONFIG, GENERATION, TEMPLATE, TOKENIZER, WEIGHTS
+from tests.api.fuzz.watched_server import WatchedServer, explain_answer
+from tests.api.served import ADMIN_KEY
+
+_COMPLETION, _CHAT = "/v1/completions", "/v1/chat/completions"
+_HALF = "\ud800"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """param: what the error names; its first segment is enough."""
+
+    path: str
+    fields: dict[str, Any]
+    param: str
+
+    def body(self) -> bytes:
+        proper: dict[str, Any] = {"model": "default", "max_tokens": 4}
+        if self.path == _COMPLETION:
+            proper["prompt"] = "a"
+        else:
+            proper["messages"] = [{"role": "user", "content": "a"}]
+        return json.dumps(proper | self.fields).encode()
+
+
+_SCORED = {"n": 128, "echo": True, "logprobs": 20, "prompt_logprobs": 20}
+FINDINGS = {
+    "600,000 prompts": Finding(_COMPLETION, {"prompt": ["a"] * 600_000}, "prompt"),
+    "a prompt of 4 MB": Finding(_COMPLETION, {"prompt": "a " * 1_990_000}, "prompt"),
+    "as many ids as 4 MB hold": Finding(_COMPLETION, {"prompt": [1] * 1_300_000}, "prompt"),
+    "scores of a prompt for each of 128 answers": Finding(
+        _COMPLETION, {**_SCORED, "prompt": "a" * 400, "max_tokens": 1}, "logprobs"
+    ),
+    "15 stop strings of 240,000 characters": Finding(_COMPLETION, {"stop": ["a" * 240_000] * 15}, "stop"),
+    "110,000 messages": Finding(_CHAT, {"messages": [{"role": "user", "content": ""}] * 110_000}, "messages"),
+    "a message of 4 MB": Finding(
+        _CHAT, {"messages": [{"role": "user", "content": "a " * 1_990_000}]}, "messages"
+    ),
+    "top_k of 2 ** 64": Finding(_COMPLETION, {"top_k": 1 << 64}, "top_k"),
+    "a seed of 2 ** 70": Finding(_COMPLETION, {"seed": 1 << 70}, "seed"),
+    "half a surrogate pair in a stop string": Finding(_COMPLETION, {"stop": _HALF}, "stop"),
+    "half a surrogate pair in a prompt": Finding(_COMPLETION, {"prompt": _HALF}, "prompt"),
+    "half a surrogate pair in a message": Finding(
+        _CHAT, {"messages": [{"role": "user", "content": _HALF}]}, "messages"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FINDINGS)
+def test_a_request_that_was_an_attack_is_refused_at_once(watched: WatchedServer, name: str) -> None:
+    finding = FINDINGS[name]
+    body = finding.body()
+    with watched.client() as client:
+        # The first request of a kind imports what it needs.
+        client.post(finding.path, json={"model": "default"})
+        watched.begin()
+        with watched.watch(name):
+            answer = client.post(finding.path, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code in (400, 413), answer.text[:500]
+    error = answer.json()["error"]
+    assert answer.status_code == 413 or str(error["param"]).split(".")[0] == finding.param, error
+    watched.check()
+
+
+UPLOADS: dict[str, tuple[str, bytes]] = {
+    "an eos_token_id beyond 64 bits": (GENERATION, json.dumps({"eos_token_id": 1 << 64}).encode()),
+    "a stop string with half a surrogate pair": (
+        GENERATION,
+        json.dumps({"stop_strings": [_HALF]}).encode(),
+    ),
+    "a template with half a surrogate pair": (TOKENIZER, json.dumps({"chat_template": _HALF}).encode()),
+}
+
+
+@pytest.mark.parametrize("name", UPLOADS)
+def test_an_upload_that_was_an_attack_is_refused_for_its_fault(
+    watched: WatchedServer, kit: Kit, name: str
+) -> None:
+    field, raw = UPLOADS[name]
+    proper = {file: (kit.small / file).read_bytes() for file in (CONFIG, WEIGHTS)}
+    names = {
+        CONFIG: "config",
+        WEIGHTS: "weights",
+        GENERATION: "generation_config",
+        TOKENIZER: "tokenizer_config",
+    }
+    members = {**proper, field: raw}
+    files = {names.get(file, file): (file, io.BytesIO(content)) for file, content in members.items()}
+    with watched.client() as client:
+        watched.begin()
+        with watched.watch(name):
+            answer = client.post("/v1/adapters", data={"name": "found"}, files=files)
+    assert answer.status_code == 422, answer.text[:500]
+    assert explain_answer(answer.status_code, answer.content, "application/json") is None
+    watched.check()
+
+
+def test_a_template_that_folds_to_12_mb_takes_no_memory_and_no_renderer(
+    watched: WatchedServer, kit: Kit
+) -> None:
+    proper = {file: (kit.small / file).read_bytes() for file in (CONFIG, WEIGHTS)}
+    members = {**proper, TEMPLATE: b"{{ 'ab' * 6000000 }}"}
+    names = {CONFIG: "config", WEIGHTS: "weights", TEMPLATE: "chat_template"}
+    with watched.client() as client:
+        files = {names[file]: (file, raw) for file, raw in members.items()}
+        client.post("/v1/adapters", data={"name": "folded"}, files=files).raise_for_status()
+        messages = [{"role": "user", "content": "a"}]
+        answer = client.post(_CHAT, json={"model": "folded", "messages": messages, "max_tokens": 1})
+    assert answer.status_code == 400 and "template" in answer.json()["error"]["message"]
+
+
+def test_a_tenants_name_with_half_a_surrogate_pair_is_refused(watched: WatchedServer) -> None:
+    with watched.client(ADMIN_KEY) as operator:
+        body = json.dumps({"name": _HALF}).encode()
+        answer = operator.post("/admin/tenants", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "name"
+
+
+def test_a_key_of_an_adapter_called_default_is_refused(watched: WatchedServer) -> None:
+    with watched.client(ADMIN_KEY) as operator:
+        answer = operator.post("/admin/tenants/fuzz/keys", json={"adapter": "default"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "adapter"

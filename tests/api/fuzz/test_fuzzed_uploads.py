@@ -1,0 +1,47 @@
+"""Uploads made at random against a real server, see `tests/api/fuzz/watched_server.py` for what must hold."""
+
+import httpx
+from hypothesis import HealthCheck, given, settings
+
+from tests.api.conftest import Kit
+from tests.api.fuzz.uploads import CONFIG, WEIGHTS, Upload, uploads
+from tests.api.fuzz.watched_server import WatchedServer, explain_answer
+
+# Each upload is inspected by a process of its own, which takes half a second to start.
+_QUICK, _SOAK = 8, 1_000
+_UNHEALTHY = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture)
+_CHAT = {"model": "fuzzed", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+_FORM = {"Content-Type": "multipart/form-data; boundary=b"}
+
+
+def test_no_upload_breaks_the_server(watched: WatchedServer, kit: Kit, soak: bool) -> None:
+    """What is accepted answers a chat, or refuses it for a reason of the request's."""
+    config, weights = (kit.small / CONFIG).read_bytes(), (kit.small / WEIGHTS).read_bytes()
+
+    with watched.client() as client:
+
+        def post(upload: Upload) -> httpx.Response:
+            if upload.raw is not None:
+                return client.post("/v1/adapters", content=upload.raw, headers=_FORM)
+            files = [(field, (name, raw)) for field, name, raw in upload.parts]
+            return client.post("/v1/adapters", data={"name": "fuzzed"}, files=files)
+
+        def judge(answer: httpx.Response, sent: object) -> None:
+            wrong = explain_answer(answer.status_code, answer.content, answer.headers.get("content-type", ""))
+            assert wrong is None, f"{sent}: {wrong}"
+
+        def send(upload: Upload) -> None:
+            with watched.watch(upload):
+                uploaded = post(upload)
+                judge(uploaded, upload)
+                if uploaded.status_code == 201:
+                    judge(client.post("/v1/chat/completions", json=_CHAT), upload)
+
+        def fuzz(num_cases: int) -> None:
+            profile = settings(max_examples=num_cases, suppress_health_check=_UNHEALTHY, deadline=None)
+            profile(given(uploads(config, weights))(send))()
+
+        fuzz(2)
+        watched.begin()
+        fuzz(_SOAK if soak else _QUICK)
+        watched.check()
