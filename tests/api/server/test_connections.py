@@ -18,7 +18,7 @@ class Fake:
         self.closed = True
 
     def sweep(self, now_s: float) -> None:
-        raise NotImplementedError
+        pass
 
 
 def fill(connections: Connections, *fakes: Fake) -> None:
@@ -75,3 +75,15 @@ def test_a_full_server_closes_idle_connections_by_the_batch() -> None:
     fill(connections, *fakes)
     assert connections.find_room("10.0.0.2") is None
     assert [fake.closed for fake in fakes].index(False) == 11 and len(connections) == 629
+
+
+def test_a_search_that_found_nothing_idle_is_not_repeated_before_the_next_sweep() -> None:
+    """Each refused connection would cost a search of all."""
+    connections = Connections(ConnectionLimits(max_connections=2, max_per_address=2))
+    busy = [Fake("10.0.0.1"), Fake("10.0.0.2")]
+    fill(connections, *busy)
+    assert connections.find_room("10.0.0.3") is not None
+    busy[0].idle_since = 1.0
+    assert connections.find_room("10.0.0.3") is not None
+    connections.sweep(2.0)
+    assert connections.find_room("10.0.0.3") is None and busy[0].closed
