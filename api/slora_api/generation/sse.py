@@ -1,8 +1,14 @@
-"""Server-sent events as OpenAI's clients read them, and the watch for clients that hang up.
+"""Server-sent events as OpenAI's clients read them, and the watch for clients that hang up or do not read.
 
-One `data: {json}` for each chunk, `data: [DONE]` at the end; an error after the first byte is an event too, because
-the status line is gone. uvicorn does not cancel a handler whose client has left, so whoever waits for tokens waits
-for the disconnect beside them.
+Each chunk is one `data: {json}`, and `data: [DONE]` is the end. After the first byte an error is an event too, because
+the status line has been sent. uvicorn does not cancel a handler whose client has left, so everything that waits for
+tokens also waits for the disconnect.
+
+A client that does not take its stream counts as one that hung up. While the connection holds more than 64 KiB of the
+stream, `send` blocks and no further chunk is rendered. The HTTP server resets the connection if the client then takes
+nothing for 20 s, or less than 16 KiB/s on average. The reset is a disconnect here: the engine request is cancelled and
+the stream's place is given back. So a stream buffers at most 64 KiB and one chunk in this process, 512 KiB in the
+kernel, and the tokens that the engine computes meanwhile, which the bounds of the request limit.
 """
 
 import asyncio
@@ -80,7 +86,7 @@ class EventStream(Response):
             except ClientGone:
                 return
             except asyncio.CancelledError:
-                # uvicorn cancels what is left when the time to drain is over; the reader is told before the end.
+                # uvicorn cancels what is left when the time to drain is over. The client gets an event that says so.
                 end = encode_event(describe_error(Stopping()).body)
             except Exception as error:  # the top of this answer: nobody above could still tell the client
                 if not isinstance(error, SloraError):

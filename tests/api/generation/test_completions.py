@@ -1,6 +1,7 @@
 """What the completion routes answer, byte for byte, over an engine whose tokens a test chooses."""
 
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,6 +30,7 @@ from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.sqlite_storage import SqliteStorage
 from slora_adapters.version import AdapterVersion
 from slora_api.schemas import GenerationFields
+from slora_api.server.connection_limits import ConnectionLimits
 from tests.adapters.hand_made import SHAPE, make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import EOS, ScriptedEngine, deltas_of
@@ -526,6 +528,25 @@ def test_a_client_that_hangs_up_aborts_its_request(platform: Platform, key: str,
         client.post(COMPLETIONS, json=PROMPT | {"stream": stream}, timeout=0.5)
     wait_until(lambda: len(platform.engine.aborted) == 1)
     wait_until(lambda: platform.services.generator.admission.generations == 0)
+
+
+def test_a_stream_that_is_not_read_is_aborted_and_gives_its_place_back(tmp_path: Path) -> None:
+    """Such a stream used to hold its place for as long as its connection was open."""
+    engine = ScriptedEngine([[TokenDelta((65,))] * 20_000], hang=True)
+    limits = ConnectionLimits(write_grace_s=0.5, sweep_s=0.05)
+    with running_platform(tmp_path, engine, connection_limits=limits) as platform:
+        key = platform.key("mute")
+        host, port = platform.url.removeprefix("http://").split(":")
+        body = json.dumps(PROMPT | {"stream": True})
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall((head + body).encode())
+            wait_until(lambda: len(engine.aborted) == 1)
+            wait_until(lambda: platform.services.generator.admission.generations == 0)
+    assert len(engine.requests) == 1
 
 
 def test_over_the_limits_the_answer_says_busy_and_places_are_given_back(tmp_path: Path) -> None:
