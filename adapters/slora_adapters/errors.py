@@ -10,6 +10,7 @@
         ├── AliasConflict      the alias is not where the caller thinks it is
         ├── AdapterCorrupt     stored bytes are not the ones that were put there
         └── StoreUnavailable   the place that holds adapters does not answer
+            ├── DiskFull       there is no room for what was to be written
             ├── StoreUnfit     it answers, but is set up so that it could lose them: only a person can help
             └── TryAgain       it answers, but this could not be done now
 
@@ -17,6 +18,7 @@ Further branches (requests, engine, keys) hang below `SloraError` in their own p
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = [
     "AdapterCorrupt",
@@ -27,6 +29,7 @@ __all__ = [
     "AliasConflict",
     "BadAdapterName",
     "BadAlias",
+    "DiskFull",
     "Reason",
     "SloraError",
     "StoreUnavailable",
@@ -98,8 +101,25 @@ class StoreUnavailable(AdapterError):
         return "the place where adapters are kept does not answer as it should; try again shortly"
 
 
+class DiskFull(StoreUnavailable):
+    """There was no room for what was to be written, and nothing was changed."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(
+            f"the disk of {directory} is full, so this change is refused: free some room there and try again. Requests "
+            "are still answered, and keys can be revoked."
+        )
+
+    @property
+    def public_message(self) -> str:
+        return (
+            "This server's disk is full, so this change is refused. Its operator has to free some room in the data "
+            "directory (--data-dir) or the store (--store); try again then."
+        )
+
+
 class TryAgain(StoreUnavailable):
-    """It answers, but this could not be done now; whoever asked is told why, and names no host and no path."""
+    """It answers, but this could not be done now. The client is told why; the message names no host and no path."""
 
     @property
     def public_message(self) -> str:

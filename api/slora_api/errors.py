@@ -18,7 +18,6 @@ SloraError (the project's root)
 │   ├── TenantBusy         too much at once for this tenant
 │   ├── Starting           the engine has not answered yet
 │   ├── InspectionFailed   an upload could not be checked; it may be later
-│   ├── DiskFull           there is no room to receive an upload
 │   ├── Stopping           the server is shutting down
 │   └── ClientGone         the client hung up; nobody reads the answer
 └── the branches of slora_adapters.errors and slora.errors
@@ -52,6 +51,7 @@ from slora_adapters.errors import (
     AliasConflict,
     BadAdapterName,
     BadAlias,
+    DiskFull,
     SloraError,
     StoreUnavailable,
 )
@@ -64,7 +64,6 @@ __all__ = [
     "BodyTooLarge",
     "ClientGone",
     "Conflict",
-    "DiskFull",
     "ErrorAnswer",
     "Forbidden",
     "InUse",
@@ -188,14 +187,6 @@ class InspectionFailed(ApiError):
     """Checking an upload came to no end, so that nothing is known of it."""
 
 
-class DiskFull(ApiError):
-    def __init__(self) -> None:
-        super().__init__(
-            "This server has no room left on its disk to receive the adapter; its operator has to free some below the "
-            "data directory. Upload it again then."
-        )
-
-
 class Stopping(ApiError):
     def __init__(self) -> None:
         super().__init__("The server is shutting down; send the request again.")
@@ -249,9 +240,9 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (ServerBusy, _Rule(503, _UNAVAILABLE, "server_busy")),
     (Starting, _Rule(503, _UNAVAILABLE, "engine_unavailable", retry_after_s=SOON_S)),
     (InspectionFailed, _Rule(503, _UNAVAILABLE, "inspection_failed", retry_after_s=SOON_S)),
-    (DiskFull, _Rule(507, "server_error", "disk_full", should_retry=False)),
     (Stopping, _Rule(503, _UNAVAILABLE, "server_stopping", retry_after_s=SOON_S)),
     (EngineUnavailable, _Rule(503, _UNAVAILABLE, "engine_unavailable", retry_after_s=SOON_S)),
+    (DiskFull, _Rule(507, "server_error", "disk_full", should_retry=False)),
     (StoreUnavailable, _Rule(503, _UNAVAILABLE, "store_unavailable", retry_after_s=SOON_S)),
     (DeadlineMissed, _Rule(503, _UNAVAILABLE, "deadline_missed", retry_after_s=SOON_S)),
     # The same bytes would be read again, and the same request would break the engine's arithmetic again.
@@ -310,8 +301,11 @@ def _headers(rule: _Rule, error: BaseException) -> dict[str, str]:
     return headers
 
 
-def describe_error(error: BaseException) -> ErrorAnswer:
-    """Status, body and headers for any error at all; one that nobody foresaw says nothing of itself."""
+def describe_error(error: BaseException, *, for_operator: bool = False) -> ErrorAnswer:
+    """Status, body and headers for any error at all; an unforeseen one says nothing of itself.
+
+    for_operator: with the paths and hosts that tenants are not told.
+    """
     rule = _find_rule(error)
     param: str | None = "name" if isinstance(error, BadAdapterName) else getattr(error, "param", None)
     code: str | None = (
@@ -320,7 +314,7 @@ def describe_error(error: BaseException) -> ErrorAnswer:
     message = str(error)
     if rule is _INTERNAL:
         message = "The server failed to handle this request; its log has the details under this request's id."
-    elif isinstance(error, StoreUnavailable):
+    elif isinstance(error, StoreUnavailable) and not for_operator:
         message = error.public_message
     elif isinstance(error, HTTPException):
         message = (
@@ -339,9 +333,9 @@ def describe_error(error: BaseException) -> ErrorAnswer:
     return ErrorAnswer(rule.status, {"error": body}, _headers(rule, error))
 
 
-def error_response(error: BaseException) -> Response:
-    """The error as an answer."""
-    answer = describe_error(error)
+def error_response(error: BaseException, *, for_operator: bool = False) -> Response:
+    """The error as an answer; see `describe_error`."""
+    answer = describe_error(error, for_operator=for_operator)
     # All ASCII: a message may quote what no encoder takes.
     return Response(json.dumps(answer.body), answer.status, answer.headers, "application/json")
 

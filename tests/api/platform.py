@@ -10,6 +10,7 @@ import httpx
 
 from slora.text.generation_defaults import GenerationDefaults
 from slora_adapters.database.database import Database
+from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.registry_url import open_registry
@@ -36,12 +37,15 @@ from slora_api.settings import Settings
 from slora_api.tenants.adapter_quota import AdapterQuota
 from slora_api.tenants.admin_key import open_admin_key
 from slora_api.tenants.api_key import Pepper
+from slora_api.tenants.revocation_journal import RevocationJournal
 from slora_api.tenants.tenancy import Tenancy
 from tests.adapters.hand_made import SHAPE, make_members
 from tests.api.live_server import live_server
 from tests.api.scripted_engine import ScriptedEngine, byte_tokenizer
 
 ADMIN_KEY = "the-operators-own-key"
+# Smaller than a server's, so that a test can fill a disk without one.
+RESERVE_BYTES = 1 << 20
 FIELDS = {
     "adapter_config.json": "config",
     "adapter_model.safetensors": "weights",
@@ -53,6 +57,12 @@ FIELDS = {
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
+
+
+def open_tenancy(database: Database, directory: Path) -> Tenancy:
+    """Tenants and keys whose secrets and journal lie in the directory."""
+    journal = RevocationJournal(directory / "revocations")
+    return Tenancy(database, Pepper.from_file(directory / "pepper"), journal)
 
 
 @dataclass
@@ -104,17 +114,19 @@ def running_platform(
     bounds = bounds or InspectionBounds()
     tokenizer = byte_tokenizer()
     chosen = replace(Settings(model="base"), **settings)
-    database = Database(directory / "slora.db")
+    reserve = DiskReserve(directory / "reserve", RESERVE_BYTES)
+    database = Database(directory / "slora.db", reserve)
     pepper = Pepper.from_file(directory / "pepper")
     templates = ChatTemplates(tokenizer, chosen.max_concurrent_per_tenant)
     limits = AdapterLimits(
         max_lora_rank=chosen.max_lora_rank, max_tensor_bytes=chosen.max_upload_bytes, vocab_size=257
     )
-    quarantine = Quarantine(directory / "quarantine")
+    quarantine = Quarantine(directory / "quarantine", reserve)
     inspector = Inspector(quarantine, SHAPE, limits, bounds)
     base = BaseModel("base", BaseIdentity(directory / "base", ("base", "tiny-base")), GenerationDefaults(), 1)
     quota = AdapterQuota(chosen.max_versions_per_tenant, chosen.max_adapter_bytes_per_tenant)
-    tenancy, registry = Tenancy(database, pepper), open_registry(chosen.registry, database)
+    journal = RevocationJournal(directory / "revocations")
+    tenancy, registry = Tenancy(database, pepper, journal), open_registry(chosen.registry, database)
     pinning = Pinning(registry, tenancy, engine)
     adapters = Catalog(registry, open_store(chosen.store or str(directory / "adapters")))
     catalog = ModelCatalog(
@@ -127,6 +139,7 @@ def running_platform(
     )
     services = Services(
         chosen,
+        reserve,
         tenancy,
         catalog,
         Aliases(registry, pinning),
@@ -146,3 +159,4 @@ def running_platform(
         yield Platform(url, engine, services, directory)
     registry.close()
     database.close()
+    journal.close()

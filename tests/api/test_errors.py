@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 from starlette.exceptions import HTTPException
 
@@ -15,6 +17,7 @@ from slora_adapters.errors import (
     AdapterNotFound,
     AliasConflict,
     BadAlias,
+    DiskFull,
     Reason,
     StoreUnavailable,
     TryAgain,
@@ -44,7 +47,7 @@ CASES = [
     (AdapterInvalid((Reason("rank", "too high"),)), 422, "adapter_invalid", "adapter_invalid"),
     (errors.TenantBusy("x"), 429, "rate_limit_error", "rate_limit_exceeded"),
     (errors.ServerBusy("x"), 503, "service_unavailable", "server_busy"),
-    (errors.DiskFull(), 507, "server_error", "disk_full"),
+    (DiskFull(Path("/data")), 507, "server_error", "disk_full"),
     (errors.Starting("x"), 503, "service_unavailable", "engine_unavailable"),
     (errors.Stopping(), 503, "service_unavailable", "server_stopping"),
     (EngineUnavailable("x"), 503, "service_unavailable", "engine_unavailable"),

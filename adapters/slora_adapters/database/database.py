@@ -5,7 +5,10 @@ Write-ahead log, so that readers never wait; `BEGIN IMMEDIATE`, so that writers 
 tables and an append-only tuple of migrations, one string of SQL each; how many were applied is kept by component.
 
 Knows no table but its own. Every call blocks, for some ten microseconds to read and a fraction of a millisecond to
-write: off the event loop, please.
+write, so writes belong on a thread.
+
+On a full disk the database is read-only. Opening an up-to-date database writes nothing. Where there is not even room
+for the shared memory that SQLite keeps beside the file, one connection reads it without: see `_read_alone`.
 """
 
 import sqlite3
@@ -17,12 +20,16 @@ from threading import Lock
 from types import MappingProxyType
 from typing import Any
 
-from slora_adapters.errors import StoreUnavailable
+from slora_adapters.disk_reserve import DiskReserve
+from slora_adapters.errors import DiskFull, StoreUnavailable
+from slora_adapters.full_disk import has_room
 
 # Layout of the table of migrations itself, in the file's user_version.
 PLUMBING_VERSION = 1
 # How long a writer waits for another one. Transactions here take milliseconds.
 BUSY_TIMEOUT_S = 10.0
+# What SQLite may need at once: its shared memory is 32 KiB, a transaction here a few pages.
+_PROBE_BYTES = 128 << 10
 
 _PRAGMAS = (
     "PRAGMA journal_mode = WAL",
@@ -34,15 +41,20 @@ _PRAGMAS = (
 class Database:
     """A database file, made if it is not there. All methods may be called from several threads.
 
-    Methods raise StoreUnavailable when the file cannot be opened, read or written, or stays locked.
+    reserve: on the disk of the file; None for none. Methods raise StoreUnavailable when the file cannot be opened, read
+    or written, or stays locked, and DiskFull when there is no room.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, reserve: DiskReserve | None = None) -> None:
         self.path = Path(path)
+        self._reserve = reserve
         self._idle: list[sqlite3.Connection] = []
         self._lock = Lock()
-        with self.transaction() as connection:
-            self._prepare(connection)
+        self._lone: sqlite3.Connection | None = None
+        self._lone_lock = Lock()
+        if not self._is_prepared():
+            with self.transaction() as connection:
+                self._prepare(connection)
 
     def migrate(
         self,
@@ -55,8 +67,10 @@ class Database:
         functions: SQL functions, by name, that the migrations call. Raises StoreUnavailable if a newer release has
         applied more migrations than are known here.
         """
+        query = "SELECT version FROM schema_versions WHERE component = ?"
+        if self.read(query, (component,)) == [(len(migrations),)]:
+            return
         with self.transaction() as connection:
-            query = "SELECT version FROM schema_versions WHERE component = ?"
             row = connection.execute(query, (component,)).fetchone()
             applied: int = row[0] if row else 0
             if applied > len(migrations):
@@ -75,8 +89,13 @@ class Database:
             )
 
     @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """A connection that holds the write lock; committed at the end of the block, undone if it raises."""
+    def transaction(self, *, even_if_full: bool = False) -> Iterator[sqlite3.Connection]:
+        """A connection that holds the write lock; committed at the end of the block, undone if it raises.
+
+        even_if_full: try it though the disk was full: for changes that free room or cannot wait. Raises DiskFull.
+        """
+        if self._reserve is not None and not even_if_full:
+            self._reserve.check()
         with self._connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
             try:
@@ -89,19 +108,31 @@ class Database:
 
     def read(self, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """All rows of one query."""
-        with self._connection() as connection:
-            return connection.execute(query, parameters).fetchall()
+        if self._lone is not None and self._reserve is not None and self._reserve.is_full:
+            return self._read_alone(query, parameters)
+        try:
+            with self._connection() as connection:
+                return connection.execute(query, parameters).fetchall()
+        except DiskFull:
+            return self._read_alone(query, parameters)
+
+    def give_up_reserve(self) -> bool:
+        """Frees room for a transaction that cannot wait. Returns whether there was a reserve."""
+        return self._reserve is not None and self._reserve.give_up()
 
     def close(self) -> None:
         """Closes all idle connections. A database that is used again opens new ones."""
         with self._lock:
             idle, self._idle = self._idle, []
+        self._close_lone()
         for connection in idle:
             connection.close()
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
         """Connections are kept for reuse, not bound to threads: a thread pool must not leave one per thread."""
+        if self._lone is not None:
+            self._close_lone()
         try:
             with self._lock:
                 connection = self._idle.pop() if self._idle else None
@@ -112,9 +143,53 @@ class Database:
                 with self._lock:
                     self._idle.append(connection)
         except sqlite3.OperationalError as error:
+            if self._is_for_want_of_room(error):
+                if self._reserve is not None:
+                    self._reserve.report_full()
+                raise DiskFull(self.path.parent) from error
             raise StoreUnavailable(f"database {str(self.path)!r}: {error}") from error
 
+    def _is_for_want_of_room(self, error: sqlite3.OperationalError) -> bool:
+        """SQLite reports a quota or a limit, and shared memory that finds no room, like a broken disk."""
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
+            try:
+                return not has_room(self.path.parent, _PROBE_BYTES)
+            except OSError:
+                return False
+        return code == sqlite3.SQLITE_FULL
+
+    def _read_alone(self, query: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Reads through one connection that has the file for itself, so that SQLite keeps in private memory what it
+        otherwise shares. The connection is closed as soon as another kind is wanted. Raises StoreUnavailable."""
+        if not self.path.exists():
+            raise DiskFull(self.path.parent)
+        try:
+            with self._lone_lock:
+                if self._lone is None:
+                    self._lone = sqlite3.connect(
+                        self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+                    )
+                    self._lone.execute("PRAGMA locking_mode = EXCLUSIVE")
+                return self._lone.execute(query, parameters).fetchall()
+        except sqlite3.OperationalError as error:
+            raise StoreUnavailable(f"database {str(self.path)!r}: {error}") from error
+
+    def _close_lone(self) -> None:
+        with self._lone_lock:
+            lone, self._lone = self._lone, None
+            if lone is not None:
+                lone.close()
+
     def _connect(self) -> sqlite3.Connection:
+        try:
+            return self._open()
+        except sqlite3.OperationalError as error:
+            if not (self._is_for_want_of_room(error) and self.give_up_reserve()):
+                raise
+            return self._open()
+
+    def _open(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
             self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
@@ -124,6 +199,12 @@ class Database:
             connection.close()
             raise
         return connection
+
+    def _is_prepared(self) -> bool:
+        if not self.path.exists():
+            return False
+        ((found,),) = self.read("PRAGMA user_version")
+        return bool(found == PLUMBING_VERSION)
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         found = connection.execute("PRAGMA user_version").fetchone()[0]

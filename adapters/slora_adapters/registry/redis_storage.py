@@ -197,6 +197,8 @@ class RedisStorage:
         key: NameKey,
         wanted: Collection[int] | None,
         edit: Callable[[NamedAdapter], T],
+        *,
+        frees_room: bool = False,
     ) -> tuple[T, Change]:
         def once() -> tuple[T, Change] | None:
             before, revision = self._load(key, wanted)

@@ -243,6 +243,7 @@ class Registry:
             (tenant, wanted.name),
             ALL_VERSIONS if wanted.number is None else (wanted.number,),
             lambda named: named.remove(wanted.number, now, force=force),
+            frees_room=True,
         )
         digests = (version.digest for version in change.orphaned)
         unreferenced = tuple(digest for digest in digests if not self._storage.is_referenced(digest, now))
@@ -405,8 +406,10 @@ class Registry:
         key: NameKey,
         wanted: Collection[int] | None,
         edit: Callable[[NamedAdapter], T],
+        *,
+        frees_room: bool = False,
     ) -> tuple[T, Change]:
-        done = self._storage.change(key, wanted, edit)
+        done = self._storage.change(key, wanted, edit, frees_room=frees_room)
         self._forget(key)
         return done
 

@@ -118,11 +118,13 @@ class RegistryStorage(Protocol):
         key: NameKey,
         wanted: Collection[int] | None,
         edit: Callable[[NamedAdapter], T],
+        *,
+        frees_room: bool = False,
     ) -> tuple[T, Change]:
         """Applies `edit` to a name and keeps what comes of it, durably and in one step; what it raises is raised, and
         then nothing has changed. It may be called several times. Returns what it returned.
 
-        wanted: numbers of versions whose records it needs, or ALL_VERSIONS.
+        wanted: numbers of versions whose records it needs, or ALL_VERSIONS. frees_room: try it even on a full disk.
         """
 
     def push(

@@ -113,8 +113,10 @@ class SqliteStorage:
         key: NameKey,
         wanted: Collection[int] | None,
         edit: Callable[[NamedAdapter], T],
+        *,
+        frees_room: bool = False,
     ) -> tuple[T, Change]:
-        with self._database.transaction() as connection:
+        with self._database.transaction(even_if_full=frees_room) as connection:
             before = load_name(connection, key, wanted)
             after = before.copy()
             result = edit(after)
@@ -155,11 +157,11 @@ class SqliteStorage:
         return reservation
 
     def give_back(self, reservation: str) -> None:
-        with self._database.transaction() as connection:
+        with self._database.transaction(even_if_full=True) as connection:
             connection.execute("DELETE FROM adapter_reservations WHERE reservation = ?", (reservation,))
 
     def collect(self, digest: str, drop: Callable[[str], None], now: float) -> bool:
-        with self._database.transaction() as connection:
+        with self._database.transaction(even_if_full=True) as connection:
             connection.execute("DELETE FROM adapter_reservations WHERE expires_at <= ?", (now,))
             if connection.execute(_REFERENCED, (digest, now)).fetchone() is not None:
                 return False

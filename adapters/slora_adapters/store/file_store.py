@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from slora_adapters.durable_file import sync_directory
-from slora_adapters.errors import AdapterNotFound, StoreUnavailable, TryAgain
+from slora_adapters.errors import AdapterNotFound, DiskFull, StoreUnavailable, TryAgain
+from slora_adapters.full_disk import is_full
 from slora_adapters.store.blob_name import check_digest, check_member_name, is_digest
 from slora_adapters.store.local_blob import TIER, LocalBlob
 
@@ -202,4 +203,6 @@ def _as_unavailable(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if is_full(error):
+            raise DiskFull(root) from error
         raise StoreUnavailable(f"the store in {str(root)!r} cannot be used: {error}") from error

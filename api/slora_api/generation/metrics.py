@@ -51,6 +51,10 @@ class Metrics:
             ["process"], registry=self._registry,
         )  # fmt: skip
         self._ready = Gauge("slora_ready", "1 when engine and loader are connected.", registry=self._registry)
+        self._read_only = Gauge(
+            "slora_read_only", "1 while the disk of the data directory is full, so that changes are refused.",
+            registry=self._registry,
+        )  # fmt: skip
         self._engine = _EngineCollector(model_name)
         self._registry.register(self._engine)
 
@@ -71,6 +75,9 @@ class Metrics:
 
     def restarted(self, process: str) -> None:
         self._restarts.labels(process).inc()
+
+    def set_read_only(self, *, is_read_only: bool) -> None:
+        self._read_only.set(is_read_only)
 
     def render(self, engine: tuple[EngineInfo, EngineStats] | None) -> bytes:
         """The text that Prometheus scrapes; without an engine its numbers are left out, not shown as zeros."""

@@ -32,17 +32,21 @@ async def readyz(services: Wired) -> dict[str, Any]:
     """200 when a request sent now would be computed; 503 with what is missing otherwise.
 
     A server in demo mode is ready when the demo's adapters answer. An engine or loader that makes no progress while it
-    has work makes this 503 within 5 seconds.
+    has work makes this 503 within 5 seconds. A full disk does not make a server unready: it answers requests and
+    refuses changes.
     """
     missing = services.generator.missing()
     if missing is not None:
         raise Starting(f"Not ready: {missing}.")
+    if services.reserve.is_full:
+        return {"status": "ready", "read_only": True, "detail": "The disk of the data directory is full."}
     return {"status": "ready"}
 
 
 @router.get("/metrics")
 async def metrics(_operator: Operator, services: Wired) -> Response:
     generator = services.generator
+    generator.metrics.set_read_only(is_read_only=services.reserve.is_full)
     return Response(
         generator.metrics.render(await _engine_numbers(generator)), media_type=CONTENT_TYPE_LATEST
     )

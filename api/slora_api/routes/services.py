@@ -5,6 +5,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from slora_adapters.disk_reserve import DiskReserve
 from slora_api.adapters.aliases import Aliases
 from slora_api.adapters.change_follower import ChangeFollower
 from slora_api.adapters.local_adapters import LocalAdapters
@@ -26,6 +27,7 @@ class Services:
     """One server's parts."""
 
     settings: Settings
+    reserve: DiskReserve
     tenancy: Tenancy
     catalog: ModelCatalog
     aliases: Aliases

@@ -18,7 +18,7 @@ from slora_api.routes.services import Services
 from slora_api.server.body_limit import BodyLimit, BodyLimits
 from slora_api.server.request_scope import RequestScope
 from slora_api.tenants.admin_key import AdminKey
-from slora_api.tenants.authentication import Authentication
+from slora_api.tenants.authentication import Authentication, is_operator
 
 __all__ = ["make_app", "make_router"]
 
@@ -32,7 +32,7 @@ _ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, 
 async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, StoreUnavailable):  # the tenant is not told all of it
         logger.warning("request %s: %s", request.state.request_id, error)
-    answer = error_response(error)
+    answer = error_response(error, for_operator=is_operator(request))
     if answer.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         answer.headers["Allow"] = ", ".join(sorted(_allowed_methods(request)))
     return answer

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from slora.errors import SloraError
 from slora_adapters.durable_file import replace_durably
+from slora_adapters.full_disk import is_full
 
 __all__ = ["DataDir", "DataDirInUse", "open_data_dir"]
 
@@ -44,6 +45,14 @@ class DataDir:
         return self.path / "server-name"
 
     @property
+    def revocations(self) -> Path:
+        return self.path / "revocations"
+
+    @property
+    def reserve(self) -> Path:
+        return self.path / "reserve"
+
+    @property
     def demo_keys(self) -> Path:
         return self.path / "demo-keys.json"
 
@@ -71,8 +80,13 @@ def open_data_dir(path: Path) -> Iterator[DataDir]:
             raise DataDirInUse(
                 f"{path} is in use by another slora server (process {owner}); stop it, or choose another --data-dir"
             ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            # The number is only for people; a server on a full disk does without.
+            if not is_full(error):
+                raise
         yield DataDir(path)
     finally:
         os.close(descriptor)

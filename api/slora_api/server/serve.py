@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ from slora.models.model_spec import read_model_spec
 from slora.text.generation_defaults import read_model_defaults
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.database.database import Database
+from slora_adapters.disk_reserve import DiskReserve
+from slora_adapters.errors import DiskFull
+from slora_adapters.full_disk import is_full
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.loader_config import LoaderConfig
 from slora_adapters.registry.catalog import SHARED_GRACE_S, Catalog
@@ -51,8 +55,15 @@ from slora_api.server.app import make_app
 from slora_api.server.child_environment import ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
 from slora_api.server.connection_limits import ConnectionLimits
 from slora_api.server.data_dir import DataDir, open_data_dir
-from slora_api.server.demo import describe_demo, find_demo_adapters, find_demo_directory, set_up_demo
+from slora_api.server.demo import (
+    DemoTenant,
+    describe_demo,
+    find_demo_adapters,
+    find_demo_directory,
+    set_up_demo,
+)
 from slora_api.server.descriptors import fit_connections, raise_descriptor_limit
+from slora_api.server.disk_watch import DiskWatch
 from slora_api.server.http_server import HttpServer
 from slora_api.server.listener import open_listener
 from slora_api.server.server_name import read_server_name
@@ -61,6 +72,7 @@ from slora_api.settings import SettingRefused, Settings, read_settings, unknown_
 from slora_api.tenants.adapter_quota import AdapterQuota
 from slora_api.tenants.admin_key import AdminKey, open_admin_key
 from slora_api.tenants.api_key import Pepper
+from slora_api.tenants.revocation_journal import RevocationJournal
 from slora_api.tenants.tenancy import Tenancy
 
 __all__ = ["main", "serve_demo"]
@@ -116,11 +128,17 @@ class _Sockets:
 
 
 def _open_sockets(stack: AsyncExitStack, data: DataDir) -> _Sockets:
-    """In the data directory if its path is short enough, else in a temporary one that a kill -9 leaves behind."""
+    """In the data directory if its path is short enough and its disk has room, else in a temporary one, which a kill -9
+    leaves behind."""
     sockets = _Sockets(data.path / "run")
     if len(os.fsencode(sockets.engine)) > _SOCKET_PATH_BYTES:
         return _Sockets(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slora-"))))
-    sockets.directory.mkdir(mode=0o700, exist_ok=True)
+    try:
+        sockets.directory.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        return _Sockets(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slora-"))))
     # Those of a server that was killed: its children may take a moment to go, and must not be mistaken for ours.
     for stale in (sockets.engine, sockets.loader):
         stale.unlink(missing_ok=True)
@@ -206,7 +224,8 @@ async def _open_services(
     client: RemoteEngine,
 ) -> Services:
     """Makes what routes work with; the stack closes it."""
-    database = Database(data.database)
+    reserve = DiskReserve(data.reserve)
+    database = Database(data.database, reserve)
     stack.callback(database.close)
     store = open_store(_store_url(settings, data), settings.redis or None)
     stack.callback(store.close)
@@ -220,14 +239,17 @@ async def _open_services(
         max_per_tenant=settings.max_concurrent_per_tenant,
         max_uploads=settings.max_concurrent_uploads,
     )
-    tenancy = Tenancy(database, pepper)
+    journal = RevocationJournal(data.revocations)
+    stack.callback(journal.close)
+    tenancy = Tenancy(database, pepper, journal)
     pinning = Pinning(registry, tenancy, client)
-    quarantine = Quarantine(data.quarantine)
+    quarantine = Quarantine(data.quarantine, reserve)
     inspector = Inspector(quarantine, model.shape, model.limits, InspectionBounds())
     quota = AdapterQuota(settings.max_versions_per_tenant, settings.max_adapter_bytes_per_tenant)
     canary = Canary(client, model.tokenizer)
     return Services(
         settings,
+        reserve,
         tenancy,
         ModelCatalog(model.base(), adapters, templates, client, pinning, inspector, quota, canary),
         Aliases(registry, pinning),
@@ -255,13 +277,16 @@ async def _announce(services: Services, data: DataDir, url: str, admin_key: Admi
     print(f"slora: listening on {url}; the engine is starting", flush=True)
     if admin_key.shown_once is not None:
         print(f"slora: admin key, shown this once: {admin_key.shown_once}", flush=True)
-    # Looked for first: who waits for an engine is to hear at once that there is nothing to wait for.
+    # Looked for first: a demo without adapters fails at once, before the engine has started.
     adapters = find_demo_adapters(Path(settings.demo) / "adapters") if settings.demo else []
     while not client.ready:
         await asyncio.sleep(_POLL_S)
-    tenants = (
-        await set_up_demo(adapters, services.tenancy, services.catalog, data.demo_keys) if adapters else []
-    )
+    tenants: Sequence[DemoTenant] = ()
+    if adapters:
+        try:
+            tenants = await set_up_demo(adapters, services.tenancy, services.catalog, data.demo_keys)
+        except DiskFull as error:
+            logger.error("the demo is not set up: %s", error)
     services.generator.readiness.unfinished.pop(_DEMO, None)
     info = client.info
     kept = "" if info.kv_cache_dtype == "auto" else f" with KV in {info.kv_cache_dtype}"
@@ -328,6 +353,7 @@ async def _serve(settings: Settings) -> None:
             client.run(services.pinning.refresh),
             services.pinning.run(),
             services.follower.run(),
+            DiskWatch(services.reserve, services.tenancy).run(),
             services.catalog.sweep(),
             _announce(services, data, _url(listener), admin_key),
         ]

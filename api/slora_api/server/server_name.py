@@ -11,6 +11,7 @@ import uuid
 from pathlib import Path
 
 from slora_adapters.durable_file import replace_durably
+from slora_adapters.full_disk import is_full
 
 __all__ = ["read_server_name"]
 
@@ -27,7 +28,12 @@ def read_server_name(path: Path) -> str:
         name, stored_place = "", ""
     if stored_place != place:
         name = uuid.uuid4().hex
-        replace_durably(path, f"{name}\n{place}".encode())
+        try:
+            replace_durably(path, f"{name}\n{place}".encode())
+        except OSError as error:
+            # A name that lasts for this run only is as good: see above.
+            if not is_full(error):
+                raise
     return name
 
 

@@ -20,7 +20,7 @@ from slora_api.errors import Forbidden, Unauthorized, error_response
 from slora_api.tenants.admin_key import AdminKey
 from slora_api.tenants.tenancy import KeyRecord, Tenancy
 
-__all__ = ["PUBLIC_PATHS", "Authentication", "CurrentKey", "Operator"]
+__all__ = ["PUBLIC_PATHS", "Authentication", "CurrentKey", "Operator", "is_operator"]
 
 # Load balancers and container engines ask these without a key; they tell nothing but "up" and "ready".
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz"})
@@ -72,8 +72,13 @@ def _current_key(request: Request) -> KeyRecord:
 
 
 def _operator(request: Request) -> None:
-    if not isinstance(getattr(request.state, "caller", None), _OperatorCaller):
+    if not is_operator(request):
         raise Forbidden("This route is for the operator; use the admin key.")
+
+
+def is_operator(request: Request) -> bool:
+    """Whether the request came with the admin key."""
+    return isinstance(getattr(request.state, "caller", None), _OperatorCaller)
 
 
 CurrentKey = Annotated[KeyRecord, Depends(_current_key)]

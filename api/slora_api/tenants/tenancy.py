@@ -5,9 +5,13 @@ A tenant is a name with a share of the engine; a key belongs to one tenant and m
 with their tenant's share (some ten microseconds), so a revocation or a new share holds for the very next one, in every
 process that shares the database.
 
+A revocation also holds while the database cannot be written, for example on a full disk. It first goes to a journal
+that needs no room and that every process of the host reads at each request, and stays there until the database has it.
+
 Methods block on the disk: those that write are called off the event loop. Knows no HTTP.
 """
 
+import logging
 import math
 import re
 import time
@@ -19,12 +23,15 @@ from typing import Any
 from slora.request import MAX_PRIORITY
 from slora.tenant_share import DEFAULT_SHARE, TenantShare
 from slora_adapters.database.database import Database
-from slora_adapters.errors import BadAdapterName
+from slora_adapters.errors import BadAdapterName, DiskFull, StoreUnavailable, TryAgain
 from slora_adapters.registry.reference import parse_reference
 from slora_api.errors import BadRequest, Conflict, NotFound
 from slora_api.tenants.api_key import NewKey, Pepper, make_key, read_key_id
+from slora_api.tenants.revocation_journal import RevocationJournal
 
 __all__ = ["KeyRecord", "ShareChanges", "Tenancy", "Tenant", "check_name"]
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}", re.ASCII)
 
@@ -143,11 +150,12 @@ _KEYS = "FROM api_keys JOIN tenants ON tenants.name = api_keys.tenant"
 
 
 class Tenancy:
-    """Tenants and keys in the shared database."""
+    """Tenants and keys in the shared database. journal: of the same host."""
 
-    def __init__(self, database: Database, pepper: Pepper) -> None:
+    def __init__(self, database: Database, pepper: Pepper, journal: RevocationJournal) -> None:
         self._database = database
         self._pepper = pepper
+        self._journal = journal
         # Compared with when there is no such key, so that a wrong id takes as long as a wrong secret.
         self._no_digest = pepper.digest("")
         database.migrate("tenancy", _MIGRATIONS)
@@ -220,17 +228,48 @@ class Tenancy:
         rows = self._database.read(
             f"SELECT {_KEY_COLUMNS} {_KEYS} WHERE tenant = ? ORDER BY api_keys.created_at, key_id", (tenant,)
         )
-        return [_read_key(row) for row in rows]
+        return [self._with_pending(_read_key(row)) for row in rows]
 
     def revoke_key(self, key_id: str) -> None:
-        """From now on the key opens nothing; revoking it again changes nothing. Raises NotFound."""
-        with self._database.transaction() as connection:
-            changed = connection.execute(
-                "UPDATE api_keys SET revoked_at = coalesce(revoked_at, ?) WHERE key_id = ?",
-                (int(time.time()), key_id),
-            ).rowcount
-        if not changed:
+        """From now on the key opens nothing; revoking it again is a no-op.
+
+        Raises NotFound. Raises TryAgain if neither the database nor the journal could be written: the revocation then
+        holds in this process, which tries again to write it, and a restart would lose it.
+        """
+        if not self._database.read("SELECT 1 FROM api_keys WHERE key_id = ?", (key_id,)):
             raise NotFound(f"There is no key `{key_id[:64]}`.")
+        is_kept = self._journal.add(key_id)
+        try:
+            self._write_revocations((key_id,))
+        except StoreUnavailable as error:
+            logger.error("the revocation of key %s holds and is not in the database yet: %s", key_id, error)
+            if not is_kept:
+                raise TryAgain(
+                    f"the key {key_id} opens nothing any more, but this could not be written, so a restart would make "
+                    f"the key valid again; revoke it again later ({error})"
+                ) from error
+
+    def write_pending_revocations(self) -> None:
+        """Brings to the database what the journal holds. Raises StoreUnavailable."""
+        if pending := self._journal.pending():
+            self._write_revocations(sorted(pending))
+            logger.info("%d revocations that had to wait are in the database now", len(pending))
+
+    def _write_revocations(self, key_ids: Sequence[str]) -> None:
+        try:
+            self._mark_revoked(key_ids)
+        except DiskFull:
+            if not self._database.give_up_reserve():
+                raise
+            self._mark_revoked(key_ids)
+        self._journal.remove(key_ids)
+
+    def _mark_revoked(self, key_ids: Sequence[str]) -> None:
+        with self._database.transaction(even_if_full=True) as connection:
+            connection.executemany(
+                "UPDATE api_keys SET revoked_at = coalesce(revoked_at, ?) WHERE key_id = ?",
+                [(int(time.time()), key_id) for key_id in key_ids],
+            )
 
     def authenticate(self, secret: str) -> KeyRecord | None:
         """The key that `secret` is, if it is one, is known and is not revoked."""
@@ -238,8 +277,16 @@ class Tenancy:
         rows = self._database.read(
             f"SELECT digest, {_KEY_COLUMNS} {_KEYS} WHERE key_id = ? AND revoked_at IS NULL", (key_id,)
         )
+        if key_id is not None and key_id in self._journal:
+            rows = []
         stored, record = (rows[0][0], _read_key(rows[0][1:])) if rows else (self._no_digest, None)
         return record if self._pepper.matches(secret, stored) else None
+
+    def _with_pending(self, record: KeyRecord) -> KeyRecord:
+        """A revocation that only the journal has happened at a time that is not known."""
+        if record.revoked_at is None and record.key_id in self._journal:
+            return replace(record, revoked_at=int(time.time()))
+        return record
 
     def _insert(self, record: KeyRecord, secret: str) -> None:
         with self._database.transaction() as connection:

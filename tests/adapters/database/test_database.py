@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from slora_adapters.database.database import Database
-from slora_adapters.errors import StoreUnavailable
+from slora_adapters.disk_reserve import DiskReserve
+from slora_adapters.errors import DiskFull, StoreUnavailable
+from tests.support.file_limit import largest_file
 
 FIRST = "CREATE TABLE things (name TEXT PRIMARY KEY, n INTEGER NOT NULL) STRICT;"
 SECOND = "ALTER TABLE things ADD COLUMN note TEXT DEFAULT 'a;b'; CREATE INDEX things_by_n ON things (n);"
@@ -145,3 +147,58 @@ def test_a_writer_killed_inside_a_transaction_leaves_what_was_committed(tmp_path
     with database.transaction() as connection:
         connection.execute("INSERT INTO things VALUES ('after', 1)")
     database.close()
+
+
+def test_a_write_on_a_full_disk_says_so_and_is_tried_again_only_if_it_cannot_wait(tmp_path: Path) -> None:
+    database = Database(tmp_path / "slora.db", reserve := DiskReserve(tmp_path / "reserve", 1 << 20))
+    database.migrate("things", (FIRST,))
+
+    def insert(name: str, *, even_if_full: bool = False) -> None:
+        with database.transaction(even_if_full=even_if_full) as connection:
+            connection.execute("INSERT INTO things VALUES (?, 1)", (name,))
+
+    insert("before")
+    with largest_file(16_000):
+        for name in ("first", "second"):
+            with pytest.raises(DiskFull, match=f"the disk of {tmp_path} is full, so this change is refused"):
+                insert(name)
+            assert reserve.is_full
+        with pytest.raises(DiskFull):
+            insert("urgent", even_if_full=True)
+        assert database.read("SELECT name FROM things") == [("before",)]
+        assert not reserve.watch()
+    with pytest.raises(DiskFull):
+        insert("room is back but was not looked for")
+    insert("urgent", even_if_full=True)
+    assert reserve.watch()
+    insert("after")
+    assert database.read("SELECT name FROM things ORDER BY rowid") == [("before",), ("urgent",), ("after",)]
+    database.close()
+
+
+def test_an_up_to_date_database_is_opened_without_writing(tmp_path: Path) -> None:
+    """A server on a full disk could not start, because each start wrote the versions of the tables again."""
+    path = tmp_path / "slora.db"
+    database = Database(path)
+    database.migrate("things", (FIRST,))
+    with database.transaction() as connection:
+        connection.execute("INSERT INTO things VALUES ('x', 1)")
+    with largest_file(0):
+        # As after a kill: SQLite's log and shared memory lie there.
+        again = Database(path)
+        again.migrate("things", (FIRST,))
+        assert again.read("SELECT name FROM things") == [("x",)]
+        again.close()
+    database.close()
+    assert not path.with_name("slora.db-wal").exists()
+    with largest_file(0):
+        # As after a clean stop: there is not even room for the shared memory.
+        last = Database(path)
+        last.migrate("things", (FIRST,))
+        assert last.read("SELECT name FROM things") == [("x",)]
+        with pytest.raises(DiskFull), last.transaction():
+            pass
+    with last.transaction() as connection:
+        connection.execute("INSERT INTO things VALUES ('y', 1)")
+    assert last.read("SELECT name FROM things") == [("x",), ("y",)], "the room is back"
+    last.close()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slora_adapters.errors import AdapterNotFound, StoreUnavailable
+from slora_adapters.errors import AdapterNotFound, DiskFull, StoreUnavailable
 from slora_adapters.store.file_store import FileStore, _locked_folder
 from tests.adapters.blobs import read_members
 from tests.support.file_limit import largest_file
@@ -125,7 +125,7 @@ def test_a_store_without_room_says_so_and_keeps_nothing_of_it(tmp_path: Path) ->
     store, source = FileStore(tmp_path / "store"), tmp_path / "source"
     source.write_bytes(bytes(1 << 20))
     for content in (bytes(1 << 20), source):
-        with largest_file(1 << 19), pytest.raises(StoreUnavailable, match="File too large"):
+        with largest_file(1 << 19), pytest.raises(DiskFull, match="store is full"):
             store.put(DIGEST, {"a": b"small", "b": content})
         assert not store.exists(DIGEST) and list((tmp_path / "store" / "tmp").iterdir()) == []
         store.put(OTHER, {"a": b"small"})

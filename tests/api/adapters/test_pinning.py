@@ -17,10 +17,9 @@ from slora_adapters.version import AdapterVersion
 from slora_api.adapters.pinning import Pinning
 from slora_api.cli.main import main
 from slora_api.errors import PinsFull
-from slora_api.tenants.api_key import Pepper
 from slora_api.tenants.tenancy import ShareChanges, Tenancy
 from tests.adapters.hand_made import make_config, make_members, make_tensors
-from tests.api.platform import ADMIN_KEY, Platform, bearer, running_platform
+from tests.api.platform import ADMIN_KEY, Platform, bearer, open_tenancy, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
 
@@ -208,7 +207,7 @@ class Overtaken(Registry):
 def test_a_pin_is_checked_against_the_share_that_holds_when_it_is_made(tmp_path: Path) -> None:
     """It once read the share before its transaction, so a share lowered in between was below the pins."""
     database = Database(tmp_path / "slora.db")
-    tenancy = Tenancy(database, Pepper.from_file(tmp_path / "pepper"))
+    tenancy = open_tenancy(database, tmp_path)
     registry = Overtaken(database, tenancy)
     tenancy.create_tenant("acme")
     details = AdapterDetails(2, ("q_proj",), 4096)
@@ -239,7 +238,7 @@ def test_the_engine_is_told_all_pins_with_their_tenants_shares_until_it_has_hear
 ) -> None:
     monkeypatch.setattr("slora_api.adapters.pinning._PAUSE_S", 0.01)
     database = Database(tmp_path / "slora.db")
-    registry, tenancy = Shaky(database), Tenancy(database, Pepper.from_file(tmp_path / "pepper"))
+    registry, tenancy = Shaky(database), open_tenancy(database, tmp_path)
     details = AdapterDetails(2, ("q_proj",), 100)
     for tenant, share in (("a", ShareChanges(weight=2)), ("b", ShareChanges())):
         tenancy.create_tenant(tenant, share)

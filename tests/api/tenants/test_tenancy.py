@@ -10,9 +10,8 @@ import pytest
 from slora.tenant_share import TenantShare
 from slora_adapters.database.database import Database
 from slora_api.errors import BadRequest, NotFound
-from slora_api.tenants.api_key import Pepper
 from slora_api.tenants.tenancy import _MIGRATIONS, ShareChanges, Tenancy
-from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
+from tests.api.platform import ADMIN_KEY, Platform, open_tenancy, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
 PROMPT = {"model": "base", "prompt": "hello"}
@@ -22,7 +21,7 @@ DEFAULT = {"weight": 1.0, "min_pool_share": 0.0, "max_pool_share": 1.0, "priorit
 @pytest.fixture
 def tenancy(tmp_path: Path) -> Iterator[Tenancy]:
     database = Database(tmp_path / "slora.db")
-    yield Tenancy(database, Pepper.from_file(tmp_path / "pepper"))
+    yield open_tenancy(database, tmp_path)
     database.close()
 
 
@@ -76,7 +75,7 @@ def test_a_new_share_holds_for_the_very_next_request_in_every_process(
     ]
     # Another process has its own connection to the same file.
     database = Database(platform.directory / "slora.db")
-    other = Tenancy(database, Pepper.from_file(platform.directory / "pepper"))
+    other = open_tenancy(database, platform.directory)
     other.change_share("changing", ShareChanges(weight=5, min_pool_share=0))
     database.close()
     post(platform, key, "/v1/completions", PROMPT)
@@ -156,11 +155,11 @@ def test_a_floor_above_the_ceiling_that_stands_is_refused(tenancy: Tenancy) -> N
 
 
 def test_tenants_of_an_older_release_get_the_default_share(tmp_path: Path) -> None:
-    database, pepper = Database(tmp_path / "slora.db"), Pepper.from_file(tmp_path / "pepper")
+    database = Database(tmp_path / "slora.db")
     database.migrate("tenancy", _MIGRATIONS[:1])
     with database.transaction() as connection:
         connection.execute("INSERT INTO tenants VALUES ('old', 5)")
-    tenancy = Tenancy(database, pepper)
+    tenancy = open_tenancy(database, tmp_path)
     assert tenancy.find_tenant("old").share == TenantShare() and tenancy.find_tenant("old").created_at == 5
     made, key = tenancy.create_key("old", "voice")
     tenancy.change_share("old", ShareChanges(weight=2))

@@ -1,0 +1,107 @@
+"""Room on a disk that is set aside for what must be written even when the disk is full.
+
+The reserve is a file. When a write finds no room beside it, the owner becomes read-only: only urgent changes go on, and
+the first of them that finds no room deletes the file, so that its room is theirs alone. As soon as the disk has room
+again, the file is made anew, and then all changes are allowed.
+"""
+
+import logging
+import os
+from pathlib import Path
+from threading import Lock
+
+from slora_adapters.errors import DiskFull
+from slora_adapters.full_disk import has_room, is_full
+
+__all__ = ["RESERVE_BYTES", "DiskReserve"]
+
+logger = logging.getLogger(__name__)
+
+# SQLite's log grows up to 4 MB before it is written from its start again; a revocation adds some 12 KB to it.
+RESERVE_BYTES = 4 << 20
+# With less than this beside the reserve the disk is full. It stays so until there is as much again as the reserve.
+_LEAST_BYTES = 256 << 10
+
+
+class DiskReserve:
+    """The file at `path`. May be used from several threads."""
+
+    def __init__(self, path: Path, num_bytes: int = RESERVE_BYTES) -> None:
+        self._path = path
+        self._num_bytes = num_bytes
+        self._lock = Lock()
+        self._is_full = False
+        self.watch()
+
+    @property
+    def directory(self) -> Path:
+        return self._path.parent
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the disk had no room when that was last tried."""
+        return self._is_full
+
+    def check(self) -> None:
+        """Raises DiskFull while the disk is full."""
+        if self._is_full:
+            raise DiskFull(self.directory)
+
+    def watch(self) -> bool:
+        """Makes the file if it is missing and there is room, and returns whether all changes are allowed. To be called
+        every few seconds."""
+        with self._lock:
+            needed = self._num_bytes if self._is_full else _LEAST_BYTES
+            has_reserve = self._is_whole() or self._make()
+            self._note(is_full=not (has_reserve and has_room(self.directory, needed)))
+            return not self._is_full
+
+    def report_full(self) -> None:
+        """A write into the directory has found no room."""
+        with self._lock:
+            self._note(is_full=True)
+
+    def give_up(self) -> bool:
+        """Frees the room for an urgent write. Returns whether there was any to free."""
+        with self._lock:
+            self._note(is_full=True)
+            try:
+                self._path.unlink()
+            except FileNotFoundError:
+                return False
+            return True
+
+    def _is_whole(self) -> bool:
+        try:
+            return self._path.stat().st_size >= self._num_bytes
+        except FileNotFoundError:
+            return False
+
+    def _make(self) -> bool:
+        """Returns whether there was room. The name is given to a whole file only."""
+        new = self._path.with_suffix(".new")
+        try:
+            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, self._num_bytes)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            new.replace(self._path)
+        except OSError as error:
+            new.unlink(missing_ok=True)
+            if not is_full(error):
+                raise
+            return False
+        return True
+
+    def _note(self, *, is_full: bool) -> None:
+        if is_full and not self._is_full:
+            logger.error(
+                "no room on the disk of %s: read-only until %d bytes are free there; requests are answered, keys can "
+                "be revoked and adapters deleted, other changes are refused",
+                *(self.directory, self._num_bytes),
+            )
+        elif self._is_full and not is_full:
+            logger.info("the disk of %s has room again: changes are accepted", self.directory)
+        self._is_full = is_full

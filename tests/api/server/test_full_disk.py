@@ -1,0 +1,165 @@
+"""A server on a full disk answers, revokes keys, and refuses changes by name; it starts there, too."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from slora_adapters.disk_reserve import DiskReserve
+from slora_api.server.disk_watch import DiskWatch
+from tests.adapters.hand_made import make_members, make_tensors
+from tests.api.conftest import Kit
+from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.served import serving
+from tests.support.file_limit import largest_file
+
+PROMPT = {"model": "base", "prompt": "hello"}
+# The journal of revocations lies below it; everything that grows does not.
+LIMIT = 16_000
+
+
+@pytest.fixture
+def platform(tmp_path: Path) -> Iterator[Platform]:
+    with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")])) as running:
+        yield running
+
+
+def status_of(platform: Platform, key: str) -> int:
+    return post(platform, key, "/v1/completions", PROMPT).status_code
+
+
+def read_metric(admin: httpx.Client) -> str:
+    text = admin.get("/metrics").text
+    return next(line for line in text.splitlines() if line.startswith("slora_read_only "))
+
+
+def test_a_key_that_is_revoked_on_a_full_disk_opens_nothing_from_then_on(platform: Platform) -> None:
+    """The answer was a 503, and the key still worked."""
+    kept, revoked = platform.key("kept"), platform.key("revoked")
+    key_id = revoked.split("_")[1]
+    with platform.client(ADMIN_KEY) as admin, largest_file(LIMIT):
+        assert admin.post("/admin/tenants", json={"name": "new"}).status_code == 507
+        answer = admin.delete(f"/admin/keys/{key_id}")
+        assert (answer.status_code, answer.json()["revoked"]) == (200, True)
+        assert [status_of(platform, key) for key in (kept, revoked)] == [200, 401]
+        assert [key["revoked"] for key in admin.get("/admin/tenants/revoked/keys").json()["data"]] == [True]
+        assert admin.delete("/admin/keys/nothing1").status_code == 404
+    database = platform.services.tenancy._database
+    query = f"SELECT revoked_at IS NULL FROM api_keys WHERE key_id = '{key_id}'"
+    assert database.read(query) == [(1,)], "it waits in the journal"
+    DiskWatch(platform.services.reserve, platform.services.tenancy).look()
+    assert database.read(query) == [(0,)] and not platform.services.tenancy._journal.pending()
+    assert status_of(platform, revoked) == 401
+
+
+def test_a_revocation_that_could_be_written_nowhere_holds_and_says_that_a_restart_would_lose_it(
+    platform: Platform,
+) -> None:
+    revoked = platform.key("revoked")
+    key_id = revoked.split("_")[1]
+    with platform.client(ADMIN_KEY) as admin, largest_file(0):
+        answer = admin.delete(f"/admin/keys/{key_id}")
+        assert answer.status_code == 503
+        assert f"the key {key_id} opens nothing any more" in answer.json()["error"]["message"]
+        assert status_of(platform, revoked) == 401
+    with platform.client(ADMIN_KEY) as admin:
+        assert admin.delete(f"/admin/keys/{key_id}").status_code == 200
+    assert not platform.services.tenancy._journal.pending()
+
+
+def test_the_reserve_makes_room_for_the_revocation_in_the_database(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    revoked = platform.key("revoked")
+    give_up, journal = DiskReserve.give_up, platform.services.tenancy._journal
+    with largest_file(LIMIT) as lift:
+
+        def give_up_for_real(reserve: DiskReserve) -> bool:
+            lift()
+            return give_up(reserve)
+
+        monkeypatch.setattr(DiskReserve, "give_up", give_up_for_real)
+        platform.services.tenancy.revoke_key(revoked.split("_")[1])
+        assert not journal.pending() and not (platform.directory / "reserve").exists()
+    assert platform.services.reserve.is_full, "its room is for revocations alone"
+    assert status_of(platform, revoked) == 401
+
+
+def test_on_a_full_disk_changes_are_refused_by_name_until_there_is_room(platform: Platform) -> None:
+    key = platform.key("acme")
+    other = make_members(tensors=make_tensors(seed=3))
+    assert platform.upload(key, "a").status_code == 201
+    look = DiskWatch(platform.services.reserve, platform.services.tenancy).look
+    with platform.client(ADMIN_KEY) as admin, platform.client(key) as tenant:
+        assert read_metric(admin) == "slora_read_only 0.0"
+        with largest_file(LIMIT):
+            refused = [
+                admin.post("/admin/tenants", json={"name": "new"}),
+                admin.post("/admin/tenants/acme/keys"),
+                admin.patch("/admin/tenants/acme", json={"weight": 2}),
+                admin.put("/admin/tenants/acme/adapters/a/pin"),
+                tenant.put("/v1/adapters/a/aliases/prod", json={"versions": {"1": 100}}),
+                platform.upload(key, "a", other),
+            ]
+            assert [answer.status_code for answer in refused] == [507] * len(refused)
+            assert {answer.json()["error"]["code"] for answer in refused} == {"disk_full"}
+            assert {answer.headers["x-should-retry"] for answer in refused} == {"false"}
+            messages = [answer.json()["error"]["message"] for answer in refused]
+            assert str(platform.directory) in messages[0], "the operator is told the path"
+            assert "the data directory (--data-dir)" in messages[-1], "a tenant is told what to ask for"
+            assert str(platform.directory) not in messages[-1]
+            assert status_of(platform, key) == 200 and tenant.get("/v1/adapters/a").status_code == 200
+            look()
+            assert admin.get("/readyz").json()["read_only"] is True
+            assert read_metric(admin) == "slora_read_only 1.0"
+        look()
+        assert admin.get("/readyz").json() == {"status": "ready"}
+        assert platform.upload(key, "a", other).json()["version"] == 2
+
+
+def test_adapters_can_be_deleted_from_a_disk_that_is_almost_full(platform: Platform) -> None:
+    """That makes room. It needs a little itself, which the log of the database often has."""
+    key = platform.key("acme")
+    assert platform.upload(key, "a").status_code == 201
+    platform.services.reserve.report_full()
+    assert platform.upload(key, "b").status_code == 507
+    with platform.client(key) as tenant:
+        assert tenant.delete("/v1/adapters/a").status_code == 200
+    assert not list((platform.directory / "adapters" / "blobs").glob("*/*"))
+
+
+# `slora` in a process that finds no room, whose children do: the loader's memory counts as a file.
+ON_A_FULL_DISK = f"""
+import asyncio, functools, resource
+from slora_api.cli.main import main
+
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+lift = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
+asyncio.create_subprocess_exec = functools.partial(asyncio.create_subprocess_exec, preexec_fn=lift)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({LIMIT}, limits[1]))
+raise SystemExit(main())
+"""
+
+
+def test_a_server_starts_on_a_full_disk_after_a_kill_and_after_a_clean_stop(kit: Kit, tmp_path: Path) -> None:
+    """It did not start, and its message was about the adapter store."""
+    data, command = tmp_path / "data", (sys.executable, "-P", "-c", ON_A_FULL_DISK)
+    with serving(kit.base, data) as first:
+        kept, revoked = first.make_key("kept"), first.make_key("revoked")
+        first.kill_everything()
+    body = {"model": "base", "prompt": "ab", "max_tokens": 2}
+    for status_before in (200, 401):
+        with serving(kit.base, data, command=command) as full:
+            full.wait_until_ready()
+            assert httpx.get(full.url + "/readyz").json()["read_only"] is True
+            with full.client(revoked) as tenant:
+                assert tenant.post("/v1/completions", json=body).status_code == status_before
+            with full.client(ADMIN_KEY) as admin:
+                assert admin.post("/admin/tenants", json={"name": "new"}).status_code == 507
+                assert admin.delete(f"/admin/keys/{revoked.split('_')[1]}").status_code == 200
+            with full.client(revoked) as tenant, full.client(kept) as other:
+                assert tenant.post("/v1/completions", json=body).status_code == 401
+                assert other.post("/v1/completions", json=body).status_code == 200

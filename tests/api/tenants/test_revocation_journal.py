@@ -1,0 +1,78 @@
+"""An entry holds at once in every process of the host, needs no room, and survives a restart."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from slora_api.tenants.revocation_journal import MAX_ENTRIES, RevocationJournal
+from tests.support.file_limit import largest_file
+
+# Answers, for each id on its input, whether it is revoked.
+READER = """
+import sys
+from pathlib import Path
+from slora_api.tenants.revocation_journal import RevocationJournal
+journal = RevocationJournal(Path(sys.argv[1]))
+print("ready", flush=True)
+for line in sys.stdin:
+    print(line.strip() in journal, flush=True)
+"""
+
+
+def test_an_entry_is_seen_by_another_process_at_once_though_the_disk_is_full(tmp_path: Path) -> None:
+    path = tmp_path / "revocations"
+    journal = RevocationJournal(path)
+    environment = {"PYTHONPATH": ".:api:adapters:kernels"}
+    command = [sys.executable, "-P", "-c", READER, str(path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as reader:
+        assert reader.stdin is not None and reader.stdout is not None
+        assert reader.stdout.readline() == "ready\n"
+
+        def is_revoked(key_id: str) -> bool:
+            assert reader.stdin is not None and reader.stdout is not None
+            print(key_id, file=reader.stdin, flush=True)
+            return reader.stdout.readline() == "True\n"
+
+        assert not is_revoked("aaaaaaaa")
+        size = path.stat().st_size
+        with largest_file(size):  # nothing may grow
+            assert journal.add("aaaaaaaa") and journal.add("bbbbbbbb")
+        assert is_revoked("aaaaaaaa") and is_revoked("bbbbbbbb") and not is_revoked("cccccccc")
+        journal.remove(["aaaaaaaa"])
+        assert not is_revoked("aaaaaaaa") and is_revoked("bbbbbbbb")
+        reader.stdin.close()
+    journal.close()
+    again = RevocationJournal(path)
+    assert again.pending() == {"bbbbbbbb"} and "bbbbbbbb" in again
+    again.close()
+
+
+def test_an_entry_that_is_there_is_not_added_again(tmp_path: Path) -> None:
+    journal = RevocationJournal(tmp_path / "revocations")
+    for _ in range(3):
+        assert journal.add("aaaaaaaa")
+    journal.remove(["aaaaaaaa", "unknown1"])
+    assert journal.pending() == frozenset()
+    journal.close()
+
+
+def test_what_the_journal_cannot_hold_is_kept_in_memory(tmp_path: Path) -> None:
+    journal = RevocationJournal(tmp_path / "revocations")
+    assert all(journal.add(f"{number:08}") for number in range(MAX_ENTRIES))
+    assert not journal.add("one-more") and "one-more" in journal
+    assert len(journal.pending()) == MAX_ENTRIES + 1
+    journal.remove([f"{number:08}" for number in range(MAX_ENTRIES)])
+    assert journal.pending() == {"one-more"} and journal.add("a-second")
+    journal.close()
+
+
+def test_without_room_for_the_journal_entries_hold_in_this_process(tmp_path: Path) -> None:
+    with largest_file(0):
+        journal = RevocationJournal(tmp_path / "revocations")
+        assert not journal.add("aaaaaaaa")
+    assert "aaaaaaaa" in journal and "bbbbbbbb" not in journal
+    journal.remove(["aaaaaaaa"])
+    assert "aaaaaaaa" not in journal
+    journal.close()
