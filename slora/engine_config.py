@@ -1,85 +1,127 @@
 """Every setting of the engine, and the sizes that follow from them and from the machine."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from slora.errors import ConfigError
-from slora.scheduler_config import check_choices
+from slora.setting import Auto, ByteSize, Choice, Directory, OnOff, Whole, check_settings, setting
 from slora_kernels.layout import KVFormat
 
 _GIB = 1 << 30
-_LEAST = {
-    "pool_bytes": 1,
-    "block_tokens": 1,
-    "max_model_len": 1,
-    "max_num_seqs": 1,
-    "max_lora_rank": 1,
-    "swap_bytes": 0,
-    "load_bytes_per_step": 1,
-}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes left at None follow from the model and the machine.
+    """The settings of one engine. Sizes left at None follow from the model and the machine.
 
-    dtype: auto (the checkpoint's), float32, bfloat16 or float16. device: auto, cpu or cuda.
-    kernels: auto, triton, numba or torch.
-    model_impl: auto, slora or transformers: whose code computes the model.
-    quantization: what the weights of the layers' linears are rounded to while they are read: int8 or fp8, each row with
-    its scale; auto takes them as the checkpoint stores them.
-    kv_cache_dtype: what pages keep K and V as: auto (the model's dtype) or fp8, 8 bits and a scale for each token and
-    head, with which the same pool holds nearly twice the tokens.
-    pool_bytes: the one pool for KV and adapters; None is 90% of the GPU memory left after weights and a trial step,
-    on a CPU 25% of the free RAM. A CPU's is taken from the system at start if it is named, else as it is used.
-    max_model_len: prompt and answer together; None is the model's own, or what the pool holds if that is less.
-    max_num_batched_tokens: the token budget of one step.
-    prefix_cache: whose computed prefixes a request may find: tenant (its own tenant's), public (those of the bare base
-    are everybody's) or off.
-    preemption: how sequences give way when pages run short: swap to the host, recompute, or auto, the cheaper one.
-    swap_bytes: of the host, for the KV of those; 0 is none; None is a quarter of the pool, at most of the free RAM.
-    Taken only as it is needed.
-    scheduling: fair between tenants, or fcfs, first come, first served.
-    eviction: what leaves the pool first: cost (what it takes to bring back, times how often its kind is used again,
-    for each page), lru (least recently used) or size.
-    load_bytes_per_step: of adapters copied into the pool beside one step of others, at least a page; None follows from
-    the machine and from how many wait for adapters.
-    cuda_graphs: on a GPU, decode steps are recorded and replayed; a CPU has nothing to record.
+    The help texts say what each setting means. `slora serve` takes every field as a flag and an environment variable.
     """
 
-    model: Path
-    model_name: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    kernels: str = "auto"
-    model_impl: str = "auto"
-    quantization: str = "auto"
-    kv_cache_dtype: str = "auto"
-    pool_bytes: int | None = None
-    block_tokens: int = 16
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    max_lora_rank: int = 128
-    prefix_cache: str = "tenant"
-    preemption: str = "auto"
-    swap_bytes: int | None = None
-    scheduling: str = "fair"
-    eviction: str = "lru"
-    load_bytes_per_step: int | None = None
-    cuda_graphs: bool = True
+    model: Path = setting(
+        MISSING,
+        "directory of the base model (config.json, safetensors, tokenizer)",
+        Directory(),
+        metavar="DIR",
+    )
+    model_name: str = setting(
+        "", "name of the base model for clients (default: the name of its directory)", metavar="NAME"
+    )
+    device: str = setting("auto", "where the model runs: auto, cpu or cuda", Choice(("auto", "cpu", "cuda")))
+    dtype: str = setting(
+        "auto",
+        "arithmetic of the model: auto (that of the checkpoint), float32, bfloat16 or float16",
+        Choice(("auto", "float32", "bfloat16", "float16")),
+    )
+    kernels: str = setting(
+        "auto", "auto, triton, numba or torch", Choice(("auto", "triton", "numba", "torch")), metavar="NAME"
+    )
+    model_impl: str = setting(
+        "auto",
+        "the code that computes the model: slora's for the families that it has, or transformers' for any",
+        Choice(("auto", "slora", "transformers")),
+        metavar="NAME",
+    )
+    quantization: str = setting(
+        "auto",
+        "int8 or fp8 rounds the base model's linears to 8 bits, each row with its own scale, and so halves their "
+        "memory; auto takes them as the checkpoint stores them",
+        Choice(("auto", "int8", "fp8")),
+        metavar="FORM",
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "format of K and V in the pool: auto is the model's dtype; fp8 (e4m3, scaled by token and head) makes room for "
+        "nearly twice the tokens, on a CPU or a GPU from compute capability 8.9 up",
+        Choice(tuple(KVFormat)),
+        metavar="FORM",
+    )
+    pool_bytes: int | None = setting(
+        None,
+        "memory for KV cache and adapters: auto takes 0.9 of the free GPU memory, or 25%% of the free RAM",
+        Auto(ByteSize(1)),
+        metavar="SIZE",
+    )
+    block_tokens: int = setting(
+        16, "tokens of KV cache in one page, a power of two", Whole(1, 1024), metavar="N"
+    )
+    max_model_len: int | None = setting(
+        None,
+        "most tokens of prompt and answer together; auto takes the model's own limit, or what the pool holds",
+        Auto(Whole(1)),
+        metavar="N",
+    )
+    max_num_seqs: int = setting(256, "most sequences that run at once", Whole(1), metavar="N")
+    max_num_batched_tokens: int | None = setting(
+        None, "most tokens computed in one step", Auto(Whole(1)), metavar="N"
+    )
+    scheduling: str = setting(
+        "fair",
+        "fair shares the engine between tenants by weight; fcfs serves in order of arrival",
+        Choice(("fair", "fcfs")),
+        metavar="NAME",
+    )
+    prefix_cache: str = setting(
+        "tenant",
+        "which computed prefixes a request may reuse: tenant: those of its own tenant; public: of the base model, "
+        "those of all tenants, so that a tenant may learn by timing what others asked; off: none",
+        Choice(("off", "tenant", "public")),
+        metavar="NAME",
+    )
+    eviction: str = setting(
+        "lru",
+        "which idle adapter or cached prefix is evicted first: lru: the least recently used; cost: the cheapest to "
+        "restore, weighed by how often its kind is reused; size: the largest",
+        Choice(("lru", "cost", "size")),
+        metavar="NAME",
+    )
+    preemption: str = setting(
+        "auto",
+        "how a sequence is preempted when pages are short: swap to the host, recompute later, or auto, whichever takes "
+        "less time",
+        Choice(("auto", "swap", "recompute")),
+        metavar="NAME",
+    )
+    swap_bytes: int | None = setting(
+        None,
+        "host memory for swapped sequences: auto takes a quarter of the pool's size, 0 is none",
+        Auto(ByteSize()),
+        metavar="SIZE",
+    )
+    load_bytes_per_step: int | None = setting(
+        None,
+        "most adapter bytes copied into the pool beside one step: auto lets steps grow by a tenth, and by more while "
+        "many requests wait for adapters",
+        Auto(ByteSize(1)),
+        metavar="SIZE",
+    )
+    cuda_graphs: bool = setting(
+        True, "whether decode steps on a GPU are recorded once and replayed: on or off", OnOff()
+    )
+    max_lora_rank: int = setting(128, "highest rank of an adapter that is accepted", Whole(1), metavar="N")
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}; it must be at least {least}")
-        check_choices(self)
-        if self.kv_cache_dtype not in list(KVFormat):
-            raise ConfigError(
-                f"kv_cache_dtype is {self.kv_cache_dtype!r}; it must be {' or '.join(KVFormat)}"
-            )
+        check_settings(self)
         if self.preemption == "swap" and self.swap_bytes == 0:
             raise ConfigError(
                 "preemption is swap, but swap_bytes is 0: there is nowhere to swap to; raise swap_bytes, or set "

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from slora.engine_config import EngineConfig
 from slora.text.generation_defaults import GenerationDefaults
 from slora_adapters.database.database import Database
 from slora_adapters.disk_reserve import DiskReserve
@@ -107,19 +108,20 @@ def running_platform(
     *,
     follows: bool = False,
     connection_limits: ConnectionLimits | None = None,
+    max_lora_rank: int = 128,
     **settings: Any,
 ) -> Iterator[Platform]:
     """The API on a free port, with its data in `directory`. follows: its engine hears of what other processes do.
-    settings: of `Settings`."""
+    max_lora_rank: of the engine. settings: of `Settings`."""
     bounds = bounds or InspectionBounds()
     tokenizer = byte_tokenizer()
-    chosen = replace(Settings(model="base"), **settings)
+    chosen = replace(Settings(EngineConfig(Path("base"), max_lora_rank=max_lora_rank)), **settings)
     reserve = DiskReserve(directory / "reserve", RESERVE_BYTES)
     database = Database(directory / "slora.db", reserve)
     pepper = Pepper.from_file(directory / "pepper")
     templates = ChatTemplates(tokenizer, chosen.max_concurrent_per_tenant)
     limits = AdapterLimits(
-        max_lora_rank=chosen.max_lora_rank, max_tensor_bytes=chosen.max_upload_bytes, vocab_size=257
+        max_lora_rank=chosen.engine.max_lora_rank, max_tensor_bytes=chosen.max_upload_bytes, vocab_size=257
     )
     quarantine = Quarantine(directory / "quarantine", reserve)
     inspector = Inspector(quarantine, SHAPE, limits, bounds)

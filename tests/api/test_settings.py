@@ -1,16 +1,12 @@
 import argparse
+from pathlib import Path
 
 import pytest
 
+from slora.engine_config import EngineConfig
+from slora.setting import ByteSize, SettingRefused
 from slora_api.cli.main import _make_parser
-from slora_api.settings import (
-    SettingRefused,
-    Settings,
-    byte_size,
-    read_settings,
-    setting_specs,
-    unknown_variables,
-)
+from slora_api.settings import Settings, read_settings, server_setting_specs, unknown_variables
 
 MODEL = {"model": "somewhere"}
 
@@ -28,23 +24,23 @@ MODEL = {"model": "somewhere"}
     ],
 )
 def test_byte_sizes_are_read_in_decimal_and_binary_units(text: str, size: int) -> None:
-    assert byte_size(text) == size
+    assert ByteSize().read(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "many", "-1", "1 gigabyte", "1e9", "0x10", "MiB"])
 def test_a_text_that_is_no_byte_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="512MiB"):
-        byte_size(text)
+        ByteSize().read(text)
 
 
 def test_defaults_are_the_ones_of_the_dataclass() -> None:
-    assert read_settings(MODEL, {}) == Settings(model="somewhere")
+    assert read_settings(MODEL, {}) == Settings(EngineConfig(Path("somewhere")))
 
 
 def test_a_flag_wins_over_the_environment_and_the_environment_over_the_default() -> None:
     environment = {"SLORA_PORT": "9000", "SLORA_MAX_NUM_SEQS": "7"}
     settings = read_settings({**MODEL, "port": "9001"}, environment)
-    assert (settings.port, settings.max_num_seqs, settings.host) == (9001, 7, "127.0.0.1")
+    assert (settings.port, settings.engine.max_num_seqs, settings.host) == (9001, 7, "127.0.0.1")
 
 
 def test_an_empty_variable_counts_as_unset() -> None:
@@ -53,7 +49,7 @@ def test_an_empty_variable_counts_as_unset() -> None:
 
 def test_auto_means_found_out_at_start() -> None:
     settings = read_settings({**MODEL, "pool_bytes": "auto", "max_model_len": "2048"}, {})
-    assert (settings.pool_bytes, settings.max_model_len) == (None, 2048)
+    assert (settings.engine.pool_bytes, settings.engine.max_model_len) == (None, 2048)
 
 
 @pytest.mark.parametrize(
@@ -61,15 +57,15 @@ def test_auto_means_found_out_at_start() -> None:
     [
         ("port", "http", "a whole number from 0 to 65535"),
         ("port", "65536", "a whole number from 0 to 65535"),
-        ("pool_bytes", "lots", "auto, or a size in bytes such as 512MiB"),
-        ("max_model_len", "1", "auto, or a whole number from 2 up"),
-        ("device", "tpu", "one of auto, cpu, cuda"),
-        ("dtype", "int8", "one of auto, float32, bfloat16, float16"),
-        ("scheduling", "lottery", "one of fair, fcfs"),
-        ("prefix_cache", "on", "one of off, tenant, public"),
-        ("eviction", "random", "one of cost, lru, size"),
-        ("preemption", "never", "one of auto, swap, recompute"),
-        ("swap_bytes", "some", "auto, or a size in bytes such as 512MiB"),
+        ("pool_bytes", "lots", "auto, or a size in bytes"),
+        ("max_model_len", "0", "auto, or a whole number of at least 1"),
+        ("device", "tpu", "auto, cpu or cuda"),
+        ("dtype", "int8", "auto, float32, bfloat16 or float16"),
+        ("scheduling", "lottery", "fair or fcfs"),
+        ("prefix_cache", "on", "off, tenant or public"),
+        ("eviction", "random", "lru, cost or size"),
+        ("preemption", "never", "auto, swap or recompute"),
+        ("swap_bytes", "some", "auto, or a size in bytes"),
         ("drain_seconds", "-1", "a number of seconds, 0 or more"),
         ("drain_seconds", "inf", "a number of seconds, 0 or more"),
     ],
@@ -113,8 +109,8 @@ def test_a_variable_that_is_no_setting_is_found_with_the_one_that_was_meant() ->
 
 
 def test_the_demo_brings_its_model_unless_another_is_named() -> None:
-    assert read_settings({"demo": "demo"}, {}).model == "demo/model"
-    assert read_settings({"demo": "demo"}, {"SLORA_MODEL": "other"}).model == "other"
+    assert read_settings({"demo": "demo"}, {}).engine.model == Path("demo/model")
+    assert read_settings({"demo": "demo"}, {"SLORA_MODEL": "other"}).engine.model == Path("other")
 
 
 def test_every_setting_is_a_flag_of_serve_with_a_help_text() -> None:
@@ -125,6 +121,6 @@ def test_every_setting_is_a_flag_of_serve_with_a_help_text() -> None:
         if isinstance(action, argparse._SubParsersAction)
     )
     helps = {action.dest: action.help for action in serve._actions}
-    assert all(helps[spec.name] for spec in setting_specs())
+    assert all(helps[spec.name] for spec in server_setting_specs())
     values = vars(parser.parse_args(["serve", "--pool-bytes", "1GiB", "--demo", "demo"]))
     assert values["pool_bytes"] == "1GiB" and values["demo"] == "demo" and values["port"] is None

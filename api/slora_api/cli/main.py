@@ -9,7 +9,7 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 
-from slora_api.settings import setting_specs
+from slora_api.settings import server_setting_specs
 
 __all__ = ["main"]
 
@@ -86,7 +86,7 @@ def _add_serve(commands: _Commands) -> None:
     )
     for parser in (serve, demo):
         parser.epilog = "Each flag is also an environment variable: --max-model-len is SLORA_MAX_MODEL_LEN."
-        for spec in setting_specs():
+        for spec in server_setting_specs():
             if parser is demo and spec.name == "demo":
                 continue
             shown = f" (default {spec.default_text})" if spec.default_text else ""

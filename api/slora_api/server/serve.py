@@ -17,13 +17,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from slora.engine.client import RemoteEngine
 from slora.errors import ConfigError, SloraError
 from slora.models.model_spec import read_model_spec
+from slora.setting import SettingRefused
 from slora.text.generation_defaults import read_model_defaults
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.database.database import Database
@@ -68,7 +69,7 @@ from slora_api.server.http_server import HttpServer
 from slora_api.server.listener import open_listener
 from slora_api.server.server_name import read_server_name
 from slora_api.server.supervisor import Child, Supervisor
-from slora_api.settings import SettingRefused, Settings, read_settings, unknown_variables
+from slora_api.settings import Settings, read_settings, unknown_variables
 from slora_api.tenants.adapter_quota import AdapterQuota
 from slora_api.tenants.admin_key import AdminKey, open_admin_key
 from slora_api.tenants.api_key import Pepper
@@ -89,18 +90,18 @@ class _Model:
     """What the API must know of the base model, read from its directory without the engine. Raises ConfigError."""
 
     def __init__(self, settings: Settings) -> None:
-        self.directory = Path(settings.model)
-        self.config = read_model_spec(self.directory, settings.model_impl)
-        self.dtype = self.config.resolve_dtype(settings.dtype)
+        self.directory = settings.engine.model
+        self.config = read_model_spec(self.directory, settings.engine.model_impl)
+        self.dtype = self.config.resolve_dtype(settings.engine.dtype)
         self.shape = self.config.shape(self.dtype)
-        self.name = settings.model_name or self.directory.resolve().name
+        self.name = settings.engine.model_name or self.directory.resolve().name
         if self.name == DEFAULT_MODEL:
             raise ConfigError(
                 f"a base model named {DEFAULT_MODEL!r} could not be told from a key's adapter; give a --model-name"
             )
         self.tokenizer = Tokenizer.from_directory(self.directory)
         self.limits = AdapterLimits(
-            max_lora_rank=settings.max_lora_rank,
+            max_lora_rank=settings.engine.max_lora_rank,
             max_tensor_bytes=settings.max_upload_bytes,
             served_dtype=self.dtype,
             vocab_size=self.config.vocab_size,
@@ -164,29 +165,7 @@ def _children(settings: Settings, model: _Model, data: DataDir, sockets: _Socket
     engine: dict[str, Any] = {
         "socket": str(sockets.engine),
         "loader_socket": str(sockets.loader),
-        "engine": {
-            "model": str(model.directory),
-            "model_name": model.name,
-            "dtype": settings.dtype,
-            "device": settings.device,
-            "kernels": settings.kernels,
-            "model_impl": settings.model_impl,
-            "quantization": settings.quantization,
-            "kv_cache_dtype": settings.kv_cache_dtype,
-            "pool_bytes": settings.pool_bytes,
-            "block_tokens": settings.block_tokens,
-            "max_model_len": settings.max_model_len,
-            "max_num_seqs": settings.max_num_seqs,
-            "max_num_batched_tokens": settings.max_num_batched_tokens,
-            "max_lora_rank": settings.max_lora_rank,
-            "scheduling": settings.scheduling,
-            "prefix_cache": settings.prefix_cache,
-            "eviction": settings.eviction,
-            "preemption": settings.preemption,
-            "swap_bytes": settings.swap_bytes,
-            "load_bytes_per_step": settings.load_bytes_per_step,
-            "cuda_graphs": settings.cuda_graphs == "on",
-        },
+        "engine": asdict(settings.engine) | {"model": str(model.directory), "model_name": model.name},
     }
     loader = LoaderConfig(
         socket=sockets.loader,
@@ -195,7 +174,7 @@ def _children(settings: Settings, model: _Model, data: DataDir, sockets: _Socket
         shape=model.shape,
         dtype=model.dtype,
         host_cache_bytes=settings.host_cache_bytes,
-        max_lora_rank=settings.max_lora_rank,
+        max_lora_rank=settings.engine.max_lora_rank,
     )
     return [
         # Its stores' URLs may hold passwords, which a command line would show to everybody on the machine.
@@ -375,7 +354,7 @@ def main(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
         settings = read_settings(vars(arguments), os.environ)
-    except SettingRefused as error:
+    except (ConfigError, SettingRefused) as error:
         print(f"slora: {error}", file=sys.stderr)
         return 2
     for name, meant in unknown_variables(os.environ).items():

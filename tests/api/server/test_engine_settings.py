@@ -21,7 +21,7 @@ def engine_settings(settings: Settings, directory: Path) -> dict[str, Any]:
 
 
 def test_every_setting_of_the_engine_is_told_by_its_name(kit: Kit, tmp_path: Path) -> None:
-    told = engine_settings(Settings(model=str(kit.base)), tmp_path)
+    told = engine_settings(Settings(EngineConfig(kit.base)), tmp_path)
     assert set(told) == {field.name for field in fields(EngineConfig)}
 
 
@@ -39,6 +39,6 @@ def test_choices_about_memory_and_service_reach_the_engine(kit: Kit, tmp_path: P
     told = engine_settings(read_settings({"model": str(kit.base), **flags}, {}), tmp_path / "chosen")
     expected = flags | {"swap_bytes": 64 << 20, "load_bytes_per_step": 10**6, "cuda_graphs": False}
     assert {name: told[name] for name in flags} == expected
-    plain = engine_settings(Settings(model=str(kit.base)), tmp_path / "plain")
+    plain = engine_settings(Settings(EngineConfig(kit.base)), tmp_path / "plain")
     assert (plain["swap_bytes"], plain["load_bytes_per_step"]) == (None, None)
     assert plain["cuda_graphs"] is True

@@ -284,7 +284,7 @@ def test_the_numbers_add_up(kit: ModelKit) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pool_bytes": 0}, "pool_bytes is 0; it must be at least 1"),
+        ({"pool_bytes": 0}, "pool_bytes is 0; it must be auto, or a size in bytes of at least 1"),
         ({"pool_bytes": 100}, "pool_bytes is 100, but one page of this model takes"),
         ({"block_tokens": 12}, "block_tokens is 12; it must be a power of two"),
         ({"block_tokens": 1}, "a page of 1 tokens takes .*choose a larger block size"),
@@ -297,18 +297,21 @@ def test_the_numbers_add_up(kit: ModelKit) -> None:
         ),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"device": "tpu"}, "device is 'tpu'; it must be auto, cpu or cuda"),
-        ({"kernels": "magic"}, "no kernels named 'magic'; choose auto"),
+        ({"kernels": "magic"}, "kernels is 'magic'; it must be auto, triton, numba or torch"),
         ({"prefix_cache": "shared"}, "prefix_cache is 'shared'; it must be off, tenant or public"),
         ({"preemption": "wait"}, "preemption is 'wait'; it must be auto, swap or recompute"),
         ({"scheduling": "lifo"}, "scheduling is 'lifo'; it must be fair or fcfs"),
         ({"eviction": "random"}, "eviction is 'random'; it must be lru, cost or size"),
-        ({"swap_bytes": -1}, "swap_bytes is -1; it must be at least 0"),
+        ({"swap_bytes": -1}, "swap_bytes is -1; it must be auto, or a size in bytes"),
         ({"swap_bytes": 100}, "swap_bytes is 100, but one page of this model takes .*or 0 to swap nothing"),
         (
             {"swap_bytes": 0, "preemption": "swap"},
             "preemption is swap, but swap_bytes is 0.*raise swap_bytes",
         ),
-        ({"load_bytes_per_step": 0}, "load_bytes_per_step is 0; it must be at least 1"),
+        (
+            {"load_bytes_per_step": 0},
+            "load_bytes_per_step is 0; it must be auto, or a size in bytes of at least 1",
+        ),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_with_the_remedy(
