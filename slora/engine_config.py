@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slora.errors import ConfigError
 from slora.setting import Auto, ByteSize, Choice, Directory, OnOff, Whole, check_settings, setting
-from slora_kernels.layout import KVFormat
+from slora_kernels.kv_format import KVFormat
 
 _GIB = 1 << 30
 

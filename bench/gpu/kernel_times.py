@@ -28,7 +28,8 @@ from bench.table import Row, print_table
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
 from slora_kernels.draws import NO_TOP_K, Draws
 from slora_kernels.kernel_selector import select_kernels
-from slora_kernels.layout import KVFormat, ModelShape, llama_shape
+from slora_kernels.kv_format import KVFormat
+from slora_kernels.layout import ModelShape, llama_shape
 from slora_kernels.ops import Kernels
 
 RANKS: dict[str, tuple[int, ...]] = {"8": (8,), "16": (16,), "64": (64,), "mixed": (8, 16, 64)}

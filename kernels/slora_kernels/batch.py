@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from slora_kernels.layout import KVBlockLayout, KVFormat, lay_out_kv_block
+from slora_kernels.kv_format import KVFormat
+from slora_kernels.layout import KVBlockLayout, lay_out_kv_block
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,13 @@ Knows no torch: loader and API processes import it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from slora_kernels.kv_format import KVFormat as KVFormat
 
 LAYOUT_VERSION = 2
 SEGMENT_BYTES = 256
@@ -35,19 +36,6 @@ SEGMENT_BYTES = 256
 MAX_GROUP_MODULES = 3
 
 Int32Array = npt.NDArray[np.int32]
-
-
-class KVFormat(StrEnum):
-    """What pages keep K and V as.
-
-    MODEL: numbers of the model's dtype.
-    FP8: float8 e4m3 (arXiv 2209.05433), each times a scale in bfloat16. A token's K of one head has one scale, its V
-    another: the largest magnitude over 448, rounded up. So nothing is clipped, nothing must be calibrated, and what is
-    kept depends on this token alone. K or V that is not finite has NaN for the scales of both.
-    """
-
-    MODEL = "auto"
-    FP8 = "fp8"
 
 
 # The largest number of e4m3, and the bytes of a scale: 1.6% on top of a head's 128 numbers.

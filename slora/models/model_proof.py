@@ -33,7 +33,7 @@ from slora.sampling_params import SamplingParams
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, StepPlan
 from slora_kernels.batch import KVGeometry
-from slora_kernels.layout import KVFormat
+from slora_kernels.kv_format import KVFormat
 from slora_kernels.ops import Kernels
 
 __all__ = ["prove_model", "run_through_pages"]

@@ -31,7 +31,8 @@ from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import AdapterLoad, Chunk, Sampled, StepPlan
 from slora_kernels.batch import KVGeometry
 from slora_kernels.kernel_selector import select_kernels
-from slora_kernels.layout import KVFormat, ModelShape, lay_out_adapter
+from slora_kernels.kv_format import KVFormat
+from slora_kernels.layout import ModelShape, lay_out_adapter
 from slora_kernels.ops import Kernels
 
 _CPU_POOL_SHARE = 0.25

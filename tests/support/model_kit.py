@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slora.models.model_spec import read_model_spec
-from slora_kernels.layout import KVFormat
+from slora_kernels.kv_format import KVFormat
 from tests.support.oracle import Oracle
 from tests.support.peft_adapters import FUSED_KINDS, KINDS, WHOLE_KINDS, make_adapter
 from tests.support.tiny_models import OTHER_MODELS, make_model, write_model

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 
 from slora_kernels.gpu.compiled_kernel import CompiledKernel, read_compiled
 from slora_kernels.gpu.model_launches import bind_all
-from slora_kernels.layout import KVFormat
+from slora_kernels.kv_format import KVFormat
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -33,8 +33,9 @@ from slora_kernels.gpu.rotate_and_write_kv import bind_rotate_and_write_kv
 from slora_kernels.gpu.token_cutoffs import bind_token_cutoffs
 from slora_kernels.gpu.token_race import bind_token_race
 from slora_kernels.gpu.token_weights import bind_token_weights
+from slora_kernels.kv_format import KVFormat
 from slora_kernels.launch import Launch
-from slora_kernels.layout import KVFormat, LoraSite, ModelShape, lay_out_adapter, llama_shape
+from slora_kernels.layout import LoraSite, ModelShape, lay_out_adapter, llama_shape
 
 RANKS = (8, 16, 64)
 _TOKENS = 16

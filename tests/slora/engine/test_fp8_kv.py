@@ -15,7 +15,7 @@ from slora.engine_config import EngineConfig
 from slora.errors import ConfigError
 from slora.request import EngineRequest
 from slora_adapters.loader.source import AdapterSource
-from slora_kernels.layout import KVFormat
+from slora_kernels.kv_format import KVFormat
 from tests.slora.engine.test_forks import apart, ask
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
 from tests.support.driving import Answer, drive, make_engine, make_source
