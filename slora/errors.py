@@ -6,8 +6,10 @@ SloraError                    (slora_adapters) root of everything that this proj
 ├── RequestRefused            the request is at fault: names the field; nothing was computed
 │   └── ContextTooLong        prompt plus answer exceed what the model or the pool can hold
 ├── AdapterFetchFailed        the adapter could not be brought to the host; the request is over
-├── RequestFailed             the engine broke on this request (logits not finite, say); others go on
-│   └── DeadlineMissed        its first token can't come in the time that it allowed; nothing was computed
+├── RequestFailed             this request breaks the computing (its logits are not finite, say); others go on
+├── StepFailed                the engine broke on a step that held the request, which is not at fault; try again
+├── DeadlineMissed            its first token can't come in the time that it allowed; nothing was computed
+├── DeviceFailed              the device computes nothing any more; the engine ends
 ├── EngineUnavailable         the engine is gone, starting, or full; try again
 └── NotComparable             transformers or peft can't load what this engine serves
 """
@@ -19,11 +21,13 @@ __all__ = [
     "ConfigError",
     "ContextTooLong",
     "DeadlineMissed",
+    "DeviceFailed",
     "EngineUnavailable",
     "NotComparable",
     "RequestFailed",
     "RequestRefused",
     "SloraError",
+    "StepFailed",
 ]
 
 
@@ -58,11 +62,19 @@ class AdapterFetchFailed(SloraError):
 
 
 class RequestFailed(SloraError):
-    """The engine broke on this request; it keeps serving others."""
+    """Computing this request breaks, even alone. The same request would break again; other requests go on."""
 
 
-class DeadlineMissed(RequestFailed):
-    """The first token can't come within the time that the request allowed for it; it may be sent again later."""
+class StepFailed(SloraError):
+    """The engine broke on steps that held this request, and not because of it. The request may be sent again."""
+
+
+class DeadlineMissed(SloraError):
+    """The first token can't come within the time that the request allowed; the request may be sent again later."""
+
+
+class DeviceFailed(SloraError):
+    """The device computes nothing any more (a sticky CUDA error, a lost rank). Only a new process can help."""
 
 
 class EngineUnavailable(SloraError):

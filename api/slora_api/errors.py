@@ -43,6 +43,7 @@ from slora.errors import (
     EngineUnavailable,
     RequestFailed,
     RequestRefused,
+    StepFailed,
 )
 from slora_adapters.errors import (
     AdapterCorrupt,
@@ -244,6 +245,7 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (EngineUnavailable, _Rule(503, _UNAVAILABLE, "engine_unavailable", retry_after_s=SOON_S)),
     (DiskFull, _Rule(507, "server_error", "disk_full", should_retry=False)),
     (StoreUnavailable, _Rule(503, _UNAVAILABLE, "store_unavailable", retry_after_s=SOON_S)),
+    (StepFailed, _Rule(503, _UNAVAILABLE, "step_failed", retry_after_s=SOON_S, should_retry=True)),
     (DeadlineMissed, _Rule(503, _UNAVAILABLE, "deadline_missed", retry_after_s=SOON_S)),
     # The same bytes would be read again, and the same request would break the engine's arithmetic again.
     (AdapterCorrupt, _Rule(500, "server_error", "adapter_corrupt", should_retry=False)),

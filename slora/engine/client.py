@@ -52,7 +52,8 @@ class EngineClient(Protocol):
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """The answer as it comes. Closing the iterator early aborts the request.
 
-        Raises RequestRefused, AdapterFetchFailed, RequestFailed or EngineUnavailable, at any step.
+        Raises RequestRefused, AdapterFetchFailed, RequestFailed, StepFailed, DeadlineMissed or
+        EngineUnavailable, at any step.
         """
 
     def end_choice(self, request_id: str, index: int) -> None:

@@ -3,7 +3,6 @@
 Single-threaded: whoever owns it calls `add`, `abort`, `forget` and `step` from one thread. Knows no socket, no key.
 """
 
-import logging
 import secrets
 import time
 
@@ -14,11 +13,12 @@ from slora.engine.info import EngineInfo, EngineStats
 from slora.engine.load_paces import LoadPaces
 from slora.engine.pin import Pin
 from slora.engine_config import EngineConfig
-from slora.errors import ContextTooLong, RequestFailed, RequestRefused
+from slora.errors import ContextTooLong, RequestFailed, RequestRefused, StepFailed
 from slora.kv_footprint import KVFootprint
 from slora.models.model import LoadModel, load_model
 from slora.models.model_spec import ModelSpec
 from slora.request import EngineRequest, StepOutput
+from slora.runner.fault_isolation import FaultIsolation, PagesNotMoved
 from slora.runner.runner import Runner
 from slora.sampling_params import SamplingParams
 from slora.scheduler.scheduler import Scheduler
@@ -28,7 +28,9 @@ from slora.tenant_share import TenantShare
 from slora_adapters.loader.source import AdapterSource
 from slora_adapters.version import AdapterVersion
 
-_log = logging.getLogger(__name__)
+_BREAKS_ALONE = "the engine can't compute this request, not even alone; the server's log says why"
+_GIVEN_UP = "the engine broke on the step that held this request, because of other requests; send it again"
+_NOT_MOVED = "the engine could not bring to the pool what this request needs, several times; send it again"
 
 
 class Engine:
@@ -48,6 +50,7 @@ class Engine:
     ) -> None:
         self._config = config
         self._runner = Runner(config, model, load)
+        self._isolation = FaultIsolation(self._runner)
         if costs is None:
             costs = self._runner.measure_costs()
         if config.pool_bytes is not None:  # else it is a share of what is free, which others may need first
@@ -152,18 +155,20 @@ class Engine:
         return self._scheduler.prewarm(version)
 
     def step(self) -> list[StepOutput]:
-        """Computes one step. What breaks in it ends the requests of that step, never the engine."""
+        """Computes one step. A request that breaks it ends alone.
+
+        Raises DeviceFailed when the device is lost: the engine must not be used any more.
+        """
         plan = self._scheduler.schedule(time.monotonic())
         try:
-            sampled = self._runner.run(plan)
-        except Exception:
-            _log.exception("a step of %d requests failed", len(plan.chunks))
-            return self._scheduler.fail(
-                plan, RequestFailed("the engine failed on the step that held this request")
-            )
+            result = self._isolation.run(plan)
+        except PagesNotMoved:
+            return self._scheduler.take_back(plan, StepFailed(_NOT_MOVED))
+        ended = self._scheduler.drop(plan, result.culprits, RequestFailed(_BREAKS_ALONE))
+        ended += self._scheduler.drop(plan, result.given_up, StepFailed(_GIVEN_UP))
         self._num_steps += bool(plan.chunks)
-        self._generated_tokens += len(sampled)
-        return self._scheduler.postprocess(plan, sampled)
+        self._generated_tokens += len(result.sampled)
+        return ended + self._scheduler.postprocess(plan, result.sampled)
 
     def check(self) -> None:
         """Proves that no page is lost. Raises AssertionError with what does not add up."""

@@ -18,6 +18,7 @@ from slora.errors import (
     EngineUnavailable,
     RequestFailed,
     RequestRefused,
+    StepFailed,
 )
 from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta, TokenLogprobs
 from slora.sampling_params import SamplingParams
@@ -25,9 +26,11 @@ from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 Message = dict[str, Any]
+
+_KINDS: dict[type[Exception], str] = {DeadlineMissed: "deadline", StepFailed: "step", RequestFailed: "failed"}
 
 
 def encode_add(request: EngineRequest) -> Message:
@@ -168,7 +171,7 @@ def _encode_error(error: Exception) -> Message:
         }
     if isinstance(error, AdapterFetchFailed):
         return {"kind": "fetch", "message": error.message, "code": error.code}
-    return {"kind": "deadline" if isinstance(error, DeadlineMissed) else "failed", "message": str(error)}
+    return {"kind": _KINDS.get(type(error), "failed"), "message": str(error)}
 
 
 def _decode_error(fields: Message) -> Exception:
@@ -179,4 +182,4 @@ def _decode_error(fields: Message) -> Exception:
         return RequestRefused(message, fields["param"], fields["code"])
     if kind == "fetch":
         return AdapterFetchFailed(message, fields["code"])
-    return DeadlineMissed(message) if kind == "deadline" else RequestFailed(message)
+    return next((error for error, name in _KINDS.items() if name == kind), RequestFailed)(message)

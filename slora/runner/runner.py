@@ -1,6 +1,8 @@
 """Carries out a plan on the device: moves pages, loads adapters, builds the batch, runs the decoder, draws tokens."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Timer
 
 import torch
@@ -12,7 +14,7 @@ from slora.device.load_stream import CudaLoadStream, LoadStream, split_loads
 from slora.device.page_memory import PageMemory
 from slora.device.step_batch import StepBatch, tile_prompt_rows
 from slora.engine_config import EngineConfig, free_ram_bytes
-from slora.errors import ConfigError
+from slora.errors import ConfigError, DeviceFailed
 from slora.kv_footprint import KVFootprint
 from slora.models.decoder import Decoder
 from slora.models.lora_deltas import LoraDeltas
@@ -23,6 +25,7 @@ from slora.pool.tenant import Tenant
 from slora.request import EngineRequest
 from slora.runner.cost_measurement import measure_costs
 from slora.runner.decode_graphs import DecodeGraphs, capture_cuda
+from slora.runner.fault_isolation import PagesNotMoved
 from slora.sampling.prompt_scoring import score_prompts
 from slora.sampling.sampler import sample
 from slora.sampling.sampling_table import SamplingTable
@@ -95,19 +98,40 @@ class Runner:
     def run(self, plan: StepPlan) -> list[Sampled]:
         """One token for each of the chunks' `draws`, in order. What prompts score is noted on their sequences.
 
-        When it returns, and when it raises, nobody reads the host's copies of the plan's loads any more.
+        When it returns, and when it raises, nobody reads the host's copies of the plan's loads any more. Raises
+        PagesNotMoved, or whatever broke the computing.
         """
         try:
-            beside = self._move_pages(plan)
+            with _moving_pages():
+                beside = self._move_pages(plan)
             try:
                 computed = self._compute(plan)
             finally:
                 # Of a step that fails, too: slices that come later count on them.
-                self._load_beside(beside)
+                with _moving_pages():
+                    self._load_beside(beside)
             return [] if computed is None else self._draw(*computed)
         finally:
             if plan.loads:
                 self.memory.wait()
+
+    @torch.inference_mode()
+    def probe(self) -> None:
+        """Computes a token of the base model on two pages of its own. Raises DeviceFailed if that does not work."""
+        try:
+            memory = PageMemory(
+                self._geometry, self._shape, self.full_page_bytes, 2, 1, self._max_adapter_pages, self.device
+            )
+            memory.pages.zero_()
+            batch = StepBatch.build(
+                StepPlan(chunks=[_trial_chunk(self._geometry.block_tokens)]), memory, self.kernels.tile_limits
+            )
+            hidden = self._model.forward(batch, memory, self.kernels)
+            self._model.logits(hidden, LoraDeltas(None, memory, self.kernels)).sum().item()
+        except Exception as error:
+            raise DeviceFailed(
+                f"{self.device} computes nothing any more: {type(error).__name__}: {error}"
+            ) from error
 
     def _compute(self, plan: StepPlan) -> tuple[StepBatch, Tensor] | None:
         """The batch and its hidden states [B', H]; None for a plan that only moves pages."""
@@ -241,18 +265,32 @@ class Runner:
 
         Every token is its own one-token sequence on page 0; what they write there means nothing.
         """
-        request = EngineRequest("trial", "", [0], None, SamplingParams(top_p=0.9))
         count = min(num_tokens, 16) if self.device.type == "cpu" else num_tokens
         plan = StepPlan()
         for number in range(count):
-            sequence = Sequence(request, Tenant("trial"), 1, frozenset(), 0, self._geometry.block_tokens)
-            sequence.blocks.extend([0])
+            chunk = _trial_chunk(self._geometry.block_tokens)
             if number < num_rows:
-                sequence.row = number
-                plan.started.append(sequence)
-            plan.chunks.append(Chunk(sequence, 0, 1, samples=number < num_rows, slot=None, generation=None))
+                chunk.sequence.row = number
+                plan.started.append(chunk.sequence)
+            plan.chunks.append(chunk._replace(samples=number < num_rows))
         self.memory.pages.zero_()
         self.run(plan)
+
+
+def _trial_chunk(block_tokens: int) -> Chunk:
+    """One token on page 0, of a sequence that is nobody's."""
+    request = EngineRequest("trial", "", [0], None, SamplingParams(top_p=0.9))
+    sequence = Sequence(request, Tenant("trial"), 1, frozenset(), 0, block_tokens)
+    sequence.blocks.extend([0])
+    return Chunk(sequence, 0, 1, samples=True, slot=None, generation=None)
+
+
+@contextmanager
+def _moving_pages() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise PagesNotMoved(f"pages could not be moved: {type(error).__name__}: {error}") from error
 
 
 def _warm_up(kernels: Kernels, geometry: KVGeometry) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slora.request import TokenLogprobs
 from slora.sampling.sampler import token_logprobs
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk
@@ -64,8 +65,10 @@ def score_prompts(
         blocks = zip(
             torch.split(hidden[begin:end], _BLOCK_ROWS), torch.split(targets, _BLOCK_ROWS), strict=True
         )
+        scores: list[TokenLogprobs | None] = []
         for block, tokens in blocks:
-            scores = token_logprobs(project(block, rows.sequence).float(), tokens, [count] * len(tokens))
-            rows.sequence.scores.extend(scores)
+            scores += token_logprobs(project(block, rows.sequence).float(), tokens, [count] * len(tokens))
+        # Both at once: where a block breaks, the whole chunk is computed and scored again.
+        rows.sequence.scores.extend(scores)
         rows.sequence.num_scored += len(rows.targets)
         begin = end

@@ -45,6 +45,9 @@ from slora.scheduler_config import SchedulerConfig
 from slora_adapters.loader.source import AdapterSource
 from slora_adapters.version import AdapterVersion
 
+# A request ends after so many steps that could not bring what it needs: perhaps that is what breaks them.
+_MOST_BROKEN_STEPS = 3
+
 
 class Scheduler:
     """Owns the sequences and, through them, every held page of `memory`.
@@ -67,6 +70,7 @@ class Scheduler:
         self._costs = costs
         self._charges = Charges(costs)
         self._deadlines = Deadlines()
+        self._unwritten: list[Sequence] = []  # since a step that was taken back
         self._lifecycle = Lifecycle(config, self.memory, self.supply, self.swapping)
         self._batch = self._lifecycle.batch
         self._reclaim = Reclaim(config.footprint, self.memory, self.supply, self._lifecycle, self.swapping)
@@ -151,6 +155,8 @@ class Scheduler:
         plan = StepPlan()
         self._reclaim.begin_step()
         self._beams.start_forks(plan)
+        plan.started.extend(sequence for sequence in self._unwritten if sequence.is_running)
+        self._unwritten = []
         for sequence in self._deadlines.missed(now):
             self.num_deadlines_missed += 1
             plan.ended.append(self._lifecycle.end(sequence, _too_late(sequence, self.num_waiting)))
@@ -184,7 +190,7 @@ class Scheduler:
             sequence.num_computed += chunk.num_tokens
             if not sequence.done:  # nor is it over, with a choice that failed in this step
                 self.prefixes.name(sequence)
-            if sequence.scores:
+            if sequence.scores and not sequence.done:
                 outputs.append(_tell_scores(sequence))
             if chunk.forks:
                 self._fork(chunk)
@@ -194,24 +200,42 @@ class Scheduler:
                     outputs.extend(self._take(choice, token))
         return outputs
 
-    def fail(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
-        """The step broke: its requests end with `error`, everybody else goes on."""
+    def drop(self, plan: StepPlan, chunks: list[Chunk], error: Exception) -> list[StepOutput]:
+        """These chunks could not be computed: they leave the plan, and their requests end with `error`."""
+        dropped = {id(chunk.sequence) for chunk in chunks}
+        plan.chunks[:] = [chunk for chunk in plan.chunks if id(chunk.sequence) not in dropped]
+        outputs = []
+        for chunk in chunks:
+            for fork in chunk.forks:
+                self._batch.unseat(fork)
+            if not chunk.sequence.done:  # another choice of its request may have been dropped, too
+                self.memory.kv.discard(chunk.sequence.block_keys)
+                outputs.append(self._lifecycle.end(chunk.sequence, error))
+        return outputs
+
+    def take_back(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
+        """The step could not move its pages. What it was to bring to the pool is not trusted: those who need it start
+        over, or end with `error` when this befell them too often. All others go on as if the step had not been."""
         outputs = list(plan.ended)
-        ended = [chunk.sequence for chunk in plan.chunks if not chunk.sequence.done]
-        outputs.extend(self._lifecycle.end(sequence, error) for sequence in ended if not sequence.done)
         for chunk in plan.chunks:
-            for sequence in chunk.forks:
-                self._batch.unseat(sequence)
-        # What was to be brought to the pool can't be trusted; who started on it without computing yet starts again.
+            for fork in chunk.forks:
+                self._batch.unseat(fork)
         residents = self.supply.distrust(plan)
         self.pins.fail(residents)
         restored = self.swapping.distrust()
+        targets = {target for _, target in plan.copies}
         for sequence in self._batch:
-            if not sequence.done and (sequence.resident in residents or sequence in restored):
-                misfit = self._lifecycle.back_to_queue(sequence)
-                if misfit is not None:
-                    outputs.append(self._lifecycle.end(sequence, misfit))
+            is_trusted = sequence.resident not in residents and sequence not in restored
+            if sequence.done or (is_trusted and targets.isdisjoint(sequence.blocks.held)):
+                continue
+            sequence.num_broken_steps += 1
+            if sequence.num_broken_steps >= _MOST_BROKEN_STEPS:
+                outputs.append(self._lifecycle.end(sequence, error))
+            elif (misfit := self._lifecycle.back_to_queue(sequence)) is not None:
+                outputs.append(self._lifecycle.end(sequence, misfit))
         self.swapping.settle()
+        # Their rows of the sampling table were not written, or count tokens that nobody got.
+        self._unwritten += [*plan.started, *(chunk.sequence for chunk in plan.chunks)]
         return outputs
 
     def check(self) -> None:

@@ -45,7 +45,8 @@ class Sequence:
     computed; 1 after that, and for those that came out of it. chunk_limit: the most tokens that may be computed of it
     at a time, for its pages to fit the pool. is_long: its KV is rotated with the long factors of a model that has two
     sets (longrope). num_cached: tokens of the prompt that were found computed when it first started. furthest: its
-    tokens when it gave way last; num_setbacks: how often it did with no more of them than before.
+    tokens when it gave way last; num_setbacks: how often it did with no more of them than before. num_broken_steps:
+    steps that could not bring its adapter or its KV to the pool.
     """
 
     __slots__ = (
@@ -59,6 +60,7 @@ class Sequence:
         "is_long",
         "is_running",
         "max_tokens",
+        "num_broken_steps",
         "num_cached",
         "num_charged",
         "num_choices",
@@ -103,6 +105,7 @@ class Sequence:
         self.num_cached = 0
         self.num_charged = 0
         self.num_preemptions = self.num_setbacks = self.furthest = 0
+        self.num_broken_steps = 0
         self.blocks = BlockTable(block_tokens)
         self.block_keys: list[bytes] = []
         self.num_named = 0

@@ -10,6 +10,7 @@ from slora.errors import (
     EngineUnavailable,
     RequestFailed,
     RequestRefused,
+    StepFailed,
 )
 from slora_adapters.errors import (
     AdapterCorrupt,
@@ -56,6 +57,7 @@ CASES = [
     (AdapterFetchFailed("x", "unavailable"), 503, "service_unavailable", "store_unavailable"),
     (AdapterFetchFailed("x", "corrupt"), 500, "server_error", "adapter_corrupt"),
     (AdapterCorrupt("x"), 500, "server_error", "adapter_corrupt"),
+    (StepFailed("x"), 503, "service_unavailable", "step_failed"),
     (DeadlineMissed("x"), 503, "service_unavailable", "deadline_missed"),
     (RequestFailed("x"), 500, "server_error", "generation_failed"),
     (HTTPException(404), 404, "not_found_error", "unknown_url"),
@@ -84,9 +86,10 @@ def test_what_can_be_sent_again_says_when_and_what_cannot_says_so() -> None:
     for error, *_ in CASES:
         headers = describe_error(error).headers
         if describe_error(error).status in (429, 503):
-            assert 0 < int(headers["Retry-After"]) <= 120 and "x-should-retry" not in headers
+            assert 0 < int(headers["Retry-After"]) <= 120 and headers.get("x-should-retry") != "false"
         elif isinstance(error, errors.Conflict | errors.PinsFull | AdapterCorrupt | RequestFailed):
             assert headers["x-should-retry"] == "false"
+    assert describe_error(StepFailed("x")).headers["x-should-retry"] == "true"
 
 
 def test_busy_says_after_how_long_there_should_be_a_place() -> None:

@@ -106,10 +106,10 @@ class EngineStack:
         if self.engine is None or not self.engine.running:
             self.engine = self.start_engine()
 
-    def start_engine(self, **settings: int | str) -> ChildProcess:
+    def start_engine(self, module: str = "slora.engine.process", **settings: int | str) -> ChildProcess:
         engine = {"model": str(self._kit.directory), **self._settings, **settings}
         sockets = {"socket": str(self.socket), "loader_socket": str(self._loader_socket)}
-        return self._start("slora.engine.process", json.dumps({**sockets, "engine": engine}))
+        return self._start(module, json.dumps({**sockets, "engine": engine}))
 
     def stop(self) -> None:
         for process in (self.engine, self.loader):

@@ -115,13 +115,16 @@ class SchedulerBench:
         self.scheduler.add(sequence, self.now)
         return sequence
 
-    def step(self, *, breaks: bool = False) -> list[StepOutput]:
+    def step(self, *, breaks: bool = False, culprits: int = 0) -> list[StepOutput]:
+        """breaks: its pages can't be moved. culprits: so many of its chunks can't be computed."""
         plan = self.last_plan = self.scheduler.schedule(self.now)
         self._check_plan(plan)
         if breaks:
-            outputs = self.scheduler.fail(plan, BrokenStep())
+            self._spoil_targets(plan)
+            outputs = self.scheduler.take_back(plan, BrokenStep())
         else:
-            outputs = self.scheduler.postprocess(plan, self._run(plan))
+            outputs = self.scheduler.drop(plan, plan.chunks[:culprits], BrokenStep())
+            outputs += self.scheduler.postprocess(plan, self._run(plan))
         self.scheduler.check()
         return outputs
 
@@ -172,6 +175,15 @@ class SchedulerBench:
             self._check_adapter(chunk)
             self._compute(chunk)
         return [self._draw(sequence) for chunk in plan.chunks for sequence in chunk.draws]
+
+    def _spoil_targets(self, plan: StepPlan) -> None:
+        """Whatever the step was to write to holds nothing any more."""
+        loaded = {
+            page for load in plan.loads for page in load.resident.pages[load.first_page :][: load.num_pages]
+        }
+        self._write({*loaded, *(page for _, page in (*plan.copies, *plan.swaps_in))})
+        saved = {page for _, page in plan.swaps_out}
+        self._host_kv = {place: content for place, content in self._host_kv.items() if place[0] not in saved}
 
     def _draw(self, sequence: Sequence) -> Sampled:
         token = self._choose(sequence)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 
 from slora.engine.client import EngineClient
-from slora.errors import DeadlineMissed, RequestFailed, RequestRefused
+from slora.errors import RequestFailed, RequestRefused
 from slora.request import EngineRequest, TokenLogprobs
 from slora.sampling_params import MAX_LOGPROBS, SamplingParams
 from slora.text.tokenizer import Tokenizer
@@ -73,8 +73,6 @@ class Canary:
             scores = await self._score(version, prompt)
         except RequestRefused as error:
             raise _refused("not_servable", f"the adapter can't be served here: {error}") from None
-        except DeadlineMissed:
-            raise
         except RequestFailed as error:
             raise _refused("not_finite", f"the adapter breaks the model's arithmetic: {error}") from None
         if not all(map(math.isfinite, scores.values())):

@@ -12,7 +12,14 @@ from safetensors.numpy import load_file, save
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models
 
-from slora.errors import AdapterFetchFailed, DeadlineMissed, EngineUnavailable, RequestFailed, RequestRefused
+from slora.errors import (
+    AdapterFetchFailed,
+    DeadlineMissed,
+    EngineUnavailable,
+    RequestFailed,
+    RequestRefused,
+    StepFailed,
+)
 from slora.models.model_spec import read_model_spec
 from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 from slora.text.tokenizer import Tokenizer
@@ -73,6 +80,7 @@ REFUSED: dict[str, tuple[Trial, int, str, str]] = {
     ),
     "an engine that dies": ([EngineUnavailable("it died")], 503, "engine_unavailable", "it died"),
     "a store that is gone": ([AdapterFetchFailed("no", "unavailable")], 503, "store_unavailable", "no"),
+    "another request's fault": ([StepFailed("not its fault")], 503, "step_failed", "not its fault"),
     "a deadline": ([DeadlineMissed("late")], 503, "deadline_missed", "late"),
 }
 

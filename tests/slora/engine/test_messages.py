@@ -19,7 +19,14 @@ from slora.engine.messages import (
     encode_stats,
 )
 from slora.engine.pin import Pin
-from slora.errors import AdapterFetchFailed, ContextTooLong, DeadlineMissed, RequestFailed, RequestRefused
+from slora.errors import (
+    AdapterFetchFailed,
+    ContextTooLong,
+    DeadlineMissed,
+    RequestFailed,
+    RequestRefused,
+    StepFailed,
+)
 from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta
 from slora.sampling_params import SamplingParams
 from slora.tenant_share import TenantShare
@@ -81,6 +88,7 @@ def test_the_count_of_cached_tokens_comes_with_the_delta() -> None:
         AdapterFetchFailed("gone", "not_found"),
         RequestFailed("broke"),
         DeadlineMissed("late"),
+        StepFailed("not its fault"),
     ],
 )
 def test_an_error_keeps_its_class_and_words(error: Exception) -> None:

@@ -1,6 +1,7 @@
 """Engine and loader as real processes, and what a client sees of their lives and deaths."""
 
 import asyncio
+import os
 import signal
 import socket
 import tempfile
@@ -395,6 +396,25 @@ def test_an_engine_ends_with_its_parent_s_end_of_the_pipe(stack: EngineStack) ->
     asyncio.run(main())
     stack.engine.close_stdin()
     assert stack.engine.wait() == 0
+
+
+def test_an_engine_whose_device_is_lost_ends_and_its_clients_may_try_again(
+    running_stack: EngineStack,
+) -> None:
+    """Born from a fault: every later step failed, and the engine process went on."""
+    if running_stack.engine is not None and running_stack.engine.running:
+        running_stack.engine.kill()
+    running_stack.engine = engine = running_stack.start_engine("tests.support.broken_engine")
+
+    async def main() -> None:
+        async with asyncio.timeout(2 * WAIT_S), connect(running_stack) as client:
+            with pytest.raises(EngineUnavailable, match="send the request again"):
+                await collect(client.generate(ask("a")))
+
+    running_stack.ensure_running()
+    asyncio.run(main())
+    assert engine.wait() == os.EX_SOFTWARE
+    assert "DeviceFailed: the device is lost" in engine.log
 
 
 def test_an_engine_that_cannot_start_says_why_and_exits_with_two(running_stack: EngineStack) -> None:

@@ -1,0 +1,112 @@
+"""Runs a step. Where computing breaks, it finds the chunks that break it and computes the others all the same.
+
+A step that breaks is judged in this order:
+
+    not even a step of the base model works     the device is lost: DeviceFailed, which ends the engine
+    pages could not be moved                    PagesNotMoved: the scheduler takes the step back
+    computing broke                             the chunks are computed again in halves, and what breaks again in
+                                                quarters, and so on, until a chunk breaks alone
+
+Chunks may be computed again, because a chunk writes the same KV each time and only to pages of its own sequence.
+Knows no request and no scheduler.
+"""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from slora.errors import SloraError
+from slora.scheduler.step_plan import Chunk, Sampled, StepPlan
+
+__all__ = ["FaultIsolation", "PagesNotMoved", "StepResult"]
+
+_log = logging.getLogger(__name__)
+
+# One culprit among 256 chunks is found in 16 runs. With more runs than this, everybody would wait for too long.
+_MOST_RUNS = 64
+
+
+class PagesNotMoved(SloraError):
+    """A step could not move pages or load adapters; nothing that it was to bring to the pool can be trusted."""
+
+
+class StepRunner(Protocol):
+    def run(self, plan: StepPlan) -> list[Sampled]:
+        """One token for each of the chunks' draws, in order. Raises PagesNotMoved, or whatever broke the computing."""
+
+    def probe(self) -> None:
+        """Computes a token of the base model apart from all requests. Raises DeviceFailed if that does not work."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """sampled: one token for each draw of the chunks that were computed, in order. culprits: chunks that break when
+    computed alone. given_up: chunks that were not tried often enough to tell."""
+
+    sampled: list[Sampled] = field(default_factory=list)
+    culprits: list[Chunk] = field(default_factory=list)
+    given_up: list[Chunk] = field(default_factory=list)
+
+
+class FaultIsolation:
+    """most_runs: of further runs for one step that breaks."""
+
+    def __init__(self, runner: StepRunner, most_runs: int = _MOST_RUNS) -> None:
+        self._runner = runner
+        self._most_runs = most_runs
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Raises PagesNotMoved or DeviceFailed."""
+        try:
+            return StepResult(self._runner.run(plan))
+        except Exception as error:
+            _log.exception("a step of %d chunks broke", len(plan.chunks))
+            self._runner.probe()
+            if isinstance(error, PagesNotMoved):
+                raise
+            if not plan.chunks:
+                raise PagesNotMoved("a step that only moves pages broke") from error
+        return self._bisect(plan.chunks)
+
+    def _bisect(self, chunks: list[Chunk]) -> StepResult:
+        result = StepResult()
+        computed: dict[int, list[Sampled]] = {}
+        groups = [range(len(chunks))] if len(chunks) == 1 else _halve(range(len(chunks)))
+        num_left = self._most_runs
+        while groups:
+            group = groups.pop()
+            if not num_left:
+                result.given_up.extend(chunks[at] for at in group)
+                continue
+            num_left -= 1
+            sampled = self._try([chunks[at] for at in group])
+            if sampled is not None:
+                tokens = iter(sampled)
+                computed |= {at: [next(tokens) for _ in chunks[at].draws] for at in group}
+            elif len(group) == 1:
+                result.culprits.append(chunks[group[0]])
+            else:
+                groups += _halve(group)
+        result.sampled = [token for at in sorted(computed) for token in computed[at]]
+        _log.error(
+            "of %d chunks of the broken step %d were computed, %d break alone, %d were given up",
+            len(chunks), len(computed), len(result.culprits), len(result.given_up),
+        )  # fmt: skip
+        return result
+
+    def _try(self, chunks: list[Chunk]) -> list[Sampled] | None:
+        """None if computing these breaks, too."""
+        # A run that broke late may have counted tokens that nobody gets, so the sampling rows are written again.
+        started = [sequence for chunk in chunks for sequence in chunk.draws]
+        try:
+            return self._runner.run(StepPlan(chunks=chunks, started=started))
+        except Exception as error:
+            _log.warning("%d of its chunks break: %s: %s", len(chunks), type(error).__name__, error)
+            self._runner.probe()
+            return None
+
+
+def _halve(group: range) -> list[range]:
+    """Both halves, the first one last: that is the next to be popped."""
+    middle = len(group) // 2
+    return [group[middle:], group[:middle]]

@@ -1,0 +1,115 @@
+"""Which chunks of a step that breaks are computed all the same, on a runner that computes nothing."""
+
+from collections.abc import Callable
+
+import pytest
+
+from slora.errors import DeviceFailed
+from slora.pool.tenant import Tenant
+from slora.request import EngineRequest
+from slora.runner.fault_isolation import FaultIsolation, PagesNotMoved, StepResult
+from slora.sampling_params import SamplingParams
+from slora.scheduler.sequence import Sequence
+from slora.scheduler.step_plan import Chunk, Sampled, StepPlan
+
+
+def make_chunk(number: int, *, num_forks: int = 0, samples: bool = True) -> Chunk:
+    request = EngineRequest(str(number), "t", [number], None, SamplingParams())
+    sequence = Sequence(request, Tenant("t"), 1, frozenset(), 0, 16)
+    forks = tuple(sequence.fork(index) for index in range(1, num_forks + 1))
+    return Chunk(sequence, 0, 1, samples=samples, slot=None, generation=None, forks=forks)
+
+
+def number_of(chunk: Chunk) -> int:
+    return chunk.sequence.token_ids[0]
+
+
+class Runner:
+    """Draws for each chunk its own number. `fails` is asked for the numbers of each run, and returns what to raise."""
+
+    def __init__(self, fails: Callable[[list[int]], Exception | None]) -> None:
+        self.runs: list[list[int]] = []
+        self.plans: list[StepPlan] = []
+        self.is_lost = False
+        self._fails = fails
+
+    def run(self, plan: StepPlan) -> list[Sampled]:
+        numbers = [number_of(chunk) for chunk in plan.chunks]
+        self.runs.append(numbers)
+        self.plans.append(plan)
+        error = self._fails(numbers)
+        if error is not None:
+            raise error
+        return [Sampled(number_of(chunk)) for chunk in plan.chunks for _ in chunk.draws]
+
+    def probe(self) -> None:
+        if self.is_lost:
+            raise DeviceFailed("it is lost")
+
+
+def breaking_on(*culprits: int) -> Runner:
+    return Runner(lambda numbers: RuntimeError("x") if {*culprits} & {*numbers} else None)
+
+
+def isolate(runner: Runner, chunks: list[Chunk], most_runs: int = 64) -> StepResult:
+    return FaultIsolation(runner, most_runs).run(StepPlan(chunks=chunks))
+
+
+def test_a_step_that_works_runs_once() -> None:
+    runner = breaking_on()
+    result = isolate(runner, [make_chunk(1), make_chunk(2)])
+    assert result == StepResult([Sampled(1), Sampled(2)]) and len(runner.runs) == 1
+
+
+@pytest.mark.parametrize("culprits", [(0,), (255,), (100, 101), (3, 77, 200)])
+def test_the_culprits_are_found_and_all_others_computed_in_order(culprits: tuple[int, ...]) -> None:
+    runner = breaking_on(*culprits)
+    result = isolate(runner, [make_chunk(number) for number in range(256)])
+    assert sorted(map(number_of, result.culprits)) == list(culprits) and not result.given_up
+    assert result.sampled == [Sampled(number) for number in range(256) if number not in culprits]
+    assert len(runner.runs) <= 1 + 16 * len(culprits)
+
+
+def test_forks_draw_too_and_chunks_in_the_middle_of_a_prompt_do_not() -> None:
+    chunks = [make_chunk(0, num_forks=2), make_chunk(1), make_chunk(2, samples=False), make_chunk(3)]
+    result = isolate(breaking_on(1), chunks)
+    assert result.sampled == [Sampled(0)] * 3 + [Sampled(3)]
+
+
+def test_rows_of_the_sampling_table_are_written_again_and_pages_move_once() -> None:
+    runner = breaking_on(1)
+    chunk = make_chunk(0, num_forks=1)
+    FaultIsolation(runner).run(StepPlan(chunks=[chunk, make_chunk(1)], copies=[(1, 2)]))
+    again = next(plan for plan, run in zip(runner.plans, runner.runs, strict=True) if run == [0])
+    assert again.started == list(chunk.draws)
+    assert [plan.copies for plan in runner.plans] == [[(1, 2)], [], []]
+
+
+def test_a_step_that_breaks_only_once_ends_nobody() -> None:
+    breaks = iter([RuntimeError("out of memory")])
+    runner = Runner(lambda numbers: next(breaks, None))
+    assert isolate(runner, [make_chunk(1)]) == StepResult([Sampled(1)])
+
+
+def test_where_every_chunk_breaks_the_runs_are_bounded_and_the_rest_is_given_up() -> None:
+    runner = breaking_on(*range(256))
+    result = isolate(runner, [make_chunk(number) for number in range(256)])
+    assert len(runner.runs) == 65
+    assert len(result.culprits) + len(result.given_up) == 256 and len(result.given_up) > 200
+
+
+def test_a_lost_device_is_no_requests_fault() -> None:
+    runner = breaking_on(1)
+    runner.is_lost = True
+    with pytest.raises(DeviceFailed):
+        isolate(runner, [make_chunk(0), make_chunk(1)])
+    assert len(runner.runs) == 1
+
+
+def test_pages_that_could_not_be_moved_are_not_tried_again() -> None:
+    runner = Runner(lambda numbers: PagesNotMoved("x"))
+    with pytest.raises(PagesNotMoved):
+        isolate(runner, [make_chunk(0)])
+    assert len(runner.runs) == 1
+    with pytest.raises(PagesNotMoved):
+        isolate(Runner(lambda numbers: RuntimeError("x")), [])

@@ -1,0 +1,30 @@
+"""The engine process on a device that is lost after a few steps, as after a sticky CUDA error."""
+
+import itertools
+import sys
+
+from slora.engine import process
+from slora.errors import DeviceFailed
+from slora.runner.runner import Runner
+from slora.scheduler.step_plan import Sampled, StepPlan
+
+_NUM_STEPS = 3
+_steps = itertools.count()
+_run = Runner.run
+
+
+def _run_a_few(runner: Runner, plan: StepPlan) -> list[Sampled]:
+    """Only steps with requests of clients count, whose ids begin with the client's number and a colon."""
+    has_clients = any(":" in chunk.sequence.request.request_id for chunk in plan.chunks)
+    if has_clients and next(_steps) >= _NUM_STEPS:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return _run(runner, plan)
+
+
+def _probe(runner: Runner) -> None:
+    raise DeviceFailed("the device is lost")
+
+
+if __name__ == "__main__":
+    Runner.run, Runner.probe = _run_a_few, _probe  # type: ignore[method-assign]
+    sys.exit(process.main())
