@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from bench.machines import Machine
 from bench.memory_layouts import Job, Layout
 from bench.traces import Trace
+from slora.cost_model import StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class ServingLoop:
         prefill = sum(chunks.values()) - len(decoding)
         context = sum(job.num_held + 1 for job in decoding)
         loaded_bytes = loaded * self._machine.token_bytes
-        return self._machine.costs.step_seconds(prefill, len(decoding), context, loaded_bytes, 0)
+        return self._machine.costs.step_seconds(StepWork(prefill, len(decoding), context, 0, loaded_bytes))
 
     def _measure(self, chunks: dict[Job, int], seconds: float) -> None:
         if self._now < self._warm_up_s or not self._waiting:

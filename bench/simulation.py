@@ -230,26 +230,16 @@ class Simulation:
         return True
 
     def _cost(self, plan: StepPlan) -> float:
-        prefill_tokens = decode_rows = context_tokens = 0
-        for chunk in plan.chunks:
-            if chunk.num_tokens == 1 and chunk.start >= chunk.sequence.num_prompt:
-                decode_rows += 1
-                context_tokens += chunk.start + 1
-            else:
-                prefill_tokens += chunk.num_tokens
-        loaded_bytes = sum(load.num_pages for load in plan.loads) * self.machine.full_page_bytes
-        swapped_pages = len(plan.swaps_out) + len(plan.swaps_in)
+        work = plan.measure_work(self.machine.full_page_bytes)
         totals = self.totals
         totals.steps += 1
-        totals.prefill_tokens += prefill_tokens
-        totals.decode_tokens += decode_rows
+        totals.prefill_tokens += work.prefill_tokens
+        totals.decode_tokens += work.decode_rows
         totals.loads += sum(load.is_last for load in plan.loads)
-        totals.loaded_bytes += loaded_bytes
-        totals.swapped_pages += swapped_pages
+        totals.loaded_bytes += work.loaded_bytes
+        totals.swapped_pages += work.swapped_pages
         totals.starts += sum(1 for s in plan.started if s.request.adapter is not None and s.index == 0)
-        return self.machine.costs.step_seconds(
-            prefill_tokens, decode_rows, context_tokens, loaded_bytes, swapped_pages
-        )
+        return self.machine.costs.step_seconds(work)
 
     def _draw(self, sequence: Sequence) -> Sampled:
         token, stops_after = self._tokens[sequence.request.request_id]

@@ -7,7 +7,7 @@ import secrets
 import time
 
 from slora.adapter_place import AdapterPlace
-from slora.cost_model import CostModel
+from slora.cost_model import CostModel, StepTimes
 from slora.device.huge_pages import touch
 from slora.engine.info import EngineInfo, EngineStats
 from slora.engine.load_paces import LoadPaces
@@ -19,10 +19,12 @@ from slora.models.model import LoadModel, load_model
 from slora.models.model_spec import ModelSpec
 from slora.request import EngineRequest, StepOutput
 from slora.runner.fault_isolation import FaultIsolation, PagesNotMoved
+from slora.runner.learned_costs import LearnedCosts
 from slora.runner.runner import Runner
 from slora.sampling_params import SamplingParams
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence
+from slora.scheduler.step_plan import StepPlan
 from slora.scheduler_config import SchedulerConfig
 from slora.tenant_share import TenantShare
 from slora_adapters.loader.source import AdapterSource
@@ -36,8 +38,9 @@ _NOT_MOVED = "the engine could not bring to the pool what this request needs, se
 class Engine:
     """Raises ConfigError from the constructor when the model or a setting can't be served.
 
-    costs: None measures them here. Given, the same requests make the same steps each time: batches, and so the last bit
-    of what they compute, follow from costs. load: where the model comes from, if not from its checkpoint.
+    costs: None measures them here and learns them from each step. Given, the same requests make the same steps each
+    time: batches, and so the last bit of what they compute, follow from costs. load: where the model comes from, if not
+    from its checkpoint.
     """
 
     def __init__(
@@ -51,8 +54,9 @@ class Engine:
         self._config = config
         self._runner = Runner(config, model, load)
         self._isolation = FaultIsolation(self._runner)
+        self._learned: LearnedCosts | None = None
         if costs is None:
-            costs = self._runner.measure_costs()
+            self._learned = self._runner.learn_costs()
         if config.pool_bytes is not None:  # else it is a share of what is free, which others may need first
             touch(self._runner.memory.pages)
         num_pages = len(self._runner.memory.pages)
@@ -72,8 +76,9 @@ class Engine:
             scheduling=config.scheduling,
             eviction=config.eviction,
         )
-        self._source, self._load_byte_s = source, costs.load_byte_s
-        self._scheduler = Scheduler(scheduler, source, costs)
+        self._source, self._fixed_costs = source, costs
+        self._scheduler = Scheduler(scheduler, source, self._learned or self._costs)
+        self._was_timed = True
         self._tenants = self._scheduler.memory.tenants
         self._num_steps = self._prompt_tokens = self._generated_tokens = 0
         self.info = EngineInfo(
@@ -160,10 +165,13 @@ class Engine:
         Raises DeviceFailed when the device is lost: the engine must not be used any more.
         """
         plan = self._scheduler.schedule(time.monotonic())
+        started_s = time.perf_counter()
         try:
             result = self._isolation.run(plan)
         except PagesNotMoved:
             return self._scheduler.take_back(plan, StepFailed(_NOT_MOVED))
+        if not (result.culprits or result.given_up):
+            self._learn(plan, time.perf_counter() - started_s)
         ended = self._scheduler.drop(plan, result.culprits, RequestFailed(_BREAKS_ALONE))
         ended += self._scheduler.drop(plan, result.given_up, StepFailed(_GIVEN_UP))
         self._num_steps += bool(plan.chunks)
@@ -208,7 +216,8 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             steps=self._num_steps,
-            load_paces=LoadPaces(self._load_byte_s, dict(self._source.paces)),
+            load_paces=LoadPaces(self._costs.load_byte_s, dict(self._source.paces)),
+            costs=self._costs,
         )
 
     def _check_priority(self, request: EngineRequest) -> None:
@@ -218,6 +227,29 @@ class Engine:
                 "(--scheduling fcfs); leave priority out",
                 "priority",
             )
+
+    @property
+    def _costs(self) -> CostModel:
+        """As they are now."""
+        costs = self._learned.current if self._learned is not None else self._fixed_costs
+        assert costs is not None, "costs are given or learned"
+        return costs
+
+    def _learn(self, plan: StepPlan, seconds: float) -> None:
+        """Takes the time of a step into account, if it is the step's own.
+
+        A GPU is waited for where tokens are sampled, so a step without samples leaves its time to the next one. Copies
+        to a GPU are not waited for at all: their costs stay as they were measured at the start.
+        """
+        was_timed, self._was_timed = self._was_timed, True
+        if self._runner.device.type != "cpu":
+            self._was_timed = any(chunk.samples for chunk in plan.chunks)
+            if plan.loads or plan.swaps_out or plan.swaps_in or not (was_timed and self._was_timed):
+                return
+        if self._learned is not None:
+            swap_s, load_s = self._runner.swap_s, self._runner.load_s
+            times = StepTimes(seconds - swap_s - load_s, swap_s, load_s)
+            self._learned.count(plan.measure_work(self._runner.full_page_bytes), times, time.monotonic())
 
     def _check_choices(self, request: EngineRequest) -> None:
         wanted, limit = request.sampling.width, self.info.max_num_seqs

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from slora.cost_model import CostModel
 from slora.engine.load_paces import LoadPaces
 from slora_kernels.layout import ModelShape
 
@@ -34,6 +35,7 @@ class EngineStats:
     blocks that left it to make room. swapped_out_pages, swapped_in_pages: copied to the host and back. deadline_misses:
     requests that ended because their first token could not come in time. pinned_loaded: of the pinned adapters, those
     that are in the pool. pin_failures: times that one could not be fetched or loaded. load_paces: as loads went lately.
+    costs: what decisions are based on now.
     """
 
     running: int
@@ -64,3 +66,4 @@ class EngineStats:
     generated_tokens: int
     steps: int
     load_paces: LoadPaces
+    costs: CostModel

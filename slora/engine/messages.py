@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, astuple, fields
 from typing import Any
 
+from slora.cost_model import CostModel
 from slora.engine.info import EngineInfo, EngineStats
 from slora.engine.load_paces import LoadPaces
 from slora.engine.pin import Pin
@@ -119,6 +120,7 @@ def decode_stats(message: Message) -> EngineStats:
     stats = dict(message["stats"])
     stats["running_adapters"] = tuple(stats["running_adapters"])
     stats["load_paces"] = LoadPaces(**stats["load_paces"])
+    stats["costs"] = CostModel(**stats["costs"])
     return EngineStats(**stats)
 
 

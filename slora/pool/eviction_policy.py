@@ -8,7 +8,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-from slora.cost_model import CostModel
+from slora.cost_model import Costs
 from slora.errors import ConfigError
 from slora.pool.reuse_share import ReuseShare
 from slora.pool.tenant import Tenant
@@ -42,7 +42,7 @@ class Evictable(Protocol):
         """Who owns the pages."""
         ...
 
-    def reload_s(self, costs: CostModel) -> float:
+    def reload_s(self, costs: Costs) -> float:
         """Seconds to bring the content back."""
         ...
 
@@ -87,7 +87,7 @@ class ExpectedCost:
 
     name = "cost"
 
-    def __init__(self, costs: CostModel) -> None:
+    def __init__(self, costs: Costs) -> None:
         self._costs = costs
         self._shares = {content: ReuseShare() for content in Content}
 
@@ -111,7 +111,7 @@ class SizeAware:
         """Nothing to learn."""
 
 
-def make_policy(name: str, costs: CostModel) -> EvictionPolicy:
+def make_policy(name: str, costs: Costs) -> EvictionPolicy:
     """Raises ConfigError for a name that there is none of."""
     policies: dict[str, Callable[[], EvictionPolicy]] = {
         LeastRecentlyUsed.name: LeastRecentlyUsed,

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from slora.cost_model import CostModel
+from slora.cost_model import Costs
 from slora.pool.eviction_policy import Content
 from slora.pool.evictor import Evictor
 from slora.pool.page_pool import PagePool
@@ -65,7 +65,7 @@ class CachedBlock:
     def page(self) -> int:
         return self.pages[0]
 
-    def reload_s(self, costs: CostModel) -> float:
+    def reload_s(self, costs: Costs) -> float:
         """Seconds to compute it again. Its adapter is not counted: whoever finds the block needs that all the same."""
         return costs.prefill_s(self._num_tokens)
 

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from functools import partial
 
-from slora.cost_model import CostModel
+from slora.cost_model import Costs
 from slora.pool.eviction_policy import Content
 from slora.pool.evictor import Evictor
 from slora.pool.page_pool import PagePool
@@ -91,7 +91,7 @@ class Resident:
     def __repr__(self) -> str:
         return f"Resident({self.version}, slot {self.slot}, {len(self.pages)} pages, {self.num_users} users)"
 
-    def reload_s(self, costs: CostModel) -> float:
+    def reload_s(self, costs: Costs) -> float:
         """From where fetches came lately: far away, or the host, which takes next to no time."""
         return self.fetch_s + costs.load_s(self.num_bytes)
 

@@ -1,6 +1,7 @@
 """Carries out a plan on the device: moves pages, loads adapters, builds the batch, runs the decoder, draws tokens."""
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Timer
@@ -23,9 +24,11 @@ from slora.models.model_proof import prove_model
 from slora.models.model_spec import ModelSpec
 from slora.pool.tenant import Tenant
 from slora.request import EngineRequest
+from slora.runner.cost_bounds import bound_costs
 from slora.runner.cost_measurement import measure_costs
 from slora.runner.decode_graphs import DecodeGraphs, capture_cuda
 from slora.runner.fault_isolation import PagesNotMoved
+from slora.runner.learned_costs import LearnedCosts
 from slora.sampling.prompt_scoring import score_prompts
 from slora.sampling.sampler import sample
 from slora.sampling.sampling_table import SamplingTable
@@ -50,7 +53,8 @@ _log = logging.getLogger(__name__)
 class Runner:
     """The model and the pool's bytes on one device.
 
-    num_swap_pages: of the host, for KV that is swapped out.
+    num_swap_pages: of the host, for KV that is swapped out. swap_s, load_s: seconds that the last step took to swap
+    pages and to load adapters; on a GPU only until the copies were under way.
     """
 
     def __init__(self, config: EngineConfig, model: ModelSpec, load: LoadModel = load_model) -> None:
@@ -87,8 +91,15 @@ class Runner:
         self.num_swap_pages = self._num_swap_pages(config, num_pages)
         self.memory = self._memory(num_pages, self.num_swap_pages)
         self.max_model_len = self._max_model_len(config)
+        self.swap_s = self.load_s = 0.0
         self._largest_step = budget, config.max_num_seqs
         self._graphs = self._make_graphs(config)
+
+    def learn_costs(self) -> LearnedCosts:
+        """Costs that begin with what is measured now. Before anybody has pages: measuring writes to many."""
+        on_gpu = self.device.type != "cpu"
+        bounds = bound_costs(self._shape, self.full_page_bytes, self._geometry.block_tokens, on_gpu=on_gpu)
+        return LearnedCosts(self.measure_costs(), bounds)
 
     def measure_costs(self) -> CostModel:
         """What steps and copies take here and now. Before anybody has pages: it writes to many."""
@@ -159,13 +170,19 @@ class Runner:
         """
         if self._load_stream is not None:
             self._load_stream.wait()
+        started_s = time.perf_counter()
         self.memory.swap_out(plan.swaps_out)
+        swapped_out_s = time.perf_counter()
         if plan.copies:
             self.memory.copy(plan.copies)
+        copied_s = time.perf_counter()
         self.memory.swap_in(plan.swaps_in)
+        swapped_in_s = time.perf_counter()
         needed, beside = (plan.loads, []) if self._load_stream is None else split_loads(plan)
         for load in needed:
             self.memory.load(load)
+        self.swap_s = swapped_out_s - started_s + swapped_in_s - copied_s
+        self.load_s = time.perf_counter() - swapped_in_s
         if beside and self._load_stream is not None:
             self._load_stream.mark()
         return beside

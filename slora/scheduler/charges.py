@@ -5,7 +5,7 @@ sequence gave way is not its tenant's doing, and what was found in the prefix ca
 is brought to the pool costs as much as the prefill that the time would have been good for.
 """
 
-from slora.cost_model import CostModel
+from slora.cost_model import Costs
 from slora.pool.tenant import Tenant
 from slora.scheduler.sequence import Sequence
 
@@ -14,7 +14,7 @@ _OUTPUT_PRICE = 2.0
 
 
 class Charges:
-    def __init__(self, costs: CostModel) -> None:
+    def __init__(self, costs: Costs) -> None:
         self._costs = costs
 
     def prompt(self, sequence: Sequence, num_tokens: int) -> None:

@@ -5,7 +5,7 @@ step further. So a step may take longer by as many times its own length as there
 that decodes; and by a tenth at least, so that one that waits alone gets its adapter soon and nobody notices.
 """
 
-from slora.cost_model import CostModel
+from slora.cost_model import Costs
 
 _LEAST_SHARE = 0.1
 
@@ -13,9 +13,9 @@ _LEAST_SHARE = 0.1
 class LoadPace:
     """fixed: pages for any step; None follows from `costs` and from who is there."""
 
-    def __init__(self, costs: CostModel, full_page_bytes: int, fixed: int | None) -> None:
+    def __init__(self, costs: Costs, full_page_bytes: int, fixed: int | None) -> None:
         self._costs = costs
-        self._page_s = costs.load_s(full_page_bytes)
+        self._full_page_bytes = full_page_bytes
         self._fixed = fixed
 
     def pages(self, num_decoding: int, num_waiting: int) -> int:
@@ -28,4 +28,5 @@ class LoadPace:
             return self._fixed
         step_s = self._costs.step_s + num_decoding * self._costs.decode_s
         share = max(_LEAST_SHARE, (num_waiting - 1) / num_decoding)
-        return max(1, int(share * step_s / self._page_s)) if self._page_s else 1
+        page_s = self._costs.load_s(self._full_page_bytes)
+        return max(1, int(share * step_s / page_s)) if page_s else 1

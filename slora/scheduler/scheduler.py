@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from slora.adapter_place import AdapterPlace
-from slora.cost_model import CostModel
+from slora.cost_model import Costs
 from slora.errors import DeadlineMissed, RequestFailed
 from slora.pool.swap_space import SwapSpace
 from slora.request import FinishReason, StepOutput, TokenDelta, TokenLogprobs
@@ -57,7 +57,7 @@ class Scheduler:
     (what comes if there is room).
     """
 
-    def __init__(self, config: SchedulerConfig, source: AdapterSource, costs: CostModel) -> None:
+    def __init__(self, config: SchedulerConfig, source: AdapterSource, costs: Costs) -> None:
         self.num_deadlines_missed = 0
         self._is_at_rest = True
         self.memory = UnifiedMemory(config, costs)

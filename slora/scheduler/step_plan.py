@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from slora.cost_model import StepWork
 from slora.pool.residency import Resident
 from slora.request import StepOutput, TokenLogprobs
 from slora.scheduler.beam_search import Proposal
@@ -71,6 +72,23 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+    def measure_work(self, full_page_bytes: int) -> StepWork:
+        """As the cost model counts it. A row decodes if it computes one token behind its prompt."""
+        prefill_tokens = decode_rows = context_tokens = 0
+        for chunk in self.chunks:
+            if chunk.num_tokens == 1 and chunk.start >= chunk.sequence.num_prompt:
+                decode_rows += 1
+                context_tokens += chunk.start + 1
+            else:
+                prefill_tokens += chunk.num_tokens
+        return StepWork(
+            prefill_tokens,
+            decode_rows,
+            context_tokens,
+            swapped_pages=len(self.swaps_out) + len(self.swaps_in),
+            loaded_bytes=sum(load.num_pages for load in self.loads) * full_page_bytes,
+        )
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         """The next `num_tokens` of it are computed."""

@@ -3,7 +3,7 @@
 Pages are chosen here; the runner copies them. What a step was to copy counts only when that step has run.
 """
 
-from slora.cost_model import CostModel
+from slora.cost_model import Costs
 from slora.pool.kv_cache import KVCache
 from slora.pool.swap_space import SwapSpace
 from slora.scheduler.sequence import Sequence, SwappedBlocks
@@ -13,7 +13,7 @@ from slora.scheduler.step_plan import StepPlan
 class Swapping:
     """way: auto, swap or recompute. num_pages_out, num_pages_in: since the start."""
 
-    def __init__(self, space: SwapSpace, kv: KVCache, costs: CostModel, way: str) -> None:
+    def __init__(self, space: SwapSpace, kv: KVCache, costs: Costs, way: str) -> None:
         self.num_pages_out = 0
         self.num_pages_in = 0
         self._space = space

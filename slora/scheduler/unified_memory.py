@@ -1,6 +1,6 @@
 """The one pool and those who share it: running KV, cached prefixes and adapters, each tenant within its bounds."""
 
-from slora.cost_model import CostModel
+from slora.cost_model import Costs
 from slora.pool.eviction_policy import make_policy
 from slora.pool.evictor import Evictor
 from slora.pool.kv_cache import KVCache
@@ -14,7 +14,7 @@ from slora.scheduler_config import SchedulerConfig
 class UnifiedMemory:
     """Wires pool, evictor, KV cache and residency; knows how much of it is anybody's."""
 
-    def __init__(self, config: SchedulerConfig, costs: CostModel) -> None:
+    def __init__(self, config: SchedulerConfig, costs: Costs) -> None:
         self.tenants = Tenants(config.num_pages)
         self.pool = PagePool(config.num_pages)
         self.evictor = Evictor(self.pool, self.tenants, make_policy(config.eviction, costs))

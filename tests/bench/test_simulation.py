@@ -8,6 +8,7 @@ from bench.next_tokens import NextTokens
 from bench.simulation import Policies, PoolMeter, Setup, Simulation
 from bench.traces import S2, TraceRequest, base_trace, slora_trace
 from bench.virtual_source import FetchCosts
+from slora.cost_model import StepWork
 from slora.scheduler.step_plan import StepPlan
 
 SLOW_FETCH = FetchCosts(latency_s=0.05, bytes_per_s=200e6, num_lanes=2)
@@ -54,8 +55,8 @@ def test_the_clock_moves_by_what_steps_cost() -> None:
     costs = A10G_7B.costs
     simulation = Simulation(Setup(A10G_7B, S2.ranks))
     simulation.run([request(prompt=32, output=3)])
-    prefill = costs.step_seconds(32, 0, 0, 0, 0)
-    decode = costs.step_seconds(0, 1, 33, 0, 0) + costs.step_seconds(0, 1, 34, 0, 0)
+    prefill = costs.step_seconds(StepWork(32, 0, 0, 0, 0))
+    decode = costs.step_seconds(StepWork(0, 1, 33, 0, 0)) + costs.step_seconds(StepWork(0, 1, 34, 0, 0))
     assert simulation.now == pytest.approx(prefill + decode)
 
 

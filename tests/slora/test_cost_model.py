@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from slora.cost_model import CostModel
+from slora.cost_model import CostModel, StepWork
 from slora.errors import ConfigError
 
 COSTS = CostModel(
@@ -12,9 +12,9 @@ COSTS = CostModel(
 
 
 def test_a_step_takes_the_sum_of_its_parts() -> None:
-    assert COSTS.step_seconds(0, 0, 0, 0, 0) == pytest.approx(0.01)
-    assert COSTS.step_seconds(0, 4, 2000, 0, 0) == pytest.approx(0.016)
-    assert COSTS.step_seconds(100, 4, 2000, 10**6, 3) == pytest.approx(0.016 + 0.2 + 0.01 + 0.012)
+    assert COSTS.step_seconds(StepWork(0, 0, 0, 0, 0)) == pytest.approx(0.01)
+    assert COSTS.step_seconds(StepWork(0, 4, 2000, 0, 0)) == pytest.approx(0.016)
+    assert COSTS.step_seconds(StepWork(100, 4, 2000, 3, 10**6)) == pytest.approx(0.016 + 0.2 + 0.01 + 0.012)
 
 
 def test_a_swap_goes_out_and_in_again() -> None:

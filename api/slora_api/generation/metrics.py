@@ -7,6 +7,7 @@ operator's view (authentication.py) is the only one with labels at all.
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -177,3 +178,13 @@ def _own(stats: EngineStats) -> Iterator[Metric]:
         "slora_deadline_misses", "Requests whose first token could not come in time.", stats.deadline_misses
     )
     yield CounterMetricFamily("slora_engine_steps", "Steps of the engine.", stats.steps)
+    costs = GaugeMetricFamily(
+        "slora_cost_seconds",
+        "What the engine expects a unit of work to take, as it learned from its steps: a step by itself, a token of "
+        "prefill, a row that decodes, a token of such a row's context, a page copied to the host or back, a byte of an "
+        "adapter loaded into the pool.",
+        labels=["work"],
+    )
+    for name, seconds in asdict(stats.costs).items():
+        costs.add_metric([name.removesuffix("_s")], seconds)
+    yield costs

@@ -746,6 +746,7 @@ def test_metrics_keep_vllms_names_and_show_routes_not_paths(platform: Platform, 
         'slora_swap_pages{state="free"} 14.0',
         'slora_swap_pages{state="used"} 6.0',
         "slora_deadline_misses_total 2.0",
+        'slora_cost_seconds{work="decode"} 0.002',
     ):
         assert line in text.splitlines(), line
     # The scripted engine: 30 of 100 pages held.

@@ -9,11 +9,13 @@ from slora.engine.engine import Engine
 from slora.engine.pin import Pin
 from slora.engine_config import EngineConfig
 from slora.errors import AdapterFetchFailed, ConfigError, ContextTooLong, RequestRefused
+from slora.models.model_spec import read_model_spec
 from slora.request import EngineRequest, FinishReason
+from slora.runner.runner import Runner
 from slora.sampling_params import SamplingParams
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
-from tests.support.driving import Answer, drive, make_engine, make_source, step
+from tests.support.driving import COSTS, Answer, drive, make_engine, make_source, step
 from tests.support.model_kit import ModelKit
 from tests.support.tiny_models import MAX_POSITIONS, VOCAB_SIZE
 
@@ -342,3 +344,26 @@ def test_first_come_first_served_refuses_a_priority(kit: ModelKit) -> None:
         engine.add(EngineRequest("r", "acme", [1, 2], None, SamplingParams(), priority=-3))
     assert caught.value.param == "priority"
     engine.add(EngineRequest("r", "acme", [1, 2], None, SamplingParams()))
+
+
+def test_costs_are_learned_from_steps_and_told(kit: ModelKit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Born from a fault: what a start beside a busy program measured was believed until a restart."""
+    spoilt = replace(COSTS, step_s=5.0, decode_s=1e-9)
+    monkeypatch.setattr(Runner, "measure_costs", lambda runner: spoilt)
+    config = EngineConfig(
+        kit.directory, device="cpu", kernels="torch", dtype="float32", pool_bytes=kit.pool_bytes(100)
+    )
+    source, versions = make_source(kit)
+    engine = Engine(config, read_model_spec(kit.directory), source)
+    assert engine.stats().costs.step_s == 5.0 and engine.stats().costs.decode_s > 1e-6, "it is bounded"
+    monkeypatch.setattr("slora.runner.learned_costs._FIT_EVERY_S", 0.0)
+    drive(engine, [[EngineRequest(kind, "t", [1], one, GREEDY) for kind, one in versions.items()]])
+    costs = engine.stats().costs
+    assert 0 < costs.step_s < 2.0
+    assert costs.load_byte_s == engine.stats().load_paces.pool != spoilt.load_byte_s
+
+
+def test_costs_that_are_given_stay(kit: ModelKit) -> None:
+    engine = make_engine(kit, make_source(kit)[0], 100, kernels="torch")
+    drive(engine, [[ask([1])]])
+    assert engine.stats().costs == COSTS

@@ -32,6 +32,7 @@ from slora.sampling_params import SamplingParams
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_adapters.wire import encode
+from tests.support.driving import COSTS
 
 REQUEST = EngineRequest("r", "t", [1, 2], None, SamplingParams())
 
@@ -110,6 +111,6 @@ def test_pins_arrive_with_the_shares_of_their_tenants() -> None:
 
 def test_numbers_arrive_by_name() -> None:
     stats = EngineStats(
-        1, 2, 3, 4, 5, 6, 7, 8, 9, ("t/a", "t/b"), *range(10, 27), LoadPaces(1e-10, {"file": 2e-10})
+        1, 2, 3, 4, 5, 6, 7, 8, 9, ("t/a", "t/b"), *range(10, 27), LoadPaces(1e-10, {"file": 2e-10}), COSTS
     )
     assert decode_stats(over_the_wire(encode_stats(stats, 1))) == stats

@@ -1,0 +1,65 @@
+"""What the costs of a model can be on any machine, by its FLOPs and bytes: no estimate may leave these bounds.
+
+A bound excludes what noise invents, such as rows that decode for nothing; it is no prediction. The fastest machine is
+faster, and the slowest slower, than any that runs this engine.
+"""
+
+import os
+from dataclasses import astuple, dataclass
+
+from slora.cost_model import CostModel
+from slora_kernels.layout import ModelShape
+
+__all__ = ["CostBounds", "bound_costs"]
+
+# FLOP/s of a core with matrix units, of a GPU, and of a machine whose cores do something else nearly all the time.
+_CORE_FLOPS, _GPU_FLOPS, _SLOWEST_FLOPS = 1e12, 2e16, 1e8
+# Bytes/s of the fastest memory of a host and of a GPU, and of the slowest.
+_HOST_BANDWIDTH, _GPU_BANDWIDTH, _SLOWEST_BANDWIDTH = 2e12, 2e13, 1e8
+# What Python does for a step, for a row and for a token at least, in seconds, and at most on a busy machine.
+_LEAST_HOST_S = CostModel(
+    step_s=1e-4, token_s=1e-7, decode_s=5e-6, context_token_s=1e-10, page_copy_s=1e-7, load_byte_s=1e-13
+)
+_MOST_HOST_S = CostModel(
+    step_s=10.0, token_s=0.01, decode_s=0.1, context_token_s=1e-4, page_copy_s=0.1, load_byte_s=1e-7
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CostBounds:
+    least: CostModel
+    most: CostModel
+
+    def clamp(self, costs: CostModel) -> CostModel:
+        triples = zip(astuple(self.least), astuple(costs), astuple(self.most), strict=True)
+        return CostModel(*(min(max(low, value), high) for low, value, high in triples))
+
+
+def bound_costs(shape: ModelShape, full_page_bytes: int, block_tokens: int, *, on_gpu: bool) -> CostBounds:
+    """Worked example: 1e9 weights in the layers are 2e9 FLOP a token. On 8 cores that takes from 0.25 ms to 20 s."""
+    weights = shape.num_layers * sum(linear.in_width * linear.out_width for linear in shape.linears)
+    flop = 2 * weights
+    fastest = _GPU_FLOPS if on_gpu else _CORE_FLOPS * (os.cpu_count() or 1)
+    bandwidth = _GPU_BANDWIDTH if on_gpu else _HOST_BANDWIDTH
+    kv_bytes = full_page_bytes / block_tokens
+    least = CostModel(
+        step_s=weights / bandwidth,  # at one byte a weight
+        token_s=flop / fastest,
+        decode_s=flop / fastest,
+        context_token_s=kv_bytes / bandwidth,
+        page_copy_s=full_page_bytes / bandwidth,
+        load_byte_s=1 / bandwidth,
+    )
+    most = CostModel(
+        step_s=4 * weights / _SLOWEST_BANDWIDTH,
+        token_s=flop / _SLOWEST_FLOPS,
+        decode_s=flop / _SLOWEST_FLOPS,
+        context_token_s=kv_bytes / _SLOWEST_BANDWIDTH,
+        page_copy_s=full_page_bytes / _SLOWEST_BANDWIDTH,
+        load_byte_s=1 / _SLOWEST_BANDWIDTH,
+    )
+    return CostBounds(_add(least, _LEAST_HOST_S), _add(most, _MOST_HOST_S))
+
+
+def _add(first: CostModel, second: CostModel) -> CostModel:
+    return CostModel(*(a + b for a, b in zip(astuple(first), astuple(second), strict=True)))

@@ -1,0 +1,140 @@
+"""Costs that follow the steps as they run, so that a start beside a busy program does not spoil decisions for good.
+
+The parts of a step (computing, swapping, loading) are timed each by itself, because a copy of microseconds would drown
+in the noise of computing. The latest timings of each kind are kept, such as decode steps of 8 to 15 rows. Once a second
+the costs are fitted to them by median regression, as straight lines:
+
+    minimize the sum over timings of  weight * |measured - predicted| / predicted,  least <= cost <= most
+
+The median makes the fit robust: beside busy programs, the same step took from 2 to 500 ms (median 33 ms). Squared
+errors followed the fastest or the slowest of them, depending on what they were divided by. A timing's weight halves
+every 30 seconds, so the costs follow the machine within a minute. Keeping timings of each kind holds costs apart that
+the latest steps alone would mix up, such as those of steps and of rows while the batch stays the same. Of costs that no
+step shows, the estimate stays. A decoding row costs at least as much as a token of prefill, of which it does all the
+work; without this rule its cost and that of its context take turns at explaining the same time.
+
+Deterministic given the steps and their times. Knows no clock and no tensor.
+"""
+
+from collections import OrderedDict, deque
+from dataclasses import astuple, replace
+from operator import mul
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from slora.cost_model import CostModel, StepTimes, StepWork
+from slora.runner.cost_bounds import CostBounds
+
+__all__ = ["LearnedCosts"]
+
+_TIMINGS_PER_KIND = 16
+_MOST_KINDS = 64
+_HALF_LIFE_S = 30.0
+_FIT_EVERY_S = 1.0
+# Places of token_s and decode_s.
+_TOKEN, _DECODE = 1, 2
+# Below what any clock tells apart.
+_LEAST_S = 1e-9
+# Median regression is a few weighted least squares, each solved by sweeps of coordinate descent over six costs. A fit
+# begins at the one before, so few are enough.
+_NUM_REWEIGHTINGS = 3
+_NUM_SWEEPS = 30
+# Relative errors below this count alike, or a timing that fits exactly would get an infinite weight.
+_EXACT_ENOUGH = 0.1
+# Keeps the estimate where the steps say next to nothing: as much as a hundredth of what they say together.
+_DAMPING = 0.01
+
+Matrix = npt.NDArray[np.float64]
+
+
+class _Timing(NamedTuple):
+    """units: of each cost, in the order of `CostModel`. seconds: that these took together. at_s: when."""
+
+    units: tuple[int, ...]
+    seconds: float
+    at_s: float
+
+
+class LearnedCosts:
+    """See `Costs`. start: the first estimate, measured before there were requests. `current` is the estimate now."""
+
+    def __init__(self, start: CostModel, bounds: CostBounds) -> None:
+        start = replace(start, decode_s=max(start.decode_s, start.token_s))
+        self.current = bounds.clamp(start)
+        self._bounds = bounds
+        # By kind, the kind of the latest timing last.
+        self._timings: OrderedDict[tuple[int, ...], deque[_Timing]] = OrderedDict()
+        self._fitted_at_s = -np.inf
+
+    @property
+    def step_s(self) -> float:
+        return self.current.step_s
+
+    @property
+    def decode_s(self) -> float:
+        return self.current.decode_s
+
+    def prefill_s(self, num_tokens: int) -> float:
+        return self.current.prefill_s(num_tokens)
+
+    def swap_s(self, num_pages: int) -> float:
+        return self.current.swap_s(num_pages)
+
+    def load_s(self, num_bytes: int) -> float:
+        return self.current.load_s(num_bytes)
+
+    def tokens(self, seconds: float) -> float:
+        return self.current.tokens(seconds)
+
+    def count(self, work: StepWork, times: StepTimes, now: float) -> None:
+        """One more step ran. now: on any clock that only grows."""
+        if work.prefill_tokens or work.decode_rows:
+            units = (1, work.prefill_tokens, work.decode_rows, work.context_tokens, 0, 0)
+            self._keep(_Timing(units, times.compute_s, now))
+        if work.swapped_pages:
+            self._keep(_Timing((0, 0, 0, 0, work.swapped_pages, 0), times.swap_s, now))
+        if work.loaded_bytes:
+            self._keep(_Timing((0, 0, 0, 0, 0, work.loaded_bytes), times.load_s, now))
+        if self._timings and now - self._fitted_at_s >= _FIT_EVERY_S:
+            self._fitted_at_s = now
+            self._fit(now)
+
+    def _keep(self, timing: _Timing) -> None:
+        kind = tuple(number.bit_length() for number in timing.units)
+        timings = self._timings.setdefault(kind, deque(maxlen=_TIMINGS_PER_KIND))
+        timings.append(timing._replace(seconds=max(timing.seconds, _LEAST_S)))
+        self._timings.move_to_end(kind)
+        if len(self._timings) > _MOST_KINDS:
+            self._timings.popitem(last=False)
+
+    def _fit(self, now: float) -> None:
+        timings = [timing for kind in self._timings.values() for timing in kind]
+        units: Matrix = np.array([timing.units for timing in timings], np.float64)  # [timings, costs]
+        seconds: Matrix = np.array([timing.seconds for timing in timings])
+        recency: Matrix = np.exp2([(timing.at_s - now) / _HALF_LIFE_S for timing in timings])
+        costs = list(astuple(self.current))
+        for _ in range(_NUM_REWEIGHTINGS):
+            predicted = units @ costs
+            errors = np.maximum(np.abs(seconds / predicted - 1), _EXACT_ENOUGH)
+            weighted = units.T * (recency / (predicted * predicted * errors))
+            costs = self._descend((weighted @ units).tolist(), (weighted @ seconds).tolist(), costs)
+        self.current = CostModel(*costs)
+
+    def _descend(self, products: list[list[float]], sums: list[float], costs: list[float]) -> list[float]:
+        """Coordinate descent from `costs`, within the bounds. products [6, 6], sums [6]: of the normal equations. In
+        plain Python: numpy takes ten times as long for numbers as few as these."""
+        current = astuple(self.current)
+        least, most = astuple(self._bounds.least), astuple(self._bounds.most)
+        costs = costs.copy()
+        for _ in range(_NUM_SWEEPS):
+            for at, row in enumerate(products):
+                own = row[at]
+                if not own:  # no step shows this cost
+                    continue
+                others = sum(map(mul, row, costs)) - own * costs[at]
+                wanted = (sums[at] - others + _DAMPING * own * current[at]) / (own * (1 + _DAMPING))
+                low = max(least[at], costs[_TOKEN]) if at == _DECODE else least[at]
+                costs[at] = min(max(wanted, low), most[at])
+        return costs
