@@ -1,4 +1,5 @@
 import queue
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -187,6 +188,35 @@ def test_eviction_makes_room_and_a_full_cache_waits_for_a_release(make_bench) ->
     _check(bench, second)
     bench.loader.release(second)
     assert bench.cache.num_evictions == 1
+
+
+def test_progress_counts_loads_and_their_pieces_and_ends_with_the_last_load(make_bench) -> None:
+    bench = make_bench()
+    assert not bench.loader.measure().is_busy
+    version = _v(bench.stock.add(1))
+    gate = bench.gated.hold(version.digest)
+    bench.load(version)
+    before = bench.loader.measure()
+    assert before.is_busy
+    gate.set()
+    bench.loader.release(bench.answer())
+    after = bench.loader.measure()
+    assert after.num_completed >= before.num_completed + 2 and not after.is_busy
+    assert isinstance(bench.fetch(_v("0" * 64)), FetchFailed)
+    assert bench.loader.measure().num_completed == after.num_completed + 1
+
+
+def test_a_load_that_waits_for_room_is_no_work_that_could_go_on(make_bench) -> None:
+    """The loader would be killed for a stall otherwise, although only a release can help."""
+    bench = make_bench(cache_bytes=4096, wait_for_room_s=20)
+    held = bench.fetch(_v(bench.stock.add(1)))
+    bench.load(_v(bench.stock.add(2)))
+    deadline = time.monotonic() + 20
+    while bench.loader.measure().is_busy:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    bench.loader.release(held)
+    bench.loader.release(bench.answer())
 
 
 def test_a_load_that_finds_no_room_in_time_fails_and_says_why(make_bench) -> None:

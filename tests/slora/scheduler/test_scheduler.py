@@ -181,7 +181,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(version=st.sampled_from(VERSIONS))
     def prewarm(self, version: AdapterVersion) -> None:
-        self.bench.scheduler.prewarm(version)
+        if version not in self.deleted:
+            self.bench.scheduler.prewarm(version)
 
     @precondition(lambda self: self.bench.source.in_flight)
     @rule(data=st.data())
