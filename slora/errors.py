@@ -1,4 +1,4 @@
-"""What can go wrong for those who call the engine. The whole tree, with the layers below:
+"""The errors that callers of the engine see. The whole tree, with the layers below:
 
 SloraError                    (slora_adapters) root of everything that this project raises for its users
 ├── AdapterError              (slora_adapters) an adapter, a store or the registry

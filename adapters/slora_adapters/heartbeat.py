@@ -43,7 +43,7 @@ class Beat(NamedTuple):
 
 
 class HeartbeatPage:
-    """The shared page; whoever holds `descriptor` can map it. A fresh page reads as beat 0 of a child that starts."""
+    """The shared page. Any process that has `descriptor` can map it. A fresh page reads as a child that starts."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

@@ -1,6 +1,6 @@
 """The engine: requests in, tokens out, one step at a time. Schedule, run, postprocess.
 
-Single-threaded: whoever owns it calls `add`, `abort`, `forget` and `step` from one thread. Knows no socket, no key.
+Single-threaded: all its methods are called from the thread that built it. Knows no socket and no API key.
 """
 
 import secrets
@@ -148,14 +148,14 @@ class Engine:
         self._scheduler.forget(version)
 
     def set_pins(self, pins: list[Pin]) -> None:
-        """These adapters and no others are brought to the pool before anybody asks for them, and stay."""
+        """Pins these adapters and no others: they are loaded before their first request, and stay in the pool."""
         for pin in pins:
             self._tenants.set_share(pin.version.tenant, pin.share)
         self._scheduler.set_pins(pin.version for pin in pins)
 
     def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
-        """Brings an adapter near before anybody asks for it, if there is room. share: its tenant's. Returns where it is
-        now."""
+        """Loads an adapter before the first request for it, if there is room. share: its tenant's. Returns where the
+        adapter is now."""
         self._tenants.set_share(version.tenant, share)
         return self._scheduler.prewarm(version)
 

@@ -13,8 +13,8 @@ class LoadPaces:
     host: Mapping[str, float]
 
     def load_ms(self, num_bytes: int, tiers: Iterable[str]) -> dict[str, float | None]:
-        """Until an adapter of so many bytes is in the pool, from the host and from each of the tiers; None where nobody
-        knows yet. Beside others who decode or load it takes longer.
+        """Milliseconds until an adapter of so many bytes is in the pool, from the host and from each of the tiers; None
+        for a tier that no adapter came from yet. Beside other loads and decode steps a load takes longer.
 
         Worked example: at 0.1 ns a byte into the pool and 1 ns from a file, 100 MB take 10 ms from the host and 110 ms
         from a file.

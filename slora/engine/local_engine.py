@@ -66,7 +66,7 @@ class LocalEngine:
         self._info = built.result()
 
     def close(self) -> None:
-        """Ends the engine after its present step; whoever waits for it hears so. Twice is no harm."""
+        """Ends the engine after its present step; unfinished requests end with EngineUnavailable. Idempotent."""
         self._worker.post(Stop())
         if self._thread is not None:
             self._thread.join()
@@ -124,7 +124,7 @@ class LocalEngine:
         self._post(Add(request))
 
     def _post(self, command: Command) -> None:
-        """What somebody will wait for: either the engine gets it before it ends, or it is refused here."""
+        """Posts a command that has an answer: the engine gets it before it ends, or it is refused here."""
         with self._gate:
             if self._gone is not None:
                 raise EngineUnavailable(self._gone)
@@ -137,7 +137,7 @@ class LocalEngine:
         """The engine's thread, from its first step to its last."""
         try:
             engine = build()
-        except Exception as error:  # whoever starts the engine hears it
+        except Exception as error:  # `start` raises it
             built.set_exception(error)
             return
         self._gone = None
@@ -162,7 +162,7 @@ class LocalEngine:
             if loop is not None:  # None: it was aborted meanwhile
                 batches[loop].append(output)
         for loop, batch in batches.items():
-            with suppress(RuntimeError):  # the loop was closed, and nobody in it waits any more
+            with suppress(RuntimeError):  # the loop was closed, and its requests are gone
                 loop.call_soon_threadsafe(partial(self._put, batch))
 
     def _put(self, outputs: list[StepOutput]) -> None:
@@ -171,7 +171,7 @@ class LocalEngine:
 
 
 def _settle(answer: Future[_Answer], found: _Answer | Exception) -> None:
-    with suppress(InvalidStateError):  # whoever asked was cancelled, or has been answered
+    with suppress(InvalidStateError):  # the caller was cancelled, or has its answer
         if isinstance(found, Exception):
             answer.set_exception(found)
         else:

@@ -1,6 +1,6 @@
-"""Outputs of the engine find whoever awaits them: one queue for each unfinished request of this event loop.
+"""Hands outputs of the engine to the coroutines that await them: one queue for each unfinished request of a loop.
 
-What both clients of an engine share, whether it is a process behind a socket or a thread beside the loop.
+Both clients of an engine use it: the one of a process behind a socket, and the one of a thread beside the loop.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class OpenStreams:
             stream.queue.put_nowait(output)
 
     def fail(self, error: Exception) -> None:
-        """Everybody who waits hears so now."""
+        """Ends all unfinished requests with this error."""
         for request_id, stream in self._streams.items():
             stream.queue.put_nowait(StepOutput(request_id, error=error))
 

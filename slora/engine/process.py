@@ -107,7 +107,7 @@ class _Peer:
         self._frames.put_nowait(encode(message))
 
     async def write(self) -> None:
-        """Runs as long as the connection: drain() is where a slow reader holds us back, and nobody else."""
+        """Runs as long as the connection. A slow reader holds up only this task, in drain()."""
         with suppress(ConnectionError):  # `serve` hears of it too, and cleans up
             while True:
                 self._writer.write(await self._frames.get())
@@ -219,7 +219,7 @@ class EngineServer:
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """From the engine's thread; a loop that is already closed has nobody left to tell."""
+    """Called on the engine's thread. A loop that is already closed has no peers left."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(call)
 
@@ -257,7 +257,7 @@ class EngineProcess:
     async def _serve(self) -> None:
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
-            # A terminal's Ctrl-C reaches us too, but it is the parent who decides when we go.
+            # A terminal's Ctrl-C reaches this process too, but the parent decides when it ends.
             self._loop.add_signal_handler(number, stopped.set if number == signal.SIGTERM else _ignore)
         beating = asyncio.create_task(self._heartbeat.run(self._worker.measure))
         engine = await self._started

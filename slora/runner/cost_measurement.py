@@ -1,8 +1,8 @@
 """Times the running model at start: what a step, a token, a page copied take here and now.
 
-Steps and copies go over the pool's own pages before anybody has them, the way that requests will use them, and never
+Steps and copies use the pool's own pages before any request does, in the same way, and are never
 larger than the trial step before. Differences of two timings separate the fields: a difference that drowns in noise
-counts as next to nothing. Knows no model: it hands plans to whoever runs them.
+counts as next to nothing. Knows no model: it is given the function that runs a plan.
 """
 
 import logging
@@ -76,7 +76,7 @@ class _Timings:
 def measure_costs(
     run: Callable[[StepPlan], object], memory: PageMemory, max_tokens: int, max_rows: int, max_model_len: int
 ) -> CostModel:
-    """Takes about a second, far less where steps are short. Nobody may have pages yet: it writes to many, and leaves
+    """Takes about a second, far less where steps are short. No page may be in use yet: it writes to many, and leaves
     them zeroed. max_tokens, max_rows: the most that a step may have, tokens and sequences."""
     bench = _Bench(run, memory, max_tokens, max_rows, max_model_len)
     try:

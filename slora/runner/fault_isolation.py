@@ -22,7 +22,7 @@ __all__ = ["FaultIsolation", "PagesNotMoved", "StepResult"]
 
 _log = logging.getLogger(__name__)
 
-# One culprit among 256 chunks is found in 16 runs. With more runs than this, everybody would wait for too long.
+# One culprit among 256 chunks is found in 16 runs. With more runs than this, all requests would wait too long.
 _MOST_RUNS = 64
 
 
@@ -96,7 +96,7 @@ class FaultIsolation:
 
     def _try(self, chunks: list[Chunk]) -> list[Sampled] | None:
         """None if computing these breaks, too."""
-        # A run that broke late may have counted tokens that nobody gets, so the sampling rows are written again.
+        # A run that broke late may have counted tokens that are lost, so the sampling rows are written again.
         started = [sequence for chunk in chunks for sequence in chunk.draws]
         try:
             return self._runner.run(StepPlan(chunks=chunks, started=started))

@@ -96,21 +96,21 @@ class Runner:
         self._graphs = self._make_graphs(config)
 
     def learn_costs(self) -> LearnedCosts:
-        """Costs that begin with what is measured now. Before anybody has pages: measuring writes to many."""
+        """Costs that begin with what is measured now. Call it before any page is in use: measuring writes to many."""
         on_gpu = self.device.type != "cpu"
         bounds = bound_costs(self._shape, self.full_page_bytes, self._geometry.block_tokens, on_gpu=on_gpu)
         return LearnedCosts(self.measure_costs(), bounds)
 
     def measure_costs(self) -> CostModel:
-        """What steps and copies take here and now. Before anybody has pages: it writes to many."""
+        """What steps and copies take here and now. Call it before any page is in use: it writes to many."""
         return measure_costs(self.run, self.memory, *self._largest_step, self.max_model_len)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Sampled]:
         """One token for each of the chunks' `draws`, in order. What prompts score is noted on their sequences.
 
-        When it returns, and when it raises, nobody reads the host's copies of the plan's loads any more. Raises
-        PagesNotMoved, or whatever broke the computing.
+        When it returns or raises, the host's copies of the plan's loads are not read any more. Raises PagesNotMoved, or
+        whatever broke the computing.
         """
         try:
             with _moving_pages():
@@ -295,7 +295,7 @@ class Runner:
 
 
 def _trial_chunk(block_tokens: int) -> Chunk:
-    """One token on page 0, of a sequence that is nobody's."""
+    """One token on page 0, of a sequence that belongs to no request."""
     request = EngineRequest("trial", "", [0], None, SamplingParams(top_p=0.9))
     sequence = Sequence(request, Tenant("trial"), 1, frozenset(), 0, block_tokens)
     sequence.blocks.extend([0])
@@ -311,7 +311,7 @@ def _moving_pages() -> Iterator[None]:
 
 
 def _warm_up(kernels: Kernels, geometry: KVGeometry) -> None:
-    """Whoever waits for kernels to be compiled reads what for."""
+    """Compiles the kernels; logs what takes so long if it takes long."""
     about = f"compiling {kernels.name} kernels for {geometry.dtype}, KV in {geometry.number_dtype}"
     slow = Timer(
         _LONG_WARM_UP_S, _log.info, [f"{about}: up to a minute or two, once; later starts find them"]

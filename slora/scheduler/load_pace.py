@@ -1,8 +1,8 @@
-"""How many pages of adapters a step brings to the pool beside those who decode.
+"""How many pages of adapters a step loads into the pool beside the sequences that decode.
 
-A step that loads for t seconds keeps everybody who decodes waiting for t, and brings whoever waits for the adapter a
-step further. So a step may take longer by as many times its own length as there are requests that wait for each one
-that decodes; and by a tenth at least, so that one that waits alone gets its adapter soon and nobody notices.
+A step that loads for t seconds delays every decoding sequence by t, and brings the waiting requests a step nearer to
+their adapter. So a step may grow by its own length times the number of waiting requests for each decoding sequence. It
+may grow by at least a tenth: a request that waits alone gets its adapter soon, and the delay is not noticed.
 """
 
 from slora.cost_model import Costs
@@ -11,7 +11,7 @@ _LEAST_SHARE = 0.1
 
 
 class LoadPace:
-    """fixed: pages for any step; None follows from `costs` and from who is there."""
+    """fixed: pages for any step; None follows from `costs` and from the numbers of sequences."""
 
     def __init__(self, costs: Costs, full_page_bytes: int, fixed: int | None) -> None:
         self._costs = costs

@@ -45,7 +45,7 @@ from slora.scheduler_config import SchedulerConfig
 from slora_adapters.loader.source import AdapterSource
 from slora_adapters.version import AdapterVersion
 
-# A request ends after so many steps that could not bring what it needs: perhaps that is what breaks them.
+# A request ends after so many steps that could not bring what it needs: perhaps its adapter breaks them.
 _MOST_BROKEN_STEPS = 3
 
 
@@ -214,8 +214,8 @@ class Scheduler:
         return outputs
 
     def take_back(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
-        """The step could not move its pages. What it was to bring to the pool is not trusted: those who need it start
-        over, or end with `error` when this befell them too often. All others go on as if the step had not been."""
+        """Undoes a step that could not move its pages. Nothing that it was to bring to the pool is trusted: sequences
+        that need it start over, or end with `error` after too many such steps. All others go on as before the step."""
         outputs = list(plan.ended)
         for chunk in plan.chunks:
             for fork in chunk.forks:
@@ -234,7 +234,7 @@ class Scheduler:
             elif (misfit := self._lifecycle.back_to_queue(sequence)) is not None:
                 outputs.append(self._lifecycle.end(sequence, misfit))
         self.swapping.settle()
-        # Their rows of the sampling table were not written, or count tokens that nobody got.
+        # Their rows of the sampling table were not written, or count tokens that are lost.
         self._unwritten += [*plan.started, *(chunk.sequence for chunk in plan.chunks)]
         return outputs
 

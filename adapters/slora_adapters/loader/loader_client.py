@@ -66,7 +66,7 @@ class LoaderClient:
     """See `source.AdapterSource`. `notify` is called, from this client's thread, when `poll` would return something.
 
     `on_arena` is called, from that thread too, with each arena before anything in it is handed out; what it returns is
-    kept as long as anybody holds a copy there, and at least as long as the connection. `give_up_s`: how long a request
+    kept as long as a copy there is held, and at least as long as the connection. `give_up_s`: how long a request
     waits for a loader to be there at all.
     """
 
@@ -88,7 +88,7 @@ class LoaderClient:
         self._num_requests = 0
         self._requests: dict[AdapterVersion, _Request] = {}
         self._results: list[Fetched | FetchFailed] = []
-        # Where each copy that somebody holds came from, oldest first.
+        # Where each copy that is held came from, oldest first.
         self._held: dict[AdapterVersion, deque[_Run]] = {}
         self._paces: Mapping[str, float] = {}
         self._closed = False

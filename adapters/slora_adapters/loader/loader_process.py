@@ -37,7 +37,7 @@ from slora_adapters.wire import BrokenFrame, read_message, write_message
 logger = logging.getLogger("slora.loader")
 
 # Behind the engine, where they share cores: a load takes what computing leaves, and a tenth of a core at least, instead
-# of making everybody's tokens late.
+# of delaying the tokens of all requests.
 _NICE = 10
 _SWITCH_INTERVAL_S = 5e-4
 # The configuration can never work, as argparse says of arguments; or the store may answer later.
@@ -128,7 +128,7 @@ async def _serve(
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stopped.set)
-    # A terminal's Ctrl-C reaches us too, but it is the parent who decides when we go.
+    # A terminal's Ctrl-C reaches this process too, but the parent decides when it ends.
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     config.socket.unlink(missing_ok=True)
     listener = await asyncio.start_unix_server(server.serve, config.socket)

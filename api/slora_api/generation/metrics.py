@@ -1,7 +1,7 @@
 """What the operator's dashboards read: vLLM's names, so that existing ones work, and our own under `slora_`.
 
-Counters that the API knows are kept here; what the engine knows is asked of it when somebody looks, so its numbers
-are always its own. Adapters are labelled `tenant/digest prefix`: names are not unique across tenants, and the
+Counters that the API knows are kept here; the engine is asked for its numbers at each scrape, so they are
+always its own. Adapters are labelled `tenant/digest prefix`: names are not unique across tenants, and the
 operator's view (authentication.py) is the only one with labels at all.
 """
 
