@@ -32,10 +32,13 @@ async def read_json(
     raw = await _read_bytes(request, JsonStructure(json_bounds))
     if not raw:
         raise _invalid("missing", "Field required")
-    body = _parse(raw) if _is_json(request.headers.get("content-type", "")) else None
+    text = _decode(raw)
+    # Each step takes milliseconds for a body of megabytes, and others are served between them.
+    await asyncio.sleep(0)
+    body = _parse(text) if _is_json(request.headers.get("content-type", "")) else None
+    await asyncio.sleep(0)
     if not isinstance(body, dict):
         raise _invalid("model_attributes_type", "Input should be an object")
-    await asyncio.sleep(0)
     bounds.check_counts(body)
     try:
         return schema.model_validate(body)
@@ -53,13 +56,18 @@ async def _read_bytes(request: Request, structure: JsonStructure) -> bytes:
     return b"".join(parts)
 
 
-def _parse(raw: bytes) -> Any:
+def _decode(raw: bytes) -> str:
     try:
-        return json.loads(raw.decode())
+        return raw.decode()
     except UnicodeDecodeError as error:
         raise BadRequest(
             f"The body is not UTF-8: byte {error.start} begins no character. Encode it as UTF-8."
         ) from None
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
     except RecursionError:
         raise BadRequest("The body has arrays or objects nested too deeply to be read.") from None
     except json.JSONDecodeError as error:
