@@ -8,9 +8,11 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol
 
 from slora.request import FinishReason
+from slora_api.generation.json_slices import LongList
 from slora_api.generation.prompt_echo import ScoredToken, TokenText
 from slora_api.generation.text_stream import TextDelta
 
@@ -23,18 +25,23 @@ Json = dict[str, Any]
 class Answer:
     """One whole answer, gathered from its deltas."""
 
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
     tokens: list[TokenText] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     logprob: float = 0.0
     scores: tuple[tuple[ScoredToken, ...] | None, ...] = ()
 
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
     def add(self, delta: TextDelta) -> None:
-        self.text += delta.text
+        self.texts.append(delta.text)
         self.tokens += delta.tokens
         self.finish_reason = delta.finish_reason
         self.logprob += delta.logprob
-        self.scores += delta.scores
+        # The same tuple in all choices of a prompt, which is therefore written once.
+        self.scores = delta.scores or self.scores
 
 
 @dataclass(slots=True)
@@ -72,7 +79,7 @@ class AnswerFormat(Protocol):
         """The chunk that carries the usage alone."""
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
-        """The body of an answer that is not streamed."""
+        """The body of an answer that is not streamed. Lists that may be long are `LongList`s."""
 
 
 class _Envelope:
@@ -123,11 +130,28 @@ class CompletionFormat:
         return self._envelope.whole("text_completion", []) | {"usage": usage.to_json()}
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
+        scores = _Scores()
         choices = [
-            self._choice(index, answer.text, answer.tokens, answer.finish_reason) | _scores_json(answer)
+            {
+                "index": index,
+                "text": answer.text,
+                "logprobs": self._whole_logprobs(answer.tokens) if self._logprobs else None,
+                "finish_reason": answer.finish_reason,
+            }
+            | scores.to_json(answer)
             for index, answer in enumerate(answers)
         ]
         return self._envelope.whole("text_completion", choices) | {"usage": usage.to_json()}
+
+    def _whole_logprobs(self, tokens: Sequence[TokenText]) -> Json:
+        return {
+            "tokens": LongList(lambda: (token.text for token in tokens)),
+            "token_logprobs": LongList(lambda: (token.logprob for token in tokens)),
+            "top_logprobs": LongList(lambda: map(_top_json, tokens)),
+            "text_offset": LongList(lambda: accumulate((token.width for token in tokens[:-1]), initial=0))
+            if tokens
+            else [],
+        }
 
     def _choice(
         self, index: int, text: str, tokens: Sequence[TokenText], reason: FinishReason | None
@@ -144,11 +168,7 @@ class CompletionFormat:
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            # The chosen token is always among them, likely or not.
-            "top_logprobs": [
-                None if token.logprob is None else {**dict(token.top), token.text: token.logprob}
-                for token in tokens
-            ],
+            "top_logprobs": [_top_json(token) for token in tokens],
             "text_offset": offsets,
         }
 
@@ -181,13 +201,16 @@ class ChatFormat:
             {
                 "index": index,
                 "message": {"role": "assistant", "content": answer.text, "refusal": None},
-                "logprobs": self._logprobs_json(answer.tokens),
+                "logprobs": self._whole_logprobs(answer.tokens) if self._logprobs else None,
                 "finish_reason": answer.finish_reason,
             }
             for index, answer in enumerate(answers)
         ]
-        scores = _scores_json(answers[0])
+        scores = _Scores().to_json(answers[0])
         return self._envelope.whole("chat.completion", choices) | {"usage": usage.to_json()} | scores
+
+    def _whole_logprobs(self, tokens: Sequence[TokenText]) -> Json:
+        return {"content": LongList(lambda: map(_content_json, tokens)), "refusal": None}
 
     def _delta(
         self, index: int, delta: Json, tokens: Sequence[TokenText], reason: FinishReason | None = None
@@ -199,28 +222,42 @@ class ChatFormat:
     def _logprobs_json(self, tokens: Sequence[TokenText]) -> Json | None:
         if not self._logprobs:
             return None
-        content = [
-            _token_json(token.text, token.logprob)
-            | {"top_logprobs": [_token_json(text, logprob) for text, logprob in token.top]}
-            for token in tokens
-        ]
+        content = [_content_json(token) for token in tokens]
         return {"content": content, "refusal": None}
 
 
-def _scores_json(answer: Answer) -> Json:
-    """`prompt_logprobs` in vLLM's form, where they were asked for: for each token of the prompt, tokens by id."""
-    if not answer.scores:
-        return {}
-    places = [
-        None
-        if place is None
-        else {
-            str(token.token_id): {"logprob": token.logprob, "rank": token.rank, "decoded_token": token.text}
-            for token in place
-        }
-        for place in answer.scores
-    ]
-    return {"prompt_logprobs": places}
+class _Scores:
+    """`prompt_logprobs` in vLLM's form: for each token of the prompt, tokens by id. Choices of a prompt share them."""
+
+    def __init__(self) -> None:
+        self._lists: dict[int, LongList] = {}
+
+    def to_json(self, answer: Answer) -> Json:
+        """Empty where they were not asked for."""
+        places = answer.scores
+        if not places:
+            return {}
+        made = self._lists.setdefault(id(places), LongList(lambda: map(_place_json, places)))
+        return {"prompt_logprobs": made}
+
+
+def _place_json(place: tuple[ScoredToken, ...] | None) -> Json | None:
+    if place is None:
+        return None
+    return {
+        str(token.token_id): {"logprob": token.logprob, "rank": token.rank, "decoded_token": token.text}
+        for token in place
+    }
+
+
+def _top_json(token: TokenText) -> dict[str, float] | None:
+    """The chosen token is always among them, likely or not."""
+    return None if token.logprob is None else {**dict(token.top), token.text: token.logprob}
+
+
+def _content_json(token: TokenText) -> Json:
+    top = [_token_json(text, logprob) for text, logprob in token.top]
+    return _token_json(token.text, token.logprob) | {"top_logprobs": top}
 
 
 def _token_json(text: str, logprob: float | None) -> Json:

@@ -8,9 +8,11 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
+from slora_api.fair_slots import FairSlots
 from slora_api.generation.answer_format import Answer, AnswerFormat, Usage
+from slora_api.generation.json_slices import write_json
+from slora_api.generation.parted_response import PartedResponse
 from slora_api.generation.prompts import Prompt
 from slora_api.generation.sse import EventStream, unless_disconnected
 from slora_api.generation.text_stream import TextDelta
@@ -30,13 +32,21 @@ async def answer_request(
     *,
     prompts: Sequence[Prompt],
     headers: dict[str, str],
+    tenant: str,
+    writing: FairSlots,
 ) -> Response:
-    """Answers with everything in `deltas`, the answers to `prompts`, and closes it whatever happens."""
+    """Answers with everything in `deltas`, the answers to `prompts`, and closes it whatever happens.
+
+    writing: slots for the tenant's long answers.
+    """
     usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
     if not fields.stream:
         work = _gather(deltas, prompts, usage)
         answers = await unless_disconnected(request.receive, work)
-        return JSONResponse(shape.whole(answers, usage), headers=headers)
+        parts = await unless_disconnected(
+            request.receive, write_json(shape.whole(answers, usage), tenant, writing)
+        )
+        return PartedResponse(parts, headers)
     chunks = _chunks(deltas, shape, usage, include_usage=fields.include_usage)
     first = await unless_disconnected(request.receive, _first(chunks))
     return EventStream([first], chunks, headers)

@@ -1,14 +1,13 @@
 """Answers as clients see them: text with each token's own, one stream for each prompt, several merged into one.
 
-Whoever closes a stream early, or is cancelled while waiting on it, aborts what it stands for in the engine; nothing
-is left running.
+Closing a stream early, or cancelling a task that waits for it, aborts its request in the engine.
 
 Knows no HTTP and no JSON.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -22,6 +21,8 @@ __all__ = ["TextDelta", "merge_streams", "stream_text"]
 
 # Deltas that may wait for a slow reader, for each stream; then the engine's iterator is not asked for more.
 _QUEUE_DELTAS = 16
+# Tokens of one delta. A chunk of so many with the 20 likeliest of each takes 3 ms to write.
+_TOKENS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,11 @@ async def stream_text(
                 continue
             if prompt is not None and not prompt.was_told(delta.choice):
                 told = await prompt.tell(index, delta.choice)
-                yield replace(told, num_cached=delta.num_cached_tokens) if prompt.echo.alone else told
+                if prompt.echo.alone:
+                    told = replace(told, num_cached=delta.num_cached_tokens)
+                for part in _divide(told):
+                    yield part
+                    await asyncio.sleep(0)
             if prompt is not None and prompt.echo.alone:
                 if prompt.was_told_to_all:
                     return
@@ -111,13 +116,45 @@ async def stream_text(
             is_cut, held = answer.is_cut(delta.choice), held_tokens[delta.choice]
             # A token that ends the answer is computed and counted, but is no part of its text.
             num_shown = len(delta.token_ids) - (delta.finish_reason is FinishReason.STOP and not is_cut)
-            held.push(delta, num_shown)
+            if len(delta.token_ids) > _TOKENS_AT_ONCE:  # a beam search gives its answers whole
+                await asyncio.to_thread(held.push, delta, num_shown)
+            else:
+                held.push(delta, num_shown)
             tokens = held.release(delta.text, everything=delta.finish_reason is not None and not is_cut)
             logprob = sum(entry.logprob for entry in delta.logprobs or ())
-            yield TextDelta(
+            new = TextDelta(
                 index + delta.choice, delta.text, len(delta.token_ids), tokens, delta.finish_reason, logprob,
                 num_cached=delta.num_cached_tokens,
             )  # fmt: skip
+            for part in _divide(new):
+                yield part
+                if part.tokens:
+                    # The next deltas may be there already, and the reader writes each without a pause.
+                    await asyncio.sleep(0)
+
+
+def _divide(delta: TextDelta) -> Iterator[TextDelta]:
+    """Parts with a bounded number of tokens, each with the text of its tokens. What is told once is in the first."""
+    if len(delta.tokens) <= _TOKENS_AT_ONCE:
+        yield delta
+        return
+    start_char = 0
+    for start in range(0, len(delta.tokens), _TOKENS_AT_ONCE):
+        tokens = delta.tokens[start : start + _TOKENS_AT_ONCE]
+        is_first, is_last = start == 0, start + _TOKENS_AT_ONCE >= len(delta.tokens)
+        end_char = len(delta.text) if is_last else start_char + sum(token.width for token in tokens)
+        reason = delta.finish_reason if is_last else None
+        part = TextDelta(delta.index, delta.text[start_char:end_char], 0, tokens, reason)
+        if is_first:
+            part = replace(
+                part,
+                num_tokens=delta.num_tokens,
+                logprob=delta.logprob,
+                scores=delta.scores,
+                num_cached=delta.num_cached,
+            )
+        yield part
+        start_char = end_char
 
 
 class _PromptSoFar:

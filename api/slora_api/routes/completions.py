@@ -98,6 +98,8 @@ async def _complete(
         shape,
         prompts=prompts,
         headers=model.headers,
+        tenant=key.tenant,
+        writing=services.writing,
     )
 
 
@@ -126,4 +128,6 @@ async def _chat(
         shape,
         prompts=[prompt],
         headers=model.headers,
+        tenant=key.tenant,
+        writing=services.writing,
     )

@@ -1,0 +1,91 @@
+"""Writes JSON in slices, so that an answer of megabytes does not keep the event loop busy.
+
+Knows no HTTP.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from slora_api.fair_slots import FairSlots
+
+__all__ = ["LongList", "write_json"]
+
+# Written at once: 0.2 to 1 ms.
+_SLICE_CHARS = 1 << 14
+# Of a long list, made and written at once. A token with the 20 likeliest in its place takes 50 microseconds.
+_ITEMS = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LongList:
+    """A list whose items are made when they are written. One that stands in several places is written once."""
+
+    items: Callable[[], Iterable[Any]]
+
+
+async def write_json(value: Any, tenant: str, slots: FairSlots) -> list[bytes]:
+    """The JSON of `value` in parts. Only a long answer takes one of the slots. Raises TenantBusy."""
+    parts: list[bytes] = []
+    async with AsyncExitStack() as stack:
+        for part in _slices(_write(value, {})):
+            if len(parts) == 1:
+                await stack.enter_async_context(slots.hold(tenant))
+            parts.append(part)
+            if len(parts) > 1:
+                await asyncio.sleep(0)
+    return parts
+
+
+def _slices(texts: Iterable[str]) -> Iterator[bytes]:
+    held: list[str] = []
+    num_chars = 0
+    for text in texts:
+        held.append(text)
+        num_chars += len(text)
+        if num_chars >= _SLICE_CHARS:
+            yield "".join(held).encode()
+            held, num_chars = [], 0
+    if held:
+        yield "".join(held).encode()
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _write(value: Any, written: dict[LongList, list[str]]) -> Iterator[str]:
+    """Walks dicts and lists down to long lists. What holds none of them is short."""
+    if isinstance(value, LongList):
+        if value not in written:
+            written[value] = []
+            for text in _write_items(value):
+                written[value].append(text)
+                yield text
+        else:
+            yield from written[value]
+    elif isinstance(value, dict):
+        for position, (name, item) in enumerate(value.items()):
+            yield f"{',' if position else '{'}{_dump(name)}:"
+            yield from _write(item, written)
+        yield "}" if value else "{}"
+    elif isinstance(value, list):
+        for position, item in enumerate(value):
+            yield "," if position else "["
+            yield from _write(item, written)
+        yield "]" if value else "[]"
+    else:
+        yield _dump(value)
+
+
+def _write_items(value: LongList) -> Iterator[str]:
+    items = iter(value.items())
+    mark = "["
+    while some := list(islice(items, _ITEMS)):
+        yield mark + _dump(some)[1:-1]
+        mark = ","
+    yield "]" if mark == "," else "[]"
