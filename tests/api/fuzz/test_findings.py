@@ -130,3 +130,13 @@ def test_a_key_of_an_adapter_called_default_is_refused(watched: WatchedServer) -
     with watched.client(ADMIN_KEY) as operator:
         answer = operator.post("/admin/tenants/fuzz/keys", json={"adapter": "default"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "adapter"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip"])
+def test_a_body_with_a_content_encoding_is_refused_by_name(watched: WatchedServer, encoding: str) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    with watched.client() as client:
+        body = json.dumps({"model": "default", "prompt": "a", "max_tokens": 1}).encode()
+        answer = client.post(_COMPLETION, content=body, headers=headers)
+    assert 400 <= answer.status_code < 500, answer.text
+    assert "Content-Encoding" in answer.json()["error"]["message"]

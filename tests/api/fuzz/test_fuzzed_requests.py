@@ -1,26 +1,32 @@
 """Requests made at random against a real server, see `tests/api/fuzz/watched_server.py` for what must hold."""
 
 import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bench.attacks.observer import Noticed
+from bench.attacks.window import windows_of
 from tests.api.fuzz.requests import HttpRequest, http_requests, routes
 from tests.api.fuzz.watched_server import WatchedServer, explain_answer
 from tests.api.served import ADMIN_KEY
 
 _QUICK, _SOAK = 150, 10_000
 _WARM_UP = 20
+# Of the soak run's comparison with a stream that is alone.
+_ROUNDS = 5
 _UNHEALTHY = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture)
 
 
-def test_every_route_is_fuzzed() -> None:
-    assert len(routes()) > 25
-    assert {"POST", "GET", "PUT", "PATCH", "DELETE"} == {method for method, _ in routes()}
-
-
-def test_no_request_breaks_the_server(watched: WatchedServer, soak: bool) -> None:
+@contextmanager
+def fuzzing(watched: WatchedServer) -> Iterator[Callable[[int], None]]:
+    """Gives what sends so many requests, and fails for the first answer that must not be."""
     with watched.client() as tenant, watched.client(ADMIN_KEY) as operator:
 
         def send(request: HttpRequest) -> None:
@@ -39,11 +45,38 @@ def test_no_request_breaks_the_server(watched: WatchedServer, soak: bool) -> Non
             profile = settings(max_examples=num_cases, suppress_health_check=_UNHEALTHY, deadline=None)
             profile(given(http_requests())(send))()
 
+        yield fuzz
+
+
+def test_every_route_is_fuzzed() -> None:
+    assert len(routes()) > 25
+    assert {"POST", "GET", "PUT", "PATCH", "DELETE"} == {method for method, _ in routes()}
+
+
+def test_no_request_breaks_the_server(watched: WatchedServer, soak: bool) -> None:
+    with fuzzing(watched) as fuzz:
         # What the first requests of each kind import and set up stays.
         fuzz(_WARM_UP)
         watched.begin()
         fuzz(_SOAK if soak else _QUICK)
         watched.check()
+
+
+@pytest.mark.soak
+def test_another_tenants_stream_keeps_its_pace(watched: WatchedServer, report: Callable[[str], None]) -> None:
+    """Compared with the same stream alone, in turn, because a machine's pace changes with what else runs on it."""
+    arguments = [watched.served.url, watched.served.make_key("victim")]
+    ratios = []
+    with fuzzing(watched) as fuzz, windows_of("bench.attacks.observer", Noticed, arguments) as window:
+        fuzz(_WARM_UP)
+        for _ in range(_ROUNDS):
+            with window() as attacked:
+                fuzz(_SOAK // (10 * _ROUNDS))
+            with window() as alone:
+                time.sleep(attacked[0].seconds)
+            ratios.append(attacked[0].p99_itl_ms / alone[0].p99_itl_ms)
+    report(f"fuzzed requests: another tenant's p99 ITL is {statistics.median(ratios):.2f} times that alone")
+    assert statistics.median(ratios) <= 2.0
 
 
 _raw_requests = st.builds(

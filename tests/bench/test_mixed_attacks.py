@@ -1,0 +1,23 @@
+"""Ten minutes of every attack at random beside honest tenants, see `bench.attacks.mixed`."""
+
+from collections.abc import Callable
+
+import pytest
+
+from bench.attacks.mixed import run_mixed
+
+MINUTES = 10.0
+MAX_GROWTH_BYTES = 64 << 20
+
+
+@pytest.mark.soak
+def test_attackers_with_valid_keys_hardly_slow_honest_tenants_down(report: Callable[[str], None]) -> None:
+    outcome = run_mixed(MINUTES)
+    report(
+        f"mixed attacks: goodput {outcome.goodput_ratio:.3f} of that without them, {outcome.server_errors} lost, "
+        f"{sum(outcome.sent.values())} attacks"
+    )
+    assert outcome.goodput_ratio >= 0.9
+    assert outcome.server_errors == 0
+    before, _, after = outcome.rss_bytes
+    assert after - before <= MAX_GROWTH_BYTES
