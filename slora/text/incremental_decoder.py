@@ -4,8 +4,9 @@ A decoder of the `tokenizers` library is a chain of steps over the strings of al
 takes the strings piece by piece and passes on what no later token can change: one string for each token, in order, even
 if it is empty. The cost of a token does not grow with the number of tokens before it.
 
-Two stages may hold text back. `ByteLevel` holds the bytes of an incomplete character. `ByteFallback` holds a whole run
-of byte tokens until another token ends it, because one invalid byte turns every byte of its run into U+FFFD.
+Three stages hold text back. `ByteLevel` holds the bytes of an incomplete character. `ByteFallback` holds a whole run of
+byte tokens until another token ends it, because one invalid byte turns every byte of its run into U+FFFD. `BPEDecoder`
+holds one token, because it treats the last one differently.
 """
 
 import codecs
@@ -282,7 +283,9 @@ def _make_stages(decoder: Decoder | None) -> list[_Stage]:
             continue
         stage = _follow_one_string(spec) if is_one_string else _follow_tokens(spec)
         if stage is None:
-            _log.warning("decoder step %s is not incremental: answers are streamed in one piece", kind)
+            _log.warning(
+                "the tokenizer's decoder step %s cannot stream: a stream gets its text at the end", kind
+            )
             return [_WholeText(decoder)]
         stages.append(stage)
     return stages

@@ -12,6 +12,7 @@ from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
@@ -34,10 +35,20 @@ def read_tokenizer(directory: Path) -> ResolvedTokenizer:
         )
     tokens = {name: getattr(found, name) for name in SPECIAL_NAMES}
     return ResolvedTokenizer(
-        found.backend_tokenizer.to_str(),
+        _serialize(found.backend_tokenizer),
         {name: str(token) for name, token in tokens.items() if token is not None},
         bool(found.split_special_tokens),
     )
+
+
+def _serialize(backend: Tokenizer) -> str:
+    """With the special tokens that the backend hides: it goes on hiding one that was added again as an ordinary one."""
+    fields = json.loads(backend.to_str())
+    for token in fields["added_tokens"]:
+        token_ids = [token["id"]]
+        shown = [backend.decode(token_ids, skip_special_tokens=skip) for skip in (True, False)]
+        token["special"] |= shown[0] != shown[1]
+    return json.dumps(fields)
 
 
 def main() -> int:

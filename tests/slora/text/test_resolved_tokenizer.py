@@ -51,6 +51,11 @@ CASES: dict[str, Case] = {
     "plain with another special token": (byte_level, "llama", {**PLAIN, "pad_token": "<pad>"}),
     "plain with extra tokens": (byte_level, "llama", {**PLAIN, "extra_special_tokens": ["[INST]"]}),
     "plain with changed tokens": (byte_level, "llama", {**PLAIN, "added_tokens_decoder": {"2": CHANGED}}),
+    "plain with a token that is no longer special": (
+        byte_level,
+        "llama",
+        {**PLAIN, "added_tokens_decoder": {"2": {**CHANGED, "special": False}}},
+    ),
     "plain, special tokens split": (byte_level, "llama", {**PLAIN, "split_special_tokens": True}),
     "no config": (byte_fallback, "llama", {}),
 }  # fmt: skip
