@@ -22,6 +22,15 @@ class ConfigFields:
     def __contains__(self, name: str) -> bool:
         return self._fields.get(name) is not None
 
+    def names(self) -> set[str]:
+        """The fields that are not null."""
+        return {name for name, value in self._fields.items() if value is not None}
+
+    def equals(self, name: str, value: object) -> bool:
+        """Whether the field has exactly this value: JSON's 1 is neither true nor 1.0."""
+        given = self._fields.get(name)
+        return type(given) is type(value) and given == value
+
     def refusal(self, name: str, complaint: str) -> ConfigError:
         """`complaint` follows the field and its value: "; it must be ..."."""
         return self._refuse(name, self._fields.get(name), complaint)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from slora.errors import ConfigError
 from slora.models.config_fields import ConfigFields, read_json_object
+from slora.models.known_fields import refuse_unknown_fields
 from slora.models.layer_types import read_layer_types, read_windows
 from slora.models.model_family import FAMILIES, Family
 from slora.models.rope_config import LongRopeScaling, Rope, YarnScaling, read_ropes
@@ -112,7 +113,7 @@ def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> M
     if family is None:
         raise ConfigError(f"{path}: model_type is {model_type!r}; this version serves {', '.join(FAMILIES)}")
     fields = _fields(raw, family, path)
-    _refuse_what_we_do_not_honour(fields, family)
+    refuse_unknown_fields(ConfigFields(raw, path), fields, family)
     # Each layer is listed, before anything tells whether the weights are there.
     num_layers, head_dim = fields.whole("num_hidden_layers", most=_MOST_LAYERS), _head_dim(fields)
     max_positions = fields.whole("max_position_embeddings")
@@ -135,7 +136,7 @@ def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> M
         ropes=ropes,
         rope_of_layer=rope_of_layer,
         window_of_layer=read_windows(fields, family.windows, layer_types, max_positions),
-        attention_scale=fields.number("query_pre_attn_scalar", head_dim) ** -0.5,
+        attention_scale=_attention_scale(fields, family, head_dim),
         attention_softcap=fields.optional_number("attn_logit_softcapping"),
         final_softcap=fields.optional_number("final_logit_softcapping"),
         embedding_scale=hidden_size**0.5 if family.scaled_embedding else None,
@@ -165,14 +166,6 @@ def _fields(raw: dict[str, Any], family: Family, path: Path) -> ConfigFields:
     return top.within(family.config_field, {**family.defaults, **top.table(family.config_field), **shared})
 
 
-def _refuse_what_we_do_not_honour(fields: ConfigFields, family: Family) -> None:
-    if fields.flag("use_bidirectional_attention"):
-        raise fields.refusal("use_bidirectional_attention", "; this version serves causal attention only")
-    for name in sorted({"attn_logit_softcapping", "final_logit_softcapping"} - family.softcap_fields):
-        if name in fields:
-            raise fields.refusal(name, "; this model_type has no such soft-cap")
-
-
 def _head_dim(fields: ConfigFields) -> int:
     head_dim = fields.whole("head_dim", fields.whole("hidden_size") // fields.whole("num_attention_heads"))
     if head_dim % 2:
@@ -180,6 +173,14 @@ def _head_dim(fields: ConfigFields) -> int:
             "head_dim", f", so a head has {head_dim} dimensions; rotary embedding needs an even number"
         )
     return head_dim
+
+
+def _attention_scale(fields: ConfigFields, family: Family, head_dim: int) -> float:
+    divisor = float(head_dim)
+    if "query_pre_attn_scalar" in family.defaults:
+        divisor = fields.number("query_pre_attn_scalar", divisor)
+    scale: float = divisor**-0.5
+    return scale
 
 
 def _num_kv_heads(fields: ConfigFields) -> int:

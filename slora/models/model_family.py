@@ -11,11 +11,15 @@ from typing import Literal
 # Which layers have a sliding window: none; all, if sliding_window is set; those from max_window_layers on, if
 # use_sliding_window; all but every sliding_window_pattern-th.
 WindowRule = Literal["none", "all", "late", "pattern"]
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """defaults: fields that config.json may leave out, as transformers assumes them.
+
+    fixed: fields that some checkpoints have and transformers ignores, with the only value that is true. ignored: such
+    fields whose value says nothing.
 
     activation: what holds where activation_field is left out or null. qkv_bias: q, k and v have biases by construction.
     bias_fields, softcap_fields: those that mean something. fused_linears: q, k, v are one linear, gate and up another,
@@ -29,6 +33,8 @@ class Family:
     """
 
     defaults: Mapping[str, object]
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
     windows: WindowRule = "none"
     activation_field: str = "hidden_act"
     activation: str = "silu"
@@ -37,6 +43,7 @@ class Family:
     softcap_fields: frozenset[str] = frozenset()
     fused_linears: bool = False
     partial_rotation: bool = False
+    rope_types: tuple[str, ...] = ROPE_TYPES
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
     rope_by_layer_type: bool = False
     qk_norm: bool = False
@@ -106,6 +113,7 @@ _FAMILIES: Mapping[str, Family] = {
         windows="all",
         fused_linears=True,
         partial_rotation=True,
+        rope_types=("default", "longrope"),
         rope_aliases={"su": "longrope", "yarn": "longrope"},  # what Phi-3's first checkpoints called it
     ),
     "gemma2": Family(
@@ -116,6 +124,8 @@ _FAMILIES: Mapping[str, Family] = {
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
+        fixed={"sliding_window_pattern": 2},
+        ignored=frozenset({"hidden_act", "sliding_window_size"}),
         windows="pattern",
         activation_field="hidden_activation",
         activation="gelu_pytorch_tanh",
@@ -135,6 +145,7 @@ _FAMILIES: Mapping[str, Family] = {
             "rope_theta": 1e6,
             "rope_local_base_freq": 1e4,
         },
+        ignored=frozenset({"hidden_act"}),
         windows="pattern",
         activation_field="hidden_activation",
         activation="gelu_pytorch_tanh",
@@ -153,6 +164,8 @@ FAMILIES: Mapping[str, Family] = {
     # The larger Gemma 3 see images, too; what they say to text is the text model's.
     "gemma3": replace(
         _FAMILIES["gemma3_text"],
+        # transformers caps the logits of the text model only where it stands alone.
+        softcap_fields=frozenset(),
         config_field="text_config",
         root="model.language_model",
         stored_root="language_model.model",

@@ -130,16 +130,19 @@ def run_through_pages(
     memory.pages.fill_(0xFF)
     free = iter(range(num_pages))
 
+    def sequence_of(prompt: list[int]) -> Sequence:
+        sequence = _sequence(prompt, free, geometry)
+        sequence.is_long = spec.rope_switch is not None and len(prompt) > spec.rope_switch
+        return sequence
+
     def run(chunks: list[Chunk]) -> list[Tensor]:
         batch = StepBatch.build(StepPlan(chunks=chunks), memory, kernels.tile_limits, long_rows)
         hidden = model.forward(batch, memory, kernels)
         return list(model.logits(hidden, LoraDeltas(None, memory, kernels))) if len(hidden) else []
 
-    alone = [run(_cut(_sequence(prompt, free, geometry), [len(prompt)]))[0] for prompt in prompts]
+    alone = [run(_cut(sequence_of(prompt), [len(prompt)]))[0] for prompt in prompts]
     # The first prompt stands behind others from its second chunk on, the others from their first.
-    pieces = [
-        _cut(_sequence(prompt, free, geometry), [len(prompt) // 2, len(prompt) - 1]) for prompt in prompts
-    ]
+    pieces = [_cut(sequence_of(prompt), [len(prompt) // 2, len(prompt) - 1]) for prompt in prompts]
     steps = [
         [each[0] for each in pieces],
         [each[1] for each in reversed(pieces)],

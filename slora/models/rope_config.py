@@ -8,9 +8,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from slora.errors import ConfigError
 from slora.models.config_fields import ConfigFields
+from slora.models.known_fields import refuse_unknown_rope_fields
 from slora.models.layer_types import FULL, SLIDING
-from slora.models.model_family import Family
+from slora.models.model_family import ROPE_TYPES, Family
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,11 @@ def _read_typed_rope(fields: ConfigFields, family: Family, head_dim: int, kind: 
         raise fields.refusal("rope_parameters", f"; it must hold a table for {FULL} and one for {SLIDING}")
     name = f"rope_parameters.{kind}"
     values: dict[str, Any] = fields.within("rope_parameters", tables).table(kind)
-    if kind == FULL:
-        values = {**values, **fields.table("rope_scaling")}
+    scaling = fields.table("rope_scaling") if kind == FULL else {}
+    if scaling and "rope_type" not in scaling:
+        complaint = "; transformers reads rope_type only here and ignores a scaling without it"
+        raise fields.refusal("rope_scaling", complaint)
+    values = {**values, **scaling}
     theta = fields.number("rope_theta" if kind == FULL else "rope_local_base_freq")
     return _read_rope(fields.within(name, values), fields, family, head_dim, theta)
 
@@ -102,8 +107,12 @@ def _read_rope(values: ConfigFields, top: ConfigFields, family: Family, head_dim
     """theta: what holds when `values` has no rope_theta of its own."""
     theta = values.number("rope_theta", theta)
     rotary_dim = _rotary_dim(values, top, family, head_dim)
-    kind = values.text("rope_type", values.text("type", "default"))
-    match family.rope_aliases.get(kind, kind):
+    refuse_unknown_rope_fields(values)
+    named = values.text("rope_type", values.text("type", "default"))
+    kind = family.rope_aliases.get(named, named)
+    if kind not in family.rope_types and kind in ROPE_TYPES:
+        raise _rope_type_refusal(values, f"; this model_type has {', '.join(family.rope_types)} only")
+    match kind:
         case "default":
             return Rope(theta, rotary_dim)
         case "linear":
@@ -123,7 +132,11 @@ def _read_rope(values: ConfigFields, top: ConfigFields, family: Family, head_dim
             )
         case _:
             complaint = "; this version serves default, linear, llama3, yarn and longrope"
-    raise values.refusal("rope_type" if "rope_type" in values else "type", complaint)
+    raise _rope_type_refusal(values, complaint)
+
+
+def _rope_type_refusal(values: ConfigFields, complaint: str) -> ConfigError:
+    return values.refusal("rope_type" if "rope_type" in values else "type", complaint)
 
 
 def _rotary_dim(values: ConfigFields, top: ConfigFields, family: Family, head_dim: int) -> int:

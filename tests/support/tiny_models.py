@@ -229,6 +229,12 @@ def make_config(name: str, **changes: object) -> PreTrainedConfig:
 def make_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     """A new random model in float32."""
     model = AutoModelForCausalLM.from_config(make_config(name, **changes), dtype=torch.float32).eval()
+    fill_randomly(model, name, seed)
+    return model
+
+
+def fill_randomly(model: PreTrainedModel, name: str, seed: int = 0) -> None:
+    """name: the model's, or its family's."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -239,7 +245,6 @@ def make_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
             narrow = name.startswith("gemma") and "embed_tokens" in parameter_name
             std = _STD / 2 if narrow else _STD
             parameter.copy_(torch.randn(parameter.shape, generator=random) * std + centre)
-    return model
 
 
 def _is_norm(parameter_name: str) -> bool:

@@ -28,6 +28,8 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
 }
 NULL = object()
+# Takes out of LLAMA what a config of several parts has in one of them.
+NOTHING_BESIDE: dict[str, Any] = dict.fromkeys(LLAMA.keys() - {"model_type"})
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -244,15 +246,55 @@ REFUSED = {
     ),
     "bidirectional": (
         {"model_type": "gemma3_text", "use_bidirectional_attention": True},
-        "use_bidirectional_attention is True; this version serves causal attention only",
+        "use_bidirectional_attention is True; this decoder does not read it",
     ),
     "softcap": (
         {"final_logit_softcapping": 30.0},
-        "final_logit_softcapping is 30.0; this model_type has no such",
+        "final_logit_softcapping is 30.0; this decoder does not read it",
     ),
     "softcap_of_gemma3": (
         {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
-        "attn_logit_softcapping is 50.0; this model_type has no such soft-cap",
+        "attn_logit_softcapping is 50.0; this decoder does not read it",
+    ),
+    "softcap_of_gemma3_in_parts": (
+        {"model_type": "gemma3", "text_config": {**LLAMA, "final_logit_softcapping": 30.0}, **NOTHING_BESIDE},
+        "text_config.final_logit_softcapping is 30.0; this decoder does not read it",
+    ),
+    "acausal": (
+        {"is_causal": False},
+        "is_causal is False; this decoder does not read it, and it may change what the model answers: remove it if it "
+        "changes nothing, or choose --model-impl transformers",
+    ),
+    "scale": ({"query_pre_attn_scalar": 64}, "query_pre_attn_scalar is 64; this decoder does not read it"),
+    "layers_that_differ": (
+        {"per_layer_config": {"0": {"intermediate_size": 16}}},
+        "per_layer_config is .* this decoder does not read it",
+    ),
+    "pattern_of_gemma2": (
+        {"model_type": "gemma2", "sliding_window_pattern": 3},
+        "sliding_window_pattern is 3; this decoder does not read it",
+    ),
+    "unknown": ({"a_new_field": True}, "a_new_field is True; this decoder does not read it"),
+    "unknown_beside_the_part": (
+        {"model_type": "gemma3", "text_config": LLAMA, "a_new_field": True, **NOTHING_BESIDE},
+        "a_new_field is True; this decoder does not read it",
+    ),
+    "one_is_not_true": ({"is_causal": 1}, "is_causal is 1; this decoder does not read it"),
+    "rope_unknown": (
+        {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+        r"rope_scaling.mrope_section is \[1, 1, 2\]; this decoder does not read it",
+    ),
+    "rope_of_phi3": (
+        {"model_type": "phi3", "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "rope_scaling.rope_type is 'linear'; this model_type has default, longrope only",
+    ),
+    "old_rope_of_gemma3": (
+        {
+            "model_type": "gemma3_text",
+            "rope_scaling": {"type": "linear", "factor": 8.0},
+            "layer_types": ["full_attention"] * 2,
+        },
+        "rope_scaling is .* transformers reads rope_type only here",
     ),
     "quantized": (
         {"quantization_config": {"bits": 4}},
@@ -389,6 +431,24 @@ def test_a_config_of_any_content_is_served_or_refused_but_breaks_nothing(
         ModelConfig.from_directory(directory)
     except ConfigError as error:
         assert "config.json" in str(error)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"is_causal": True, "use_mrope": False, "use_bidirectional_attention": NULL, "pruned_heads": {}},
+        {"temperature": 0.7, "torch_dtype": "float16", "unsloth_version": "2026.1", "initializer_range": 0.1},
+        {
+            "attention_dropout": 0.5,
+            "pretraining_tp": 2,
+            "pad_token_id": 3,
+            "use_cache": False,
+            "unknown": NULL,
+        },
+    ],
+)
+def test_fields_that_change_no_logits_are_accepted(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert replace(read(tmp_path, **changes), dtype="float32") == read(tmp_path)
 
 
 def test_layers_beyond_all_models_are_refused_before_they_are_listed(tmp_path: Path) -> None:

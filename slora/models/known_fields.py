@@ -1,0 +1,219 @@
+"""Which fields of a config.json our decoder reads, and which are known to change no logits.
+
+Any other field may change what the model answers: a newer checkpoint may say with it that a layer is built otherwise.
+It is refused rather than ignored. The lists are those of transformers' config classes and of what training tools add.
+"""
+
+from collections.abc import Mapping
+
+from slora.models.config_fields import ConfigFields
+from slora.models.model_family import Family
+
+__all__ = ["known_fields", "refuse_unknown_fields", "refuse_unknown_rope_fields"]
+
+_SIZES = {
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+}
+_READ = _SIZES | {
+    "model_type",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "quantization_config",
+    "dtype",
+    "torch_dtype",
+    "eos_token_id",
+    "layer_types",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+}
+_TRAINING = {
+    "attention_dropout",
+    "classifier_dropout",
+    "embd_pdrop",
+    "gradient_checkpointing",
+    "hidden_dropout",
+    "initializer_range",
+    "pretraining_tp",
+    "resid_pdrop",
+}
+_BOOKKEEPING = {
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_commit_hash",
+    "_flash_attn_2_enabled",
+    "_from_model_config",
+    "_name_or_path",
+    "_sliding_window_pattern",
+    "architectures",
+    "attn_implementation",
+    "auto_map",
+    "bos_token_id",
+    "cache_implementation",
+    "chunk_size_feed_forward",
+    "cls_token_id",
+    "custom_pipelines",
+    "decoder_start_token_id",
+    "finetuning_task",
+    "id2label",
+    "is_decoder",
+    "is_encoder_decoder",
+    "is_llama_config",
+    "label2id",
+    "mask_token_id",
+    "max_sequence_length",
+    "model_max_length",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "prefix",
+    "problem_type",
+    "return_dict",
+    "sep_token_id",
+    "task_specific_params",
+    "tf_legacy_loss",
+    "tokenizer_class",
+    "torchscript",
+    "transformers.js_config",
+    "transformers_version",
+    "unk_token_id",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_bfloat16",
+    "use_cache",
+    "use_flash_attention_2",
+    "use_flash_attn",
+}
+# Old checkpoints keep parameters of sampling in config.json. transformers reads them from generation_config.json alone.
+_SAMPLING = {
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "length_penalty",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_scores",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict_in_generate",
+    "suppress_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+}
+_HARMLESS: set[str] = _TRAINING | _BOOKKEEPING | _SAMPLING
+# Fields that change what some models answer, with the value at which they change nothing.
+_NEUTRAL: Mapping[str, object] = {
+    "add_cross_attention": False,
+    "attention_bias": False,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "is_causal": True,
+    "lm_head_bias": False,
+    "mlp_bias": False,
+    "pruned_heads": {},
+    "rope_interleaved": False,
+    "tie_encoder_decoder": False,
+    "use_bidirectional_attention": False,
+    "use_mrope": False,
+    "use_sliding_window": False,
+}
+# What a config of several parts has beside the part that is the decoder.
+_PARTS = {
+    "boi_token_id",
+    "boi_token_index",
+    "eoi_token_id",
+    "eoi_token_index",
+    "image_token_id",
+    "image_token_index",
+    "mm_tokens_per_image",
+    "vision_config",
+}
+_SHARED = {"dtype", "eos_token_id", "model_type", "quantization_config", "tie_word_embeddings", "torch_dtype"}
+_ROPE = {
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "finetuned",
+    "high_freq_factor",
+    "long_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_type",
+    "short_factor",
+    "truncate",
+    "type",
+}
+_REMEDY = (
+    "; this decoder does not read it, and it may change what the model answers: remove it if it changes nothing, or "
+    "choose --model-impl transformers"
+)
+
+
+def known_fields(family: Family) -> set[str]:
+    """The fields that are read, or harmless at least at one value."""
+    return _read_by(family) | _HARMLESS | _NEUTRAL.keys()
+
+
+def refuse_unknown_fields(top: ConfigFields, fields: ConfigFields, family: Family) -> None:
+    """Raises ConfigError for a field that is not null, not read and not known to be harmless.
+
+    top: the whole config.json. fields: the part of it that describes the decoder, which may be all of it.
+    """
+    if family.config_field is not None:
+        _refuse(top, _SHARED | _PARTS | _HARMLESS | {family.config_field}, {})
+    _refuse(fields, _read_by(family) | _HARMLESS, family.fixed)
+
+
+def refuse_unknown_rope_fields(values: ConfigFields) -> None:
+    """Raises ConfigError for such a field of a table that describes rotary embedding."""
+    _refuse(values, _ROPE, {})
+
+
+def _refuse(fields: ConfigFields, known: set[str], fixed: Mapping[str, object]) -> None:
+    neutral = {**_NEUTRAL, **fixed}
+    for name in sorted(fields.names() - (known - fixed.keys())):
+        if name not in neutral or not fields.equals(name, neutral[name]):
+            raise fields.refusal(name, _REMEDY)
+
+
+def _read_by(family: Family) -> set[str]:
+    read = _READ | family.defaults.keys() | family.bias_fields | family.softcap_fields
+    read |= family.ignored | {family.activation_field}
+    match family.windows:
+        case "all":
+            read.add("sliding_window")
+        case "late":
+            read |= {"sliding_window", "use_sliding_window", "max_window_layers"}
+        case "pattern":
+            read |= {"sliding_window", "sliding_window_pattern"}
+    if family.rope_by_layer_type:
+        read.add("rope_local_base_freq")
+    return read

@@ -1,0 +1,174 @@
+"""A config.json of any plausible content is served as transformers computes it, or refused; never answered wrongly."""
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from slora.models.known_fields import known_fields
+from slora.models.model_family import FAMILIES
+from tests.support.config_judge import Verdict, judge_config
+from tests.support.config_mutations import draw_changes, each_value
+
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+# Other classes call their sizes by names of their own.
+SIZES: dict[str, Any] = {
+    **TINY,
+    "head_dim": 8,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "n_ctx": 64,
+    "d_model": 32,
+    "ffn_dim": 48,
+    "word_embed_proj_dim": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+# Where transformers looks for parts of a model, in every config.
+PARTS = {
+    "text_config",
+    "text_encoder",
+    "decoder",
+    "generator",
+    "vision_aspect_ratio",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
+}
+# A soft-cap that Gemma 3's class has and its code ignores.
+REFUSED_UNLESS_NULL = {"attn_logit_softcapping"}
+# Its parts for images and speech have sizes of their own, which take a minute to fill.
+HUGE = frozenset({"phi4_multimodal"})
+SOME_OTHERS = ("starcoder2", "qwen2_moe", "granite")
+OTHERS = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING) - FAMILIES.keys() - HUGE)
+
+
+def native_config(family: str, changes: dict[str, Any]) -> dict[str, Any]:
+    fields = {**TINY, "head_dim": 8, "sliding_window": 17} if family.startswith("gemma") else dict(TINY)
+    if family == "qwen3":
+        fields["head_dim"] = 8
+    fields |= changes
+    part = FAMILIES[family].config_field
+    parts = {part: fields, "vision_config": VISION, "mm_tokens_per_image": 4}
+    return {"model_type": family, **(fields if part is None else parts)}
+
+
+def config_class(family: str) -> type[PreTrainedConfig]:
+    """Of the part that is the decoder."""
+    return CONFIG_MAPPING[family if FAMILIES[family].config_field is None else "gemma3_text"]
+
+
+def other_config(model_type: str, changes: dict[str, Any]) -> dict[str, Any]:
+    kind = CONFIG_MAPPING[model_type]
+    known = {*kind.attribute_map, *(field.name for field in dataclasses.fields(kind))}
+    sizes = {name: value for name, value in SIZES.items() if name in known and value is not None}
+    return {"model_type": model_type, **sizes, **changes}
+
+
+def judge_all(
+    directory: Path,
+    configs: list[dict[str, Any]],
+    model_impl: str,
+    title: str,
+    report: Callable[[str], None],
+) -> Counter[Verdict]:
+    counts: Counter[Verdict] = Counter()
+    wrong = []
+    for number, raw in enumerate(configs):
+        (directory / str(number)).mkdir()
+        verdict, reason = judge_config(directory / str(number), raw, model_impl)
+        counts[verdict] += 1
+        if verdict is Verdict.WRONG:
+            wrong.append((raw, reason))
+    figures = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict)
+    report(f"{title}: {len(configs)} configs, {figures}")
+    assert not wrong
+    return counts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_native_family_is_equal_to_transformers_or_refused(
+    tmp_path: Path, report: Callable[[str], None], family: str, *, soak: bool
+) -> None:
+    """In soak every value of every field, then several fields at once."""
+    kind, rng = config_class(family), random.Random(4)
+    changes = [{name: value} for name, value in each_value(kind)] if soak else []
+    changes += [draw_changes(kind, rng) for _ in range(200 if soak else 8)]
+    configs = [native_config(family, change) for change in changes]
+    counts = judge_all(tmp_path, configs, "slora", family, report)
+    assert counts[Verdict.EQUAL] >= len(configs) // 5
+
+
+@pytest.mark.parametrize(
+    "model_type", [*SOME_OTHERS, *(pytest.param(one, marks=pytest.mark.soak) for one in OTHERS)]
+)
+def test_a_class_of_transformers_is_equal_to_itself_or_refused(
+    tmp_path: Path, report: Callable[[str], None], model_type: str, *, soak: bool
+) -> None:
+    rng = random.Random(5)
+    drawn = [draw_changes(CONFIG_MAPPING[model_type], rng) for _ in range(10 if soak else 2)]
+    configs = [other_config(model_type, change) for change in ({}, *drawn)]
+    judge_all(tmp_path, configs, "transformers", model_type, report)
+
+
+@contextmanager
+def reads_of(kind: type[PreTrainedConfig], monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The names of the fields that are read of configs of this class."""
+    names: set[str] = set()
+    plain = kind.__getattribute__
+
+    def get(config: PreTrainedConfig, name: str) -> Any:
+        names.add(name)
+        return plain(config, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "__getattribute__", get)
+        yield names
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if FAMILIES[name].config_field is None])
+def test_every_field_that_transformers_reads_of_a_native_family_is_known(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Otherwise a checkpoint that sets the field to what it is anyway is refused."""
+    kind = config_class(family)
+    config = AutoConfig.for_model(**native_config(family, {}))
+    with reads_of(kind, monkeypatch) as names:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        model(torch.arange(9)[None], use_cache=False)
+    fields = {field.name for field in dataclasses.fields(kind)}
+    machinery = {name for name in dir(kind) if name not in fields} | PARTS | REFUSED_UNLESS_NULL
+    assert len(names & fields) > 10
+    assert {name for name in names - machinery if not name.startswith("_")} <= known_fields(FAMILIES[family])

@@ -1,0 +1,103 @@
+"""Whether a model with a given config.json is served as transformers computes it, in float32 on random weights."""
+
+import json
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from slora.engine_config import EngineConfig
+from slora.errors import ConfigError
+from slora.models.model import Model, ReferenceModel, load_model
+from slora.models.model_proof import prove_model, run_through_pages
+from slora.models.model_spec import ModelSpec, read_model_spec
+from slora_kernels.batch import KVGeometry
+from slora_kernels.kernel_selector import select_kernels
+from slora_kernels.layout import KVFormat
+from tests.support.tiny_models import fill_randomly
+
+_CPU = torch.device("cpu")
+_TOLERANCE = 1e-3
+# None of them is a length of the proof's own prompts.
+_LENGTHS = (53, 29, 7)
+_LONGEST_TABLE = 8192
+
+
+class Verdict(Enum):
+    """UNJUDGED: transformers itself can't build or run what we accept. WRONG: other logits than transformers'."""
+
+    EQUAL = "equal"
+    REFUSED = "refused"
+    UNJUDGED = "unjudged"
+    WRONG = "wrong"
+
+
+def judge_config(directory: Path, raw: dict[str, Any], model_impl: str) -> tuple[Verdict, str]:
+    """The verdict on a config.json of these fields, and the reason of a refusal or the errors."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(raw))
+    try:
+        spec = read_model_spec(directory, model_impl)
+    except ConfigError as error:
+        return Verdict.REFUSED, str(error)
+    rng = torch.Generator().manual_seed(0)
+    lengths = [max(3, min(length, spec.max_positions - 1)) for length in _LENGTHS]
+    prompts = [torch.randint(0, spec.vocab_size, (length,), generator=rng).tolist() for length in lengths]
+    try:
+        oracle = _make_oracle(directory, str(raw["model_type"]))
+        expected = [_last_logits(oracle, prompt) for prompt in prompts]
+        oracle.save_pretrained(directory)
+    except Exception as error:
+        return Verdict.UNJUDGED, f"{type(error).__name__}: {error}"
+    path.write_text(json.dumps(raw))
+    try:
+        answers = _serve(directory, spec, prompts)
+    except ConfigError as error:
+        return Verdict.REFUSED, str(error)
+    errors = [
+        float(
+            (ours.double() - theirs).square().mean().sqrt() / (theirs - theirs.mean()).square().mean().sqrt()
+        )
+        for runs in answers
+        for ours, theirs in zip(runs, expected, strict=True)
+    ]
+    is_equal = all(error < _TOLERANCE for error in errors)
+    return (Verdict.EQUAL if is_equal else Verdict.WRONG), f"errors {errors}"
+
+
+def _make_oracle(directory: Path, model_type: str) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    fill_randomly(model, model_type)
+    return model.eval()
+
+
+@torch.inference_mode()
+def _last_logits(oracle: PreTrainedModel, prompt: list[int]) -> Tensor:
+    logits: Tensor = oracle(torch.tensor([prompt]), use_cache=False).logits
+    return logits[0, -1].double()
+
+
+def _serve(directory: Path, spec: ModelSpec, prompts: Sequence[list[int]]) -> list[list[Tensor]]:
+    """The last logits of each prompt, for each way to compute it. Raises ConfigError as the engine does at start."""
+    num_rows = min(spec.max_positions, _LONGEST_TABLE)
+    kernels = select_kernels("torch", _CPU)
+    model: Model = load_model(EngineConfig(directory), spec, torch.float32, _CPU, num_rows)
+    sizes = spec.sizes
+    geometry = KVGeometry(
+        num_layers=sizes.num_layers,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        block_tokens=16,
+        dtype=torch.float32,
+        kv_format=KVFormat.MODEL,
+    )
+    if isinstance(model, ReferenceModel):
+        prove_model(model, spec, geometry, kernels, _CPU)
+    runs = run_through_pages(model, spec, geometry, kernels, _CPU, prompts, num_rows)
+    return list(runs.values())
