@@ -6,6 +6,7 @@ import os
 import signal
 import stat
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -51,17 +52,18 @@ def hung_processes(target: Target) -> Callable[[], str]:
         os.kill(pid, signal.SIGSTOP)
         try:
             # An engine proves nothing without work.
-            answer = sent(partial(target.complete, key, 10.0, max_tokens=8))
-            unready_s = seconds_until(lambda: not _ready(target), _HUNG_S / 2)
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(sent, partial(target.complete, key, _HUNG_S / 2, max_tokens=8))
+                unready_s = seconds_until(lambda: not _ready(target), _HUNG_S / 2)
             back_s = seconds_until(
                 lambda: _pid(target.served, module) not in (pid, None) and _ready(target), _HUNG_S / 2
             )
         finally:
             if _pid(target.served, module) == pid:
                 os.kill(pid, signal.SIGCONT)
-        said = "never" if unready_s is None else f"{unready_s} s after the request ended"
-        back = "not restarted" if back_s is None else f"restarted {back_s} s later"
-        return f"{name}: a request: {answer}; /readyz fails {said}; {back}"
+        said = "never" if unready_s is None else f"after {unready_s} s"
+        back = f"not restarted within {_HUNG_S:.0f} s" if back_s is None else f"restarted {back_s} s later"
+        return f"{name}: a request: {answer.result()[:120]}; /readyz fails {said}; {back}"
 
     return lambda: "; ".join(hang(name) for name in _CHILDREN)
 
