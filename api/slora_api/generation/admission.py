@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from slora_api.errors import BadRequest, ServerBusy, Stopping, TenantBusy
+from slora_api.errors import BadRequest, Stopping
 from slora_api.generation.places import Places
 
 __all__ = ["Admission"]
@@ -29,8 +29,16 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stopping = False
-        self._generations = Places(max_requests, max_per_tenant, clock)
-        self._uploads = Places(max_uploads, max(1, max_uploads // 2), clock)
+        self._generations = Places(
+            max_requests, max_per_tenant, "answers in progress", "max_concurrent_per_tenant", clock
+        )
+        self._uploads = Places(
+            max_uploads,
+            max(1, max_uploads // 2),
+            "uploads in progress",
+            "half of max_concurrent_uploads",
+            clock,
+        )
 
     @property
     def generations(self) -> int:
@@ -57,6 +65,7 @@ class Admission:
         self, tenant: str, num_prompts: int, answers_each: int = 1, param: str = "n"
     ) -> None:
         """Checks that a place is free for each answer now, and takes none. Raises as `generation` does."""
+        self._refuse_when_stopping()
         num_answers, places = num_prompts * answers_each, self._generations
         if num_answers > places.max_at_once:
             raise BadRequest(
@@ -64,39 +73,15 @@ class Admission:
                 f"{places.max_at_once} at once. Send fewer prompts, or a smaller `n` and `best_of`.",
                 "prompt" if answers_each == 1 else param,
             )
-        self._admit(places, tenant, num_answers, "answers in progress", "max_concurrent_per_tenant")
+        places.check(tenant, num_answers)
 
     @contextmanager
     def upload(self, tenant: str) -> Iterator[None]:
         """Holds one of the places for uploads. Raises ServerBusy, TenantBusy or Stopping."""
-        self._admit(self._uploads, tenant, 1, "uploads in progress", "half of max_concurrent_uploads")
+        self._refuse_when_stopping()
         with self._uploads.hold(tenant, 1):
             yield
 
-    def _admit(self, places: Places, tenant: str, count: int, what: str, tenant_limit: str) -> None:
-        """Raises the reason why the tenant cannot have `count` places now, if there is one."""
+    def _refuse_when_stopping(self) -> None:
         if self.stopping:
             raise Stopping
-        own, num_open = places.held_by(tenant), places.open_to(tenant)
-        if (missing := own + count - places.max_per_tenant) > 0:
-            wait_s = places.wait_s(missing, own)
-            raise TenantBusy(
-                f"You have {own} {what} and may have {places.max_per_tenant} ({tenant_limit}); try again in "
-                f"{wait_s} s.",
-                wait_s,
-            )
-        if count <= num_open:
-            return
-        wait_s = places.wait_s(count - num_open, places.num_taken)
-        if own:
-            raise TenantBusy(
-                f"You have {own} {what} and want {count} more. Of {places.num_places} places of this server "
-                f"{places.num_free} are free, and {places.num_reserved} are kept for tenants that have none; try "
-                f"again in {wait_s} s.",
-                wait_s,
-            )
-        raise ServerBusy(
-            f"The server has {places.num_taken} {what} and takes at most {places.num_places}; one request of yours "
-            f"may take {num_open} places now and wants {count}. Try again in {wait_s} s.",
-            wait_s,
-        )

@@ -1,4 +1,5 @@
-"""Places that tenants take and give back. Some are kept for tenants that hold none.
+"""Places that tenants take and give back: for answers, for uploads, for bytes of request bodies. Some are kept for
+tenants that hold none.
 
 A tenant that holds places gets more only while `reserved_slots` of all stay free: a quarter. A tenant that holds none
 may use these too, but takes at most half of what is free with one request. So two tenants never hold all places, and
@@ -13,11 +14,12 @@ Knows no HTTP. Runs on one event loop and needs no lock.
 """
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from slora_api.errors import SOON_S
+from slora_api.errors import SOON_S, ServerBusy, TenantBusy
 from slora_api.fair_slots import reserved_slots
 
 __all__ = ["Places"]
@@ -29,13 +31,25 @@ _LONGEST_WAIT_S = 120
 
 
 class Places:
-    """num_places: all of them. max_per_tenant: what one tenant may hold. clock: seconds that only grow."""
+    """num_places: all of them. max_per_tenant: what one tenant may hold. clock: seconds that only grow.
 
-    def __init__(self, num_places: int, max_per_tenant: int, clock: Callable[[], float]) -> None:
+    what, tenant_limit: what takes the places, and which setting max_per_tenant comes from, as errors say it.
+    """
+
+    def __init__(
+        self,
+        num_places: int,
+        max_per_tenant: int,
+        what: str,
+        tenant_limit: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.num_places = num_places
         self.max_per_tenant = max_per_tenant
         self.num_reserved = reserved_slots(num_places)
         self.num_taken = 0
+        self._what = what
+        self._tenant_limit = tenant_limit
         self._clock = clock
         self._held_by: Counter[str] = Counter()
         self._average_s: float | None = None
@@ -58,9 +72,35 @@ class Places:
             return max(0, self.num_free - self.num_reserved)
         return self._open_to_newcomer(self.num_free)
 
+    def check(self, tenant: str, count: int) -> None:
+        """Raises TenantBusy or ServerBusy if the tenant cannot have `count` places now."""
+        own, num_open, what = self.held_by(tenant), self.open_to(tenant), self._what
+        if (missing := own + count - self.max_per_tenant) > 0:
+            wait_s = self.wait_s(missing, own)
+            raise TenantBusy(
+                f"You have {own} {what} and may have {self.max_per_tenant} ({self._tenant_limit}); try again in "
+                f"{wait_s} s.",
+                wait_s,
+            )
+        if count <= num_open:
+            return
+        wait_s = self.wait_s(count - num_open, self.num_taken)
+        if own:
+            raise TenantBusy(
+                f"You have {own} {what} and want {count} more. This server takes {self.num_places}: {self.num_free} "
+                f"are free, and {self.num_reserved} are kept for tenants that have none. Try again in {wait_s} s.",
+                wait_s,
+            )
+        raise ServerBusy(
+            f"The server has {self.num_taken} {what} and takes {self.num_places}; one request of yours may have "
+            f"{num_open} now and wants {count}. Try again in {wait_s} s.",
+            wait_s,
+        )
+
     @contextmanager
     def hold(self, tenant: str, count: int) -> Iterator[None]:
-        """Takes places for the duration of the context. Whether the tenant may have them is left to the caller."""
+        """Takes places for the duration of the context. Raises TenantBusy, ServerBusy."""
+        self.check(tenant, count)
         taken_at = self._clock()
         self.num_taken += count
         self._held_by[tenant] += count

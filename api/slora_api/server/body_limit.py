@@ -1,4 +1,5 @@
-"""Bounds the body of each request while it arrives: its size (413), its pace (408) and its encoding (415).
+"""Bounds the body of each request while it arrives: its size (413), its pace (408), its encoding (415), and the memory
+that the bodies of one tenant and of all tenants take together (429, 503).
 
 The pace is an `Allowance` that only the time counts against in which the application waits for the client. A client
 that stops sending is thus refused after 20 s, and the whole body takes at most 20 s + its size limit / the rate.
@@ -7,24 +8,29 @@ A server that closes a connection with unread bytes in its buffers sends a reset
 the client reads it. So after any answer given early (401, 413, 422, ...) what still arrives is read and dropped for
 a moment before the connection is closed, as nginx does with `lingering_close`.
 
-Knows no route but the one for uploads, which has a size limit of its own.
+The memory of a body is held until its request ends. Knows no route but the one for uploads, which has a size limit of
+its own and goes to disk.
 """
 
 import asyncio
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slora_api.errors import ApiError, BodyEncoded, BodyTooLarge, RequestTooSlow, error_response
+from slora_api.generation.places import Places
 from slora_api.server.allowance import Allowance
+from slora_api.tenants.tenancy import KeyRecord
 
 __all__ = ["BodyLimit", "BodyLimits"]
 
 # Mobile networks lose their connection for several seconds when they change cells.
 _GRACE_S = 20.0
+# The largest bodies that are in memory at once.
+_MAX_BODIES = 64
 _LINGER_S = 5.0
 _LINGER_BYTES = 256 << 20
 
@@ -45,6 +51,11 @@ class BodyLimits:
             return BodyTooLarge(self.max_upload_bytes, "max_upload_bytes")
         return BodyTooLarge(self.max_body_bytes, "max_body_bytes")
 
+    def memory(self) -> Places:
+        """The memory for all bodies, in bytes: 256 MiB by default, of which a tenant has at most half."""
+        num_bytes = _MAX_BODIES * self.max_body_bytes
+        return Places(num_bytes, num_bytes // 2, "bytes of requests in memory", "32 times max_body_bytes")
+
     def too_slow(self, num_bytes: int, waited_s: float) -> RequestTooSlow:
         """The error for a body of which `num_bytes` came in `waited_s` seconds of waiting."""
         return RequestTooSlow(
@@ -57,21 +68,13 @@ class BodyLimits:
 class _Body:
     """One request's body on its way in. refusal: the error that ended it, if one did."""
 
-    __slots__ = (
-        "_allowance",
-        "_limits",
-        "_receive",
-        "_too_large",
-        "_waited_s",
-        "complete",
-        "num_bytes",
-        "refusal",
-    )
-
-    def __init__(self, receive: Receive, limits: BodyLimits, too_large: BodyTooLarge) -> None:
+    def __init__(self, receive: Receive, scope: Scope, limits: BodyLimits, memory: Places) -> None:
         self._receive = receive
+        self._scope = scope
         self._limits = limits
-        self._too_large = too_large
+        self._memory = memory
+        self._held = ExitStack()
+        self._too_large = limits.too_large(scope)
         self._allowance = Allowance(limits.grace_s, limits.min_bytes_per_s)
         self._waited_s = 0.0
         self.num_bytes = 0
@@ -79,24 +82,38 @@ class _Body:
         self.refusal: ApiError | None = None
 
     async def receive(self) -> Message:
-        """The next part, or the disconnect after the last one. Raises BodyTooLarge, RequestTooSlow."""
+        """The next part, or the disconnect after the last one.
+
+        Raises BodyTooLarge, RequestTooSlow, TenantBusy, ServerBusy.
+        """
         if self.complete:
             return await self._receive()
+        try:
+            return await self._receive_part()
+        except ApiError as error:
+            self.refusal = error
+            raise
+
+    async def _receive_part(self) -> Message:
         started_at, num_before = time.monotonic(), self.num_bytes
         try:
             async with asyncio.timeout(max(0.0, self._allowance.left_s)):
                 message = await self._next()
         except TimeoutError:
             self._waited_s += time.monotonic() - started_at
-            self.refusal = self._limits.too_slow(self.num_bytes, self._waited_s)
-            raise self.refusal from None
-        waited_s = time.monotonic() - started_at
+            raise self._limits.too_slow(self.num_bytes, self._waited_s) from None
+        waited_s, num_new = time.monotonic() - started_at, self.num_bytes - num_before
         self._waited_s += waited_s
-        self._allowance.spend(waited_s, self.num_bytes - num_before)
+        self._allowance.spend(waited_s, num_new)
         if self.num_bytes > self._too_large.limit_bytes:
-            self.refusal = self._too_large
-            raise self.refusal
+            raise self._too_large
+        if num_new and self._scope["path"] != self._limits.upload_path:
+            self._held.enter_context(self._memory.hold(_tenant(self._scope), num_new))
         return message
+
+    def close(self) -> None:
+        """Gives back the memory of the body."""
+        self._held.close()
 
     async def drop_rest(self) -> None:
         """Reads and drops what still comes, within bounds of time and size."""
@@ -122,12 +139,12 @@ class BodyLimit:
     def __init__(self, app: ASGIApp, limits: BodyLimits) -> None:
         self._app = app
         self._limits = limits
+        self._memory = limits.memory()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        too_large = self._limits.too_large(scope)
-        body = _Body(receive, self._limits, too_large)
+        body = _Body(receive, scope, self._limits, self._memory)
         lingering = _lingering(send, body)
-        if (refusal := _refuse_headers(Headers(scope=scope), too_large)) is not None:
+        if (refusal := _refuse_headers(Headers(scope=scope), self._limits.too_large(scope))) is not None:
             await error_response(refusal)(scope, receive, lingering)
             return
         answered = False
@@ -139,10 +156,21 @@ class BodyLimit:
                 answered = answered or message["type"] == "http.response.start"
                 await lingering(message)
 
-        with suppress(BodyTooLarge, RequestTooSlow):
+        try:
             await self._app(scope, body.receive, guarded)
+        except ApiError as error:
+            if error is not body.refusal:
+                raise
+        finally:
+            body.close()
         if body.refusal is not None and not answered:
             await error_response(body.refusal)(scope, receive, lingering)
+
+
+def _tenant(scope: Scope) -> str:
+    """The tenant of the request's key; empty for the operator."""
+    caller = scope.get("state", {}).get("caller")
+    return caller.tenant if isinstance(caller, KeyRecord) else ""
 
 
 def _refuse_headers(headers: Headers, too_large: BodyTooLarge) -> ApiError | None:

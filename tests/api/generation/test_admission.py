@@ -58,7 +58,7 @@ def test_two_tenants_with_slow_answers_leave_places_to_a_third() -> None:
                 while True:
                     stack.enter_context(admitted.generation(tenant, 8))
         assert admitted.generations == 384
-        assert "128 are free, and 128 are kept for tenants that have none" in str(caught.value)
+        assert "takes 512: 128 are free, and 128 are kept for tenants that have none" in str(caught.value)
         with admitted.generation("honest", 1), admitted.generation("later", 1):
             pass
 
@@ -85,7 +85,9 @@ def test_uploads_have_places_of_their_own() -> None:
         with pytest.raises(TenantBusy, match=r"may have 2 \(half of max_concurrent_uploads\)") as own:
             stack.enter_context(admitted.upload("one"))
         stack.enter_context(admitted.upload("two"))
-        with pytest.raises(TenantBusy, match="1 are free, and 1 are kept for tenants that have none"):
+        with pytest.raises(
+            TenantBusy, match="takes 4: 1 are free, and 1 are kept for tenants that have none"
+        ):
             stack.enter_context(admitted.upload("two"))
         stack.enter_context(admitted.upload("three"))
         with pytest.raises(ServerBusy) as full:

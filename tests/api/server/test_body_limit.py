@@ -1,6 +1,9 @@
+import select
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import httpx
 import pytest
@@ -10,6 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from slora_api.server.body_limit import BodyLimit, BodyLimits
 from tests.api.live_server import live_server
+from tests.api.platform import post, running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
 LIMIT, UPLOAD_LIMIT = 1000, 5000
 LIMITS = BodyLimits(LIMIT, UPLOAD_LIMIT, min_bytes_per_s=1000)
@@ -133,3 +138,26 @@ def test_a_body_without_an_encoding_may_say_so(url: str, encoding: str) -> None:
     assert httpx.post(url + "/any", content=b"x" * 10, headers=headers).json() == {"bytes": 10}
     # Without a body there is nothing to decode.
     assert httpx.get(url + "/any", headers={"Content-Encoding": "gzip"}).json() == {"bytes": 0}
+
+
+def test_bodies_of_one_tenant_leave_memory_to_others(tmp_path: Path) -> None:
+    """Each of thousands of connections of one key could hold 4 MiB of a body that never ended."""
+    engine = ScriptedEngine([deltas_of(b"ok")])
+    with running_platform(tmp_path, engine, max_body_bytes=LIMIT) as platform, ExitStack() as stack:
+        greedy, honest = platform.key("greedy"), platform.key("honest")
+        host, port = platform.url.removeprefix("http://").split(":")
+        held = [
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=20)) for _ in range(33)
+        ]
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {greedy}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {LIMIT}\r\n\r\n"
+        for connection in held:
+            connection.sendall(head.encode() + b" " * (LIMIT - 1))
+        (refused,), _, _ = select.select(held, [], [], 30)
+        answer = refused.recv(4096).decode()
+        assert answer.startswith("HTTP/1.1 429") and "retry-after" in answer.lower()
+        body = {"model": "base", "prompt": "x"}
+        assert post(platform, honest, "/v1/completions", body).status_code == 200
+        for connection in held:
+            connection.close()
+        assert post(platform, greedy, "/v1/completions", body).status_code == 200
