@@ -1,28 +1,28 @@
-"""Unpacks an archive of a PEFT directory (zip, tar, tar.gz) into files that bear our own names.
+"""Unpacks an archive of a PEFT directory (zip, tar, tar.gz) into files with names of our own.
 
-An archive is a program for whoever unpacks it: names that lead elsewhere, links, devices, sizes that lie, a megabyte
-that becomes a terabyte. So the only files that are ever made are those that an adapter may have, directly in the
-directory that is given; everything else is looked at and left out, or is a reason to refuse the whole. What comes out
-is counted while it comes out, whatever the headers say. Sizes and names are never believed, only compared.
+An archive is an untrusted program for its reader: names that lead elsewhere, links, devices, false sizes, a megabyte
+that becomes a terabyte. So only files that an adapter may have are ever created, directly in the given directory. All
+else is skipped, or is a reason to refuse the whole archive. The bytes that come out are counted, whatever the headers
+say, and the headers are bounded before they are parsed.
 
-Knows nothing of what is in the files.
+Knows nothing of the contents of the files.
 """
 
 import gzip
 import struct
-import tarfile
 import unicodedata
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NoReturn, Protocol, cast
+from typing import IO, BinaryIO, NoReturn, Protocol, cast
 
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.peft.extras import MAX_TOKENIZER_BYTES
 from slora_adapters.peft.peft_directory import MEMBER_NAMES, TENSORS_NAME, refuse_pickles
+from slora_adapters.peft.tar_archive import read_tar
 
 __all__ = ["MAX_MEMBERS", "unpack"]
 
@@ -31,8 +31,8 @@ _MAX_NAME_CHARS = 255
 # What members that are left out, and the headers of all, may take of a compressed archive beside the tensors.
 _OTHER_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
-# Two blocks of zeros end a tar.
-_TAR_END_BYTES = 1024
+# The list of members at the end of a zip: enough for more than MAX_MEMBERS with long names.
+_MAX_ZIP_READ_BYTES = 1 << 20
 _ARCHIVE_SUFFIXES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar", ".jar", ".whl")
 _ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _ENCRYPTED = 0x1
@@ -45,7 +45,6 @@ _BROKEN = (
     ValueError,
     gzip.BadGzipFile,
     struct.error,
-    tarfile.TarError,
     zipfile.BadZipFile,
     zlib.error,
 )
@@ -90,9 +89,9 @@ def _members(file: BinaryIO, max_bytes: int) -> Iterator[_Member]:
     if start[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
         return _zip_members(file)
     if start[:2] == b"\x1f\x8b":
-        return _tar_members(_Counted(gzip.GzipFile(fileobj=file), max_bytes))
+        return read_tar(gzip.GzipFile(fileobj=file), max_bytes)
     if start[257:262] == b"ustar":
-        return _tar_members(_Counted(file, max_bytes))
+        return read_tar(file, max_bytes)
     _refuse(
         "archive_format",
         f"the archive begins with {start[:4].hex(' ') or 'nothing'}; send a .zip, .tar or .tar.gz, or the files "
@@ -226,85 +225,29 @@ class _ZipMember:
         return self.archive.open(self.info)
 
 
+class _BoundedReads:
+    """A file for zipfile, which reads the list of all members at once, however long the file says that it is."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
+        self._file = file
+
+    def read(self, size: int = -1) -> bytes:
+        if size < 0:
+            size = _MAX_ZIP_READ_BYTES
+        if size > _MAX_ZIP_READ_BYTES:
+            _refuse(
+                "archive_members",
+                f"the archive's list of members takes {size} bytes; at most {_MAX_ZIP_READ_BYTES} are accepted: leave "
+                "out the others",
+            )
+        return self._file.read(size)
+
+
 def _zip_members(file: BinaryIO) -> Iterator[_Member]:
-    with zipfile.ZipFile(file) as archive:
+    with zipfile.ZipFile(cast(IO[bytes], _BoundedReads(file))) as archive:
         for info in archive.infolist():
             yield _ZipMember(archive, info)
-
-
-_TAR_ODDITIES: Sequence[tuple[bytes, str]] = (
-    (tarfile.SYMTYPE, "a symbolic link"),
-    (tarfile.LNKTYPE, "a hard link"),
-    (tarfile.CHRTYPE, "a character device"),
-    (tarfile.BLKTYPE, "a block device"),
-    (tarfile.FIFOTYPE, "a named pipe"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _TarMember:
-    archive: tarfile.TarFile
-    info: tarfile.TarInfo
-
-    @property
-    def name(self) -> str:
-        return self.info.name
-
-    @property
-    def size(self) -> int:
-        return self.info.size
-
-    @property
-    def is_directory(self) -> bool:
-        return self.info.isdir()
-
-    @property
-    def oddity(self) -> str | None:
-        if self.info.issparse():
-            return "a sparse file"
-        if self.info.isreg() or self.info.isdir():
-            return None
-        return next(
-            (text for kind, text in _TAR_ODDITIES if kind == self.info.type), "of a kind that nobody knows"
-        )
-
-    def open(self) -> AbstractContextManager[_Readable]:
-        content = self.archive.extractfile(self.info)
-        assert content is not None, "the member is a regular file"
-        return content
-
-
-class _Counted:
-    """A tar's bytes, after decompression. end: behind the last one that is not zero."""
-
-    def __init__(self, file: _Readable, max_bytes: int) -> None:
-        self.num_bytes = 0
-        self.end = 0
-        self._file = file
-        self._max_bytes = max_bytes
-
-    def read(self, size: int, /) -> bytes:
-        chunk = self._file.read(size)
-        if content := len(chunk.rstrip(b"\0")):
-            self.end = self.num_bytes + content
-        self.num_bytes += len(chunk)
-        if self.num_bytes > self._max_bytes:
-            _refuse("archive_too_large", f"the archive unpacks to more than {self._max_bytes} bytes")
-        return chunk
-
-
-def _tar_members(source: _Counted) -> Iterator[_Member]:
-    with tarfile.open(fileobj=cast(BinaryIO, source), mode="r|") as archive:
-        while (info := archive.next()) is not None:
-            if info.size < 0:
-                raise tarfile.ReadError(f"a member of {info.size} bytes")
-            yield _TarMember(archive, info)
-        position = archive.offset
-    while source.read(_CHUNK_BYTES):
-        pass
-    # tarfile takes a header that it can't read for the end.
-    if source.end > position or source.num_bytes < position + _TAR_END_BYTES:
-        raise tarfile.ReadError(f"after {position} bytes there is neither a member nor the end")
 
 
 def _quote(name: str) -> str:

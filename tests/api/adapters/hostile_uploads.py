@@ -785,6 +785,12 @@ def make_zip(
     return buffer.getvalue()
 
 
+def _commented(name: str, num_bytes: int) -> zipfile.ZipInfo:
+    info = zipfile.ZipInfo(name)
+    info.comment = b"x" * num_bytes
+    return info
+
+
 def _moded(name: str, mode: int) -> zipfile.ZipInfo:
     info = zipfile.ZipInfo(name)
     info.create_system, info.external_attr = 3, mode << 16
@@ -932,6 +938,11 @@ def _zips(make: Maker) -> dict[str, Hostile]:
             "more than 1024 members",
             "archive_members",
         ),
+        "zip: a list of members of 2 MB": _archived(
+            make_zip([(_commented(f"{i}.txt", 60_000), b"") for i in range(35)]),
+            "the archive's list of members takes 21",
+            "archive_members",
+        ),
         "zip: no config": _archived(
             make_zip({WEIGHTS: members[WEIGHTS]}), "adapter_config.json is missing", "missing_file"
         ),
@@ -1014,6 +1025,23 @@ def _tars(make: Maker) -> dict[str, Hostile]:
     }
     hidden = _typed("README.md", tarfile.REGTYPE)
     hidden.pax_headers = {"path": "../../escaped"}
+
+    def described(name: str = "README.md", **headers: str) -> tarfile.TarInfo:
+        """A member with a pax header."""
+        info = _typed(name, tarfile.REGTYPE)
+        info.pax_headers = {key.replace("_", "."): value for key, value in headers.items()}
+        return info
+
+    def extended(kind: bytes, content: bytes) -> bytes:
+        """A header before the members that extends one of theirs."""
+        return make_tar([(_typed("extended", kind), content)])[: 512 + -(-len(content) // 512) * 512]
+
+    long_name = extended(tarfile.GNUTYPE_LONGNAME, b"name\0")
+    attributes: list[tuple[tarfile.TarInfo | str, bytes]] = [
+        (described(f"{i}.txt", a="x" * 60_000), b"") for i in range(20)
+    ]
+    # A file with a hole, as GNU tar writes it.
+    sparse = described(GNU_sparse_major="1", GNU_sparse_minor="0")
     return found | {
         "tar: the weights as a link to the config": _archived(
             make_tar([members[0], (_typed(WEIGHTS, tarfile.LNKTYPE, CONFIG), b"")]),
@@ -1023,6 +1051,38 @@ def _tars(make: Maker) -> dict[str, Hostile]:
         "tar: a name that leads elsewhere": _archived(also("../../x"), "'../../x' leads out", "archive_name"),
         "tar: a name that leads elsewhere by a pax header": _archived(
             also(hidden), "'../../escaped' leads out", "archive_name"
+        ),
+        "tar: 3000 long names in a row": _archived(
+            long_name * 3000 + proper, "more than 8 extended headers in a row", "archive_header"
+        ),
+        "tar.gz: a pax header of 8 MB": _archived(
+            gzip.compress(also(described(comment="x" * (8 << 20))), 1),
+            "an extended header of 8388625 bytes",
+            "archive_header",
+        ),
+        "tar.gz: a megabyte of small pax headers": _archived(
+            gzip.compress(make_tar(attributes), 1),
+            "at most 65536 each and 1048576 in all are accepted",
+            "archive_header",
+        ),
+        "tar: a pax header that is none": _archived(
+            extended(tarfile.XHDTYPE, b"7 a=bc\nd=e") + proper,
+            "an invalid pax header at byte 7",
+            "archive_malformed",
+        ),
+        "tar: a pax header with a size that is no number": _archived(
+            extended(tarfile.XHDTYPE, b"11 size=-1\n") + proper,
+            "a pax header with an invalid size",
+            "archive_malformed",
+        ),
+        "tar: one name for all members": _archived(
+            extended(tarfile.XGLTYPE, b"10 path=x\n") + proper,
+            "a global header gives all members one name",
+            "archive_malformed",
+        ),
+        "tar: a sparse file": _archived(also(sparse), "'README.md' is a sparse file", "archive_member"),
+        "tar: a member of an unknown kind": _archived(
+            also(_typed("x", b"V")), "'x' is of an unknown kind", "archive_member"
         ),
         "tar: an absolute path": _archived(
             also("/root/.ssh/x"), "'/root/.ssh/x' is an absolute", "archive_name"

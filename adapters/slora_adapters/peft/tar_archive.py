@@ -1,0 +1,288 @@
+"""Reads the members of a tar in one pass, with a bound on everything before the next member's content.
+
+The formats are POSIX ustar and pax, GNU tar's long names, and tars of before POSIX. Python's `tarfile` is not used for
+uploads: it recurses once for each header in a row, and it parses headers of any length and in any number. Here they
+are counted before they are read, so the work grows with the content of the members alone.
+
+Sizes and names are read, never believed: what a name means is for the caller to decide.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+from slora_adapters.errors import AdapterInvalid, Reason
+
+__all__ = ["TarMember", "read_tar"]
+
+_BLOCK_BYTES = 512
+# Two blocks of zeros end a tar.
+_END_BYTES = 2 * _BLOCK_BYTES
+_CHUNK_BYTES = 1 << 20
+# A member has at most four headers that extend its own: a long name, a long link, a pax header and a global one.
+_MAX_EXTENSIONS = 8
+# Names, times and attributes take some hundred bytes for each member; macOS adds a few kilobytes.
+_MAX_EXTENSION_BYTES = 64 << 10
+_MAX_EXTENSION_BYTES_IN_ALL = 1 << 20
+
+_NAME, _SIZE, _CHECKSUM, _TYPE, _MAGIC, _PREFIX = (
+    slice(0, 100),
+    slice(124, 136),
+    slice(148, 156),
+    slice(156, 157),
+    slice(257, 263),
+    slice(345, 500),
+)
+_POSIX_MAGIC = b"ustar\0"
+_LONG_NAME, _LONG_LINK = b"L", b"K"
+_PAX, _SOLARIS_PAX, _GLOBAL_PAX = b"x", b"X", b"g"
+_EXTENSIONS = (_LONG_NAME, _LONG_LINK, _PAX, _SOLARIS_PAX, _GLOBAL_PAX)
+_FILE_TYPES = (b"0", b"\0", b"7")
+_DIRECTORY = b"5"
+_ODDITIES = {
+    b"1": "a hard link",
+    b"2": "a symbolic link",
+    b"3": "a character device",
+    b"4": "a block device",
+    b"6": "a named pipe",
+    b"S": "a sparse file",
+}
+
+
+class _Readable(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
+class _Bytes:
+    """The bytes of a tar after decompression: counted, and at most `max_bytes`."""
+
+    def __init__(self, file: _Readable, max_bytes: int) -> None:
+        self.position = 0
+        self._file = file
+        self._max_bytes = max_bytes
+
+    def read(self, size: int) -> bytes:
+        """At most `size` bytes; none at the end."""
+        chunk = self._file.read(size)
+        self.position += len(chunk)
+        if self.position > self._max_bytes:
+            _refuse("archive_too_large", f"the archive unpacks to more than {self._max_bytes} bytes")
+        return chunk
+
+    def read_exactly(self, size: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < size:
+            chunk = self.read(size - len(parts))
+            if not chunk:
+                raise ValueError("unexpected end of data")
+            parts += chunk
+        return bytes(parts)
+
+    def skip(self, size: int) -> None:
+        while size:
+            chunk = self.read(min(size, _CHUNK_BYTES))
+            if not chunk:
+                raise ValueError("unexpected end of data")
+            size -= len(chunk)
+
+
+class _Content:
+    """The content of one member. left: bytes that have not been read."""
+
+    def __init__(self, source: _Bytes, size: int) -> None:
+        self.size = size
+        self.left = size
+        self._source = source
+
+    def read(self, size: int, /) -> bytes:
+        if not self.left:
+            return b""
+        chunk = self._source.read(min(size, self.left))
+        if not chunk:
+            raise ValueError("unexpected end of data")
+        self.left -= len(chunk)
+        return chunk
+
+
+@dataclass(frozen=True, slots=True)
+class TarMember:
+    """One member. oddity: what it is if it is neither a file nor a directory. Its content must be read before the next
+    member is."""
+
+    name: str
+    size: int
+    is_directory: bool
+    oddity: str | None
+    content: _Content
+
+    @contextmanager
+    def open(self) -> Iterator[_Content]:
+        yield self.content
+
+
+@dataclass(slots=True)
+class _Extension:
+    """What headers before a member say of it. None: nothing."""
+
+    name: str | None = None
+    size: int | None = None
+    is_sparse: bool = False
+
+
+def read_tar(file: _Readable, max_bytes: int) -> Iterator[TarMember]:
+    """The members in `file`, which is read forward only.
+
+    max_bytes: the most that the whole may take. Raises ValueError for what is no tar or ends too early, and
+    AdapterInvalid for more than the bounds.
+    """
+    source = _Bytes(file, max_bytes)
+    extensions = _Extensions(source)
+    while (header := _read_header(source)) is not None:
+        kind, size = header[_TYPE], _read_number(header[_SIZE])
+        if size < 0:
+            raise ValueError(f"a member of {size} bytes")
+        if kind in _EXTENSIONS:
+            extensions.read(kind, size)
+            continue
+        member = _make_member(source, header, size, extensions.take())
+        yield member
+        source.skip(member.content.left + -member.content.size % _BLOCK_BYTES)
+    _check_end(source)
+
+
+class _Extensions:
+    """Reads the headers that extend the next member's own."""
+
+    def __init__(self, source: _Bytes) -> None:
+        self._source = source
+        self._next = _Extension()
+        self._num_in_row = 0
+        self._bytes_in_all = 0
+
+    def read(self, kind: bytes, size: int) -> None:
+        self._num_in_row += 1
+        self._bytes_in_all += size
+        if self._num_in_row > _MAX_EXTENSIONS:
+            _refuse(
+                "archive_header",
+                f"the archive has more than {_MAX_EXTENSIONS} extended headers in a row; archive the files anew",
+            )
+        if size > _MAX_EXTENSION_BYTES or self._bytes_in_all > _MAX_EXTENSION_BYTES_IN_ALL:
+            _refuse(
+                "archive_header",
+                f"the archive has an extended header of {size} bytes, {self._bytes_in_all} in all; at most "
+                f"{_MAX_EXTENSION_BYTES} each and {_MAX_EXTENSION_BYTES_IN_ALL} in all are accepted: archive the files "
+                "without extended attributes",
+            )
+        content = self._source.read_exactly(size)
+        self._source.skip(-size % _BLOCK_BYTES)
+        if kind == _LONG_NAME:
+            self._next.name = _decode(content)
+        elif kind != _LONG_LINK:
+            self._apply(_read_pax(content), is_global=kind == _GLOBAL_PAX)
+
+    def take(self) -> _Extension:
+        """What has been read since the last member."""
+        taken, self._next, self._num_in_row = self._next, _Extension(), 0
+        return taken
+
+    def _apply(self, records: Mapping[bytes, bytes], *, is_global: bool) -> None:
+        is_sparse = any(key.startswith(b"GNU.sparse.") for key in records)
+        if is_global and (is_sparse or b"path" in records or b"size" in records):
+            raise ValueError("a global header gives all members one name or size")
+        if b"path" in records:
+            self._next.name = _decode(records[b"path"])
+        if b"size" in records:
+            if not records[b"size"].isdigit() or len(records[b"size"]) > 18:
+                raise ValueError("a pax header with an invalid size")
+            self._next.size = int(records[b"size"])
+        self._next.is_sparse |= is_sparse
+
+
+def _read_header(source: _Bytes) -> bytes | None:
+    """The next block; None at a block of zeros, which ends the tar."""
+    start = source.position
+    try:
+        header = source.read_exactly(_BLOCK_BYTES)
+    except ValueError:
+        _raise_no_member(start)
+    if not any(header):
+        return None
+    unsigned = sum(header) - sum(header[_CHECKSUM]) + 8 * ord(" ")
+    signed = unsigned - 256 * sum(byte > 127 for byte in header[:148] + header[156:])
+    try:
+        matches = _read_number(header[_CHECKSUM]) in (unsigned, signed)
+    except ValueError:
+        matches = False
+    if not matches:
+        if start == 0:
+            raise ValueError("invalid header")
+        _raise_no_member(start)
+    return header
+
+
+def _check_end(source: _Bytes) -> None:
+    """The block of zeros has been read; nothing but zeros may follow it, and one more block of them must."""
+    end = source.position - _BLOCK_BYTES
+    while chunk := source.read(_CHUNK_BYTES):
+        if chunk.strip(b"\0"):
+            _raise_no_member(end)
+    if source.position < end + _END_BYTES:
+        _raise_no_member(end)
+
+
+def _raise_no_member(position: int) -> NoReturn:
+    raise ValueError(f"after {position} bytes there is neither a member nor the end")
+
+
+def _make_member(source: _Bytes, header: bytes, size: int, extension: _Extension) -> TarMember:
+    kind = header[_TYPE]
+    name = _decode(header[_NAME])
+    if header[_MAGIC] == _POSIX_MAGIC and (prefix := _decode(header[_PREFIX])):
+        name = f"{prefix}/{name}"
+    name = name if extension.name is None else extension.name
+    size = size if extension.size is None else extension.size
+    is_directory = kind == _DIRECTORY or (kind == b"\0" and name.endswith("/"))
+    oddity = None
+    if extension.is_sparse:
+        oddity = _ODDITIES[b"S"]
+    elif not is_directory and kind not in _FILE_TYPES:
+        oddity = _ODDITIES.get(kind, "of an unknown kind")
+    # Only files have content, whatever the header of another kind says.
+    has_content = kind in _FILE_TYPES and not is_directory
+    return TarMember(name, size, is_directory, oddity, _Content(source, size if has_content else 0))
+
+
+def _read_number(field: bytes) -> int:
+    """Octal digits, or for what these cannot express a sign byte and a number in base 256."""
+    if field[0] in (0x80, 0xFF):
+        value = int.from_bytes(field[1:], "big")
+        return value if field[0] == 0x80 else value - (1 << 8 * (len(field) - 1))
+    digits = field.split(b"\0", 1)[0].strip(b" ")
+    if digits.strip(b"01234567"):
+        raise ValueError("invalid header")
+    return int(digits or b"0", 8)
+
+
+def _read_pax(content: bytes) -> dict[bytes, bytes]:
+    """The records of a pax header: `length key=value` and a line feed each, where the length counts all of it."""
+    records: dict[bytes, bytes] = {}
+    position = 0
+    while position < len(content) and content[position]:
+        digits = content[position : position + 8].split(b" ", 1)[0]
+        end = position + (int(digits) if digits.isdigit() else 0)
+        key, equals, value = content[position + len(digits) + 1 : max(position, end - 1)].partition(b"=")
+        if not equals or not key or content[end - 1 : end] != b"\n":
+            raise ValueError(f"an invalid pax header at byte {position}")
+        records[key] = value
+        position = end
+    return records
+
+
+def _decode(field: bytes) -> str:
+    return field.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
+
+
+def _refuse(code: str, message: str) -> NoReturn:
+    raise AdapterInvalid((Reason(code, message),))
