@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
+from slora_adapters.errors import StoreUnavailable
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.store.store import Store, WarmStore
 from slora_adapters.store.tiered_store import TieredStore
@@ -27,7 +28,7 @@ def open_store(url: str, warm_url: str | None = None) -> Store:
     `url`: a path or file:///path; redis://, rediss://, unix:// (a Redis with append-only file and noeviction); or what
     fsspec has a filesystem for, such as s3://bucket/folder. `warm_url`: a Redis of any settings, whose contents may
     vanish; the durable one again stands for none. Raises ValueError for other URLs, StoreUnavailable if the durable
-    store does not answer or could lose data; a warm tier that is down is left out until it answers.
+    store does not answer or could lose data. A warm tier that does not answer is logged and tried again later.
     """
     if warm_url is not None and urlsplit(warm_url).scheme not in REDIS_SCHEMES:
         schemes = ", ".join(f"{scheme}://" for scheme in REDIS_SCHEMES)
@@ -37,7 +38,12 @@ def open_store(url: str, warm_url: str | None = None) -> Store:
         url
     ):  # a second copy in the same memory would be no nearer
         return durable
-    return TieredStore(durable, _open_redis(warm_url, durable=False))
+    tiers = TieredStore(durable, _open_redis(warm_url, durable=False))
+    try:
+        tiers.warm.check()
+    except StoreUnavailable as error:
+        tiers.rest(error)
+    return tiers
 
 
 def _open_durable(url: str) -> Store:

@@ -102,8 +102,10 @@ class TieredStore:
         return self._clock() >= self._resting_until
 
     def rest(self, error: StoreUnavailable) -> None:
-        """Leaves the warm tier alone for a while."""
-        logger.warning("warm tier left alone for %.0f s: %s", REST_AFTER_FAILURE_S, error)
+        """Stops using the warm tier for a while."""
+        logger.warning(
+            "the warm tier does not answer and is not used for %.0f s: %s", REST_AFTER_FAILURE_S, error
+        )
         self._resting_until = self._clock() + REST_AFTER_FAILURE_S
 
     def _is_warm(self, digest: str) -> bool:

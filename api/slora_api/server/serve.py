@@ -288,6 +288,12 @@ async def _run_until_stopped(
     def stop() -> None:
         # A second signal does not wait for requests in progress.
         server.force_exit = admission.stopping
+        if not admission.stopping:
+            print(
+                f"slora: stopping; {admission.generations} answers in progress may finish, for "
+                f"{server.config.timeout_graceful_shutdown} s at most; a second signal stops at once",
+                flush=True,
+            )
         admission.stop()
         server.should_exit = True
 

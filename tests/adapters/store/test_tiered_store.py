@@ -7,6 +7,7 @@ from slora_adapters.errors import AdapterNotFound
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.store.redis_store import open_redis_store
 from slora_adapters.store.store import Blob
+from slora_adapters.store.store_url import open_store
 from slora_adapters.store.tiered_store import REST_AFTER_FAILURE_S, TieredStore
 from tests.adapters.blobs import read_members
 from tests.redis_server import RedisServer
@@ -138,3 +139,10 @@ def test_a_blob_deleted_while_it_is_copied_does_not_come_back(tiers: TieredStore
     tiers.put(DIGEST, CONTENT)
     tiers.drain()
     assert not tiers.warm.exists(DIGEST)
+
+
+def test_a_warm_tier_that_does_not_answer_at_start_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_store(str(tmp_path), "redis://127.0.0.1:9/0").close()
+    assert "the warm tier does not answer" in caplog.text

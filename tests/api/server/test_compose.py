@@ -30,11 +30,14 @@ SECRETS = {
     "REDIS_PASSWORD": "a-password",
     "SLORA_MODEL_DIR": "/m",
 }
-_VARIABLE = re.compile(r"\$(?:\$|\{(\w+)(?:(:[-?])([^}]*))?\})")
+_VARIABLE = re.compile(r"\$(?:\$|\{(\w+)(?:(:[-?]|-)([^}]*))?\})")
 
 
 def interpolate(value: Any, variables: Mapping[str, str]) -> Any:
-    """What Compose does with ${NAME}, ${NAME:-default}, ${NAME:?message} and $$. Raises KeyError with the message."""
+    """What Compose does with ${NAME}, ${NAME:-default}, ${NAME-default}, ${NAME:?message} and $$.
+
+    Raises KeyError with the message.
+    """
 
     def replace(match: re.Match[str]) -> str:
         name, operator, text = match.groups()
@@ -42,6 +45,8 @@ def interpolate(value: Any, variables: Mapping[str, str]) -> Any:
             return "$"
         if operator == ":?" and not variables.get(name):
             raise KeyError(text)
+        if operator == "-":
+            return variables.get(name, text)
         return variables.get(name) or (text if operator == ":-" else "")
 
     if isinstance(value, str):
@@ -58,11 +63,12 @@ def services(variables: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def test_the_file_follows_the_compose_specification() -> None:
+@pytest.mark.parametrize("file", [FILE, FILE.with_name("docker-compose.gpu.yml")], ids=lambda file: file.stem)
+def test_the_files_follow_the_compose_specification(file: Path) -> None:
     schemas = importlib.resources.files("check_jsonschema") / "builtin_schemas" / "vendor"
     schema = json.loads((schemas / "compose-spec.json").read_text())
     validator = jsonschema.validators.validator_for(schema)(schema)
-    content = yaml.safe_load(FILE.read_text())
+    content = yaml.safe_load(file.read_text())
     validator.validate(content)
     # The schema must be one that says no.
     assert not validator.is_valid({**content, "services": {"slora": {"comand": "x"}}})
@@ -236,3 +242,12 @@ def test_its_commands_serve_as_processes_and_lose_nothing_when_killed(
         answer = client.post("/v1/completions", json=SHORT | {"model": "default"})
     assert answer.status_code == 200
     assert f"sha256:{answer.headers['x-slora-adapter-digest']}" == created.json()["digest"]
+
+
+def test_torch_comes_from_the_cpu_index_unless_another_is_named() -> None:
+    def index(**variables: str) -> str:
+        built: str = services({**SECRETS, **variables})["slora"]["build"]["args"]["TORCH_INDEX"]
+        return built
+
+    assert index() == "https://download.pytorch.org/whl/cpu"
+    assert index(TORCH_INDEX="") == ""
