@@ -166,9 +166,9 @@ def test_no_stop_string_ends_in_the_text_of_the_first_min_tokens(
 
 
 def decode_complete(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """Without an incomplete character at the end."""
-    texts = (tokenizer.decode(tokens[:count]) for count in range(len(tokens), -1, -1))
-    return next(text for text in texts if "�" not in text)
+    """Without an incomplete character at the end, which may make the bytes before it show as U+FFFD, too."""
+    texts = (tokenizer.decode(tokens[:count]).rstrip("�") for count in range(len(tokens) + 1))
+    return max((text for text in texts if "�" not in text), key=len)
 
 
 def _ending(text: str, stop: tuple[str, ...]) -> list[str]:
