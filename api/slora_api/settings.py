@@ -58,7 +58,7 @@ class Settings:
         2**30, "memory for packed adapters on the host", ByteSize(), metavar="SIZE"
     )
     max_upload_bytes: int = setting(2**29, "largest adapter upload", ByteSize(), metavar="SIZE")
-    max_body_bytes: int = setting(2**22, "largest body of any other request", ByteSize(), metavar="SIZE")
+    max_body_bytes: int = setting(2**22, "largest body of a completion or chat", ByteSize(), metavar="SIZE")
     min_body_bytes_per_s: int = setting(
         2**17, "slowest average rate at which a client may send a body, with 20 s of patience", Whole(1), metavar="N"
     )  # fmt: skip

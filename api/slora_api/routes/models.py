@@ -5,7 +5,8 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from slora_api.routes.services import Wired
+from slora_api.errors import Starting
+from slora_api.routes.services import Services, Wired
 from slora_api.schemas import Limit
 from slora_api.tenants.authentication import CurrentKey
 
@@ -25,4 +26,12 @@ def list_models(
 
 @router.get("/v1/models/{model:path}")
 def get_model(model: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
-    return services.catalog.describe_model(key, model)
+    """One model, with the bounds of requests to it: null while there is no engine."""
+    return services.catalog.describe_model(key, model) | {"limits": _limits(services)}
+
+
+def _limits(services: Services) -> dict[str, int] | None:
+    try:
+        return services.bounds().to_json()
+    except Starting:
+        return None

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from slora_adapters.errors import SloraError, StoreUnavailable
 from slora_api.errors import error_response
-from slora_api.routes import adapters, admin, completions, health, models, vllm_adapters
+from slora_api.routes import adapters, admin, completions, health, limits, models, vllm_adapters
 from slora_api.routes.services import Services
 from slora_api.server.body_limit import BodyLimit, BodyLimits
 from slora_api.server.request_scope import RequestScope
@@ -24,7 +24,7 @@ __all__ = ["make_app", "make_router"]
 
 logger = logging.getLogger(__name__)
 
-_MODULES = (completions, models, adapters, vllm_adapters, admin, health)
+_MODULES = (completions, models, limits, adapters, vllm_adapters, admin, health)
 # What starlette looks up by the error's class. The last is for bugs: they are answered here and logged by RequestScope.
 _ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, Exception)
 
@@ -65,6 +65,8 @@ def make_app(services: Services, admin_key: AdminKey) -> ASGIApp:
     settings = services.settings
     app: ASGIApp = make_router(services)
     app = Authentication(app, services.tenancy, admin_key)
-    limits = BodyLimits(settings.max_body_bytes, settings.max_upload_bytes, settings.min_body_bytes_per_s)
-    app = BodyLimit(app, limits)
+    body_limits = BodyLimits(
+        settings.max_body_bytes, settings.max_upload_bytes, settings.min_body_bytes_per_s
+    )
+    app = BodyLimit(app, body_limits)
     return RequestScope(app, services.generator.metrics.answered)

@@ -8,8 +8,8 @@ A server that closes a connection with unread bytes in its buffers sends a reset
 the client reads it. So after any answer given early (401, 413, 422, ...) what still arrives is read and dropped for
 a moment before the connection is closed, as nginx does with `lingering_close`.
 
-The memory of a body is held until its request ends. Knows no route but the one for uploads, which has a size limit of
-its own and goes to disk.
+The memory of a body is held until its request ends. Knows the routes whose bodies may be large: uploads, which go to
+disk, and generation. All others take small JSON objects, which FastAPI parses in one go on the event loop.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slora_api.errors import ApiError, BodyEncoded, BodyTooLarge, RequestTooSlow, error_response
 from slora_api.generation.places import Places
+from slora_api.request_bounds import MAX_SMALL_BODY_BYTES
 from slora_api.server.allowance import Allowance
 from slora_api.tenants.tenancy import KeyRecord
 
@@ -37,18 +38,22 @@ _LINGER_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """max_upload_bytes holds for POST to `upload_path`, max_body_bytes for everything else; the pace holds for both."""
+    """max_upload_bytes holds for `upload_path`, max_body_bytes for `generation_paths`, and a small limit for all other
+    paths. The pace holds for all."""
 
     max_body_bytes: int
     max_upload_bytes: int
     min_bytes_per_s: float
     grace_s: float = _GRACE_S
     upload_path: str = "/v1/adapters"
+    generation_paths: frozenset[str] = frozenset({"/v1/completions", "/v1/chat/completions"})
 
     def too_large(self, scope: Scope) -> BodyTooLarge:
         """The error for a body that is over this request's limit."""
         if scope["path"] == self.upload_path:
             return BodyTooLarge(self.max_upload_bytes, "max_upload_bytes")
+        if scope["path"] not in self.generation_paths and self.max_body_bytes > MAX_SMALL_BODY_BYTES:
+            return BodyTooLarge(MAX_SMALL_BODY_BYTES, "for all but uploads and generation")
         return BodyTooLarge(self.max_body_bytes, "max_body_bytes")
 
     def memory(self) -> Places:
