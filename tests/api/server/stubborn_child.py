@@ -5,6 +5,7 @@ import asyncio
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 from slora_adapters.heartbeat import BEAT_S, Heartbeat, Progress
@@ -17,6 +18,15 @@ def end_with_stdin() -> None:
         os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def compute_a_little() -> None:
+    """A slow step on a busy machine: a tenth of a core, and nothing is ever completed."""
+    while True:
+        since = time.thread_time()
+        while time.thread_time() - since < 0.02:
+            pass
+        time.sleep(0.18)
 
 
 async def serve(heartbeat: Heartbeat, told: Path, *, is_busy: bool) -> None:
@@ -37,8 +47,10 @@ def main() -> None:
     arguments = parser.parse_args()
     end_with_stdin()
     heartbeat = Heartbeat(arguments.heartbeat, computes_here=True)
-    if arguments.behaviour in ("idle", "hangs"):
-        asyncio.run(serve(heartbeat, arguments.told, is_busy=arguments.behaviour == "hangs"))
+    if arguments.behaviour == "computes":
+        threading.Thread(target=compute_a_little, daemon=True).start()
+    if arguments.behaviour in ("idle", "hangs", "computes"):
+        asyncio.run(serve(heartbeat, arguments.told, is_busy=arguments.behaviour != "idle"))
     heartbeat.explain(f"told to end with {arguments.behaviour}")
     sys.exit(int(arguments.behaviour))
 

@@ -124,6 +124,18 @@ def test_a_hung_child_is_reported_then_killed_and_started_again(hang: str, tmp_p
     asyncio.run(main())
 
 
+def test_a_child_whose_step_is_slow_and_computes_is_no_stall(tmp_path: Path) -> None:
+    watched = Watched("computes", tmp_path, restart_after_s=4.0)
+
+    async def main() -> None:
+        async with watched.running():
+            pid = await watched.wait_until_ready()
+            await asyncio.sleep(6.0)
+            assert not watched.stalls and not watched.restarts and watched.pid == pid
+
+    asyncio.run(main())
+
+
 def test_a_child_that_stops_for_a_moment_is_reported_and_lives_on(tmp_path: Path) -> None:
     watched = Watched("idle", tmp_path)
 
