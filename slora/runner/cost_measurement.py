@@ -33,6 +33,9 @@ _ENOUGH_S = 0.05
 # A prefill so many times as long as a step of one row shows well enough what a token takes.
 _ENOUGH_PREFILL = 2
 _MOST_RUNS = 3
+# Copies are short, so one that another program interrupts is a hundred times as long. Unlike a step's, its cost may
+# never be learned later: a swap that seems too expensive is never chosen.
+_FEWEST_COPIES = 5
 # Copies go over so much, at most; large enough not to be answered by a cache.
 _COPY_BYTES = 32 << 20
 _COPY_PAGES = 64
@@ -168,13 +171,13 @@ class _Bench:
     def _time_step(self, chunks: list[Chunk]) -> float:
         # Rows of the sampling table are written once in a sequence's life, so that is none of the step's time.
         self._run(StepPlan(started=[chunk.sequence for chunk in chunks if chunk.samples]))
-        return self._time(lambda: self._run(StepPlan(chunks=chunks)))
+        return self._time(lambda: self._run(StepPlan(chunks=chunks)), self._fewest_runs)
 
     def _time_load(self) -> float:
         """Seconds a byte of an adapter, host to pool."""
         pages = list(range(self._num_copied(self._num_scratch)))
         content = torch.ones(len(pages) * self._memory.full_page_bytes, dtype=torch.uint8)
-        return self._time(lambda: self._memory.write(pages, content)) / len(content)
+        return self._time(lambda: self._memory.write(pages, content), _FEWEST_COPIES) / len(content)
 
     def _time_page_copy(self, load_byte_s: float) -> float:
         """Without pages on the host, as an adapter of one page would take."""
@@ -187,15 +190,15 @@ class _Bench:
             self._memory.swap_out(pairs)
             self._memory.swap_in(pairs)
 
-        return self._time(swap) / (2 * num_pages)
+        return self._time(swap, _FEWEST_COPIES) / (2 * num_pages)
 
     def _num_copied(self, num_pages: int) -> int:
         return min(num_pages, _COPY_PAGES, max(1, _COPY_BYTES // self._memory.full_page_bytes))
 
-    def _time(self, work: Callable[[], object]) -> float:
+    def _time(self, work: Callable[[], object], fewest_runs: int) -> float:
         """The shortest of a few runs, in seconds."""
         shortest, spent, runs = float("inf"), 0.0, 0
-        while runs < self._fewest_runs or (runs < _MOST_RUNS and spent < _ENOUGH_S):
+        while runs < fewest_runs or (runs < _MOST_RUNS and spent < _ENOUGH_S):
             began = time.perf_counter()
             work()
             if self._memory.device.type == "cuda":

@@ -161,3 +161,21 @@ def test_a_long_prefill_is_spared_where_a_short_one_tells_enough(
     assert max(lengths) == 16
     assert len(lengths) == 4, "steps of a second and more were repeated"
     assert costs.decode_s == pytest.approx(1) and costs.token_s == pytest.approx(1)
+
+
+def test_an_interrupted_copy_does_not_spoil_the_cost_of_copies(
+    kits: Kits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Born from a fault: beside busy programs a page copy came out a hundred times too long, and since no swap seemed
+    to pay, it stayed so."""
+    runner = start_runner(kits("llama"), kernels="torch")
+    now, num_swaps = 0.0, 0
+
+    def swap_out(pairs: list[tuple[int, int]]) -> None:
+        nonlocal now, num_swaps
+        num_swaps += 1
+        now += (1.0 if num_swaps < 5 else 0.001) * len(pairs)
+
+    monkeypatch.setattr(runner.memory, "swap_out", swap_out)
+    monkeypatch.setattr("slora.runner.cost_measurement.time.perf_counter", lambda: now)
+    assert runner.measure_costs().page_copy_s == pytest.approx(0.0005)
