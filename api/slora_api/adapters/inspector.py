@@ -1,7 +1,7 @@
-"""Has uploads inspected in processes of their own, one for each, and tells what came of it.
+"""Has each upload inspected in a process of its own, and reports the outcome.
 
-A process that crashes, hangs or takes too much ends alone: its upload is refused with the word for it, and nobody else
-notices. How many run at once is bounded by admission, like the uploads themselves.
+A process that crashes, hangs or exceeds a limit ends alone: only its upload is refused, with the reason. Tenants share
+a few such processes in fair order. An upload that is cancelled while it waits is never inspected.
 """
 
 import asyncio
@@ -20,30 +20,37 @@ from slora_adapters.peft.checked_adapter import CheckedAdapter
 from slora_adapters.peft.inspection_process import InspectionTask, OutOfMemory, decode_answer
 from slora_api.adapters.quarantine import Quarantine
 from slora_api.errors import InspectionFailed
+from slora_api.fair_slots import FairSlots
 from slora_kernels.layout import ModelShape
 
 __all__ = ["InspectionBounds", "Inspector"]
 
-# Only what Python needs to start: no secret reaches a process that opens strangers' files.
+# Only what Python needs to start: no secret reaches a process that opens untrusted files.
 _PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
-# One thread: the cores serve requests.
+# One thread, because the cores serve requests.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-# A config of 1 MiB and two texts of 256 KiB, where JSON makes six bytes of each.
+# A config of 1 MiB and two texts of 256 KiB; JSON may write six bytes for each of theirs.
 _MAX_ANSWER_BYTES = 16 << 20
+# Two of them are for tenants that hold none, so that two tenants never hold all.
+_NUM_INSPECTORS, _NUM_RESERVED = 4, 2
+# More uploads of one tenant are refused before they get here.
+_MAX_WAITING = 64
 
 
 @dataclass(frozen=True, slots=True)
 class InspectionBounds:
-    """What the inspection of one upload may take: memory of its own, and computing time, which grows with the upload: a
-    few kilobytes that keep a core busy for a minute are no adapter. By the clock it may take `patience` times as long.
+    """What the inspection of one upload may use: private memory, and CPU time that grows with the upload.
 
-    Worked example: 80 MiB get 10 + 40 s of computing, 250 s in all; reading and weighing them takes one.
+    The time on the clock is limited to `patience` times the CPU time, for a process that hangs. It is generous, because
+    on a machine with many busy programs an inspection of one CPU second can take minutes.
+
+    Worked example: 80 MiB may use 5 + 10 s of CPU time; reading and checking them takes about one.
     """
 
     memory_bytes: int = 512 << 20
-    cpu_seconds: int = 10
-    bytes_per_cpu_second: int = 2 << 20
-    patience: float = 5.0
+    cpu_seconds: int = 5
+    bytes_per_cpu_second: int = 8 << 20
+    patience: float = 120.0
 
     def cpu_seconds_for(self, source: Path) -> int:
         files = source.iterdir() if source.is_dir() else [source]
@@ -51,7 +58,7 @@ class InspectionBounds:
 
 
 class Inspector:
-    """Inspects adapters for a base model of `shape` by `limits`; what has to be written goes to the quarantine."""
+    """Inspects adapters for a base model of `shape` by `limits`, and writes only to the quarantine."""
 
     def __init__(
         self, quarantine: Quarantine, shape: ModelShape, limits: AdapterLimits, bounds: InspectionBounds
@@ -60,15 +67,20 @@ class Inspector:
         self._shape = shape
         self._limits = limits
         self._bounds = bounds
+        self._slots = FairSlots(
+            _NUM_INSPECTORS, _MAX_WAITING, "uploads to inspect", num_reserved=_NUM_RESERVED
+        )
 
     @asynccontextmanager
-    async def inspect(self, source: Path) -> AsyncIterator[CheckedAdapter]:
-        """The adapter in `source`, a PEFT directory or an archive of one; its files stay as long as the context.
+    async def inspect(self, tenant: str, source: Path) -> AsyncIterator[CheckedAdapter]:
+        """The adapter in `source`, a PEFT directory or an archive of one. Its files exist as long as the context.
 
-        Raises AdapterInvalid with every reason, InspectionFailed, or DiskFull.
+        Raises AdapterInvalid with every reason, InspectionFailed, DiskFull, or TenantBusy.
         """
         async with self._quarantine.folder() as scratch:
-            yield await self._inspect(source, scratch)
+            async with self._slots.hold(tenant):
+                adapter = await self._inspect(source, scratch)
+            yield adapter
 
     async def _inspect(self, source: Path, scratch: Path) -> CheckedAdapter:
         bounds = self._bounds
@@ -90,22 +102,22 @@ class Inspector:
                 exit_code = await process.wait()
         except TimeoutError:
             raise InspectionFailed(
-                f"Checking the adapter took longer than {wall_seconds:g} s; the server is too busy. Try again."
+                f"Checking the adapter did not end within {wall_seconds:g} s; the server is too busy. Try again."
             ) from None
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
         if exit_code == -signal.SIGXCPU:
-            raise _over_limit(f"more than {cpu_seconds} s of computing")
+            raise _over_limit(f"more than {cpu_seconds} s of CPU time")
         try:
             return decode_answer(line)
         except OutOfMemory:
             raise _over_limit(f"more than {bounds.memory_bytes} bytes of memory") from None
         except ValueError:
             raise InspectionFailed(
-                f"The process that checked the adapter ended with {_describe(exit_code)} and no answer; the server's "
-                "log says more."
+                f"The process that checked the adapter ended with {_describe(exit_code)} and no answer. The server's "
+                "log has the reason."
             ) from None
 
 
@@ -118,7 +130,7 @@ async def _start(task: InspectionTask) -> Process:
 
 
 async def _read_line(process: Process) -> bytes:
-    """What it answered; nothing that anybody understands if that is too long."""
+    """The answer; empty if it is longer than any valid one."""
     assert process.stdout is not None
     try:
         return await process.stdout.readline()
@@ -127,7 +139,7 @@ async def _read_line(process: Process) -> bytes:
 
 
 def _over_limit(what: str) -> AdapterInvalid:
-    message = f"checking the adapter takes {what}, which no proper one of this size needs"
+    message = f"checking the adapter takes {what}, which no valid adapter of this size needs"
     return AdapterInvalid((Reason("inspection_limit", message),))
 
 

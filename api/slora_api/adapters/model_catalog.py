@@ -199,7 +199,7 @@ class ModelCatalog:
             raise EngineUnavailable(
                 "the engine is starting, and no adapter is accepted untried; upload it again"
             )
-        async with self._inspector.inspect(source) as adapter:
+        async with self._inspector.inspect(tenant, source) as adapter:
             base = await self._base.identity.compare(base_fingerprint, adapter.certificate.base_name)
             await self._check_extras(tenant, adapter)
             async with self._publishing.setdefault(tenant, asyncio.Lock()):

@@ -47,7 +47,7 @@ def inspect(directory: Path, source: Path, bounds: InspectionBounds, **limits: i
     inspector = Inspector(Quarantine(quarantine), SHAPE, AdapterLimits(**limits), bounds)
 
     async def run() -> CheckedAdapter:
-        async with inspector.inspect(source) as adapter:
+        async with inspector.inspect("acme", source) as adapter:
             return adapter
 
     try:
@@ -64,7 +64,7 @@ def test_what_takes_too_much_computing_is_refused(tmp_path: Path, slow: Path) ->
     # 1 s for anything, and another for as many bytes as this has.
     bounds = InspectionBounds(cpu_seconds=1, bytes_per_cpu_second=slow.stat().st_size)
     assert bounds.cpu_seconds_for(slow) == 2
-    with pytest.raises(AdapterInvalid, match="takes more than 2 s of computing") as refused:
+    with pytest.raises(AdapterInvalid, match="takes more than 2 s of CPU time") as refused:
         inspect(tmp_path, slow, bounds, max_tensor_bytes=1 << 40)
     assert refused.value.reasons[0].code == "inspection_limit"
 
@@ -79,8 +79,62 @@ def test_what_takes_too_much_memory_is_refused(tmp_path: Path) -> None:
     assert refused.value.reasons[0].code == "inspection_limit"
 
 
+def test_the_clock_alone_refuses_nothing(tmp_path: Path) -> None:
+    """Found beside two busy programs, where an honest upload ran into the limit on the clock.
+
+    A stopped process uses no CPU time, like one that waits for a CPU.
+    """
+    source = write_directory(tmp_path / "up", make_members())
+    bounds = InspectionBounds(cpu_seconds=2)
+    inspector = Inspector(Quarantine(tmp_path / "quarantine"), SHAPE, AdapterLimits(), bounds)
+
+    async def run() -> CheckedAdapter:
+        async with inspector.inspect("acme", source) as adapter:
+            return adapter
+
+    async def stop_and_go_on() -> CheckedAdapter:
+        task = asyncio.create_task(run())
+        while not (found := children()):
+            await asyncio.sleep(0.005)
+        found[0].suspend()
+        await asyncio.sleep(1.5)
+        found[0].resume()
+        return await task
+
+    # With the machine to itself an inspection takes less than a second.
+    assert bounds.patience * bounds.cpu_seconds_for(source) >= 120
+    assert asyncio.run(stop_and_go_on()).rank == 2
+
+
+def test_a_tenant_with_many_uploads_does_not_hold_up_another(tmp_path: Path, slow: Path) -> None:
+    limits = AdapterLimits(max_tensor_bytes=1 << 40)
+    inspector = Inspector(
+        Quarantine(tmp_path / "quarantine"), SHAPE, limits, InspectionBounds(cpu_seconds=600)
+    )
+    honest = write_directory(tmp_path / "up", make_members())
+
+    async def run(tenant: str, source: Path) -> int:
+        async with inspector.inspect(tenant, source) as adapter:
+            return adapter.rank
+
+    async def main() -> None:
+        hostile = [asyncio.create_task(run("hostile", slow)) for _ in range(6)]
+        while len(children()) < 2:
+            await asyncio.sleep(0.01)
+        seen = {child.pid for child in children()}
+        assert await run("honest", honest) == 2
+        # Those of the hostile tenant that wait were never started, and end with their clients.
+        assert {child.pid for child in children()} <= seen
+        for task in hostile:
+            task.cancel()
+        await asyncio.gather(*hostile, return_exceptions=True)
+        assert children() == []
+
+    asyncio.run(main())
+
+
 def test_one_that_hangs_is_ended(tmp_path: Path, slow: Path) -> None:
-    with pytest.raises(InspectionFailed, match=r"took longer than 0.5 s"):
+    with pytest.raises(InspectionFailed, match=r"did not end within 0.5 s"):
         inspect(
             tmp_path,
             slow,
@@ -126,7 +180,7 @@ def test_a_client_that_leaves_takes_its_inspection_along(tmp_path: Path, slow: P
 
     async def leave() -> None:
         async def run() -> None:
-            async with inspector.inspect(slow):
+            async with inspector.inspect("acme", slow):
                 pass
 
         task = asyncio.create_task(run())
@@ -152,7 +206,7 @@ from tests.adapters.hand_made import SHAPE
 async def run():
     quarantine = Quarantine(Path(sys.argv[1]))
     inspector = Inspector(quarantine, SHAPE, AdapterLimits(max_tensor_bytes=1 << 40), InspectionBounds())
-    async with inspector.inspect(Path(sys.argv[2])):
+    async with inspector.inspect("acme", Path(sys.argv[2])):
         pass
 
 async def main():
@@ -190,7 +244,7 @@ def test_it_runs_within_its_bounds_and_with_none_of_the_servers_secrets(
 
     async def look() -> tuple[dict[str, str], list[tuple[int, int]], int]:
         async def run() -> None:
-            async with inspector.inspect(slow):
+            async with inspector.inspect("acme", slow):
                 pass
 
         task = asyncio.create_task(run())
