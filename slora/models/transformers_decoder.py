@@ -268,11 +268,22 @@ def _rows(x: Tensor) -> Tensor:
 
 def _load(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation=_ATTENTION, use_safetensors=True
+        model: PreTrainedModel
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            attn_implementation=_ATTENTION,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except Exception as error:
         # The model's code is transformers' own and may raise anything.
         raise ConfigError(f"transformers can't load {directory}: {error}") from error
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"{directory} lacks {len(missing)} weights that the model needs, {missing[0]} first; transformers would "
+            "fill them with random numbers"
+        )
     ignore_padding(model)
     return model.to(device).eval()

@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from slora import LLM, SamplingParams
 from slora.errors import ConfigError
 from slora.models.model_spec import read_model_spec
 from tests.slora.engine.test_parity import answer, judge, mix
+from tests.support.cpu_kernels import KERNELS
 from tests.support.model_kit import make_kit
 from tests.support.peft_adapters import KINDS
-from tests.support.tiny_models import OTHER_MODELS
+from tests.support.tiny_models import OTHER_MODELS, write_model
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
 # Few enough to be short, each model's page and adapters being of another size.
@@ -187,6 +189,17 @@ def test_a_config_class_that_needs_a_padding_token_is_served(tmp_path: Path) -> 
     fields = {**TINY, "model_type": "cwm", "num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 1}
     (tmp_path / "config.json").write_text(json.dumps({**fields, "pad_token_id": 3, "eos_token_id": 2}))
     assert read_model_spec(tmp_path).sizes.num_kv_heads == 2
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_refused_by_its_name(tmp_path: Path) -> None:
+    """Born from an answer of random weights: transformers fills in what it does not find, with a warning."""
+    write_model(tmp_path, "olmo2", num_hidden_layers=2)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    rest = {key: value for key, value in weights.items() if key != name}
+    save_file(rest, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"lacks 1 weights that the model needs, {name} first"):
+        LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22)
 
 
 def test_a_directory_without_a_known_model_says_so(tmp_path: Path) -> None:
