@@ -47,6 +47,8 @@ def test_two_tenants_never_hold_all_places(num_places: int, wishes: list[tuple[i
         for tenant, count in wishes:
             if count <= places.open_to(str(tenant)):
                 stack.enter_context(places.hold(str(tenant), count))
+        for tenant in ("0", "1"):
+            stack.enter_context(places.hold(tenant, places.open_to(tenant)))
         assert places.num_free >= 1 and places.open_to("another") >= 1
     assert places.num_taken == 0
 
