@@ -10,8 +10,9 @@ Knows no HTTP; its dictionaries are the API's JSON.
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,11 @@ DEFAULT_MODEL = "default"
 _MAX_PUBLISHING = 16
 
 Json = dict[str, Any]
+AwaitInspection = Callable[[Coroutine[Any, Any, CheckedAdapter]], Awaitable[CheckedAdapter]]
+
+
+async def _await_always(inspection: Coroutine[Any, Any, CheckedAdapter]) -> CheckedAdapter:
+    return await inspection
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +190,16 @@ class ModelCatalog:
         return list_json([version_json(record, rollouts) for record in records], "version", limit)
 
     async def publish(
-        self, tenant: str, name: str, source: Path, base_fingerprint: str | None = None
+        self,
+        tenant: str,
+        name: str,
+        source: Path,
+        base_fingerprint: str | None = None,
+        await_inspection: AwaitInspection = _await_always,
     ) -> Json:
         """Checks the adapter in `source`, a PEFT directory or an archive of one, stores it durably, and makes it the
-        name's next version. base_fingerprint: of the base that it was trained on, if that is known.
+        name's next version. base_fingerprint: of the base that it was trained on, if that is known. await_inspection:
+        awaits the inspection, and may cancel it; after it, the upload is finished in any case.
 
         `new_version` is False in the answer if the newest version is the same adapter: that one is it, so that a lost
         answer can be asked for again. Raises EngineUnavailable, BadRequest, AdapterInvalid with all reasons,
@@ -199,7 +211,9 @@ class ModelCatalog:
             raise EngineUnavailable(
                 "the engine is starting, and no adapter is accepted untried; upload it again"
             )
-        async with self._inspector.inspect(tenant, source) as adapter:
+        async with AsyncExitStack() as stack:
+            inspection = stack.enter_async_context(self._inspector.inspect(tenant, source))
+            adapter = await await_inspection(inspection)
             base = await self._base.identity.compare(base_fingerprint, adapter.certificate.base_name)
             await self._check_extras(tenant, adapter)
             async with self._publishing.setdefault(tenant, asyncio.Lock()):

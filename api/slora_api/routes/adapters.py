@@ -3,10 +3,12 @@
 A reference is `name`, `name@3` for a version or `name@prod` for an alias, as in a request's `model`.
 """
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, status
 
+from slora_api.generation.sse import unless_disconnected
 from slora_api.listing import DEFAULT_LIMIT
 from slora_api.routes.services import Wired
 from slora_api.schemas import AliasMove, Limit, VersionNumber
@@ -25,7 +27,12 @@ async def upload_adapter(request: Request, key: CurrentKey, services: Wired) -> 
         content_type = request.headers.get("content-type", "")
         async with services.uploads.receive(content_type, request.stream()) as upload:
             return await services.catalog.publish(
-                key.tenant, upload.name, upload.source, upload.base_fingerprint
+                key.tenant,
+                upload.name,
+                upload.source,
+                upload.base_fingerprint,
+                # A client that hangs up takes its inspection along, or its place in the queue for one.
+                partial(unless_disconnected, request.receive),
             )
 
 

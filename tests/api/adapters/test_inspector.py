@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -191,6 +192,33 @@ def test_a_client_that_leaves_takes_its_inspection_along(tmp_path: Path, slow: P
 
     asyncio.run(leave())
     assert children() == [] and list((tmp_path / "quarantine").iterdir()) == []
+
+
+def test_a_client_that_hangs_up_ends_its_inspection(
+    tmp_path: Path, slow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancelled = threading.Event()
+    original = Inspector._inspect
+
+    async def watched(self: Inspector, source: Path, scratch: Path) -> CheckedAdapter:
+        try:
+            return await original(self, source, scratch)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    monkeypatch.setattr(Inspector, "_inspect", watched)
+    bounds = InspectionBounds(cpu_seconds=600)
+    with running_platform(
+        tmp_path, ScriptedEngine([deltas_of(b"ok")]), bounds, max_upload_bytes=1 << 40
+    ) as platform:
+        key = platform.key("impatient")
+        with platform.client(key) as client, slow.open("rb") as archive, pytest.raises(httpx.ReadTimeout):
+            client.post(
+                "/v1/adapters", data={"name": "slow"}, files={"archive": ("a.tar.gz", archive)}, timeout=2
+            )
+        assert cancelled.wait(60) and children() == []
+        assert platform.upload(key, "fine").status_code == 201
 
 
 # Inspects the archive that argv names, and says which process does.
