@@ -8,7 +8,7 @@ Knows no adapter, no tokens and no engine.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -272,10 +272,10 @@ class CompletionRequest(GenerationFields):
         """One entry for each answer wanted."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        texts = [item for item in self.prompt if isinstance(item, str)]
-        lists = [item for item in self.prompt if isinstance(item, list)]
-        token_ids = [item for item in self.prompt if isinstance(item, int)]
-        return texts or lists or [token_ids]
+        # Only the first item is looked at: the schema has checked that all are alike, and there may be 130,000 ids.
+        if isinstance(self.prompt[0], int):
+            return cast(Sequence[list[int]], [self.prompt])
+        return cast(Sequence[str | list[int]], self.prompt)
 
 
 class ChatMessage(BaseModel):

@@ -28,6 +28,8 @@ __all__ = ["Prompt", "PromptMaker"]
 _COMPLETION_TOKENS = 16
 # Checking the sampling parameters of so many prompts, each with the largest logit_bias, takes 2 ms.
 _PROMPTS_AT_ONCE = 16
+# Checking so many ids takes 1 ms.
+_IDS_AT_ONCE = 1 << 15
 
 
 # Fields of a body that mean what SamplingParams means by them.
@@ -229,8 +231,13 @@ class PromptMaker:
             max_model_len=self.info.max_model_len,
             param="prompt",
         )
+        num_checked = 0
         for token_ids in ids:
             _check_token_ids(token_ids, self.info)
+            num_checked += len(token_ids)
+            if num_checked > _IDS_AT_ONCE:
+                num_checked = 0
+                await asyncio.sleep(0)
         return ids
 
     async def _completion_prompt(

@@ -111,6 +111,23 @@ def test_what_is_too_large_is_refused_by_name_before_the_work(
     assert not recorder.slow()
 
 
+LARGEST = {
+    "131,000 token ids": {"prompt": [65] * 131_000},
+    "256 prompts of 4,000 characters": {"prompt": ["x" * 4000] * 256},
+    "a text of 130,000 tokens": {"prompt": "x" * 130_000},
+    "an echo of 130,000 token ids": {"prompt": [65] * 130_000, "echo": True},
+}
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_the_largest_prompts_that_are_accepted_do_not_stop_the_loop(
+    platform: Platform, recorder: Recorder, key: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(platform.engine, "max_model_len", 131_072)
+    answer = post(platform, key, COMPLETIONS, {"model": "base", **LARGEST[name]})
+    assert answer.status_code == 200 and not recorder.slow()
+
+
 @pytest.mark.parametrize(
     "field",
     [
