@@ -28,7 +28,7 @@ __all__ = ["MAX_MEMBERS", "unpack"]
 
 MAX_MEMBERS = 1024
 _MAX_NAME_CHARS = 255
-# What members that are left out, and the headers of all, may take of a compressed archive beside the tensors.
+# Room in a decompressed archive for skipped members and for headers, beside the tensors.
 _OTHER_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 # The list of members at the end of a zip: enough for more than MAX_MEMBERS with long names.
@@ -38,7 +38,7 @@ _ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _ENCRYPTED = 0x1
 _S_IFMT, _S_IFREG, _S_IFDIR, _S_IFLNK = 0o170000, 0o100000, 0o040000, 0o120000
 
-# What the standard library raises for an archive that is broken; all but errors of the disk.
+# What the standard library and `read_tar` raise for a broken archive. Errors of the disk are not among them.
 _BROKEN = (
     EOFError,
     NotImplementedError,
@@ -55,7 +55,8 @@ class _Readable(Protocol):
 
 
 class _Member(Protocol):
-    """One entry. name: as the archive has it. oddity: what it is if neither file nor directory."""
+    """One entry of an archive. name: exactly as the archive spells it. oddity: its kind if it is neither a file nor a
+    directory; None otherwise."""
 
     @property
     def name(self) -> str: ...
@@ -69,10 +70,10 @@ class _Member(Protocol):
 
 
 def unpack(archive: Path, directory: Path, max_tensor_bytes: int) -> None:
-    """Puts the files of the adapter in `archive` into `directory`, which must exist and be empty.
+    """Writes the adapter's files in `archive` to `directory`, which must exist and be empty.
 
-    They may lie at the top of the archive or in one folder. max_tensor_bytes: the most that the tensor file may take.
-    Raises AdapterInvalid for what is no such archive; some files may have been written then.
+    The files may lie at the top of the archive or in one folder. max_tensor_bytes: the limit of the tensor file.
+    Raises AdapterInvalid for any other archive; some files may have been written by then.
     """
     unpacker = _Unpacker(directory, max_tensor_bytes)
     with archive.open("rb") as file:
@@ -197,7 +198,7 @@ class _ZipMember:
 
     @property
     def name(self) -> str:
-        # `filename` is what is left of it: cut at a NUL, or replaced by an extra field.
+        # zipfile's `filename` may be cut at a NUL, or replaced by an extra field.
         return self.info.orig_filename
 
     @property

@@ -1,6 +1,6 @@
-"""Everything that an adapter from outside must pass before anybody relies on it: unpacked, read, checked, weighed.
+"""All checks of an untrusted adapter's files: unpack, read, validate, and summarise.
 
-`inspection_process.py` runs it where nothing that a file does to it can hurt.
+`inspection_process.py` runs them in a process of its own, with limits on memory and CPU time.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ _MAX_BASE_NAME_CHARS = 256
 def inspect(source: Path, scratch: Path, shape: ModelShape, limits: AdapterLimits) -> CheckedAdapter:
     """The adapter in `source`, a PEFT directory or an archive of one.
 
-    scratch: an empty directory for what has to be written; the result may lie there. Raises AdapterInvalid.
+    scratch: an empty directory for all that is written; the result may lie there. Raises AdapterInvalid.
     """
     directory = source
     if source.is_file():
@@ -37,7 +37,7 @@ def inspect(source: Path, scratch: Path, shape: ModelShape, limits: AdapterLimit
 
 
 def _refuse_without_effect(adapter: Adapter) -> None:
-    """PEFT begins with B all zeros, so an adapter that was saved before it was trained is the base model."""
+    """PEFT initialises B with zeros, so an adapter that was saved before training has no effect."""
     factors = ((pair.a.values, pair.b.values) for pair in adapter.pairs.values())
     if all(0 in map(largest_magnitude_bits, pair) for pair in factors):
         message = (
@@ -48,7 +48,7 @@ def _refuse_without_effect(adapter: Adapter) -> None:
 
 
 def _read_base_name(directory: Path) -> str | None:
-    """What the config calls the base that it was trained on; where that is a path, its last part."""
+    """The config's name for the base model that the adapter was trained on; of a path its last part."""
     raw = (directory / CONFIG_NAME).read_bytes()
     name = parse_object(raw, source=CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES).get("base_model_name_or_path")
     if not isinstance(name, str):

@@ -1,9 +1,8 @@
 """Inspects one adapter in a process of its own: `slora_adapters.peft.inspection_process JSON`, one line of JSON back.
 
-Files that strangers sent are opened here and nowhere before: whatever they make of memory, time or this very
-interpreter ends with this process. Limits of the kernel hold for memory and computing time, and it dies with the server
-that waits for it, since the next one empties the quarantine. It inherits no secret, writes nowhere but into its scratch
-directory, and talks to nobody.
+Untrusted files are opened here first. Whatever they do to memory, time or the interpreter ends with this process. The
+kernel limits its memory and CPU time. It dies with the server that waits for it, because the next server empties the
+quarantine. It inherits no secret, writes only to its scratch directory, and opens no connection.
 """
 
 import ctypes
@@ -27,20 +26,20 @@ from slora_kernels.layout import ModelShape
 __all__ = ["InspectionTask", "OutOfMemory", "decode_answer", "main"]
 
 _PR_SET_PDEATHSIG = 1
-# Behind whatever serves requests on the same cores.
+# Behind the processes that serve requests on the same cores.
 _NICE = 10
 
 
 class OutOfMemory(Exception):
-    """The inspection wanted more memory than it may have."""
+    """The inspection exceeded its limit on memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class InspectionTask:
     """What to inspect, and within which bounds. source, scratch, shape, limits: as `inspect` has them.
 
-    memory_bytes: of its own; files that it maps are not counted. cpu_seconds: computing. parent: id of the process that
-    waits for it.
+    memory_bytes: limit on private memory; mapped files are not counted. cpu_seconds: limit on CPU time. parent: id of
+    the process that waits for the answer.
     """
 
     source: Path
@@ -71,20 +70,20 @@ class InspectionTask:
 
 
 def _bound(task: InspectionTask) -> None:
-    """From here on the kernel watches."""
+    """Sets the kernel's limits on this process."""
     _die_with(task.parent)
     os.nice(_NICE)
-    # What a dead process leaves on the disk is nothing.
+    # A core file could fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The first number ends it by SIGXCPU, which has a meaning; the second by SIGKILL, which could be anybody's.
+    # The soft limit sends SIGXCPU, which the server recognises; the hard one SIGKILL, which can have any cause.
     resource.setrlimit(resource.RLIMIT_CPU, (task.cpu_seconds, task.cpu_seconds + 5))
-    # Not RLIMIT_AS: it counts the files that are mapped, the base model's among them, which take no memory of ours.
+    # Not RLIMIT_AS, which also counts mapped files such as the base model's.
     resource.setrlimit(resource.RLIMIT_DATA, (task.memory_bytes, task.memory_bytes))
 
 
 def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we had asked for that
+    if os.getppid() != parent:  # the parent died before the call
         sys.exit(1)
 
 
@@ -102,8 +101,8 @@ def _answer(task: InspectionTask) -> dict[str, object]:
 
 
 def decode_answer(line: bytes) -> CheckedAdapter:
-    """What the process found. Raises AdapterInvalid, OutOfMemory or OSError as it says, ValueError for what is no
-    answer."""
+    """The adapter in a process's answer. Raises what the answer reports: AdapterInvalid, OutOfMemory or OSError; and
+    ValueError if it is not an answer."""
     answer: Mapping[str, Any] = json.loads(line)
     if "reasons" in answer:
         raise AdapterInvalid(tuple(Reason(*reason) for reason in answer["reasons"]))
@@ -117,7 +116,7 @@ def decode_answer(line: bytes) -> CheckedAdapter:
 def main() -> None:
     task = InspectionTask.from_json(sys.argv[1])
     _bound(task)
-    # All ASCII: a message may quote what no encoder takes.
+    # Written in ASCII, because a message may quote lone surrogates.
     sys.stdout.write(json.dumps(_answer(task), default=str) + "\n")
 
 
