@@ -16,17 +16,22 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """defaults: fields that config.json may leave out, as transformers assumes them.
+    """One family's facts.
 
-    fixed: fields that some checkpoints have and transformers ignores, with the only value that is true. ignored: such
-    fields whose value says nothing.
-
-    activation: what holds where activation_field is left out or null. qkv_bias: q, k and v have biases by construction.
-    bias_fields, softcap_fields: those that mean something. fused_linears: q, k, v are one linear, gate and up another,
-    in checkpoints and for adapters. partial_rotation: partial_rotary_factor may be below one. rope_aliases: other names
-    of rope types. rope_by_layer_type: `rope_parameters` holds a table for each type of layer. qk_norm: RMSNorm of each
-    head before rotation. post_norms: attention and MLP outputs are normalised, too, before they join the residual.
-    norm_offset: a norm's weight is stored as its difference from one. scaled_embedding: by sqrt(hidden_size).
+    defaults: fields that config.json may leave out, with the value that transformers assumes.
+    fixed: fields that some checkpoints have and transformers ignores, with the only value that is true.
+    ignored: fields that some checkpoints have and transformers ignores, whatever their value.
+    activation: holds where activation_field is absent or null.
+    qkv_bias: q, k and v always have biases.
+    bias_fields, softcap_fields: the fields of these kinds that transformers reads.
+    fused_linears: q, k and v are one linear, gate and up another, in checkpoints and for adapters.
+    partial_rotation: partial_rotary_factor may be below one.
+    rope_types, rope_aliases: the kinds of rotary embedding, and other names of them.
+    rope_by_layer_type: `rope_parameters` holds a table for each type of layer.
+    qk_norm: RMSNorm of each head before rotation.
+    post_norms: the outputs of attention and MLP are normalised before they join the residual.
+    norm_offset: a norm's weight is stored as its difference from one.
+    scaled_embedding: embeddings are multiplied by sqrt(hidden_size).
 
     For a decoder that is part of a larger model, config_field is where config.json describes it, root where modules of
     transformers have it, stored_root where checkpoints do, and left_out how the other parts' tensors begin.

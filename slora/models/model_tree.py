@@ -2,10 +2,10 @@
 
     python -P -m slora.models.model_tree DIR      prints a ModelSpec as JSON
 
-No table of architectures: the model is built on torch's meta device (no memory, no weights) with an attention function
-that writes down how it is called, and hooks that write down which linears are called with the step's tokens. What
-paged attention and LoRA could not serve truly is refused here, by name. Processes without torch run this module as a
-program.
+There is no table of architectures. The model is built on torch's meta device, which needs no memory and no weights, and
+run with an attention function that records how each layer calls it. Hooks record which linears project all tokens of
+the step. A second run records the masks that transformers would build. A model that paged attention or LoRA would
+compute wrongly is refused here with the reason. Processes without torch run this module as a program.
 """
 
 import argparse

@@ -1,9 +1,10 @@
 """Any decoder that transformers knows, on our pages: its own classes compute it, our kernels its attention and LoRA.
 
 The flat tokens of a step go through the model as one row with explicit positions. Its attention modules call
-`_attend_paged` in place of theirs, and hooks beside its linears add the adapters' part, so the module tree stays as
-transformers built it. Slower than our own decoder (nothing is fused, every linear shrinks for itself), and true to
-any architecture whose tokens meet in attention alone; `slora.models.model_proof` proves that for the model at hand.
+`_attend_paged` instead of their own function, and hooks beside its linears add the adapters' part, so the module tree
+stays as transformers built it. This is slower than our own decoder: nothing is fused, and every linear has a shrink
+of its own. It is exact for every architecture whose tokens meet in attention alone. `slora.models.model_proof`
+proves for each model at start.
 """
 
 from collections.abc import Callable, Iterator
