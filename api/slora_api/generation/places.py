@@ -1,7 +1,7 @@
 """Places that tenants take and give back: for answers, for uploads, for bytes of request bodies. Some are kept for
 tenants that hold none.
 
-A tenant that holds places gets more only while `reserved_slots` of all stay free: a quarter. A tenant that holds none
+A tenant that holds places gets more only while a quarter of all, and at least two, stay free. A tenant that holds none
 may use these too, but takes at most half of what is free with one request. So two tenants never hold all places, and
 each further tenant leaves some to the next.
 
@@ -46,7 +46,8 @@ class Places:
     ) -> None:
         self.num_places = num_places
         self.max_per_tenant = max_per_tenant
-        self.num_reserved = reserved_slots(num_places)
+        # Two at least: one for the second tenant, and one that the second tenant leaves.
+        self.num_reserved = max(2, reserved_slots(num_places)) if num_places > 2 else 0
         self.num_taken = 0
         self._what = what
         self._tenant_limit = tenant_limit
@@ -88,7 +89,8 @@ class Places:
         if own:
             raise TenantBusy(
                 f"You have {own} {what} and want {count} more. This server takes {self.num_places}: {self.num_free} "
-                f"are free, and {self.num_reserved} are kept for tenants that have none. Try again in {wait_s} s.",
+                f"are free, and up to {self.num_reserved} are kept for tenants that have none. Try again in "
+                f"{wait_s} s.",
                 wait_s,
             )
         raise ServerBusy(
@@ -120,7 +122,7 @@ class Places:
         return min(_LONGEST_WAIT_S, max(1, math.ceil(self._average_s * count / num_taken)))
 
     def _open_to_newcomer(self, num_free: int) -> int:
-        return max(num_free - self.num_reserved, math.ceil(num_free / 2))
+        return max(num_free - self.num_reserved, num_free // 2, min(num_free, 1))
 
     def _learn(self, held_s: float, count: int) -> None:
         if self._average_s is None:

@@ -41,8 +41,8 @@ def test_a_full_server_tells_when_the_answers_of_any_tenant_make_room() -> None:
     clock = Clock()
     admitted = admission(clock, requests=5, per_tenant=5)
     serve(admitted, clock, "one", 30)
-    with admitted.generation("one", 4), admitted.generation("two", 1):
-        error = refusal(admitted, "three", 2)
+    with admitted.generation("one", 3), admitted.generation("two", 1), admitted.generation("three", 1):
+        error = refusal(admitted, "four", 2)
     # 30 s for each of 5 places: one comes back every 6 s, and two are wanted.
     assert isinstance(error, ServerBusy) and error.retry_after_s == 12
     answer = describe_error(error)
@@ -58,7 +58,9 @@ def test_two_tenants_with_slow_answers_leave_places_to_a_third() -> None:
                 while True:
                     stack.enter_context(admitted.generation(tenant, 8))
         assert admitted.generations == 384
-        assert "takes 512: 128 are free, and 128 are kept for tenants that have none" in str(caught.value)
+        assert "takes 512: 128 are free, and up to 128 are kept for tenants that have none" in str(
+            caught.value
+        )
         with admitted.generation("honest", 1), admitted.generation("later", 1):
             pass
 
@@ -86,7 +88,7 @@ def test_uploads_have_places_of_their_own() -> None:
             stack.enter_context(admitted.upload("one"))
         stack.enter_context(admitted.upload("two"))
         with pytest.raises(
-            TenantBusy, match="takes 4: 1 are free, and 1 are kept for tenants that have none"
+            TenantBusy, match="takes 4: 1 are free, and up to 2 are kept for tenants that have none"
         ):
             stack.enter_context(admitted.upload("two"))
         stack.enter_context(admitted.upload("three"))

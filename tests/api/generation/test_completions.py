@@ -551,10 +551,11 @@ def test_a_stream_that_is_not_read_is_aborted_and_gives_its_place_back(tmp_path:
 
 def test_over_the_limits_the_answer_says_busy_and_places_are_given_back(tmp_path: Path) -> None:
     engine = ScriptedEngine([[TokenDelta((65,))]], hang=True)
-    limits = {"max_concurrent_requests": 3, "max_concurrent_per_tenant": 2}
+    limits = {"max_concurrent_requests": 4, "max_concurrent_per_tenant": 2}
     with running_platform(tmp_path, engine, **limits) as platform:
-        keys = [platform.key(tenant) for tenant in ("one", "two", "three")]
-        with platform.client(keys[0]) as one, platform.client(keys[1]) as two:
+        keys = [platform.key(tenant) for tenant in ("one", "two", "three", "four")]
+        clients = [platform.client(key) for key in keys[:3]]
+        with clients[0] as one, clients[1] as two, clients[2] as three:
             stream = {"stream": True}
             first = one.send(
                 one.build_request("POST", COMPLETIONS, json=PROMPT | stream | {"prompt": ["a", "b"]}),
@@ -562,10 +563,11 @@ def test_over_the_limits_the_answer_says_busy_and_places_are_given_back(tmp_path
             )
             busy_tenant = post(platform, keys[0], COMPLETIONS, PROMPT)
             second = two.send(two.build_request("POST", COMPLETIONS, json=PROMPT | stream), stream=True)
-            busy_server = post(platform, keys[2], COMPLETIONS, PROMPT)
-            never = post(platform, keys[2], COMPLETIONS, PROMPT | {"prompt": ["x"] * 3})
-            first.close()
-            second.close()
+            third = three.send(three.build_request("POST", COMPLETIONS, json=PROMPT | stream), stream=True)
+            busy_server = post(platform, keys[3], COMPLETIONS, PROMPT)
+            never = post(platform, keys[3], COMPLETIONS, PROMPT | {"prompt": ["x"] * 3})
+            for answer in (first, second, third):
+                answer.close()
         wait_until(lambda: platform.services.generator.admission.generations == 0)
     assert (busy_tenant.status_code, busy_tenant.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert (busy_server.status_code, busy_server.json()["error"]["code"]) == (503, "server_busy")

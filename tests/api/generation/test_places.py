@@ -81,7 +81,7 @@ def test_a_wait_is_at_least_a_second_and_at_most_what_clients_obey(seconds: floa
 
 
 def test_places_are_given_back_when_the_work_fails() -> None:
-    places = make_places(4, 4)
+    places = make_places(8, 8)
     with pytest.raises(ZeroDivisionError), places.hold("t", 3):
         raise ZeroDivisionError
     assert (places.num_taken, places.held_by("t")) == (0, 0)
