@@ -128,9 +128,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a JSON file for the row")
+    parser.add_argument(
+        "--sources", type=Path, default=ROOT, help="the checkout of the server (default: this one)"
+    )
     parser.add_argument("--note", default="", help="kept with the row, for example what else ran")
     arguments = parser.parse_args()
-    outcome = run_mixed(arguments.minutes, seed=arguments.seed)
+    outcome = run_mixed(arguments.minutes, arguments.sources.resolve(), arguments.seed)
     row = row_of(outcome)
     print_table("mixed", [row])
     if arguments.out is not None:

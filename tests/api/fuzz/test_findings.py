@@ -1,7 +1,7 @@
 """What attackers found, each as one explicit case: refused with a 4xx that names the field, and the loop goes on."""
 
-import io
 import json
+import tarfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,14 +64,23 @@ def test_a_request_that_was_an_attack_is_refused_at_once(watched: WatchedServer,
         # The first request of a kind imports what it needs.
         client.post(finding.path, json={"model": "default"})
         watched.begin()
-        with watched.watch(name):
-            answer = client.post(finding.path, content=body, headers={"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        answer = watched.send(name, lambda: client.post(finding.path, content=body, headers=headers))
     assert answer.status_code in (400, 413), answer.text[:500]
     error = answer.json()["error"]
     assert answer.status_code == 413 or str(error["param"]).split(".")[0] == finding.param, error
     watched.check()
 
 
+def _header(kind: bytes, num_bytes: int) -> bytes:
+    info = tarfile.TarInfo("x")
+    info.type, info.size = kind, num_bytes
+    return info.tobuf(tarfile.USTAR_FORMAT)
+
+
+_LONG_NAMES = (_header(tarfile.GNUTYPE_LONGNAME, 4) + b"abc\0" + bytes(508)) * 3000 + bytes(1024)
+_RECORDS = b"9 a=bbbb\n" * (1 << 18)
+_PAX = _header(tarfile.XHDTYPE, len(_RECORDS)) + _RECORDS + bytes(-len(_RECORDS) % 512 + 1024)
 UPLOADS: dict[str, tuple[str, bytes]] = {
     "an eos_token_id beyond 64 bits": (GENERATION, json.dumps({"eos_token_id": 1 << 64}).encode()),
     "a stop string with half a surrogate pair": (
@@ -79,6 +88,8 @@ UPLOADS: dict[str, tuple[str, bytes]] = {
         json.dumps({"stop_strings": [_HALF]}).encode(),
     ),
     "a template with half a surrogate pair": (TOKENIZER, json.dumps({"chat_template": _HALF}).encode()),
+    "3,000 chained tar headers": ("archive", _LONG_NAMES),
+    "a tar header of 2 MB": ("archive", _PAX),
 }
 
 
@@ -94,12 +105,11 @@ def test_an_upload_that_was_an_attack_is_refused_for_its_fault(
         GENERATION: "generation_config",
         TOKENIZER: "tokenizer_config",
     }
-    members = {**proper, field: raw}
-    files = {names.get(file, file): (file, io.BytesIO(content)) for file, content in members.items()}
+    members = {field: raw} if field == "archive" else {**proper, field: raw}
+    files = {names.get(file, file): (file, content) for file, content in members.items()}
     with watched.client() as client:
         watched.begin()
-        with watched.watch(name):
-            answer = client.post("/v1/adapters", data={"name": "found"}, files=files)
+        answer = watched.send(name, lambda: client.post("/v1/adapters", data={"name": "found"}, files=files))
     assert answer.status_code == 422, answer.text[:500]
     assert explain_answer(answer.status_code, answer.content, "application/json") is None
     watched.check()

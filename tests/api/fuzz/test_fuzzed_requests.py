@@ -4,7 +4,8 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import pytest
@@ -31,13 +32,11 @@ def fuzzing(watched: WatchedServer) -> Iterator[Callable[[int], None]]:
 
         def send(request: HttpRequest) -> None:
             client = operator if request.is_operator else tenant
-            with watched.watch(request):
-                answer = client.request(
-                    request.method,
-                    request.path,
-                    content=request.body,
-                    headers=list(request.headers.items()),
-                )
+            headers = list(request.headers.items())
+            answer = watched.send(
+                request,
+                lambda: client.request(request.method, request.path, content=request.body, headers=headers),
+            )
             wrong = explain_answer(answer.status_code, answer.content, answer.headers.get("content-type", ""))
             assert wrong is None, f"{request}: {wrong}"
 
@@ -79,8 +78,18 @@ def test_another_tenants_stream_keeps_its_pace(watched: WatchedServer, report: C
     assert statistics.median(ratios) <= 2.0
 
 
+@dataclass(frozen=True)
+class RawRequest:
+    content: bytes
+
+    def __repr__(self) -> str:
+        return f"RawRequest({self.content[:300]!r}, {len(self.content)} bytes)"
+
+
 _raw_requests = st.builds(
-    lambda line, headers, body: line + b"\r\n" + b"".join(one + b"\r\n" for one in headers) + b"\r\n" + body,
+    lambda line, headers, body: RawRequest(
+        line + b"\r\n" + b"".join(one + b"\r\n" for one in headers) + b"\r\n" + body
+    ),
     st.sampled_from(
         [
             b"GET /healthz HTTP/1.1",
@@ -128,18 +137,19 @@ def test_no_bytes_break_the_server(watched: WatchedServer, soak: bool) -> None:
     assert address.hostname is not None and address.port is not None
     place = (address.hostname, address.port)
 
-    def send(raw: bytes) -> None:
-        with watched.watch(raw[:300]), socket.create_connection(place, timeout=60) as connection:
-            try:
-                connection.sendall(raw)
-                # The end of the body may never come: the client leaves.
-                connection.shutdown(socket.SHUT_WR)
-                answer = b""
-                while part := connection.recv(1 << 16):
-                    answer += part
-            except ConnectionError:
-                return
-        assert not answer.startswith(b"HTTP/1.1 5"), (raw[:300], answer[:300])
+    def exchange(content: bytes) -> bytes:
+        answer = b""
+        with socket.create_connection(place, timeout=60) as connection, suppress(ConnectionError):
+            connection.sendall(content)
+            # The end of the body may never come: the client leaves.
+            connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(1 << 16):
+                answer += part
+        return answer
+
+    def send(raw: RawRequest) -> None:
+        answer = watched.send(raw, lambda: exchange(raw.content))
+        assert not answer.startswith(b"HTTP/1.1 5"), (raw, answer[:300])
 
     profile = settings(
         max_examples=_SOAK // 10 if soak else 20, suppress_health_check=_UNHEALTHY, deadline=None

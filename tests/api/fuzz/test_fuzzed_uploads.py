@@ -31,11 +31,10 @@ def test_no_upload_breaks_the_server(watched: WatchedServer, kit: Kit, soak: boo
             assert wrong is None, f"{sent}: {wrong}"
 
         def send(upload: Upload) -> None:
-            with watched.watch(upload):
-                uploaded = post(upload)
-                judge(uploaded, upload)
-                if uploaded.status_code == 201:
-                    judge(client.post("/v1/chat/completions", json=_CHAT), upload)
+            uploaded = watched.send(upload, lambda: post(upload))
+            judge(uploaded, upload)
+            if uploaded.status_code == 201:
+                judge(watched.send(upload, lambda: client.post("/v1/chat/completions", json=_CHAT)), upload)
 
         def fuzz(num_cases: int) -> None:
             profile = settings(max_examples=num_cases, suppress_health_check=_UNHEALTHY, deadline=None)
