@@ -47,7 +47,14 @@ _MASKED_ATTENTION = "slora_mask_probe"
 _TOKENS = 13
 _MOST_ERROR_CHARS = 300
 # Fields by which models divide without a check of their own.
-_COUNTS = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads")
+_COUNTS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 # Rotary embeddings whose angles depend on a position alone. `dynamic` and `longrope` change with the length of the
 # longest sequence in the batch, which is not ours to let one request do to another.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -188,13 +195,20 @@ def read_config(directory: Path) -> PreTrainedConfig:
         raise ConfigError(f"no model at {directory}: there is no {path.name}")
     try:
         config = AutoConfig.from_pretrained(directory)
-        text = config.get_text_config()
+        _refuse_fields(config, config.get_text_config(), path)
+    except ConfigError:
+        raise
     except Exception as error:
         # Config classes validate themselves, with errors of many types that name the field.
         raise ConfigError(f"{path}: transformers can't read it: {_one_line(error)}") from error
+    return config
+
+
+def _refuse_fields(config: PreTrainedConfig, text: PreTrainedConfig, path: Path) -> None:
+    """text: the part of the config that describes the decoder."""
     for name in _COUNTS:
         if getattr(text, name, None) is not None:
-            _size(text, name, directory)
+            _size(text, name, path.parent)
     _refuse_uneven_heads(text, path)
     for name, kind in _rope_types(text):
         if kind not in _ROPE_TYPES:
@@ -209,7 +223,6 @@ def read_config(directory: Path) -> PreTrainedConfig:
         raise ConfigError(
             f"{path}: quantization_config is set; transformers' classes are served unquantised only"
         )
-    return config
 
 
 def find_tree(config: PreTrainedConfig, directory: Path) -> ModelTree:

@@ -4,7 +4,7 @@ The flat tokens of a step go through the model as one row with explicit position
 `_attend_paged` instead of their own function, and hooks beside its linears add the adapters' part, so the module tree
 stays as transformers built it. This is slower than our own decoder: nothing is fused, and every linear has a shrink
 of its own. It is exact for every architecture whose tokens meet in attention alone. `slora.models.model_proof`
-proves for each model at start.
+proves this for each model at start.
 """
 
 from collections.abc import Callable, Iterator

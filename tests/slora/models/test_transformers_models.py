@@ -170,6 +170,10 @@ def test_what_pages_cannot_serve_truly_is_refused_by_name(
             {"model_type": "granite", "per_layer_config": {"0": {"intermediate_size": 16}}},
             "'intermediate_size'",
         ),
+        (
+            {"model_type": "granite", "per_layer_config": {"0": {"num_attention_heads": 2}}},
+            "'num_attention_heads' is a per-layer attribute",
+        ),
         ({"model_type": "musicgen"}, "Multiple valid text configs"),
     ],
 )
