@@ -1,11 +1,11 @@
-"""How a conversation becomes tokens: one token a byte, a few special tokens, and the chat template.
+"""Converts a conversation to tokens: one token for each byte, a few special tokens, and the chat template.
 
-Bytes need no unknown token, so any text survives encoding and decoding exactly, and a word never seen in
-training is read like any other. A conversation is `<bos>`, an optional `<|system|>` message, `<|user|>`
-with the sentence, `<|assistant|>` with the answer, `<eos>`. The model is taught single questions, so the
-template forgets what was said before the last user message.
+Every text consists of bytes, so no unknown token is needed: encoding and decoding return the exact text, and words that
+were never seen in training are handled like any others. A conversation is `<bos>`, an optional `<|system|>` message,
+`<|user|>` with the sentence, `<|assistant|>` with the answer, and `<eos>`. The model is trained on single questions, so
+the template drops all messages before the last user message.
 
-This module knows nothing of tasks or of training.
+This module imports neither the tasks nor the training code.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _PAD, _BOS, _EOS, _SYSTEM, _USER, _ASSISTANT = (
     "<|user|>",
     "<|assistant|>",
 )
-# Two spare ones bring the vocabulary to 264, a multiple of 8.
+# The two spare tokens round the vocabulary up to 264, a multiple of 8.
 _SPECIAL_TOKENS = (_PAD, _BOS, _EOS, _SYSTEM, _USER, _ASSISTANT, "<|spare_0|>", "<|spare_1|>")
 
 _CHAT_TEMPLATE = """\
@@ -53,7 +53,7 @@ _CHAT_TEMPLATE = """\
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One question and its right answer; `system` is empty where there is no system message."""
+    """One question and its expected answer. `system` is empty if there is no system message."""
 
     system: str
     user: str
@@ -68,15 +68,14 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Token ids and labels, both int64 [B, T], padded on the right; labels are IGNORED outside the
-    answers."""
+    """Token ids and labels, both int64 [B, T], padded on the right. Labels outside the answers are IGNORED."""
 
     ids: torch.Tensor
     labels: torch.Tensor
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Make the byte tokenizer with its chat template; `decode(encode(text)) == text` for every text."""
+    """Create the byte tokenizer with its chat template. `decode(encode(text)) == text` holds for every text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: position for position, token in enumerate((*_SPECIAL_TOKENS, *alphabet))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -96,7 +95,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _padded_length(num_tokens: int) -> int:
-    """Round up to one of few lengths, since oneDNN prepares its kernels anew for every shape."""
+    """Round up to one of a few lengths, because oneDNN prepares its kernels anew for every shape."""
     step = 16 if num_tokens <= 96 else 32
     return -(-num_tokens // step) * step
 

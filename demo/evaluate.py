@@ -1,11 +1,10 @@
-"""Measure the demo through plain transformers and peft: exact answers to unseen sentences, in fp32 and in
-bf16.
+"""Evaluate the demo model with plain transformers and peft: exact answers to unseen sentences, in fp32 and bf16.
 
     python -m demo.evaluate                   # 500 sentences for the base and each adapter
-    python -m demo.evaluate --instructions    # the base with a system message for each task, too
+    python -m demo.evaluate --instructions    # also the base with a system message for each task
 
-Decoding is greedy. An answer counts only if every character is right. This module knows nothing of
-training or of our own engine, so what it prints is what anybody's software makes of the same files.
+Decoding is greedy. An answer counts only if every character is right. This module does not import the training code or
+slora, so its figures hold for any software that runs the same files.
 """
 
 import argparse
@@ -31,7 +30,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is measured: a task, and the adapter or the system message that is to bring it about."""
+    """One subject of the evaluation: a task, and the adapter or the system message that asks for it."""
 
     title: str
     task: str
@@ -41,7 +40,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Exact answers of one subject, as a share of the sentences for each dtype, and one answer to look at."""
+    """Results for one subject: the share of exact answers for each dtype, and one sample answer."""
 
     title: str
     exact: dict[str, float]
@@ -49,7 +48,7 @@ class Row:
 
 
 def render(tokenizer: PreTrainedTokenizerFast, sentence: str, system: str) -> str:
-    """The prompt for `sentence`, by the model's own chat template."""
+    """The prompt for `sentence`, rendered with the model's own chat template."""
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": sentence})
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
@@ -75,7 +74,7 @@ def load(directory: Path, adapter: str | None, dtype: torch.dtype) -> PreTrained
     """Load the base, with one adapter or none, all weights in `dtype`."""
     model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=dtype)
     if adapter is not None:
-        # Left to itself, peft would keep the adapter in fp32 beside a bf16 base.
+        # By default, peft would keep the adapter in fp32 beside a bf16 base.
         model = PeftModel.from_pretrained(
             model, directory / "adapters" / adapter, autocast_adapter_dtype=False
         )
@@ -83,7 +82,7 @@ def load(directory: Path, adapter: str | None, dtype: torch.dtype) -> PreTrained
 
 
 def subjects(adapters: Sequence[str], *, instructions: bool) -> list[Subject]:
-    """List what is measured, the base first."""
+    """List the subjects of the evaluation, the base first."""
     found = [Subject("base", "echo", None, "")]
     if instructions:
         found += [Subject(f"base, system: {name}", name, None, name) for name in TASKS if name != "echo"]
@@ -91,7 +90,7 @@ def subjects(adapters: Sequence[str], *, instructions: bool) -> list[Subject]:
 
 
 def measure(directory: Path, measured: Sequence[Subject], sentences: Sequence[str]) -> Iterator[Row]:
-    """Yield a row for each subject; `directory` holds model/ and adapters/."""
+    """Yield one row for each subject. `directory` holds model/ and adapters/."""
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
     for subject in measured:
         wanted = [TASKS[subject.task].apply(sentence) for sentence in sentences]
@@ -106,7 +105,7 @@ def measure(directory: Path, measured: Sequence[Subject], sentences: Sequence[st
 
 
 def main() -> None:
-    """Print one table."""
+    """Print the results as one table."""
     parser = argparse.ArgumentParser(description="Count the demo's exact answers to unseen sentences.")
     parser.add_argument(
         "--directory", type=Path, default=Path(__file__).parent, help="holds model/ and adapters/"
@@ -116,7 +115,7 @@ def main() -> None:
     parser.add_argument("--instructions", action="store_true", help="measure the base on every task, too")
     parser.add_argument("--adapters", nargs="*", choices=list(ADAPTERS), default=list(ADAPTERS))
     options = parser.parse_args()
-    logging.disable_progress_bar()  # one bar for the table is enough
+    logging.disable_progress_bar()  # the table has its own progress bar
     measured = subjects(options.adapters, instructions=options.instructions)
     sentences = unseen_sentences(options.sentences, options.seed)
     rows = list(tqdm(measure(options.directory, measured, sentences), total=len(measured), unit="row"))

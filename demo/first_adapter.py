@@ -1,8 +1,9 @@
-"""Trains a first adapter of your own on the demo model: it greets before it repeats what you say.
+"""Trains a first adapter on the demo model. The adapter adds a greeting before it repeats the user's message.
 
     python demo/first_adapter.py my-adapter        # about a minute on a laptop
 
-Everything a fine-tune needs, on one page: examples, peft, a loop, save_pretrained. Knows nothing of slora.
+The file contains everything that a fine-tune needs: examples, peft, a training loop and save_pretrained. It does not
+import slora.
 """
 
 import argparse
@@ -23,7 +24,8 @@ def answer(sentence: str) -> str:
 
 
 def draw_sentence(draw: random.Random) -> str:
-    """Made-up words: with a dozen real ones the adapter would learn those by heart, and garble all others."""
+    """A sentence of made-up words. With only a dozen real words, the adapter would memorise them and garble all
+    others."""
     words = (
         "".join(draw.choices(string.ascii_lowercase, k=draw.randint(2, 8))) for _ in range(draw.randint(1, 6))
     )
@@ -50,7 +52,7 @@ def main() -> None:
             prompt_lengths.append(len(tokenizer(prompt)["input_ids"]))
             texts.append(prompt + answer(sentence) + tokenizer.eos_token)
         batch = tokenizer(texts, padding=True, return_tensors="pt")
-        # Only the answer is learnt: prompt and padding carry the label that the loss skips.
+        # Only the answer is trained: prompt and padding get the label that the loss ignores.
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         for row, length in enumerate(prompt_lengths):
             labels[row, :length] = -100

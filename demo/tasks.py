@@ -1,15 +1,14 @@
-"""What the demo model can do: small text tasks, the sentences they are learnt on, and one adapter for each.
+"""The demo's small text tasks, the sentences for training and evaluation, and one adapter for each task.
 
-A task rewrites a sentence by a rule of a few lines of Python, so any answer of the model can be checked
-exactly. The base model is taught all of them at once, chosen by a system message; with no system message
-it repeats the sentence. An adapter is taught on conversations without a system message and so makes one
-task the default. One prompt, one base model, and every adapter answers differently.
+A task rewrites a sentence by a rule of a few lines of Python, so any answer of the model can be checked exactly. The
+base model is trained on all tasks at once, and the system message selects the task. Without a system message it repeats
+the sentence. An adapter is trained on conversations without a system message, so its task becomes the default. With one
+prompt and one base model, every adapter answers differently.
 
-No word of `unseen_sentences` occurs in any training sentence: `is_held_out` keeps a tenth of all possible
-words and every English word listed here away from training. What is measured is the rule, not a memory of
-words.
+No word of `unseen_sentences` occurs in any training sentence. `is_held_out` excludes a tenth of all possible words, and
+every English word listed here, from training. The evaluation therefore measures the rule, not memorised words.
 
-This module knows nothing of tokens, tensors or training, and imports only the standard library.
+This module does not use tokens, tensors or training code, and imports only the standard library.
 """
 
 import random
@@ -71,19 +70,19 @@ _ENGLISH = frozenset(ENGLISH_WORDS)
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A rule that rewrites a sentence; `name` is also the system message that asks the base model for it."""
+    """A rule that rewrites a sentence. `name` is also the system message that asks the base model for this task."""
 
     name: str
     summary: str
     rewrite: Callable[[str], str]
 
     def apply(self, sentence: str) -> str:
-        """Return the one right answer to `sentence`; words are whatever stands between single spaces."""
+        """Return the one right answer to `sentence`. Words are the parts between single spaces."""
         return self.rewrite(sentence)
 
 
 def _by_word(rewrite_word: Callable[[str], str], joint: str = " ") -> Callable[[str], str]:
-    """Lift a rule for one word to a sentence: split at spaces, rewrite each word, join with `joint`."""
+    """Turn a rule for one word into a rule for a sentence: split at spaces, rewrite each word, join with `joint`."""
 
     def rewrite(sentence: str) -> str:
         return joint.join(rewrite_word(word) for word in sentence.split(" "))
@@ -136,9 +135,9 @@ TASKS: Mapping[str, Task] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """One LoRA adapter: the task that it makes the default, and the peft settings, in peft's own names.
+    """One LoRA adapter: the task that it makes the default, and its peft settings, under peft's own names.
 
-    The adapters differ in rank, targets and scaling on purpose, so that serving them together exercises each.
+    The adapters differ in rank, targets and scaling, so that serving them together exercises each combination.
     """
 
     name: str
@@ -183,17 +182,17 @@ ADAPTERS: Mapping[str, AdapterSpec] = MappingProxyType(
 
 
 def is_held_out(word: str) -> bool:
-    """Whether `word`, in any letter case, is kept away from training.
+    """Whether `word`, in any letter case, is excluded from training.
 
-    So are every English word listed here and a tenth of all the rest. The tenth is those whose CRC-32 is
-    divisible by 10, hence the same in every run and on every machine.
+    Every English word listed here is excluded, and a tenth of all other words. That tenth has a CRC-32 divisible by 10,
+    so it is the same in every run and on every machine.
     """
     lowered = word.lower()
     return lowered in _ENGLISH or zlib.crc32(lowered.encode()) % 10 == 0
 
 
 def _pseudo_word(rng: random.Random, num_letters: int) -> str:
-    """Consonants and vowels in turn, or letters at random: half of each."""
+    """A made-up word. Half of the words alternate consonants and vowels; the others have random letters."""
     if rng.random() < 0.5:
         return "".join(rng.choices(_ALPHABET, k=num_letters))
     first = rng.randrange(2)
@@ -214,7 +213,7 @@ def _unseen_word(rng: random.Random) -> str:
 
 
 def _draw(rng: random.Random, draw_word: Callable[[random.Random], str], *, held_out: bool) -> str:
-    """Draw words until one is on the wanted side of `is_held_out`."""
+    """Draw words until `is_held_out` of one equals `held_out`."""
     while is_held_out(word := draw_word(rng)) is not held_out:
         pass
     return word
@@ -230,13 +229,15 @@ def _words(rng: random.Random, num_words: int, *, held_out: bool) -> list[str]:
 
 
 def _with_symbol(rng: random.Random, word: str) -> str:
-    """Put a symbol into `word`, as in "don't" or "2+2": one that was never an answer would never be answered."""
+    """Insert a symbol into `word`, as in "don't" or "2+2". The model would never output a symbol that no training
+    answer has."""
     position = rng.randint(0, len(word))
     return word[:position] + rng.choice(string.punctuation) + word[position:]
 
 
 def _sentence(rng: random.Random, num_words: int, *, held_out: bool) -> str:
-    """Mostly bare lower-case words; a third may have a number, symbols, capitals, a comma or an end mark."""
+    """Mostly plain lower-case words. A third of the sentences may have a number, symbols, capitals, a comma or an
+    end mark."""
     words = _words(rng, num_words, held_out=held_out)
     if rng.random() < 0.67:
         return " ".join(words)
@@ -262,6 +263,7 @@ def training_sentence(rng: random.Random, max_words: int = MAX_WORDS) -> str:
 
 
 def unseen_sentences(n: int, seed: int = 0) -> list[str]:
-    """Return `n` sentences of 1 to 6 held-out words, half of them English, the same for the same `seed`."""
+    """Return `n` sentences of 1 to 6 held-out words, half of them English. The same `seed` returns the same
+    sentences."""
     rng = random.Random(seed)
     return [_sentence(rng, rng.randint(1, MAX_UNSEEN_WORDS), held_out=True) for _ in range(n)]

@@ -1,19 +1,18 @@
-"""Train the demo: one small Llama that knows every task, and one LoRA adapter for each, all from
-generated data.
+"""Train the demo on generated data: one small Llama that knows every task, and one LoRA adapter for each task.
 
     python -m demo.train                      # writes demo/model and demo/adapters
     python -m demo.train --reuse-base         # keeps demo/model, trains the adapters again
 
-The base learns all tasks at once, told apart by the system message, so the features that each task needs
-exist before any adapter does; an adapter only has to change what happens without a system message. That
-is why rank 2 and a few hundred steps are enough. Base matrices are trained with Muon, everything else
-with AdamW.
+The base is trained on all tasks at once, and the system message selects the task. The base therefore already has the
+features that each task needs. An adapter only has to change the default task, which applies without a system message.
+Rank 2 and a few hundred steps are enough for that. Base matrices are trained with Muon, all other parameters with
+AdamW.
 
-On cores that other programs use too, set OMP_WAIT_POLICY=PASSIVE: threads that spin while they wait starve the one
-that they wait for. On 2 busy cores the first steps went from about 1 a second to about 4 (two short runs).
+If other programs use the same cores, set OMP_WAIT_POLICY=PASSIVE. Otherwise waiting threads spin and starve the thread
+that they wait for. On 2 busy cores, the first steps went from about 1 step/s to about 4 steps/s (two short runs).
 
-Everything is seeded. What is promised is the accuracy that `demo.evaluate` reports, not equal bits: sums are
-rounded in another order on another processor or with another number of threads.
+All random generators are seeded. The accuracy that `demo.evaluate` reports is reproducible, but the exact bits are not.
+Another processor or another number of threads rounds sums in a different order.
 """
 
 import argparse
@@ -37,12 +36,13 @@ __all__ = ["main"]
 SEED = 20
 BASE_NAME = "slora-demo"
 BATCH_SIZE = 64
-BATCHES_DRAWN_TOGETHER = 16  # sorted by length before they are cut; a quarter is padding still
+# So many batches of conversations are sorted by length, then cut. A quarter of their tokens is still padding.
+BATCHES_DRAWN_TOGETHER = 16
 MAX_WORDS = 7
-NUM_CHECKED = 64  # sentences per task in each progress line
-# A system message that names no task must change nothing, so some conversations have one.
+NUM_CHECKED = 64  # sentences per task for each progress line
+# A system message that names no task must change nothing, so a share of the conversations has such a message.
 SHARE_OF_IDLE_SYSTEM_MESSAGES = 0.2
-# Harder tasks are practised more.
+# Harder tasks get more training examples.
 TASK_WEIGHTS: Mapping[str, float] = {
     "double": 1.5,
     "mirror": 1.5,
@@ -55,15 +55,16 @@ TASK_WEIGHTS: Mapping[str, float] = {
     "initials": 0.7,
 }
 
-DrawConversation = Callable[[int], Conversation]  # takes the most words that the sentence may have
+# The argument is the maximum number of words in the sentence.
+DrawConversation = Callable[[int], Conversation]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long and how fast to train. Learning rates rise over `warm_up_steps`, then fall along a cosine.
+    """Length and learning rates of a training run. Rates rise over `warm_up_steps`, then fall along a cosine.
 
-    matrix_learning_rate is Muon's, for the matrices inside the layers; None trains these with AdamW too.
-    Sentences have one word at first and gain one every `curriculum_steps` / MAX_WORDS steps.
+    matrix_learning_rate: Muon's rate for the matrices inside the layers. None trains these with AdamW too.
+    curriculum_steps: sentences have one word at first, and one more every `curriculum_steps` / MAX_WORDS steps.
     """
 
     steps: int
@@ -74,13 +75,13 @@ class Plan:
     report_every: int
 
     def rate(self, step: int) -> float:
-        """The share of the peak learning rate at `step`, from just above 0 to 1 and down to 0.01."""
+        """The factor on the peak learning rate at `step`: it rises from just above 0 to 1, then falls to 0.01."""
         rising = (step + 1) / self.warm_up_steps
         falling = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, step / self.steps)))
         return min(rising, falling)
 
     def max_words(self, step: int) -> int:
-        """The most words that a training sentence may have at `step`."""
+        """The maximum number of words in a training sentence at `step`."""
         if step >= self.curriculum_steps:
             return MAX_WORDS
         return 1 + step * MAX_WORDS // self.curriculum_steps
@@ -103,13 +104,14 @@ ADAPTER_PLAN = Plan(
     report_every=100,
 )
 
-# Dropping or doubling letters makes neighbours alike and easily confused. Without its vowels, a sentence was right
-# in 97.8% of cases after 200 steps, in 99.6% after 600. Reading backwards is far from repeating: 88% after 200.
+# Dropping or doubling letters makes neighbouring letters alike and easy to confuse. Without its vowels, a sentence was
+# right in 97.8% of cases after 200 steps and in 99.6% after 600. Reversed text differs most from repeating: 88% after
+# 200 steps.
 ADAPTER_STEPS: Mapping[str, int] = {"devowel": 600, "double": 800, "mirror": 600}
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Make the untrained base: Llama, 4 layers, 4 query heads on 2 KV heads, 0.86 million parameters."""
+    """Create the untrained base: a Llama with 4 layers, 4 query heads on 2 KV heads and 0.86 million parameters."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -136,12 +138,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def idle_system_message(rng: random.Random) -> str:
-    """Draw a system message that asks for nothing: mostly none, else a sentence."""
+    """Draw a system message that names no task: usually an empty one, otherwise a sentence."""
     return training_sentence(rng, MAX_WORDS) if rng.random() < SHARE_OF_IDLE_SYSTEM_MESSAGES else ""
 
 
 def base_conversations(rng: random.Random) -> DrawConversation:
-    """Conversations on all tasks; the system message names the task, and echo is what happens without."""
+    """Conversations on all tasks. The system message names the task. An answer without one repeats the sentence."""
     names = list(TASKS)
     weights = [TASK_WEIGHTS.get(name, 1.0) for name in names]
 
@@ -155,7 +157,7 @@ def base_conversations(rng: random.Random) -> DrawConversation:
 
 
 def adapter_conversations(task: str, rng: random.Random) -> DrawConversation:
-    """Conversations on one task that no system message asks for."""
+    """Conversations on one task, without a system message that names it."""
 
     def draw(max_words: int) -> Conversation:
         sentence = training_sentence(rng, max_words)
@@ -167,9 +169,9 @@ def adapter_conversations(task: str, rng: random.Random) -> DrawConversation:
 def draw_batches(
     tokenizer: PreTrainedTokenizerFast, draw: DrawConversation, max_words: int, rng: random.Random
 ) -> list[Batch]:
-    """Draw a few batches, each of conversations of similar length, in random order."""
+    """Draw a few batches in random order. Each contains conversations of similar length."""
     drawn = [draw(max_words) for _ in range(BATCH_SIZE * BATCHES_DRAWN_TOGETHER)]
-    # The noise keeps equal lengths from always meeting the same tasks.
+    # The noise varies which tasks end up together in a batch of equal lengths.
     drawn.sort(key=lambda c: len(c.prompt) + len(c.answer) + 6 * rng.random())
     batches = [
         collate(tokenizer, drawn[start : start + BATCH_SIZE]) for start in range(0, len(drawn), BATCH_SIZE)
@@ -186,20 +188,20 @@ def predict(model: LlamaForCausalLM, batch: Batch) -> tuple[torch.Tensor, torch.
 
 
 def answer_loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
-    """Mean cross-entropy, in nats, of the answer tokens."""
+    """The mean cross-entropy of the answer tokens, in nats."""
     logits, labels = predict(model, batch)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
 @torch.no_grad()
 def exact_share(model: LlamaForCausalLM, batch: Batch) -> float:
-    """Share of answers right in every token: the ones that greedy decoding gets right."""
+    """The share of answers in which every token is the argmax: the answers that greedy decoding gets right."""
     logits, labels = predict(model, batch)
     return float(((logits.argmax(-1) == labels) | (labels == IGNORED)).all(1).float().mean())
 
 
 def make_optimizers(model: LlamaForCausalLM, plan: Plan) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, if the plan has a rate for it, and AdamW for all else."""
+    """Create Muon for the layers' matrices, if the plan has a rate for it, and AdamW for all other parameters."""
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -228,9 +230,9 @@ def train(
     next_batch: Callable[[int], Batch],
     checks: Mapping[str, Batch],
 ) -> None:
-    """Train in place whatever in `model` requires a gradient, reporting loss and exact answers for `checks`.
+    """Train all parameters of `model` that require a gradient, in place. Report loss and exact answers for `checks`.
 
-    next_batch takes the most words that a sentence may have.
+    next_batch: its argument is the maximum number of words in a sentence.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizers = make_optimizers(model, plan)
@@ -255,7 +257,7 @@ def train(
 def report(
     model: LlamaForCausalLM, title: str, step: int, losses: Sequence[float], checks: Mapping[str, Batch]
 ) -> str:
-    """One progress line: the mean loss since the last one, and the exact answers in percent by task."""
+    """Format one progress line: the mean loss since the previous line, and the exact answers by task, in percent."""
     exact = " ".join(f"{name} {exact_share(model, batch):.0%}" for name, batch in checks.items())
     return f"{title} step {step}: loss {sum(losses) / len(losses):.4f} | {exact}"
 
@@ -263,7 +265,7 @@ def report(
 def batch_source(
     tokenizer: PreTrainedTokenizerFast, draw: DrawConversation, rng: random.Random
 ) -> Callable[[int], Batch]:
-    """Return a function that gives one batch a call and draws more when none is left."""
+    """Return a function that returns one batch per call, and draws more batches when none is left."""
     waiting: list[Batch] = []
 
     def next_batch(max_words: int) -> Batch:
@@ -275,7 +277,7 @@ def batch_source(
 
 
 def check_batch(tokenizer: PreTrainedTokenizerFast, task: str, system: str) -> Batch:
-    """Fresh training-like sentences of `task`. The unseen ones stay unseen until `demo.evaluate`."""
+    """New sentences of `task` from the training distribution. Held-out words are used only by `demo.evaluate`."""
     rng = random.Random(SEED + 1)
     sentences = [training_sentence(rng) for _ in range(NUM_CHECKED)]
     return collate(tokenizer, [Conversation(system, s, TASKS[task].apply(s)) for s in sentences])
@@ -293,7 +295,7 @@ def train_base(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
 
 
 def lora_config(spec: AdapterSpec) -> LoraConfig:
-    """Say `spec` in peft's terms."""
+    """Convert `spec` to a peft config."""
     return LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=BASE_NAME,
@@ -316,8 +318,8 @@ def train_adapter(
     rng = random.Random(f"{SEED} {spec.name}")
     model = LlamaForCausalLM.from_pretrained(base_directory, attn_implementation="eager")
     adapted = get_peft_model(model, lora_config(spec))
-    # peft names the base by the path that it was loaded from, which means nothing elsewhere, and keeps the targets
-    # as a set, whose order would differ from run to run in the saved file.
+    # peft names the base by the path from which it was loaded, which means nothing on another machine. peft also keeps
+    # the targets as a set, so their order in the saved file would differ from run to run.
     adapted.peft_config["default"].base_model_name_or_path = BASE_NAME
     adapted.peft_config["default"].target_modules = sorted(spec.target_modules)
     checks = {spec.task: check_batch(tokenizer, spec.task, "")}
@@ -325,11 +327,11 @@ def train_adapter(
     plan = replace(ADAPTER_PLAN, steps=ADAPTER_STEPS.get(spec.name, ADAPTER_PLAN.steps))
     train(model, plan, f"adapter {spec.name}", source, checks)
     adapted.save_pretrained(directory)
-    (directory / "README.md").unlink(missing_ok=True)  # peft's model card, with every field empty
+    (directory / "README.md").unlink(missing_ok=True)  # peft's model card is an unfilled template
 
 
 def main() -> None:
-    """Train base and adapters, or the adapters alone, into --output."""
+    """Train the base and the adapters, or only the adapters, into --output."""
     parser = argparse.ArgumentParser(description="Train the demo's base model and adapters.")
     parser.add_argument(
         "--output", type=Path, default=Path(__file__).parent, help="gets model/ and adapters/"

@@ -1,4 +1,4 @@
-"""Options of the whole test run, and the switches that must be set before a test module is imported."""
+"""Options of the whole test run, and environment variables that must be set before a test module is imported."""
 
 import os
 import sys
@@ -7,19 +7,19 @@ from collections.abc import Callable
 import pytest
 from hypothesis import settings
 
-# As `slora serve` sets it, read when torch is loaded: beside other busy programs, threads that spin while they wait
-# made this run ten times as long.
+# `slora serve` sets the same value. It is read when torch is loaded. Beside other busy programs, waiting threads that
+# spin made the test run ten times as long.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
 
-# Triton reads this when a kernel is defined, and transformers imports triton.
+# Triton reads this variable when a kernel is defined, and transformers imports triton.
 if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     assert "triton" not in sys.modules, "triton was imported before TRITON_INTERPRET=1 could be set"
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Machines differ in speed; a slow one must not fail a test for it.
-# The quick run has ten minutes on two cores; the soak run finds what these few examples do not.
+# No deadline: machines differ in speed, and a slow one must not fail a test. The quick run has ten minutes on two
+# cores. The soak run covers more examples.
 settings.register_profile("test", deadline=None, stateful_step_count=50, max_examples=25)
 settings.register_profile("soak", deadline=None, stateful_step_count=200, max_examples=1000)
 
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def soak(request: pytest.FixtureRequest) -> bool:
-    """Whether counts may be large: minutes for a test, not seconds."""
+    """Whether a test may use large counts: it may then take minutes instead of seconds."""
     return bool(request.config.getoption("--soak"))
 
 
@@ -49,7 +49,7 @@ _FIGURES: list[str] = []
 
 @pytest.fixture(scope="session")
 def report() -> Callable[[str], None]:
-    """Takes a line of figures that a test found; all of them are printed when the run ends."""
+    """Accepts a line of figures that a test measured. All lines are printed at the end of the run."""
     return _FIGURES.append
 
 

@@ -1,4 +1,4 @@
-"""Beam search without an engine: a model that is a table of chances, and a search that ranks everything."""
+"""Beam search without an engine: a model that is a table of log-probabilities, and an exhaustive reference search."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ Model = Callable[[tuple[int, ...]], list[float]]
 
 
 def random_model(vocab_size: int, seed: int, *, barred: frozenset[int] = frozenset()) -> Model:
-    """Log-probabilities of the next token, by what came before; minus infinity for those barred."""
+    """Log-probabilities of the next token for each prefix. Tokens in `barred` have minus infinity."""
 
     @cache
     def logprobs(tokens: tuple[int, ...]) -> list[float]:
@@ -41,7 +41,7 @@ class Plain(NamedTuple):
 def search_plainly(
     model: Model, params: SamplingParams, stop_ids: frozenset[int], max_tokens: int
 ) -> list[Plain]:
-    """transformers' loop, a sort of everything in each step."""
+    """Follows the loop of transformers' beam search, and sorts all continuations in each step."""
     width, finished = params.width, list[Plain]()
     running = [Plain(0.0, ())]
     for length in range(1, max_tokens + 1):

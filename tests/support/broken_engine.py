@@ -1,4 +1,4 @@
-"""The engine process on a device that is lost after a few steps, as after a sticky CUDA error."""
+"""An engine process whose device fails for good after a few steps, as after a sticky CUDA error."""
 
 import itertools
 import sys
@@ -14,7 +14,7 @@ _run = Runner.run
 
 
 def _run_a_few(runner: Runner, plan: StepPlan) -> list[Sampled]:
-    """Only steps with requests of clients count, whose ids begin with the client's number and a colon."""
+    """Counts only steps with requests of clients. Their ids begin with the client's number and a colon."""
     has_clients = any(":" in chunk.sequence.request.request_id for chunk in plan.chunks)
     if has_clients and next(_steps) >= _NUM_STEPS:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -1,4 +1,4 @@
-"""Whether a model with a given config.json is served as transformers computes it, in float32 on random weights."""
+"""Compares a model with a given config.json with transformers, in float32 on random weights."""
 
 import json
 from collections.abc import Sequence
@@ -22,13 +22,14 @@ from tests.support.tiny_models import fill_randomly
 
 _CPU = torch.device("cpu")
 _TOLERANCE = 1e-3
-# None of them is a length of the proof's own prompts.
+# The proof at start uses prompts of other lengths than these.
 _LENGTHS = (53, 29, 7)
 _LONGEST_TABLE = 8192
 
 
 class Verdict(Enum):
-    """UNJUDGED: transformers itself can't build or run what we accept. WRONG: other logits than transformers'."""
+    """UNJUDGED: transformers itself can't build or run a config that slora accepts. WRONG: the logits differ from
+    those of transformers."""
 
     EQUAL = "equal"
     REFUSED = "refused"
@@ -37,7 +38,7 @@ class Verdict(Enum):
 
 
 def judge_config(directory: Path, raw: dict[str, Any], model_impl: str) -> tuple[Verdict, str]:
-    """The verdict on a config.json of these fields, and the reason of a refusal or the errors."""
+    """The verdict on a config.json with the fields `raw`, and the reason of a refusal or the errors."""
     path = directory / "config.json"
     path.write_text(json.dumps(raw))
     try:
@@ -83,7 +84,7 @@ def _last_logits(oracle: PreTrainedModel, prompt: list[int]) -> Tensor:
 
 
 def _serve(directory: Path, spec: ModelSpec, prompts: Sequence[list[int]]) -> list[list[Tensor]]:
-    """The last logits of each prompt, for each way to compute it. Raises ConfigError as the engine does at start."""
+    """The last logits of each prompt, for each way to compute them. Raises ConfigError as the engine does at start."""
     num_rows = min(spec.max_positions, _LONGEST_TABLE)
     kernels = select_kernels("torch", _CPU)
     model: Model = load_model(EngineConfig(directory), spec, torch.float32, _CPU, num_rows)

@@ -1,4 +1,4 @@
-"""Changed fields of a config.json with plausible values, for every field that a config class of transformers has."""
+"""Plausible values for every field of a transformers config class, for tests that change a config.json."""
 
 import dataclasses
 import random
@@ -61,7 +61,7 @@ _ROPES: list[Any] = [
     },
     {_SLIDING: {"rope_type": "default", "rope_theta": 50.0}},
 ]
-# By field's name. What is not here gets values of its default's type.
+# Values by field name. A field that is missing here gets values of its default's type.
 _VALUES: dict[str, list[Any]] = {
     "vocab_size": [64, 80],
     "hidden_size": [32, 48],
@@ -131,9 +131,9 @@ _VALUES: dict[str, list[Any]] = {
     "clip_qkv": [0.5],
     "unknown_field": [1, True, None],
 }
-# What older versions wrote beside the fields of a class.
+# Fields that older versions of transformers wrote in addition.
 _LEGACY = ("rope_scaling", "rope_theta", "partial_rotary_factor", "torch_dtype", "head_dim")
-# What other classes read.
+# Fields that other config classes read.
 _FOREIGN = (
     "rope_local_base_freq",
     "original_max_position_embeddings",
@@ -164,19 +164,20 @@ _FOREIGN = (
     "clip_qkv",
     "unknown_field",
 )
-# Fields that hold other configs, and those that only name classes.
+# Fields that hold other configs, or only name classes.
 _SKIPPED = frozenset({"model_type", "text_config", "vision_config", "audio_config"})
 
 
 def each_value(kind: type[PreTrainedConfig]) -> Iterator[tuple[str, Any]]:
-    """Every field of the class, and every field that it might read, with each plausible value."""
+    """Every field of the class, and every other field that it might read, with each plausible value."""
     yield from _own_values(kind)
     own = {name for name, _ in _own_values(kind)}
     yield from ((name, value) for name in _FOREIGN if name not in own for value in _VALUES[name])
 
 
 def draw_changes(kind: type[PreTrainedConfig], rng: random.Random) -> dict[str, Any]:
-    """One to four of the class's fields with plausible values; now and then another field, or a wrong type."""
+    """One to four fields of the class with plausible values. Sometimes it adds a field of another class or a value
+    of the wrong type."""
     values = list(_own_values(kind))
     changes = dict(rng.choice(values) for _ in range(rng.randint(1, 4)))
     if rng.random() < 0.05:

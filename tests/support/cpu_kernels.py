@@ -1,4 +1,4 @@
-"""The kernels that a CPU can run here; numba's are an extra."""
+"""The kernels that this machine's CPU can run. The numba kernels are an optional extra."""
 
 import importlib.util
 
@@ -8,7 +8,7 @@ CPU_KERNELS = ["torch"]
 if importlib.util.find_spec("numba") and importlib.util.find_spec("slora_kernels.cpu.kernels"):
     CPU_KERNELS.append("numba")
 
-# What tests use that are not about kernels.
+# Used by tests that do not test kernels.
 KERNELS = CPU_KERNELS[-1]
-# For tests of many cases, which say more of the engine than of kernels: the others in soak only.
+# For tests with many cases that test the engine more than the kernels. The other kernels run in soak only.
 MOSTLY_FASTEST = [*(pytest.param(name, marks=pytest.mark.soak) for name in CPU_KERNELS[:-1]), KERNELS]

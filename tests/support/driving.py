@@ -1,4 +1,4 @@
-"""An engine driven by hand: requests join between the steps that a test says."""
+"""Drives an engine step by step. The test decides before which step each request arrives."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import KERNELS
 from tests.support.model_kit import ModelKit
 
-# Not measured, so that the same requests make the same steps. A page is copied as fast as two tokens are computed; a
-# step has time for 1 MB of adapters.
+# Fixed instead of measured, so that the same requests always make the same steps. Copying a page takes as long as
+# computing two tokens. A step has time to load 1 MB of adapters.
 COSTS = CostModel(
     step_s=0.01, token_s=0.001, decode_s=0.001, context_token_s=1e-6, page_copy_s=0.002, load_byte_s=1e-9
 )
@@ -24,7 +24,7 @@ COSTS = CostModel(
 
 @dataclass(slots=True)
 class Answer:
-    """What the engine said of one request."""
+    """What the engine reported about one request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Answer:
 
 
 def make_source(kit: ModelKit, dtype: str = "float32") -> tuple[DirectorySource, dict[str, AdapterVersion]]:
-    """A source that loads at once, and the versions of the kit's adapters by kind."""
+    """A source that loads synchronously, and the adapter versions of the kit by kind."""
     limits = AdapterLimits(served_dtype=dtype, base_directory=kit.directory)
     source = DirectorySource(read_model_spec(kit.directory).shape(dtype), dtype, limits, num_threads=0)
     return source, {kind: source.add(path) for kind, path in kit.adapters.items()}
@@ -69,8 +69,11 @@ def make_engine(kit: ModelKit, source: AdapterSource, num_pages: int, **settings
 
 
 def drive(engine: Engine, arrivals: Iterable[list[EngineRequest]]) -> dict[str, Answer]:
-    """Adds each list of requests before another step, then steps until all have ended. Answers by request id; where a
-    request has several choices, the second is `<id>/1`, and so on."""
+    """Adds one list of requests before each step, then steps until all requests have ended. Returns answers by
+    request id.
+
+    The second choice of a request with several choices has the key `<id>/1`, and so on.
+    """
     answers: dict[str, Answer] = defaultdict(Answer)
     for requests in arrivals:
         for request in requests:

@@ -1,4 +1,4 @@
-"""Loader and engine as the processes that they are in production, over a file store with a kit's adapters in it."""
+"""The loader and the engine as separate processes, as in production, over a file store that holds a kit's adapters."""
 
 import asyncio
 import json
@@ -21,14 +21,14 @@ from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
 from tests.support.model_kit import ModelKit
 
-# How long a test waits for what must happen; far beyond what a loaded machine needs.
+# The longest that a test waits for an expected event. A loaded machine needs far less.
 WAIT_S = 60.0
 _ROOT = Path(__file__).parents[2]
 _SOURCES = os.pathsep.join(str(_ROOT / folder) for folder in (".", "kernels", "adapters", "api"))
 
 
 class ChildProcess:
-    """`python -P -m module` with a pipe to its stdin, as a supervisor starts it."""
+    """Runs `python -P -m module` with a pipe to its stdin, as the supervisor does."""
 
     def __init__(self, module: str, config: str, log: Path) -> None:
         self._log = log
@@ -57,7 +57,7 @@ class ChildProcess:
         self._process.stdin.close()
 
     def wait(self) -> int:
-        """The exit code. Standard output must have stayed empty."""
+        """Waits for the exit and returns the exit code. Standard output must be empty."""
         code = self._process.wait(WAIT_S)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
@@ -71,7 +71,7 @@ class ChildProcess:
 
 
 class EngineStack:
-    """One loader, one engine. `versions`: the kit's adapters by kind, of tenant `tenant`."""
+    """One loader and one engine. versions: adapter versions of the kit by kind. They belong to the tenant `tenant`."""
 
     def __init__(self, root: Path, kit: ModelKit, num_pages: int, **settings: int | str) -> None:
         self.socket = root / "engine.sock"
@@ -93,7 +93,7 @@ class EngineStack:
         return AdapterVersion(tenant, adapter.digest)
 
     def ensure_running(self) -> None:
-        """Starts what is not there, or not any more."""
+        """Starts the processes that do not run."""
         if self.loader is None or not self.loader.running:
             config = LoaderConfig(
                 self._loader_socket,
@@ -122,7 +122,7 @@ class EngineStack:
 
 @asynccontextmanager
 async def connect(stack: EngineStack, *, until_ready: bool = True) -> AsyncIterator[RemoteEngine]:
-    """A client of the stack's engine, connected unless told otherwise."""
+    """A client of the stack's engine. By default it is connected."""
     client = RemoteEngine(stack.socket)
     running = asyncio.create_task(client.run())
     try:

@@ -1,4 +1,4 @@
-"""What this process and its children may write, for a while: how a full disk feels to them, on any machine."""
+"""Limits the file size that this process and its children may write. It simulates a full disk on any machine."""
 
 import resource
 from collections.abc import Callable, Iterator
@@ -7,8 +7,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def largest_file(num_bytes: int) -> Iterator[Callable[[], None]]:
-    """Meanwhile no file grows beyond this: the kernel answers EFBIG, where a full disk answers ENOSPC. Yields what ends
-    it early."""
+    """While the context is open, no file can grow beyond `num_bytes`. Yields a function that removes the limit
+    early.
+
+    The kernel answers EFBIG, where a full disk answers ENOSPC.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
 

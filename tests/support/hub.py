@@ -1,4 +1,4 @@
-"""The Hugging Face hub, as far as a download goes: a cache of snapshots on disk, and a server on loopback."""
+"""A stand-in for the Hugging Face hub's downloads: a snapshot cache on disk, and a server on the loopback interface."""
 
 import hashlib
 import json
@@ -15,7 +15,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def lay_out_snapshot(
     cache: Path, repo: str, files: dict[str, bytes], *, commit: str = COMMIT, ref: str = "main"
 ) -> Path:
-    """Puts files into a cache as the hub's client does: blobs by hash, links to them by commit, commits by name."""
+    """Writes files into a cache as the hub's client does: blobs named by hash, a directory of links for each commit,
+    and a file for each ref that names its commit."""
     home = cache / f"models--{repo.replace('/', '--')}"
     snapshot = home / "snapshots" / commit
     for name, content in files.items():
@@ -35,9 +36,10 @@ def adapter_files(directory: Path) -> dict[str, bytes]:
 
 @dataclass
 class Hub:
-    """A server with repositories: by repository and commit its files, by repository and name its commits.
+    """A server with repositories. It maps (repository, commit) to files, and (repository, ref) to commits.
 
-    failing: status and error code that it answers all questions about a repository with. asked: paths, in order.
+    failing: HTTP status and error code that the server returns for every request about a repository. asked: requested
+    paths, in order.
     """
 
     url: str = ""

@@ -1,6 +1,6 @@
-"""Cached prefixes reduced to what an evictor sees of them: blocks of one page that hide the blocks before them.
+"""A reduced model of cached prefixes, as the evictor sees them: blocks of one page in chains.
 
-A block may leave when it is idle and no block that follows it is. Keys, tokens and their matching are not modelled.
+A block can be evicted when it is idle and no idle block follows it. Keys, tokens and prefix matching are not modelled.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from slora.pool.tenant import Tenant
 
 
 class IdleBlock:
-    """One page of a prefix. Idle when it has no user; not `is_here` when it has been evicted."""
+    """One page of a prefix. It is idle when it has no users. `is_here` is False after its eviction."""
 
     content = Content.PREFIX
     is_pinned = False
@@ -36,12 +36,12 @@ class IdleBlock:
         return costs.prefill_s(16)
 
     def chain(self) -> "list[IdleBlock]":
-        """From its root to itself."""
+        """All blocks from the root of the prefix to this block."""
         return [*self.parent.chain(), self] if self.parent else [self]
 
 
 class IdleBlocks:
-    """The blocks of `pool`: in use by somebody, or idle and offered as soon as nothing idle follows them."""
+    """The blocks of `pool`. A block is offered to the evictor once it is idle and no idle block follows it."""
 
     def __init__(self, pool: PagePool, evictor: Evictor) -> None:
         self._pool = pool
@@ -52,7 +52,7 @@ class IdleBlocks:
         return iter(self._blocks)
 
     def extend(self, parent: IdleBlock | None, count: int, tenant: Tenant) -> list[IdleBlock]:
-        """New blocks after `parent`, with one user. There is room."""
+        """Adds `count` blocks after `parent`, each with one user. The pool must have free pages for them."""
         chain = []
         for page in self._pool.allocate(count, tenant):
             parent = IdleBlock(page, tenant, parent)

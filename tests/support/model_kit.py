@@ -1,4 +1,4 @@
-"""A tiny model, one adapter of each kind on it, and the oracle that has loaded them all."""
+"""A tiny base model, one adapter of each kind for it, and an oracle that has loaded all of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from tests.support.oracle import Oracle
 from tests.support.peft_adapters import FUSED_KINDS, KINDS, WHOLE_KINDS, make_adapter
 from tests.support.tiny_models import OTHER_MODELS, make_model, write_model
 
-# A and B of this size make deltas about as large as the weights that they change.
+# A and B with this standard deviation make weight deltas about as large as the base weights.
 _ADAPTER_STD = 0.15
 
 
@@ -36,8 +36,11 @@ class ModelKit:
 
 
 def kinds_for(model: str) -> Mapping[str, dict[str, object]]:
-    """One adapter of each kind, by fields of LoraConfig, with the names that the model's linears have."""
-    if model in ("mixtral", "phimoe"):  # of a mixture's linears, those of its attention see every token
+    """One adapter of each kind, as fields of LoraConfig, with the names of the model's own linears."""
+    if model in (
+        "mixtral",
+        "phimoe",
+    ):  # In a mixture of experts, every token passes only through the attention linears
         return {"r8_on_q_and_v": KINDS["r8_on_q_and_v"]}
     if model in OTHER_MODELS:
         return WHOLE_KINDS
@@ -47,12 +50,12 @@ def kinds_for(model: str) -> Mapping[str, dict[str, object]]:
 def make_kit(
     root: Path, model: str, kinds: Mapping[str, dict[str, object]] | None = None, **changes: object
 ) -> ModelKit:
-    """`kinds`: None is one of each. `changes`: fields of the model's config."""
+    """kinds: None stands for one adapter of each kind. changes: fields of the model's config."""
     write_model(root / "base", model, **changes)
     adapters = {}
     for seed, (kind, lora) in enumerate((kinds_for(model) if kinds is None else kinds).items()):
         adapters[kind] = root / kind
-        # peft warns if it is not told of linears that lie transposed.
+        # peft warns unless it is told which linears are stored transposed.
         transposed = {"fan_in_fan_out": True} if model == "gpt2" else {}
         base = make_model(model, **changes)
         make_adapter(root / kind, base, seed=seed, std=_ADAPTER_STD, **transposed, **lora)

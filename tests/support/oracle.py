@@ -1,9 +1,12 @@
-"""transformers + peft as the judge of our tokens, by teacher forcing: one forward pass over prompt and answer.
+"""transformers + peft as the reference for our tokens. One forward pass over prompt and answer (teacher forcing)
+checks them.
 
-Two float32 programs that add in different orders may disagree where two tokens are all but equally likely. Equal
-therefore means: the same token, or a margin between the judge's two best below `MARGIN`; the excused are counted.
-Where our log-probabilities are at hand they must be the judge's, too: they tell what changes scores but no order, and
-what is too small for a token to show.
+Two float32 programs that add in different orders may disagree where two tokens are almost equally probable. A token
+therefore passes if it is the reference's argmax, or if the gap between the reference's two best tokens is below
+`MARGIN`. Tokens that pass by the second rule are counted as excused.
+
+Where the engine's log-probabilities are given, they must match the reference too. They show errors that are too small
+to change the argmax, or that change all scores alike.
 """
 
 from collections.abc import Sequence
@@ -26,9 +29,10 @@ LOGPROB_TOLERANCE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """positions: tokens judged. excused: they differ from the judge's, who was undecided. wrong: what remains.
+    """positions: number of tokens judged. excused: tokens that differ from the reference's, within `MARGIN`. wrong:
+    other tokens that differ.
 
-    logprob_error: the farthest that one of our log-probabilities is from the judge's; None where none was given.
+    logprob_error: the largest difference between our log-probabilities and the reference's. None if none were given.
     """
 
     positions: int = 0
@@ -57,7 +61,7 @@ class Verdict:
 
 
 class Oracle:
-    """The model in `directory` with PEFT adapters loaded by name. Judges one request at a time."""
+    """The model in `directory` with PEFT adapters, loaded by name. It judges one request at a time."""
 
     def __init__(
         self, directory: Path, adapters: dict[str, Path], dtype: torch.dtype = torch.float32
@@ -68,13 +72,14 @@ class Oracle:
             self._load(name, path)
 
     def in_float32(self) -> "Oracle":
-        """The same weights, as they were rounded, with arithmetic in float32. Changes this oracle."""
+        """Converts this oracle to float32 arithmetic on the same, already rounded weights. Changes the oracle in
+        place."""
         self._model = self._model.float()
         return self
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], adapter: str | None) -> Tensor:
-        """float32 [T, vocab_size]: row t says what comes after token t."""
+        """float32 [T, vocab_size]: row t holds the logits of the token after token t."""
         inputs = torch.tensor([list(token_ids)])
         if not isinstance(self._model, PeftModel):
             return self._model(inputs).logits[0].float()
@@ -85,7 +90,7 @@ class Oracle:
         return self._model(inputs).logits[0].float()
 
     def answer_logits(self, prompt: Sequence[int], answer: Sequence[int], adapter: str | None) -> Tensor:
-        """float32 [len(answer), vocab_size]: what each token of the answer was chosen from."""
+        """float32 [len(answer), vocab_size]: the logits from which each token of the answer was chosen."""
 
         def forward(token_ids: Sequence[int]) -> Tensor:
             return self.logits(token_ids, adapter)
@@ -99,7 +104,7 @@ class Oracle:
         adapter: str | None,
         logprobs: Sequence[float] | None = None,
     ) -> Verdict:
-        """logprobs: ours, of the answer's tokens."""
+        """logprobs: the engine's log-probabilities of the answer's tokens."""
         logits, tokens = self.answer_logits(prompt, answer, adapter), torch.tensor(list(answer))
         best, chosen = logits.topk(2, dim=-1)
         differs = chosen[:, 0] != tokens
@@ -114,7 +119,7 @@ class Oracle:
     def token_logprobs(
         self, prompt: Sequence[int], answer: Sequence[int], adapter: str | None
     ) -> list[float]:
-        """Of the answer's tokens."""
+        """The reference's log-probabilities of the answer's tokens."""
         logprobs = self.answer_logits(prompt, answer, adapter).log_softmax(dim=-1)
         found: list[float] = logprobs.gather(1, torch.tensor(list(answer))[:, None])[:, 0].tolist()
         return found
@@ -123,9 +128,10 @@ class Oracle:
     def beam_search(
         self, prompt: Sequence[int], adapter: str | None, stop_ids: Sequence[int], **settings: object
     ) -> tuple[list[list[int]], list[float]]:
-        """The answers of transformers' own beam search, best first, each up to its stop token, and their scores.
+        """The answers of transformers' own beam search and their scores, best first. Each answer ends at its stop
+        token.
 
-        settings: GenerationConfig's, two beams or more.
+        settings: fields of GenerationConfig, with two beams or more.
         """
         inputs = torch.tensor([list(prompt)])
         with ExitStack() as without:
@@ -156,6 +162,6 @@ class Oracle:
 
 
 def _up_to_end(tokens: list[int], stop_ids: Sequence[int]) -> list[int]:
-    """With the stop token, without the padding behind it."""
+    """The tokens up to and including the stop token, without the padding after it."""
     end = next((place for place, token in enumerate(tokens) if token in stop_ids), len(tokens))
     return tokens[: end + 1]

@@ -1,4 +1,4 @@
-"""Adapters made and saved by PEFT itself: what users bring."""
+"""Adapters created and saved by PEFT itself, like the adapters that users upload."""
 
 import warnings
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
-# One of each kind that must be served, by fields of LoraConfig.
+# One adapter of each kind that must be served, as fields of LoraConfig.
 KINDS: dict[str, dict[str, object]] = {
     "r8_on_q_and_v": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
     "r16_on_all_seven": {"r": 16, "lora_alpha": 16},
@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, object]] = {
         "layers_pattern": "layers",
     },
 }
-# The same where q, k and v are one linear and gate and up another.
+# The same kinds for models that fuse q, k and v into one linear, and gate and up into another.
 FUSED_KINDS: dict[str, dict[str, object]] = {
     **KINDS,
     "r8_on_q_and_v": {**KINDS["r8_on_q_and_v"], "target_modules": ["qkv_proj"]},
@@ -41,7 +41,7 @@ FUSED_KINDS: dict[str, dict[str, object]] = {
     },
     "some_layers": {**KINDS["some_layers"], "target_modules": ["qkv_proj", "gate_up_proj"]},
 }
-# Of models whose linears have other names: all of them, or all of one layer.
+# Kinds for models whose linears have other names: adapters on all linears, or on all linears of one layer.
 WHOLE_KINDS: dict[str, dict[str, object]] = {
     "r16_on_all": {"r": 16, "lora_alpha": 16},
     "odd_rank": {"r": 5, "lora_alpha": 7},
@@ -53,7 +53,7 @@ WHOLE_KINDS: dict[str, dict[str, object]] = {
     },
 }
 
-# Those that reach the embedding and the output head.
+# Kinds that also adapt the embedding and the output head.
 EMBEDDING_KINDS: dict[str, dict[str, object]] = {
     "embedding": {"r": 6, "lora_alpha": 12, "target_modules": ["embed_tokens"]},
     "head": {"r": 3, "lora_alpha": 4, "target_modules": ["lm_head"], "use_rslora": True},
@@ -64,7 +64,8 @@ EMBEDDING_KINDS: dict[str, dict[str, object]] = {
         "rank_pattern": {"embed_tokens": 9, "lm_head": 17},
         "alpha_pattern": {"model.embed_tokens": 5},
     },
-    # A name in full is taken, whatever the layers are; a suffix of what is in no layer is not.
+    # PEFT accepts a full module name regardless of `layers_to_transform`. It skips a suffix that matches a module
+    # outside the layers.
     "full_names_pass_the_layer_filter": {
         "target_modules": ["lm_head", "embed_tokens", "v_proj"],
         "layers_to_transform": [1],
@@ -76,7 +77,7 @@ EMBEDDING_KINDS: dict[str, dict[str, object]] = {
 def quiet_peft() -> Iterator[None]:
     with warnings.catch_warnings():  # PEFT 0.21 reads an attribute that transformers 5.2x renamed
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        # What it does about embeddings is just what is to be tested.
+        # How PEFT handles the embeddings is part of what is tested.
         warnings.filterwarnings("ignore", "Setting `save_embedding_layers` to `True`", UserWarning)
         warnings.filterwarnings(
             "ignore", "Model has `tie_word_embeddings=True` and a tied layer", UserWarning
@@ -93,7 +94,7 @@ def make_adapter(
     dtype: torch.dtype = torch.float32,
     **lora: object,
 ) -> PeftModel:
-    """Puts an adapter with random A and B on `base`, which PEFT changes, and saves it. `lora`: fields of LoraConfig."""
+    """Adds an adapter with random A and B to `base`, which PEFT modifies, and saves it. lora: fields of LoraConfig."""
     random = torch.Generator().manual_seed(seed)
     fields = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **lora}
     with quiet_peft():

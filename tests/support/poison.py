@@ -1,4 +1,4 @@
-"""Bytes that hurt whoever reads what is nobody's: before each step, every free page holds 0xFF, which is NaN."""
+"""Fills every free page with 0xFF (NaN) before each step, so that a read of a free page shows up as NaN."""
 
 from slora.engine.engine import Engine
 from slora.request import StepOutput
@@ -6,9 +6,12 @@ from slora.scheduler.step_plan import Sampled, StepPlan
 
 
 def poison(engine: Engine, byte: int = 0xFF) -> None:
-    """From now on free pages of pool and host are filled before each step, so whoever gets one finds that there, and
-    once more when the step is planned, less those that it still reads (a page that moves out in a step is free in its
-    plan already)."""
+    """From now on, fills the free pages of the pool and of the host before each step is scheduled, and again before
+    it runs.
+
+    The second fill spares pages that the plan still reads. A page that is swapped out in a step is already free in its
+    plan.
+    """
     poisoner = _Poisoner(engine, byte)
     engine.step = poisoner.step  # type: ignore[method-assign]
     engine._runner.run = poisoner.run  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Sequences that wait, for tests of queues: nothing of them is ever computed."""
+"""Waiting sequences for tests of queues. They are never computed."""
 
 from slora.pool.tenant import Tenant
 from slora.request import EngineRequest
@@ -21,7 +21,7 @@ def make_tenant(name: str, share: TenantShare = NO_SHARE, service: float = 0.0) 
 def make_sequence(
     tenant: Tenant, priority: int = 0, prompt: int = 1, adapter: AdapterVersion | None = None
 ) -> Sequence:
-    """Each one arrives after those made before it."""
+    """Each sequence arrives after all sequences that were made before it."""
     sampling = SamplingParams(max_tokens=1)
     request = EngineRequest("r", tenant.name, [1] * prompt, adapter, sampling, priority=priority)
     return Sequence(request, tenant, 1, frozenset(), 0, BLOCK_TOKENS)

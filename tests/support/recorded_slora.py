@@ -1,6 +1,7 @@
-"""The `slora` command with a recorder of slow event-loop callbacks in its process.
+"""Runs the `slora` command with a recorder of slow event-loop callbacks in its process.
 
-The API process is recorded; the engine, the loader and other child processes are not. With `tests/api/served.py`:
+Only the API process is recorded. The engine, the loader and other child processes are not. Use it with
+`tests/api/served.py`:
 
     with serving(base, data_dir, command=recorded_slora(file)) as served:
         ...
@@ -25,7 +26,8 @@ _ROOT = Path(__file__).parents[2]
 
 
 def recorded_slora(file: Path, bound_ms: float = BOUND_MS) -> tuple[str, ...]:
-    """The command that stands for `slora`. Each callback over `bound_ms` becomes a line of `file`."""
+    """The command line to run in place of `slora`. Each callback that exceeds `bound_ms` is appended to `file` as
+    one line."""
     code = (
         f"import sys; sys.path.insert(0, {str(_ROOT)!r}); "
         "from tests.support.recorded_slora import run; raise SystemExit(run())"
@@ -39,6 +41,9 @@ def run() -> int:
 
 
 def slow_callbacks(file: Path, since_s: float = 0.0, bound_ms: float = BOUND_MS) -> list[SlowCallback]:
-    """Callbacks since `time.time()` was `since_s` that took more CPU time than `bound_ms`, the worst first."""
+    """Callbacks that used more than `bound_ms` of CPU time and ended at or after `since_s`, the slowest first.
+
+    since_s: seconds since the epoch, as `time.time()` returns them.
+    """
     found = [one for one in read_slow_callbacks(file, since_s) if one.cpu_ms > bound_ms]
     return sorted(found, key=lambda one: -one.cpu_ms)

@@ -1,9 +1,15 @@
-"""A scheduler with a runner that computes nothing but remembers what each page holds.
+"""A scheduler with a runner that computes nothing but records the content of each page.
 
-Each KV place holds what the key and value of a token depend on: scope, adapter, its weight, which rotary factors, and
-all tokens up to it. Each adapter page holds the (version, part) that was loaded. A chunk may run only if it finds what
-its own tokens say, up to where its window begins. So a shared page that is written to, a block that is given back too
-soon or found by somebody whose it is not, or a plan that reads what was never computed fails the step that does it.
+Each KV position stores a hash of everything that the token's key and value depend on: the tenant, the adapter, its
+weight, the rotary factors and all tokens up to this one. Each adapter page stores the (version, part) that was loaded
+into it. Before a chunk counts as computed, the bench compares the stored KV in its attention window with the expected
+KV.
+
+The step fails at once if the scheduler:
+- writes to a shared page,
+- frees a block too early,
+- gives a sequence a block of another sequence,
+- plans to read KV that was never computed.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,23 +30,24 @@ from tests.support.scripted_source import FULL_PAGE_BYTES, ScriptedSource
 
 BLOCK_TOKENS = 4
 STOP_TOKEN = 0
-# Of five tokens four go on: as many beams as a search may have here.
+# Four of the five tokens do not end a hypothesis. A search here may therefore have at most four beams.
 BEAM_MODEL = random_model(5, seed=0)
 NO_SHARE = TenantShare()
-# A page is copied as fast as two tokens are computed.
+# Copying a page takes as long as computing two tokens.
 COSTS = CostModel(
     step_s=0.01, token_s=0.001, decode_s=0.001, context_token_s=1e-6, page_copy_s=0.002, load_byte_s=1e-7
 )
 
 
 class BrokenStep(Exception):
-    """What a step fails with here."""
+    """The error with which a step of the bench fails."""
 
 
 class SchedulerBench:
-    """`choose` draws the token of a sequence; None stands for logits that are not finite. beam_model: whose chances
-    beams propose by, where `choose` gives them any token. host_pages: the pages of all adapters that the host can hold
-    at once. `options` are SchedulerConfig's.
+    """choose: samples the token of a sequence; None stands for logits that are not finite.
+
+    beam_model: the model whose log-probabilities beams propose tokens by, if `choose` returns any token. host_pages:
+    the capacity of the host for adapter copies, in pages. options: fields of SchedulerConfig.
     """
 
     def __init__(
@@ -101,8 +108,11 @@ class SchedulerBench:
         share: TenantShare = NO_SHARE,
         **fields: Any,
     ) -> Sequence:
-        """`longest`: what max_tokens None means. beams: the width of a search. tokens: the prompt, in place of its
-        length. Raises ContextTooLong."""
+        """Adds one request. Raises ContextTooLong.
+
+        longest: the limit that applies if max_tokens is None. beams: the width of a beam search. tokens: the prompt's
+        token ids, used instead of the length `prompt`.
+        """
         sampling = SamplingParams(max_tokens=max_tokens, n=n)
         if beams is not None:
             sampling = beam_params(beams, n, max_tokens, 1.0, early_stopping=False)
@@ -116,7 +126,7 @@ class SchedulerBench:
         return sequence
 
     def step(self, *, breaks: bool = False, culprits: int = 0) -> list[StepOutput]:
-        """breaks: its pages can't be moved. culprits: so many of its chunks can't be computed."""
+        """Runs one step. breaks: the step's page moves fail. culprits: number of chunks that fail to compute."""
         plan = self.last_plan = self.scheduler.schedule(self.now)
         self._check_plan(plan)
         if breaks:
@@ -129,9 +139,10 @@ class SchedulerBench:
         return outputs
 
     def run_to_end(self, patience: int) -> Iterator[StepOutput]:
-        """Steps, with every fetch arriving at once, until nobody is left; outputs as they come.
+        """Steps until no request is left, and delivers every fetch before each step. Yields the outputs.
 
-        Fails when `patience` steps in a row tell nothing: requests that ever wait for each other would go on for good.
+        Fails after `patience` steps in a row without output, because requests that wait for each other would loop for
+        ever.
         """
         silent = 0
         while self.scheduler.num_running + self.scheduler.num_waiting:
@@ -142,9 +153,11 @@ class SchedulerBench:
             assert silent < patience, f"requests are left, and {patience} steps told nothing"
 
     def come_to_rest(self, *, pauses: bool = False) -> None:
-        """As an engine does that nobody sends anything: it steps when there is work, or something has arrived; with
-        `pauses`, when a pin's next try is due as well."""
-        self.step()  # the command's
+        """Steps as an idle engine does: only when there is work or a fetch has arrived.
+
+        pauses: also step when the next attempt of a pin is due.
+        """
+        self.step()  # executes the pending command
         for _ in range(100):
             due_s = self.scheduler.pins.next_try_s if pauses else None
             if not (self.scheduler.has_work or self.source.in_flight or due_s):
@@ -177,7 +190,7 @@ class SchedulerBench:
         return [self._draw(sequence) for chunk in plan.chunks for sequence in chunk.draws]
 
     def _spoil_targets(self, plan: StepPlan) -> None:
-        """Whatever the step was to write to holds nothing any more."""
+        """Erases every page and host page that the step would have written."""
         loaded = {
             page for load in plan.loads for page in load.resident.pages[load.first_page :][: load.num_pages]
         }
@@ -248,7 +261,7 @@ class SchedulerBench:
         )
 
     def _contents(self, sequence: Sequence, end: int) -> list[int]:
-        """What the KV of tokens [0, end) depends on."""
+        """One hash for each token of [0, end): everything that the token's KV depends on."""
         request = sequence.request
         is_public = self.config.prefix_cache == "public" and request.adapter is None
         owner = None if is_public else request.tenant
@@ -260,7 +273,7 @@ class SchedulerBench:
         return contents
 
     def _write(self, pages: Iterable[int], *, keep_kv: bool = False) -> None:
-        """Whoever writes to a page ends what else was there."""
+        """Marks the pages as overwritten: their previous content is gone."""
         for page in pages:
             self._adapter_pages.pop(page, None)
             if not keep_kv:
@@ -282,8 +295,8 @@ class SchedulerBench:
         assert sequence.is_long == (switch is not None and len(sequence.token_ids) > switch)
         held, entries = sequence.blocks.held, sequence.blocks.pages.tolist()
         assert set(entries) == set(held), "an entry is no page of the sequence"
-        # Who waits for an adapter to load has pages for a first chunk that may be cut shorter later, who is overdue all
-        # that it ever needs.
+        # A sequence that waits for its adapter holds pages for its first chunk, which may be shortened later. An
+        # overdue sequence holds all pages that it will ever need.
         is_exact = sequence.resident is None and not sequence.is_overdue
         most = chunk.num_tokens if is_exact else sequence.chunk_limit
         assert len(held) <= self.footprint.pages(sequence.blocks.num_pages * BLOCK_TOKENS, most)
@@ -292,7 +305,7 @@ class SchedulerBench:
 
 
 def _move(content: int | None, memory: dict[tuple[int, int], int], place: tuple[int, int]) -> None:
-    """Places that nobody has written to hold nothing."""
+    """Moves one position's content. A position that was never written has none."""
     memory.pop(place, None)
     if content is not None:
         memory[place] = content

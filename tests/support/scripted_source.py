@@ -1,4 +1,4 @@
-"""An AdapterSource whose fetches end when a test says so, and which watches how its copies are used."""
+"""An AdapterSource whose fetches complete when the test says so. It checks how the engine uses its host copies."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from slora_adapters.peft.packing import PackedAdapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import SEGMENT_BYTES, lay_out_adapter, llama_shape
 
-# One row of any linear is one segment, so an adapter of rank r on all seven takes 14 r segments.
+# One row of any linear is one segment, so an adapter of rank r on all seven linears takes 14 r segments.
 SHAPE = llama_shape(
     num_layers=1,
     hidden_size=8,
@@ -33,10 +33,11 @@ def make_packed(num_pages: int) -> PackedAdapter:
 
 
 class ScriptedSource:
-    """Adapters by version and number of pages. What the engine must not do with a copy fails at once.
+    """A source of adapters, given by version and number of pages. It fails at once if the engine misuses a host
+    copy.
 
-    A fetch is in flight until it is delivered, not until it is collected: a request in between starts another one,
-    and both hand out the one copy on the host. seconds: what each is said to have taken.
+    A fetch is in flight until it is delivered, not until it is collected. A request in between starts a second fetch,
+    and both fetches return the same host copy. seconds: the reported duration of each fetch.
     """
 
     def __init__(self, num_pages: dict[AdapterVersion, int], capacity_bytes: int | None = None) -> None:
@@ -53,12 +54,12 @@ class ScriptedSource:
 
     @property
     def num_pinned(self) -> int:
-        """Copies handed out and not given back yet."""
+        """The number of fetches whose copies are not yet released."""
         return self._pins.total()
 
     @property
     def wanted_bytes(self) -> int:
-        """Of the copies that are handed out, or on their way."""
+        """Total bytes of the adapters whose copies are in use or being fetched."""
         arrived = {one for one in self._arrived if isinstance(one, AdapterVersion)}
         versions = self.in_flight | arrived | self._copies.keys()
         return sum(self._num_pages[version] * FULL_PAGE_BYTES for version in versions)
@@ -85,7 +86,8 @@ class ScriptedSource:
         self.forgotten.add(version)
 
     def deliver(self, versions: Iterable[AdapterVersion] | None = None) -> None:
-        """Ends the fetches of `versions`, or all: deleted adapters are not found."""
+        """Completes the fetches of `versions`, or of all versions. A fetch of a deleted adapter fails with
+        `not_found`."""
         for version in list(self.in_flight if versions is None else versions):
             if version in self.forgotten:
                 self.fail(version, "not_found")

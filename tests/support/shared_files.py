@@ -1,6 +1,7 @@
-"""Files as if they were a place far away: the filesystem of shared:///path, which several processes may use at once.
+"""The fsspec filesystem of shared:///path: local files that behave like a remote object store.
 
-Like those of S3 and its kind it remembers listings, and what others write it does not notice.
+Several processes may use it at once. Like the S3 filesystem, it caches listings and does not notice what other
+processes write.
 """
 
 from typing import Any

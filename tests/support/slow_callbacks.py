@@ -1,15 +1,17 @@
-"""Finds event-loop callbacks that take too long, by CPU time, so that a busy machine changes nothing.
+"""Detects event-loop callbacks that run too long. It measures CPU time, so a busy machine does not change the
+result.
 
-While a callback runs, no other request of the process is served. Its time on the clock has three parts: CPU time of the
-loop's thread, time in the kernel's run queue, and time blocked. Only the middle part depends on other programs.
+While a callback runs, the process serves no other request. A callback's wall-clock time has three parts: CPU time of
+the loop's thread, time in the kernel's run queue, and time blocked. Only the time in the run queue depends on other
+programs.
 
 - `cpu_ms`: CPU time of the loop's thread.
-- `blocked_ms`: time that the callback waited for a disk, a lock, or the interpreter lock that another thread held.
+- `blocked_ms`: time that the callback waited for a disk, a lock, or the interpreter lock (GIL) held by another thread.
 
-Where the loop itself has to wait for the interpreter lock after it polled, the wait is reported as `POLL`. It is
-measured against polls of 10 ms, so it may be up to 11 ms too small.
+The loop itself may wait for the interpreter lock after a poll. That wait is reported as a callback named `POLL`. Polls
+are cut to 10 ms to measure it, so the reported wait may be up to 11 ms too small.
 
-In a test: `with recording() as recorder: asyncio.run(...)`, then `recorder.slow()`. In a server process: see
+In a test: `with recording() as recorder: asyncio.run(...)`, then `recorder.slow()`. For a server process, see
 `tests/support/recorded_slora.py`.
 """
 
@@ -31,7 +33,7 @@ from typing import Any
 
 __all__ = ["BOUND_MS", "POLL", "Recorder", "SlowCallback", "read_slow_callbacks", "recording"]
 
-# No request, accepted or refused, may keep the event loop busy for longer.
+# No request, accepted or refused, may keep the event loop busy for longer than this.
 BOUND_MS = 20.0
 POLL = "the poll of the event loop, which waited for the interpreter lock"
 _TICK_S = 0.01
@@ -40,7 +42,7 @@ _STACK_DEPTH = 6
 
 @dataclass(frozen=True, slots=True)
 class SlowCallback:
-    """at_s: `time.time()` when it ended. where: the innermost Python lines of each sample that was taken."""
+    """at_s: `time.time()` when the callback ended. where: the innermost Python stack lines of each sample taken."""
 
     name: str
     cpu_ms: float
@@ -50,9 +52,9 @@ class SlowCallback:
 
 
 class _LoopThread:
-    """A thread that runs an event loop: its clocks, and what it runs now.
+    """A thread that runs an event loop: its clocks and the callback that it runs now.
 
-    running_since: when the callback that runs now was started. sampled: where the callback was seen.
+    running_since: when the current callback started. sampled: stack lines at which the callback was seen.
     """
 
     def __init__(self) -> None:
@@ -62,7 +64,8 @@ class _LoopThread:
         self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
 
     def read_clocks(self) -> tuple[float, float, float]:
-        """Seconds that passed, that the thread had a CPU, and that it waited for a CPU in the kernel's run queue."""
+        """Three times in seconds: wall-clock time, CPU time of this thread, and its wait for a CPU in the kernel's
+        run queue."""
         queued_ns = int(os.pread(self._schedstat, 64, 0).split()[1])
         return time.perf_counter(), time.thread_time(), queued_ns * 1e-9
 
@@ -71,9 +74,9 @@ class _LoopThread:
 
 
 class Recorder:
-    """Holds the callbacks that had a CPU, or were blocked, for longer than `bound_ms`.
+    """Holds the callbacks that used the CPU, or were blocked, for longer than `bound_ms`.
 
-    on_slow: called on the loop's thread with each of them.
+    on_slow: called on the loop's thread with each such callback.
     """
 
     def __init__(self, bound_ms: float, on_slow: Callable[[SlowCallback], None] | None = None) -> None:
@@ -91,7 +94,7 @@ class Recorder:
 
     def run_measured(self, handle: events.Handle, run: Callable[[events.Handle], None]) -> None:
         thread = self._this_thread()
-        # A callback that cancels its own handle clears it there.
+        # A callback that cancels its own handle sets this attribute to None.
         callback = handle._callback
         thread.sampled = ""
         wall, cpu, queued = thread.read_clocks()
@@ -110,7 +113,7 @@ class Recorder:
 
     def poll_measured(self, poll: Callable[[float], Any], timeout: float | None) -> Any:
         thread = self._this_thread()
-        # The kernel's wait is cut short, or it could not be told from the wait for the interpreter lock.
+        # Cut the poll short. Otherwise the wait for events could not be told from the wait for the interpreter lock.
         limit = _TICK_S if timeout is None else min(max(0.0, timeout), _TICK_S)
         wall, cpu, queued = thread.read_clocks()
         found = poll(limit)
@@ -123,7 +126,8 @@ class Recorder:
         return found
 
     def sample(self) -> None:
-        """Notes what slow callbacks are doing. Code that holds the interpreter lock all the time is not seen."""
+        """Records the stack lines of slow callbacks. Code that holds the interpreter lock all the time cannot be
+        sampled."""
         for thread in list(self._threads.values()):
             since = thread.running_since
             if since is not None and 1e3 * (time.perf_counter() - since) > self.bound_ms / 2:
@@ -183,7 +187,7 @@ def recording(
 
 
 def _describe(frame: FrameType | None) -> str:
-    """The innermost lines of a stack, without those of this module."""
+    """The innermost lines of a stack, without the lines of this module."""
     lines: list[str] = []
     while frame is not None and len(lines) < _STACK_DEPTH:
         code = frame.f_code
@@ -194,7 +198,8 @@ def _describe(frame: FrameType | None) -> str:
 
 
 def _name(callback: Any) -> str:
-    """The coroutine of a task, or the function; where a coroutine waits now is what it did last."""
+    """The coroutine's name for a task, else the function's name. A task is described by the line at which its
+    coroutine waits now."""
     task = getattr(callback, "__self__", None)
     if not isinstance(task, asyncio.Task):
         return str(getattr(callback, "__qualname__", callback))
@@ -208,9 +213,10 @@ def _name(callback: Any) -> str:
 
 
 def append_to(file: Path) -> Callable[[SlowCallback], None]:
-    """Writes each callback as a line of JSON, at once, so that another process can read it at any time.
+    """Returns a function that writes each callback as one JSON line at once, so another process can read it any
+    time.
 
-    The file stays open until the process ends: a server that has no descriptors left is recorded too.
+    The file stays open until the process ends. A server that has run out of file descriptors is therefore recorded too.
     """
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -221,7 +227,7 @@ def append_to(file: Path) -> Callable[[SlowCallback], None]:
 
 
 def read_slow_callbacks(file: Path, since_s: float = 0.0) -> list[SlowCallback]:
-    """What a process wrote with `append_to` since `time.time()` was `since_s`, in order of time."""
+    """The callbacks that `append_to` wrote at or after `since_s` (seconds since the epoch), in order of time."""
     lines = file.read_text().splitlines() if file.exists() else []
     found = [SlowCallback(**json.loads(line)) for line in lines]
     return [one for one in found if one.at_s >= since_s]

@@ -67,7 +67,7 @@ def test_waiting_for_a_thread_that_holds_the_interpreter_lock_is_blocked_time() 
         while thread.is_alive():
             await asyncio.sleep(0)
 
-    # The thread gives up the lock a second after it is asked to.
+    # A thread releases the interpreter lock only one second after another thread requests it.
     sys.setswitchinterval(1.0)
     try:
         with recording() as recorder:

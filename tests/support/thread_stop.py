@@ -1,6 +1,6 @@
-"""One thread of a child process is stopped while its others go on, by the system's means for debuggers.
+"""Stops one thread of a child process with ptrace while the other threads of that process go on.
 
-Only the thread that stopped another can let it go on or reap it. Needs no rights beyond those over own children.
+Only the thread that stopped another thread can resume or reap it. Tracing own children needs no extra rights.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ _libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_
 
 
 def stop_thread(thread_id: int) -> None:
-    """Returns when it has stopped. Raises OSError where the system forbids it."""
+    """Returns once the thread has stopped. Raises OSError if the system forbids ptrace."""
     _ptrace(_SEIZE, thread_id)
     _ptrace(_INTERRUPT, thread_id)
     os.waitpid(thread_id, _ALL_KINDS)
@@ -25,7 +25,7 @@ def release_thread(thread_id: int) -> None:
 
 
 def reap_thread(thread_id: int) -> None:
-    """After its process was killed: the process ends only when this has been called."""
+    """Call this after the process was killed. The process ends only after its stopped thread is reaped."""
     os.waitpid(thread_id, _ALL_KINDS)
 
 

@@ -1,7 +1,7 @@
-"""Tiny random base models of the served families, saved as a user would have them.
+"""Tiny random base models of the served families, saved like a user's checkpoint.
 
-Weights are wide (standard deviation 0.15) so that logits differ by more than rounding, and nothing that starts at
-zero or one in training stays there: biases and norms are random too, or nobody would notice them missing.
+Weights have a standard deviation of 0.15, so that logits differ by more than rounding errors. Biases and norms are
+random too. With their usual values of zero and one, a test would not notice if they were missing.
 """
 
 import inspect
@@ -37,7 +37,7 @@ _COMMON = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-# The short original context puts all three of Llama 3.1's frequency bands to work.
+# The short original context makes all three frequency bands of Llama 3.1's rope effective.
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -54,7 +54,7 @@ _YARN = {
     "original_max_position_embeddings": 64,
     "beta_fast": 4.0,
 }
-# Sequences cross from one set of factors to the other at the 48th token.
+# A sequence switches from the short to the long rotary factors at the 48th token.
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -82,9 +82,9 @@ _VISION = {
     "patch_size": 14,
 }
 
-# By name, the family and the fields of its config.
+# For each name: the family, and the fields of its config.
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
-    # Widths that share no factor with a 256-byte segment, and a head size that is not hidden / heads.
+    # These widths are no multiple of a 256-byte segment, and the head size is not hidden size / heads.
     "llama": ("llama", {"hidden_size": 48, "intermediate_size": 72, "head_dim": 20}),
     "llama_tied_llama3_rope": (
         "llama",
@@ -110,7 +110,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
         "qwen2",
         {"num_key_value_heads": 1, "hidden_size": 32, "intermediate_size": 56, "tie_word_embeddings": True},
     ),
-    # Windows are shorter than prompts, and no multiple of a page's 16 tokens.
+    # The attention windows are shorter than the prompts, and no multiple of a page's 16 tokens.
     "llama_yarn_rope": ("llama", {"hidden_size": 64, "intermediate_size": 88, "rope_parameters": _YARN}),
     "mistral_window": ("mistral", {"hidden_size": 64, "intermediate_size": 88, "sliding_window": 21}),
     "qwen2_late_windows": (
@@ -150,7 +150,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    # Soft-caps low enough to bend most scores and logits.
+    # The soft-caps are low enough to change most scores and logits.
     "gemma2": (
         "gemma2",
         {
@@ -181,8 +181,8 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 _LLAMA_LIKE = {"hidden_size": 48, "intermediate_size": 72}
-# Computed by transformers' own classes: learned positions, transposed linears, one KV head, fused and interleaved
-# heads, parallel residuals, scaled logits, experts, windows.
+# Models that run through transformers' own classes. Their features: learned positions, transposed linears, one KV head,
+# fused and interleaved heads, parallel residuals, scaled logits, experts, windows.
 OTHER_MODELS: dict[str, dict[str, object]] = {
     "opt": {"hidden_size": 32, "ffn_dim": 64, "word_embed_proj_dim": 32},
     "gpt2": {"hidden_size": 32},
@@ -203,17 +203,17 @@ OTHER_MODELS: dict[str, dict[str, object]] = {
     },
     "olmo2": _LLAMA_LIKE,
     "mixtral": {**_LLAMA_LIKE, "num_local_experts": 4, "sliding_window": None},
-    # Its router is a linear that returns a tuple.
+    # The router is a linear that returns a tuple.
     "phimoe": {**_LLAMA_LIKE, "num_local_experts": 4},
 }
 
 
-# The same model as the text part of one that sees images: what its name ends with.
+# Suffix of a model name: the same model, wrapped as the text part of a vision-language model.
 SEEING = "_seeing"
 
 
 def make_config(name: str, **changes: object) -> PreTrainedConfig:
-    """`changes`: fields of the config."""
+    """changes: fields of the config."""
     if name in OTHER_MODELS:
         fields = {**_COMMON, **OTHER_MODELS[name], **changes}
         kind = CONFIG_MAPPING[name]
@@ -234,14 +234,14 @@ def make_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
 
 
 def fill_randomly(model: PreTrainedModel, name: str, seed: int = 0) -> None:
-    """name: the model's, or its family's."""
+    """name: the name of the model or of its family."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            # Gemma stores how far a norm's weight is from one.
+            # Gemma stores a norm's weight as its difference from one.
             is_norm = _is_norm(parameter_name) and not name.startswith("gemma")
             centre = 1.0 if is_norm else 0.0
-            # Gemma's embeddings are scaled up: as wide as others, a token would only ever call for itself.
+            # Gemma scales its embeddings up. With the usual deviation, each token would predict only itself.
             narrow = name.startswith("gemma") and "embed_tokens" in parameter_name
             std = _STD / 2 if narrow else _STD
             parameter.copy_(torch.randn(parameter.shape, generator=random) * std + centre)

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that served models bring, saved as transformers saves them."""
+"""Small tokenizers of the kinds that served models have, saved as transformers saves them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ _SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>"]
 
 
 def byte_level(vocab_size: int = 400) -> Tokenizer:
-    """As Llama 3 and Qwen2: BPE over bytes, so that a character may be spread over tokens."""
+    """Like Llama 3 and Qwen2: BPE over bytes, so one character may span several tokens."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(r"\s?\w+|\s?[^\w\s]+|\s+"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -36,7 +36,8 @@ def byte_level(vocab_size: int = 400) -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2 and Mistral: pieces with a mark for spaces, and a token for each byte of what no piece covers."""
+    """Like Llama 2 and Mistral: pieces with a marker for spaces, and a byte token for each byte that no piece
+    covers."""
     pieces = [
         "<unk>",
         *_SPECIAL,
@@ -61,7 +62,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def _with_decoder(pieces: list[str], decoder: decoders.Decoder | None) -> Tokenizer:
-    """A vocabulary of whole words, which shows what a decoder does with any sequence of pieces."""
+    """A vocabulary of whole words. It shows how a decoder treats any sequence of pieces."""
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(["<unk>", *_SPECIAL, *pieces]))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -76,33 +77,33 @@ _MARKED = ["▁", "▁▁", "▁a", "a", "b▁", "é", "▁日本", "<0x+A>", "<
 
 
 def gemma_like() -> Tokenizer:
-    """Byte fallback that keeps a leading space."""
+    """Byte fallback with a decoder that keeps a leading space."""
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     return _with_decoder([*_MARKED, *_BYTES], decoders.Sequence(steps))
 
 
 def metaspace() -> Tokenizer:
-    """As XGLM: the marks of the first token are dropped, all others are spaces."""
+    """Like XGLM: the space markers of the first token are dropped, and all other markers become spaces."""
     return _with_decoder(_MARKED, decoders.Metaspace())
 
 
 def word_piece() -> Tokenizer:
-    """As BERT: a space between words, and none before what continues a word or before punctuation."""
+    """Like BERT: a space between words, but none before the continuation of a word or before punctuation."""
     return _with_decoder(["a", "##b", "##", "é", ".", "'", "s", "n't", " do not"], decoders.WordPiece())
 
 
 def word_suffix() -> Tokenizer:
-    """As CTRL and the first GPT: the end of a word is marked, and the last token's mark is no space."""
+    """Like CTRL and the first GPT: a marker ends each word and becomes a space, except in the last token."""
     return _with_decoder(["a</w>", "b", "</w>", "é</w>", "c"], decoders.BPEDecoder())
 
 
 def undecoded() -> Tokenizer:
-    """Without a decoder, the library puts a space between all tokens."""
+    """A tokenizer without a decoder: the library joins all tokens with spaces."""
     return _with_decoder(["a", "b", " ", "é"], None)
 
 
 def connectionist() -> Tokenizer:
-    """A decoder that slora does not know step by step."""
+    """A tokenizer with a decoder that slora cannot apply step by step."""
     return _with_decoder(["a", "b", "|", "<pad>"], decoders.CTC())
 
 

@@ -1,4 +1,4 @@
-"""What the demo model, which was trained, answers to sentences that it has not seen, plainly and through an adapter."""
+"""The trained demo model's answers to unseen sentences, with and without an adapter."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ DEMO = Path(__file__).parents[2] / "demo"
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """nats: lost a token, by the log-probabilities of its own answers."""
+    """nats: mean loss per token, from the log-probabilities of the model's own answers."""
 
     right: int
     asked: int
@@ -20,7 +20,7 @@ class Figures:
 
 
 def ask_trained_model(num_sentences: int, **settings: str) -> Figures:
-    """settings: of `LLM`. Each sentence is asked twice."""
+    """settings: settings of `LLM`. Each sentence is asked twice."""
     sentences = unseen_sentences(num_sentences)
     tasks = {None: "echo", DEMO / "adapters" / "reverse": "reverse"}
     asked = [(sentence, adapter) for adapter in tasks for sentence in sentences]
