@@ -1,7 +1,8 @@
-"""The engine as an API process sees it: requests out, streams of tokens back, over the engine's Unix socket.
+"""The API process's view of the engine: it sends requests and receives token streams over the engine's Unix socket.
 
-`EngineClient` is the seam that routes depend on. `RemoteEngine` notices the engine's death at once (the stream
-ends), fails what was in flight with EngineUnavailable, and connects again when there is a new one. Knows no torch.
+Routes depend on the protocol `EngineClient`. `RemoteEngine` implements it over the socket. When the engine dies, the
+socket closes at once: `RemoteEngine` fails all unfinished requests with EngineUnavailable and reconnects as soon as an
+engine listens again. This module does not import torch.
 """
 
 import asyncio
@@ -39,47 +40,47 @@ _DIED = "the engine died while it held this request; it is being restarted, send
 
 
 class EngineClient(Protocol):
-    """What the API needs of an engine."""
+    """The interface of the engine that the API uses."""
 
     @property
     def ready(self) -> bool:
-        """The engine is connected, and so is its loader."""
+        """True when both the engine and its loader are connected."""
 
     @property
     def info(self) -> EngineInfo:
         """Raises EngineUnavailable before the first connection."""
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
-        """The answer as it comes. Closing the iterator early aborts the request.
+        """Yields the tokens of the answer as the engine generates them. Closing the iterator early aborts the request.
 
-        Raises RequestRefused, AdapterFetchFailed, RequestFailed, StepFailed, DeadlineMissed or
-        EngineUnavailable, at any step.
+        May raise at any step: RequestRefused, AdapterFetchFailed, RequestFailed, StepFailed, DeadlineMissed or
+        EngineUnavailable.
         """
 
     def end_choice(self, request_id: str, index: int) -> None:
-        """Nothing more of one choice of a request is wanted; the others go on. Over or unknown ones are no error."""
+        """Ends one choice of a request; its other choices continue. Ending a finished or unknown choice is a no-op."""
 
     async def stats(self) -> EngineStats:
         """Raises EngineUnavailable."""
 
     async def forget(self, version: AdapterVersion) -> None:
-        """An adapter was deleted. An engine that is not there has nothing to forget."""
+        """Tells the engine that an adapter was deleted. A no-op when no engine is connected."""
 
     async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
-        """Brings an adapter to the host, and into the pool if nothing has to leave for it. Returns where it is now.
+        """Loads an adapter into the host cache, and into the pool if that needs no eviction.
 
-        share: its tenant's. Raises EngineUnavailable.
+        Returns where the adapter is now. share: the share of the adapter's tenant. Raises EngineUnavailable.
         """
 
     async def set_pins(self, pins: Sequence[Pin]) -> None:
-        """These adapters and no others are to be in the pool; an engine that starts again has to be told again.
+        """Replaces the set of pinned adapters. A restarted engine has no pins, so the caller must send them again.
 
         Raises EngineUnavailable.
         """
 
 
 class RemoteEngine:
-    """An EngineClient over a Unix socket. `run` must be running for as long as it is used."""
+    """An EngineClient over a Unix socket. The coroutine `run` must run for as long as the client is used."""
 
     def __init__(self, socket: Path) -> None:
         self._socket = socket
@@ -94,7 +95,7 @@ class RemoteEngine:
 
     @property
     def versions(self) -> Set[AdapterVersion]:
-        """What the engine may hold: all that it was asked for and not told to forget, since it was started."""
+        """The adapters that this engine may hold: requested since the engine started, and not forgotten since."""
         return self._versions
 
     @property
@@ -108,7 +109,10 @@ class RemoteEngine:
         return self._info
 
     async def run(self, on_hello: Callable[[], None] = lambda: None) -> None:
-        """Connects, and again after each loss, until cancelled. on_hello: called whenever an engine has said hello."""
+        """Connects, and reconnects after each loss, until cancelled.
+
+        on_hello: called each time an engine sends its hello.
+        """
         self._on_hello = on_hello
         while True:
             try:
@@ -155,12 +159,12 @@ class RemoteEngine:
         await self._send(encode_pins(pins))
 
     def _abort(self, request_id: str, index: int | None = None) -> None:
-        # No await here: this may run while the task is being cancelled.
+        # No await here: this function may run while its task is being cancelled.
         if self._writer is not None:
             write_message(self._writer, {"op": "abort", "id": request_id, "index": index})
 
     async def _ask(self, message: Message) -> Any:
-        """What the engine answers under the number that the message gets."""
+        """Sends the message with a fresh number and waits for the reply with the same number."""
         number = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
@@ -201,7 +205,7 @@ class RemoteEngine:
             answer.set_result(found)
 
     def _lose(self) -> None:
-        """The engine is gone."""
+        """Cleans up after the connection to the engine is lost."""
         self._writer = None
         self._loader_connected = False
         self._versions.clear()

@@ -1,6 +1,7 @@
-"""The engine: requests in, tokens out, one step at a time. Schedule, run, postprocess.
+"""The engine takes requests and returns tokens, one step at a time: schedule, run, postprocess.
 
-Single-threaded: all its methods are called from the thread that built it. Knows no socket and no API key.
+Single-threaded: all methods must be called from the thread that built the engine. Sockets and API keys are outside this
+module.
 """
 
 import secrets
@@ -36,11 +37,13 @@ _NOT_MOVED = "the engine could not bring to the pool what this request needs, se
 
 
 class Engine:
-    """Raises ConfigError from the constructor when the model or a setting can't be served.
+    """The scheduler and the runner of one model.
 
-    costs: None measures them here and learns them from each step. Given, the same requests make the same steps each
-    time: batches, and so the last bit of what they compute, follow from costs. load: where the model comes from, if not
-    from its checkpoint.
+    The constructor raises ConfigError if the model or a setting can't be served.
+
+    costs: the cost model. With None, the engine measures it at start and learns it from each step. A fixed cost model
+    makes runs reproducible: the same requests give the same batches, and therefore the same results to the last bit.
+    load: the function that loads the model; by default it reads the checkpoint.
     """
 
     def __init__(
@@ -57,7 +60,9 @@ class Engine:
         self._learned: LearnedCosts | None = None
         if costs is None:
             self._learned = self._runner.learn_costs()
-        if config.pool_bytes is not None:  # else it is a share of what is free, which others may need first
+        # Without pool_bytes the pool is a share of free memory. Touching it at once could take memory that other
+        # programs need.
+        if config.pool_bytes is not None:
             touch(self._runner.memory.pages)
         num_pages = len(self._runner.memory.pages)
         budget = config.token_budget(self._runner.device.type)
@@ -104,7 +109,7 @@ class Engine:
 
     @property
     def next_due_in_s(self) -> float | None:
-        """Seconds until a deadline can't be kept any more, or a pinned adapter is tried again; 0 if that is due."""
+        """Seconds until a deadline can no longer be met or a pinned adapter is tried again. 0 if one of them is due."""
         next_s = self._scheduler.next_due_s
         return None if next_s is None else max(0.0, next_s - time.monotonic())
 
@@ -113,7 +118,7 @@ class Engine:
         return self._scheduler.num_running + self._scheduler.num_waiting
 
     def add(self, request: EngineRequest) -> None:
-        """Takes a request in. Raises RequestRefused, naming the field, if it can never be served."""
+        """Validates a request and queues it. Raises RequestRefused, naming the field, if it can never be served."""
         if self._scheduler.find(request.request_id):
             raise RequestRefused(f"request id {request.request_id!r} is already running", "request_id")
         self._check_priority(request)
@@ -140,29 +145,31 @@ class Engine:
         self._prompt_tokens += len(request.prompt_token_ids)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Ends a request, or one choice of it, and frees what it holds. Unknown or finished ones are no error."""
+        """Ends a request, or one choice of it, and frees its pages. A no-op for an unknown or finished request."""
         self._scheduler.abort(request_id, index)
 
     def forget(self, version: AdapterVersion) -> None:
-        """An adapter was deleted: it leaves the pool now, or with the last request that uses it."""
+        """Evicts a deleted adapter: now, or when the last request that uses it ends."""
         self._scheduler.forget(version)
 
     def set_pins(self, pins: list[Pin]) -> None:
-        """Pins these adapters and no others: they are loaded before their first request, and stay in the pool."""
+        """Replaces the set of pinned adapters. They are loaded before their first request and are not evicted."""
         for pin in pins:
             self._tenants.set_share(pin.version.tenant, pin.share)
         self._scheduler.set_pins(pin.version for pin in pins)
 
     def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
-        """Loads an adapter before the first request for it, if there is room. share: its tenant's. Returns where the
-        adapter is now."""
+        """Loads an adapter before its first request, if the pool has room. Returns where the adapter is now.
+
+        share: the share of the adapter's tenant.
+        """
         self._tenants.set_share(version.tenant, share)
         return self._scheduler.prewarm(version)
 
     def step(self) -> list[StepOutput]:
-        """Computes one step. A request that breaks it ends alone.
+        """Computes one step. A request whose computation fails ends alone; the others of the step are computed.
 
-        Raises DeviceFailed when the device is lost: the engine must not be used any more.
+        Raises DeviceFailed when the device is lost. The engine must not be used after that.
         """
         plan = self._scheduler.schedule(time.monotonic())
         started_s = time.perf_counter()
@@ -179,7 +186,7 @@ class Engine:
         return ended + self._scheduler.postprocess(plan, result.sampled)
 
     def check(self) -> None:
-        """Proves that no page is lost. Raises AssertionError with what does not add up."""
+        """Checks that no page is lost. Raises AssertionError, naming the numbers that do not add up."""
         self._scheduler.check()
 
     def stats(self) -> EngineStats:
@@ -230,16 +237,17 @@ class Engine:
 
     @property
     def _costs(self) -> CostModel:
-        """As they are now."""
+        """The cost model as it is now."""
         costs = self._learned.current if self._learned is not None else self._fixed_costs
         assert costs is not None, "costs are given or learned"
         return costs
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
-        """Takes the time of a step into account, if it is the step's own.
+        """Updates the cost model from a step's time, if the measured time belongs to this step alone.
 
-        A GPU is waited for where tokens are sampled, so a step without samples leaves its time to the next one. Copies
-        to a GPU are not waited for at all: their costs stay as they were measured at the start.
+        On a GPU, the host waits for the device only where tokens are sampled. A step without samples therefore shifts
+        its time to the next step, and neither is counted. The host does not wait for copies to a GPU at all, so the
+        costs of copies keep the values measured at start.
         """
         was_timed, self._was_timed = self._was_timed, True
         if self._runner.device.type != "cpu":
@@ -261,7 +269,7 @@ class Engine:
             )
 
     def _check_width(self, sampling: SamplingParams, stop_ids: frozenset[int]) -> None:
-        """As many tokens as there are to be beams must be left to go on with."""
+        """Beam search needs at least as many non-stop tokens as beams, or it can't extend every beam."""
         num_left = self.info.vocab_size - sum(token < self.info.vocab_size for token in stop_ids)
         if sampling.use_beam_search and sampling.width > num_left:
             field = sampling.width_param
@@ -284,7 +292,7 @@ class Engine:
             )
 
     def _check_length(self, request: EngineRequest) -> int:
-        """The most tokens that it may generate."""
+        """Returns the most tokens that the request may generate."""
         limit, count = self.info.max_model_len, len(request.prompt_token_ids)
         if count == 0:
             raise RequestRefused("the prompt is empty; it needs at least one token", "prompt")

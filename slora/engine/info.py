@@ -1,4 +1,7 @@
-"""What an engine says of itself: fixed facts once, numbers on request. Knows no torch: the API reads both."""
+"""Facts and statistics of the engine: EngineInfo is sent once, EngineStats on request.
+
+The API reads both, so this module does not import torch.
+"""
 
 from dataclasses import dataclass
 
@@ -9,7 +12,7 @@ from slora_kernels.layout import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What callers may know of the engine before they send anything. Sizes in tokens, pages and bytes."""
+    """Fixed facts of the engine, known before the first request. Sizes are in tokens, pages and bytes."""
 
     model_name: str
     max_model_len: int
@@ -29,13 +32,14 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Gauges as they stand, counters since the engine started.
+    """Gauges show the present state; counters count since the engine started.
 
-    prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache, and found. prefix_evictions:
-    blocks that left it to make room. swapped_out_pages, swapped_in_pages: copied to the host and back. deadline_misses:
-    requests that ended because their first token could not come in time. pinned_loaded: of the pinned adapters, those
-    that are in the pool. pin_failures: times that one could not be fetched or loaded. load_paces: as loads went lately.
-    costs: what decisions are based on now.
+    prefix_queries: prompt tokens that were looked up in the prefix cache. prefix_hits: prompt tokens found there.
+    prefix_evictions: KV blocks evicted from the prefix cache.
+    swapped_out_pages, swapped_in_pages: pages copied to host memory, and back.
+    deadline_misses: requests that ended because their first token could not meet the deadline.
+    pinned_loaded: pinned adapters that are in the pool. pin_failures: failed fetches or loads of pinned adapters.
+    load_paces: recent speeds of adapter loads. costs: the cost model on which the scheduler now bases its decisions.
     """
 
     running: int

@@ -1,4 +1,4 @@
-"""How long adapters take to come, as measured lately: what a tenant may expect of one that is not in the pool."""
+"""Measured load times of adapters, which tell a tenant the cold start to expect of an adapter outside the pool."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -6,18 +6,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LoadPaces:
-    """Seconds a byte of a packed adapter. pool: from the host to the pool. host: to the host, by the kind of place that
-    it comes from; only of those that one has come from."""
+    """Seconds per byte of a packed adapter.
+
+    pool: the copy from the host cache to the pool.
+    host: the fetch to the host cache, by tier. A tier has an entry once an adapter was fetched from it.
+    """
 
     pool: float
     host: Mapping[str, float]
 
     def load_ms(self, num_bytes: int, tiers: Iterable[str]) -> dict[str, float | None]:
-        """Milliseconds until an adapter of so many bytes is in the pool, from the host and from each of the tiers; None
-        for a tier that no adapter came from yet. Beside other loads and decode steps a load takes longer.
+        """Milliseconds to load an adapter of `num_bytes` bytes into the pool: from the host cache, and from each tier.
 
-        Worked example: at 0.1 ns a byte into the pool and 1 ns from a file, 100 MB take 10 ms from the host and 110 ms
-        from a file.
+        None for a tier from which no adapter was fetched yet. Concurrent loads and decode steps make a load slower than
+        this.
+
+        Worked example: at 0.1 ns per byte into the pool and 1 ns per byte from a file, 100 MB take 10 ms from the host
+        cache and 110 ms from a file.
         """
         pool_s = self.pool * num_bytes
         from_tiers = {
@@ -28,5 +33,5 @@ class LoadPaces:
 
 
 def _ms(seconds: float) -> float:
-    """To three digits: more would promise too much."""
+    """Rounds to three significant digits; the measurement is no more accurate."""
     return float(f"{1e3 * seconds:.3g}")

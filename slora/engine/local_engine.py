@@ -1,7 +1,7 @@
-"""An engine on a thread of this process, for callers on event loops: an `EngineClient` without socket or frames.
+"""An `EngineClient` without a socket: the engine runs on a thread of the same process.
 
-The thread builds the engine and is the only one that touches it. PyTorch and the kernels let the interpreter go while
-they compute, so the event loops go on meanwhile. Knows no text.
+The thread builds the engine, and only this thread calls it. PyTorch and the kernels release the GIL while they compute,
+so event loops on other threads keep running. Text and tokenization are outside this module.
 """
 
 import asyncio
@@ -44,35 +44,35 @@ _Answer = TypeVar("_Answer", EngineStats, AdapterPlace)
 
 
 class LocalEngine:
-    """An EngineClient for any number of event loops; `start` it before use, `close` it after."""
+    """An EngineClient for any number of event loops. Call `start` before the first use and `close` after the last."""
 
     def __init__(self) -> None:
         self._worker = EngineWorker(self._deliver)
         self._thread: threading.Thread | None = None
         self._info: EngineInfo | None = None
-        # Why there is no engine; nothing is posted any more once this is set.
+        # Why no engine is running, or None while one runs. No command is posted while this is set.
         self._gone: str | None = "the engine was not started"
         self._gate = threading.Lock()
-        # Written by the event loops, read by the engine's thread.
+        # Written by the event loops; read by the engine's thread.
         self._loops: dict[str, asyncio.AbstractEventLoop] = {}
         self._asked: set[Future[Any]] = set()
         self._streams = OpenStreams()
 
     def start(self, build: Callable[[], Engine]) -> None:
-        """Returns when the engine is built. Raises what `build` raises."""
+        """Blocks until the engine is built. Raises the errors of `build`."""
         built: Future[EngineInfo] = Future()
         self._thread = threading.Thread(target=self._own, args=(build, built), name="engine", daemon=True)
         self._thread.start()
         self._info = built.result()
 
     def close(self) -> None:
-        """Ends the engine after its present step; unfinished requests end with EngineUnavailable. Idempotent."""
+        """Stops the engine after its current step. Unfinished requests end with EngineUnavailable. Idempotent."""
         self._worker.post(Stop())
         if self._thread is not None:
             self._thread.join()
 
     def wake(self) -> None:
-        """An adapter arrived. From any thread."""
+        """Tells the engine that an adapter arrived. May be called from any thread."""
         self._worker.post(Wake())
 
     @property
@@ -110,7 +110,10 @@ class LocalEngine:
         self._post(SetPins(list(pins)))
 
     async def _ask(self, make: Callable[[Callable[[_Answer], None]], Command]) -> _Answer:
-        """What the engine answers to the command that is made with the call that takes it."""
+        """Posts a command and waits for the engine's answer.
+
+        make: builds the command from the callback that receives the answer.
+        """
         answer: Future[_Answer] = Future()
         self._asked.add(answer)
         try:
@@ -124,7 +127,7 @@ class LocalEngine:
         self._post(Add(request))
 
     def _post(self, command: Command) -> None:
-        """Posts a command that has an answer: the engine gets it before it ends, or it is refused here."""
+        """Posts a command that expects an answer. Raises EngineUnavailable if the engine has ended."""
         with self._gate:
             if self._gone is not None:
                 raise EngineUnavailable(self._gone)
@@ -134,10 +137,10 @@ class LocalEngine:
         self._worker.post(Abort(request_id))
 
     def _own(self, build: Callable[[], Engine], built: Future[EngineInfo]) -> None:
-        """The engine's thread, from its first step to its last."""
+        """The body of the engine's thread: builds the engine, runs it and fails all open requests when it ends."""
         try:
             engine = build()
-        except Exception as error:  # `start` raises it
+        except Exception as error:  # `start` raises this error.
             built.set_exception(error)
             return
         self._gone = None
@@ -155,14 +158,14 @@ class LocalEngine:
             _settle(answer, EngineUnavailable(reason))
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
-        """On the engine's thread: one call into each event loop, whatever the number of its requests."""
+        """Passes a step's outputs to the event loops, with one call per loop. Runs on the engine's thread."""
         batches: dict[asyncio.AbstractEventLoop, list[StepOutput]] = defaultdict(list)
         for output in outputs:
             loop = self._loops.get(output.request_id)
-            if loop is not None:  # None: it was aborted meanwhile
+            if loop is not None:  # None: the request was aborted meanwhile.
                 batches[loop].append(output)
         for loop, batch in batches.items():
-            with suppress(RuntimeError):  # the loop was closed, and its requests are gone
+            with suppress(RuntimeError):  # The loop is closed, so its requests ended.
                 loop.call_soon_threadsafe(partial(self._put, batch))
 
     def _put(self, outputs: list[StepOutput]) -> None:
@@ -171,7 +174,7 @@ class LocalEngine:
 
 
 def _settle(answer: Future[_Answer], found: _Answer | Exception) -> None:
-    with suppress(InvalidStateError):  # the caller was cancelled, or has its answer
+    with suppress(InvalidStateError):  # The caller was cancelled, or already has its answer.
         if isinstance(found, Exception):
             answer.set_exception(found)
         else:

@@ -1,7 +1,9 @@
-"""The frames between API and engine as plain maps, and back. `op` names the kind; both ends use only this module.
+"""Converts the messages between API and engine to plain maps, and back. Both ends use only this module.
 
-API to engine:  add, abort, forget, pins (all of them, in place of those before), prewarm, stats
-engine to API:  hello (its EngineInfo, once), status, outputs (one frame a step), stats, place (of what was prewarmed)
+The field `op` names the kind of message:
+
+API to engine:  add, abort, forget, pins (replaces all earlier pins), prewarm, stats
+engine to API:  hello (EngineInfo, once), status, outputs (one frame per step), stats, place (the reply to prewarm)
 """
 
 from collections.abc import Iterable
@@ -47,7 +49,7 @@ def encode_add(request: EngineRequest) -> Message:
         "adapter": encode_version(request.adapter) if request.adapter is not None else None,
         "adapter_weight": request.adapter_weight,
         "sampling": {field.name: getattr(sampling, field.name) for field in fields(sampling)}
-        # The wire's maps have strings for keys.
+        # Maps of the wire format have string keys only, so logit_bias travels as a list of pairs.
         | {"logit_bias": list(sampling.logit_bias.items())},
     }
 
@@ -100,7 +102,7 @@ def encode_info(info: EngineInfo) -> Message:
 
 
 def decode_info(message: Message) -> EngineInfo:
-    """Raises EngineUnavailable when the engine speaks another version of the protocol."""
+    """Raises EngineUnavailable when the engine uses another version of the protocol."""
     if message.get("protocol") != PROTOCOL_VERSION:
         raise EngineUnavailable(
             f"the engine speaks protocol {message.get('protocol')}, this process {PROTOCOL_VERSION}; "
@@ -125,8 +127,11 @@ def decode_stats(message: Message) -> EngineStats:
 
 
 def encode_output(output: StepOutput) -> list[Any]:
-    """[id, token ids, finish reason, logprobs, error, choice, prompt's logprobs, tokens found in the prefix cache]:
-    short, because each step has one for each sequence."""
+    """Encodes one output as a list: [request id, token ids, finish reason, logprobs, error, choice index, prompt
+    logprobs, number of prompt tokens found in the prefix cache].
+
+    A list is shorter than a map, and every step sends one for each sequence.
+    """
     delta, error = output.delta, output.error
     return [
         output.request_id,

@@ -1,6 +1,6 @@
-"""Hands outputs of the engine to the coroutines that await them: one queue for each unfinished request of a loop.
+"""Routes the engine's outputs to the coroutines that await them, with one queue per unfinished request.
 
-Both clients of an engine use it: the one of a process behind a socket, and the one of a thread beside the loop.
+Both engine clients use this class: RemoteEngine behind a socket, and LocalEngine beside the event loop.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ __all__ = ["OpenStreams"]
 
 
 class OpenStreams:
-    """`put` and `fail` are called on the event loop."""
+    """Open requests and their queues. `put` and `fail` must be called on the event loop."""
 
     def __init__(self) -> None:
         self._streams: dict[str, _Stream] = {}
@@ -25,9 +25,9 @@ class OpenStreams:
         send: Callable[[EngineRequest], Awaitable[None]],
         abort: Callable[[str], None],
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Sends the request and yields its deltas until it is over. Raises its error.
+        """Sends the request and yields its deltas until it is finished. Raises the error that ends the request.
 
-        `abort` is called with its id if this iterator is closed, cancelled or fails sooner.
+        If the iterator is closed, cancelled or fails before that, `abort` is called with the request's id.
         """
         if request.request_id in self._streams:
             raise RequestRefused(f"request id {request.request_id!r} is already running", "request_id")
@@ -45,13 +45,13 @@ class OpenStreams:
                 abort(request.request_id)
 
     def end_choice(self, request_id: str, index: int) -> None:
-        """No more deltas of that choice are yielded; the others go on."""
+        """Stops yielding deltas of this choice; the other choices continue."""
         if request_id in self._streams:
             self._streams[request_id].unfinished.discard(index)
 
     def put(self, output: StepOutput) -> None:
         stream = self._streams.get(output.request_id)
-        if stream is not None:  # gone when it was aborted while tokens were on their way
+        if stream is not None:  # None: the request was aborted while tokens were under way.
             stream.queue.put_nowait(output)
 
     def fail(self, error: Exception) -> None:
@@ -62,13 +62,13 @@ class OpenStreams:
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """unfinished: the choices that deltas may still come of."""
+    """unfinished: indices of the choices that may still get deltas."""
 
     unfinished: set[int]
     queue: asyncio.Queue[StepOutput] = field(default_factory=asyncio.Queue)
 
     def take(self, output: StepOutput) -> TokenDelta | None:
-        """Its delta, or None if the choice was ended meanwhile. Raises the error that ended the request."""
+        """Returns the output's delta, or None if its choice has ended. Raises the error that ended the request."""
         if output.error is not None:
             self.unfinished.clear()
             raise output.error

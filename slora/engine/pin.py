@@ -1,4 +1,4 @@
-"""What crosses to the engine of a pinned adapter. A plain value."""
+"""The message that tells the engine about one pinned adapter."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from slora_adapters.version import AdapterVersion
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """The operator wants `version` in the pool before anybody asks for it. share: its tenant's, as of now."""
+    """An adapter that the operator wants in the pool before its first request. share: its tenant's share now."""
 
     version: AdapterVersion
     share: TenantShare = DEFAULT_SHARE

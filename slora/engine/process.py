@@ -1,7 +1,8 @@
-"""The engine as a process: `slora.engine.process --config JSON`, commands and tokens over a Unix socket.
+"""The engine as a process: `slora.engine.process --config JSON`.
 
-The main thread runs an asyncio loop that only moves frames; one other thread owns the engine. The process ends when
-its standard input does, so it never outlives its parent, and prints nothing on standard output.
+It receives commands and sends tokens over a Unix socket. The main thread runs an asyncio loop that only moves frames. A
+second thread owns the engine. The process ends when its standard input closes, so it never outlives its parent. It
+prints nothing on standard output.
 """
 
 import argparse
@@ -43,16 +44,16 @@ from slora_adapters.wire import BrokenFrame, encode, read_message
 
 _log = logging.getLogger("slora.engine")
 
-# An API process that leaves this many frames unread is stuck; keeping them would cost us the memory instead.
+# An API process with this many unread frames is stuck. Keeping more frames for it would use up our memory.
 _MAX_UNREAD_FRAMES = 10_000
-# With this model or these settings the engine can never work, as argparse says of arguments.
+# The engine can never work with this model or these settings. Argparse uses the same exit code for bad arguments.
 _REFUSED_EXIT = 2
 _BROKEN_EXIT = os.EX_SOFTWARE
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessConfig:
-    """socket: where API processes connect. loader_socket: where the loader listens."""
+    """Settings of the engine process. socket: serves API processes. loader_socket: the loader listens on it."""
 
     socket: Path
     loader_socket: Path
@@ -60,7 +61,7 @@ class ProcessConfig:
 
     @staticmethod
     def from_json(text: str) -> "ProcessConfig":
-        """Raises ConfigError for a setting that is unknown, missing or refused."""
+        """Raises ConfigError for a setting that is unknown, missing or invalid."""
         raw = json.loads(text)
         _refuse_unknown("the engine process", raw, {field.name for field in fields(ProcessConfig)})
         _refuse_unknown("the engine", raw["engine"], {field.name for field in fields(EngineConfig)})
@@ -77,9 +78,9 @@ def _refuse_unknown(owner: str, settings: Mapping[str, object], known: Collectio
 
 
 class _Peer:
-    """One connected API process. Its requests are known to the engine as `<peer number>:<request id>`.
+    """One connected API process. The engine knows its requests as `<peer number>:<request id>`.
 
-    unfinished: of each request, the choices that are not over.
+    unfinished: for each request, the indices of its unfinished choices.
     """
 
     def __init__(self, number: int, writer: asyncio.StreamWriter) -> None:
@@ -89,7 +90,7 @@ class _Peer:
         self._frames: asyncio.Queue[bytes] = asyncio.Queue()
 
     def end(self, engine_id: str, index: int | None = None) -> None:
-        """A choice of a request is over, or all of it."""
+        """Marks one choice of a request as finished, or the whole request if index is None."""
         left = self.unfinished.get(engine_id, set()) - {index}
         if index is None or not left:
             self.unfinished.pop(engine_id, None)
@@ -101,21 +102,21 @@ class _Peer:
             return
         if self._frames.qsize() >= _MAX_UNREAD_FRAMES:
             _log.error("API process %d left %d frames unread: closing", self.number, _MAX_UNREAD_FRAMES)
-            # Not close(): it would wait until the peer has read what it never reads.
+            # Not close(): close() would wait until the peer has read frames that it never reads.
             self._writer.transport.abort()
             return
         self._frames.put_nowait(encode(message))
 
     async def write(self) -> None:
-        """Runs as long as the connection. A slow reader holds up only this task, in drain()."""
-        with suppress(ConnectionError):  # `serve` hears of it too, and cleans up
+        """Writes queued frames for as long as the connection lasts. A slow reader blocks only this task, in drain()."""
+        with suppress(ConnectionError):  # `serve` sees the same error and cleans up.
             while True:
                 self._writer.write(await self._frames.get())
                 await self._writer.drain()
 
 
 class EngineServer:
-    """Moves frames between API processes and the engine's worker. Lives on the asyncio loop."""
+    """Moves frames between the API processes and the engine's worker. Runs on the asyncio loop."""
 
     def __init__(self, worker: EngineWorker, hello: Message, loader_connected: Callable[[], bool]) -> None:
         self._worker = worker
@@ -125,7 +126,7 @@ class EngineServer:
         self._num_peers = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One API process, from connection to end; what it leaves unfinished is aborted."""
+        """Serves one API process for as long as it is connected, then aborts its unfinished requests."""
         self._num_peers += 1
         peer = _Peer(self._num_peers, writer)
         self._peers[peer.number] = peer
@@ -147,8 +148,11 @@ class EngineServer:
             writer.close()
 
     def deliver(self, outputs: list[StepOutput]) -> None:
-        """The outputs of one step, one frame for each API process that has any, and one for each answer told whole: all
-        of a beam search's together could be more than a frame may hold."""
+        """Sends the outputs of one step: one frame for each API process that has any.
+
+        A choice that arrives whole, as in beam search, gets a frame of its own. All choices of a beam search together
+        could exceed the frame limit.
+        """
         rows: dict[int, list[Any]] = {}
         for output in outputs:
             prefix, request_id = output.request_id.split(":", 1)
@@ -219,13 +223,13 @@ class EngineServer:
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Called on the engine's thread. A loop that is already closed has no peers left."""
+    """Schedules `call` on the loop, from the engine's thread. A closed loop has no peers left, so `call` is dropped."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(call)
 
 
 class EngineProcess:
-    """Wires worker, loader client and socket server. The engine is built and stepped on the worker's thread."""
+    """Connects worker, loader client and socket server. The worker's thread builds the engine and runs its steps."""
 
     def __init__(self, config: ProcessConfig, heartbeat: Heartbeat) -> None:
         self._config = config
@@ -237,7 +241,7 @@ class EngineProcess:
         self._loader: LoaderClient | None = None
 
     def run(self) -> int:
-        """Serves until stdin ends or a signal comes. Returns the exit code."""
+        """Serves until SIGTERM. Returns the exit code."""
         thread = threading.Thread(target=self._own_engine, name="engine", daemon=True)
         thread.start()
         try:
@@ -257,11 +261,12 @@ class EngineProcess:
     async def _serve(self) -> None:
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
-            # A terminal's Ctrl-C reaches this process too, but the parent decides when it ends.
+            # Ctrl-C in a terminal reaches this process too. It is ignored, because the parent decides when this process
+            # ends.
             self._loop.add_signal_handler(number, stopped.set if number == signal.SIGTERM else _ignore)
         beating = asyncio.create_task(self._heartbeat.run(self._worker.measure))
         engine = await self._started
-        # A GPU is waited for by spinning, so CPU time would prove nothing.
+        # A thread that waits for a GPU spins, so its CPU time would prove no progress.
         self._heartbeat.computes_here = engine.info.device == "cpu"
         self._server = EngineServer(self._worker, encode_info(engine.info), self._loader_connected)
         self._config.socket.unlink(missing_ok=True)
@@ -271,11 +276,11 @@ class EngineProcess:
         await stopped.wait()
         watcher.cancel()
         beating.cancel()
-        # Not `async with server`: from Python 3.12 on that would wait until every API process has hung up.
+        # Not `async with server`: since Python 3.12 that waits until every API process has disconnected.
         server.close()
 
     def _own_engine(self) -> None:
-        """The engine's thread. Whatever escapes ends the process: its parent starts a fresh one."""
+        """The body of the engine's thread. An escaped exception ends the process, and its parent starts a new one."""
         try:
             config = self._config
             model = read_model_spec(config.engine.model, config.engine.model_impl)
@@ -293,7 +298,7 @@ class EngineProcess:
             os._exit(_BROKEN_EXIT)
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
-        """On the engine's thread."""
+        """Called on the engine's thread."""
         if self._server is not None:
             server = self._server
             _call_in(self._loop, lambda: server.deliver(outputs))
@@ -312,7 +317,7 @@ class EngineProcess:
 
 
 def _connect_loader(config: ProcessConfig, notify: Callable[[], None]) -> LoaderClient:
-    """Raises ConfigError for a device that there is none of."""
+    """Raises ConfigError if the machine does not have the configured device."""
     if resolve_device(config.engine.device).type == "cuda":
         return LoaderClient(config.loader_socket, notify=notify, on_arena=PinnedMemory)
     return LoaderClient(config.loader_socket, notify=notify)
@@ -323,10 +328,10 @@ def _ignore() -> None:
 
 
 def end_with_stdin() -> None:
-    """Ends this process when standard input does: the parent holds the other end, alive as long as it is."""
+    """Ends this process when its standard input closes, which happens when the parent process ends."""
 
     def watch() -> None:
-        # Not sys.stdin: its lock, held here, would turn an exit with a code into an abort.
+        # Not sys.stdin: a thread that holds its lock turns a regular exit into an abort.
         while os.read(0, 4096):
             pass
         os._exit(0)

@@ -1,6 +1,7 @@
-"""The thread that owns the engine: takes commands from an inbox, steps while there is work, hands out what comes.
+"""The thread that owns the engine.
 
-Knows no socket. Everything that touches the engine happens on this one thread.
+It takes commands from an inbox, runs steps while there is work, and delivers the outputs. All calls to the engine
+happen on this one thread. Sockets are outside this module.
 """
 
 import logging
@@ -20,8 +21,8 @@ from slora_adapters.version import AdapterVersion
 
 _log = logging.getLogger(__name__)
 
-# How long the engine is idle before it proves that no page was lost. The proof walks every page, so a request that
-# comes right behind another must not wait for it.
+# Seconds of idle time before the engine checks that no page was lost. The check walks every page, so it must not delay
+# a request that closely follows another.
 _IDLE_BEFORE_CHECK_S = 1.0
 
 
@@ -32,7 +33,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """One choice of a request, or all of it."""
+    """Ends one choice of a request, or with index None the whole request."""
 
     request_id: str
     index: int | None = None
@@ -66,7 +67,7 @@ class AskStats:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Something outside the inbox happened (an adapter arrived)."""
+    """Wakes the thread after an event outside the inbox, such as the arrival of an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,25 +79,28 @@ Command = Add | Abort | Forget | SetPins | Prewarm | AskStats | Wake | Stop
 
 
 class EngineWorker:
-    """`deliver` is called on the engine's thread with the outputs of each step; it must not block."""
+    """Owns the engine's loop and its inbox.
+
+    deliver: called on the engine's thread with the outputs of each step. It must not block.
+    """
 
     def __init__(self, deliver: Callable[[list[StepOutput]], None]) -> None:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._deliver = deliver
-        # Written by the engine's thread, read by others.
+        # Written by the engine's thread; read by others.
         self._num_completed = 0
         self._is_idle = False
 
     def post(self, command: Command) -> None:
-        """From any thread."""
+        """May be called from any thread."""
         self._inbox.put(command)
 
     def measure(self) -> Progress:
-        """Steps and commands so far, and whether there is work now. From any thread."""
+        """Number of steps and commands so far, and whether there is work now. May be called from any thread."""
         return Progress(self._num_completed, not self._is_idle or not self._inbox.empty())
 
     def run(self, engine: Engine) -> None:
-        """Serves until `Stop`. Raises AssertionError if pages were lost: then nothing here can be trusted."""
+        """Runs steps until the command `Stop`. Raises AssertionError if pages were lost."""
         checked = True
         while True:
             self._num_completed += 1
@@ -117,8 +121,11 @@ class EngineWorker:
                 self._deliver(outputs)
 
     def _next(self, engine: Engine, waiting_s: float | None) -> Command | None:
-        """The next command; None when there is work to do instead, or nothing came for `waiting_s`, or before
-        something is due."""
+        """Returns the next command, or None if there is none.
+
+        It waits only while the engine has no work: for `waiting_s`, and no longer than until a deadline or retry is
+        due.
+        """
         due_s = engine.next_due_in_s
         if due_s is not None:
             waiting_s = due_s if waiting_s is None else min(waiting_s, due_s)

@@ -1,7 +1,7 @@
-"""What the costs of a model can be on any machine, by its FLOPs and bytes: no estimate may leave these bounds.
+"""Lower and upper bounds of each cost, derived from the model's FLOPs and bytes. No estimate may leave these bounds.
 
-A bound excludes what noise invents, such as rows that decode for nothing; it is no prediction. The fastest machine is
-faster, and the slowest slower, than any that runs this engine.
+The bounds are not predictions. They exclude what noise can produce, such as decoding rows that cost nothing. The
+fastest machine assumed here is faster, and the slowest is slower, than any that runs this engine.
 """
 
 import os
@@ -12,11 +12,11 @@ from slora_kernels.layout import ModelShape
 
 __all__ = ["CostBounds", "bound_costs"]
 
-# FLOP/s of a core with matrix units, of a GPU, and of a machine whose cores do something else nearly all the time.
+# FLOP/s of one core with matrix units, of one GPU, and of a machine whose cores are busy with other work.
 _CORE_FLOPS, _GPU_FLOPS, _SLOWEST_FLOPS = 1e12, 2e16, 1e8
-# Bytes/s of the fastest memory of a host and of a GPU, and of the slowest.
+# Bytes/s of the fastest host memory, of the fastest GPU memory, and of the slowest memory.
 _HOST_BANDWIDTH, _GPU_BANDWIDTH, _SLOWEST_BANDWIDTH = 2e12, 2e13, 1e8
-# What Python does for a step, for a row and for a token at least, in seconds, and at most on a busy machine.
+# The host's own time for a step, a row and a token, in seconds: at least, and at most on a busy machine.
 _LEAST_HOST_S = CostModel(
     step_s=1e-4, token_s=1e-7, decode_s=5e-6, context_token_s=1e-10, page_copy_s=1e-7, load_byte_s=1e-13
 )
@@ -36,14 +36,17 @@ class CostBounds:
 
 
 def bound_costs(shape: ModelShape, full_page_bytes: int, block_tokens: int, *, on_gpu: bool) -> CostBounds:
-    """Worked example: 1e9 weights in the layers are 2e9 FLOP a token. On 8 cores that takes from 0.25 ms to 20 s."""
+    """Bounds for one model on this machine.
+
+    Worked example: 1e9 weights in the layers need 2e9 FLOP per token. On 8 cores that takes from 0.25 ms to 20 s.
+    """
     weights = shape.num_layers * sum(linear.in_width * linear.out_width for linear in shape.linears)
     flop = 2 * weights
     fastest = _GPU_FLOPS if on_gpu else _CORE_FLOPS * (os.cpu_count() or 1)
     bandwidth = _GPU_BANDWIDTH if on_gpu else _HOST_BANDWIDTH
     kv_bytes = full_page_bytes / block_tokens
     least = CostModel(
-        step_s=weights / bandwidth,  # at one byte a weight
+        step_s=weights / bandwidth,  # At one byte per weight.
         token_s=flop / fastest,
         decode_s=flop / fastest,
         context_token_s=kv_bytes / bandwidth,

@@ -1,8 +1,8 @@
-"""Times the running model at start: what a step, a token, a page copied take here and now.
+"""Measures the cost model at start: the seconds of a step, of a token and of a copied page on this machine.
 
-Steps and copies use the pool's own pages before any request does, in the same way, and are never
-larger than the trial step before. Differences of two timings separate the fields: a difference that drowns in noise
-counts as next to nothing. Knows no model: it is given the function that runs a plan.
+The measurement runs real steps and copies on pages of the pool before any request uses them. No step is larger than the
+trial step that ran before. Each cost is computed from differences of timings. If a difference is lost in noise, that
+cost becomes nearly zero. The model itself is passed in as a function that runs a plan.
 """
 
 import logging
@@ -26,17 +26,18 @@ _log = logging.getLogger(__name__)
 
 _ROWS = 8
 _CONTEXT_TOKENS = 512
-# On a GPU, 256 tokens often take no longer than one: launching the kernels does.
+# On a GPU, 256 tokens often take no longer than one, because launching the kernels takes most of the time.
 _PREFILL_TOKENS = {"cpu": 256, "cuda": 2048}
-# No measurement is repeated once so much was spent on it: about a second in all for models of 0.2 s a step.
+# A measurement is not repeated once it took this many seconds. All measurements take about one second for a model with
+# steps of 0.2 s.
 _ENOUGH_S = 0.05
-# A prefill so many times as long as a step of one row shows well enough what a token takes.
+# A prefill that takes this many times as long as a step of one row measures the cost of a token well enough.
 _ENOUGH_PREFILL = 2
 _MOST_RUNS = 3
-# Copies are short, so one that another program interrupts is a hundred times as long. Unlike a step's, its cost may
-# never be learned later: a swap that seems too expensive is never chosen.
+# A copy is short, so an interruption by another program can make it a hundred times longer. A wrong copy cost might
+# also never be corrected: a swap that seems too expensive is never chosen, and so never measured again.
 _FEWEST_COPIES = 5
-# Copies go over so much, at most; large enough not to be answered by a cache.
+# Upper limit of the bytes in one timed copy. It is too large for a CPU cache to serve.
 _COPY_BYTES = 32 << 20
 _COPY_PAGES = 64
 _LEAST_S = 1e-9
@@ -44,8 +45,12 @@ _LEAST_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class _Timings:
-    """Seconds of one step, each the shortest of a few: one row that decodes; `num_rows` of them; the same with
-    `context_tokens` each; a prefill of `prefill_tokens`. load_byte_s, page_copy_s: as in CostModel."""
+    """Seconds of single steps, each the shortest of a few runs.
+
+    one_row: one decoding row. rows: `num_rows` decoding rows.
+    long_rows: `num_rows` decoding rows with `context_tokens` tokens of context each.
+    prefill: a prefill of `prefill_tokens` tokens. page_copy_s, load_byte_s: as in CostModel.
+    """
 
     one_row: float
     rows: float
@@ -58,12 +63,16 @@ class _Timings:
     load_byte_s: float
 
     def solve(self) -> CostModel:
-        """Worked example: 10 ms for one row and 17 ms for 8 are 1 ms a row and 9 ms a step; 265 ms for 256 tokens are
-        then 1 ms a token."""
+        """Computes the costs from differences of the timings.
+
+        Worked example: 10 ms for one row and 17 ms for 8 rows give 1 ms per row and 9 ms per step. Then 265 ms for 256
+        tokens of prefill give 1 ms per token.
+        """
         decode_s = (self.rows - self.one_row) / max(1, self.num_rows - 1)
         step_s = self.one_row - max(decode_s, _LEAST_S)
         token_s = (self.prefill - step_s) / self.prefill_tokens
-        # Other costs are told in tokens, so noise must not make these free: a tenth of their share of the whole step.
+        # Other costs are converted into tokens, so noise must not make a token free. It costs at least a tenth of its
+        # share of the whole prefill step.
         token_s = max(token_s, 0.1 * self.prefill / self.prefill_tokens)
         context_tokens = self.num_rows * max(1, self.context_tokens - 1)
         return CostModel(
@@ -79,8 +88,11 @@ class _Timings:
 def measure_costs(
     run: Callable[[StepPlan], object], memory: PageMemory, max_tokens: int, max_rows: int, max_model_len: int
 ) -> CostModel:
-    """Takes about a second, far less where steps are short. No page may be in use yet: it writes to many, and leaves
-    them zeroed. max_tokens, max_rows: the most that a step may have, tokens and sequences."""
+    """Measures all costs. Takes about a second, and far less where steps are short.
+
+    No page may be in use yet: the measurement writes to many pages and leaves them zeroed. max_tokens, max_rows: the
+    most tokens and sequences of a step.
+    """
     bench = _Bench(run, memory, max_tokens, max_rows, max_model_len)
     try:
         costs = bench.measure().solve()
@@ -98,7 +110,10 @@ def measure_costs(
 
 
 class _Bench:
-    """Scratch pages are [0, num_scratch): each row of long context has pages of its own, if the pool is so large."""
+    """Runs the timed steps and copies on the scratch pages [0, num_scratch).
+
+    Each row with a long context has pages of its own, if the pool is large enough.
+    """
 
     def __init__(
         self,
@@ -116,7 +131,7 @@ class _Bench:
         self._block_tokens = memory.geometry.block_tokens
         wanted = self._num_rows * -(-self._context_tokens // self._block_tokens)
         self._num_scratch = min(len(memory.pages), wanted, max(2, 4 * _COPY_BYTES // memory.full_page_bytes))
-        # Kernels are compiled for each kind of step when they first meet it; the first run tells nothing then.
+        # On a GPU, the first run of each kind of step compiles its kernels, so its time is not the step's.
         self._fewest_runs = 1 if memory.device.type == "cpu" else 2
         self.clear()
 
@@ -144,7 +159,9 @@ class _Bench:
         return self._time_step(chunks)
 
     def _time_prefill(self, enough_s: float) -> tuple[int, float]:
-        """(tokens, seconds) of the first prefill that takes `enough_s`, or the largest allowed."""
+        """Doubles the prefill until it takes `enough_s` seconds or is as large as allowed. Returns (tokens,
+        seconds).
+        """
         num_tokens = min(16, self._prefill_tokens)
         seconds = self._time_step(self._prefill(num_tokens))
         while num_tokens < self._prefill_tokens and seconds < enough_s:
@@ -153,13 +170,16 @@ class _Bench:
         return num_tokens, seconds
 
     def _prefill(self, num_tokens: int) -> list[Chunk]:
-        """Of several sequences if they may not be so long; one of them draws a token, as one row that decodes does."""
+        """A prefill of `num_tokens`, cut into several sequences where one may not be so long.
+
+        Only one of the sequences samples a token, as one decoding row does.
+        """
         longest = self._context_tokens
         lengths = [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)]
         return [self._chunk(row, count, count, samples=row == 0) for row, count in enumerate(lengths)]
 
     def _chunk(self, row: int, context_tokens: int, num_tokens: int, *, samples: bool) -> Chunk:
-        """The last `num_tokens` of a sequence of `context_tokens`."""
+        """The chunk of the last `num_tokens` tokens of a sequence of `context_tokens`."""
         request = EngineRequest("measured", "", [0] * context_tokens, None, SamplingParams())
         sequence = Sequence(request, Tenant("measured"), 1, frozenset(), 0, self._block_tokens)
         sequence.row = row
@@ -169,18 +189,18 @@ class _Bench:
         return Chunk(sequence, start, num_tokens, samples=samples, slot=None, generation=None)
 
     def _time_step(self, chunks: list[Chunk]) -> float:
-        # Rows of the sampling table are written once in a sequence's life, so that is none of the step's time.
+        # A row of the sampling table is written once per sequence, so that write is not part of the step's time.
         self._run(StepPlan(started=[chunk.sequence for chunk in chunks if chunk.samples]))
         return self._time(lambda: self._run(StepPlan(chunks=chunks)), self._fewest_runs)
 
     def _time_load(self) -> float:
-        """Seconds a byte of an adapter, host to pool."""
+        """Seconds per byte of an adapter, from host to pool."""
         pages = list(range(self._num_copied(self._num_scratch)))
         content = torch.ones(len(pages) * self._memory.full_page_bytes, dtype=torch.uint8)
         return self._time(lambda: self._memory.write(pages, content), _FEWEST_COPIES) / len(content)
 
     def _time_page_copy(self, load_byte_s: float) -> float:
-        """Without pages on the host, as an adapter of one page would take."""
+        """Seconds per page copied to the host or back. Without host pages: the time to load an adapter of one page."""
         num_pages = self._num_copied(min(self._num_scratch, len(self._memory.host_pages)))
         if num_pages == 0:
             return load_byte_s * self._memory.full_page_bytes

@@ -1,12 +1,13 @@
-"""Decode steps as graphs: a step's launches are recorded once for its shape, and replayed for every step like it.
+"""CUDA graphs of decode steps: each step shape is recorded once and replayed for every step of that shape.
 
-A step of one token a sequence is brought up to a number of rows that was recorded, and copied into buffers that never
-move. What fills the rows up belongs to nobody: a context of no token, a KV slot of -1, tiles of no token. Which
-adapters a step uses stands in those buffers and in the slots' tables, on the device: another adapter in a slot changes
-no argument of any launch, only a greater rank does, by powers of two. So there are graphs with adapters and without,
-and none for an adapter.
+Before a replay, a decode step is padded to a recorded number of rows and copied into static buffers. Padding rows have
+a context length of 0, a KV slot of -1 and LoRA tiles without tokens, so they touch no page.
 
-Steps with chunks of prompts are bound by arithmetic and run as they are. Knows no CUDA but in `capture_cuda`.
+Adapters do not need graphs of their own. The adapters of a step are named in the buffers and in the slot tables, on the
+device. Another adapter in a slot changes no launch argument. Only a higher rank does, in powers of two. So there are
+graphs with and without LoRA, but no graph per adapter.
+
+Steps with prefill chunks are bound by arithmetic and run without graphs. Only `capture_cuda` uses CUDA.
 """
 
 from collections.abc import Callable
@@ -22,19 +23,24 @@ __all__ = ["DecodeGraphs", "capture_cuda"]
 
 Work = Callable[[], Tensor]
 
-# Rows that nobody asked for cost little beside the weights, which all rows share.
+# Padding rows cost little, because all rows share the read of the weights.
 _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-# The longest context decides how many programs attention launches; beyond a few thousand tokens it is always as many.
+# The longest context decides how many programs attention launches. Beyond a few thousand tokens that number is
+# constant.
 _SHORT_CONTEXT = 512
-# Ranks and tiles of less than these launch the same programs.
+# Smaller ranks and smaller tiles launch the same programs as these.
 _LEAST_RANK = 16
 _LEAST_TILE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What of a step decides its launches: bounds on the longest context, on the total rank of a site and on the tokens
-    of a tile. Without adapters the latter two are 0."""
+    """The properties of a step that decide its launches.
+
+    rows: padded number of sequences. context: upper bound of the longest context, in tokens.
+    rank: upper bound of the total rank at one site. tile_tokens: upper bound of the tokens in a tile. Without adapters,
+    rank and tile_tokens are 0.
+    """
 
     rows: int
     context: int
@@ -43,10 +49,12 @@ class StepShape:
 
 
 class DecodeGraphs:
-    """forward: the model's, of hidden states [B', H]. capture: runs what it is given and returns what runs it again,
-    on the same tensors.
+    """Captures a graph for each step shape on first use, and replays it afterwards.
 
-    max_rows: sequences of a step; max_context: tokens of the longest, for block tables of that width.
+    forward: the model's forward pass, which returns hidden states [B', H].
+    capture: runs a function and returns another that repeats its work on the same tensors.
+    max_rows: the most sequences of a step. max_context: the most tokens of one sequence, which sets the block tables'
+    width.
     """
 
     def __init__(
@@ -66,12 +74,12 @@ class DecodeGraphs:
         self._replays: dict[StepShape, Work] = {}
 
     def fits(self, batch: StepBatch) -> bool:
-        """Whether the step only decodes, and adapts nothing that the graphs leave out."""
+        """True if the step only decodes and no adapter of it changes the embedding, which the graphs leave out."""
         is_small = len(batch.token_ids) <= self._row_counts[-1]
         return is_small and batch.attention.max_query == 1 and not batch.adapts_embedding
 
     def run(self, batch: StepBatch) -> Tensor:
-        """Hidden states [B', H] of the rows in `sample_rows`, of a step that fits; its KV is written."""
+        """Runs a step that fits: writes its KV and returns hidden states [B', H] of the rows in `sample_rows`."""
         shape = self._shape_of(batch)
         static = _cut(self._buffers, shape)
         _fill(static, batch)
@@ -95,19 +103,19 @@ class DecodeGraphs:
 
 
 def capture_cuda(device: torch.device) -> Callable[[Work], Work]:
-    """A capture whose graphs share their memory: what one left is gone when the next is replayed."""
+    """Returns a capture function whose graphs share one memory pool. A replay overwrites earlier results."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(work: Work) -> Work:
-        # Once before: it compiles kernels and sets libraries up, which no graph may hold. What it writes, the first
-        # replay writes again.
+        # The warm-up run compiles kernels and initializes libraries, which can't be captured. The first replay
+        # overwrites what the warm-up wrote.
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             work()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads pin memory meanwhile, which is no business of this graph.
+        # Other threads pin memory during the capture. With this mode, their calls do not invalidate it.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = work()
 
@@ -121,13 +129,16 @@ def capture_cuda(device: torch.device) -> Callable[[Work], Work]:
 
 
 def _round_up(count: int, least: int) -> int:
-    """To a power of two."""
+    """Rounds up to a power of two, and at least to `least`."""
     return max(least, 1 << (count - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """As in `StepBatch` and what it holds, of the most rows. query_starts, rows: 0, 1, 2, ..., whatever the step."""
+    """The static inputs of the graphs, with as many rows as the largest step. The fields are those of StepBatch.
+
+    query_starts, rows: always 0, 1, 2, ...
+    """
 
     token_ids: Tensor
     positions: Tensor
@@ -158,7 +169,7 @@ def _make_buffers(rows: int, max_blocks: int, device: torch.device) -> _Buffers:
 
 
 def _cut(buffers: _Buffers, shape: StepShape) -> StepBatch:
-    """The first rows of the buffers as a step: always the same memory."""
+    """The first rows of the buffers as a StepBatch. The memory addresses are the same for every step of this shape."""
     rows = shape.rows
     attention = AttentionBatch(
         query_starts=buffers.query_starts[: rows + 1],
@@ -183,11 +194,12 @@ def _cut(buffers: _Buffers, shape: StepShape) -> StepBatch:
 
 
 def _fill(static: StepBatch, batch: StepBatch) -> None:
-    """Rows that the step has not keep whatever token, position and pages they had: nobody looks at them."""
+    """Copies a step into the buffers. Padding rows keep old token ids, positions and pages, which no kernel reads."""
     count, source, target = len(batch.token_ids), batch.attention, static.attention
     static.token_ids[:count] = batch.token_ids
     target.positions[:count] = source.positions
-    width = min(source.block_tables.shape[1], target.block_tables.shape[1])  # pages beyond hold no token yet
+    # Pages beyond this width hold no tokens yet.
+    width = min(source.block_tables.shape[1], target.block_tables.shape[1])
     target.block_tables[:count, :width] = source.block_tables[:, :width]
     target.kv_slots[:count] = source.kv_slots
     target.kv_slots[count:] = -1

@@ -1,14 +1,14 @@
-"""Runs a step. Where computing breaks, it finds the chunks that break it and computes the others all the same.
+"""Runs a step. If it fails, finds the chunks that cause the failure and computes the others.
 
-A step that breaks is judged in this order:
+Failures are handled in this order:
 
-    not even a step of the base model works     the device is lost: DeviceFailed, which ends the engine
-    pages could not be moved                    PagesNotMoved: the scheduler takes the step back
-    computing broke                             the chunks are computed again in halves, and what breaks again in
-                                                quarters, and so on, until a chunk breaks alone
+    a step of the base model fails too     the device is lost: DeviceFailed ends the engine
+    pages could not be moved               PagesNotMoved: the scheduler takes the step back
+    the computation failed                 the chunks are computed again in halves; a half that fails is split again,
+                                           until a chunk fails alone (bisection)
 
-Chunks may be computed again, because a chunk writes the same KV each time and only to pages of its own sequence.
-Knows no request and no scheduler.
+Computing a chunk again is safe: it writes the same KV each time, and only to pages of its own sequence. Requests and
+the scheduler are outside this module.
 """
 
 import logging
@@ -22,26 +22,30 @@ __all__ = ["FaultIsolation", "PagesNotMoved", "StepResult"]
 
 _log = logging.getLogger(__name__)
 
-# One culprit among 256 chunks is found in 16 runs. With more runs than this, all requests would wait too long.
+# One culprit among 256 chunks is found in 16 runs. More runs than this limit would delay all other requests too long.
 _MOST_RUNS = 64
 
 
 class PagesNotMoved(SloraError):
-    """A step could not move pages or load adapters; nothing that it was to bring to the pool can be trusted."""
+    """A step could not move pages or load adapters. None of the pages that it was to write can be trusted."""
 
 
 class StepRunner(Protocol):
     def run(self, plan: StepPlan) -> list[Sampled]:
-        """One token for each of the chunks' draws, in order. Raises PagesNotMoved, or whatever broke the computing."""
+        """One token for each draw of the chunks, in order. Raises PagesNotMoved, or the computation's error."""
 
     def probe(self) -> None:
-        """Computes a token of the base model apart from all requests. Raises DeviceFailed if that does not work."""
+        """Computes a token of the base model, independently of all requests. Raises DeviceFailed if that fails."""
 
 
 @dataclass(slots=True)
 class StepResult:
-    """sampled: one token for each draw of the chunks that were computed, in order. culprits: chunks that break when
-    computed alone. given_up: chunks that were not tried often enough to tell."""
+    """The outcome of a step.
+
+    sampled: one token for each draw of the chunks that were computed, in order.
+    culprits: chunks that fail when they are computed alone.
+    given_up: chunks that were not isolated within the limit of runs.
+    """
 
     sampled: list[Sampled] = field(default_factory=list)
     culprits: list[Chunk] = field(default_factory=list)
@@ -49,7 +53,7 @@ class StepResult:
 
 
 class FaultIsolation:
-    """most_runs: of further runs for one step that breaks."""
+    """most_runs: the most additional runs for one failed step."""
 
     def __init__(self, runner: StepRunner, most_runs: int = _MOST_RUNS) -> None:
         self._runner = runner
@@ -95,8 +99,8 @@ class FaultIsolation:
         return result
 
     def _try(self, chunks: list[Chunk]) -> list[Sampled] | None:
-        """None if computing these breaks, too."""
-        # A run that broke late may have counted tokens that are lost, so the sampling rows are written again.
+        """Computes some chunks of the step. Returns None if that fails too."""
+        # The failed run may have counted tokens that were lost, so the rows of the sampling table are written again.
         started = [sequence for chunk in chunks for sequence in chunk.draws]
         try:
             return self._runner.run(StepPlan(chunks=chunks, started=started))
@@ -107,6 +111,6 @@ class FaultIsolation:
 
 
 def _halve(group: range) -> list[range]:
-    """Both halves, the first one last: that is the next to be popped."""
+    """Returns both halves with the first one last, because the last one is popped next."""
     middle = len(group) // 2
     return [group[middle:], group[:middle]]
