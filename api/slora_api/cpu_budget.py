@@ -1,9 +1,9 @@
-"""CPU seconds that each tenant may spend on work outside the engine: a token bucket for each tenant.
+"""Limits the CPU time that each tenant may use outside the engine, with one token bucket per tenant.
 
-A tenant's balance starts full, is charged for the CPU time used, and is refilled at a constant rate. While it is spent,
-the tenant's further work is refused. Other tenants are never affected.
+A balance starts full, is charged for the CPU time used, and is refilled at a constant rate. While the balance is empty,
+the tenant's further work is refused. Other tenants are not affected.
 
-Knows no HTTP. Runs on one event loop and needs no lock.
+This module knows no HTTP. It runs on one event loop and needs no lock.
 """
 
 import math
@@ -18,17 +18,17 @@ __all__ = ["CpuBudget"]
 
 @dataclass(slots=True)
 class _Balance:
-    """cpu_s: CPU seconds left at time `at_s`; negative after work that took more than was left."""
+    """cpu_s: CPU seconds left at time `at_s`; negative after work that used more than was left."""
 
     cpu_s: float
     at_s: float
 
 
 class CpuBudget:
-    """burst_s: CPU seconds of a full balance. refill: CPU seconds added for each second.
-
-    work: what the budget is for, as the refusal calls it, for example "rendering chat templates".
-    clock: seconds that only grow.
+    """burst_s: CPU seconds of a full balance.
+    refill: CPU seconds added per second.
+    work: the name of the work in the refusal, for example "rendering chat templates".
+    clock: monotonic seconds.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class CpuBudget:
         self._balances: dict[str, _Balance] = {}
 
     def check(self, tenant: str) -> None:
-        """Raises TenantBusy while the tenant's balance is spent, with the time at which it is positive again."""
+        """Raises TenantBusy while the tenant's balance is empty, with the time until it is positive again."""
         left_s = self._left(tenant)
         if left_s <= 0:
             wait_s = math.floor(-left_s / self._refill) + 1
@@ -53,7 +53,7 @@ class CpuBudget:
             )
 
     def charge(self, tenant: str, cpu_s: float) -> None:
-        """Takes `cpu_s` from the tenant's balance."""
+        """Subtracts `cpu_s` from the tenant's balance."""
         self._balances[tenant] = _Balance(self._left(tenant) - cpu_s, self._clock())
         self._drop_full()
 
@@ -64,11 +64,11 @@ class CpuBudget:
         return min(self._burst_s, balance.cpu_s + self._refill * (self._clock() - balance.at_s))
 
     def _drop_full(self) -> None:
-        """Forgets the tenants that were charged least recently, as far as their balances are full again."""
+        """Forgets tenants whose balances are full again, beginning with the one that was charged least recently."""
         while self._balances:
             oldest = next(iter(self._balances))
             if self._left(oldest) < self._burst_s:
-                # Its turn comes again after all others.
+                # Move it to the end, so that the next call looks at another tenant.
                 self._balances[oldest] = self._balances.pop(oldest)
                 return
             del self._balances[oldest]

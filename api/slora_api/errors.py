@@ -1,29 +1,29 @@
-"""Every way in which a request can fail, and what HTTP says about it: one tree, one table.
+"""Every error that can answer a request: one tree of exceptions, and one table that maps them to HTTP.
 
 SloraError (the project's root)
 ├── ApiError
-│   ├── Unauthorized       no key, or not one of ours; the same words for all, so that nothing can be learnt
-│   ├── Forbidden          a good key, but not for this
-│   ├── ModelNotFound      unknown, or somebody else's; the same words for both
-│   ├── NotFound           a tenant, key or adapter that is not there
+│   ├── Unauthorized       no API key or an invalid one; one message for all cases, so that it reveals nothing
+│   ├── Forbidden          a valid key that this route does not accept
+│   ├── ModelNotFound      unknown model, or another tenant's; the message is the same
+│   ├── NotFound           a tenant, key or adapter that does not exist
 │   ├── Conflict           the name is taken
-│   ├── InUse              not deleted: aliases point at it
-│   ├── PinsFull           no more adapters may be pinned
-│   ├── QuotaExceeded      the tenant may keep no more versions, or no larger ones
-│   ├── BadRequest         a field or body that cannot be used
+│   ├── InUse              not deleted, because aliases point at it
+│   ├── PinsFull           pins would exceed their bound of the page pool
+│   ├── QuotaExceeded      the tenant's quota of versions or stored bytes
+│   ├── BadRequest         a field or a body that cannot be used
 │   ├── BodyTooLarge       more bytes than the limit
 │   ├── BodyEncoded        a body with a Content-Encoding
-│   ├── RequestTooSlow     headers or body that came more slowly than they must
-│   ├── ServerBusy         too much at once on this server
-│   ├── TenantBusy         too much at once for this tenant
-│   ├── Starting           the engine has not answered yet
-│   ├── InspectionFailed   an upload could not be checked; it may be later
+│   ├── RequestTooSlow     headers or body arrived below the minimum rate
+│   ├── ServerBusy         a limit of the whole server is reached
+│   ├── TenantBusy         a limit of this tenant is reached
+│   ├── Starting           the engine is not connected, or a child process is stalled
+│   ├── InspectionFailed   the check of an upload could not be completed; a retry may succeed
 │   ├── Stopping           the server is shutting down
-│   └── ClientGone         the client hung up; nobody reads the answer
+│   └── ClientGone         the client hung up, so no client reads the answer
 └── the branches of slora_adapters.errors and slora.errors
 
-The body is OpenAI's: {"error": {"message", "type", "param", "code"}}, framework errors included. The openai client
-retries 408, 409, 429 and every 5xx unless `x-should-retry: false` says that it is pointless.
+The body has OpenAI's form for every error, including the framework's: {"error": {"message", "type", "param", "code"}}.
+The openai client retries 408, 409, 429 and every 5xx, unless `x-should-retry: false` says that a retry is pointless.
 """
 
 import json
@@ -85,7 +85,7 @@ __all__ = [
 
 
 class ApiError(SloraError):
-    """Raised by this package for somebody to read."""
+    """Base of the errors that this package raises; its message is sent to the client."""
 
 
 class Unauthorized(ApiError):
@@ -98,22 +98,22 @@ class Forbidden(ApiError):
 
 
 class ModelNotFound(ApiError):
-    """Carries nothing that tells an unknown model from one of another tenant."""
+    """Does not reveal whether the model is unknown or belongs to another tenant."""
 
     def __init__(self, model: str) -> None:
         super().__init__(f"The model `{model[:128]}` does not exist.")
 
 
 class NotFound(ApiError):
-    """A named thing of the API (tenant, key, adapter) that is not there."""
+    """A tenant, key or adapter that does not exist."""
 
 
 class Conflict(ApiError):
-    """The name is taken by something else; sending the same again cannot help."""
+    """The name is taken. Sending the same request again cannot succeed."""
 
 
 class InUse(ApiError):
-    """An adapter, or a version of it, is not deleted while aliases point at it."""
+    """An adapter or a version cannot be deleted while aliases point at it."""
 
     def __init__(self, reference: str, aliases: Sequence[str]) -> None:
         name = reference.partition("@")[0]
@@ -126,15 +126,15 @@ class InUse(ApiError):
 
 
 class PinsFull(ApiError):
-    """Pins would take more of the pool than they may; the message has the figures."""
+    """Pins would use more of the page pool than they may. The message states the numbers."""
 
 
 class QuotaExceeded(ApiError):
-    """A tenant would have more than it may; the message has the figures."""
+    """A tenant would exceed its quota. The message states the numbers."""
 
 
 class BadRequest(ApiError):
-    """The request cannot be understood; `param` names the field."""
+    """The request cannot be used. param: the field that is wrong."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -157,15 +157,15 @@ class BodyEncoded(ApiError):
 
 
 class RequestTooSlow(ApiError):
-    """The client kept the server waiting for the rest of its request; the message has the limit."""
+    """The client kept the server waiting for the rest of its request. The message states the limit."""
 
 
-# A restarted engine is back within seconds, and a place is free within one answer's time.
+# A restarted engine answers within seconds, and a place is usually free after one answer.
 SOON_S = 2
 
 
 class ServerBusy(ApiError):
-    """More at once than the server takes. retry_after_s: when there should be a place."""
+    """A limit of the whole server is reached. retry_after_s: when a place should be free."""
 
     def __init__(self, message: str, retry_after_s: int = SOON_S) -> None:
         super().__init__(message)
@@ -173,7 +173,7 @@ class ServerBusy(ApiError):
 
 
 class TenantBusy(ApiError):
-    """More at once than one tenant may have. retry_after_s: when there should be a place."""
+    """A limit of one tenant is reached. retry_after_s: when a place should be free."""
 
     def __init__(self, message: str, retry_after_s: int = SOON_S) -> None:
         super().__init__(message)
@@ -181,11 +181,11 @@ class TenantBusy(ApiError):
 
 
 class Starting(ApiError):
-    """The engine is not there yet, or not there again yet."""
+    """The engine is not ready, at the start or after a restart."""
 
 
 class InspectionFailed(ApiError):
-    """Checking an upload came to no end, so that nothing is known of it."""
+    """The check of an upload could not be completed, so it is unknown whether the upload is valid."""
 
 
 class Stopping(ApiError):
@@ -199,7 +199,7 @@ class ClientGone(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """How one class of error is answered. retry_after_s: seconds after which trying again makes sense."""
+    """How one class of error is answered. retry_after_s: seconds after which a retry makes sense."""
 
     status: int
     kind: str
@@ -212,7 +212,7 @@ class _Rule:
 _REQUEST, _GONE, _UNAVAILABLE = "invalid_request_error", "not_found_error", "service_unavailable"
 _INTERNAL = _Rule(500, "server_error", "internal_error")
 
-# The table. The first class that the error is an instance of decides, so subclasses stand before their parents.
+# The table. The first matching class wins, so subclasses stand before their parents.
 _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (
         Unauthorized,
@@ -247,21 +247,21 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (StoreUnavailable, _Rule(503, _UNAVAILABLE, "store_unavailable", retry_after_s=SOON_S)),
     (StepFailed, _Rule(503, _UNAVAILABLE, "step_failed", retry_after_s=SOON_S, should_retry=True)),
     (DeadlineMissed, _Rule(503, _UNAVAILABLE, "deadline_missed", retry_after_s=SOON_S)),
-    # The same bytes would be read again, and the same request would break the engine's arithmetic again.
+    # A retry cannot help: it would read the same bytes, or break the engine's arithmetic in the same way.
     (AdapterCorrupt, _Rule(500, "server_error", "adapter_corrupt", should_retry=False)),
     (RequestFailed, _Rule(500, "server_error", "generation_failed", should_retry=False)),
-    # nginx's number for it; only logs and counters ever see this one.
+    # 499 is nginx's status for this case. It appears only in logs and counters.
     (ClientGone | ClientDisconnect, _Rule(499, _REQUEST, "client_closed_request")),
 )
 
-# The engine reports an adapter that did not come with a word of its own.
+# The engine reports why an adapter could not be fetched by one of these codes.
 _FETCH_RULES = {
     "not_found": _Rule(404, _GONE, "model_not_found"),
     "unavailable": _Rule(503, _UNAVAILABLE, "store_unavailable", retry_after_s=SOON_S),
     "corrupt": _Rule(500, "server_error", "adapter_corrupt", should_retry=False),
 }
 
-# What routing and parsing raise by number alone.
+# Errors that starlette raises with only a status code.
 _STATUS_RULES = {
     404: _Rule(404, _GONE, "unknown_url"),
     405: _Rule(405, _REQUEST, "method_not_allowed"),
@@ -270,7 +270,7 @@ _STATUS_RULES = {
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """An error as HTTP carries it; `body` serves as an SSE event too."""
+    """An error as HTTP carries it. `body` also serves as an SSE event."""
 
     status: int
     body: dict[str, Any]
@@ -304,9 +304,9 @@ def _headers(rule: _Rule, error: BaseException) -> dict[str, str]:
 
 
 def describe_error(error: BaseException, *, for_operator: bool = False) -> ErrorAnswer:
-    """Status, body and headers for any error at all; an unforeseen one says nothing of itself.
+    """Returns status, body and headers for any error. The details of an unforeseen error are not revealed.
 
-    for_operator: with the paths and hosts that tenants are not told.
+    for_operator: include the paths and hosts that tenants must not see.
     """
     rule = _find_rule(error)
     param: str | None = "name" if isinstance(error, BadAdapterName) else getattr(error, "param", None)
@@ -336,14 +336,14 @@ def describe_error(error: BaseException, *, for_operator: bool = False) -> Error
 
 
 def error_response(error: BaseException, *, for_operator: bool = False) -> Response:
-    """The error as an answer; see `describe_error`."""
+    """Makes the HTTP response of an error; see `describe_error`."""
     answer = describe_error(error, for_operator=for_operator)
-    # All ASCII: a message may quote what no encoder takes.
+    # Pure ASCII, because a message may quote lone surrogates, which UTF-8 cannot encode.
     return Response(json.dumps(answer.body), answer.status, answer.headers, "application/json")
 
 
 def _explain_validation(details: Sequence[Any]) -> tuple[str, str | None, str | None]:
-    """Message, param and code for the first thing that pydantic found wrong."""
+    """Returns message, param and code of the first error that pydantic found."""
     first = details[0]
     if first["type"] == "json_invalid":
         return (
@@ -351,7 +351,7 @@ def _explain_validation(details: Sequence[Any]) -> tuple[str, str | None, str | 
             None,
             None,
         )
-    # The first says where it is: body, query or path.
+    # The first element is "body", "query" or "path".
     location = [str(part) for part in first["loc"][1:]]
     if not location and first["type"] in ("model_attributes_type", "model_type", "dict_type"):
         return "The body must be a JSON object, sent with 'Content-Type: application/json'.", None, None

@@ -1,11 +1,13 @@
 """A few slots for work that all tenants share, such as tokenizing, rendering a chat template or inspecting an upload.
 
-A free slot goes to the waiting tenant that has used the least slot time so far. A tenant that returns after a pause is
-lifted to the least of those that are active, so that it cannot save up time while idle (the lift rule of VTC, Sheng et
-al., OSDI'24). One tenant never holds all slots: it may take a second one only while a reserve stays free for tenants
-that hold none. A reserve of N slots keeps any N tenants from holding all.
+A free slot goes to the waiting tenant that has used the least slot time. A tenant that returns after a pause starts at
+the lowest value among the active tenants, so it cannot save up time while idle. This is the lift rule of VTC (Sheng et
+al., OSDI'24).
 
-Knows no HTTP. Runs on one event loop and needs no lock.
+One tenant never holds all slots. It gets a second slot only while a reserve stays free for tenants that hold none. A
+reserve of N slots keeps any N tenants from holding all slots.
+
+This module knows no HTTP. It runs on one event loop and needs no lock.
 """
 
 import asyncio
@@ -21,13 +23,17 @@ __all__ = ["FairSlots", "reserved_slots"]
 
 
 def reserved_slots(num_slots: int) -> int:
-    """How many of `num_slots` stay free for tenants that hold none: a quarter, at least one if there are three."""
+    """Returns how many slots stay free for tenants that hold none: a quarter, and at least one if there are three
+    slots.
+    """
     return max(1, num_slots // 4) if num_slots > 2 else 0
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """slot_s: seconds of slots used, lifted when the tenant becomes active. num_held: slots that it holds now."""
+    """slot_s: seconds of slot time used, lifted when the tenant becomes active.
+    num_held: slots that the tenant holds now.
+    """
 
     slot_s: float = 0.0
     num_held: int = 0
@@ -35,10 +41,11 @@ class _Tenant:
 
 
 class FairSlots:
-    """num_slots: how much runs at once. max_waiting: requests of one tenant that may wait; more are refused.
-
-    work: what the slots are for, as the refusal calls it, for example "chat templates to render".
-    clock: seconds that only grow. num_reserved: None takes `reserved_slots(num_slots)`.
+    """num_slots: how many holders run at once.
+    max_waiting: requests of one tenant that may wait; further ones are refused.
+    work: the name of the work in the refusal, for example "chat templates to render".
+    clock: monotonic seconds.
+    num_reserved: the reserve; None means `reserved_slots(num_slots)`.
     """
 
     def __init__(
@@ -59,9 +66,9 @@ class FairSlots:
 
     @asynccontextmanager
     async def hold(self, tenant: str) -> AsyncIterator[None]:
-        """Waits for a slot and holds it for the duration of the context. Cancelling the wait leaves the queue.
+        """Waits for a slot and holds it for the duration of the context. Cancelling the wait removes it from the queue.
 
-        Raises TenantBusy when too many requests of this tenant wait already.
+        Raises TenantBusy if too many requests of this tenant wait already.
         """
         state = self._enter(tenant)
         turn = asyncio.get_running_loop().create_future()
@@ -73,7 +80,7 @@ class FairSlots:
             if turn.done() and not turn.cancelled():
                 self._release(tenant, state, 0.0)
             else:
-                # A slot that became free since the cancellation has dropped it from the queue already.
+                # `_grant` has already removed the turn if it ran after the cancellation.
                 with suppress(ValueError):
                     state.waiting.remove(turn)
                 self._forget_if_idle(tenant, state)
@@ -108,7 +115,7 @@ class FairSlots:
             self._active.pop(tenant, None)
 
     def _grant(self) -> None:
-        """Gives free slots to waiting tenants."""
+        """Hands free slots to waiting tenants."""
         while self._num_free:
             candidates = [
                 state

@@ -1,7 +1,7 @@
-"""Lists in OpenAI's form, a page at a time: at most `limit` items, those behind the one that `after` names.
+"""Lists in OpenAI's form, one page at a time: at most `limit` items that follow the item named by `after`.
 
-`first_id` and `last_id` are what the first and the last item of the page are called; `last_id` is the next page's
-`after`, whether or not that item is still there by then. Knows no HTTP.
+`first_id` and `last_id` identify the first and the last item of the page. The client sends `last_id` as `after` to get
+the next page, even if that item has been deleted meanwhile. This module knows no HTTP.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,9 @@ DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 
 
 def list_json(found: Sequence[Json], called: str, limit: int | None = None) -> Json:
-    """found: of a page one item more than `limit`, if there are so many. called: the field that an item is known by."""
+    """found: the items of the page, and one more if there is a next page.
+    called: the field that identifies an item.
+    """
     data = found[:limit]
     return {
         "object": "list",

@@ -1,4 +1,4 @@
-"""Adapters, their versions and their aliases as the API shows them. Knows no HTTP and no database."""
+"""The JSON of adapters, versions and aliases in the API's answers. This module knows no HTTP and no database."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,12 +15,14 @@ def digest_text(record: AdapterRecord) -> str:
 
 
 def adapter_json(rollout: Rollout) -> Json:
-    """What a name or an alias serves; where that is several versions, the one that most requests get."""
+    """The JSON of a name or an alias. For an alias that splits requests, the version with the largest part is shown."""
     return _fields(rollout.main, rollout.label, pinned=rollout.pinned)
 
 
 def version_json(record: AdapterRecord, rollouts: Iterable[Rollout]) -> Json:
-    """A version, with the aliases of its name that point at it and the percent of their requests that it gets."""
+    """The JSON of a version, with the aliases that point at it. Each alias is shown with the percentage of its requests
+    that this version gets.
+    """
     using = [one for one in rollouts if record.number in one.targets]
     fields = _fields(record, record.name, pinned=any(one.pinned for one in using))
     return fields | {"aliases": {one.alias: one.targets[record.number] for one in using}}

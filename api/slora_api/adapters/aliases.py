@@ -1,7 +1,9 @@
-"""How tenants move the aliases of their adapters: what `name@prod` serves, to whom, and back again.
+"""Moves, rolls back and deletes the aliases of tenants' adapters, such as `name@prod`.
 
-A move is one transaction, so a request is answered by what was before it or by what is after it, and one that has
-begun stays with its version. Whatever is pinned follows. Knows no HTTP; its dictionaries are the API's JSON.
+A move is one transaction, so a request is served either by the old targets or by the new ones. A request that has
+already started keeps its version. If the moved alias is pinned, the pin moves with it.
+
+This module knows no HTTP. Its dictionaries are the JSON of the API.
 """
 
 import asyncio
@@ -19,14 +21,16 @@ Json = dict[str, Any]
 
 
 class Aliases:
-    """Of all tenants, each tenant's for itself. What is not there raises AdapterNotFound."""
+    """The aliases of all tenants. Each call sees only one tenant. A name or alias that does not exist raises
+    AdapterNotFound.
+    """
 
     def __init__(self, registry: Registry, pinning: Pinning) -> None:
         self._registry = registry
         self._pinning = pinning
 
     def list(self, tenant: str, name: str) -> list[Json]:
-        self._registry.rollout(tenant, f"{name}@{LATEST}")  # every name has it
+        self._registry.rollout(tenant, f"{name}@{LATEST}")  # raises AdapterNotFound for an unknown name
         return [alias_json(rollout) for rollout in self._registry.aliases(tenant, name)]
 
     def describe(self, tenant: str, name: str, alias: str) -> Json:
@@ -55,7 +59,7 @@ class Aliases:
         return self._moved(rollout)
 
     async def roll_back(self, tenant: str, name: str, alias: str) -> Json:
-        """Raises AliasConflict if there is nothing to go back to."""
+        """Raises AliasConflict if the alias has no earlier targets."""
         return self._moved(await asyncio.to_thread(self._registry.roll_back, tenant, name, alias))
 
     async def delete(self, tenant: str, name: str, alias: str) -> None:

@@ -1,7 +1,8 @@
-"""Whether an adapter was trained on the very base model that is served here: as far as anybody can know.
+"""Compares the base model that an adapter was trained on with the base model that this server serves.
 
-verified: the uploader sent the fingerprint of the base that it was trained on, and it is ours. name-matched: its config
-names a base that is called like ours. unverified: neither; shapes fit, but so do those of every fine-tune of the base.
+- verified: the client sent the fingerprint of the adapter's base model, and it equals the served model's.
+- name-matched: the adapter's config names a base model with the same name as the served model.
+- unverified: neither is known. The shapes fit, but they also fit every fine-tune of the same base model.
 """
 
 import asyncio
@@ -19,7 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class BaseIdentity:
-    """The base model in `directory`, which goes by `names`. Its fingerprint is taken when it is first asked for."""
+    """The base model in `directory`. names: the names by which an adapter's config may call it.
+
+    The fingerprint is computed when it is first needed.
+    """
 
     def __init__(self, directory: Path, names: Sequence[str]) -> None:
         self._directory = directory
@@ -27,9 +31,12 @@ class BaseIdentity:
         self._taken: asyncio.Future[str | None] | None = None
 
     async def compare(self, claimed: str | None, base_name: str | None) -> str:
-        """verified, name-matched or unverified. claimed: a fingerprint; base_name: what the adapter's config says.
+        """Returns "verified", "name-matched" or "unverified".
 
-        Raises AdapterInvalid for the fingerprint of another base.
+        claimed: the fingerprint that the client sent, if any.
+        base_name: the base model that the adapter's config names, if any.
+
+        Raises AdapterInvalid if the fingerprint is of another base model.
         """
         own = await self._fingerprint() if claimed is not None else None
         if own is not None:

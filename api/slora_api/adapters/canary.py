@@ -1,14 +1,15 @@
-"""Runs a new adapter once, before any request can use it. Its answer must be finite and must differ from the base's.
+"""Runs a new adapter once before any request can use it. Its output must be finite and must differ from the base
+model's.
 
 The canary sends the engine one request with the adapter and one without, over the same short prompt. It compares the
-log-probabilities of the prompt's tokens and of the most likely tokens at each position. Both requests belong to a
-tenant of the server's own, which is never charged. They are scheduled like any others, so a busy server delays an
-upload, and an upload costs other tenants about twenty tokens.
+log-probabilities of the prompt's tokens and of the most probable tokens at each position. Both requests belong to an
+internal tenant that is never charged. They are scheduled like other requests, so a busy server delays an upload. An
+upload costs other tenants about twenty tokens.
 
 The prompt is made of token ids rather than of text, because a vocabulary need not contain any given text.
 
-On GPUs the rounding depends on the batch, so two runs of the base model may differ in the last digits. There an adapter
-with a smaller effect passes. An adapter whose factors are zero was refused before, by its numbers.
+On GPUs the rounding depends on the batch, so two runs of the base model may differ in the last digits. There, an
+adapter with a smaller effect than that passes. Adapters whose factors are all zero were refused earlier, by inspection.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ _TIMEOUT_S = 120.0
 
 
 class Canary:
-    """Tries out adapters on the engine of `client`. timeout_s: for both requests together."""
+    """Tries out adapters on the engine of `client`. timeout_s: limit for both requests together."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, timeout_s: float = _TIMEOUT_S) -> None:
         self._client = client
@@ -44,10 +45,13 @@ class Canary:
         self._timeout_s = timeout_s
 
     async def try_out(self, version: AdapterVersion, embedded_tokens: Sequence[int]) -> float:
-        """The largest change of a log-probability. embedded_tokens: some tokens whose embedding the adapter changes.
+        """Returns the largest absolute change of a log-probability.
 
-        Raises AdapterInvalid if the answer is not finite or equals the base's, InspectionFailed if none arrives in
-        time, and the engine's own errors if it is unavailable or cannot load the adapter.
+        embedded_tokens: some tokens whose embedding the adapter changes.
+
+        Raises AdapterInvalid if a log-probability is not finite or if all equal the base model's. Raises
+        InspectionFailed if no answer arrives in time. Raises the engine's own errors if it is unavailable or cannot
+        load the adapter.
         """
         prompt = [*choose_prompt(self._tokenizer, self._client.info.vocab_size), *embedded_tokens]
         try:
@@ -92,9 +96,9 @@ class Canary:
 
 
 def choose_prompt(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """At most ten token ids, spread evenly over the model's vocabulary; the same ones each time.
+    """Returns at most ten token ids, spread evenly over the model's vocabulary. They are the same in each call.
 
-    Added tokens are left out where possible, because many have embeddings that were never trained.
+    Added tokens are avoided where possible, because many have embeddings that were never trained.
     """
     limit, added = min(vocab_size, tokenizer.vocab_size), tokenizer.added_token_ids
     starts = (limit * position // _PROMPT_TOKENS for position in range(_PROMPT_TOKENS))
@@ -104,7 +108,7 @@ def choose_prompt(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     return list(dict.fromkeys(plain))
 
 
-# (position, token id) -> its log-probability; -1 stands for the token at that position.
+# (position, token id) -> log-probability. A token id of -1 stands for the token that is actually at that position.
 _Scores = dict[tuple[int, int], float]
 
 

@@ -1,10 +1,11 @@
-"""What any process does to adapters, as far as this process' engine has to hear of it.
+"""Follows the registry's feed of changes and tells this process's engine about those that concern it.
 
-Reads the registry's feed, some times a second: with that the registry's cache forgets what has changed. What nobody has
-any more the engine forgets, whoever deleted it, and pins that moved are told again. If it is not known what happened,
-everything that the engine may hold is looked up.
+Any process that shares the registry can change adapters. This task reads the feed five times a second, which also
+invalidates the registry's cache. The engine forgets versions that no name has any more, and receives the pins again
+when one has moved. When the feed cannot say what was missed, every version that the engine may hold is looked up.
 
-While the registry does not answer, requests go on with what is known here; when it is back, the feed tells the rest.
+While the registry does not answer, requests are served with the cached entries. The feed delivers the missed changes
+afterwards.
 """
 
 import asyncio
@@ -22,23 +23,23 @@ __all__ = ["ChangeFollower", "VersionHolder"]
 
 _log = logging.getLogger(__name__)
 
-# Every process is to know within a second.
+# Every process must know of a change within a second.
 _POLL_S = 0.2
 
 
 class VersionHolder(Protocol):
-    """An engine, as far as it matters here."""
+    """The part of the engine's client that the follower uses."""
 
     @property
     def versions(self) -> Set[AdapterVersion]:
-        """What it may hold."""
+        """The versions that the engine may hold."""
 
     async def forget(self, version: AdapterVersion) -> None:
-        """Raises EngineUnavailable; one that is not there has nothing to forget."""
+        """Makes the engine drop a version. A version that it does not hold is no error. Raises EngineUnavailable."""
 
 
 class ChangeFollower:
-    """Lives on one event loop. on_moved_pin: called when something else may be pinned."""
+    """Runs on one event loop. on_moved_pin: called when the set of pinned versions may have changed."""
 
     def __init__(self, registry: Registry, engine: VersionHolder, on_moved_pin: Callable[[], None]) -> None:
         self._registry = registry
@@ -46,7 +47,7 @@ class ChangeFollower:
         self._on_moved_pin = on_moved_pin
 
     async def run(self) -> None:
-        """Follows, until cancelled."""
+        """Follows the feed until cancelled."""
         cursor: str | None = None
         answers = True
         while True:
@@ -54,7 +55,7 @@ class ChangeFollower:
             try:
                 changes = await asyncio.to_thread(self._registry.changes, cursor)
                 await self._pass_on(changes)
-                # Not before: what could not be passed on is read again.
+                # The cursor advances only now, so that changes that could not be passed on are read again.
                 cursor, is_all = changes.cursor, changes.is_all
                 if not answers:
                     _log.info("the registry answers again")
@@ -75,7 +76,7 @@ class ChangeFollower:
         else:
             suspects = dict.fromkeys(version for change in changes.changes for version in change.orphaned)
         if suspects:
-            # It may have been pushed again since.
+            # A version may have been pushed again since the change.
             named = await asyncio.to_thread(self._registry.named, suspects)
             for version in suspects:
                 if version not in named:

@@ -1,7 +1,7 @@
-"""Has each upload inspected in a process of its own, and reports the outcome.
+"""Runs the inspection of each upload in a process of its own and reports the outcome.
 
-A process that crashes, hangs or exceeds a limit ends alone: only its upload is refused, with the reason. Tenants share
-a few such processes in fair order. An upload that is cancelled while it waits is never inspected.
+If the process crashes, hangs or exceeds a limit, only its upload is refused, with the reason. All tenants share a few
+such processes in fair order. An upload that is cancelled while it waits is never inspected.
 """
 
 import asyncio
@@ -25,26 +25,26 @@ from slora_kernels.layout import ModelShape
 
 __all__ = ["InspectionBounds", "Inspector"]
 
-# Only what Python needs to start: no secret reaches a process that opens untrusted files.
+# Only what Python needs to start. A process that opens untrusted files receives no secret.
 _PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 # One thread, because the cores serve requests.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-# A config of 1 MiB and two texts of 256 KiB; JSON may write six bytes for each of theirs.
+# A config of 1 MiB and two texts of 256 KiB. JSON may need six bytes for each byte of these.
 _MAX_ANSWER_BYTES = 16 << 20
-# Two of them are for tenants that hold none, so that two tenants never hold all.
+# Two are reserved for tenants that hold none, so that two tenants never hold all inspectors.
 _NUM_INSPECTORS, _NUM_RESERVED = 4, 2
-# More uploads of one tenant are refused before they get here.
+# Admission refuses an upload before a tenant has this many waiting here.
 _MAX_WAITING = 64
 
 
 @dataclass(frozen=True, slots=True)
 class InspectionBounds:
-    """What the inspection of one upload may use: private memory, and CPU time that grows with the upload.
+    """The limits of one inspection: private memory, and CPU time that grows with the size of the upload.
 
-    The time on the clock is limited to `patience` times the CPU time, for a process that hangs. It is generous, because
-    on a machine with many busy programs an inspection of one CPU second can take minutes.
+    The wall-clock time is limited to `patience` times the CPU time, to end a process that hangs. This limit is
+    generous, because on a busy machine an inspection of one CPU second can take minutes.
 
-    Worked example: 80 MiB may use 5 + 10 s of CPU time; reading and checking them takes about one.
+    Worked example: an upload of 80 MiB may use 5 + 10 s of CPU time; reading and checking it takes about one second.
     """
 
     memory_bytes: int = 512 << 20
@@ -58,7 +58,7 @@ class InspectionBounds:
 
 
 class Inspector:
-    """Inspects adapters for a base model of `shape` by `limits`, and writes only to the quarantine."""
+    """Inspects adapters for a base model of `shape` within `limits`. It writes only to the quarantine."""
 
     def __init__(
         self, quarantine: Quarantine, shape: ModelShape, limits: AdapterLimits, bounds: InspectionBounds
@@ -73,7 +73,8 @@ class Inspector:
 
     @asynccontextmanager
     async def inspect(self, tenant: str, source: Path) -> AsyncIterator[CheckedAdapter]:
-        """The adapter in `source`, a PEFT directory or an archive of one. Its files exist as long as the context.
+        """Inspects the adapter in `source`, a PEFT directory or an archive of one. Its files exist for the duration of
+        the context.
 
         Raises AdapterInvalid with every reason, InspectionFailed, DiskFull, or TenantBusy.
         """
@@ -130,7 +131,7 @@ async def _start(task: InspectionTask) -> Process:
 
 
 async def _read_line(process: Process) -> bytes:
-    """The answer; empty if it is longer than any valid one."""
+    """Returns the answer, or nothing if it is longer than any valid answer."""
     assert process.stdout is not None
     try:
         return await process.stdout.readline()

@@ -1,10 +1,10 @@
-"""Adapters that lie on this machine, below one directory that the operator has named: for those who come from vLLM.
+"""Copies adapters from a directory on the server's disk, for operators who migrate from vLLM.
 
-A path is taken below that directory, and every link on the way is followed before it is judged, so none leads out of
-it. The files are copied into the quarantine, each opened once, and go the way of an upload from there: what changes
-below the directory meanwhile changes nothing here.
+The operator names one root directory. Paths are resolved below it, and symbolic links are followed before the check, so
+no link leads out of it. Each file is opened once and copied into the quarantine, and is then inspected like an upload.
+Later changes below the root have no effect on the adapter.
 
-Knows no HTTP and nothing of what is in the files.
+This module knows no HTTP and does not interpret the files.
 """
 
 import asyncio
@@ -26,9 +26,10 @@ _CHUNK_BYTES = 1 << 20
 
 
 class LocalAdapters:
-    """root: None where nothing is to be read from this machine. max_bytes: the largest file that is copied.
+    """root: the root directory; None if the server reads no local adapters.
+    max_bytes: the largest file that is copied.
 
-    Raises ConfigError if the root is no directory.
+    Raises ConfigError if the root is not a directory.
     """
 
     def __init__(self, root: Path | None, quarantine: Quarantine, max_bytes: int) -> None:
@@ -40,9 +41,11 @@ class LocalAdapters:
 
     @asynccontextmanager
     async def copy(self, path: str) -> AsyncIterator[Path]:
-        """A copy of the PEFT directory at `path`, absolute or below the root, for as long as the context.
+        """Copies the PEFT directory at `path`, which is absolute or relative to the root. The copy exists for the
+        duration of the context.
 
-        Raises Forbidden where nothing is read from this machine, BadRequest for what is too large or outside the root.
+        Raises Forbidden if the server reads no local adapters, and BadRequest if a file is too large or outside the
+        root.
         """
         if self._root is None:
             raise Forbidden(
@@ -64,7 +67,8 @@ def _copy_members(root: Path, path: str, directory: Path, max_bytes: int) -> Non
     except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
         if is_full(error):
             raise
-        # The same words for what is elsewhere and for what is nowhere: paths outside are nobody's business.
+        # The message is the same for a path outside the root and for a missing one, so a client cannot probe the file
+        # system.
         raise BadRequest(
             f"`lora_path` is {path[:256]!r}; it must be an adapter's directory below this server's lora_root.",
             "lora_path",
@@ -72,7 +76,7 @@ def _copy_members(root: Path, path: str, directory: Path, max_bytes: int) -> Non
 
 
 def _below(root: Path, path: Path) -> Path:
-    """Where the path leads, links followed. Raises FileNotFoundError if that is not below the root."""
+    """Resolves all links in the path. Raises FileNotFoundError if the result is not below the root."""
     real = path.resolve(strict=True)
     if not real.is_relative_to(root):
         raise FileNotFoundError
@@ -80,8 +84,8 @@ def _below(root: Path, path: Path) -> Path:
 
 
 def _copy(source: Path, target: Path, max_bytes: int) -> None:
-    """Raises BadRequest if it is too large, OSError if it has become a link since it was resolved, or is no file:
-    nobody waits for a pipe's writer.
+    """Copies a regular file. Raises BadRequest if it is too large, and OSError if it is not a regular file or has
+    become a link since it was resolved. O_NONBLOCK keeps a named pipe without a writer from blocking the open.
     """
     descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
@@ -89,7 +93,7 @@ def _copy(source: Path, target: Path, max_bytes: int) -> None:
             raise FileNotFoundError
         with target.open("xb") as copy:
             while chunk := file.read(_CHUNK_BYTES):
-                # Counted as it comes: a file may grow.
+                # Counted while copying, because the file may grow.
                 if copy.tell() + len(chunk) > max_bytes:
                     raise BadRequest(
                         f"{target.name} is larger than {max_bytes} bytes, this server's limit (max_upload_bytes).",

@@ -1,11 +1,11 @@
-"""What each tenant may call: the base model and its own adapters, by name; and how adapters come and go.
+"""The models of each tenant by name (the base model and the tenant's adapters), and how adapters are added and removed.
 
-Names are looked up in the registry at each request, once: so a new version answers in the next one, one that is gone
-does not, and a request that has begun stays with its version. A name of another tenant is not found, in the same words
-as a name that nobody has. Lookups that take some ten microseconds run on the event loop, those that another host
-answers on a thread, as does whatever writes or reads weights.
+A request looks its model up in the registry once. A new version is therefore used by the next request, a deleted
+version is refused, and a request that has started keeps its version. A name of another tenant gives the same error as a
+name that does not exist. Lookups of some ten microseconds run on the event loop. Lookups over the network, and
+everything that writes or reads weights, run on a thread.
 
-Knows no HTTP; its dictionaries are the API's JSON.
+This module knows no HTTP. Its dictionaries are the JSON of the API.
 """
 
 import asyncio
@@ -51,9 +51,9 @@ __all__ = ["DEFAULT_MODEL", "BaseModel", "ModelCatalog"]
 
 _log = logging.getLogger(__name__)
 
-# The name that stands for the key's own adapter.
+# A request with this model name uses the default adapter of its API key.
 DEFAULT_MODEL = "default"
-# At once; a server that takes more uploads than this lets the others wait for their trial.
+# Uploads that are tried out and published at once. Further uploads wait for a thread.
 _MAX_PUBLISHING = 16
 
 Json = dict[str, Any]
@@ -66,7 +66,7 @@ async def _await_always(inspection: Coroutine[Any, Any, CheckedAdapter]) -> Chec
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """The one model that is shared. created_at: seconds since 1970, when this server started."""
+    """The base model, which all tenants share. created_at: Unix time at which this server started."""
 
     name: str
     identity: BaseIdentity
@@ -75,7 +75,7 @@ class BaseModel:
 
 
 class ModelCatalog:
-    """The models of all tenants, each tenant's for itself."""
+    """The models of all tenants. Each call sees only one tenant's."""
 
     def __init__(
         self,
@@ -96,15 +96,16 @@ class ModelCatalog:
         self._inspector = inspector
         self._quota = quota
         self._canary = canary
-        # They wait while the engine tries an adapter out; those that everybody shares must not.
+        # Each of these threads waits for a canary. asyncio's default threads are shared and must not wait that long.
         self._publishers = ThreadPoolExecutor(_MAX_PUBLISHING, "publish")
-        # A tenant's uploads are tried out one at a time. Each lock lives for as long as an upload uses it.
+        # One lock per tenant, so that its uploads are tried out one at a time. A lock exists only while an upload uses
+        # it.
         self._publishing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def check_key_adapter(self, reference: str) -> None:
-        """Checks the adapter that a new key is to have as its default; it need not exist yet.
+        """Checks the reference that a new API key has as its default adapter. The adapter need not exist yet.
 
-        Raises BadRequest for a name that no adapter can ever have.
+        Raises BadRequest for a name that no adapter can have.
         """
         name, at, _ = reference.partition("@")
         if name == DEFAULT_MODEL or (name == self._base.name and at):
@@ -117,9 +118,13 @@ class ModelCatalog:
     async def find_model(
         self, key: KeyRecord, name: str, user: str | None = None, *, is_doubtful: bool = False
     ) -> ServedModel:
-        """What `name` means for this key. Where an alias points at several versions, the same `user` gets the same, and
-        None a drawn one. is_doubtful: what it meant a moment ago is not there any more. Raises ModelNotFound, and
-        StoreUnavailable for a name that is not known here while the registry does not answer.
+        """Returns what `name` means for this API key.
+
+        user: if an alias splits requests between versions, the same user always gets the same version. None chooses at
+        random.
+        is_doubtful: skip the cached entry, because the version that it gave is deleted.
+
+        Raises ModelNotFound, and StoreUnavailable for a name that is not cached while the registry does not answer.
         """
         wanted = self._reference(key, name)
         if wanted is None:
@@ -134,7 +139,7 @@ class ModelCatalog:
         try:
             own = read_generation_defaults(extras.generation_config)
         except ValueError as error:
-            # It was accepted by a release that checked less.
+            # An earlier release with fewer checks accepted it.
             raise BadRequest(
                 f"The generation_config.json of `{record.label}` is refused: {error}. Upload the adapter again without "
                 "that value.",
@@ -145,9 +150,9 @@ class ModelCatalog:
         )
 
     def list_models(self, key: KeyRecord, limit: int | None = None, after: str | None = None) -> Json:
-        """The base model and the tenant's names and aliases, in OpenAI's form; single versions go without saying.
+        """Lists the base model and the tenant's names and aliases in OpenAI's form. Single versions are not listed.
 
-        A page of them, or all if there is no `limit`. Raises BadRequest if `after` can be none of them.
+        limit: items per page; None lists all. after: the last model of the page before; BadRequest if it cannot be one.
         """
         models = [self._base_model()] if after is None else []
         behind = None if after in (None, self._base.name) else _name_and_alias(after)
@@ -158,7 +163,7 @@ class ModelCatalog:
         return list_json(models, "id", limit)
 
     def describe_model(self, key: KeyRecord, name: str) -> Json:
-        """One of them, or one version. Raises ModelNotFound."""
+        """Describes a listed model or a single version. Raises ModelNotFound."""
         wanted = self._reference(key, name)
         if wanted is None:
             return self._base_model()
@@ -169,7 +174,7 @@ class ModelCatalog:
         return self._adapter_model(record.label, record)
 
     def list_adapters(self, tenant: str, limit: int = DEFAULT_LIMIT, after: str | None = None) -> Json:
-        """A page of the tenant's names, sorted."""
+        """Lists a page of the tenant's names, sorted."""
         rollouts = self._adapters.registry.list(tenant, limit=limit + 1, after=after)
         return list_json([adapter_json(rollout) for rollout in rollouts], "name", limit)
 
@@ -183,7 +188,7 @@ class ModelCatalog:
     def list_versions(
         self, tenant: str, name: str, limit: int = DEFAULT_LIMIT, after: int | None = None
     ) -> Json:
-        """A page of a name's, newest first. Raises AdapterNotFound."""
+        """Lists a page of the versions of a name, newest first. Raises AdapterNotFound."""
         registry = self._adapters.registry
         rollouts = registry.aliases(tenant, name)
         records = registry.versions(tenant, name, limit=limit + 1, after=after)
@@ -197,17 +202,20 @@ class ModelCatalog:
         base_fingerprint: str | None = None,
         await_inspection: AwaitInspection = _await_always,
     ) -> Json:
-        """Checks the adapter in `source`, a PEFT directory or an archive of one, stores it durably, and makes it the
-        name's next version. base_fingerprint: of the base that it was trained on, if that is known. await_inspection:
-        awaits the inspection, and may cancel it; after it, the upload is finished in any case.
+        """Inspects the adapter in `source`, tries it out, stores it durably, and makes it the next version of `name`.
 
-        `new_version` is False in the answer if the newest version is the same adapter: that one is it, so that a lost
-        answer can be asked for again. Raises EngineUnavailable, BadRequest, AdapterInvalid with all reasons,
+        source: a PEFT directory or an archive of one.
+        base_fingerprint: fingerprint of the base model that the adapter was trained on, if the client sent it.
+        await_inspection: awaits the inspection and may cancel it. After the inspection, the upload always runs to its
+        end.
+
+        If the newest version is the same adapter, it is returned with `new_version` False. An upload whose answer was
+        lost can therefore be sent again. Raises EngineUnavailable, BadRequest, AdapterInvalid with all reasons,
         InspectionFailed, QuotaExceeded, StoreUnavailable.
         """
         self._check_name(name)
         if not self._client.ready:
-            # Told before the work, too: without an engine nothing can be tried out.
+            # Checked before the work, too: without an engine no adapter can be tried out.
             raise EngineUnavailable(
                 "the engine is starting, and no adapter is accepted untried; upload it again"
             )
@@ -231,9 +239,10 @@ class ModelCatalog:
         }
 
     async def delete(self, tenant: str, reference: str, *, force: bool = False) -> None:
-        """A version, or a name with all of its versions. Raises ModelNotFound, BadAlias, InUse; see `Registry.delete`.
+        """Deletes a version, or a name with all its versions. Raises ModelNotFound, BadAlias, InUse; see
+        `Registry.delete`.
 
-        Requests that run on what is deleted finish; then its pages, prefixes and copies are free.
+        Running requests that use a deleted version finish. After that its pages, prefixes and copies are freed.
         """
         try:
             removal = await asyncio.to_thread(self._adapters.withdraw, tenant, reference, force=force)
@@ -242,14 +251,15 @@ class ModelCatalog:
         except AdapterInUse as error:
             raise InUse(reference, error.aliases) from None
         for version in removal.orphaned:
-            with suppress(EngineUnavailable):  # one that just died has nothing to forget
+            with suppress(EngineUnavailable):  # a new engine starts without adapters
                 await self._client.forget(version)
         if removal.moved_pin:
             self._pinning.refresh()
 
     async def prewarm(self, key: KeyRecord, reference: str) -> Json:
-        """Begins to bring all versions that the reference stands for near the next request for them; nothing has to
-        leave the pool for it. Says where each is now. Raises ModelNotFound, EngineUnavailable.
+        """Starts to load all versions that the reference stands for, and returns where each of them is now.
+
+        A version is copied into the page pool only if that needs no eviction. Raises ModelNotFound, EngineUnavailable.
         """
         records = await asyncio.to_thread(self._find_versions, key.tenant, reference)
         versions = [
@@ -263,8 +273,12 @@ class ModelCatalog:
         return {"object": "adapter.prewarm", "name": reference, "versions": versions}
 
     async def sweep(self) -> None:
-        """Drops what crashes have left in the store, until cancelled: at the start, and again whenever what was being
-        uploaded at the last time has come or lost its claim. Beside all else: it looks at each blob."""
+        """Deletes blobs that crashed uploads left in the store, until cancelled. It runs on a thread, because it looks
+        at every blob.
+
+        It runs at the start and then every `RESERVATION_S`. Within that time, an upload has finished or its reservation
+        has expired.
+        """
         while True:
             try:
                 await asyncio.to_thread(self._adapters.sweep)
@@ -275,10 +289,13 @@ class ModelCatalog:
     async def _try_and_keep(
         self, tenant: str, name: str, adapter: CheckedAdapter
     ) -> tuple[Publication, float | None]:
-        """Publishes it if its tenant may have it and it answers as an adapter should. Returns what the canary found,
-        too; None for the newest version again, which takes nothing and was tried out when it came.
+        """Checks the tenant's quota, runs the canary, and publishes the adapter. Returns the publication and the change
+        of log-probabilities that the canary found.
 
-        What the trial brought into the engine leaves it again: it was loaded whatever its tenant may hold of the pool.
+        If the newest version is the same adapter, the change is None: that version was tried out when it was uploaded.
+
+        The trial loads the adapter without regard to the tenant's share of the pool. The engine therefore forgets the
+        adapter afterwards, unless the tenant had these weights before.
         """
         loop = asyncio.get_running_loop()
         registry = self._adapters.registry
@@ -291,7 +308,7 @@ class ModelCatalog:
         newest = await asyncio.to_thread(registry.newest, tenant, name)
         if newest is not None and newest.holds(version, adapter.extras):
             return await asyncio.to_thread(publish), None
-        # Checked before the trial, to save work, and again with the lock that makes the version.
+        # Checked before the trial to save work, and again under the lock that creates the version.
         holdings = await asyncio.to_thread(registry.holdings, tenant, adapter.digest)
         check(holdings)
         effects: list[float] = []
@@ -309,7 +326,7 @@ class ModelCatalog:
         return published, effects[0]
 
     async def _predict_load_ms(self, adapter: CheckedAdapter) -> dict[str, float | None] | None:
-        """By what loads took lately; see `LoadPaces.load_ms`. None if the engine has just died."""
+        """Predicts load times from recent loads; see `LoadPaces.load_ms`. None if the engine has just died."""
         try:
             paces = (await self._client.stats()).load_paces
         except EngineUnavailable:
@@ -317,7 +334,7 @@ class ModelCatalog:
         return paces.load_ms(adapter.certificate.pool_bytes, self._adapters.store.tiers)
 
     def _reference(self, key: KeyRecord, name: str) -> str | None:
-        """The adapter that `name` means for this key; None for the base model."""
+        """Returns the reference of the adapter that `name` means for this API key; None for the base model."""
         wanted = key.adapter if name == DEFAULT_MODEL else name
         return None if wanted == self._base.name else wanted
 
@@ -336,12 +353,12 @@ class ModelCatalog:
             raise ModelNotFound(reference) from None
 
     def _find_versions(self, tenant: str, reference: str) -> list[AdapterRecord]:
-        """All that it stands for."""
+        """Returns all versions that the reference stands for."""
         rollout = self._find_rollout(tenant, reference)
         return [self._find_version(tenant, reference)] if rollout is None else [*rollout.records.values()]
 
     def _find_rollout(self, tenant: str, reference: str) -> Rollout | None:
-        """None if it is no name or alias that is there."""
+        """Returns None if the reference is not an existing name or alias."""
         try:
             return self._adapters.registry.rollout(tenant, reference)
         except AdapterNotFound:
@@ -382,7 +399,7 @@ class ModelCatalog:
         }
 
     def _max_model_len(self) -> int | None:
-        """Known once there has been an engine."""
+        """Returns None until an engine has connected for the first time."""
         try:
             return self._client.info.max_model_len
         except EngineUnavailable:

@@ -1,15 +1,15 @@
-"""Which adapters the operator pins, within which bounds, and how the engine hears of it.
+"""Pins adapters on the operator's order, checks the bounds of pins, and sends all pins to the engine.
 
-The database has the pins; the engine is told all of them at once: when it says hello, and after each change of a pin,
-of a pinned alias or of a tenant's share. One task reads and tells, so what the engine hears last is what was read last.
+The database holds the pins. The engine receives the complete list when it connects, and after each change of a pin, of
+a pinned alias, or of a tenant's share. One task reads and sends the list, so the engine always has the latest one.
 
-What is pinned is an alias, `latest` where it is a bare name: with it all versions that it points at, both sides of a
-canary too, and after a push, a move or a rollback those that it points at then. A version that no pinned alias points
-at any more leaves the pool like any other adapter. A single version has no pin of its own: an alias for it has.
+A pin belongs to an alias; a bare name means its alias `latest`. All versions that the alias points at are pinned,
+including both sides of a split. After a push, move or rollback, the pin applies to the new targets. A version that no
+pinned alias points at can be evicted again. A single version cannot be pinned; create an alias for it.
 
-Pins take at most half of the pool, and of one tenant at most its max_pool_share, when they are made and when that is
-lowered. A tenant that moves a pinned alias to larger weights is not refused; the engine keeps to the bounds, and what
-is beyond them is loaded when it is asked for, like any other adapter.
+Pins may use at most half of the pool, and those of one tenant at most its max_pool_share. Both are checked when a pin
+is made, and the second one also when max_pool_share is lowered. Moving a pinned alias to larger weights is not refused.
+The engine then keeps to the bounds: it loads versions beyond them on request, like any other adapter.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ __all__ = ["Pinning"]
 _log = logging.getLogger(__name__)
 
 _PAUSE_S = 1.0
-# Of what is pinned, in a message.
+# Pins that an error message names.
 _MOST_SHOWN = 5
 
 
 class Pinning:
-    """Lives on one event loop. `run` must be running for the engine to hear of anything."""
+    """Runs on one event loop. The engine receives pins only while `run` is running."""
 
     def __init__(self, registry: Registry, tenancy: Tenancy, client: EngineClient) -> None:
         self._registry = registry
@@ -46,43 +46,47 @@ class Pinning:
         self._is_stale = asyncio.Event()
 
     async def pin(self, tenant: str, name: str) -> Rollout:
-        """`name` may be `name@alias`. Again changes nothing. Raises NotFound, BadAlias, PinsFull, and EngineUnavailable
-        before the pool's size is known.
+        """Pins `name` or `name@alias`; pinning it again is a no-op.
+
+        Raises NotFound, BadAlias, PinsFull, and EngineUnavailable before the pool's size is known.
         """
         record = await asyncio.to_thread(self._pin, tenant, name)
         self.refresh()
         return record
 
     async def unpin(self, tenant: str, name: str) -> Rollout:
-        """`name` may be `name@alias`. Again changes nothing. Raises NotFound, BadAlias."""
+        """Unpins `name` or `name@alias`; unpinning it again is a no-op. Raises NotFound, BadAlias."""
         record = await asyncio.to_thread(self._unpin, tenant, name)
         self.refresh()
         return record
 
     async def list(self) -> Sequence[Rollout]:
-        """All that is pinned, by tenant, name and alias."""
+        """Lists the pins of all tenants, sorted by tenant, name and alias."""
         return await asyncio.to_thread(self._registry.pinned)
 
     async def change_share(self, tenant: str, changes: ShareChanges) -> Tenant:
-        """Raises what `Tenancy.change_share` raises, and PinsFull if a lower max_pool_share would not hold what is
-        pinned of the tenant; EngineUnavailable before the pool's size is known."""
+        """Changes a tenant's share. Raises what `Tenancy.change_share` raises.
+
+        Raises PinsFull if the tenant's pins exceed a lowered max_pool_share, and EngineUnavailable before the pool's
+        size is known.
+        """
         changed = await asyncio.to_thread(self._tenancy.change_share, tenant, changes, self._check_ceiling)
         self.refresh()
         return changed
 
     def refresh(self) -> None:
-        """Something has changed, or there is another engine."""
+        """Schedules sending the pins again: they have changed, or a new engine has connected."""
         self._is_stale.set()
 
     async def run(self) -> None:
-        """Tells the engine, until cancelled."""
+        """Sends the pins to the engine after each `refresh`, until cancelled."""
         while True:
             await self._is_stale.wait()
             self._is_stale.clear()
             try:
                 await self._client.set_pins(await asyncio.to_thread(self._read))
             except EngineUnavailable:
-                pass  # the next one says hello
+                pass  # the next engine asks for the pins when it connects
             except StoreUnavailable as error:
                 _log.error("the engine can't be told what is pinned: %s; trying again", error)
                 await asyncio.sleep(_PAUSE_S)
@@ -93,7 +97,7 @@ class Pinning:
         info = self._client.info
 
         def check(wanted: Rollout, others: Sequence[Rollout]) -> None:
-            # Read inside the transaction: a share that is lowered meanwhile counts.
+            # Read inside the transaction, so that a share that is lowered at the same time counts.
             _check_room(wanted, others, self._tenancy.find_tenant(tenant), info)
 
         try:
@@ -151,7 +155,7 @@ def _check_room(wanted: Rollout, others: Iterable[Rollout], owner: Tenant, info:
 
 
 def _most_own(owner: Tenant, info: EngineInfo) -> int:
-    """Pages; rounded as the engine does."""
+    """The pages that the tenant's pins may use, rounded as the engine rounds."""
     return int(owner.share.max_share * info.num_pages + 1e-6)
 
 

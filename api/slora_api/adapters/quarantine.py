@@ -1,6 +1,7 @@
-"""Where uploaded files lie until they have been checked: a folder for each upload, deleted at its end.
+"""Holds uploaded files until they have been checked, in one folder per upload. The folder is deleted when the upload
+ends.
 
-The code that fills a folder bounds what goes into it. Admission bounds how many folders there are at once.
+The code that fills a folder bounds its contents. Admission bounds the number of folders.
 """
 
 import asyncio
@@ -21,9 +22,9 @@ _log = logging.getLogger(__name__)
 
 
 class Quarantine:
-    """Owns one directory, and empties it when it starts: what is there then, a killed server left behind.
+    """Owns one directory and empties it at the start, because a killed server may have left files there.
 
-    reserve: of the disk; None for none.
+    reserve: the disk reserve; None if there is none.
     """
 
     def __init__(self, directory: Path, reserve: DiskReserve | None = None) -> None:
@@ -34,8 +35,9 @@ class Quarantine:
 
     @asynccontextmanager
     async def folder(self) -> AsyncIterator[Path]:
-        """An empty folder, deleted with the context, whatever happened. Raises DiskFull if there is no room for what
-        the context writes."""
+        """Yields an empty folder and always deletes it at the end of the context. Raises DiskFull if the disk has no
+        room for what the context writes.
+        """
         if self._reserve is not None:
             self._reserve.check()
         try:
@@ -43,13 +45,14 @@ class Quarantine:
             try:
                 yield folder
             finally:
-                # On a thread: a disk that stalls must not stall all tenants' tokens.
+                # On a thread: a stalled disk must not delay the tokens of all tenants.
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         except OSError as error:
             if not is_full(error):
                 raise
             _log.error("an upload finds no room in %s: %s", self._directory, error)
             if self._reserve is not None:
-                # The folder is gone: an upload that is too large for the disk must not refuse other changes.
+                # The folder is deleted by now. One upload that is too large for the disk must not make the server
+                # read-only.
                 await asyncio.to_thread(self._reserve.watch)
             raise DiskFull(self._directory.parent) from None

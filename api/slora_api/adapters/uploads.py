@@ -1,10 +1,10 @@
-"""Receives an adapter as multipart/form-data and leaves its files, or an archive of them, in quarantine for inspection.
+"""Receives an adapter as multipart/form-data and writes its files, or an archive of them, to the quarantine.
 
-The parts are written to disk as they arrive, so an upload of any size takes no memory. The body limit bounds the size
-and the pace of the whole body, and each small part has a cap of its own. The files get fixed names; the client's names
-only serve to refuse pickles. The folder is removed when the upload has ended, with or without an error.
+The parts are written to disk as they arrive, so the memory used does not grow with the upload. The body limit bounds
+the size and the rate of the whole body, and each small part has a limit of its own. The files get fixed names. The
+client's file names only serve to refuse pickles. The folder is deleted when the upload ends, with or without an error.
 
-Knows nothing of what is in the files.
+This module does not interpret the files.
 """
 
 import asyncio
@@ -36,10 +36,10 @@ _FILES: Mapping[str, str] = {
     "generation_config": GENERATION_NAME,
 }
 _REQUIRED_FILES = ("config", "weights")
-# Takes the place of all these files.
+# Field that replaces all these files.
 _ARCHIVE = "archive"
 _ARCHIVE_NAME = "archive"
-# Bounded by the body limit alone; the others are small.
+# Fields that only the body limit bounds. All others are small.
 _LARGE_FILES = ("weights", _ARCHIVE)
 _TEXTS = ("name", "base_fingerprint")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -47,15 +47,16 @@ _MAX_TEXT_BYTES = 256
 # Everything but the weights; tokenizer configs that list every added token reach a few hundred kilobytes.
 _MAX_SMALL_FILE_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 1024
-# What is handed to the parsing thread at once: a thread's round trip costs 50 us, which this much data hides.
+# Bytes handed to the parsing thread at once. The thread's round trip costs 50 us, which is small beside this much data.
 _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """What was sent. source: a directory that looks like the one PEFT saved, or an archive of one, a file.
+    """One received upload.
 
-    base_fingerprint: of the base that it was trained on; None if nothing was said.
+    source: a directory with the files of a PEFT adapter, or an archive file.
+    base_fingerprint: fingerprint of the base model that the adapter was trained on; None if the client sent none.
     """
 
     name: str
@@ -64,7 +65,10 @@ class Upload:
 
 
 class _Part:
-    """The part being received: where its bytes go and how many there may be."""
+    """The part that is being received.
+
+    file: where its bytes are written; None collects them in `text`. max_bytes: limit of its size; None for no limit.
+    """
 
     __slots__ = ("field", "file", "max_bytes", "num_bytes", "text")
 
@@ -196,7 +200,7 @@ class Uploads:
 
     @asynccontextmanager
     async def receive(self, content_type: str, stream: AsyncIterator[bytes]) -> AsyncIterator[Upload]:
-        """The upload in `stream`; its files last as long as the context.
+        """Receives the upload in `stream`. Its files exist for the duration of the context.
 
         Raises BadRequest, AdapterInvalid, and what `stream` raises.
         """
@@ -216,7 +220,7 @@ class Uploads:
 
 
 async def _receive(receiver: _Receiver, stream: AsyncIterator[bytes]) -> None:
-    """Feeds the parser in large pieces, on a thread, because a slow disk must not hold up the event loop."""
+    """Feeds the parser in large pieces on a thread, because a slow disk must not block the event loop."""
     pending: list[bytes] = []
     num_bytes = 0
     async for chunk in stream:
