@@ -1,9 +1,9 @@
-"""The masks that transformers builds for plain attention, read as functions of positions.
+"""Compares the masks of transformers' plain attention with the masks that paged attention implements.
 
-An attention function that is registered without a mask function is given no mask: transformers then assumes that the
-function masks by itself. Paged attention knows the causal mask and the causal mask within a window. A model whose
-layers are masked in another way, or whose attention calls do not name their window, would get wrong answers there. The
-model is therefore run once more with a mask function that keeps each layer's mask, so that the two can be compared.
+transformers builds no mask for an attention function that is registered without a mask function: it assumes that the
+function masks by itself. Paged attention implements the causal mask, and the causal mask within a sliding window. A
+model with other masks, or whose attention calls do not pass their window, would get wrong answers. The model is
+therefore run a second time with a mask function that records the mask of each layer, so that the two can be compared.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,42 +14,43 @@ from torch import Tensor
 
 __all__ = ["MaskFunction", "MaskRecord", "describe_mask_difference"]
 
-# Whether a query sees a key, from indices of batch, head, query and key. Takes tensors and returns one.
+# Returns whether a query sees a key, from the indices of batch, head, query and key. All are tensors.
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# Distances at which masks may change, where no length of the config says so.
+# Distances at which a mask may change, beside the lengths in the config.
 _COMMON_DISTANCES = tuple(1 << exponent for exponent in range(21))
 
 
 class MaskRecord:
-    """Remembers which mask function made which mask of one forward pass on the meta device."""
+    """Records which mask function built which mask in one forward pass on the meta device."""
 
     def __init__(self) -> None:
         self._made: list[tuple[Tensor, MaskFunction]] = []
 
     def make(self, *, q_length: int, kv_length: int, mask_function: MaskFunction, **_: Any) -> Tensor:
-        """In transformers' terms: a mask [1, 1, q_length, kv_length], without data."""
+        """transformers' mask interface: returns a mask [1, 1, q_length, kv_length] without data."""
         mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
         self._made.append((mask, mask_function))
         return mask
 
     def function_of(self, mask: Tensor) -> MaskFunction | None:
-        """None: the model built the mask itself, or changed it."""
+        """The function that built the mask. None if the model built the mask itself, or changed it."""
         return next((function for made, function in self._made if made is mask), None)
 
 
 def describe_mask_difference(
     function: MaskFunction, window: int | None, lengths: Iterable[int], max_positions: int
 ) -> str | None:
-    """How `function` differs from the causal mask within `window` tokens (None: all of them). None: it does not.
+    """Describes how `function` differs from the causal mask within `window` tokens, or returns None if it does not.
 
-    Compared at tokens before and after each of `lengths`, at multiples of it, and at powers of two.
+    window: None means that a token sees all earlier tokens. The masks are compared at tokens just before and after each
+    of `lengths`, at multiples of each length, and at powers of two.
     """
     steps = {*lengths, *_COMMON_DISTANCES} | ({window} if window is not None else set())
     edges = {factor * step + offset for step in steps for factor in (1, 2, 3) for offset in (-1, 0, 1)}
     points = torch.tensor(sorted(edge for edge in {0, *edges} if 0 <= edge < max_positions))
     queries, keys = points.repeat_interleave(len(points)), points.repeat(len(points))
-    # The tokens just inside and just outside a window are no common distances apart.
+    # The points above do not contain the pairs just inside and just outside a window.
     shifted = queries - keys
     queries, keys = torch.cat((queries, queries)), torch.cat((keys, shifted.clamp(min=0)))
     expected = keys <= queries

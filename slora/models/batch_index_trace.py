@@ -1,8 +1,8 @@
-"""Finds values that a model computes from a token's index in the batch, where its position belongs.
+"""Finds values that a model computes from a token's index in the batch, instead of its position in the sequence.
 
-A step holds tokens of many sequences, so the index in the batch says nothing about a token: a model that numbers the
-tokens itself answers one sequence by how many tokens of others stand before it. Such a model may agree with itself on
-every short prompt (Llama 4 scales queries by index, beginning at the 8,192nd token), so its arithmetic is traced.
+A step holds tokens of many sequences, so the batch index says nothing about a token. A model that uses it would answer
+one sequence differently for each number of other tokens before it. Short prompts may not show the difference: Llama 4
+scales queries by index, but only from the 8,192nd token on. So this module traces the model's arithmetic instead.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,8 @@ __all__ = ["BatchIndexTrace"]
 
 _aten = torch.ops.aten
 _NUMBERINGS = (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)
-# Operations whose indices choose rows and leave no trace in them: a mixture's tokens are numbered to be sorted.
+# Operations whose indices select rows but do not enter the values. A mixture of experts numbers its tokens to sort
+# them.
 _SELECTIONS = frozenset(
     {
         _aten.index,
@@ -36,12 +37,12 @@ _SELECTIONS = frozenset(
 
 
 class BatchIndexTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, remembers each tensor that is computed from a numbering of `num_tokens` tokens."""
+    """While entered, records every tensor that is computed from a numbering of `num_tokens` tokens."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._num_tokens = num_tokens
-        # A tensor that is kept alive keeps its id.
+        # Traced tensors are kept alive, so that their ids are not reused.
         self._traced: dict[int, Tensor] = {}
 
     def reaches(self, tensor: Tensor) -> bool:

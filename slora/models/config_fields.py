@@ -1,6 +1,6 @@
-"""Typed access to a config.json: every error names file, field and value.
+"""Typed access to a config.json. Every error names the file, the field and the value.
 
-Knows no model; null counts as left out wherever a default is given.
+This module knows no model. A field that is null counts as absent wherever there is a default.
 """
 
 import json
@@ -12,7 +12,7 @@ from slora.errors import ConfigError
 
 
 class ConfigFields:
-    """The fields of one JSON object. within: what the object is called inside its file, for errors."""
+    """The fields of one JSON object. within: the object's path inside its file, for error messages."""
 
     def __init__(self, fields: dict[str, Any], path: Path, within: str = "") -> None:
         self._fields = fields
@@ -27,12 +27,12 @@ class ConfigFields:
         return {name for name, value in self._fields.items() if value is not None}
 
     def equals(self, name: str, value: object) -> bool:
-        """Whether the field has exactly this value: JSON's 1 is neither true nor 1.0."""
+        """Whether the field has exactly this value, including its JSON type: 1 differs from true and from 1.0."""
         given = self._fields.get(name)
         return type(given) is type(value) and given == value
 
     def refusal(self, name: str, complaint: str) -> ConfigError:
-        """`complaint` follows the field and its value: "; it must be ..."."""
+        """Returns an error. `complaint` continues the message after the field and its value: "; it must be ..."."""
         return self._refuse(name, self._fields.get(name), complaint)
 
     def whole(self, name: str, default: int | None = None, *, least: int = 1, most: int | None = None) -> int:
@@ -90,7 +90,7 @@ class ConfigFields:
         return value or {}
 
     def within(self, name: str, fields: dict[str, Any]) -> "ConfigFields":
-        """`fields` as an object that errors call `name`."""
+        """Returns `fields` as an object that errors call `name`."""
         return ConfigFields(fields, self._path, f"{self._within}{name}.")
 
     def _refuse(self, name: str, value: Any, complaint: str) -> ConfigError:
@@ -106,7 +106,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Raises OSError, or ConfigError for a file that holds no JSON object."""
+    """Raises OSError, or ConfigError if the file does not hold a JSON object."""
     try:
         value = json.loads(path.read_text())
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""The lengths in tokens that a model of transformers' classes has: windows, chunks, floors.
+"""Finds the lengths in tokens at which a transformers model may change its arithmetic: windows, chunks and floors.
 
-What a model does to its tokens may change at such a length, so a proof that stays below it proves nothing beyond it.
+A test with prompts below such a length proves nothing about longer prompts.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,13 +12,13 @@ from transformers import PreTrainedConfig
 
 __all__ = ["find_lengths", "shortened"]
 
-# What the names of such fields have in common, over the classes of transformers.
+# The words that occur in the names of such fields, in all classes of transformers.
 _WORDS = ("window", "chunk", "floor")
 _NO_LENGTHS = ("max_window_layers", "chunk_size_feed_forward")
 
 
 def find_lengths(config: PreTrainedConfig) -> dict[str, int]:
-    """The lengths of the text part, by the field's name."""
+    """The lengths of the text model's config, by field name."""
     return dict(_lengths(config.get_text_config()))
 
 
@@ -54,7 +54,7 @@ def _owners(model: nn.Module) -> Iterable[Any]:
 
 
 def _lengths(owner: object) -> Iterator[tuple[str, int]]:
-    """Attributes whose name and value are those of a length. A length of one token is none."""
+    """Attributes whose name and value look like a length. A length of 1 does not count."""
     for name, value in vars(owner).items():
         if name in _NO_LENGTHS or name.endswith("_pattern") or not any(word in name for word in _WORDS):
             continue

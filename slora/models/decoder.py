@@ -1,9 +1,8 @@
-"""The decoder over flat tokens: fused qkv and gate_up, paged attention, LoRA beside each linear.
+"""Our decoder over flat tokens: fused qkv and gate_up, paged attention, and LoRA beside each linear.
 
-It serves every family that `ModelConfig` can describe: what differs is data, read when the weights are loaded.
-
-One forward pass serves prefill chunks and decode steps of many sequences at once; there is no batch axis, only the
-tokens of the step. Knows no sequence, no adapter and no page: those are in the batch's tables.
+It serves every family that `ModelConfig` can describe. The families differ in data only, which is read when the weights
+are loaded. One forward pass computes prefill chunks and decode rows of many sequences. There is no batch axis, only the
+tokens of the step. Sequences, adapters and pages appear only as the batch's tables.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +29,10 @@ _LARGE_HEAD_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """cos_sin: the layer's rope. attention_post_norm, mlp_post_norm: before the outputs join the residual."""
+    """Weights of one layer. cos_sin: the rotary table of this layer.
+
+    attention_post_norm, mlp_post_norm: applied before the output is added to the residual; None if the family has none.
+    """
 
     attention_rule: AttentionRule
     cos_sin: Tensor
@@ -55,7 +57,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Weights on `device` in `dtype`. Loading reads each tensor straight to its place in them."""
+    """The model's weights on `device` in `dtype`. Loading reads each tensor directly to its final place."""
 
     def __init__(
         self,
@@ -71,24 +73,27 @@ class Decoder:
         loader = _WeightLoader(config, reader, max_model_len)
         embedding_name = f"{config.stored_root}.embed_tokens.weight"
         self._embedding = reader.matrix(embedding_name, config.vocab_size, config.hidden_size)
-        # Rounded as a buffer of the model would be: sqrt(3072) is 55.5 in bfloat16.
+        # Rounded to the model's dtype, as transformers does: sqrt(3072) is 55.5 in bfloat16.
         scale = config.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale).to(self.device, self.dtype)
         self._layers = [loader.layer(index) for index in range(config.num_layers)]
         self._norm = loader.norm(f"{config.stored_root}.norm", config.hidden_size)
-        # As transformers does: a head that is there and differs was not tied, whatever config.json says.
+        # As in transformers: a stored head that differs from the embedding is used, even if config.json says that they
+        # are tied.
         head_name = f"{config.stored_root.removesuffix('model')}lm_head.weight"
         tied = config.tie_word_embeddings and reader.is_absent_or_same(head_name, embedding_name)
         head = self._embedding if tied else reader.matrix(head_name, config.vocab_size, config.hidden_size)
         reader.leave_out(config.left_out)
         reader.read()
-        for index in range(config.num_layers):  # one by one: for a moment each is there twice
+        # One at a time, because packing holds a second copy of the layer for a moment.
+        for index in range(config.num_layers):
             self._layers[index] = self._layers[index].packed()
-        # A tied one must stay plain to be looked up in: a large one is not worth the memory twice.
+        # A tied head must also stay unpacked for the embedding lookup. A large one is not worth a second copy in
+        # memory.
         self._lm_head = pack_weight(head) if not tied or head.nbytes <= _LARGE_HEAD_BYTES else head
 
     def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:
-        """Writes the step's KV into its pages; returns the hidden states [B', H] of the rows in `sample_rows`."""
+        """Writes the step's KV into its pages. Returns the hidden states [B', H] of the rows in `sample_rows`."""
         only_decodes = batch.attention.max_query == 1
         deltas = LoraDeltas(batch.lora, memory, kernels, self._side if only_decodes else None)
         hidden = F.embedding(batch.token_ids, self._embedding)
@@ -99,7 +104,9 @@ class Decoder:
         return _Forward(self.config, batch, memory, kernels, deltas).run(self._layers, hidden, self._norm)
 
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
-        """[N, vocab_size] of hidden states [N, H]. deltas: of adapters that reach the head, for these rows."""
+        """Computes logits [N, vocab_size] from hidden states [N, H]. deltas: LoRA at the output head, for these
+        rows.
+        """
         logits = multiply(hidden, self._lm_head)
         deltas.add(logits, hidden, self._shape.head_site)
         softcap = self.config.final_softcap
@@ -107,7 +114,7 @@ class Decoder:
 
 
 class _Forward:
-    """One forward pass: what every layer of it shares."""
+    """The inputs that all layers of one forward pass share."""
 
     def __init__(
         self,
@@ -126,7 +133,9 @@ class _Forward:
         self._deltas = deltas
 
     def run(self, layers: list[DecoderLayer], residual: Tensor, last_norm: Tensor) -> Tensor:
-        """residual [T, H] is written to; returns the normalised hidden states [B', H] of the rows in `sample_rows`."""
+        """Runs all layers. residual [T, H] is overwritten. Returns normalized hidden states [B', H] of the rows in
+        `sample_rows`.
+        """
         kernels, eps = self._kernels, self._eps
         hidden = kernels.rms_norm(residual, layers[0].attention_norm, eps)
         for index, layer in enumerate(layers):
@@ -160,7 +169,7 @@ class _Forward:
 
 
 class _WeightLoader:
-    """Finds a layer's tensors under their Hugging Face names and fuses those that read the same input."""
+    """Finds a layer's tensors by their Hugging Face names and fuses the linears that read the same input."""
 
     def __init__(self, config: ModelConfig, reader: WeightReader, max_model_len: int) -> None:
         self._config = config
@@ -169,7 +178,7 @@ class _WeightLoader:
         self._cos_sin = cos_sin_tables(config, max_model_len, reader.device)
 
     def norm(self, name: str, width: int) -> Tensor:
-        """A norm's factors; one plus a small number needs more bits than a 16-bit model's."""
+        """The weight of a norm. With norm_offset it is float32, because 1 + a small number needs more than 16 bits."""
         weight = self._reader.vector(f"{name}.weight", width)
         return 1.0 + weight.float() if self._config.norm_offset else weight
 
@@ -189,7 +198,7 @@ class _WeightLoader:
             query_key_norm=self._query_key_norm(f"{prefix}.self_attn") if config.qk_norm else None,
             attention_norm=norm("input"),
             attention_post_norm=norm("post_attention") if config.post_norms else None,
-            # Without post norms, the norm before the MLP goes by the name of what it comes after.
+            # Without post norms, the norm before the MLP is stored as post_attention_layernorm.
             mlp_norm=norm("pre_feedforward" if config.post_norms else "post_attention"),
             mlp_post_norm=norm("post_feedforward") if config.post_norms else None,
             qkv=qkv,

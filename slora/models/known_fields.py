@@ -1,7 +1,7 @@
-"""Which fields of a config.json our decoder reads, and which are known to change no logits.
+"""The fields of a config.json that our decoder reads, and the fields that are known not to change the logits.
 
-Any other field may change what the model answers: a newer checkpoint may say with it that a layer is built otherwise.
-It is refused rather than ignored. The lists are those of transformers' config classes and of what training tools add.
+Any other field is refused, because it may change the model's answers: a newer checkpoint may describe a different layer
+with it. The lists come from transformers' config classes and from the fields that training tools add.
 """
 
 from collections.abc import Mapping
@@ -94,7 +94,7 @@ _BOOKKEEPING = {
     "use_flash_attention_2",
     "use_flash_attn",
 }
-# Old checkpoints keep parameters of sampling in config.json. transformers reads them from generation_config.json alone.
+# Old checkpoints keep sampling parameters in config.json. transformers reads them from generation_config.json only.
 _SAMPLING = {
     "bad_words_ids",
     "begin_suppress_tokens",
@@ -124,7 +124,7 @@ _SAMPLING = {
     "typical_p",
 }
 _HARMLESS: set[str] = _TRAINING | _BOOKKEEPING | _SAMPLING
-# Fields that change what some models answer, with the value at which they change nothing.
+# Fields that change the answers of some models, with the value at which they change nothing.
 _NEUTRAL: Mapping[str, object] = {
     "add_cross_attention": False,
     "attention_bias": False,
@@ -140,7 +140,7 @@ _NEUTRAL: Mapping[str, object] = {
     "use_mrope": False,
     "use_sliding_window": False,
 }
-# What a config of several parts has beside the part that is the decoder.
+# Fields of a multi-part config beside the part that describes the decoder.
 _PARTS = {
     "boi_token_id",
     "boi_token_index",
@@ -178,14 +178,14 @@ _REMEDY = (
 
 
 def known_fields(family: Family) -> set[str]:
-    """The fields that are read, or harmless at least at one value."""
+    """The fields that are read, or that have at least one harmless value."""
     return _read_by(family) | _HARMLESS | _NEUTRAL.keys()
 
 
 def refuse_unknown_fields(top: ConfigFields, fields: ConfigFields, family: Family) -> None:
     """Raises ConfigError for a field that is not null, not read and not known to be harmless.
 
-    top: the whole config.json. fields: the part of it that describes the decoder, which may be all of it.
+    top: the whole config.json. fields: the part that describes the decoder, which may be the whole file.
     """
     if family.config_field is not None:
         _refuse(top, _SHARED | _PARTS | _HARMLESS | {family.config_field}, {})
@@ -193,7 +193,7 @@ def refuse_unknown_fields(top: ConfigFields, fields: ConfigFields, family: Famil
 
 
 def refuse_unknown_rope_fields(values: ConfigFields) -> None:
-    """Raises ConfigError for such a field of a table that describes rotary embedding."""
+    """Raises ConfigError for an unknown field in a table that describes rotary embedding."""
     _refuse(values, _ROPE, {})
 
 

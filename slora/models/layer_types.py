@@ -1,4 +1,4 @@
-"""Which layers attend to everything and which to a window, as a config.json says it or its family implies it."""
+"""Which layers use full attention and which a sliding window, from config.json or from the model's family."""
 
 from slora.models.config_fields import ConfigFields
 from slora.models.model_family import WindowRule
@@ -7,7 +7,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_layer_types(fields: ConfigFields, rule: WindowRule, num_layers: int) -> tuple[str, ...]:
-    """FULL or SLIDING for each layer. Raises ConfigError for types that the family does not have."""
+    """Returns FULL or SLIDING for each layer. Raises ConfigError for a type that the family does not have."""
     given = fields.texts("layer_types")
     if given is None:
         return _implied(fields, rule, num_layers)
@@ -23,7 +23,9 @@ def read_layer_types(fields: ConfigFields, rule: WindowRule, num_layers: int) ->
 def read_windows(
     fields: ConfigFields, rule: WindowRule, layer_types: tuple[str, ...], max_positions: int
 ) -> tuple[int | None, ...]:
-    """How many tokens each layer's tokens see, themselves included; None: all. As transformers counts them."""
+    """For each layer, how many tokens a token sees, itself included, as transformers counts them. None: all earlier
+    tokens.
+    """
     if SLIDING not in layer_types:
         return (None,) * len(layer_types)
     window = fields.optional_whole("sliding_window")
@@ -31,7 +33,7 @@ def read_windows(
         raise fields.refusal("sliding_window", f", but layer_types has {SLIDING}; give the window's tokens")
     if rule == "late" and not fields.flag("use_sliding_window"):
         raise fields.refusal("use_sliding_window", f", but layer_types has {SLIDING}; set it to true")
-    # A window that no sequence can outgrow is none.
+    # A window that no sequence can exceed has no effect.
     seen = window if window < max_positions else None
     return tuple(seen if layer_type == SLIDING else None for layer_type in layer_types)
 

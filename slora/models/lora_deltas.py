@@ -1,4 +1,4 @@
-"""What adapters add to the base's outputs, site by site: called by whoever computes the base."""
+"""Adds the adapters' LoRA outputs to the base model's outputs, site by site."""
 
 from collections.abc import Callable
 
@@ -12,9 +12,10 @@ from slora_kernels.ops import Kernels
 
 
 class LoraDeltas:
-    """For rows that are cut into `tiles`; with None nothing is added to any of them.
+    """The LoRA work of one step.
 
-    side: where shrinks run beside the base's matmuls; None: after them.
+    tiles: the rows and their adapters; with None nothing is added to any row.
+    side: the stream that runs shrinks beside the base's matmuls; with None they run after the matmuls.
     """
 
     def __init__(
@@ -26,7 +27,7 @@ class LoraDeltas:
         self._side = side
 
     def compute(self, base: Callable[[], Tensor], x: Tensor, site: LoraSite) -> Tensor:
-        """What `base` returns, which reads x, as `add` leaves it."""
+        """Runs `base`, which reads x, and adds the adapters' outputs to its result. Returns the sum."""
         if self._step is None or self._side is None:
             out = base()
             self.add(out, x, site)
@@ -36,19 +37,21 @@ class LoraDeltas:
         try:
             out = base()
         finally:
-            # Of a base that fails, too: x becomes somebody else's memory then.
+            # Also if `base` fails: the shrink still reads x, whose memory would otherwise be reused.
             self._side.join()
         self._kernels.expand(out, bridge, self._pages, site, step)
         return out
 
     def add(self, out: Tensor, x: Tensor, site: LoraSite) -> None:
-        """out [T, sum(site.widths)] += scale * (x A^T) B^T, with x [T, site.in_width] what the site's linears read."""
+        """out [T, sum(site.widths)] += scale * (x A^T) B^T. x [T, site.in_width]: the input of the site's linears."""
         if self._step is not None:
             bridge = self._kernels.shrink(x, self._pages, site, self._step)
             self._kernels.expand(out, bridge, self._pages, site, self._step)
 
     def add_embedding(self, out: Tensor, token_ids: Tensor, site: LoraSite) -> None:
-        """out [T, H] += scale * (columns of A for token_ids [T])^T B^T. Before a model scales its embeddings."""
+        """out [T, H] += scale * (columns of A for token_ids [T])^T B^T. Called before the model scales its
+        embeddings.
+        """
         if self._step is not None:
             bridge = self._kernels.look_up(token_ids, self._pages, site, self._step, out.dtype)
             self._kernels.expand(out, bridge, self._pages, site, self._step)

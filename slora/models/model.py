@@ -1,4 +1,4 @@
-"""The seam between the step loop and whoever computes the model: our decoder, or transformers' own classes."""
+"""The interface between the engine's steps and the model, which is our decoder or a class of transformers."""
 
 import importlib
 from collections.abc import Callable
@@ -25,34 +25,36 @@ from slora_kernels.ops import Kernels
 
 class Model(Protocol):
     def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:
-        """Writes the step's KV into its pages; returns hidden states [B', H] of the rows that become logits."""
+        """Writes the step's KV into its pages. Returns hidden states [B', H] of the rows that become logits."""
 
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
-        """[N, vocab_size] of hidden states [N, H]. deltas: of adapters that reach the head, for these rows."""
+        """Computes logits [N, vocab_size] from hidden states [N, H]. deltas: LoRA at the output head, for these
+        rows.
+        """
 
 
 @runtime_checkable
 class ReferenceModel(Model, Protocol):
-    """A model that can also be computed without our pages and kernels, to be compared with."""
+    """A model that can also compute without our pages and kernels, for comparison."""
 
     def reference_logits(self, token_ids: list[int]) -> Tensor:
-        """float32 [vocab_size]: what follows `token_ids`."""
+        """Returns the float32 logits [vocab_size] of the token that follows `token_ids`."""
 
     def lengths(self) -> dict[str, int]:
-        """Tokens at which its arithmetic may change (windows, chunks, floors), by the config's field."""
+        """Lengths in tokens at which the model's arithmetic may change (windows, chunks, floors), by config field."""
 
     def shortened(self, longest: int, short: int) -> AbstractContextManager[None]:
-        """While it lasts, each of `lengths` above `longest` is `short`."""
+        """While entered, each of `lengths` above `longest` is `short`."""
 
 
-# What `load_model` is: for whoever makes a model's weights instead of reading them.
+# The type of `load_model`, for callers that create a model's weights instead of reading them.
 LoadModel = Callable[[EngineConfig, ModelSpec, torch.dtype, torch.device, int], Model]
 
 
 def load_model(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_model_len: int
 ) -> Model:
-    """The model in `config.model`. Raises ConfigError if its files do not hold what its config.json says."""
+    """Loads the model in `config.model`. Raises ConfigError if its files do not match its config.json."""
     if spec.decoder is not None:
         return Decoder(spec.decoder, _open_weights(config, spec.decoder, dtype, device), max_model_len)
     if config.quantization != "auto":
@@ -60,7 +62,7 @@ def load_model(
             f"quantization is {config.quantization}, but transformers' classes compute this model ({spec.family}), and "
             "those are served unquantized only; leave it at auto"
         )
-    # By name: importing transformers takes seconds, which our own decoder need not wait for.
+    # Imported by name, because importing transformers takes seconds that our own decoder does not need.
     module = importlib.import_module("slora.models.transformers_decoder")
     return cast(Model, module.TransformersDecoder(spec, config.model, dtype, device))
 
@@ -68,7 +70,7 @@ def load_model(
 def _open_weights(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> WeightReader:
-    """Raises ConfigError if the weights can't be rounded as asked, or multiplied with on this device."""
+    """Raises ConfigError if the weights can't be quantized as requested, or if this device can't multiply with them."""
     name, stored = config.quantization, model.quantization
     if name not in ("auto", *FORMS):
         raise ConfigError(f"quantization is {name!r}; it must be auto, {' or '.join(FORMS)}")

@@ -1,6 +1,6 @@
-"""What a checkpoint's config.json says, reduced to what our decoder needs, or refused with the field's name.
+"""Reads a checkpoint's config.json into the values that our decoder needs. Refuses the rest, naming the field.
 
-Knows no torch: the API and loader processes read the same file to learn the shapes that adapters must have.
+This module does not import torch: the API and loader processes read the same file for the shapes of adapters.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from slora_kernels.layout import ModelShape, fuse_groups, llama_shape
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 _FUSED_PATHS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-# Of a model of several parts, what stands beside the parts' own fields holds for all.
+# Top-level fields of a multi-part config that hold for all of its parts.
 _SHARED_FIELDS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _MOST_LAYERS = 10_000
@@ -76,7 +76,7 @@ class ModelConfig:
 
     @staticmethod
     def from_directory(directory: Path) -> "ModelConfig":
-        """Reads config.json and generation_config.json. Raises ConfigError naming file and field."""
+        """Reads config.json and generation_config.json. Raises ConfigError naming the file and the field."""
         path = directory / "config.json"
         try:
             raw = read_json_object(path)
@@ -86,12 +86,14 @@ class ModelConfig:
 
     @property
     def rope_switch(self) -> int | None:
-        """The most tokens of a sequence that uses the short factors of longrope; None: no rope has two sets."""
+        """The longest sequence, in tokens, that uses longrope's short factors. None if no rope has two sets of
+        factors.
+        """
         scalings = (rope.scaling for rope in self.ropes)
         return next((s.original_max_positions for s in scalings if isinstance(s, LongRopeScaling)), None)
 
     def shape(self, element_bytes: int) -> ModelShape:
-        """The sizes that decide page and adapter layout."""
+        """The sizes that decide the layout of pages and adapters."""
         shape = llama_shape(
             self.num_layers,
             self.hidden_size,
@@ -114,7 +116,7 @@ def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> M
         raise ConfigError(f"{path}: model_type is {model_type!r}; this version serves {', '.join(FAMILIES)}")
     fields = _fields(raw, family, path)
     refuse_unknown_fields(ConfigFields(raw, path), fields, family)
-    # Each layer is listed, before anything tells whether the weights are there.
+    # Bounded here, because a list of all layers is built before it is known whether the weights exist.
     num_layers, head_dim = fields.whole("num_hidden_layers", most=_MOST_LAYERS), _head_dim(fields)
     max_positions = fields.whole("max_position_embeddings")
     layer_types = read_layer_types(fields, family.windows, num_layers)
@@ -201,13 +203,13 @@ def _activation(fields: ConfigFields, family: Family) -> Activation:
 
 
 def _reach(rope: Rope) -> int:
-    """The positions that yarn stretches to: checkpoints keep max_position_embeddings at the original."""
+    """The positions that yarn extends to. Checkpoints keep max_position_embeddings at the original length."""
     scaling = rope.scaling
     return int(scaling.original_max_positions * scaling.factor) if isinstance(scaling, YarnScaling) else 0
 
 
 def read_eos_token_ids(raw: dict[str, Any], directory: Path) -> tuple[int, ...]:
-    """generation_config.json wins: that is where chat models list every token that ends a turn."""
+    """generation_config.json has precedence: chat models list every token that ends a turn there."""
     path = directory / "generation_config.json"
     if path.exists():
         found = _parse_eos(read_json_object(path).get("eos_token_id"), path)

@@ -1,40 +1,43 @@
-"""What a `model_type` implies that config.json does not say: one row of facts per family.
+"""The facts that a `model_type` implies and config.json does not contain: one entry per family.
 
-The facts are those of transformers' configuration and modeling files. Code never asks for a family's name; it asks
-for these fields, or for the ModelConfig that is read with them.
+The facts come from transformers' configuration and modeling files. No code compares a family's name; it reads these
+fields, or the ModelConfig that is built from them.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-# Which layers have a sliding window: none; all, if sliding_window is set; those from max_window_layers on, if
-# use_sliding_window; all but every sliding_window_pattern-th.
+# Which layers have a sliding window. none: no layer. all: every layer, if sliding_window is set.
+# late: layers from max_window_layers on, if use_sliding_window is set.
+# pattern: all layers except every sliding_window_pattern-th one.
 WindowRule = Literal["none", "all", "late", "pattern"]
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family's facts.
+    """The facts of one family.
 
     defaults: fields that config.json may leave out, with the value that transformers assumes.
-    fixed: fields that some checkpoints have and transformers ignores, with the only value that is true.
-    ignored: fields that some checkpoints have and transformers ignores, whatever their value.
-    activation: holds where activation_field is absent or null.
+    fixed: fields that some checkpoints have and transformers ignores, with their only correct value.
+    ignored: fields that some checkpoints have and transformers ignores, with any value.
+    activation: used where activation_field is absent or null.
     qkv_bias: q, k and v always have biases.
     bias_fields, softcap_fields: the fields of these kinds that transformers reads.
     fused_linears: q, k and v are one linear, gate and up another, in checkpoints and for adapters.
     partial_rotation: partial_rotary_factor may be below one.
-    rope_types, rope_aliases: the kinds of rotary embedding, and other names of them.
-    rope_by_layer_type: `rope_parameters` holds a table for each type of layer.
+    rope_types, rope_aliases: the kinds of rotary embedding, and other names for them.
+    rope_by_layer_type: `rope_parameters` holds one table per type of layer.
     qk_norm: RMSNorm of each head before rotation.
-    post_norms: the outputs of attention and MLP are normalised before they join the residual.
+    post_norms: the outputs of attention and MLP are normalized before they are added to the residual.
     norm_offset: a norm's weight is stored as its difference from one.
     scaled_embedding: embeddings are multiplied by sqrt(hidden_size).
 
-    For a decoder that is part of a larger model, config_field is where config.json describes it, root where modules of
-    transformers have it, stored_root where checkpoints do, and left_out how the other parts' tensors begin.
+    The last four fields are for a decoder that is part of a larger model:
+    config_field: the field of config.json that describes the decoder.
+    root, stored_root: prefix of the decoder's modules in transformers, and of its tensors in checkpoints.
+    left_out: prefixes of the tensors of the other parts.
     """
 
     defaults: Mapping[str, object]
@@ -119,7 +122,7 @@ _FAMILIES: Mapping[str, Family] = {
         fused_linears=True,
         partial_rotation=True,
         rope_types=("default", "longrope"),
-        rope_aliases={"su": "longrope", "yarn": "longrope"},  # what Phi-3's first checkpoints called it
+        rope_aliases={"su": "longrope", "yarn": "longrope"},  # The names in Phi-3's first checkpoints.
     ),
     "gemma2": Family(
         {
@@ -166,10 +169,10 @@ _FAMILIES: Mapping[str, Family] = {
 
 FAMILIES: Mapping[str, Family] = {
     **_FAMILIES,
-    # The larger Gemma 3 see images, too; what they say to text is the text model's.
+    # The larger Gemma 3 models also read images. Their text part is the text model.
     "gemma3": replace(
         _FAMILIES["gemma3_text"],
-        # transformers caps the logits of the text model only where it stands alone.
+        # transformers applies the softcap to logits only where the text model stands alone.
         softcap_fields=frozenset(),
         config_field="text_config",
         root="model.language_model",

@@ -1,15 +1,17 @@
-"""Proof, at start, that a model of transformers' own classes answers through the pages as it does by itself.
+"""Checks at start that a transformers model gives the same answers through our pages as by itself.
 
-Two random prompts are computed by transformers' plain attention and then through the pages: one alone in a step, and
-once more in chunks beside the other prompt, with its last token as a decode step. Tokens that meet outside attention
-(convolutions, recurrent state, an index in the batch that is taken for a position) change an answer.
+Two random prompts are computed with transformers' plain attention, and then through the pages in two ways. First each
+prompt is alone in a step. Then each runs in chunks beside the other prompt, with its last token as a decode step. If
+tokens of different sequences mix outside attention (convolutions, recurrent state, a batch index used as a position),
+an answer changes.
 
-What a model does may change at each length in its config (windows, chunks, floors). A prompt that crosses a realistic
-length would take minutes on a CPU, so only lengths up to `_MOST_CROSSED` tokens are crossed as they are. For longer
-ones the proof is repeated with those lengths cut to `_SHORT_LENGTH` tokens in the model itself. The cost is bounded by
-about 900 tokens for every model. `slora.models.model_tree` compares windows at their real lengths.
+A model may change its arithmetic at each length in its config (windows, chunks, floors). A prompt longer than a
+realistic length would take minutes on a CPU, so only lengths up to `_MOST_CROSSED` tokens are tested as they are. For
+longer ones the check is repeated with those lengths cut to `_SHORT_LENGTH` tokens in the model itself. The check
+computes about 900 tokens for any model. `slora.models.model_tree` compares windows at their real lengths.
 
-The pages keep K and V in the model's dtype here, whatever they are served in: rounding to 8 bits would hide much.
+The pages hold K and V in the model's dtype here, also if the engine serves them in fp8: rounding to 8 bits would hide
+real differences.
 """
 
 from collections.abc import Iterator
@@ -38,14 +40,14 @@ from slora_kernels.ops import Kernels
 
 __all__ = ["prove_model", "run_through_pages"]
 
-# Root mean square of the difference over that of the logits around their mean. Rounding gave at most 2e-6 in float32
-# and 0.02 in bfloat16 over ten architectures of two layers; deeper ones add up more. A prompt that sees one token of
-# the other one differs by 0.1 to 1.
+# Limits of the root mean square of the difference, relative to that of the logits around their mean. Over ten
+# architectures of two layers, rounding gave at most 2e-6 in float32 and 0.02 in bfloat16. Deeper models accumulate
+# more. A prompt that sees one token of the other prompt differs by 0.1 to 1.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
 _LENGTHS = (41, 17)
 _MOST_CROSSED = 128
 _SHORT_LENGTH = 11
-# Tokens of a prompt behind the longest length that it crosses.
+# Number of tokens of a prompt beyond the longest length that it crosses.
 _BEYOND = 9
 
 
@@ -90,7 +92,7 @@ def _compare(
         expected = [model.reference_logits(prompt).double() for prompt in prompts]
         runs = run_through_pages(model, spec, geometry, kernels, device, prompts)
     except Exception as error:
-        # The model's code is transformers' own and may raise anything.
+        # The model's code belongs to transformers and may raise any exception.
         raise ConfigError(
             f"model_type {spec.family!r} can't be served, because computing two short prompts{condition} failed: "
             f"{type(error).__name__}: {error}"
@@ -118,7 +120,7 @@ def run_through_pages(
     prompts: Tokens[list[int]],
     long_rows: int = 0,
 ) -> dict[str, list[Tensor]]:
-    """The logits [vocab_size] after each prompt, by how it was computed: alone in a step, or in chunks beside others.
+    """The logits [vocab_size] after each prompt, keyed by how they were computed: alone, or in chunks beside others.
 
     long_rows: the row of the rotary table at which the positions of long sequences begin.
     """
@@ -141,7 +143,8 @@ def run_through_pages(
         return list(model.logits(hidden, LoraDeltas(None, memory, kernels))) if len(hidden) else []
 
     alone = [run(_cut(sequence_of(prompt), [len(prompt)]))[0] for prompt in prompts]
-    # The first prompt stands behind others from its second chunk on, the others from their first.
+    # The first prompt comes after other prompts from its second chunk on; the other prompts do from their first chunk
+    # on.
     pieces = [_cut(sequence_of(prompt), [len(prompt) // 2, len(prompt) - 1]) for prompt in prompts]
     steps = [
         [each[0] for each in pieces],
@@ -160,7 +163,7 @@ def _sequence(prompt: list[int], free_pages: Iterator[int], geometry: KVGeometry
 
 
 def _cut(sequence: Sequence, ends: list[int]) -> list[Chunk]:
-    """Chunks that end at each of `ends` and at the sequence's own end."""
+    """Chunks that end at each of `ends` and at the end of the sequence."""
     length = len(sequence.token_ids)
     bounds = [0, *ends] if ends[-1] == length else [0, *ends, length]
     return [

@@ -1,19 +1,23 @@
-"""Costs that follow the steps as they run, so that a start beside a busy program does not spoil decisions for good.
+"""Learns the cost model from the engine's steps.
 
-The parts of a step (computing, swapping, loading) are timed each by itself, because a copy of microseconds would drown
-in the noise of computing. The latest timings of each kind are kept, such as decode steps of 8 to 15 rows. Once a second
-the costs are fitted to them by median regression, as straight lines:
+A start on a busy machine gives wrong first measurements; learning from each step corrects them within a minute.
+
+Computing, swapping and loading are timed separately, because a copy of microseconds would be lost in the noise of
+computing. The learner keeps the latest timings of each kind of step, such as decode steps of 8 to 15 rows. Once a
+second it fits the costs to these timings by median regression of a linear model:
 
     minimize the sum over timings of  weight * |measured - predicted| / predicted,  least <= cost <= most
 
-The median makes the fit robust: beside busy programs, the same step took from 2 to 500 ms (median 33 ms). Squared
-errors followed the fastest or the slowest of them, depending on what they were divided by. A timing's weight halves
-every 30 seconds, so the costs follow the machine within a minute. Keeping timings of each kind holds costs apart that
-the latest steps alone would mix up, such as those of steps and of rows while the batch stays the same. Of costs that no
-step shows, the estimate stays. A decoding row costs at least as much as a token of prefill, of which it does all the
-work; without this rule its cost and that of its context take turns at explaining the same time.
+The median makes the fit robust: beside busy programs, the same step took from 2 to 500 ms (median 33 ms). Least squares
+followed the fastest or the slowest of these timings, depending on the divisor. The weight of a timing halves every 30
+seconds, so the costs follow the machine within a minute.
 
-Deterministic given the steps and their times. Knows no clock and no tensor.
+Keeping timings of each kind separates costs that the latest steps alone can't tell apart. For example, the costs of
+steps and of rows can't be separated while the batch stays the same. A cost that no step uses keeps its estimate. A
+decoding row costs at least as much as a token of prefill, because it does all of that work. Without this rule the fit
+could shift time between the cost of a row and the cost of its context.
+
+The same steps and times give the same costs. Clocks and tensors are outside this module.
 """
 
 from collections import OrderedDict, deque
@@ -33,24 +37,26 @@ _TIMINGS_PER_KIND = 16
 _MOST_KINDS = 64
 _HALF_LIFE_S = 30.0
 _FIT_EVERY_S = 1.0
-# Places of token_s and decode_s.
+# Positions of token_s and decode_s among the fields of CostModel.
 _TOKEN, _DECODE = 1, 2
-# Below what any clock tells apart.
+# Less than the resolution of any clock.
 _LEAST_S = 1e-9
-# Median regression is a few weighted least squares, each solved by sweeps of coordinate descent over six costs. A fit
-# begins at the one before, so few are enough.
+# Median regression is a few weighted least squares. Each one is solved by coordinate descent over the six costs. A fit
+# starts at the previous fit, so a few rounds are enough.
 _NUM_REWEIGHTINGS = 3
 _NUM_SWEEPS = 30
-# Relative errors below this count alike, or a timing that fits exactly would get an infinite weight.
+# Relative errors below this value count alike. Otherwise a timing that fits exactly would get an infinite weight.
 _EXACT_ENOUGH = 0.1
-# Keeps the estimate where the steps say next to nothing: as much as a hundredth of what they say together.
+# Keeps the estimate where the steps contain little information: it counts as a hundredth of that information.
 _DAMPING = 0.01
 
 Matrix = npt.NDArray[np.float64]
 
 
 class _Timing(NamedTuple):
-    """units: of each cost, in the order of `CostModel`. seconds: that these took together. at_s: when."""
+    """One timing. units: how often each cost occurred, in the order of CostModel. seconds: their total time. at_s: the
+    clock.
+    """
 
     units: tuple[int, ...]
     seconds: float
@@ -58,13 +64,16 @@ class _Timing(NamedTuple):
 
 
 class LearnedCosts:
-    """See `Costs`. start: the first estimate, measured before there were requests. `current` is the estimate now."""
+    """Implements `Costs` with an estimate that follows the steps; `current` is the present estimate.
+
+    start: the first estimate, measured before there were requests.
+    """
 
     def __init__(self, start: CostModel, bounds: CostBounds) -> None:
         start = replace(start, decode_s=max(start.decode_s, start.token_s))
         self.current = bounds.clamp(start)
         self._bounds = bounds
-        # By kind, the kind of the latest timing last.
+        # Keyed by kind of step; the kind with the latest timing is last.
         self._timings: OrderedDict[tuple[int, ...], deque[_Timing]] = OrderedDict()
         self._fitted_at_s = -np.inf
 
@@ -89,7 +98,7 @@ class LearnedCosts:
         return self.current.tokens(seconds)
 
     def count(self, work: StepWork, times: StepTimes, now: float) -> None:
-        """One more step ran. now: on any clock that only grows."""
+        """Adds the timing of one step. now: seconds of any monotonic clock."""
         if work.prefill_tokens or work.decode_rows:
             units = (1, work.prefill_tokens, work.decode_rows, work.context_tokens, 0, 0)
             self._keep(_Timing(units, times.compute_s, now))
@@ -123,15 +132,17 @@ class LearnedCosts:
         self.current = CostModel(*costs)
 
     def _descend(self, products: list[list[float]], sums: list[float], costs: list[float]) -> list[float]:
-        """Coordinate descent from `costs`, within the bounds. products [6, 6], sums [6]: of the normal equations. In
-        plain Python: numpy takes ten times as long for numbers as few as these."""
+        """Coordinate descent from `costs`, within the bounds. products [6, 6], sums [6]: the normal equations.
+
+        Plain Python is ten times as fast as numpy for matrices this small.
+        """
         current = astuple(self.current)
         least, most = astuple(self._bounds.least), astuple(self._bounds.most)
         costs = costs.copy()
         for _ in range(_NUM_SWEEPS):
             for at, row in enumerate(products):
                 own = row[at]
-                if not own:  # no step shows this cost
+                if not own:  # No timing contains this cost.
                     continue
                 others = sum(map(mul, row, costs)) - own * costs[at]
                 wanted = (sums[at] - others + _DAMPING * own * current[at]) / (own * (1 + _DAMPING))

@@ -1,4 +1,4 @@
-"""Carries out a plan on the device: moves pages, loads adapters, builds the batch, runs the decoder, draws tokens."""
+"""Runs a step on the device: moves pages, loads adapters, builds the batch, runs the model and samples tokens."""
 
 import logging
 import time
@@ -45,16 +45,17 @@ _CPU_POOL_SHARE = 0.25
 _GPU_POOL_SHARE = 0.9
 _SWAP_SHARE = 0.25
 _MAX_SLOTS = 1024
-# Kernels that were compiled before are there sooner.
+# A compilation this long means that the kernels were not in the cache.
 _LONG_WARM_UP_S = 3.0
 _log = logging.getLogger(__name__)
 
 
 class Runner:
-    """The model and the pool's bytes on one device.
+    """The model and the bytes of the page pool on one device.
 
-    num_swap_pages: of the host, for KV that is swapped out. swap_s, load_s: seconds that the last step took to swap
-    pages and to load adapters; on a GPU only until the copies were under way.
+    num_swap_pages: number of host pages for swapped KV.
+    swap_s, load_s: seconds that the last step needed to swap pages and to load adapters. On a GPU, only the time to
+    launch the copies.
     """
 
     def __init__(self, config: EngineConfig, model: ModelSpec, load: LoadModel = load_model) -> None:
@@ -67,7 +68,7 @@ class Runner:
             check_float8_kv(self.device)
         _check_positions(config, model)
         wanted_len = config.max_model_len or model.max_positions
-        # Where longrope's long factors begin in the decoder's table: behind the short ones of each position.
+        # First row of longrope's long factors in the rotary table. The rows of the short factors come before them.
         self._long_rows = wanted_len
         self._model = load(config, model, dtype, self.device, wanted_len)
         self._shape = shape = model.shape(self.dtype_name)
@@ -96,21 +97,24 @@ class Runner:
         self._graphs = self._make_graphs(config)
 
     def learn_costs(self) -> LearnedCosts:
-        """Costs that begin with what is measured now. Call it before any page is in use: measuring writes to many."""
+        """Measures the costs and returns a model that learns from them on. No page may be in use: measuring writes to
+        many.
+        """
         on_gpu = self.device.type != "cpu"
         bounds = bound_costs(self._shape, self.full_page_bytes, self._geometry.block_tokens, on_gpu=on_gpu)
         return LearnedCosts(self.measure_costs(), bounds)
 
     def measure_costs(self) -> CostModel:
-        """What steps and copies take here and now. Call it before any page is in use: it writes to many."""
+        """Measures the costs of steps and copies. No page may be in use: measuring writes to many."""
         return measure_costs(self.run, self.memory, *self._largest_step, self.max_model_len)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Sampled]:
-        """One token for each of the chunks' `draws`, in order. What prompts score is noted on their sequences.
+        """Runs one step. Returns one token for each of the chunks' `draws`, in order. Prompt logprobs are stored on the
+        sequences.
 
-        When it returns or raises, the host's copies of the plan's loads are not read any more. Raises PagesNotMoved, or
-        whatever broke the computing.
+        When this function returns or raises, the host's copies of the loaded adapters are no longer read. Raises
+        PagesNotMoved, or the error of the computation.
         """
         try:
             with _moving_pages():
@@ -118,7 +122,7 @@ class Runner:
             try:
                 computed = self._compute(plan)
             finally:
-                # Of a step that fails, too: slices that come later count on them.
+                # Also after a failed computation, because later slices of the same adapter build on this one.
                 with _moving_pages():
                     self._load_beside(beside)
             return [] if computed is None else self._draw(*computed)
@@ -128,7 +132,7 @@ class Runner:
 
     @torch.inference_mode()
     def probe(self) -> None:
-        """Computes a token of the base model on two pages of its own. Raises DeviceFailed if that does not work."""
+        """Computes a token of the base model on two pages of its own. Raises DeviceFailed if that fails."""
         try:
             memory = PageMemory(
                 self._geometry, self._shape, self.full_page_bytes, 2, 1, self._max_adapter_pages, self.device
@@ -145,7 +149,7 @@ class Runner:
             ) from error
 
     def _compute(self, plan: StepPlan) -> tuple[StepBatch, Tensor] | None:
-        """The batch and its hidden states [B', H]; None for a plan that only moves pages."""
+        """Returns the batch and its hidden states [B', H], or None for a plan that only moves pages."""
         for sequence in plan.started:
             self._sampling.write(sequence.row, sequence)
         if not plan.chunks:
@@ -164,9 +168,9 @@ class Runner:
         )
 
     def _move_pages(self, plan: StepPlan) -> list[AdapterLoad]:
-        """What leaves is read before anything is written, what shares a page before others come into its place.
+        """Swaps pages out, copies shared pages, swaps pages in and loads adapters, in this order.
 
-        Returns what may come beside the step.
+        A page is read before another step overwrites it. Returns the loads that may run beside the step.
         """
         if self._load_stream is not None:
             self._load_stream.wait()
@@ -201,7 +205,7 @@ class Runner:
         return self._model.forward(batch, self.memory, self.kernels)
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
-        """For our own decoder on a GPU: it waits for nothing that the device has to say."""
+        """Makes CUDA graphs for our own decoder on a GPU. Its forward pass never waits for a value from the device."""
         if self.device.type != "cuda" or not config.cuda_graphs or not isinstance(self._model, Decoder):
             return None
         return DecodeGraphs(
@@ -248,7 +252,7 @@ class Runner:
         return num_pages
 
     def _num_swap_pages(self, config: EngineConfig, num_pages: int) -> int:
-        """Raises ConfigError if swap_bytes holds no page."""
+        """Number of host pages for swapping. Raises ConfigError if swap_bytes is less than one page."""
         if config.preemption == "recompute":
             return 0
         swap_bytes = config.swap_bytes
@@ -263,7 +267,10 @@ class Runner:
         return swap_bytes // self.full_page_bytes
 
     def _max_model_len(self, config: EngineConfig) -> int:
-        """Raises ConfigError if the length asked for does not fit the pool; an implied one is cut to it."""
+        """The most tokens of a sequence. Raises ConfigError if the requested length does not fit the pool.
+
+        A length that was not requested is reduced to the pool's size.
+        """
         room = len(self.memory.pages) * config.block_tokens
         wanted = config.max_model_len
         longest = wanted or self.model.max_positions
@@ -278,9 +285,9 @@ class Runner:
         return room
 
     def _try_step(self, num_tokens: int, num_rows: int) -> None:
-        """Runs the largest step once on scratch pages: compiles kernels and shows what activations take.
+        """Runs the largest step once on scratch pages, to compile the kernels and to measure the memory of activations.
 
-        Every token is its own one-token sequence on page 0; what they write there means nothing.
+        Every token is a sequence of its own on page 0. The result is not used.
         """
         count = min(num_tokens, 16) if self.device.type == "cpu" else num_tokens
         plan = StepPlan()
@@ -295,7 +302,7 @@ class Runner:
 
 
 def _trial_chunk(block_tokens: int) -> Chunk:
-    """One token on page 0, of a sequence that belongs to no request."""
+    """A chunk of one token on page 0, for a sequence without a request."""
     request = EngineRequest("trial", "", [0], None, SamplingParams(top_p=0.9))
     sequence = Sequence(request, Tenant("trial"), 1, frozenset(), 0, block_tokens)
     sequence.blocks.extend([0])
@@ -311,7 +318,7 @@ def _moving_pages() -> Iterator[None]:
 
 
 def _warm_up(kernels: Kernels, geometry: KVGeometry) -> None:
-    """Compiles the kernels; logs what takes so long if it takes long."""
+    """Compiles the kernels. If that takes long, it logs the reason."""
     about = f"compiling {kernels.name} kernels for {geometry.dtype}, KV in {geometry.number_dtype}"
     slow = Timer(
         _LONG_WARM_UP_S, _log.info, [f"{about}: up to a minute or two, once; later starts find them"]
