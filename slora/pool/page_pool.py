@@ -1,10 +1,10 @@
-"""The one pool: which pages are free, held or cached, and whose they are. Their bytes live in `PageMemory`.
+"""The page pool: which pages are free, held or cached, and which tenant owns each. The bytes live in `PageMemory`.
 
 A page is in exactly one state:
 
-    free    nobody's; its bytes mean nothing
-    held    at least one reference: KV of running sequences, or an adapter that is used or being loaded
-    cached  no reference, but its bytes are worth keeping (an idle adapter, a prefix); evicting it makes it free
+    free    has no owner; its bytes are undefined
+    held    has at least one reference: KV of running sequences, or an adapter that is in use or being loaded
+    cached  has no reference but useful bytes (an idle adapter, a prefix block); evicting it makes it free
 
       allocate          release (last reference)
 free ---------> held --------------------------> free
@@ -13,9 +13,10 @@ free ---------> held --------------------------> free
                  v  |
                 cached --- evict ---> free
 
-The tenant that a page was allocated for owns it until it is free, whoever else has a reference.
+A page is owned by the tenant that it was allocated for until it is free or transferred, whichever tenants hold
+references to it.
 
-Knows no torch, no adapter, no sequence.
+This module does not depend on torch, adapters or sequences.
 """
 
 from collections import Counter
@@ -25,11 +26,13 @@ from slora.pool.tenant import Tenant
 
 
 class PagePool:
-    """Counts references to `num_pages` pages. The caller makes room first: running out here is a bug."""
+    """Reference counts of `num_pages` pages. The caller makes room before it allocates: running out of pages here is a
+    bug.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        # A stack: the page freed last is reused first, while it is warm in the caches.
+        # A stack: the page freed last is reused first, while its bytes are still in the CPU caches.
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
         self._owners: list[Tenant | None] = [None] * num_pages  # None: free
@@ -48,13 +51,13 @@ class PagePool:
         return self.num_pages - len(self._free) - self._num_cached
 
     def owner(self, page: int) -> Tenant:
-        """Of a page that is not free."""
+        """The tenant that owns a held or cached page."""
         owner = self._owners[page]
         assert owner is not None, f"page {page} is free"
         return owner
 
     def is_shared(self, page: int) -> bool:
-        """Whether a held page has more than one reference: nobody may write to it then."""
+        """Whether a held page has more than one reference. A shared page must not be written."""
         return self._references[page] > 1
 
     def is_cached(self, page: int) -> bool:
@@ -83,7 +86,7 @@ class PagePool:
             references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drops a reference from each held page; a page that loses its last one is free."""
+        """Drops one reference from each held page. A page without references becomes free."""
         references, owners, free = self._references, self._owners, self._free
         for page in pages:
             count = references[page] - 1
@@ -96,7 +99,7 @@ class PagePool:
                 free.append(page)
 
     def park(self, pages: Iterable[int]) -> None:
-        """The only reference goes, the bytes stay: held becomes cached."""
+        """Drops the only reference of each page but keeps its bytes: held becomes cached."""
         references, owners = self._references, self._owners
         for page in pages:
             owner = owners[page]
@@ -108,7 +111,7 @@ class PagePool:
             self._num_cached += 1
 
     def unpark(self, pages: Iterable[int]) -> None:
-        """Cached pages are wanted again: held, with one reference."""
+        """Gives each cached page one reference: cached becomes held."""
         references, owners = self._references, self._owners
         for page in pages:
             owner = owners[page]
@@ -118,7 +121,7 @@ class PagePool:
             self._num_cached -= 1
 
     def transfer(self, page: int, tenant: Tenant) -> None:
-        """A cached page is another tenant's from now on."""
+        """Makes `tenant` the owner of a cached page."""
         owner = self._owners[page]
         assert owner is not None and not self._references[page], f"page {page} is not cached"
         owner.num_pages -= 1
@@ -128,7 +131,7 @@ class PagePool:
         self._owners[page] = tenant
 
     def evict(self, pages: Iterable[int]) -> None:
-        """Gives up cached pages."""
+        """Frees cached pages."""
         references, owners, free = self._references, self._owners, self._free
         for page in pages:
             owner = owners[page]
@@ -140,10 +143,11 @@ class PagePool:
             free.append(page)
 
     def check(self, held: Iterable[int], cached: Iterable[int], tenants: Iterable[Tenant] = ()) -> None:
-        """Proves that every page is accounted for. Raises AssertionError with what does not add up.
+        """Proves that every page is accounted for. Raises AssertionError with the first mismatch.
 
-        held: every reference that users have, a page once for each; cached: every page that they keep; tenants: those
-        who own no page are found out only here if they think that they do.
+        held: every reference of every user; a page with two references appears twice.
+        cached: every page that the residency or the KV cache keeps.
+        tenants: further tenants whose page counts are checked; tenants without pages are checked only if listed here.
         """
         expected = [0] * self.num_pages
         for page in held:

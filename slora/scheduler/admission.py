@@ -1,7 +1,8 @@
-"""Starts those who wait: whose turn it is, what they need, and what they find there already.
+"""Admission: moves waiting sequences into the batch.
 
-The pages of a first chunk and of the adapter are taken together or not at all. A request whose adapter is on the host
-takes its pages and place and computes nothing until the last slice is in the pool; others start behind it.
+The pages of the first chunk and of the adapter are allocated together or not at all. A request whose adapter is on the
+host but not in the pool is admitted, and gets its pages and its place in the batch. It computes nothing until the last
+slice of the adapter is loaded. Meanwhile later sequences can be admitted.
 """
 
 from typing import NamedTuple
@@ -23,9 +24,15 @@ from slora_adapters.version import AdapterVersion
 
 
 class _Needs(NamedTuple):
-    """num_found: blocks of its KV that are in the prefix cache. num_tokens: of its first chunk; num_held: tokens that
-    it gets pages for. new_pages: what must be free. most_pages: by how much its tenant's held pages may grow. loads:
-    its adapter is on the host only."""
+    """What a sequence needs to be admitted.
+
+    num_found: number of its leading blocks that the prefix cache covers.
+    num_tokens: tokens of its first chunk.
+    num_held: tokens that pages are allocated for.
+    new_pages: number of pages that must be free.
+    most_pages: growth of its tenant's held pages.
+    loads: whether its adapter is on the host but not in the pool.
+    """
 
     num_found: int
     num_tokens: int
@@ -36,7 +43,7 @@ class _Needs(NamedTuple):
 
 
 class Admission:
-    """Serves one step after the other."""
+    """Admits sequences step by step: `continue_loads`, then `admit`, then `load_ahead`."""
 
     def __init__(
         self,
@@ -60,11 +67,13 @@ class Admission:
         self._swapping = swapping
         self._charges = charges
         self._pace = pace
-        self._is_alone = False  # whoever starts first in this step: nobody decodes beside it
-        self._load_pages = 0  # of adapters that may still be loaded in this step
+        self._is_alone = False  # no sequence decodes in this step: the first one admitted runs alone
+        self._load_pages = 0  # adapter pages that this step may still load
 
     def continue_loads(self, plan: StepPlan) -> None:
-        """Beside those who decode, a slice in each step; alone, all at once."""
+        """Continues the adapter loads under way: one slice per step beside decoding sequences, or all at once if none
+        decodes.
+        """
         num_waiting = sum(one.resident is not None and not one.resident.is_loaded for one in self._batch)
         num_decoding = len(self._batch) - num_waiting
         self._is_alone = not num_decoding
@@ -72,9 +81,9 @@ class Admission:
         self._load_pages = self._supply.advance(plan, most)
 
     def admit(self, plan: StepPlan, budget: int) -> None:
-        """Starts those whose turn it is, until one does not fit: nobody overtakes it to its pages.
+        """Admits sequences in the queue's order until one does not fit. No sequence overtakes it to get its pages.
 
-        Two exceptions: a tenant at its ceiling is passed over, and one below its floor goes ahead.
+        There are two exceptions: a tenant at its ceiling is passed over, and a tenant below its floor goes ahead.
         """
         passed_over: set[Tenant] = set()
         while budget > 0 and len(self._queue):
@@ -97,7 +106,7 @@ class Admission:
                 break
 
     def _needs(self, sequence: Sequence, budget: int) -> _Needs:
-        """What it takes to start now: the pages of its first chunk and of its adapter together."""
+        """The pages of its first chunk and of its adapter, and the tokens that they cover."""
         self._lifecycle.switch_rope(sequence)
         swapped, block_tokens = sequence.swapped, self._config.footprint.block_tokens
         num_found = self._prefixes.count(sequence) if swapped is None else 0
@@ -113,26 +122,29 @@ class Admission:
         adapter_pages = (self._supply.num_pages(version) or 0) if version is not None else 0
         loads = version is not None and resident is None
         new_pages = num_blocks - num_present + (adapter_pages if loads else 0)
-        # What is cached so far, and will be held.
+        # Cached pages that will become held.
         taken = self._prefixes.num_pages(num_found)
         taken += adapter_pages if resident is not None and not resident.num_users else 0
         return _Needs(num_found, num_tokens, num_held, new_pages, new_pages + taken, loads)
 
     def _most_held(self, sequence: Sequence, num_computed: int) -> int:
-        """Tokens whose pages are as many as it ever needs at once until its next token: with a window it then takes
-        one ahead for each that it gives back."""
+        """The tokens whose pages cover all that an overdue sequence needs at once until its next token. With a sliding
+        window these are fewer than all of its tokens: it then allocates one new page for each page that it frees.
+        """
         footprint, num_tokens = self._config.footprint, len(sequence.token_ids)
         first_block = footprint.first_token_seen(num_computed) // footprint.block_tokens
         most_blocks = first_block + footprint.pages(num_tokens, sequence.chunk_limit)
         return min(num_tokens, most_blocks * footprint.block_tokens)
 
     def _take(self, sequence: Sequence, needs: _Needs, plan: StepPlan) -> bool:
-        """Holds what is there of it and makes room for the rest; or nothing at all."""
+        """Acquires what the sequence needs and already is in the pool, and makes room for the rest. On failure it
+        acquires nothing.
+        """
         tenant, residency = sequence.tenant, self._memory.residency
         within_floor = tenant.num_pages + needs.new_pages <= tenant.min_pages
         alone = self._batch.is_left_to(sequence)
-        # Running sequences will soon want a page each, and choices one as soon as they fork: starting on the very last
-        # ones would preempt at once.
+        # Running sequences will soon need one more page each, and choices one as soon as they fork. Admitting a
+        # sequence to the very last pages would cause a preemption at once.
         spare_pages = len(self._batch) // self._config.footprint.block_tokens + sequence.num_choices
         spare_pages = 0 if alone or within_floor else spare_pages
         num_pages = needs.new_pages + spare_pages
@@ -165,7 +177,9 @@ class Admission:
         return True
 
     def _start(self, sequence: Sequence, needs: _Needs, plan: StepPlan) -> int:
-        """It runs from now on. Returns how many tokens this step computes of it: none while its adapter loads."""
+        """Adds the sequence to the batch. Returns the number of its tokens that this step computes: 0 while its adapter
+        is loading.
+        """
         version = sequence.request.adapter
         if version is not None and sequence.resident is None:
             sequence.resident = self._load(version, sequence.tenant, plan)
@@ -190,7 +204,9 @@ class Admission:
         return needs.num_tokens
 
     def _load(self, version: AdapterVersion, tenant: Tenant, plan: StepPlan) -> Resident:
-        """The tenant pays for the bytes, unless another one that had more than its share pushed the adapter out."""
+        """Starts loading an adapter. Its load is charged to `tenant`, unless the adapter was evicted for a tenant that
+        exceeded its share.
+        """
         self._memory.residency.make_room(tenant)
         is_charged = not self._memory.residency.was_pushed_out(version)
         resident = self._supply.begin(version, self._memory.tenants.find(version.tenant))
@@ -200,16 +216,18 @@ class Admission:
         return resident
 
     def make_way(self, plan: StepPlan) -> bool:
-        """Nobody computes, for all who run are beams that wait for one who gave way, and it found no place or pages:
-        another request gives way to whoever is next. False if there is none.
+        """Resolves a deadlock of beams: every running sequence is a beam that waits for a preempted beam, which finds
+        no room.
 
-        Each time somebody can start then, so it goes on; at the latest when only its own search runs, which fits.
+        Preempts one sequence of another request in favour of the next sequence in the queue. Returns False if there is
+        none to preempt. Repeated calls end: at the latest when only one search runs, and `Lifecycle` guarantees that it
+        fits.
         """
         sequence = self._queue.next()
         if sequence is None:
             return False
         others = [one for one in self._batch if one.search is not sequence.search or one.search is None]
-        if sequence.tenant.max_pages is not None:  # at its ceiling, it is its tenant's own pages that count
+        if sequence.tenant.max_pages is not None:  # at its ceiling only pages of its own tenant help
             others = [one for one in others if one.tenant is sequence.tenant] or others
         if not others:
             return False
@@ -217,8 +235,9 @@ class Admission:
         return True
 
     def load_ahead(self, plan: StepPlan) -> int:
-        """Brings adapters of those who are next to the pool while pages are free that nobody else wants soon. Returns
-        how many pages of adapters may still be loaded in this step."""
+        """Loads adapters of the next sequences in the queue into pages that no running sequence needs soon. Returns how
+        many adapter pages this step may still load.
+        """
         free_pages = self._memory.pool.num_free - len(self._batch)
         if self._load_pages <= 0 or free_pages <= 0 or not len(self._queue):
             return self._load_pages

@@ -1,13 +1,14 @@
-"""Where each sequence is, from arrival to its end, and what it holds there.
+"""The states of a sequence, from arrival to end, and the resources that it holds in each state.
 
-                 +--------------- its adapter came ---------------+
+                 +------------ its adapter was fetched -----------+
                  |                                                v
-    add ---> aside (awaits its adapter)     or at once ---> in the queue ---> running ---> over
+    add ---> aside (awaits its adapter)     or at once ---> in the queue ---> running ---> done
                                                                   ^              |
-                                                                  +-- gave way --+
+                                                                  +- preempted --+
 
-Who waits holds nothing of the pool; it may have its KV on the host. Whoever ends gives back all that it has, wherever
-it is. Decides nothing: who starts is `Admission`'s choice, who gives way `Reclaim`'s.
+A waiting sequence holds nothing in the pool; its KV may be swapped to the host. A sequence that ends releases all its
+resources, in any state. This module makes no decisions: `Admission` decides which sequence is admitted, and `Reclaim`
+decides which sequence is preempted.
 """
 
 from collections import defaultdict
@@ -31,7 +32,9 @@ from slora_adapters.version import AdapterVersion
 
 
 class Lifecycle:
-    """Every sequence that is not over is in `unfinished`, and running, in the queue, or aside with `supply`."""
+    """Every unfinished sequence is in `unfinished`. It is also in exactly one of: the batch, the queue, or aside in
+    `supply`.
+    """
 
     def __init__(
         self, config: SchedulerConfig, memory: UnifiedMemory, supply: AdapterSupply, swapping: Swapping
@@ -46,15 +49,17 @@ class Lifecycle:
         self._swapping = swapping
 
     def add(self, sequence: Sequence) -> None:
-        """Raises ContextTooLong if it could not run even alone."""
+        """Raises ContextTooLong if the sequence could not run even alone in the pool."""
         self._enqueue(sequence)
         self.unfinished.add(sequence)
 
     def collect_fetches(self) -> Iterator[StepOutput]:
-        """Who waited for an adapter that has come is ready; yields the ends of those that can't be."""
+        """Moves sequences whose adapter has been fetched to the queue. Yields an error output for each sequence that
+        can't run.
+        """
         for fetch, sequences in self._supply.collect():
             for sequence in sequences:
-                if sequence.done:  # it ended with another choice of its request
+                if sequence.done:  # another choice ended the request
                     continue
                 if isinstance(fetch, FetchFailed):
                     yield self.end(sequence, AdapterFetchFailed(fetch.message, fetch.code))
@@ -65,18 +70,22 @@ class Lifecycle:
                     yield self.end(sequence, error)
 
     def leave_queue(self, sequence: Sequence) -> None:
-        """It starts: it needs its adapter's copy on the host no longer."""
+        """Removes a sequence from the queue, and releases its use of its adapter's copy in the host cache."""
         self.queue.remove(sequence)
         if sequence.request.adapter is not None:
             self._supply.release(sequence.request.adapter)
 
     def move_aside(self, sequence: Sequence) -> None:
-        """Its adapter was evicted since it was found here: it is fetched again."""
+        """Moves a sequence out of the queue because its adapter was evicted in the meantime: the adapter is fetched
+        again.
+        """
         self.leave_queue(sequence)
         self._enqueue(sequence)
 
     def switch_rope(self, sequence: Sequence) -> None:
-        """One that has grown long begins again: keys of one set of factors don't go with queries of the other."""
+        """Restarts a sequence that has become longer than `rope_switch` tokens. Keys that were rotated with the short
+        factors can't be used with queries that are rotated with the long factors.
+        """
         switch = self._rope_switch
         if switch is None or sequence.is_long or len(sequence.token_ids) <= switch:
             return
@@ -87,7 +96,9 @@ class Lifecycle:
         self._swapping.drop(sequence)
 
     def join(self, sequence: Sequence, parent: Sequence) -> None:
-        """A fork of `parent`, which has a row already, runs beside it on the same KV."""
+        """Adds a fork of `parent` to the batch. It shares the KV of `parent`, and already has its row of the sampling
+        table.
+        """
         sequence.blocks = parent.blocks.fork(self._memory.kv)
         sequence.num_computed, sequence.num_named = parent.num_computed, parent.num_named
         sequence.block_keys = parent.block_keys.copy()
@@ -98,7 +109,9 @@ class Lifecycle:
         self.batch.join(sequence)
 
     def back_to_queue(self, sequence: Sequence) -> ContextTooLong | None:
-        """It waits again. Returns why it can't, if its tenant's ceiling has come down: then it is to be ended."""
+        """Moves a running sequence back to the queue. Returns an error if it can't be queued because its tenant's
+        ceiling was lowered; the caller then ends the request.
+        """
         sequence.note_preemption()
         self._give_back(sequence)
         if sequence.search is not None:
@@ -111,16 +124,16 @@ class Lifecycle:
         return None
 
     def end(self, sequence: Sequence, error: Exception) -> StepOutput:
-        """An error ends all of a request, whichever choice it befell."""
+        """Ends a whole request with `error`, whichever of its choices failed."""
         request_id = sequence.request.request_id
         self.abort(request_id)
         return StepOutput(request_id, error=error)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Ends a request, or one choice of it, wherever it is; unknown or finished ones are no error.
+        """Ends a request, or only its choice `index`, in any state. An unknown or finished request is not an error.
 
-        A choice can be ended by those who have seen a token of it: before the fork there are no choices yet. Of beams
-        nobody sees any before they all end.
+        A single choice can be ended only after the fork, and the beams of a search cannot be ended singly. Clients see
+        no token of a choice before the fork, and none of a beam before the search ends.
         """
         for sequence in self.unfinished.find(request_id):
             is_choice = sequence.num_choices == 1 and sequence.search is None
@@ -128,15 +141,16 @@ class Lifecycle:
                 self.retire(sequence)
 
     def forget(self, version: AdapterVersion) -> None:
-        """The adapter was deleted: it leaves now, or with the last request that runs on it or waits for it.
+        """Drops a deleted adapter: at once, or when the last request that names it has ended.
 
-        Those may need its host copy again (after a preemption, say), so the source hears of it no sooner.
+        Such requests may need the copy in the host cache again, for example after a preemption. So the source is told
+        only when they have ended.
         """
         self.unfinished.mark_deleted(version)
         self._let_go(version)
 
     def check(self) -> None:
-        """Proves that no page is lost and every reference has its owner."""
+        """Proves that no page is lost and that every reference has an owner."""
         running = list(self.batch)
         self.batch.check()
         waiting = [sequence for sequence in self.unfinished if not sequence.is_running]
@@ -170,7 +184,9 @@ class Lifecycle:
             assert not search.is_ready, "all beams wait for each other"
 
     def _enqueue(self, sequence: Sequence) -> None:
-        """To the queue if its adapter is at hand, else aside. Raises ContextTooLong if it can never run."""
+        """Queues the sequence if its adapter is in the pool or on the host; otherwise it waits aside. Raises
+        ContextTooLong if it can never run.
+        """
         version = sequence.request.adapter
         adapter_pages = 0 if version is None else self._supply.num_pages(version)
         if adapter_pages is not None:
@@ -185,11 +201,13 @@ class Lifecycle:
             self._supply.retain(sequence.request.adapter)
 
     def _fit(self, sequence: Sequence, adapter_pages: int) -> None:
-        """Raises ContextTooLong unless both fit what its tenant may hold; an open-ended request is cut to what does,
-        but not below what it has already, which its tenant's ceiling may have come down on.
+        """Raises ContextTooLong if the sequence and its adapter together exceed the pages that its tenant may hold.
 
-        Beams wait for each other, so all of a search must fit at once, each at its full length and with nothing shared:
-        then whatever else holds pages can give way to them, and the last of them finds its own.
+        If the request has no max_tokens, its answer is shortened to what fits, but not below the tokens that it already
+        has. That can happen when its tenant's ceiling was lowered.
+
+        Beams wait for each other, so all beams of a search must fit at the same time, each at full length and without
+        shared pages. Then preempting all other users of pages always makes enough room for the last beam.
         """
         footprint, most = self._footprint, self._memory.tenants.most_pages(sequence.tenant)
         width = 1 if sequence.search is None else sequence.search.width
@@ -219,7 +237,7 @@ class Lifecycle:
         )
 
     def retire(self, sequence: Sequence) -> None:
-        """A terminal state: whatever it holds goes back."""
+        """Moves a sequence to its terminal state and releases everything that it holds."""
         if sequence.done:
             return
         sequence.done = True
@@ -243,7 +261,7 @@ class Lifecycle:
             sequence.resident = None
 
     def _let_go(self, version: AdapterVersion) -> None:
-        """A deleted adapter leaves pool and host once no unfinished request names it."""
+        """Removes a deleted adapter from pool and host once no unfinished request names it."""
         if self.unfinished.lets_go(version):
             self._supply.forget(version)
             self._memory.kv.forget(version)

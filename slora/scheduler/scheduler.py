@@ -1,21 +1,31 @@
-"""Chooses what each step computes: iteration-level (continuous) batching under a token budget (Orca, OSDI'22).
+"""The scheduler: it decides what each step computes.
 
-Decode steps and chunks of prefill share one step; a request joins at any step. Who is next is the waiting queue's
-choice; nobody overtakes the next one to its pages, with two exceptions: a request whose adapter is still on its way
-waits aside, and a tenant at its own ceiling is passed over.
+It does iteration-level (continuous) batching under a token budget (Orca, OSDI'22). Decode rows and prefill chunks share
+one step. A request can join the batch at any step.
 
-Pages are found in this order: free ones, cached ones (prefixes and idle adapters, whichever the evictor gives up),
-those of running sequences, which give way as the queue says: their KV goes to the host (swap), or is computed again
-later (recompute), whichever is estimated to cost less.
+Admission: the waiting queue chooses the next sequence. If it does not fit, no later sequence is admitted before it.
+There are two exceptions. A request whose adapter is not yet on the host waits aside. A tenant at its ceiling is passed
+over.
 
-A request of several choices runs as one sequence, in as many places of `max_num_seqs` as it has choices, until its
-prompt is computed. Then it forks: the choices share its pages, and each goes its own way from there. One that is
-preempted gives up its references only, and comes back alone. The beams of a search fork after each token, and wait for
-each other (`beams`) with their pages. Where all who run wait, others give way to those whom they wait for.
+Pages come from three sources, in this order:
+1. free pages;
+2. cached pages: the evictor chooses between prefixes and idle adapters;
+3. pages of running sequences, which are preempted in the order that the queue defines.
 
-Where every layer has a window, a sequence gives back the blocks that no token to come looks back on.
+The KV of a preempted sequence is swapped to the host or recomputed later, whichever the cost model estimates to be
+cheaper.
 
-Plain Python, deterministic given its inputs, the time among them. Knows no tensor, no socket.
+Forks: a request with several choices runs as one sequence until its prompt is computed. From the start it occupies one
+place of `max_num_seqs` per choice. Then it forks: the choices share the prompt's pages and decode independently. A
+preempted choice drops only its own page references and resumes alone.
+
+Beams: the beams of a search fork after each token. A beam that has proposed waits for the other beams and keeps its
+pages (`beams`). If every running sequence is such a waiting beam, the scheduler preempts one so that a waiting sequence
+can run.
+
+If every layer has a sliding window, a sequence frees the blocks that no later token attends to.
+
+Plain Python without tensors or sockets. The plans are deterministic given the inputs, which include the time.
 """
 
 from collections.abc import Iterable
@@ -45,16 +55,25 @@ from slora.scheduler_config import SchedulerConfig
 from slora_adapters.loader.source import AdapterSource
 from slora_adapters.version import AdapterVersion
 
-# A request ends after so many steps that could not bring what it needs: perhaps its adapter breaks them.
+# A request fails after this many steps that failed to move its adapter or its KV into the pool: its adapter may be what
+# breaks the steps.
 _MOST_BROKEN_STEPS = 3
 
 
 class Scheduler:
     """Owns the sequences and, through them, every held page of `memory`.
 
-    Its parts, each of which knows those before it: memory, supply (adapters), prefixes, swapping, lifecycle (where each
-    sequence is), reclaim (who gives way), admission (who starts), pins (what is there before anybody asks), prewarming
-    (what comes if there is room).
+    It is composed of parts. Each part depends only on the parts before it in this list:
+
+        memory      the page pool and its users
+        supply      loads adapters
+        prefixes    the prefix cache
+        swapping    swaps KV to the host and back
+        lifecycle   the state of each sequence
+        reclaim     eviction and preemption
+        admission   admits waiting sequences to the batch
+        pins        keeps pinned adapters in the pool
+        prewarming  loads adapters ahead of requests, if there is room
     """
 
     def __init__(self, config: SchedulerConfig, source: AdapterSource, costs: Costs) -> None:
@@ -70,7 +89,7 @@ class Scheduler:
         self._costs = costs
         self._charges = Charges(costs)
         self._deadlines = Deadlines()
-        self._unwritten: list[Sequence] = []  # since a step that was taken back
+        self._unwritten: list[Sequence] = []  # their sampling table rows are outdated since `take_back`
         self._lifecycle = Lifecycle(config, self.memory, self.supply, self.swapping)
         self._batch = self._lifecycle.batch
         self._reclaim = Reclaim(config.footprint, self.memory, self.supply, self._lifecycle, self.swapping)
@@ -107,9 +126,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could do something now; requests that only await an adapter do not count.
+        """Whether a step could make progress now. Requests that only wait for an adapter fetch do not count.
 
-        Pins count until a step has done nothing: what the one before left may be room for them.
+        Missing pins count until a step has planned nothing, because the step before it may have freed room for them.
         """
         if len(self._batch) or len(self._lifecycle.queue) or self.supply.num_loading:
             return True
@@ -117,41 +136,45 @@ class Scheduler:
 
     @property
     def next_due_s(self) -> float | None:
-        """On the clock of `schedule`: then it should be called, even if nothing else has come up."""
+        """The time, on the clock of `schedule`, at which `schedule` must be called even without new events. None: no
+        such time.
+        """
         times = (self._deadlines.next_s, self.pins.next_try_s)
         return min((time for time in times if time is not None), default=None)
 
     def find(self, request_id: str) -> list[Sequence]:
-        """The sequences of a request that are not over."""
+        """The unfinished sequences of a request."""
         return self._lifecycle.unfinished.find(request_id)
 
     def add(self, sequence: Sequence, now: float = 0.0) -> None:
-        """Raises ContextTooLong if it could not run even alone."""
+        """Raises ContextTooLong if the sequence could not run even alone in the pool."""
         self._lifecycle.add(sequence)
         deadline_s = sequence.request.deadline_s
         if deadline_s is not None:
             self._deadlines.add(sequence, now + deadline_s - self._costs.prefill_s(sequence.num_prompt))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Ends a request, or one choice of it, wherever it is; unknown or finished ones are no error."""
+        """Ends a request, or only its choice `index`, in any state. An unknown or finished request is not an error."""
         self._lifecycle.abort(request_id, index)
 
     def set_pins(self, versions: Iterable[AdapterVersion]) -> None:
-        """These adapters and no others are brought to the pool before anybody asks for them, and stay."""
+        """Replaces the set of pinned adapters. Pinned adapters are loaded before their first request and stay in the
+        pool.
+        """
         self.pins.want(versions)
 
     def prewarm(self, version: AdapterVersion) -> AdapterPlace:
-        """Brings an adapter to the host, and to the pool if there is room. Returns where it is now."""
+        """Fetches an adapter to the host, and loads it into the pool if there is room. Returns where it is now."""
         return self.prewarming.want(version)
 
     def forget(self, version: AdapterVersion) -> None:
-        """The adapter was deleted: it leaves now, or with the last request that runs on it or waits for it."""
+        """Drops a deleted adapter: at once, or when the last request that names it has ended."""
         self.pins.forget(version)
         self.prewarming.forget(version)
         self._lifecycle.forget(version)
 
     def schedule(self, now: float = 0.0) -> StepPlan:
-        """now: seconds on any clock that only grows."""
+        """Plans one step. now: seconds on any monotonic clock."""
         plan = StepPlan()
         self._reclaim.begin_step()
         self._beams.start_forks(plan)
@@ -172,14 +195,17 @@ class Scheduler:
         self.prewarming.fetch()
         plan.chunks.sort(key=_by_slot)
         for chunk in plan.chunks:
-            for sequence in chunk.forks:  # their first tokens are drawn in this step
+            for sequence in chunk.forks:  # their first tokens are sampled in this step
                 self._batch.seat(sequence)
                 plan.started.append(sequence)
         self._is_at_rest = not (plan.chunks or plan.loads or plan.ended)
         return plan
 
     def postprocess(self, plan: StepPlan, sampled: list[Sampled]) -> list[StepOutput]:
-        """Takes in the tokens of `plan`, one for each of the chunks' draws, in order; finished sequences leave."""
+        """Appends the sampled tokens to the sequences of `plan`, and ends the sequences that are finished.
+
+        sampled: one entry for each entry of each chunk's `draws`, in order.
+        """
         self.supply.settle(plan)
         self.pins.settle(plan)
         self.swapping.settle()
@@ -188,7 +214,7 @@ class Scheduler:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.num_computed += chunk.num_tokens
-            if not sequence.done:  # nor is it over, with a choice that failed in this step
+            if not sequence.done:  # it is done if another choice of its request failed in this step
                 self.prefixes.name(sequence)
             if sequence.scores and not sequence.done:
                 outputs.append(_tell_scores(sequence))
@@ -196,26 +222,30 @@ class Scheduler:
                 self._fork(chunk)
             for choice in chunk.draws:
                 token = next(tokens)
-                if not choice.done:  # over, if another choice of the request just failed
+                if not choice.done:  # done if another choice of its request just failed
                     outputs.extend(self._take(choice, token))
         return outputs
 
     def drop(self, plan: StepPlan, chunks: list[Chunk], error: Exception) -> list[StepOutput]:
-        """These chunks could not be computed: they leave the plan, and their requests end with `error`."""
+        """Removes chunks that could not be computed from the plan, and ends their requests with `error`."""
         dropped = {id(chunk.sequence) for chunk in chunks}
         plan.chunks[:] = [chunk for chunk in plan.chunks if id(chunk.sequence) not in dropped]
         outputs = []
         for chunk in chunks:
             for fork in chunk.forks:
                 self._batch.unseat(fork)
-            if not chunk.sequence.done:  # another choice of its request may have been dropped, too
+            if not chunk.sequence.done:  # done if another choice of its request was dropped, too
                 self.memory.kv.discard(chunk.sequence.block_keys)
                 outputs.append(self._lifecycle.end(chunk.sequence, error))
         return outputs
 
     def take_back(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
-        """Undoes a step that could not move its pages. Nothing that it was to bring to the pool is trusted: sequences
-        that need it start over, or end with `error` after too many such steps. All others go on as before the step."""
+        """Undoes a step that failed to move its pages.
+
+        All content that this step was to write into the pool is invalid. Sequences that need this content go back to
+        the queue. After `_MOST_BROKEN_STEPS` such steps a sequence ends with `error`. All other sequences continue as
+        before the step.
+        """
         outputs = list(plan.ended)
         for chunk in plan.chunks:
             for fork in chunk.forks:
@@ -234,30 +264,30 @@ class Scheduler:
             elif (misfit := self._lifecycle.back_to_queue(sequence)) is not None:
                 outputs.append(self._lifecycle.end(sequence, misfit))
         self.swapping.settle()
-        # Their rows of the sampling table were not written, or count tokens that are lost.
+        # The sampling table rows of these sequences were not written, or they count tokens that are lost.
         self._unwritten += [*plan.started, *(chunk.sequence for chunk in plan.chunks)]
         return outputs
 
     def check(self) -> None:
-        """Proves that no page is lost and every reference has its owner."""
+        """Proves that no page is lost and that every reference has an owner."""
         self.memory.check(list(self._batch))
         self.supply.check()
         self.pins.check()
         self._lifecycle.check()
 
     def _is_stuck(self, plan: StepPlan) -> bool:
-        """Whether nothing happens in this step, or will by itself in the next, while beams wait for each other."""
+        """Whether neither this step nor the next can make progress while beams wait for each other."""
         if plan.chunks or self.supply.num_loading:
             return False
         return any(sequence.has_proposed for sequence in self._batch)
 
     def _continue_running(self, plan: StepPlan, budget: int) -> int:
-        """Plans the next tokens of running sequences, oldest first; returns the budget left."""
+        """Plans the next tokens of the running sequences, oldest first. Returns the remaining token budget."""
         running = list(self._batch)
         if self._config.rope_switch is not None:
             for sequence in running:
                 self._lifecycle.switch_rope(sequence)
-        # A prefill chunk leaves one token for every sequence that decodes, so a long prompt never stalls others.
+        # Reserve one token of the budget for each decoding sequence, so that a long prompt never stalls decoding.
         reserved = sum(1 for sequence in running if len(sequence.token_ids) - sequence.num_computed == 1)
         for sequence in running:
             num_tokens = len(sequence.token_ids) - sequence.num_computed
@@ -265,7 +295,7 @@ class Scheduler:
                 reserved -= 1
             else:
                 num_tokens = min(num_tokens, sequence.chunk_limit, budget - reserved)
-            if num_tokens <= 0 or not sequence.is_running:  # it gave way meanwhile
+            if num_tokens <= 0 or not sequence.is_running:  # preempted in this loop
                 continue
             resident = sequence.resident
             if resident is not None and not self.supply.is_ready(resident):
@@ -277,19 +307,23 @@ class Scheduler:
         return budget
 
     def _grow(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
-        """Gets the pages for the next `num_tokens` tokens, from those who give way if need be, and a copy of the page
-        they begin in if others read it. False: it gave way itself."""
+        """Allocates the pages for the next `num_tokens` tokens, and preempts sequences if pages are short.
+
+        If other sequences share the page of the first of these tokens, it is copied first (copy-on-write). Returns
+        False if `sequence` itself was preempted or ended.
+        """
         blocks, start, kv = sequence.blocks, sequence.num_computed, self.memory.kv
         self._reclaim.free_behind_window(sequence)
         missing, copied = blocks.pages_missing(start + num_tokens), blocks.must_copy(start, kv)
-        if not missing and not copied:  # as in nearly every step of a sequence that decodes
+        if not missing and not copied:  # the common case: a decoding sequence whose last block has room
             return True
         while not self._reclaim.make_room(missing + copied, sequence):
             victim = self._reclaim.victim(missing + copied, sequence.tenant)
             self._reclaim.preempt(victim, plan)
-            if not sequence.is_running:  # nor is it, if a choice of its request gave way and can't come back
+            # Also false if another choice was preempted, could not return to the queue and so ended the request.
+            if not sequence.is_running:
                 return False
-            # When another choice gives way, the page may be left to this one.
+            # After another choice was preempted, this sequence may be the only user of the page.
             copied = blocks.must_copy(start, kv)
         if copied:
             plan.copies.append(blocks.copy_on_write(start, kv, sequence.tenant))
@@ -297,14 +331,14 @@ class Scheduler:
         return True
 
     def _fork(self, chunk: Chunk) -> None:
-        """The choices that begin with this chunk start to run beside the one whose prompt it was."""
+        """Starts the choices that fork from this chunk's sequence."""
         for sequence in chunk.forks:
             self._lifecycle.join(sequence, chunk.sequence)
         chunk.sequence.num_choices = 1
 
     def _take(self, sequence: Sequence, sampled: Sampled) -> list[StepOutput]:
         if sampled.token_id is None:
-            self.memory.kv.discard(sequence.block_keys)  # nobody else shall find the KV that led here
+            self.memory.kv.discard(sequence.block_keys)  # no other request may reuse the KV that led to NaN
             adapter = sequence.request.adapter
             name = f"adapter {adapter.digest}" if adapter else "the base model"
             error = RequestFailed(f"the logits of {name} were not finite on this prompt")
@@ -332,13 +366,17 @@ class Scheduler:
 
 
 def _tell_scores(sequence: Sequence) -> StepOutput:
-    """A piece in each step that finds any: all of a long prompt's at once could be more than a frame may hold."""
+    """Reports the prompt log-probabilities that this step computed. Those of a whole long prompt could exceed the size
+    of one message frame, so each step reports its own part.
+    """
     scores, sequence.scores = tuple(sequence.scores), []
     return StepOutput(sequence.request.request_id, TokenDelta((), prompt_logprobs=scores))
 
 
 def _by_slot(chunk: Chunk) -> tuple[int, float, int]:
-    """Base rows last: LoRA tiles then cover a prefix of the tokens. A tile has one weight."""
+    """The sort key of chunks. Chunks of the base model come last, so that the LoRA tiles cover a prefix of the batch's
+    tokens. All tokens of a tile have the same adapter weight.
+    """
     slot = chunk.slot if chunk.slot is not None else 1 << 31
     return (slot, chunk.sequence.request.adapter_weight, chunk.sequence.arrival)
 

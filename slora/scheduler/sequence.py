@@ -1,18 +1,19 @@
-"""One choice of a request inside the engine: its tokens, how far they are computed, and what it holds.
+"""One sequence: the tokens of one choice of a request, how many of them are computed, and the resources that it holds.
 
-A request of several choices is one sequence until its prompt is computed; then it forks. So does one of beams, which
-fork again and again: each is one of the beams of the `search` that they share, under its own number.
+A request with several choices is one sequence until its prompt is computed; then the sequence forks. In a beam search
+every beam is a sequence. All beams share one `search`, in which each has its own number (`index`), and they fork after
+every token.
 
 Invariants:
-    tokens    [0, num_prompt) came with the request; [num_prompt, len) were generated
-    computed  [0, num_computed) have their KV in `blocks`; num_computed < len(token_ids) until it finishes, save for a
-              beam that has proposed what comes next: it runs, and waits for the others
-    a running sequence with an adapter holds one use of `resident`; a waiting one holds nothing of the pool
-    a running sequence has `row` of the sampling table to itself
+    tokens    [0, num_prompt) are the prompt; [num_prompt, len(token_ids)) were generated
+    computed  the KV of tokens [0, num_computed) is in `blocks`; num_computed < len(token_ids) until the sequence ends,
+              except for a beam that has proposed: it keeps running while it waits for the other beams
+    adapter   a running sequence with an adapter is a user of `resident`; a waiting sequence holds nothing in the pool
+    row       a running sequence owns row `row` of the sampling table
     named     blocks [0, num_named) of its KV were offered to the prefix cache, under `block_keys`
-    charged   prompt tokens [0, num_charged) were charged to its tenant, or found computed
-    swapped   a waiting sequence may have its KV in pages of the host, instead of computing it again
-    scored    tokens [0, num_scored) of the prompt, where prompt_logprobs were asked for; `scores`: what is not told yet
+    charged   prompt tokens [0, num_charged) were charged to its tenant, or were found in the prefix cache
+    swapped   a waiting sequence may keep its KV in host pages, which saves the recompute
+    scored    with prompt_logprobs, tokens [0, num_scored) of the prompt are scored; `scores` are not reported yet
 """
 
 import itertools
@@ -26,12 +27,16 @@ from slora.sampling_params import choice_seed
 from slora.scheduler.beam_search import BeamSearch
 
 _arrivals = itertools.count()
-# Who gave way so often without a token of its own in between goes first.
+# A sequence that was preempted this often without a new token in between is overdue.
 _MOST_SETBACKS = 3
 
 
 class SwappedBlocks(NamedTuple):
-    """The KV of tokens [0, num_computed) on the host: pages of the blocks from num_freed on, in order."""
+    """The swapped KV of tokens [0, num_computed).
+
+    host_pages: the host pages of blocks num_freed, num_freed + 1, and so on, in order.
+    num_freed: number of leading blocks that lie behind the sliding window and were not saved.
+    """
 
     host_pages: list[int]
     num_freed: int
@@ -39,14 +44,17 @@ class SwappedBlocks(NamedTuple):
 
 
 class Sequence:
-    """`max_tokens` is the request's, or what context and pool leave where it named none.
+    """The state of one choice or one beam of a request.
 
-    index: which choice of the request it is, or which beam. num_choices: how many it becomes when its prompt is
-    computed; 1 after that, and for those that came out of it. chunk_limit: the most tokens that may be computed of it
-    at a time, for its pages to fit the pool. is_long: its KV is rotated with the long factors of a model that has two
-    sets (longrope). num_cached: tokens of the prompt that were found computed when it first started. furthest: its
-    tokens when it gave way last; num_setbacks: how often it did with no more of them than before. num_broken_steps:
-    steps that could not bring its adapter or its KV to the pool.
+    max_tokens: the request's value; if it names none, what the context and the pool leave.
+    index: which choice or beam of the request it is.
+    num_choices: how many choices it forks into when its prompt is computed; 1 afterwards and in the forks.
+    chunk_limit: the most tokens that one step may compute of it so that its pages fit into the pool.
+    is_long: its KV is rotated with the long factors of a longrope model.
+    num_cached: prompt tokens that the prefix cache held when it was first admitted.
+    furthest: number of its tokens at its last preemption.
+    num_setbacks: number of preemptions since it last gained a token.
+    num_broken_steps: steps that failed to move its adapter or its KV into the pool.
     """
 
     __slots__ = (
@@ -117,7 +125,7 @@ class Sequence:
         self.chunk_limit = len(self.token_ids)
         self.is_long = False
         wanted = request.sampling.prompt_logprobs is not None
-        # Nothing comes before the first token that could tell how likely it is.
+        # The first token has no log-probability: no token precedes it.
         self.scores: list[TokenLogprobs | None] = [None] if wanted else []
         self.num_scored = 1 if wanted else self.num_prompt
         self.done = False
@@ -126,7 +134,7 @@ class Sequence:
         return (self.arrival, self.index) < (other.arrival, other.index)
 
     def fork(self, index: int) -> "Sequence":
-        """Choice or beam `index` of the same request, in the same place of the queue; it holds nothing yet."""
+        """Creates choice or beam `index` of the same request, with the same arrival order. It holds no pages yet."""
         block_tokens = self.blocks.block_tokens
         seed = choice_seed(self.seed, index)
         choice = Sequence(self.request, self.tenant, self.max_tokens, self.stop_ids, seed, block_tokens)
@@ -139,9 +147,12 @@ class Sequence:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether it gave way so often without a token in between that it might do so for good: two sequences can each
-        be started at the other's cost. From then on it starts with all pages that it needs up to its next token, and
-        gives way last; among its like who came first does not give way at all. So somebody comes to a token."""
+        """Whether it was preempted `_MOST_SETBACKS` times without a new token in between.
+
+        Two sequences could otherwise preempt each other forever. An overdue sequence is admitted only with all pages
+        that it needs up to its next token, and it is preempted last. Of several overdue sequences, the one that arrived
+        first is not preempted at all. So at least one sequence makes progress.
+        """
         return self.num_setbacks >= _MOST_SETBACKS
 
     def note_preemption(self) -> None:
@@ -159,10 +170,10 @@ class Sequence:
 
     @property
     def has_proposed(self) -> bool:
-        """Whether it is a beam that waits for the others."""
+        """Whether it is a beam that has proposed and waits for the other beams."""
         return self.search is not None and self.search.has_proposed(self.index)
 
     @property
     def num_tokens_at_most(self) -> int:
-        """Tokens whose KV it can ever hold: the last generated token is never computed."""
+        """The most tokens whose KV it can ever hold. The KV of the last generated token is never computed."""
         return self.num_prompt + self.max_tokens - 1
