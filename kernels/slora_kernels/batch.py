@@ -1,7 +1,8 @@
-"""What a step hands to the kernels: geometry, device tables and the shape of the batch.
+"""The arguments that a step passes to the kernels: KV geometry, adapter tables and the batch.
 
-Everything is tensors and a few host numbers. The module knows no request and no adapter: a slot is a row of
-the tables, a tile is a run of tokens that share a slot, a sequence is a run of tokens with a row of page ids.
+All of it is tensors and a few host numbers, independent of requests and adapters. A slot is a row of the adapter
+tables. A tile is a run of consecutive tokens that use the same slot. A sequence is a run of consecutive tokens with a
+row of page ids.
 """
 
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ from slora_kernels.layout import KVBlockLayout, lay_out_kv_block
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """How K and V of one layer lie in a page: `[2, num_kv_heads, block_tokens, head_dim]` of `number_dtype`, and in
-    FP8 behind them, from byte `layout.scales_start` on, a scale for each head_dim of them.
+    """How K and V of one layer lie in a page: `[2, num_kv_heads, block_tokens, head_dim]` of `number_dtype`.
 
-    dtype: the model's.
+    In FP8, the scales follow from byte `layout.scales_start` on, one for each vector of head_dim elements.
+
+    dtype: the model's dtype.
     """
 
     num_layers: int
@@ -32,7 +34,7 @@ class KVGeometry:
 
     @property
     def number_dtype(self) -> torch.dtype:
-        """What K and V are in a page."""
+        """The dtype of the K and V elements in a page."""
         return self.dtype if self.kv_format is KVFormat.MODEL else torch.float8_e4m3fn
 
     @property
@@ -47,7 +49,7 @@ class KVGeometry:
 
     @property
     def layer_numbers(self) -> int:
-        """Numbers, of `number_dtype`, from one layer's share of a page to the next one's."""
+        """Distance between the parts of two consecutive layers in a page, in elements of `number_dtype`."""
         return self.layout.num_bytes // self.number_dtype.itemsize
 
     @property
@@ -58,9 +60,11 @@ class KVGeometry:
 
 @dataclass(frozen=True, slots=True)
 class AdapterTables:
-    """Where each slot's adapter lies, one row per slot, written when it is loaded; kernels only read them.
+    """Where the adapter of each slot lies, one row per slot. A row is written when its adapter is loaded.
 
-    page_table: int32 [num_slots, max_pages], the pages of the adapter's byte string in order.
+    Kernels only read these tables.
+
+    page_table: int32 [num_slots, max_pages], page ids of the adapter's byte string, in order.
     groups: int32 [num_slots, num_sites, 2], (total rank, first segment of A).
     modules: int32 [num_slots, num_modules, 3], (rank, first row in the group's A, first segment of B transposed).
     scales: float32 [num_slots, num_modules].
@@ -74,16 +78,17 @@ class AdapterTables:
 
 @dataclass(frozen=True, slots=True)
 class LoraTiles:
-    """The LoRA work of one step, shared by all layers. Tokens of the base model are in no tile.
+    """The LoRA work of one step, shared by all layers. Tokens without an adapter are in no tile.
 
-    tiles: int32 [num_tiles, 3], (slot, first token, tokens); a token is in at most one tile, and a tile may be empty.
-    Tiles of decode rows come first, those of chunks behind them.
-    weights: float32 [num_tiles], a factor on top of the adapter's scale.
-    max_group_rank: greatest total rank of a linear group among the slots used; a host number, sizes the
+    tiles: int32 [num_tiles, 3], (slot, first token, number of tokens). A token is in at most one tile. A tile may be
+    empty. Tiles of decode rows come first, tiles of prefill chunks follow.
+    weights: float32 [num_tiles], a factor that multiplies the adapter's scale.
+    max_group_rank: greatest total rank of a linear group among the slots in use. It is a host number and sizes the
     bridge.
-    max_tokens: at least the tokens of the longest tile; a host number, chooses the kernels' sizes.
-    num_decodes: tiles of decode rows, each the only token of its sequence in this step (or a row that the output head
-    samples from); 0 also where an implementation has them tiled with all other tokens.
+    max_tokens: upper bound of the tokens in a tile. It is a host number and selects the kernels' block sizes.
+    num_decodes: number of tiles of decode rows. A decode row is the only token of its sequence in this step, or a row
+    that the output head samples from. num_decodes is 0 if the implementation tiles decode rows together with all
+    other tokens.
     """
 
     tiles: Tensor
@@ -95,7 +100,11 @@ class LoraTiles:
 
 @dataclass(frozen=True, slots=True)
 class TileLimits:
-    """The most tokens of a LoRA tile, and of one of decode rows; None for these: they are tiled with all others."""
+    """The most tokens in a LoRA tile.
+
+    tokens: limit of a tile of prefill chunks.
+    decode_tokens: limit of a tile of decode rows. None: decode rows are tiled together with all other tokens.
+    """
 
     tokens: int
     decode_tokens: int | None = None
@@ -103,17 +112,19 @@ class TileLimits:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Flat tokens of all sequences of a step: sequence b owns tokens [query_starts[b], query_starts[b+1]).
+    """The tokens of all sequences of a step, concatenated. Sequence b owns tokens [query_starts[b], query_starts[b+1]).
 
     query_starts: int32 [B+1].
-    context_lens: int32 [B], KV tokens visible to the last token of the sequence's chunk, this step's
-    included.
-    block_tables: int32 [B, max_blocks] page ids; entries past a sequence's context, and those wholly behind the
-    window of every token of its chunk, are valid ids whose pages are anybody's.
-    positions: int64 [T], position of each token in its sequence, or the row of the rotary table that stands for it.
-    kv_slots: int64 [T], page_id * block_tokens + offset: where the token's K and V go. Rows that only fill up a
-    captured step (Triton's kernels alone take these) have slot -1, nowhere, and context 0; their results mean nothing.
-    max_query: greatest number of query tokens of a sequence; max_context: greatest context length.
+    context_lens: int32 [B], number of KV tokens visible to the last token of the sequence's chunk. It includes the
+    tokens of this step.
+    block_tables: int32 [B, max_blocks], page ids. Entries past a sequence's context are valid ids, but their pages may
+    belong to other sequences. The same holds for entries of blocks outside the window of every token of the chunk.
+    positions: int64 [T], position of each token in its sequence, or the row of the rotary table that represents it.
+    kv_slots: int64 [T], page_id * block_tokens + offset, where the token's K and V are written. A padding row of a
+    captured step has slot -1, so nothing is written, and context length 0. Its outputs are undefined. Only the Triton
+    kernels accept padding rows.
+    max_query: greatest number of query tokens of a sequence.
+    max_context: greatest context length.
 
     Example: a sequence of 20 known tokens that computes its last 4 has context 20 and positions 16..19.
     """
@@ -129,10 +140,10 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """What a token attends to in one layer, and how scores are formed: scale * q k, capped, then masked.
+    """Which tokens are visible in one layer, and how scores are formed: scale * q k, then the soft cap, then the mask.
 
-    window: a token sees itself and the window - 1 tokens before it; None: all before it.
-    softcap: s -> softcap * tanh(s / softcap) (arXiv 2408.00118, section 2); None: scores stay as they are.
+    window: a token sees itself and the window - 1 tokens before it. None: it sees all tokens before it.
+    softcap: s -> softcap * tanh(s / softcap) (arXiv 2408.00118, section 2). None: scores are not capped.
     """
 
     scale: float
@@ -140,15 +151,17 @@ class AttentionRule:
     softcap: float | None = None
 
     def count_visible(self, context: int) -> int:
-        """Tokens of a context that its last token sees. A window of 4 over 3 tokens: 3; over 9: 4."""
+        """Number of tokens that the last token of a context sees. With window 4: 3 of a context of 3, 4 of a context of
+        9.
+        """
         return context if self.window is None else min(context, self.window)
 
 
 @dataclass(frozen=True, slots=True)
 class QueryKeyNorm:
-    """RMS norm of each head of q and of k before they are rotated (Qwen3, Gemma 3).
+    """RMS norm of each head of q and k, applied before rotary embedding (Qwen3, Gemma 3).
 
-    query, key: [D], float32 or the model dtype.
+    query, key: weights [D], float32 or the model dtype.
     """
 
     query: Tensor
@@ -156,15 +169,15 @@ class QueryKeyNorm:
     eps: float
 
 
-# What a gated MLP does to its gate: gelu is exact (by erf), gelu_tanh its approximation (arXiv 1606.08415).
+# The activation of a gated MLP. gelu is exact (uses erf). gelu_tanh is its tanh approximation (arXiv 1606.08415).
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """A batch, with whatever an implementation worked out about it once for all layers (`prepare_attention`).
+    """A batch, together with what an implementation computed for it once for all layers (`prepare_attention`).
 
-    plan: private to the implementation that made it.
+    plan: private to the implementation that created it.
     """
 
     batch: AttentionBatch
@@ -173,7 +186,7 @@ class AttentionStep:
 
 @dataclass(frozen=True, slots=True)
 class LoraStep:
-    """Tiles and the tables that they point into, with an implementation's `plan` for all sites (`prepare_lora`)."""
+    """Tiles and the tables that they index, with an implementation's `plan` for all sites (`prepare_lora`)."""
 
     tiles: LoraTiles
     tables: AdapterTables

@@ -1,4 +1,4 @@
-"""What the rows of a step that draw their token ask for, as kernels take it: columns beside each other."""
+"""The sampling parameters of a step's rows, in columns as the kernels take them."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# A top_k beyond any vocabulary: none.
+# A top_k larger than any vocabulary: top_k is off.
 NO_TOP_K = 2**62
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """One entry for each of the N rows that draw.
+    """Sampling parameters, one entry for each of the N sampled rows.
 
-    rows: int64 [N], their rows of the logits. keys: int64 [N], what chance is hashed from.
-    top_k: int64 [N], at least 1, `NO_TOP_K` where off. temperature, top_p, min_p: float32 [N], above 0, in (0, 1] and
-    in [0, 1]; 1 and 0 where off.
-    truncates: whether any row has one of the three filters; a host's flag.
+    rows: int64 [N], indexes of the rows in the logits.
+    keys: int64 [N], seeds of the hash that replaces a random generator.
+    top_k: int64 [N], at least 1; `NO_TOP_K` where top_k is off.
+    temperature: float32 [N], above 0.
+    top_p: float32 [N], in (0, 1]; 1 where top_p is off.
+    min_p: float32 [N], in [0, 1]; 0 where min_p is off.
+    truncates: whether any row uses top_k, top_p or min_p. It is a host flag.
     """
 
     rows: Tensor
@@ -33,7 +36,10 @@ class Draws:
     def upload(
         whole: npt.NDArray[np.int64], fractions: npt.NDArray[np.float64], device: torch.device
     ) -> "Draws":
-        """whole [3, N]: rows, keys, top_k; fractions [3, N]: temperature, top_p, min_p. One copy to the device."""
+        """Uploads the parameters in one copy to the device.
+
+        whole: [3, N], rows, keys and top_k. fractions: [3, N], temperature, top_p and min_p.
+        """
         narrow = fractions.astype(np.float32)
         truncates = bool((whole[2] < NO_TOP_K).any() or (narrow[1] < 1).any() or (narrow[2] > 0).any())
         packed = np.concatenate((whole.reshape(-1).view(np.uint8), narrow.reshape(-1).view(np.uint8)))

@@ -1,4 +1,4 @@
-"""The formats of K and V in pages. It imports no numpy, so that configurations can name a format cheaply."""
+"""The formats of K and V in pages. It imports no numpy, so that importing a configuration stays cheap."""
 
 from enum import StrEnum
 
@@ -8,10 +8,11 @@ __all__ = ["KVFormat"]
 class KVFormat(StrEnum):
     """The format of K and V in a page.
 
-    MODEL: numbers of the model's dtype.
-    FP8: float8 e4m3 (arXiv 2209.05433), each times a scale in bfloat16. The K of a token and head has one scale, its V
-    another: the largest magnitude over 448, rounded up. Nothing is clipped or calibrated, and the stored numbers depend
-    on this token alone. If K or V is not finite, both scales are NaN.
+    MODEL: elements of the model's dtype.
+    FP8: float8 e4m3 (arXiv 2209.05433) with bfloat16 scales. A stored element is multiplied by its scale. The K of one
+    token and head has one scale, and its V has another. A scale is the largest magnitude divided by 448, rounded up.
+    Nothing is clipped or calibrated, and the stored elements depend on this token alone. If K or V is not finite, both
+    scales are NaN.
     """
 
     MODEL = "auto"

@@ -1,7 +1,6 @@
-"""A Triton launch as a value: what a launcher decided, ready to be run, or compiled for a GPU that is not
-here.
+"""A Triton launch as a value that can be run, or compiled for a GPU that is not present.
 
-Launchers return it rather than launch, so that ahead-of-time compilation certifies what is really launched:
+Launchers return a `Launch` instead of launching. Ahead-of-time compilation therefore compiles exactly what is launched:
 the same arguments, alignments, constants, warps and stages.
 """
 
@@ -17,8 +16,10 @@ _TRITON_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """kernel[grid](**arguments, **constants); arguments are tensors and run-time scalars, constants
-    constexprs."""
+    """kernel[grid](**arguments, **constants).
+
+    arguments: tensors and run-time scalars. constants: constexprs.
+    """
 
     kernel: Any
     grid: tuple[int, ...]
@@ -28,24 +29,24 @@ class Launch:
     num_stages: int = 2
 
     def run(self) -> None:
-        """Without a program, as for no token at all, there is nothing to launch: a GPU would refuse it."""
+        """Launches the kernel. Skips an empty grid, as for a step without tokens, because a GPU rejects it."""
         if 0 in self.grid:
             return
         self.kernel[self.grid](**self._keywords())
 
     def compile(self) -> Any:
-        """Compiles for Triton's active target without running; returns Triton's compiled kernel."""
+        """Compiles for Triton's active target without running. Returns Triton's compiled kernel."""
         return self.kernel.warmup(grid=self.grid, **self._keywords())
 
     def _keywords(self) -> dict[str, object]:
-        # Fused multiply-adds are stated because Triton's default for them is about to change.
+        # enable_fp_fusion is set explicitly because Triton is about to change its default.
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
         return self.arguments | self.constants | options
 
 
 def dot_dtype(dtype: torch.dtype) -> Any:
-    """What operands of `tl.dot` are cast to: the model dtype, but fp32 when interpreted.
+    """The dtype that operands of `tl.dot` are cast to: the model dtype, or fp32 in Triton's interpreter.
 
-    Triton's interpreter holds bf16 as raw 16-bit integers, and its dot multiplies those (measured with 3.9).
+    The interpreter holds bf16 as raw 16-bit integers, and its dot multiplies those integers (measured with 3.9).
     """
     return tl.float32 if triton.knobs.runtime.interpret else _TRITON_TYPES[dtype]

@@ -1,23 +1,29 @@
-"""Where bytes lie inside the page pool: the contract between whoever fills pages and whoever reads them.
+"""The byte layout of the page pool, shared by the loader that fills pages and the kernels that read them.
 
-The pool is one allocation `[num_pages, num_layers, page_bytes]`. A page has two kinds of user:
+The pool is one allocation `[num_pages, num_layers, page_bytes]`. A page holds one of two things:
 
-- a KV block: in each layer, K and V of `block_tokens` tokens, `[2, num_kv_heads, block_tokens, head_dim]`, as numbers
-  of the model's dtype or in 8 bits with their scales behind them (`KVFormat`);
-- a slice of a packed adapter: one long byte string, cut into whole pages wherever layers happen to fall.
+- A KV block: for each layer, K and V of `block_tokens` tokens as `[2, num_kv_heads, block_tokens, head_dim]`. The
+  elements are of the model's dtype, or 8-bit floats followed by their scales (`KVFormat`).
+- A part of a packed adapter. A packed adapter is one long byte string, cut at page boundaries. A cut may fall inside a
+  layer.
 
-Both are found through tables of page ids. Which linears a layer has, and which of them read the same input, is data
-(`ModelShape`), so that any decoder fits. A packed adapter is layer-major: for each layer and linear group, the rows
-of A of all modules of the group (so one shrink serves them), then for each module the rows of B transposed; the input
-embedding and the output head follow, as two groups of one module. A row is padded to whole segments of
-`SEGMENT_BYTES`; a page holds a whole number of segments, so a segment never crosses a page and a kernel looks up one
-page per segment, whatever the rank. Nothing is padded to a maximum rank.
+KV blocks and adapters are both addressed through tables of page ids. `ModelShape` lists the linears of a layer and the
+groups of linears that read the same input, so any decoder can be described.
 
-Worked example: Llama-3.1-8B in bf16, 16-token blocks: 2 * 8 * 16 * 128 * 2 = 64 KiB a layer, 2 MiB a page; a
-rank 16 adapter on all seven linears is 80 MiB = 40 pages, the KV of 640 tokens. With KV in fp8 a page is 32.5 KiB a
-layer: 32 KiB of numbers and 512 bytes of scales. Bytes of a packed adapter are the same whatever KV is kept as.
+A packed adapter is layer-major. For each layer and each group of linears it holds the rows of A of all modules of the
+group, so that one shrink serves the group. The transposed rows of B follow, module by module. The input embedding and
+the output head come last, as two groups of one module each.
 
-Knows no torch: loader and API processes import it.
+Each row is padded to whole segments of `SEGMENT_BYTES`. A page holds a whole number of segments, so a segment never
+crosses a page boundary, and a kernel looks up one page id per segment for any rank. Nothing is padded to a maximum
+rank.
+
+Worked example: Llama-3.1-8B (32 layers) in bf16 with blocks of 16 tokens. K and V of a block are 2 * 8 * 16 * 128 * 2
+bytes = 64 KiB per layer, so a page is 2 MiB. A rank-16 adapter on all seven linears is 80 MiB, or 40 pages: as much as
+the KV of 640 tokens. With KV in fp8 a page is 32.5 KiB per layer: 32 KiB of elements and 512 bytes of scales. The size
+of a packed adapter does not depend on the KV format.
+
+This module does not import torch, because the loader and API processes import it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,21 +38,24 @@ from slora_kernels.kv_format import KVFormat as KVFormat
 
 LAYOUT_VERSION = 2
 SEGMENT_BYTES = 256
-# Kernels take up to so many modules side by side in one launch.
+# The most modules that one launch of a LoRA kernel handles.
 MAX_GROUP_MODULES = 3
 
 Int32Array = npt.NDArray[np.int32]
 
 
-# The largest number of e4m3, and the bytes of a scale: 1.6% on top of a head's 128 numbers.
+# The largest finite e4m3 value, and the bytes of one scale. Scales add 1.6% to a head of 128 elements.
 LARGEST_E4M3 = 448.0
 SCALE_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class KVBlockLayout:
-    """One layer's share of a KV block: numbers, from byte `scales_start` on their scales if the format has any,
-    `[2, num_kv_heads, block_tokens]`, and padding up to `num_bytes`."""
+    """The layout of one layer's part of a KV block.
+
+    The elements of K and V come first. If the format has scales, `[2, num_kv_heads, block_tokens]` of them begin at
+    byte `scales_start`. Padding fills the rest up to `num_bytes`.
+    """
 
     scales_start: int
     num_bytes: int
@@ -56,7 +65,7 @@ class KVBlockLayout:
 def lay_out_kv_block(
     num_kv_heads: int, head_dim: int, block_tokens: int, element_bytes: int, kv_format: KVFormat
 ) -> KVBlockLayout:
-    """element_bytes: of the model's dtype. With scales, padded to whole segments."""
+    """element_bytes: size of one element of the model's dtype. A block with scales is padded to whole segments."""
     vectors = 2 * num_kv_heads * block_tokens
     if kv_format is KVFormat.MODEL:
         size = vectors * head_dim * element_bytes
@@ -67,7 +76,11 @@ def lay_out_kv_block(
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """path: as PEFT spells it; within a layer ("self_attn.q_proj"), or from the model's root where so said."""
+    """The shape of one linear.
+
+    path: its name in PEFT's spelling. In `ModelShape.linears` it is relative to the layer ("self_attn.q_proj"). In
+    `ModelShape.modules` it is the full path from the model's root.
+    """
 
     path: str
     in_width: int
@@ -76,10 +89,11 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class LoraSite:
-    """One place of the model where modules read the same input: one shrink, and one expand, serve them all.
+    """A group of modules that read the same input. One shrink and one expand serve all of them.
 
-    group: its row in tables with a group axis. first_module: row of its first module in tables with a module axis;
-    the others follow. widths: columns of each module's output.
+    group: the site's row in tables that have a group axis.
+    first_module: the row of its first module in tables that have a module axis. Its other modules follow.
+    widths: number of output columns of each module.
     """
 
     group: int
@@ -90,11 +104,15 @@ class LoraSite:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder that decide page and adapter layout (those of this rank's shard).
+    """The sizes of a decoder that decide the layout of pages and adapters. They are those of this rank's shard.
 
-    linears: of every layer, in the order of all tables. groups: indexes of consecutive linears that read the same
-    input. A module is one linear of one layer, counted layer by layer, then the embedding, then the head; a site is
-    one group anywhere, counted likewise. The paths are where PEFT finds the layers, the embedding and the head.
+    linears: the linears of one layer, in the order that all tables use.
+    groups: for each group, the indexes of consecutive linears that read the same input.
+    layers_path, embedding_path, head_path: where PEFT finds the layers, the embedding and the head.
+
+    A module is one linear of one layer. Modules are numbered layer by layer; the embedding and the head come last. A
+    site is one group of one layer. Sites are numbered in the same way, and the embedding and the head are sites of
+    their own.
     """
 
     num_layers: int
@@ -122,13 +140,16 @@ class ModelShape:
         assert all(len(width) == 1 for width in widths), f"a group reads inputs of different widths: {widths}"
 
     def __hash__(self) -> int:
-        # Of a few sizes: tables that follow from a shape are looked up for each tensor of an adapter, and hashing all
-        # linears each time was most of what reading its header took.
+        # Only a few sizes are hashed. The cached tables of a shape are looked up for each tensor of an adapter, and
+        # hashing all linears each time took most of the time of reading an adapter's header.
         return hash((self.num_layers, self.hidden_size, self.vocab_size, self.layers_path))
 
     @staticmethod
     def from_plain(fields: Mapping[str, Any]) -> "ModelShape":
-        """From what `dataclasses.asdict` gives, after it was JSON or msgpack. Raises KeyError or TypeError."""
+        """Rebuilds a shape from `dataclasses.asdict` after a round trip through JSON or msgpack.
+
+        Raises KeyError or TypeError if a field is missing or unknown.
+        """
         linears = tuple(LinearShape(**linear) for linear in fields["linears"])
         groups = tuple(tuple(group) for group in fields["groups"])
         return ModelShape(**{**fields, "linears": linears, "groups": groups})
@@ -143,7 +164,7 @@ class ModelShape:
 
     @property
     def modules(self) -> tuple[LinearShape, ...]:
-        """All modules with their full paths. Of the embedding, A's rows are as long as the vocabulary."""
+        """All modules with their full paths. The embedding's in_width is the vocabulary size."""
         return _list_modules(self)
 
     @property
@@ -167,7 +188,7 @@ class ModelShape:
         return self.sites[-1]
 
     def module_id(self, layer: int, linear: int) -> int:
-        """The module that is `linears[linear]` of a layer."""
+        """The id of module `linears[linear]` in a layer."""
         return layer * len(self.linears) + linear
 
     def layer_sites(self, layer: int) -> tuple[LoraSite, ...]:
@@ -176,7 +197,10 @@ class ModelShape:
         return self.sites[first : first + len(self.groups)]
 
     def page_bytes(self, block_tokens: int, kv_format: KVFormat = KVFormat.MODEL) -> int:
-        """Bytes of one page in one layer (K and V of a block). Raises ValueError if not whole segments."""
+        """Bytes of one page in one layer (K and V of one block).
+
+        Raises ValueError if that is not a whole number of segments.
+        """
         size = lay_out_kv_block(
             self.num_kv_heads, self.head_dim, block_tokens, self.element_bytes, kv_format
         ).num_bytes
@@ -188,7 +212,7 @@ class ModelShape:
         return size
 
     def row_segments(self, width: int) -> int:
-        """Segments that one adapter row of `width` elements takes."""
+        """Number of segments of one adapter row of `width` elements."""
         return -(-width * self.element_bytes // SEGMENT_BYTES)
 
 
@@ -228,7 +252,7 @@ def llama_shape(
     vocab_size: int,
     element_bytes: int,
 ) -> ModelShape:
-    """A decoder whose layers have the seven linears of Llama's, which most families share."""
+    """A decoder whose layers have Llama's seven linears. Most model families share them."""
     query, key = num_heads * head_dim, num_kv_heads * head_dim
     return ModelShape(
         num_layers=num_layers,
@@ -252,7 +276,10 @@ def llama_shape(
 
 
 def fuse_groups(shape: ModelShape, *paths: str) -> ModelShape:
-    """The same decoder where each group is one linear, called `paths[g]`, with the outputs of all side by side."""
+    """The same decoder with the linears of each group fused into one linear.
+
+    The fused linear of group g is called `paths[g]`. Its output is the concatenation of the group's outputs.
+    """
     members = [[shape.linears[m] for m in group] for group in shape.groups]
     linears = tuple(
         LinearShape(path, group[0].in_width, sum(linear.out_width for linear in group))
@@ -263,9 +290,10 @@ def fuse_groups(shape: ModelShape, *paths: str) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class LoraReach:
-    """What a step must do for an adapter, or for all of its adapters together.
+    """Which parts of the model one adapter adapts, or all adapters of a step together.
 
-    max_group_rank: the greatest total rank of a site. embedding, head: whether it adapts them.
+    max_group_rank: greatest total rank of a site.
+    embedding, head: whether the input embedding or the output head is adapted.
     """
 
     max_group_rank: int
@@ -296,7 +324,7 @@ class AdapterLayout:
 
 
 def lay_out_adapter(shape: ModelShape, ranks: Sequence[int]) -> AdapterLayout:
-    """Places an adapter whose module m has rank `ranks[m]` (0: not adapted)."""
+    """Computes the layout of an adapter whose module m has rank `ranks[m]`. Rank 0 means that m is not adapted."""
     groups = np.zeros((shape.num_sites, 2), np.int32)
     modules = np.zeros((shape.num_modules, 3), np.int32)
     segment = 0

@@ -1,4 +1,7 @@
-"""Look-up in torch alone, for all tiles at once: a token's x is one-hot, so x times A is a column of A."""
+"""The shrink of the input embedding in plain torch, for all tiles at once.
+
+The input is one-hot, so x times A is a column of A.
+"""
 
 import torch
 from torch import Tensor
@@ -10,11 +13,14 @@ from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 def gather_columns(
     token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
 ) -> Tensor:
-    """Columns of A for tokens int64 [T] -> [T, max_group_rank] of `dtype`; 0 past a tile's rank and in no tile."""
+    """Gathers the columns of A for token_ids int64 [T] -> [T, max_group_rank] of `dtype`.
+
+    Columns past a tile's rank and rows in no tile are 0.
+    """
     slots, firsts, sizes = step.tiles.tiles.long().T
     device, max_rank = token_ids.device, step.tiles.max_group_rank
     tile = torch.repeat_interleave(torch.arange(len(slots), device=device), sizes)
-    # The tokens of tile after tile: a tile's first, and how far each is behind it.
+    # Token indexes, tile by tile: the tile's first token plus the offset within the tile.
     tokens = firsts[tile] + torch.arange(len(tile), device=device) - (sizes.cumsum(0) - sizes)[tile]
     slot, ids = slots[tile], token_ids[tokens]
     ranks, first_segments = step.tables.groups[slot, site.group].long().T

@@ -1,6 +1,7 @@
-"""LoRA as matmuls, tile by tile: rows are brought together from the pages, then it is two products a module.
+"""LoRA as torch matmuls, tile by tile: rows are gathered from the pages, then each module is two matmuls.
 
-Best for long tiles, where the products dwarf the copies and the calls. Rounds to the model's dtype in between.
+This is fastest for long tiles, where the matmuls cost far more than the copies and calls. The intermediate result is
+rounded to the model's dtype.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
 @dataclass(frozen=True, slots=True)
 class TileRanks:
-    """One LoRA tile in host numbers; groups[site] and modules[module] as in the tables."""
+    """One LoRA tile in host numbers. groups[site] and modules[module] are laid out as in `AdapterTables`."""
 
     first: int
     tokens: int
@@ -26,7 +27,7 @@ class TileRanks:
 
 
 def plan_tiles(tiles: LoraTiles, tables: AdapterTables) -> list[TileRanks]:
-    """Brings what the tables say about each tile to the host, once a step for all sites."""
+    """Copies the table rows of each tile to the host, once per step for all sites."""
     work = tiles.tiles.tolist()
     slots = tiles.tiles[:, 0].long()
     columns = zip(
@@ -44,7 +45,7 @@ def plan_tiles(tiles: LoraTiles, tables: AdapterTables) -> list[TileRanks]:
 def read_rows(
     pages: Tensor, page_ids: list[int], segment: int, rows: int, width: int, dtype: torch.dtype
 ) -> Tensor:
-    """Rows [rows, width] of a packed adapter: a view where one page holds them, else a copy."""
+    """Rows [rows, width] of a packed adapter: a view if one page holds them all, otherwise a copy."""
     page_bytes = pages.shape[1]
     row_bytes = -(-width * dtype.itemsize // SEGMENT_BYTES) * SEGMENT_BYTES
     start = segment * SEGMENT_BYTES
@@ -60,7 +61,9 @@ def read_rows(
 
 
 def shrink_tiles(x: Tensor, bridge: Tensor, pages: Tensor, tiles: list[TileRanks], site: LoraSite) -> None:
-    """bridge [T, max_group_rank] = x [T, in] times A, in the rows and columns of each tile; others stay."""
+    """bridge [T, max_group_rank] = x [T, in] times A, for the rows and columns of each tile. The rest stays
+    unwritten.
+    """
     for tile in tiles:
         rank, segment = tile.groups[site.group]
         if rank:

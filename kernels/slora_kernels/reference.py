@@ -1,7 +1,8 @@
-"""The oracle: every kernel once more in plain torch, written to be obviously right and in no hurry.
+"""The oracle of the tests: every kernel in plain torch, written to be obviously correct, not fast.
 
-Arithmetic is float64 and results are rounded once to the dtype of the input, so a difference from here is an
-implementation's own. Only the bytes that a kernel may read are read.
+All arithmetic is float64, and each result is rounded once to the input's dtype. A difference from these results is
+therefore the rounding error, or a bug, of the tested implementation. Functions read only the bytes that a kernel may
+read.
 """
 
 import math
@@ -31,13 +32,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Mutates residual: residual += x; returns its norm."""
+    """residual += x in place, then returns the RMS norm of the new residual."""
     residual.copy_(residual.double() + x.double())
     return rms_norm(residual, weight, eps)
 
 
 def activate(gate: Tensor, activation: Activation) -> Tensor:
-    """Any shape, float64. silu: arXiv 1702.03118; gelu and its tanh approximation: arXiv 1606.08415."""
+    """gate: float64 of any shape. silu: arXiv 1702.03118. gelu and its tanh approximation: arXiv 1606.08415."""
     match activation:
         case "silu":
             return gate * torch.sigmoid(gate)
@@ -48,7 +49,7 @@ def activate(gate: Tensor, activation: Activation) -> Tensor:
 
 
 def act_mul(gate_up: Tensor, activation: Activation) -> Tensor:
-    """[T, 2I] -> [T, I]."""
+    """gate_up [T, 2I] -> [T, I]."""
     gate, up = gate_up.double().chunk(2, dim=-1)
     return (activate(gate, activation) * up).to(gate_up.dtype)
 
@@ -61,9 +62,9 @@ def quantized_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | N
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """heads float64 [T, num, D], cos and sin [T, R/2] of its positions -> the first R of D dimensions rotated.
+    """Rotates the first R of D dimensions. heads float64 [T, num, D]; cos and sin [T, R/2], of the tokens' positions.
 
-    arXiv 2104.09864, with halves of R as pairs, as Llama has it.
+    arXiv 2104.09864. As in Llama, dimension i is paired with i + R/2.
     """
     half = cos.shape[1]
     a, b, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
@@ -72,19 +73,19 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def norm_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """heads float64 [T, num, D] -> each head's RMS norm."""
+    """RMS norm of each head. heads float64 [T, num, D] -> the same shape."""
     return heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps) * weight.double()
 
 
 def view_layer(pages: Tensor, geometry: KVGeometry, layer: int) -> Tensor:
-    """pages uint8 [num_pages, full_page_bytes] -> [num_pages, 2, Hk, block_tokens, D] of a layer, a view."""
+    """One layer as a view: pages uint8 [num_pages, full_page_bytes] -> [num_pages, 2, Hk, block_tokens, D]."""
     first = layer * geometry.layout.num_bytes
     numbers = pages[:, first : first + geometry.layout.scales_start].view(geometry.number_dtype)
     return numbers.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens, geometry.head_dim)
 
 
 def view_scales(pages: Tensor, geometry: KVGeometry, layer: int) -> Tensor:
-    """The same pages -> bfloat16 [num_pages, 2, Hk, block_tokens], the scales of a layer, a view."""
+    """One layer's scales in the same pages, as a view -> bfloat16 [num_pages, 2, Hk, block_tokens]."""
     first = layer * geometry.layout.num_bytes + geometry.layout.scales_start
     count = 2 * geometry.num_kv_heads * geometry.block_tokens
     scales = pages[:, first : first + 2 * count].view(torch.bfloat16)
@@ -92,7 +93,10 @@ def view_scales(pages: Tensor, geometry: KVGeometry, layer: int) -> Tensor:
 
 
 def scale_up(largest: Tensor) -> Tensor:
-    """Magnitudes, float64 -> scales, bfloat16: the least that is no less than the 448th part, and a normal number."""
+    """Magnitudes, float64 -> scales, bfloat16.
+
+    A scale is the smallest normal bfloat16 that is at least magnitude / 448.
+    """
     exact = largest / LARGEST_E4M3
     near = exact.to(torch.bfloat16)
     above = torch.nextafter(near, torch.tensor(torch.inf, dtype=torch.bfloat16, device=near.device))
@@ -100,7 +104,7 @@ def scale_up(largest: Tensor) -> Tensor:
 
 
 def write_kv(pages: Tensor, geometry: KVGeometry, layer: int, slot: int, k: Tensor, v: Tensor) -> None:
-    """k, v float64 [Hk, D] of a token into its slot."""
+    """Writes k and v, float64 [Hk, D], of one token to its slot."""
     page, offset = divmod(slot, geometry.block_tokens)
     place = view_layer(pages, geometry, layer)[page, :, :, offset]
     sides = torch.stack((k, v))
@@ -140,7 +144,7 @@ def rotate_and_write_kv(
 def read_context(
     pages: Tensor, geometry: KVGeometry, layer: int, block_table: list[int], begin: int, end: int
 ) -> tuple[Tensor, Tensor]:
-    """K and V float64 [end - begin, Hk, D] of tokens [begin, end) of a sequence."""
+    """Reads K and V of tokens [begin, end) of a sequence -> two float64 tensors [end - begin, Hk, D]."""
     places = [divmod(t, geometry.block_tokens) for t in range(begin, end)]
 
     def read(blocks: Tensor) -> Tensor:
@@ -178,7 +182,7 @@ def attend(
 def read_rows(
     pages: Tensor, page_ids: list[int], first_segment: int, rows: int, width: int, dtype: torch.dtype
 ) -> Tensor:
-    """Rows [rows, width] of a packed adapter, segment by segment through its pages."""
+    """Reads rows [rows, width] of a packed adapter, segment by segment through its pages."""
     row_segments = -(-width * dtype.itemsize // SEGMENT_BYTES)
     result = torch.empty(rows, width, dtype=dtype, device=pages.device)
     for r in range(rows):
@@ -192,7 +196,7 @@ def read_rows(
 
 
 def shrink(x: Tensor, pages: Tensor, tables: AdapterTables, site: LoraSite, tiles: LoraTiles) -> Tensor:
-    """x [T, in] -> float64 [T, max_group_rank]; columns past a tile's rank, and rows in no tile, are 0."""
+    """x [T, in] -> float64 [T, max_group_rank]. Columns past a tile's rank and rows in no tile are 0."""
     bridge = torch.zeros(x.shape[0], tiles.max_group_rank, dtype=torch.float64, device=x.device)
     for slot, first, tokens in tiles.tiles.tolist():
         rank, segment = tables.groups[slot, site.group].tolist()
@@ -235,14 +239,16 @@ def expand(
 
 
 def token_weights(logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
-    """float64 [N, V]: exp((l - peak) / temperature) in units of 2**-42, 0 for what is no number. Not cut off."""
+    """float64 [N, V]: exp((l - peak) / temperature) in units of 2**-42, not rounded to whole numbers. NaN becomes 0."""
     below = (logits.double() - peaks.double()[:, None])[draws.rows] / draws.temperature.double()[:, None]
     return below.exp().nan_to_num(nan=0.0) * 2.0**42
 
 
 def token_cutoffs(weights: Tensor, draws: Draws) -> list[int]:
-    """weights [N, V], whole numbers -> the least weight that each row keeps, by sorting. Python's integers never
-    overflow."""
+    """The smallest weight that each row keeps, found by sorting. weights: [N, V], whole numbers.
+
+    The sums are Python integers, so they cannot overflow.
+    """
     cutoffs = []
     columns = draws.top_k.tolist(), draws.top_p.tolist(), draws.min_p.tolist()
     for row, top_k, top_p, min_p in zip(weights.tolist(), *columns, strict=True):
@@ -251,7 +257,8 @@ def token_cutoffs(weights: Tensor, draws: Draws) -> list[int]:
         left = float(sum(weight for weight in ordered if weight >= least))
         nucleus, before = 0, 0
         for weight in ordered:
-            # A token stays while the mass before it is below its share, so the first one always does.
+            # A token is kept while the mass before it is below the row's top_p share, so the first token is always
+            # kept.
             if top_p == 1 or float(before) >= top_p * left:
                 break
             nucleus, before = weight, before + weight
@@ -260,7 +267,10 @@ def token_cutoffs(weights: Tensor, draws: Draws) -> list[int]:
 
 
 def token_race(weights: Tensor, cutoffs: list[int], keys: Tensor, block: int) -> list[int]:
-    """weights [N, width], whole numbers, width a multiple of `block` -> a token of each row, by its key int64."""
+    """Samples a token of each row of `weights` by its int64 key.
+
+    weights: [N, width], whole numbers. width: a multiple of `block`.
+    """
     tokens = []
     for row, cutoff, key in zip(weights.tolist(), cutoffs, keys.tolist(), strict=True):
         kept = [int(weight) if weight >= cutoff else 0 for weight in row]
@@ -271,13 +281,15 @@ def token_race(weights: Tensor, cutoffs: list[int], keys: Tensor, block: int) ->
 
 
 def _win(weights: list[int], key: int, first: int) -> int:
-    """Who is home first, of racers whose numbers count from `first`; of equals the first."""
+    """The index of the winner of a race between `weights`. Entry i uses hash number first + i. The first of equals
+    wins.
+    """
     scores = [weight / -math.log(_uniform(key, first + i)) for i, weight in enumerate(weights)]
     return scores.index(max(scores))
 
 
 def _uniform(key: int, number: int) -> float:
-    """In (0, 1): output `number` of a SplitMix64 (Steele et al., 2014) seeded with `key`."""
+    """A number in (0, 1): output `number` of a SplitMix64 (Steele et al., 2014) seeded with `key`."""
     state = (key + number * 0x9E3779B97F4A7C15) % 2**64
     state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64

@@ -1,8 +1,9 @@
-"""Kernels in plain torch: no compiler, any device. Correct everywhere, and batched rather than looped.
+"""Kernels in plain torch: they need no compiler and run on any device.
 
-Attention cuts the queries of a step into tiles and walks all contexts together, a column of pages at a time,
-with an online softmax: tiles are sorted by what they see, so those that still have context are a prefix, and
-only pages that somebody reads are gathered. LoRA loops over tiles, one per distinct adapter in the batch.
+Attention cuts the queries of a step into tiles. All tiles walk their contexts together with an online softmax, one
+column of pages at a time. Tiles are sorted by context length, longest first, so the tiles that still have context left
+are a prefix. Only pages that some query sees are gathered. LoRA loops over tiles, one for each distinct adapter in the
+batch.
 """
 
 import itertools
@@ -32,24 +33,25 @@ from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shri
 from slora_kernels.quantized_matmuls import quantized_linear
 from slora_kernels.token_draw import draw_tokens
 
-# Context tokens per step of the walk: enough to pay for a dozen torch calls, small enough for the caches.
+# Context tokens per step of the walk: enough to amortise a dozen torch calls, few enough to fit the CPU caches.
 COLUMN_TOKENS = 256
-# Query tokens per tile of a chunk being prefilled.
+# Query tokens per tile of a prefill chunk.
 TILE_QUERIES = 64
-# Where a running maximum begins.
+# Initial value of a running maximum.
 LOWEST = -1e30
 
 
 @dataclass(frozen=True, slots=True)
 class TilePass:
-    """Tiles of one size, longest walk first: n tiles of Q query tokens.
+    """Tiles of the same size, in order of context length, longest first: n tiles of Q query tokens.
 
-    tokens: int64 [n, Q], token of each query; a tile's missing queries repeat its last token.
-    limits: int64 [n, Q], end of what each query sees, in tokens from where its tile's walk begins; it sees
-    `window` of them.
-    page_ids: int64 [n, W], the pages of each tile's walk, as many as the longest has; past its end any valid ids.
-    walks: tokens of each tile's walk, to the last that its last query sees.
-    keep: bool [n, Q], which queries are real; None when all are.
+    tokens: int64 [n, Q], token index of each query. A tile with fewer than Q queries repeats its last token.
+    limits: int64 [n, Q], number of tokens from the start of the tile's walk to the last one that the query sees. With a
+    window, the query sees the last `window` of them.
+    page_ids: int64 [n, W], page ids of each tile's walk. W is the length of the longest walk. Entries past the end of a
+    walk are any valid ids.
+    walks: number of tokens in each tile's walk, up to the last token that its last query sees.
+    keep: bool [n, Q], whether a query is real and not a repetition. None: all are real.
     """
 
     tokens: Tensor
@@ -62,7 +64,7 @@ class TilePass:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """passes: by window and tokens per block, cut when first asked for."""
+    """passes: tile passes by (window, tokens per block). An entry is computed on first use."""
 
     passes: dict[tuple[int | None, int], list[TilePass]]
 
@@ -74,7 +76,11 @@ class LoraPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """What a sequence computes in a step: `tokens` tokens from `first` on, after `before` that are in pages."""
+    """The tokens of one sequence in a step.
+
+    row: the sequence's row in the block tables. first: index of the chunk's first token in the batch. tokens: number of
+    tokens. before: number of earlier tokens whose KV is in pages.
+    """
 
     row: int
     first: int
@@ -85,7 +91,7 @@ class _Chunk:
 def _plan_pass(
     chunks: list[_Chunk], queries: int, block_tables: Tensor, window: int | None, block_tokens: int
 ) -> TilePass:
-    """Cuts chunks into tiles of `queries`."""
+    """Cuts chunks into tiles of `queries` query tokens."""
     device = block_tables.device
     tiles = []
     for chunk in chunks:
@@ -112,7 +118,7 @@ def _plan_pass(
 
 
 def _plan_attention(batch: AttentionBatch, window: int | None, block_tokens: int) -> list[TilePass]:
-    """One pass for sequences with a single query (decode), one for longer chunks (prefill)."""
+    """Plans one pass for sequences with a single query (decode) and one for longer chunks (prefill)."""
     starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
     sizes = [end - start for start, end in itertools.pairwise(starts)]
     chunks = [_Chunk(b, starts[b], size, contexts[b] - size) for b, size in enumerate(sizes) if size]
@@ -123,22 +129,22 @@ def _plan_attention(batch: AttentionBatch, window: int | None, block_tokens: int
 
 
 def _view_scales(shares: Tensor, geometry: KVGeometry) -> Tensor:
-    """Shares of one layer, uint8 [n, block_bytes] -> their scales bfloat16 [n, 2, Hk, block_tokens], a view."""
+    """Views the scales of gathered blocks of one layer: uint8 [n, block_bytes] -> bfloat16 [n, 2, Hk, block_tokens]."""
     count = 2 * geometry.num_kv_heads * geometry.block_tokens
     scales = shares[:, geometry.layout.scales_start :][:, : 2 * count].view(torch.bfloat16)
     return scales.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens)
 
 
 def _view_numbers(shares: Tensor, geometry: KVGeometry) -> Tensor:
-    """The same -> K and V [n, 2, Hk, block_tokens, D], a view."""
+    """Views K and V of the same blocks -> [n, 2, Hk, block_tokens, D]."""
     numbers = shares[:, : geometry.layout.scales_start].view(geometry.number_dtype)
     return numbers.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens, geometry.head_dim)
 
 
 def _scale_down(sides: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 [T, 2, Hk, D] -> (float8 of the same shape, bfloat16 scales [T, 2, Hk])."""
+    """Quantizes float32 [T, 2, Hk, D] -> (float8 of the same shape, bfloat16 scales [T, 2, Hk])."""
     largest = sides.abs().amax(-1)
-    # The upper half of a float32 is a bfloat16; what is cut off rounds up.
+    # The upper half of a float32 is a bfloat16. Adding 0xFFFF rounds the dropped lower half up.
     codes = (((largest / LARGEST_E4M3).view(torch.int32) + 0xFFFF) >> 16).to(torch.int16)
     scales = codes.view(torch.bfloat16).clamp_min(torch.finfo(torch.bfloat16).tiny)
     scales = scales.masked_fill(~largest.isfinite().all(1, keepdim=True), torch.nan)
@@ -148,7 +154,7 @@ def _scale_down(sides: Tensor) -> tuple[Tensor, Tensor]:
 def _gather_column(shares: Tensor, block_ids: Tensor, geometry: KVGeometry) -> Tensor:
     """shares uint8 [num_blocks, block_bytes], block_ids [n, C] -> K and V float32 [2, Hk, n, C * block_tokens, D].
 
-    `shares` is contiguous on purpose: index_select over a strided view would first copy the whole pool.
+    `shares` has to be contiguous: index_select over a strided view would first copy the whole pool.
     """
     n, columns = block_ids.shape
     gathered = shares.index_select(0, block_ids.flatten())
@@ -160,17 +166,16 @@ def _gather_column(shares: Tensor, block_ids: Tensor, geometry: KVGeometry) -> T
 
 
 class _OnlineSoftmax:
-    """Running maximum, sum and weighted values of [Hk, n, M] rows; a prefix of the tiles advances at a
-    time."""
+    """Running maximum, sum and weighted values of rows [Hk, n, M]. Each `add` advances a prefix of the n tiles."""
 
     def __init__(self, rows: tuple[int, int, int], head_dim: int, device: torch.device) -> None:
-        # Finite, so that a row which sees nothing of a column adds 0 and not NaN.
+        # The initial maximum is finite, so that a row without visible tokens in a column adds 0 and not NaN.
         self.peak = torch.full((*rows, 1), LOWEST, device=device)
         self.total = torch.zeros((*rows, 1), device=device)
         self.values = torch.zeros((*rows, head_dim), device=device)
 
     def add(self, scores: Tensor, v: Tensor) -> None:
-        """scores [Hk, active, M, N] with -inf where unseen, v [Hk, active, N, D]."""
+        """scores [Hk, active, M, N], -inf where a token is not visible. v [Hk, active, N, D]."""
         active = scores.shape[1]
         peak, total, values = (x[:, :active] for x in (self.peak, self.total, self.values))
         new_peak = torch.maximum(peak, scores.amax(-1, keepdim=True))
@@ -184,7 +189,9 @@ class _OnlineSoftmax:
 def _attend_pass(
     work: TilePass, q: Tensor, shares: Tensor, geometry: KVGeometry, layer: int, rule: AttentionRule
 ) -> Tensor:
-    """q [n, Q, Hk, G, D] of the tiles -> float32 [n, Q, Hk, G, D]. shares as in `_gather_column`."""
+    """Attention of the queries q [n, Q, Hk, G, D] of the tiles -> float32 of the same shape. `shares`: see
+    `_gather_column`.
+    """
     n, queries, kv_heads, group, head_dim = q.shape
     block_tokens, window = geometry.block_tokens, work.window
     rows = q.permute(2, 0, 1, 3, 4).reshape(kv_heads, n, queries * group, head_dim).float() * rule.scale
@@ -199,7 +206,8 @@ def _attend_pass(
         places = start + torch.arange(width * block_tokens, device=q.device)
         k, v = _gather_column(shares, block_ids[:active, first : first + width], geometry)
         hidden = places >= limits[:active]
-        # A weight of 0 does not silence a NaN, and what lies past a context, or behind a window, is anybody's old page.
+        # A weight of 0 times NaN is NaN, and pages past a context or outside a window may hold any old data. So V is
+        # set to 0 there.
         whole = sum(walk >= start + width * block_tokens for walk in work.walks[:active])
         v[:, whole:].masked_fill_((places >= work.limits[whole:active, -1:])[..., None], 0.0)
         if window is not None:
@@ -220,7 +228,7 @@ def _activate(gate: Tensor, activation: Activation) -> Tensor:
 
 
 def _norm_heads(heads: Tensor, num_heads: int, norms: QueryKeyNorm) -> Tensor:
-    """heads float32 [T, Hq + Hk, D], queries first."""
+    """RMS norm of the heads. heads float32 [T, Hq + Hk, D], query heads first."""
     scale = torch.rsqrt(heads.square().mean(-1, keepdim=True) + norms.eps)
     query = norms.query.float().expand(num_heads, -1)
     key = norms.key.float().expand(heads.shape[1] - num_heads, -1)
@@ -228,7 +236,7 @@ def _norm_heads(heads: Tensor, num_heads: int, norms: QueryKeyNorm) -> Tensor:
 
 
 def _rotate_heads(heads: Tensor, angles: Tensor) -> Tensor:
-    """heads float32 [T, num, D], angles [T, R] -> the first R dimensions rotated."""
+    """Rotates the first R dimensions of heads float32 [T, num, D] by angles [T, R], cosines then sines."""
     half = angles.shape[1] // 2
     cos, sin = angles[:, None].chunk(2, dim=-1)
     a, b, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
@@ -236,19 +244,19 @@ def _rotate_heads(heads: Tensor, angles: Tensor) -> Tensor:
 
 
 class TorchKernels:
-    """See `Kernels`. The bridge is [T, max_group_rank] in the model dtype, as matmuls round to."""
+    """See `Kernels`. The bridge is [T, max_group_rank] in the model dtype, to which torch's matmuls round."""
 
     name = "torch"
-    # A tile is a matmul: the longer the better.
+    # A tile is one matmul, so longer tiles are more efficient.
     tile_limits = TileLimits(1 << 30)
 
     @staticmethod
     def on(device: torch.device) -> "TorchKernels":
-        """The same on every device."""
+        """The kernels are the same on every device."""
         return TorchKernels()
 
     def warm_up(self, geometry: KVGeometry) -> float:
-        """Nothing to compile."""
+        """Returns 0: there is nothing to compile."""
         return 0.0
 
     def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
@@ -296,7 +304,7 @@ class TorchKernels:
         if geometry.has_scales:
             numbers, scales = _scale_down(sides.float())
             _view_scales(shares, geometry).permute(0, 3, 1, 2).index_put_((page, offset), scales)
-            # Put as bytes: torch puts no float8 by index.
+            # Written as bytes: torch cannot index_put float8.
             into = _view_numbers(shares, geometry).view(torch.uint8)
             into.permute(0, 3, 1, 2, 4).index_put_((page, offset), numbers.view(torch.uint8))
         else:

@@ -1,9 +1,9 @@
-"""What Triton's kernels need to write KV in fp8 (`KVFormat.FP8`): scales and numbers, worked out on bits.
+"""Scales and elements of KV in fp8 (`KVFormat.FP8`) for the Triton kernels, computed with integer operations on bits.
 
-Numbers are rounded in integer arithmetic, not by a conversion of Triton's: its interpreter (3.9, measured) rounds ties
-away from zero and makes 64 of 124, so tests would see another kernel than a GPU runs. It costs little: each number is
-written once. Reading, which is what takes time, is the GPU's own conversion; of numbers that are finite the interpreter
-reads each as it should.
+Elements are rounded with integer arithmetic, not with Triton's conversion. Triton's interpreter (3.9, measured) rounds
+ties away from zero and converts 124 to 64, so tests would not check what a GPU runs. The extra cost is small, because
+each element is written once. Reading dominates the time and uses the GPU's own conversion. The interpreter reads all
+finite elements correctly.
 """
 
 import triton
@@ -16,27 +16,30 @@ _SMALLEST_SCALE = tl.constexpr(0x0080)
 
 @triton.jit
 def measure_magnitudes(numbers):
-    """float32 -> int32 that orders them by size; what is not finite is greater than any number."""
+    """float32 -> int32 that orders values by magnitude. NaN and infinity are greater than any finite value."""
     return numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def encode_scale(largest, other):
-    """Magnitudes int32, of one side and of the other -> bits of the side's scale in bfloat16, int32."""
+    """Bits of the scale in bfloat16, as int32.
+
+    largest: magnitude bits of the side to be scaled (K or V), int32. other: the same of the other side.
+    """
     exact = tl.div_rn(largest.to(tl.float32, bitcast=True), 448.0)
-    # The upper half of a float32 is a bfloat16; what is cut off rounds up.
+    # The upper half of a float32 is a bfloat16. Adding 0xFFFF rounds the dropped lower half up.
     scale = tl.maximum((exact.to(tl.int32, bitcast=True) + 0xFFFF) >> 16, _SMALLEST_SCALE)
     return tl.where(tl.maximum(largest, other) < _INFINITY, scale, _NAN_SCALE)
 
 
 @triton.jit
 def encode_numbers(numbers, scale):
-    """float32 numbers, and the bits of their scale -> e4m3, uint8: to nearest, ties to even."""
+    """float32 values and the bits of their scale -> e4m3 as uint8, rounded to nearest, ties to even."""
     scaled = tl.div_rn(numbers, (scale << 16).to(tl.float32, bitcast=True))
     bits = scaled.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    # Twenty bits of the fraction go; the exponent counts from 7 instead of 127.
+    # Drop 20 bits of the mantissa. The exponent's bias changes from 127 to 7.
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 steps are of 2^-9, and so are float32's from 2^14 on.
+    # Subnormals: below 2^-6 the spacing of e4m3 is 2^-9. Adding 2^14 gives a float32 the same spacing.
     small = (tl.abs(scaled) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     return (tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)

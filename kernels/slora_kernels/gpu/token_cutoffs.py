@@ -1,17 +1,17 @@
-"""The least weight that top_k, top_p and min_p leave of each row, found without sorting it.
+"""Computes the smallest weight that top_k, top_p and min_p keep in each row, without sorting the row.
 
-Both filters ask for the greatest number t of which something is enough: as many tokens as top_k weigh t or more, or
-those that do weigh top_p of all that top_k left. It is found by halving the stretch in which it lies, between a number
-that is enough and one that is not. Counts and sums are of whole numbers, so no order rounds them, and t is what some
-token weighs: its equals are left with it.
+top_k and top_p both look for the greatest threshold t for which the tokens of weight t or more are enough. For top_k,
+their count has to reach top_k. For top_p, their mass has to reach the share top_p of the mass that top_k kept. The
+threshold is found by bisection between a value that is enough and one that is not. Counts and sums are integers, so
+they are exact in any order. The final t is the weight of some token, and all tokens of equal weight are kept.
 
-Halved is the stretch of float32's bit patterns, whose order is the numbers' own: a stretch of 42 powers of two, each as
-wide as the next. A logit's weight falls exponentially, so each pass over the row leaves out half of the powers; after a
-few of them, as few tokens are in question as fit registers. These are written down side by side, and the rest is done
-with them alone.
+The bisection runs over the bit patterns of float32, which sort like the values. Weights lie between 1 and 2**42. That
+is 42 powers of two, with equally many bit patterns in each. A token's weight falls exponentially with its logit, so
+each pass over the row halves the powers of two in question. After a few passes few enough candidate tokens remain to
+fit registers. The program copies these candidates side by side and finishes the bisection with them alone.
 
-One program a row, which stays in the GPU's cache: 128,256 weights are 0.5 MB. FlashInfer halves likewise (its
-sampling.cuh), but in real numbers.
+One program handles one row, which stays in the GPU's cache: 128,256 weights are 0.5 MB. FlashInfer bisects in the same
+way (its sampling.cuh), but in real numbers.
 """
 
 import torch
@@ -23,17 +23,17 @@ from slora_kernels.draws import Draws
 from slora_kernels.gpu.token_weights import ONE
 from slora_kernels.launch import Launch
 
-# Weights that a program reads at once: 16 for each of its 512 threads, 32 KB in flight, which a memory 600 cycles away
-# takes to deliver 64 bytes a cycle.
+# Weights that a program reads at once: 16 for each of its 512 threads. That is 32 KB in flight, enough for a memory
+# with a latency of 600 cycles to deliver about 64 bytes per cycle.
 _BLOCK = 8192
 _WARPS = 16
-# Tokens in question that are written down: two for each thread.
+# The most candidate tokens that are copied: two for each thread.
 _FEW = 1024
 
 
 @triton.jit
 def _weigh_from(source, least, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a row: how many tokens weigh `least` or more, int64, and their mass."""
+    """The number of tokens in a row whose weight is at least `least`, and their mass. Both are int64."""
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.int64)
     for first in range(0, WIDTH, BLOCK):
@@ -47,7 +47,7 @@ def _weigh_from(source, least, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _write_down(source, few, least, greatest, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The weights of a row in [least, greatest) side by side; there are no more than fit."""
+    """Copies the weights of a row in [least, greatest) to `few`, side by side. The caller makes sure that they fit."""
     written = 0
     for first in range(0, WIDTH, BLOCK):
         tokens = first + tl.arange(0, BLOCK)
@@ -73,12 +73,13 @@ def _find_cutoff(
     FEW: tl.constexpr,
     PAST: tl.constexpr,
 ):
-    """The greatest number that `wanted` tokens (or tokens that weigh as much) weigh or outweigh: its bits, and how many
-    do, and their mass.
+    """Finds the greatest threshold whose tokens are enough: at least `wanted` tokens, or tokens of mass `wanted` or
+    more.
 
-    low: bits of a number of which that is true, with what weighs it or more.
+    low: bits of a threshold that is enough, with the count and the mass of its tokens.
+    Returns the bits of the cutoff, and the count and the mass of the tokens that reach it.
     """
-    high = tl.full([], PAST, tl.int32)  # bits of a number of which it is not true
+    high = tl.full([], PAST, tl.int32)  # bits of a threshold that is not enough
     high_count = tl.full([], 0, tl.int64)
     high_mass = tl.full([], 0, tl.int64)
     while (high - low > 1) & (low_count - high_count > FEW):
@@ -95,7 +96,8 @@ def _find_cutoff(
     if high - low > 1:
         least, greatest = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
         written = _write_down(source, few, least, greatest, WIDTH, BLOCK)
-        # What other threads wrote is there behind this, and before any of it is overwritten.
+        # The first barrier makes the writes of other threads visible. The second one ends all reads before `few` is
+        # overwritten.
         tl.debug_barrier()
         places = tl.arange(0, FEW)
         left = tl.load(few + places, mask=places < written, other=-1.0)
@@ -139,7 +141,7 @@ def _token_cutoffs_kernel(
     if (most <= WIDTH) | (share < 1):
         low = tl.full([], LEAST, tl.int32)
         count, mass = _weigh_from(source, low.to(tl.float32, bitcast=True), WIDTH, BLOCK)
-        # Of a row that has fewer tokens of any weight than top_k, none goes.
+        # If fewer tokens than top_k have any weight, top_k keeps all of them.
         if most <= count:
             low, count, mass = _find_cutoff(
                 source, few, most.to(tl.float64), low, count, mass, False, WIDTH, BLOCK, FEW, PAST
@@ -155,9 +157,10 @@ def _token_cutoffs_kernel(
 
 
 def bind_token_cutoffs(weights: Tensor, draws: Draws) -> tuple[Launch, Tensor]:
-    """weights float32 [N, width], whole numbers up to ONE -> the launch and cutoffs float32 [N], whole numbers too.
+    """Binds the kernel to weights float32 [N, width], whole numbers up to ONE.
 
-    What weighs less than its row's cutoff is dropped. A row of no weight at all gets any cutoff.
+    Returns the launch and the cutoffs it fills, float32 [N], whole numbers. Tokens below their row's cutoff are
+    dropped. A row in which all weights are 0 gets any cutoff.
     """
     width = weights.shape[1]
     cutoffs = torch.empty(len(weights), dtype=torch.float32, device=weights.device)

@@ -1,7 +1,7 @@
-"""Draws one token of each row by its weights: see `token_draw` for the race, of which this is the GPU's.
+"""Samples one token of each row by its weights. `token_draw` describes the race; this is the GPU implementation.
 
-One program a row: blocks of tokens race by their sums, and then the tokens of the block that won. A score is a whole
-number over a float64, so neither the batch nor the sizes below decide anything.
+One program handles one row. Blocks of tokens race by their sums, and then the tokens of the winning block race. A score
+is an integer divided by a float64, so the result depends neither on the batch nor on the block sizes below.
 """
 
 import torch
@@ -13,14 +13,14 @@ from slora_kernels.draws import Draws
 from slora_kernels.gpu.token_weights import RACE_BLOCK
 from slora_kernels.launch import Launch
 
-# Blocks that a program reads at once: 32 KB, as `token_cutoffs` does.
+# Blocks that a program reads at once: 32 KB, as in `token_cutoffs`.
 _BLOCKS = 32
 _WARPS = 16
 
 
 @triton.jit
 def _finish(weights, key, numbers):
-    """float64: the inverse of when each comes home; `token_draw._uniform` says how its chance is made."""
+    """The inverse of each entry's finishing time, float64. `token_draw._uniform` documents the hash."""
     state = key + numbers.to(tl.uint64) * 0x9E3779B97F4A7C15
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
@@ -56,7 +56,7 @@ def _token_race_kernel(
         ids = blocks[:, None] * BLOCK + places[None, :]
         kept = tl.load(source + ids, mask=inside[:, None], other=0.0)
         sums = tl.sum(tl.where(kept >= least, kept, 0.0).to(tl.int64), 1)
-        # Numbers 0 to WIDTH - 1 are the tokens' own; those of blocks come behind them.
+        # Hash numbers 0 to WIDTH - 1 belong to the tokens. The blocks use the numbers after them.
         scores = tl.where(inside, _finish(sums, key, WIDTH + blocks), -1.0)
         score, place = tl.max(scores, 0, return_indices=True)
         winner = tl.where(score > best, first + place, winner)
@@ -65,14 +65,17 @@ def _token_race_kernel(
     block = source + start
     kept = tl.load(block + places)
     place = tl.argmax(_finish(tl.where(kept >= least, kept, 0.0), key, start + places), 0)
-    # A row that is not sound gets a token, too.
+    # A row whose peak is not finite also has to get a valid token.
     tl.store(tokens + row, tl.minimum(start + place, VOCAB - 1).to(tl.int64))
 
 
 def bind_token_race(
     weights: Tensor, cutoffs: Tensor | None, draws: Draws, vocab_size: int
 ) -> tuple[Launch, Tensor]:
-    """weights float32 [N, width], whole numbers; cutoffs float32 [N], None for none -> the launch and int64 [N]."""
+    """weights float32 [N, width], whole numbers. cutoffs: float32 [N], or None if no row is filtered.
+
+    Returns the launch and the tokens it fills, int64 [N].
+    """
     width = weights.shape[1]
     tokens = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
     return Launch(

@@ -1,7 +1,8 @@
-"""How likely each token is beside the likeliest, in whole numbers of 2**-42, which nothing rounds any more.
+"""The weight of each token relative to the most probable one, in whole multiples of 2**-42.
 
-They are kept as float32, in half the bytes of 64-bit integers: the whole part of a float32 is one, too. Whoever sums
-turns them into integers. A row's logits are read where they lie, so that rows which draw need not be gathered.
+Weights are whole numbers stored as float32, which takes half the bytes of int64 and is exact: the integral part of a
+float32 is itself a float32. Kernels that sum weights convert them to int64, so no sum is rounded. Logits are read in
+place, so the sampled rows need not be gathered first.
 """
 
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor
 from slora_kernels.draws import Draws
 from slora_kernels.launch import Launch
 
-# A weight of 1, the likeliest token's. Sums of 2**20 such weights fit 64 bits; what is below 2**-42 is never drawn.
+# The weight of the most probable token. Sums of 2**20 such weights fit 64 bits. A token below 2**-42 of it is never
+# sampled.
 ONE = 2.0**42
-# Tokens whose weights race together first (`token_race`): rows are padded to whole blocks.
+# Tokens per block of the race (`token_race`). Rows are padded to whole blocks.
 RACE_BLOCK = 256
-# Tokens of a program: four 16-byte loads a thread of float32.
+# Tokens per program: four 16-byte loads of float32 per thread.
 _BLOCK = 2048
 
 
@@ -37,16 +39,16 @@ def _token_weights_kernel(
     row = tl.load(rows + number)
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     numbers = tl.load(logits + row * row_stride + tokens, mask=tokens < VOCAB, other=float("-inf"))
-    # From the peak down: a tiny temperature must not carry logits to infinity.
+    # The peak is subtracted before the division, so that a tiny temperature does not overflow.
     below = tl.div_rn(numbers.to(tl.float32) - tl.load(peaks + row), tl.load(temperature + number))
     shares = tl.exp(below) * WHOLE
-    # Of a row that is not sound, what is no number weighs nothing.
+    # NaN gets weight 0. It occurs only in a row whose peak is not finite.
     whole = tl.where(shares > 0, tl.floor(shares), 0.0)
     tl.store(weights + number * WIDTH + tokens, whole, mask=tokens < WIDTH)
 
 
 def bind_token_weights(logits: Tensor, peaks: Tensor, draws: Draws) -> tuple[Launch, Tensor]:
-    """logits [B, V], peaks float32 [B] -> the launch and weights float32 [N, V padded to whole blocks, with 0]."""
+    """logits [B, V], peaks float32 [B] -> the launch and weights float32 [N, V padded with zeros to whole blocks]."""
     vocab = logits.shape[1]
     width = -(-vocab // RACE_BLOCK) * RACE_BLOCK
     assert logits.stride(1) == 1, f"logits of stride {logits.stride(1)}"

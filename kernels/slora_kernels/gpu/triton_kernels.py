@@ -1,7 +1,8 @@
-"""The GPU's kernels behind the seam, without host synchronisation and with nothing to prepare.
+"""The Triton implementation of `Kernels`. It needs no host synchronisation and no preparation of a step.
 
-LoRA takes eight launches a layer: a shrink and an expand for each linear group. Only where decode rows have a form of
-their own (`lora_sizes`) and share a step with chunks, which is bound by arithmetic, expand is launched once for each.
+LoRA needs eight launches per layer: one shrink and one expand for each of four linear groups. There is one exception:
+decode rows may have an expand kernel of their own (`lora_sizes`). A step that also contains prefill chunks then
+launches expand twice per group. Such a step is bound by arithmetic.
 """
 
 from collections.abc import Callable
@@ -42,10 +43,11 @@ from slora_kernels.likeliest import find_likeliest
 
 
 class TritonKernels:
-    """See `Kernels`. The bridge is planes [splits, T, rank] of the model's dtype, summed by expand.
+    """See `Kernels`. The bridge is [splits, T, rank] of the model's dtype. Expand sums its splits.
 
-    launch: what becomes of a launch; whoever counts or compares them keeps them instead of, or beside, running them.
-    sizes: of the LoRA kernels; the package's defaults if none are given.
+    launch: called with every launch, and runs it by default. Tests and measurements pass a function that records
+    launches.
+    sizes: block sizes of the LoRA kernels. None: the package's defaults.
     """
 
     name = "triton"
@@ -56,7 +58,7 @@ class TritonKernels:
 
     @staticmethod
     def on(device: torch.device) -> "TritonKernels":
-        """With the sizes for this GPU."""
+        """Kernels with the LoRA sizes tuned for this GPU."""
         return TritonKernels(sizes=load_sizes(name_architecture(device)))
 
     @property
@@ -64,7 +66,7 @@ class TritonKernels:
         return TileLimits(TILE_TOKENS, ROW_TILE_TOKENS if self._sizes.has_rows else None)
 
     def warm_up(self, geometry: KVGeometry) -> float:
-        """Nothing yet: a GPU compiles at the first launch, which takes real tensors."""
+        """Returns 0 without compiling: Triton compiles at the first launch, which needs real tensors."""
         return 0.0
 
     def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
@@ -118,7 +120,8 @@ class TritonKernels:
     ) -> Tensor:
         batch = step.batch
         out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype, device=q.device)
-        # Which sequence is whose is decided on the device: each kernel passes over the other's sequences.
+        # Both kernels get all sequences and decide on the device. Decode skips sequences of several queries, and
+        # prefill skips sequences of one query.
         if batch.max_query == 1 or batch.context_lens.shape[0] > 1:
             for launch in bind_paged_attention_decode(q, pages, out, geometry, layer, batch, rule):
                 self._launch(launch)
