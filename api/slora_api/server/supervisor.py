@@ -99,7 +99,11 @@ class Supervisor:
         """Raises ChildRefused when a child can never work; the others are stopped then."""
         tasks = [asyncio.create_task(self._keep_alive(child)) for child in self._children]
         try:
-            await asyncio.gather(*tasks)
+            # Not gather: it ends with the first task that is cancelled, and a second cancellation would then leave the
+            # other child before it has ended.
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
         finally:
             for task in tasks:
                 task.cancel()

@@ -346,13 +346,13 @@ def test_an_engine_that_can_never_run_ends_the_server_with_its_reason(
         str(kit.base),
         "--data-dir",
         str(tmp_path),
-        "--max-num-batched-tokens",
-        "4",
+        "--max-model-len",
+        "100000",
     ]
     assert main(["serve", *flags]) == 1
     message = capfd.readouterr().err
-    assert "max_num_batched_tokens is 4" in message
-    assert message.splitlines()[-1].startswith("slora: the engine cannot run")
+    assert "max_model_len is 100000, but this model's positions end at" in message
+    assert message.splitlines()[-1].startswith("slora: the engine refuses to start with exit code 2")
 
 
 def test_sigterm_lets_requests_finish_and_ends_the_children(kit: Kit, tmp_path: Path) -> None:
