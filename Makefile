@@ -64,9 +64,10 @@ $(SERVE): pyproject.toml | $(VENV)/bin/python
 	@echo "Installing into $(VENV): $(TORCH)$(if $(TORCH_INDEX), from $(TORCH_INDEX)) and what pyproject.toml lists"
 	$(PIP) "$(TORCH)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	$(PIP) -e ".[serve,redis,cpu]"
-	$(BIN)/python -P -m slora_kernels.cpu.precompile
+	$(BIN)/python -P -m slora_kernels.cpu.precompile float32
 	@touch $@
 
 $(TEST): $(SERVE)
 	$(PIP) -e ".[serve,redis,cpu,test,lint]"
+	$(BIN)/python -P -m slora_kernels.cpu.precompile bfloat16
 	@touch $@

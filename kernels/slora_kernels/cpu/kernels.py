@@ -53,11 +53,21 @@ _KV_WORKERS = {
     KVFormat.FP8: (elementwise.rotate_and_write_fp8_worker, attention.attend_fp8_worker),
 }
 Worker = Callable[[Any], None]
+NUM_KERNELS = len(_WORKERS) + len(_KV_WORKERS[KVFormat.MODEL])
 
 
 @cache
 def _compile(worker: Worker, dtype: torch.dtype) -> Any:
     return compile_worker(worker, _CARRIERS[dtype])
+
+
+def compile_kernel(index: int, dtype: torch.dtype) -> None:
+    """Compiles one of the `NUM_KERNELS` kernels of a model of `dtype` into numba's cache on disk."""
+    _compile(_workers(KVFormat.MODEL)[index], dtype)
+
+
+def _workers(kv_format: KVFormat) -> tuple[Worker, ...]:
+    return (*_WORKERS, *_KV_WORKERS[kv_format])
 
 
 class NumbaKernels:
@@ -82,7 +92,7 @@ class NumbaKernels:
     def warm_up(self, geometry: KVGeometry) -> float:
         """Compiles, or loads from numba's cache, all workers for the geometry's formats; returns the seconds."""
         start = time.perf_counter()
-        for worker in (*_WORKERS, *_KV_WORKERS[geometry.kv_format]):
+        for worker in _workers(geometry.kv_format):
             _compile(worker, geometry.dtype)
         return time.perf_counter() - start
 

@@ -1,26 +1,38 @@
-"""Compiles the CPU kernels into the compiler's cache, once, when the software is installed.
+"""Compiles the CPU kernels into numba's cache on all cores, when the software is installed.
 
-    python -P -m slora_kernels.cpu.precompile
+    python -P -m slora_kernels.cpu.precompile float32 bfloat16
 
-Without it the first start of a server does the same, and takes some twenty seconds longer. Does nothing where the
-kernels chosen for a CPU need no compiling.
+Without it, the first start of a server compiles what it needs, one kernel after the other.
 """
+
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 
 import torch
 
-from slora_kernels.batch import KVGeometry
-from slora_kernels.kernel_selector import select_kernels
+from slora_kernels.cpu.kernels import NUM_KERNELS, compile_kernel
 
-_DTYPES = (torch.float32, torch.bfloat16)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _compile(index: int, dtype: str) -> None:
+    compile_kernel(index, _DTYPES[dtype])
 
 
 def main() -> None:
-    """Only dtypes decide what is compiled: sizes are arguments. KV in fp8 is left to the first start that wants it."""
-    kernels = select_kernels("auto", torch.device("cpu"))
-    for dtype in _DTYPES:
-        kernels.warm_up(
-            KVGeometry(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16, block_tokens=16, dtype=dtype)
-        )
+    """Compiles for the dtypes on the command line. KV in fp8 is compiled at the first start that uses it."""
+    started_at = time.monotonic()
+    # Attention is the last kernel and takes longest, so it goes first.
+    jobs = [(index, dtype) for index in reversed(range(NUM_KERNELS)) for dtype in sys.argv[1:]]
+    print(f"Compiling {len(jobs)} CPU kernels ({', '.join(sys.argv[1:])}); about half a minute", flush=True)
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        waiting = [pool.submit(_compile, *job) for job in jobs]
+        for num_done, done in enumerate(as_completed(waiting), 1):
+            done.result()
+            print(f"  {num_done} of {len(jobs)} after {time.monotonic() - started_at:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
