@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slora_kernels.kv_format import KVFormat as KVFormat
+from slora_kernels.kv_format import KVFormat
 
 LAYOUT_VERSION = 2
 SEGMENT_BYTES = 256

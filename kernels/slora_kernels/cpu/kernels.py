@@ -32,7 +32,8 @@ from slora_kernels.cpu.lora_plan import TILE_TOKENS, LoraPlan, Unshrunk
 from slora_kernels.cpu.thread_team import ThreadTeam
 from slora_kernels.cpu.words import JobWords, begin_job, operand_dtype, pack, pack_row, pack_rows
 from slora_kernels.draws import Draws
-from slora_kernels.layout import KVFormat, LoraSite
+from slora_kernels.kv_format import KVFormat
+from slora_kernels.layout import LoraSite
 from slora_kernels.lora_gather import gather_columns
 from slora_kernels.quantized_matmuls import quantized_linear
 from slora_kernels.token_draw import draw_tokens
