@@ -5,7 +5,7 @@ from slora.kv_footprint import KVFootprint
 
 
 def blocks_in_sight(footprint: KVFootprint, start: int, num_tokens: int) -> int:
-    """Counted one by one: the blocks that tokens [start, start + num_tokens) are written to or look back on."""
+    """A brute-force count of the blocks that tokens [start, start + num_tokens) write to or attend to."""
     first = footprint.first_token_seen(start)
     return len({token // footprint.block_tokens for token in range(first, start + num_tokens)})
 

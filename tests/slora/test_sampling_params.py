@@ -13,7 +13,7 @@ BEYOND = 2**31
 )
 @pytest.mark.parametrize("value", [2**64, -(2**64), 10**4000], ids=["large", "negative", "huge"])
 def test_an_integer_that_no_message_can_carry_is_refused_by_its_name(name: str, value: int) -> None:
-    """A top_k of 2^64 used to reach the message encoder, which raised OverflowError."""
+    """Born from a bug: a top_k of 2^64 reached the message encoder, which raised OverflowError."""
     with pytest.raises(RequestRefused, match=name) as caught:
         SamplingParams(**{"max_tokens": None, name: value})
     assert caught.value.param == name and len(caught.value.message) < 200

@@ -18,7 +18,7 @@ def test_memory_is_taken_when_its_first_page_is_asked_for(monkeypatch: pytest.Mo
     monkeypatch.setattr(host_pages, "_SLAB_BYTES", 1000)
     pages = HostPages(1 << 40, 100, is_pinned=False)
     pages[(1 << 40) - 1].fill_(7)
-    assert sum(len(slab) for slab in pages._slabs.values()) == 6  # the last of slabs of ten
+    assert sum(len(slab) for slab in pages._slabs.values()) == 6  # slabs have ten pages, and 2**40 % 10 == 6
 
 
 def test_a_page_larger_than_a_slab_has_one_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Memory that is there before it is needed, with nothing in it changed."""
+"""Memory is mapped before its first use, and its contents do not change."""
 
 import os
 import platform
@@ -21,11 +21,12 @@ def test_touching_brings_all_of_the_memory_and_changes_nothing_in_it() -> None:
     before = resident_bytes()
     thread = touch(tensor)
     assert thread is not None
-    tensor[50 << 20] = 9  # while it runs
+    tensor[50 << 20] = 9  # written while the mapping runs
     thread.join()
     assert tensor[5 << 20] == 7 and tensor[50 << 20] == 9
     major, minor = map(int, platform.release().split(".")[:2])
-    if (major, minor) >= (5, 14):  # older systems can't; they clear each page when it is written to
+    # Older kernels do not support this; they clear each page at its first write.
+    if (major, minor) >= (5, 14):
         assert resident_bytes() - before > 60 << 20
 
 

@@ -1,4 +1,5 @@
-"""Loads beside a step, in the order that a GPU's streams are given them, on a machine that does all at once."""
+"""Loads that run beside a step. The tests check the order of work on the GPU's streams, on a machine that runs it
+all at once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ Kits = Callable[[str], ModelKit]
 
 @dataclass
 class NotedStream:
-    """Copies at once, and notes what it was asked for."""
+    """Runs copies synchronously and records the calls."""
 
     calls: list[str] = field(default_factory=list)
 
@@ -34,7 +35,7 @@ class NotedStream:
 
 
 def ask(kit: ModelKit, versions: dict, names: list[str | None]) -> list[list[EngineRequest]]:
-    """One request a step."""
+    """One request per step."""
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     return [
         [EngineRequest(str(n), "t", list(range(3, 12 + n)), versions[name] if name else None, params)]
@@ -50,7 +51,7 @@ def test_adapters_that_come_beside_steps_give_the_same_answers(
 
     def run(stream: NotedStream | None) -> dict[str, list[int]]:
         source, versions = make_source(kit)
-        # A page a step, so that there are steps in which an adapter comes and nobody waits for it.
+        # Each step loads one page, so some steps load a page of an adapter that no request waits for.
         engine = make_engine(kit, source, 300, load_bytes_per_step=1)
         engine._runner._load_stream = stream
         return {name: answer.token_ids for name, answer in drive(engine, ask(kit, versions, names)).items()}

@@ -1,4 +1,4 @@
-"""How a step's rows are cut into tiles: by adapter, and by whether a row is its sequence's only one."""
+"""How the rows of a step are cut into tiles: by adapter, and by whether a row is the only row of its sequence."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,8 @@ Kits = Callable[[str], ModelKit]
 
 
 def plan_mixed_step(kit: ModelKit) -> StepPlan:
-    """Requests of one adapter and of the base decode; late ones of the same, and of another adapter, bring prompts."""
+    """A step in which requests of one adapter and of the base decode. New requests of this adapter and of another
+    one prefill."""
     source, versions = make_source(kit)
     engine = make_engine(kit, source, 300)
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
@@ -40,7 +41,7 @@ def plan_mixed_step(kit: ModelKit) -> StepPlan:
 
 
 def rows_of(tiles: list[Tile]) -> dict[int, int]:
-    """Row -> slot."""
+    """Maps each row to its slot."""
     found: dict[int, int] = {}
     for tile in tiles:
         for row in range(tile.first_row, tile.first_row + tile.num_rows):
@@ -64,6 +65,6 @@ def test_decode_rows_and_chunks_share_no_tile_where_they_are_told_apart(
     assert rows_of(tiles[:num_decodes]) == decodes and rows_of(tiles[num_decodes:]) == others
     assert all(tile.num_rows <= (limits.decode_tokens or 0) for tile in tiles[:num_decodes])
     assert all(tile.num_rows <= limits.tokens for tile in tiles[num_decodes:])
-    # Three rows of one adapter lie side by side, though their prompts' chunks came later.
+    # The three decode rows of one adapter are adjacent, although the chunks of its prompts were planned later.
     if limits.decode_tokens == 16:
         assert sorted(tile.num_rows for tile in tiles[:num_decodes]) == [1, 3]

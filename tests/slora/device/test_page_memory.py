@@ -1,4 +1,4 @@
-"""Bytes that move: out to the host and back, and into the pool slice by slice."""
+"""Copies between pool and host: pages that are swapped out and in, and adapters that are loaded slice by slice."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +52,7 @@ def make_memory(shape: ModelShape, num_pages: int = _NUM_PAGES, num_host_pages: 
 
 
 def make_resident(packed: PackedAdapter, memory: PageMemory, generation: int = 1) -> Resident:
-    """In slot 2, in every second page, back to front."""
+    """A resident in slot 2, in every second page, in descending order."""
     num_pages = -(-packed.layout.num_bytes // memory.full_page_bytes)
     pages = list(range(2 * num_pages - 1, 0, -2))
     assert 3 <= num_pages == len(pages)
@@ -86,7 +86,7 @@ def test_swapped_pages_come_back_byte_for_byte_wherever_they_go(shape: ModelShap
     memory.pages.copy_(torch.randint(0, 256, memory.pages.shape, dtype=torch.uint8, generator=random))
     before = memory.pages.clone()
     memory.swap_out([(3, 8), (11, 0), (4, 5)])
-    memory.pages[[3, 11, 4]] = 0xAB  # others have them meanwhile
+    memory.pages[[3, 11, 4]] = 0xAB  # other sequences use these pages in the meantime
     memory.swap_out([(3, 1)])
     memory.swap_in([(5, 2), (8, 11), (0, 4)])
     expected = before.clone()
@@ -164,7 +164,7 @@ def test_a_slice_that_does_not_follow_the_one_before_it_is_refused(
     with pytest.raises(RuntimeError, match=r"digest7.* came to slot 2, but those before them"):
         memory.load(loads[-1])
     assert not memory.holds(2, 7)
-    for load in loads:  # from the start it goes
+    for load in loads:  # restarted from the first page
         memory.load(load)
     assert memory.holds(2, 7)
 

@@ -1,4 +1,4 @@
-"""Shrink beside the base's matmuls, without a GPU: work that was forked is done as late, or as early, as it may be."""
+"""LoRA shrink beside the base's matmuls, without a GPU. Forked work runs either as early or as late as possible."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +25,8 @@ LINEARS = 4
 
 @dataclass
 class LooseStream:
-    """Runs what is forked at once, or when it is joined; what a GPU does lies between. Notes what it was asked for."""
+    """A stream that runs forked work at the fork or at the join. A GPU's timing lies between these extremes. Records
+    the calls."""
 
     ends: Literal["early", "late"]
     calls: list[str] = field(default_factory=list)
@@ -56,7 +57,7 @@ class LooseStream:
 
 
 class Steps:
-    """An engine's plans, computed by its model with Triton's kernels."""
+    """The plans of an engine, computed by its model with Triton's kernels."""
 
     def __init__(self, kit: ModelKit, monkeypatch: pytest.MonkeyPatch) -> None:
         source, self._versions = make_source(kit)
@@ -107,7 +108,7 @@ def test_a_shrink_beside_its_linear_gives_the_same_bits_whenever_it_ends(
         return base(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Linear, "apply", apply)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory is NaN
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     try:
         assert torch.equal(steps.compute(plan, stream), expected)
     finally:
@@ -125,7 +126,7 @@ def test_a_step_with_a_chunk_forks_nothing(kits: Kits, monkeypatch: pytest.Monke
 
 
 def test_a_linear_that_fails_is_joined_all_the_same(kits: Kits, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its input is free memory from then on, which the shrink may be reading still."""
+    """After the failure, the linear's input is free memory, and the shrink may still be reading it."""
     steps = Steps(kits("llama"), monkeypatch)
     plan = steps.plan(decodes=True)
     stream = LooseStream("late")

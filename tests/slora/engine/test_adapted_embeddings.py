@@ -1,4 +1,4 @@
-"""Adapters on the embedding and on the output head answer as peft does, beside others whom they cost nothing."""
+"""Adapters on the embedding and the output head give peft's answers, and cost other requests in the batch nothing."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,7 +57,7 @@ def test_prompts_are_scored_with_the_head_of_their_adapter(kits: Kits, kernels: 
     kit = kits("llama")
     source, versions = make_source(kit)
     engine = make_engine(kit, source, 400, kernels=kernels, max_num_seqs=20, max_num_batched_tokens=90)
-    # More than a block of rows, and two choices that draw from the same one.
+    # The prompt has more rows than one block. Both choices sample from the same row of logits.
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, prompt_logprobs=2, n=2)
     prompts = {kind: [(7 * n + len(kind)) % VOCAB_SIZE for n in range(70)] for kind in versions}
     asked = [EngineRequest(kind, "t", prompts[kind], versions[kind], params) for kind in versions]
@@ -104,7 +104,7 @@ def test_a_step_looks_up_and_adapts_the_head_for_those_alone_who_need_it(
         slots = [chunk.slot for chunk in plan.chunks for _ in chunk.draws]
         for slot, first, count in batch.head_lora.tiles.tolist():
             assert slots[first : first + count] == [slot] * count
-        # What is sampled is a row of its own, though a chunk led to it.
+        # A sampled row is a row of its own, although a prefill chunk produced it.
         apart = StepBatch.build(plan, engine._runner.memory, TileLimits(16, 16))
         assert apart.lora is not None and apart.head_lora is not None
         assert (apart.lora.num_decodes, apart.head_lora.num_decodes) == (0, len(rows))

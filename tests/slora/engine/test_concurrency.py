@@ -1,4 +1,4 @@
-"""A request gets the same answer alone, in any company, and after its pages were taken away."""
+"""A request gets the same answer alone, in any batch, and after a preemption."""
 
 import random
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def greedy(number: int) -> SamplingParams:
 
 
 def sampled(number: int) -> SamplingParams:
-    """Every way of sampling, side by side in one batch."""
+    """Covers every sampling method, so that all of them share one batch."""
     return SamplingParams(
         temperature=(0.0, 0.7, 1.0, 1.6)[number % 4],
         top_p=(1.0, 0.9, 0.5)[number % 3],
@@ -59,7 +59,7 @@ def sampled(number: int) -> SamplingParams:
 
 
 def staggered(requests: list[EngineRequest]) -> list[list[EngineRequest]]:
-    """0 to 4 of them before each step."""
+    """Splits the requests into lists of 0 to 4, one list before each step."""
     rng, rest, arrivals = random.Random(6), list(requests), []
     while rest:
         count = rng.randint(0, 4)
@@ -106,7 +106,8 @@ def test_sixty_four_requests_over_eight_adapters_and_the_base_answer_as_they_do_
 
 
 def test_a_seed_gives_the_same_tokens_whatever_else_is_sampled_in_the_batch(kit: ModelKit) -> None:
-    """Born from a bug: the inverse was taken in another order of tokens as soon as anybody asked for top_p or top_k."""
+    """Born from a bug: one request with top_p or top_k changed the token order of the inverse-CDF sampling for all
+    rows."""
     source, _ = make_source(kit)
     engine = make_engine(kit, source, num_pages=500)
     plain = EngineRequest("plain", "t", [1, 2, 3], None, SamplingParams(max_tokens=30, seed=1))

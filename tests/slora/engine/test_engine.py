@@ -1,4 +1,4 @@
-"""The engine's border: what it refuses, what ends an answer, what it says of itself."""
+"""The engine's interface: which requests it refuses, what ends an answer, and which statistics it reports."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -218,7 +218,7 @@ def test_an_aborted_request_frees_its_pages_at_once_and_others_go_on(kit: ModelK
     engine.check()
     stats = engine.stats()
     assert stats.running == 1 and stats.running_adapters == ()
-    # Idle now: the adapter, and the two blocks that the request had computed whole.
+    # Idle cached pages: the adapter's, and the two blocks that the request computed completely.
     assert stats.pages_held == 1 and stats.pages_cached == stats.adapter_pages + 2 > 2
     assert answers["r"].token_ids + drive(engine, [])["r"].token_ids == alone
 
@@ -275,11 +275,11 @@ def test_the_numbers_add_up(kit: ModelKit) -> None:
     stats = engine.stats()
     assert stats.prompt_tokens == 7 * len(requests)
     assert stats.generated_tokens == 10 * len(requests)
-    assert stats.steps >= 10  # more if adapters come in slices
+    assert stats.steps >= 10  # more if adapters are loaded in slices
     assert stats.adapter_loads == stats.resident_adapters == len(versions)
     assert stats.running == stats.waiting == stats.awaiting_adapter == stats.pages_held == 0
     assert stats.pages_free + stats.pages_cached == stats.pages_total == 200
-    # Of each request 7 + 9 tokens were computed: one whole block.
+    # Each request computed 7 + 9 tokens, which is one whole block.
     assert stats.pages_cached == stats.adapter_pages + len(requests)
 
 
@@ -347,7 +347,7 @@ def test_first_come_first_served_refuses_a_priority(kit: ModelKit) -> None:
 
 
 def test_costs_are_learned_from_steps_and_told(kit: ModelKit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Born from a fault: what a start beside a busy program measured was believed until a restart."""
+    """Born from a fault: costs measured at start beside a busy program were used until a restart."""
     spoilt = replace(COSTS, step_s=5.0, decode_s=1e-9)
     monkeypatch.setattr(Runner, "measure_costs", lambda runner: spoilt)
     config = EngineConfig(

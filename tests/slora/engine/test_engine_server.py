@@ -1,4 +1,4 @@
-"""The engine's socket server against peers that do what ours never would."""
+"""The engine's socket server against clients that violate the protocol."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ from tests.support.engine_stack import wait_until
 
 
 class PatientWorker(EngineWorker):
-    """Nobody runs it: commands stay where a test can see them."""
+    """A worker that does not run, so that a test can inspect its pending commands."""
 
     def __init__(self) -> None:
         super().__init__(lambda outputs: None)
@@ -52,7 +52,7 @@ def ask(name: str) -> EngineRequest:
 def test_a_peer_that_never_reads_is_dropped_and_its_requests_aborted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Born from a bug: closing waited for the peer to read what it would never read, and so never ended."""
+    """Born from a bug: closing the connection waited until the peer had read all output, and so never ended."""
     monkeypatch.setattr("slora.engine.process._MAX_UNREAD_FRAMES", 20)
 
     async def main() -> None:
@@ -67,7 +67,7 @@ def test_a_peer_that_never_reads_is_dropped_and_its_requests_aborted(
                     server.deliver([large])
                     await asyncio.sleep(0)
                 await wait_until(lambda: Abort("1:r") in worker.posted)
-                server.deliver([large])  # from a step that was under way: nobody is there to take it
+                server.deliver([large])  # from a step in progress; no client is left to receive it
 
     asyncio.run(main())
     complaints = [record for record in caplog.records if "left 20 frames unread" in record.message]

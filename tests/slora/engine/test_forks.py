@@ -1,4 +1,4 @@
-"""The choices of a request are what as many requests would say, each with its own seed."""
+"""The choices of one request equal the answers of separate requests that have the same seeds."""
 
 import random
 from collections import defaultdict
@@ -17,7 +17,7 @@ from tests.support.poison import poison
 from tests.support.tiny_models import VOCAB_SIZE
 
 Kits = Callable[[str], ModelKit]
-# On both sides of a page's 16 tokens, and longer than two.
+# Lengths on both sides of a page's 16 tokens, and up to more than two pages.
 LENGTHS = (1, 15, 16, 17, 40)
 
 
@@ -30,7 +30,7 @@ def ask(name: str, adapter: AdapterVersion | None, n: int, max_tokens: int = 30)
 
 
 def apart(request: EngineRequest) -> list[EngineRequest]:
-    """A request of its own for each choice."""
+    """One separate request for each choice."""
     params = request.sampling
     return [
         replace(
@@ -84,7 +84,8 @@ def test_choices_equal_requests_of_their_own(
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
 @pytest.mark.parametrize("survivor", [0, 1, 2])
 def test_choices_that_diverge_never_see_each_others_kv(kits: Kits, kernels: str, survivor: int) -> None:
-    """While they run, every page that the survivor does not hold is filled with NaN; then the others are aborted."""
+    """Fills every page that the surviving choice does not hold with NaN while all choices run, then aborts the
+    others."""
     kit = kits("llama")
     source, _ = make_source(kit)
     request = replace(ask("three", None, n=3), prompt_token_ids=list(range(1, 38)))

@@ -1,4 +1,5 @@
-"""The engine with K and V in fp8: near to what it says without, and the same whatever its pages go through."""
+"""The engine with an fp8 KV cache: its answers are close to those of a full-precision cache, whatever happens to its
+pages."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -35,7 +36,7 @@ def make_fp8_engine(kit: ModelKit, source: AdapterSource, num_pages: int, **sett
 
 
 def score(kit: ModelKit, prompts: list[list[int]], **settings: int | str) -> torch.Tensor:
-    """How likely each token of the prompts is found, the first ones left out."""
+    """Log-probabilities of the prompts' tokens, without the first ones."""
     llm = LLM(kit.directory, pool_bytes=kit.pool_bytes(400), **settings)
     adapters = [None, *kit.adapters.values()]
     outputs = llm.generate(prompts, SCORED, [adapters[n % len(adapters)] for n in range(len(prompts))])
@@ -48,7 +49,7 @@ def draw_prompts(count: int, length: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for _ in range(count)]
 
 
-@pytest.mark.soak  # what it compiles takes half a minute
+@pytest.mark.soak  # compilation takes half a minute
 def test_a_pool_holds_as_many_tokens_as_its_pages_say(kits: Kits) -> None:
     kit = kits("qwen3")
     pool_bytes = kit.pool_bytes(90, dtype="bfloat16")
@@ -56,7 +57,8 @@ def test_a_pool_holds_as_many_tokens_as_its_pages_say(kits: Kits) -> None:
     plain, fp8 = (
         make_engine(kit, make_source(kit, "bfloat16")[0], 0, **settings, **kind) for kind in ({}, FP8)
     )
-    # Two KV heads of 24 numbers: 3072 bytes a layer, or 1536 and 128 of scales, padded to 1792.
+    # Two KV heads of size 24 take 3072 bytes per layer. In fp8 they take 1536 bytes and 128 bytes of scales, padded to
+    # 1792.
     assert (plain.info.num_pages, fp8.info.num_pages) == (90, 90 * 3072 // 1792)
     assert fp8.info.full_page_bytes == 3 * 1792 and fp8.info.kv_cache_dtype == "fp8"
     assert fp8.info.shape == plain.info.shape, "adapters are packed alike"
@@ -67,7 +69,8 @@ def test_a_pool_holds_as_many_tokens_as_its_pages_say(kits: Kits) -> None:
 def test_tokens_are_found_about_as_likely_as_without(
     kits: Kits, report: Callable[[str], None], model: str, kernels: str
 ) -> None:
-    """Of random weights, whose attention is as sharp as their logits are wide: a trained model suffers less."""
+    """The models have random weights, whose attention is as sharp as their logits are wide. A trained model loses
+    less."""
     kit, prompts = kits(model), draw_prompts(8, 100)
     exact = score(kit, prompts, kernels=kernels)
     rounded = score(kit, prompts, kernels=kernels, **FP8)
@@ -76,7 +79,7 @@ def test_tokens_are_found_about_as_likely_as_without(
         f"{model} with KV in fp8 and {kernels} kernels: log-probabilities of spread {exact.std():.2f} are off by "
         f"{error.mean():.4f}, at most {error.max():.3f}"
     )
-    # Measured: 0.05 to 0.063 of the spread, at most 0.52.
+    # Measured: a mean error of 0.05 to 0.063 times the standard deviation, and at most 0.52 times.
     assert 0 < error.mean() < 0.08 * exact.std()
     assert error.max() < 0.75 * exact.std()
 
@@ -90,7 +93,8 @@ def test_a_trained_model_answers_as_well(report: Callable[[str], None], *, soak:
 
 
 def assert_same(found: Mapping[str, Answer], expected: Mapping[str, Answer]) -> None:
-    """Steps of other sizes may round a sum otherwise, and the last bit of a sum may be a step of e4m3."""
+    """Compares with a tolerance: steps of other sizes may round a sum differently, and its last bit may be one step
+    of e4m3."""
     assert found.keys() == expected.keys()
     for name, answer in expected.items():
         assert found[name].error is None
@@ -112,7 +116,8 @@ def assert_same(found: Mapping[str, Answer], expected: Mapping[str, Answer]) -> 
 def test_forks_chunks_and_those_who_give_way_get_the_same_tokens(
     kits: Kits, kernels: str, model: str, num_pages: int, settings: dict[str, int | str]
 ) -> None:
-    """Choices share pages and copy them when they part; free pages are full of NaN throughout."""
+    """Choices share pages and copy them when they diverge, and sequences are preempted. Free pages are filled with
+    NaN."""
     kit = kits(model)
     source, versions = make_source(kit)
     adapters = [None, *list(versions.values())[:2]] * 3
@@ -138,7 +143,8 @@ def test_a_prefix_that_is_found_says_what_one_that_is_computed_says(kits: Kits) 
 
 
 def test_a_model_of_transformers_own_classes_is_served_alike(tmp_path: Path) -> None:
-    """Proven at start in its own dtype, which rounding would hide, and served in fp8."""
+    """The proof at start runs in the model's own dtype, because fp8 rounding would hide errors. Requests are served
+    in fp8."""
     kit = make_kit(tmp_path, "llama", {}, num_hidden_layers=2)
     prompts = draw_prompts(3, 50)
     ours = score(kit, prompts, kernels=KERNELS, **FP8)
@@ -150,7 +156,7 @@ def test_a_model_of_transformers_own_classes_is_served_alike(tmp_path: Path) -> 
 
 
 def test_a_row_that_is_not_finite_fails_alone(kits: Kits) -> None:
-    """Its K and V go into pages as NaN, and nobody else's."""
+    """NaN keys and values are written only into the pages of the request that produced them."""
     kit = kits("llama")
     engine = make_fp8_engine(kit, make_source(kit)[0], 100)
     decoder = engine._runner._model

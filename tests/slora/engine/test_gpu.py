@@ -1,7 +1,7 @@
-"""The engine on a GPU: Triton's kernels as they are compiled there, and decode steps recorded and replayed.
+"""The engine on a GPU: compiled Triton kernels, and decode steps recorded as graphs and replayed.
 
-Adapters of many ranks share batches, and the pool is so small that they give way to each other all the time: what was
-recorded with one set of adapters is replayed with others in their slots.
+Adapters of many ranks share batches, and the small pool evicts adapters all the time. A graph that was recorded with
+one set of adapters is therefore replayed with other adapters in the same slots.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 
 def serve(kit: ModelKit, work: Work, num_pages: int, dtype: str, **settings: int) -> tuple[LLM, list[Answer]]:
-    """On the GPU, by Triton's kernels; sequences of at most 128 tokens."""
+    """Serves the work on the GPU with Triton's kernels. Sequences have at most 128 tokens."""
     pool_bytes = kit.pool_bytes(num_pages, dtype=dtype)
     sizes = {"pool_bytes": pool_bytes, "max_model_len": 128}
     llm = LLM(kit.directory, dtype=dtype, device="cuda", kernels="triton", **sizes, **settings)
@@ -58,7 +58,7 @@ def test_parity_holds_in_chunks_and_under_preemption(kits: Kits, model: str) -> 
 def test_sixteen_bit_answers_are_as_near_to_the_truth_as_those_of_transformers(
     kits: Kits, report: Callable[[str], None], model: str, dtype: str
 ) -> None:
-    """See the test of this name in test_parity: here the products of 16-bit numbers are the matrix units' own."""
+    """See the test of the same name in test_parity.py. Here the GPU's matrix units multiply the 16-bit numbers."""
     kit = kits(model)
     work = mix(kit, prompts_each=2, seed=4)
     _, given = serve(kit, work, 400, dtype)

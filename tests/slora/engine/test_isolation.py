@@ -1,4 +1,4 @@
-"""Nobody's answer depends on what others left in the pool, or do in the same step."""
+"""An answer does not depend on old contents of the pool, nor on other requests in the same step."""
 
 import random
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def ask(name: str, adapter: AdapterVersion | None, length: int = 5, max_tokens: 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_a_page_held_before_reaches_nobody_s_answer(kits: Kits, kernels: str, dtype: str) -> None:
-    """The same steps over pages that held zeros and over pages that held NaN give the same logits, bit for bit."""
+    """Runs the same steps over pages that held zeros and over pages that held NaN. The logits are equal bit for bit."""
     kit = kits("llama")
     source, versions = make_source(kit, dtype)
     rng = random.Random(3)
@@ -64,7 +64,7 @@ def test_what_a_page_held_before_reaches_nobody_s_answer(kits: Kits, kernels: st
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
 def test_a_block_behind_all_windows_is_read_by_nobody(kits: Kits, kernels: str) -> None:
-    """Born of a doubt: its entry in the block table stays, and 0 * NaN is NaN."""
+    """The freed block keeps its entry in the block table. If a kernel read it, 0 * NaN would give NaN."""
     kit = kits("mistral_window")
     source, versions = make_source(kit)
     requests = [
@@ -116,7 +116,7 @@ def test_two_tenants_with_the_same_bytes_have_pages_of_their_own(kits: Kits) -> 
 
 
 def move_another_in(engine: Engine, kit: ModelKit, slot: int) -> None:
-    """What must never happen: the slot of a running request gets another adapter."""
+    """Simulates a forbidden change: the slot of a running request gets another adapter."""
     shape = engine.info.shape
     packed = pack(read_adapter(kit.adapters["rslora"], shape, AdapterLimits()), shape, "float32")
     num_pages = -(-packed.layout.num_bytes // engine.info.full_page_bytes)
@@ -154,7 +154,8 @@ def test_a_plan_for_an_adapter_that_has_left_its_slot_is_never_computed(kits: Ki
 def break_forward(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, is_broken: Callable[[StepBatch], bool]
 ) -> None:
-    """Computing a batch raises where `is_broken` holds of it, as a kernel would that meets what it can't compute."""
+    """The forward pass raises for every batch that `is_broken` accepts, as a kernel would for an input that it can't
+    compute."""
     model = engine._runner._model
     forward = model.forward
 
@@ -169,7 +170,7 @@ def break_forward(
 def test_a_request_that_breaks_its_steps_ends_alone_and_the_others_are_answered_as_ever(
     kits: Kits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Born from a fault: one request that broke a step ended all that shared the step with it."""
+    """Born from a fault: one request that broke a step ended all requests of that step."""
     kit = kits("llama")
     source, versions = make_source(kit)
     others = [ask("base", None), *(ask(kind, version) for kind, version in versions.items())]

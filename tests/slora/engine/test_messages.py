@@ -1,4 +1,4 @@
-"""What API and engine tell each other arrives as it was sent."""
+"""Messages between API and engine arrive unchanged."""
 
 from dataclasses import replace
 from typing import Any

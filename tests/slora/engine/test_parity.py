@@ -1,4 +1,5 @@
-"""Token for token what transformers + peft say: all kinds of adapters in one mixed batch, greedy, 64 tokens."""
+"""Greedy answers of 64 tokens equal those of transformers + peft, token for token, for all adapter kinds in one
+batch."""
 
 import random
 from collections.abc import Callable
@@ -16,16 +17,16 @@ from tests.support.oracle import Oracle, Verdict
 from tests.support.tiny_models import MODELS, SEEING, VOCAB_SIZE
 
 Kits = Callable[[str], ModelKit]
-# On both sides of a page's 16 tokens, and longer than two.
+# Lengths on both sides of a page's 16 tokens, and up to more than two pages.
 LENGTHS = (1, 2, 7, 15, 16, 17, 40)
-# Windows, soft-caps, norms and ropes that the first models do not have.
+# Models with windows, soft-caps, norms or ropes that the other models do not have.
 FEATURED = [name for name in MODELS if not name.startswith("llama") and name not in ("qwen2", "qwen2_tied")]
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True, logprobs=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Prompts and the kind of each one's adapter, in the order in which they are asked."""
+    """Prompts and the adapter kind of each prompt, in the order of the requests."""
 
     prompts: list[list[int]]
     kinds: list[str | None]
@@ -104,7 +105,8 @@ def test_longrope_is_short_up_to_its_switch_and_long_beyond_whoever_crosses_it(
     switch = ModelConfig.from_directory(kit.directory).rope_switch
     assert switch == 48
     rng = random.Random(7)
-    # An answer of 20 tokens stays short, ends at the switch, is one token beyond it, crosses it, or begins there.
+    # For an answer of 20 tokens, these prompt lengths end it before the switch, at it or one token after it, let it
+    # cross the switch, or begin it there or after it.
     lengths = (3, switch - 20, switch - 19, switch - 18, switch - 10, switch - 1, switch, switch + 1, 75)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths] * 2
     work = Work(prompts, [None] * len(lengths) + ["rslora"] * len(lengths))
@@ -155,7 +157,7 @@ def test_parity_holds_when_requests_are_preempted(kits: Kits, model: str, kernel
 def test_parity_holds_in_chunks_under_preemption_and_behind_windows(
     kits: Kits, report: Callable[[str], None], model: str, kernels: str, *, soak: bool
 ) -> None:
-    """All at once, for each model that has more to it than the first ones: every sequence outgrows its windows."""
+    """Runs all prompts at once for each model with special features. Every sequence outgrows its attention windows."""
     kit = kits(model)
     work = mix(kit, prompts_each=8 if soak else 2, seed=5)
     settings = {"max_model_len": 128, "max_num_seqs": 9, "max_num_batched_tokens": 11}
@@ -199,7 +201,7 @@ def test_triton_kernels_answer_as_peft_does(tmp_path: Path, model: str, *, soak:
     ("model", "dtype"),
     [
         ("qwen2", "bfloat16"),
-        # What it compiles takes half a minute.
+        # Compilation takes half a minute.
         pytest.param("qwen2", "float16", marks=pytest.mark.soak),
         ("gemma2", "bfloat16"),
         ("gemma3_text", "bfloat16"),
@@ -208,7 +210,8 @@ def test_triton_kernels_answer_as_peft_does(tmp_path: Path, model: str, *, soak:
 def test_sixteen_bit_answers_are_as_near_to_the_truth_as_those_of_transformers(
     kits: Kits, report: Callable[[str], None], model: str, dtype: str, kernels: str
 ) -> None:
-    """The truth: log-probabilities in float32 of weights rounded to 16 bits. Both programs round in between."""
+    """The truth is the float32 log-probabilities of the model whose weights were rounded to 16 bits. Both programs
+    round intermediate results."""
     kit = kits(model)
     work = mix(kit, prompts_each=2, seed=4)
     params = replace(GREEDY, max_tokens=32)
@@ -226,7 +229,8 @@ def test_sixteen_bit_answers_are_as_near_to_the_truth_as_those_of_transformers(
 def measure_errors(
     kit: ModelKit, work: Work, given: list[Answer], dtype: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the log-probabilities of the tokens given, [requests, tokens]: ours, and those of transformers + peft."""
+    """Errors of the log-probabilities of the answers' tokens, [requests, tokens]: ours, and those of transformers +
+    peft."""
     ours, answers = torch.tensor([a.logprobs for a in given]), [a.token_ids for a in given]
     rounded = Oracle(kit.directory, kit.adapters, getattr(torch, dtype))
     theirs = chosen_logprobs(rounded, work, answers)
@@ -235,7 +239,7 @@ def measure_errors(
 
 
 def chosen_logprobs(oracle: Oracle, work: Work, answers: list[list[int]]) -> torch.Tensor:
-    """float32 [requests, tokens]: how likely the oracle finds each token of the answers."""
+    """float32 [requests, tokens]: the oracle's log-probability of each token of the answers."""
     rows = []
     for prompt, tokens, kind in zip(work.prompts, answers, work.kinds, strict=True):
         logprobs = oracle.answer_logits(prompt, tokens, kind).log_softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""With NaN in every free page, of the pool and of the host, before each step, everybody's answer stays what it is."""
+"""Before each step, every free page of the pool and of the host is filled with NaN. No answer changes."""
 
 import random
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def ask(name: str, adapter: AdapterVersion | None, length: int, max_tokens: int,
 
 
 class HostPages:
-    """Who gives out the pages of the host, as far as the poison looks."""
+    """Stands in for the host page allocator. It has only what the poison reads."""
 
     def __init__(self, num_pages: int) -> None:
         self._free = list(range(num_pages))
@@ -40,7 +40,8 @@ class HostPages:
 @pytest.mark.parametrize("model", ["llama", "mistral_window", "gpt2"])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.soak)])
 def test_free_pages_are_read_by_nobody(kits: Kits, model: str, dtype: str, kernels: str) -> None:
-    """A small pool and long answers: pages change hands all the time, sequences fork, give way and come back."""
+    """The pool is small and the answers are long. Pages change owners all the time; sequences fork, are preempted
+    and resume."""
     kit = kits(model)
     source, versions = make_source(kit, dtype)
     rng = random.Random(5)
@@ -84,7 +85,7 @@ def test_poison_shows_whoever_reads_a_page_that_is_free(kits: Kits) -> None:
 
 
 def test_what_a_plan_still_reads_is_spared_and_the_rest_is_not(kits: Kits) -> None:
-    """A page that moves out is free already when its step runs; so is the page of the host that one came in from."""
+    """A page that is swapped out is already free when its step runs. So is the host page of a swap-in."""
     engine, _ = start(kits)
     memory, host = engine._runner.memory, engine._scheduler.swapping._space
     poison(engine)

@@ -1,4 +1,4 @@
-"""Engine and loader as real processes, and what a client sees of their lives and deaths."""
+"""Engine and loader as real processes, and what a client sees when they start, stop and crash."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ def kit(kits: Callable[[str], ModelKit]) -> ModelKit:
 
 @pytest.fixture(scope="module")
 def running_stack(kit: ModelKit) -> Iterator[EngineStack]:
-    # Not tmp_path: a Unix socket's path may have 107 bytes.
+    # Not tmp_path, because the path of a Unix socket may have at most 107 bytes.
     with tempfile.TemporaryDirectory() as root:
         stack = EngineStack(Path(root), kit, num_pages=400)
         yield stack
@@ -57,7 +57,7 @@ def stack(running_stack: EngineStack) -> EngineStack:
 
 @pytest.fixture
 def run(stack: EngineStack) -> Run:
-    """Runs a coroutine function with a client that is ready."""
+    """Returns a function that runs a coroutine function with a connected client."""
 
     def call(body: Callable[[RemoteEngine], Coroutine[Any, Any, None]]) -> None:
         async def main() -> None:
@@ -118,12 +118,12 @@ def test_answers_over_the_socket_are_those_of_an_engine_in_process(
 
 
 def ask_many(adapter: AdapterVersion | None = None) -> list[EngineRequest]:
-    """Requests that are far from their end when somebody leaves after the first tokens."""
+    """Requests with long answers, so that they are still running when a client leaves after the first tokens."""
     return [ask(str(number), adapter, LONG) for number in range(8)]
 
 
 async def check_cut_short(client: RemoteEngine, tokens_before: int) -> None:
-    """All pages are free or cached, and that because requests were aborted, not because they came to their end."""
+    """Checks that all pages are free or cached, and that the requests were aborted before they were complete."""
     stats = await wait_for_stats(client, idle)
     assert stats.pages_free + stats.pages_cached == stats.pages_total
     assert stats.generated_tokens - tokens_before < len(ask_many()) * 500
@@ -212,7 +212,7 @@ def test_two_clients_may_use_the_same_request_ids(run: Run, stack: EngineStack) 
 
 
 def test_one_client_may_not_use_a_request_id_twice_at_once(run: Run) -> None:
-    """Born from a bug: the second took the first one's place, whose reader then waited for ever."""
+    """Born from a bug: the second request replaced the first one, whose reader then waited for ever."""
 
     async def body(client: RemoteEngine) -> None:
         async with aclosing(client.generate(ask("same"))) as first:
@@ -249,7 +249,7 @@ def test_a_deleted_adapter_leaves_the_engine(run: Run, stack: EngineStack) -> No
         await client.forget(version)
         after = await client.stats()
         assert after.resident_adapters == before.resident_adapters - 1
-        # It was not deleted from the store: it may come back.
+        # The adapter was not deleted from the store, so it may be loaded again.
         await collect(client.generate(ask("b", version)))
 
     run(body)
@@ -299,7 +299,8 @@ def test_a_reader_that_does_not_read_holds_up_nobody_else(run: Run, stack: Engin
             await wait_for_stats(client, lambda stats: stats.running == 8)
             answers = await asyncio.gather(*(collect(client.generate(ask(f"r{n}"))) for n in range(4)))
             assert [len(answer.token_ids) for answer in answers] == [20] * 4
-            # Its own answers are computed to the end too: frames wait for it, pages do not.
+            # The answers of the slow client are computed to the end too. Their messages wait for the client, but hold
+            # no pages.
             await wait_for_stats(client, idle)
 
     run(body)
@@ -343,7 +344,7 @@ def test_a_killed_loader_is_noticed_and_its_successor_serves_what_waited(
         assert stack.loader is not None
         stack.loader.kill()
         await wait_until(lambda: not client.ready)
-        # Whoever needs no loader goes on; whoever does waits for the next one.
+        # Requests that need no loader continue. Requests that need it wait for the restarted loader.
         waiting = asyncio.create_task(collect(client.generate(ask("cold", cold))))
         assert len((await collect(client.generate(ask("b", resident)))).token_ids) == 20
         assert len((await collect(client.generate(ask("c")))).token_ids) == 20
@@ -375,7 +376,8 @@ def test_a_terminated_engine_goes_in_peace_even_with_clients(run: Run, stack: En
         async with aclosing(client.generate(ask("a", params=LONG))) as stream:
             await anext(stream)
             assert stack.engine is not None
-            stack.engine.send(signal.SIGINT)  # a terminal's Ctrl-C: not for the engine to decide
+            # A terminal's Ctrl-C; the engine must ignore it, because the supervisor decides.
+            stack.engine.send(signal.SIGINT)
             await anext(stream)
             stack.engine.send(signal.SIGTERM)
             with pytest.raises(EngineUnavailable):

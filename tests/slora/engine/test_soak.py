@@ -1,5 +1,9 @@
-"""Thousands of random requests over the real processes: some finish, some are closed early, cancelled, refused, or lose
-their connection; adapters are deleted and come back; pages are short throughout. With --soak there are 10,000."""
+"""Sends thousands of random requests to the real processes. Requests finish, are closed early, are cancelled, are
+refused, or lose their connection.
+
+Adapters are deleted and uploaded again, and the pool is short of pages throughout. With --soak there are 10,000
+requests.
+"""
 
 import asyncio
 import random
@@ -34,7 +38,7 @@ GREEDY = SamplingParams(max_tokens=MOST_TOKENS, temperature=0.0, ignore_eos=True
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt, an adapter, and all tokens of the answer when nobody else asks anything."""
+    """A prompt, an adapter, and the complete answer that a lone request gets."""
 
     prompt: list[int]
     adapter: AdapterVersion | None
@@ -43,7 +47,7 @@ class Question:
 
 def make_questions(kit: ModelKit) -> list[Question]:
     source, versions = make_source(kit)
-    # The store's tenant is another one than the source's.
+    # The adapters in the store belong to another tenant than those in the source.
     adapters = [None, *versions.values()]
     rng = random.Random(1)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))] for _ in range(NUM_PROMPTS)]
@@ -57,7 +61,7 @@ def make_questions(kit: ModelKit) -> list[Question]:
 
 
 class Crowd:
-    """Many readers, each with requests of all fates. `fates` counts how requests ended."""
+    """Many concurrent clients, whose requests end in every possible way. `fates` counts the ways."""
 
     def __init__(self, stack: EngineStack, questions: list[Question], count: int) -> None:
         self.fates: Counter[str] = Counter()
@@ -70,7 +74,7 @@ class Crowd:
         await asyncio.gather(*(self._keep_connecting() for _ in range(NUM_CLIENTS)))
 
     async def _keep_connecting(self) -> None:
-        """One connection after the other; each is cut while requests are under way."""
+        """Opens one connection after the other. Each is cut while its requests are in progress."""
         while numbers := list(islice(self._numbers, REQUESTS_PER_CONNECTION)):
             async with connect(self._stack) as client:
                 rest = iter(numbers)
@@ -91,7 +95,7 @@ class Crowd:
                 self.fates["disconnected"] += 1
 
     def _ask(self, client: RemoteEngine, name: str) -> tuple[AsyncGenerator[TokenDelta, None], list[int]]:
-        """A stream, and the tokens that each choice of it must bring: without chance they are all the same."""
+        """A stream, and the expected tokens of each choice. Sampling is greedy, so all choices are equal."""
         question = self._rng.choice(self._questions)
         n = self._rng.choice((1, 1, 1, 3))
         params = replace(GREEDY, max_tokens=self._rng.randint(1, MOST_TOKENS), n=n)
@@ -143,7 +147,8 @@ class Crowd:
 
 
 async def settle(stack: EngineStack) -> EngineStats:
-    """The numbers once nobody runs or waits, and after the engine's own check, which ends it if a page is lost."""
+    """The statistics once no request runs or waits, and after the engine's own check. A lost page would end the
+    engine."""
     async with connect(stack) as client:
         while (stats := await client.stats()).running or stats.waiting:
             await asyncio.sleep(0.02)

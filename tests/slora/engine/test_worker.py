@@ -103,7 +103,7 @@ def test_a_lost_page_ends_the_worker_when_it_is_idle(kit: ModelKit) -> None:
 
 
 def test_a_deadline_is_told_when_nothing_else_happens(kit: ModelKit) -> None:
-    """Its adapter never comes, nobody else asks for anything, and still it need not wait for good."""
+    """The request's adapter never loads and no other request arrives. The request must still end at its deadline."""
     worker, told = make_worker()
     late = AdapterVersion("t", "never")
     engine = make_engine(kit, ScriptedSource({late: 1}), 100)
@@ -115,7 +115,7 @@ def test_a_deadline_is_told_when_nothing_else_happens(kit: ModelKit) -> None:
 
 
 class WatchedSource(ScriptedSource):
-    """`asked` has what is asked for."""
+    """A source that records the requested versions in `asked`."""
 
     def __init__(self, num_pages: dict[AdapterVersion, int]) -> None:
         super().__init__(num_pages)

@@ -150,7 +150,7 @@ def test_what_is_refused_is_refused_alone(llm: AsyncLLM, kit: ModelKit, tmp_path
 
 
 def test_a_cancelled_question_leaves_the_engine_alone(llm: AsyncLLM) -> None:
-    """Born from a bug: the answer to a question that nobody waits for any more ended the engine's thread."""
+    """Born from a bug: the reply to a cancelled call ended the engine's thread."""
 
     async def cancel() -> None:
         for _ in range(20):
@@ -219,7 +219,7 @@ def test_a_model_that_cannot_be_served_is_refused_when_it_is_opened(kit: ModelKi
 def test_a_crowd_of_tasks_that_come_and_go_leaves_every_page_and_every_answer_in_order(
     kit: ModelKit, *, soak: bool
 ) -> None:
-    """Tasks are cancelled at random moments, in a pool too small for all; those that stay get their answers."""
+    """Tasks are cancelled at random moments, in a pool too small for all of them. The other tasks get their answers."""
     adapters = [None, *kit.adapters.values()]
     work = [([n % 400, 7, n * n % 400], adapters[n % 3]) for n in range(400 if soak else 60)]
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)

@@ -194,7 +194,7 @@ def test_defaults_are_cut_to_what_the_pool_leaves(kit: ModelKit, tmp_path: Path)
     small = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(18))
     (answer,) = small.generate([1, 2, 3], adapters=tmp_path / "own")
     assert answer.finish_reason is FinishReason.LENGTH
-    # The last token's KV is never written.
+    # The KV of the last token is never written.
     room_pages = small.info.num_pages - small.stats().adapter_pages
     assert len(answer.token_ids) == room_pages * small.info.block_tokens - 3 + 1 < 300
 
@@ -231,7 +231,7 @@ def set_alpha(directory: Path, alpha: int) -> None:
 def test_an_adapter_is_read_anew_when_only_its_config_was_written(
     llm: LLM, kit: ModelKit, tmp_path: Path
 ) -> None:
-    """Born from a bug: only the time of the weights was looked at, so another alpha changed nothing."""
+    """Born from a bug: only the weights' modification time was checked, so a new alpha in the config had no effect."""
     shutil.copytree(kit.adapters["odd_rank"], tmp_path / "own")
     set_alpha(tmp_path / "own", 4)
     before = llm.generate("fox", GREEDY, tmp_path / "own")
@@ -245,7 +245,7 @@ def test_an_adapter_is_read_anew_when_only_its_config_was_written(
 def test_an_adapter_is_read_anew_when_its_weights_keep_their_time(
     llm: LLM, kit: ModelKit, tmp_path: Path, how: str
 ) -> None:
-    """Born from a bug: weights of the same size and the same time of writing were taken for the same weights."""
+    """Born from a bug: weights with the same size and modification time were assumed to be unchanged."""
     own = tmp_path / "own"
     shutil.copytree(kit.adapters["odd_rank"], own)
     weights = own / "adapter_model.safetensors"
@@ -284,7 +284,7 @@ def test_logprobs_come_for_each_token_when_asked_for(llm: LLM) -> None:
 
 
 def test_the_tokens_of_the_prompt_are_scored_when_asked_for(llm: LLM) -> None:
-    """As they were when they were generated: then they were an answer's, now they are a prompt's."""
+    """Generates an answer, then sends it as a prompt. The tokens' log-probabilities are the same both times."""
     params = SamplingParams(max_tokens=8, temperature=0.0, logprobs=2)
     (answer,) = llm.generate("fox", params)
     longer = [*answer.prompt_token_ids, *answer.token_ids]
@@ -320,7 +320,7 @@ def test_one_bad_prompt_refuses_the_call_and_leaves_nothing_behind(llm: LLM) -> 
 
 
 def test_a_prompt_with_a_lone_surrogate_is_refused_with_its_position(llm: LLM) -> None:
-    """Born from a bug: the tokenizer's TypeError came out, which named neither the prompt nor the character."""
+    """Born from a bug: the tokenizer raised a TypeError that named neither the prompt nor the character."""
     with pytest.raises(
         RequestRefused, match=r"prompt 1 has the lone surrogate '\\ud800' at character 3"
     ) as caught:
@@ -333,7 +333,7 @@ def test_a_prompt_with_a_lone_surrogate_is_refused_with_its_position(llm: LLM) -
 
 @pytest.mark.parametrize("prompts", [[1.5], [[5, "2"]], [[5, None]], [[[5]]]])
 def test_a_prompt_of_anything_but_integers_is_refused(llm: LLM, prompts: Any) -> None:
-    """Born from a bug: int() made token ids of 1.5 and "2", and a raw TypeError came of the others."""
+    """Born from a bug: int() converted 1.5 and "2" to token ids, and other values raised a raw TypeError."""
     with pytest.raises(RequestRefused, match="prompt 0") as caught:
         llm.generate(prompts, GREEDY)
     assert caught.value.param == "prompt"

@@ -1,4 +1,4 @@
-"""Adapters of the library: from directories and from memory, one by one and with weights of their own."""
+"""Adapters in the library: loaded from directories or from memory, and with a separate weight for each request."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_a_peft_model_is_served_as_it_is_when_it_is_handed_over(
     adapter = LoraAdapter.from_tensors(
         get_peft_model_state_dict(model), model.peft_config["default"].to_dict()
     )
-    with torch.no_grad():  # what training does next must not reach an adapter that was handed over before
+    with torch.no_grad():  # later training must not change an adapter that was handed over before
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.zero_()
@@ -101,7 +101,7 @@ def test_tensors_that_a_file_would_be_refused_for_are_refused_with_all_reasons(
 
 
 def weighted_oracle(kit: ModelKit, kind: str, weight: float) -> Oracle:
-    """PEFT with the adapter's scale multiplied by `weight`."""
+    """An oracle whose PEFT adapter has its scale multiplied by `weight`."""
     oracle = Oracle(kit.directory, {kind: kit.adapters[kind]})
     for module in oracle._model.modules():
         if isinstance(module, LoraLayer):
@@ -113,7 +113,7 @@ def weighted_oracle(kit: ModelKit, kind: str, weight: float) -> Oracle:
 def test_each_request_weighs_its_adapter_as_it_says(
     kit: ModelKit, report: Callable[[str], None], kernels: str
 ) -> None:
-    """All in one batch: the same adapter at several weights, so that tiles are split where the weight changes."""
+    """One batch uses the same adapter with several weights, so tiles are split where the weight changes."""
     llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(600))
     work = [
         (kind, weight, [(position * 7 + number) % VOCAB_SIZE for position in range(3 + 9 * number)])
@@ -159,7 +159,7 @@ def test_a_forgotten_adapter_leaves_and_can_come_back(llm: LLM, kit: ModelKit) -
     assert llm.generate(PROMPT, GREEDY, adapter) == expected
     stream = llm.stream(PROMPT, GREEDY, adapter)
     pieces = [next(stream)]
-    llm.forget(adapter)  # while it is used
+    llm.forget(adapter)  # while a request uses it
     assert llm.generate(PROMPT, GREEDY, adapter) == expected
     tokens = [token for delta in [*pieces, *stream] for token in delta.token_ids]
     assert tokens == expected[0].token_ids

@@ -1,4 +1,5 @@
-"""config.json of known models as their authors published them, written by transformers 4. Only fields that matter."""
+"""config.json files of known models as published by their authors, in the format of transformers 4. Irrelevant
+fields are left out."""
 
 from typing import Any
 
@@ -241,7 +242,7 @@ HUB: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
         "vocab_size": 262144,
     },
-    # Most fields of its text part are transformers' defaults.
+    # Most fields of its text part have transformers' default values.
     "gemma-3-12b-it": {
         "model_type": "gemma3",
         "eoi_token_index": 256000,

@@ -1,4 +1,4 @@
-"""A config.json of any plausible content is served as transformers computes it, or refused; never answered wrongly."""
+"""Whatever plausible content a config.json has, the model computes what transformers computes, or is refused."""
 
 import dataclasses
 import random
@@ -30,7 +30,7 @@ TINY: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-# Other classes call their sizes by names of their own.
+# Other config classes have other names for their sizes.
 SIZES: dict[str, Any] = {
     **TINY,
     "head_dim": 8,
@@ -57,7 +57,7 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
-# Where transformers looks for parts of a model, in every config.
+# The names under which transformers looks for parts of a model, in every config.
 PARTS = {
     "text_config",
     "text_encoder",
@@ -67,9 +67,9 @@ PARTS = {
     "vision_feature_layer",
     "vision_feature_select_strategy",
 }
-# A soft-cap that Gemma 3's class has and its code ignores.
+# A soft-cap that Gemma 3's config class has and its model code ignores.
 REFUSED_UNLESS_NULL = {"attn_logit_softcapping"}
-# Its parts for images and speech have sizes of their own, which take a minute to fill.
+# Their parts for images and speech have sizes of their own and take a minute to initialise.
 HUGE = frozenset({"phi4_multimodal"})
 SOME_OTHERS = ("starcoder2", "qwen2_moe", "granite")
 OTHERS = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING) - FAMILIES.keys() - HUGE)
@@ -86,7 +86,7 @@ def native_config(family: str, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_class(family: str) -> type[PreTrainedConfig]:
-    """Of the part that is the decoder."""
+    """The config class of the model's decoder."""
     return CONFIG_MAPPING[family if FAMILIES[family].config_field is None else "gemma3_text"]
 
 
@@ -122,7 +122,7 @@ def judge_all(
 def test_a_native_family_is_equal_to_transformers_or_refused(
     tmp_path: Path, report: Callable[[str], None], family: str, *, soak: bool
 ) -> None:
-    """In soak every value of every field, then several fields at once."""
+    """A soak run tries every value of every field, then changes several fields at once."""
     kind, rng = config_class(family), random.Random(4)
     changes = [{name: value} for name, value in each_value(kind)] if soak else []
     changes += [draw_changes(kind, rng) for _ in range(200 if soak else 8)]
@@ -145,7 +145,7 @@ def test_a_class_of_transformers_is_equal_to_itself_or_refused(
 
 @contextmanager
 def reads_of(kind: type[PreTrainedConfig], monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """The names of the fields that are read of configs of this class."""
+    """Yields the names of the fields that are read from configs of this class."""
     names: set[str] = set()
     plain = kind.__getattribute__
 
@@ -162,7 +162,7 @@ def reads_of(kind: type[PreTrainedConfig], monkeypatch: pytest.MonkeyPatch) -> I
 def test_every_field_that_transformers_reads_of_a_native_family_is_known(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """Otherwise a checkpoint that sets the field to what it is anyway is refused."""
+    """If a field is unknown, a checkpoint that sets it to its default value is refused."""
     kind = config_class(family)
     config = AutoConfig.for_model(**native_config(family, {}))
     with reads_of(kind, monkeypatch) as names:

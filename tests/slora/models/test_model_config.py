@@ -28,7 +28,7 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
 }
 NULL = object()
-# Takes out of LLAMA what a config of several parts has in one of them.
+# Removes the top-level fields of LLAMA that a multi-part config has inside one of its parts.
 NOTHING_BESIDE: dict[str, Any] = dict.fromkeys(LLAMA.keys() - {"model_type"})
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -47,7 +47,7 @@ KINDS = {
 
 
 def read(directory: Path, generation: Any = None, **changes: Any) -> ModelConfig:
-    """LLAMA's config.json with `changes`; None takes a field out, NULL leaves null."""
+    """LLAMA's config.json with `changes`. The value None removes a field, and NULL sets it to null."""
     fields = {name: value for name, value in {**LLAMA, **changes}.items() if value is not None}
     fields = {name: None if value is NULL else value for name, value in fields.items()}
     (directory / "config.json").write_text(json.dumps(fields))
@@ -57,7 +57,7 @@ def read(directory: Path, generation: Any = None, **changes: Any) -> ModelConfig
 
 
 def assert_agree(ours: ModelConfig, theirs: PreTrainedConfig) -> None:
-    """Whatever transformers reads from a config.json, we read from it, too."""
+    """Compares every field that transformers reads from a config.json with ours."""
     assert ours.family == theirs.model_type
     theirs = theirs.get_text_config()
     num_layers, head_dim = theirs.num_hidden_layers, getattr(theirs, "head_dim", None)
@@ -133,7 +133,7 @@ def test_the_oldest_spelling_of_a_rope_s_type_is_understood(tmp_path: Path) -> N
 
 
 def test_what_the_first_phi_3_checkpoints_called_longrope_is_longrope(tmp_path: Path) -> None:
-    """transformers 5 can no longer read this spelling itself."""
+    """transformers 5 itself can no longer read this spelling."""
     fields = HUB["Phi-3-mini-128k-instruct"]
     read_as = []
     for kind in ("longrope", "su", "yarn"):
@@ -145,7 +145,8 @@ def test_what_the_first_phi_3_checkpoints_called_longrope_is_longrope(tmp_path: 
 
 
 def test_yarn_reaches_as_far_as_its_factor_says(tmp_path: Path) -> None:
-    """Checkpoints keep max_position_embeddings at the original, as Qwen's instructions for long texts say."""
+    """Such checkpoints keep max_position_embeddings at the original length, as Qwen's instructions for long texts
+    say."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     assert read(tmp_path, rope_scaling=yarn).max_positions == 1024
     assert read(tmp_path, rope_scaling={**yarn, "factor": 0.5}).max_positions == 256
@@ -424,7 +425,7 @@ ROPES = st.dictionaries(
 def test_a_config_of_any_content_is_served_or_refused_but_breaks_nothing(
     tmp_path_factory: pytest.TempPathFactory, family: str, changes: dict[str, Any], rope: dict[str, Any]
 ) -> None:
-    """Born from bugs: lists, texts and tables where numbers belong raised TypeError and the like."""
+    """Born from bugs: lists, texts and tables in place of numbers raised errors such as TypeError."""
     directory = tmp_path_factory.getbasetemp()
     (directory / "config.json").write_text(json.dumps({**LLAMA, "model_type": family, **changes, **rope}))
     try:
@@ -452,7 +453,7 @@ def test_fields_that_change_no_logits_are_accepted(tmp_path: Path, changes: dict
 
 
 def test_layers_beyond_all_models_are_refused_before_they_are_listed(tmp_path: Path) -> None:
-    """Born from a config of random content that took all of the machine's memory."""
+    """Born from a random config that used up the machine's memory."""
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1 << 40}))
     with pytest.raises(ConfigError, match=r"num_hidden_layers is 1099511627776; it must be 10000 at most"):
         ModelConfig.from_directory(tmp_path)

@@ -1,4 +1,5 @@
-"""A model of transformers' classes proves itself before it is served, or is refused with the reason."""
+"""A model that runs through transformers' classes is proved at start, before it is served. A failed proof names the
+reason."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +36,7 @@ def scale_by_index(index_of: Callable[[int], Tensor]) -> Hook:
 def test_a_model_whose_tokens_meet_outside_attention_is_refused_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing in its config gives it away: only its answers do."""
+    """The config does not reveal the fault. Only the model's answers do."""
     write_model(tmp_path, "granite", num_hidden_layers=2)
     with pytest.raises(ConfigError, match="'granite' answers differently through paged attention"):
         start(tmp_path, monkeypatch, lambda _, __, output: output + 0.1 * output.roll(1, dims=1))
@@ -44,7 +45,7 @@ def test_a_model_whose_tokens_meet_outside_attention_is_refused_at_start(
 def test_a_model_that_numbers_the_tokens_of_a_batch_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Born from Llama 4, which answered the second sequence of a batch by the length of the first."""
+    """Born from Llama 4, which computed the second sequence of a batch with the length of the first."""
     write_model(tmp_path, "granite", num_hidden_layers=2)
     with pytest.raises(
         ConfigError, match="differently through paged attention, in chunks beside other prompts"
@@ -56,7 +57,10 @@ def test_a_model_that_numbers_the_tokens_of_a_batch_is_refused(
 def test_what_begins_at_a_length_of_the_config_is_proved_beyond_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
-    """Born from proofs on 41 tokens: what a model did from the window on was not tried. 400 is not crossed as it is."""
+    """Born from proofs on 41 tokens, which tested nothing beyond the window.
+
+    The proof reaches a window of 100. It cuts a window of 400 to 11 tokens.
+    """
     write_model(tmp_path, "starcoder2", num_hidden_layers=2, sliding_window=window)
     place = TransformersDecoder._place_attention
 

@@ -1,4 +1,4 @@
-"""Cosines and sines of every kind of rope beside those that transformers' own modules compute."""
+"""Cosines and sines of every kind of rope, compared with those of transformers' own modules."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
 }
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
-# A head of 64 has frequencies in every band of llama3 and yarn.
+# A head size of 64 has frequencies in every band of llama3 and yarn.
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -50,7 +50,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 
 def rotated_by(module: torch.nn.Module, length: int, **layer_type: str) -> torch.Tensor:
-    """float32 [length, R]: the module's cosines and sines, halves of R, in a sequence of `length`."""
+    """float32 [length, R]: the module's cosines and sines for a sequence of `length`, each in one half of R."""
     cos, sin = module(torch.zeros(1), torch.arange(length)[None], **layer_type)
     half = cos.shape[-1] // 2
     return torch.cat((cos[0, :, :half], sin[0, :, :half]), -1)

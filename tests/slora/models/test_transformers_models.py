@@ -1,4 +1,5 @@
-"""Models that transformers' own classes compute on our pages: as peft says, or refused with the reason."""
+"""Models that run through transformers' own classes on our pages: they give peft's answers, or are refused with a
+reason."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from tests.support.peft_adapters import KINDS
 from tests.support.tiny_models import OTHER_MODELS, write_model
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
-# Few enough to be short, each model's page and adapters being of another size.
+# Each pool is small enough to run short. Page and adapter sizes differ by model.
 NUM_PAGES = {"gpt_bigcode": 60, "mixtral": 9, "phimoe": 9}
 TINY = {
     "vocab_size": 64,
@@ -59,7 +60,7 @@ def test_parity_holds_in_chunks_and_when_pages_are_short(
 
 @pytest.mark.parametrize("model", ["olmo2", "granite", "opt", "phi"])
 def test_adapters_reach_the_embedding_and_the_head(tmp_path: Path, model: str) -> None:
-    """Untied, with scaled logits, tied, and with a bias of the head that PEFT saves beside the adapter."""
+    """Covers an untied head, scaled logits, a tied head, and a head with a bias that PEFT saves beside the adapter."""
     names = ["embed_tokens"] if model == "opt" else ["embed_tokens", "lm_head"]
     kinds = {
         "embedding": {"r": 6, "lora_alpha": 12, "target_modules": names[:1]},
@@ -102,7 +103,7 @@ def save(directory: Path, model_type: str, **fields: Any) -> Path:
         ("falcon", {}, "can't be built with paged attention by transformers"),
         ("minicpm3", {"num_key_value_heads": 4}, "keys and values differ in width"),
         ("llama4_text", {"head_dim": 8, "num_key_value_heads": 2}, "layer_types has 'chunked_attention'"),
-        # Born from wrong answers: outside the window, and for all but the first sequence of a batch.
+        # Born from wrong answers outside the window, and for all sequences of a batch except the first.
         (
             "qwen2_moe",
             {
@@ -180,7 +181,7 @@ def test_what_pages_cannot_serve_truly_is_refused_by_name(
 def test_a_config_that_transformers_refuses_is_refused_with_its_reason_on_one_line(
     tmp_path: Path, fields: dict[str, Any], reason: str
 ) -> None:
-    """Born from tracebacks of many types."""
+    """Born from tracebacks of many exception types."""
     (tmp_path / "config.json").write_text(json.dumps({**TINY, **fields}))
     with pytest.raises(ConfigError, match=reason) as refusal:
         read_model_spec(tmp_path)
@@ -189,14 +190,14 @@ def test_a_config_that_transformers_refuses_is_refused_with_its_reason_on_one_li
 
 
 def test_a_config_class_that_needs_a_padding_token_is_served(tmp_path: Path) -> None:
-    """Born from a traceback: such a class refuses the null that stands for no padding."""
+    """Born from a traceback: such a class refuses null, which means no padding token."""
     fields = {**TINY, "model_type": "cwm", "num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 1}
     (tmp_path / "config.json").write_text(json.dumps({**fields, "pad_token_id": 3, "eos_token_id": 2}))
     assert read_model_spec(tmp_path).sizes.num_kv_heads == 2
 
 
 def test_a_checkpoint_that_lacks_a_weight_is_refused_by_its_name(tmp_path: Path) -> None:
-    """Born from an answer of random weights: transformers fills in what it does not find, with a warning."""
+    """Born from an answer of random weights: transformers initialises missing weights randomly and only warns."""
     write_model(tmp_path, "olmo2", num_hidden_layers=2)
     weights = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"

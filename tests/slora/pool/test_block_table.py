@@ -13,7 +13,7 @@ BLOCK = 4
 
 
 class House:
-    """A pool of one tenant, with a cache that nothing is named in unless a test does."""
+    """A pool of one tenant and a prefix cache. Blocks are in the cache only if a test names them."""
 
     def __init__(self, num_pages: int) -> None:
         self.pool = PagePool(num_pages)
@@ -29,9 +29,10 @@ class House:
 
 
 class BlockTableMachine(RuleBasedStateMachine):
-    """Sequences grow, fork, forget what is behind them and leave, over one pool; beside them, what each must read.
+    """Sequences grow, fork, free blocks behind their windows and end, over one pool. A model holds what each must
+    read.
 
-    Every write has a number of its own, so a page that two write to, or that was given back too soon, is found.
+    Every write stores a unique number. This reveals a page that two sequences write to, or that was freed too early.
     """
 
     @initialize(num_pages=st.integers(1, 16))

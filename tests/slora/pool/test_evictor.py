@@ -43,7 +43,7 @@ def _shares() -> st.SearchStrategy[TenantShare]:
 
 
 class PoolOfTenants(RuleBasedStateMachine):
-    """Tenants compute prefixes and load adapters in one pool, and whatever is idle leaves for what is needed."""
+    """Tenants compute prefixes and load adapters in one pool. Idle prefixes and adapters are evicted to make room."""
 
     @initialize(
         num_pages=st.integers(4, 24),
@@ -56,10 +56,10 @@ class PoolOfTenants(RuleBasedStateMachine):
         self.evictor = Evictor(self.pool, self.tenants, make_policy(policy, COSTS))
         self.residency = Residency(self.pool, self.evictor, self.tenants, num_slots)
         self.blocks = IdleBlocks(self.pool, self.evictor)
-        self.sequences: list[list[IdleBlock]] = []  # what each of them uses, in order
+        self.sequences: list[list[IdleBlock]] = []  # the blocks that each sequence uses, in order
         self.uses: list[Resident] = []  # one entry for each user of a loaded adapter
 
-    # -- what it may do ----------------------------------------------------------------------------------------
+    # -- operations --------------------------------------------------------------------------------------------
 
     @rule(name=names, share=_shares())
     def a_tenant_gets_another_share(self, name: str, share: TenantShare) -> None:
@@ -169,7 +169,7 @@ class PoolOfTenants(RuleBasedStateMachine):
             ignore_pins=ignore_pins,
         )
 
-    # -- what must hold ----------------------------------------------------------------------------------------
+    # -- invariants --------------------------------------------------------------------------------------------
 
     def _make_room(
         self,
@@ -222,7 +222,10 @@ class PoolOfTenants(RuleBasedStateMachine):
         ignore_floors: bool,
         ignore_pins: bool,
     ) -> int:
-        """The least that must leave before each other tenant is at its floor. to_pay: of the taker's own."""
+        """The number of pages that eviction surely frees before every other tenant is at its floor.
+
+        to_pay: the taker's own cached pages that it must give up.
+        """
         freed = 0
         for owner in self.tenants:
             idle = [item for item in self._idle() if item.tenant is owner and item not in spare]
@@ -254,7 +257,7 @@ class PoolOfTenants(RuleBasedStateMachine):
         return [*adapters, *(block for block in self.blocks if block.is_idle)]
 
     def _some_idle(self, data: st.DataObject) -> list[Evictable]:
-        """With each block those before it, up to one that is in use or gone."""
+        """Some idle items. A block is listed with the blocks before it, up to one that was evicted."""
         idle = self._idle()
         chosen = data.draw(st.lists(st.sampled_from(idle), unique=True, max_size=3)) if idle else []
         spare: list[Evictable] = []
@@ -267,7 +270,7 @@ class PoolOfTenants(RuleBasedStateMachine):
     @invariant()
     def every_page_is_in_one_state_and_every_count_adds_up(self) -> None:
         used = [page for block in self.blocks if block.num_users for page in block.pages * block.num_users]
-        # A block with several users has a reference for the first of them only: the stand-in counts them itself.
+        # A block holds one page reference, whatever the number of its users. IdleBlock counts its users itself.
         held = [*dict.fromkeys(used), *self.residency.held_pages()]
         cached = [page for item in self._idle() for page in item.pages]
         self.pool.check(held, cached, self.tenants)
@@ -285,7 +288,7 @@ class PoolOfTenants(RuleBasedStateMachine):
         assert len({item.ticket for item in offered}) == len(offered)
 
     def teardown(self) -> None:
-        """Every cached page can be reached."""
+        """Checks that every cached page can be evicted."""
         if not hasattr(self, "pool"):
             return
         for name in NAMES:
@@ -299,7 +302,7 @@ TestPoolOfTenants = PoolOfTenants.TestCase
 
 
 class Guest:
-    """Something idle of any size."""
+    """An idle item of any size."""
 
     def __init__(
         self, name: str, pages: list[int], tenant: Tenant, reload_s: float, content: Content
@@ -320,7 +323,7 @@ class Guest:
 
 
 class House:
-    """A pool of 100 pages with guests who leave when they are told to; `left` says in which order."""
+    """A pool of 100 pages with idle items of any size. `left` lists the evicted items in order."""
 
     def __init__(self, policy: EvictionPolicy | None = None) -> None:
         self.pool = PagePool(100)
@@ -385,7 +388,8 @@ def test_with_costs_what_is_idle_for_long_gives_way_to_what_is_new() -> None:
     for number in range(8):
         house.guest(f"cheap {number}", 10, reload_s=10.0)
         assert house.need(90), "one of two leaves"
-    # Its lead is 2.5 s a page, half of 5. Those that leave take 4/8, 4/9, 4/10, ... off it, for none is used again.
+    # Its lead is 2.5 s per page, half of 5. Each eviction reduces it by 4/8, 4/9, 4/10, ..., since no item is used
+    # again.
     assert house.left.index("old and dear") == 6
 
 

@@ -23,17 +23,17 @@ COSTS = CostModel(
     step_s=0.01, token_s=0.002, decode_s=0.001, context_token_s=1e-6, page_copy_s=0.004, load_byte_s=1e-8
 )
 some_tokens = st.lists(st.integers(0, 1), min_size=1, max_size=9)
-# Most begin alike, so that only what they may not have in common keeps them apart.
+# Most prompts have the same beginning, so only different tenants, adapters or weights keep them from sharing blocks.
 prompts = some_tokens | st.integers(3, 9).map(lambda count: [0] * count)
 
 Chain = tuple[
     "Root", tuple[int, ...]
-]  # what the KV of a token, or of a block, depends on: it and all before it
+]  # the KV of a token or block depends on the root and all tokens up to it
 
 
 @dataclass(frozen=True)
 class Root:
-    """Everything that content depends on beside the tokens, and who may share it."""
+    """Everything that KV depends on besides the tokens: sharing scope, adapter, weight and rotary factors."""
 
     scope: str
     adapter: AdapterVersion | None
@@ -46,7 +46,7 @@ class Root:
 
 @dataclass
 class Running:
-    """A sequence whose tokens [0, num_computed) are computed; it may name blocks from num_named on."""
+    """A sequence whose tokens [0, num_computed) are computed. Its blocks from num_named on are not yet in the cache."""
 
     root: Root
     tenant: Tenant
@@ -71,10 +71,10 @@ class Running:
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """Sequences of few tokens and several tenants compute, find, share and lose each other's blocks.
+    """Short sequences of several tenants compute, find, share and lose blocks.
 
-    The model knows of each place of each page for which chain of tokens it was written last, and which page stands for
-    which chain of whole blocks.
+    The model stores two things: the chain of tokens last written to each position of each page, and the page that holds
+    each named chain of whole blocks.
     """
 
     @initialize(
@@ -94,7 +94,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.content: dict[tuple[int, int], Chain | None] = {}
         self.named: dict[Chain, int] = {}
 
-    # -- what happens -------------------------------------------------------------------------------------------
+    # -- operations ---------------------------------------------------------------------------------------------
 
     @rule(
         tenant=st.sampled_from("ab"),
@@ -139,7 +139,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), token_id=st.integers(0, 1))
     def a_fork_writes_its_last_block_anew(self, data: st.DataObject, token_id: int) -> None:
-        """As no sequence does today: the page has a name, perhaps, and others read it."""
+        """No sequence does this today: it writes to a page that may be named and shared."""
         parent = self._choose(data)
         start = data.draw(st.integers((parent.num_computed - 1) // BLOCK * BLOCK, parent.num_computed - 1))
         if not self._make_room(1, parent.tenant):
@@ -197,7 +197,7 @@ class PrefixMachine(RuleBasedStateMachine):
         assert self._make_room(self.pool.num_free + 1, self.tenants.find("a"))
         assert self.pool.num_cached == before - 1
 
-    # -- how ----------------------------------------------------------------------------------------------------
+    # -- helpers ------------------------------------------------------------------------------------------------
 
     def _choose(self, data: st.DataObject) -> Running:
         return self.running[data.draw(st.integers(0, len(self.running) - 1))]
@@ -206,7 +206,8 @@ class PrefixMachine(RuleBasedStateMachine):
         return self.footprint.first_token_seen(num_blocks * BLOCK) // BLOCK
 
     def _find_prefix(self, sequence: Running) -> int:
-        """Takes what is there of it, which must be all that there is and nothing but its own."""
+        """Acquires the cached prefix. It must be the longest cached one, and must hold only KV of this sequence's
+        own tokens."""
         most = (len(sequence.token_ids) - 1) // BLOCK
         keys = sequence.keys()[:most]
         num_found = self.kv.match(keys, self._first_needed)
@@ -224,7 +225,7 @@ class PrefixMachine(RuleBasedStateMachine):
         return all(chain in self.named for chain in chains[self._first_needed(num_blocks) : num_blocks])
 
     def _compute(self, sequence: Running, num_tokens: int) -> bool:
-        """As the scheduler does. False, with nothing taken, if there is no room."""
+        """Computes tokens as the scheduler does. Returns False, and allocates nothing, if there is no room."""
         start, blocks = sequence.num_computed, sequence.blocks
         blocks.free_before(self.footprint.first_token_seen(start), self.kv)
         missing, copied = blocks.pages_missing(start + num_tokens), blocks.must_copy(start, self.kv)
@@ -265,7 +266,7 @@ class PrefixMachine(RuleBasedStateMachine):
             del self.named[chain]
         return has_room
 
-    # -- what must hold -----------------------------------------------------------------------------------------
+    # -- invariants ---------------------------------------------------------------------------------------------
 
     def _assert_reads_its_own(self, sequence: Running) -> None:
         pages = sequence.blocks.pages.tolist()
@@ -302,7 +303,7 @@ class PrefixMachine(RuleBasedStateMachine):
             assert root.adapter is None or root.adapter.tenant == name
 
     def teardown(self) -> None:
-        """When all is over, everything that is cached can leave, and nothing stays behind."""
+        """After all sequences have ended, every cached page can be evicted, and nothing remains."""
         if not hasattr(self, "pool"):
             return
         for sequence in self.running:
@@ -317,7 +318,7 @@ TestPrefixes = PrefixMachine.TestCase
 
 
 class House:
-    """A pool of 20 pages in which chains of named blocks are kept. Their keys are made of two letters a block."""
+    """A pool of 20 pages with chains of named blocks. Keys are derived from two letters for each block."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.pool = PagePool(20)
@@ -327,7 +328,7 @@ class House:
         self.tenant = self.tenants.find("a")
 
     def compute(self, names: str, adapter: AdapterVersion | None = None) -> list[int]:
-        """One block for each letter, held and named. "abc": b follows a, c follows b."""
+        """Computes one held and named block for each letter. In "abc", b follows a, and c follows b."""
         pages = self.kv.allocate(len(names), self.tenant)
         for index, page in enumerate(pages):
             parent = names[:index].encode() if index else None
@@ -460,7 +461,7 @@ def test_match_finds_the_longest_prefix_whose_needed_blocks_are_here(
 
 
 def test_looking_for_a_prefix_asks_once_for_each_block(house: House) -> None:
-    """A scan from every end back over the window would ask for most of them many times."""
+    """A scan from every end back over the window would look up most blocks many times."""
     asked: list[int] = []
 
     def first_needed(num_blocks: int) -> int:
@@ -545,7 +546,7 @@ def test_a_page_that_nobody_has_cannot_be_named(house: House) -> None:
 def test_check_finds_an_idle_end_that_is_not_offered(house: House) -> None:
     page, _ = house.compute("ab")
     house.kv.check()
-    house.pool.park([page])  # not by way of the cache
+    house.pool.park([page])  # parked in the pool directly, not through the cache
     with pytest.raises(AssertionError, match=f"page {page} of 'a'.* is the end of a prefix and not offered"):
         house.kv.check()
 
@@ -558,7 +559,8 @@ def test_check_finds_an_idle_block_that_is_not_counted(house: House) -> None:
 
 
 def test_what_is_everybody_s_is_nobody_s_once_it_is_idle() -> None:
-    """Born from a bug: a tenant at its ceiling could not give up a block that another tenant's idle block followed."""
+    """Born from a bug: a tenant at its ceiling could not free a block that was followed by another tenant's idle
+    block."""
     house, common = House(), Tenant("")
     house.kv = KVCache(house.pool, house.evictor, 16, common=common)
     house.keep("ab")

@@ -9,7 +9,7 @@ from slora.pool.tenant import Tenant
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any sequence of legal moves, beside a model that knows of every page how many references it has."""
+    """Any sequence of legal operations, beside a model that counts the references of every page."""
 
     @initialize(num_pages=st.integers(1, 12))
     def start(self, num_pages: int) -> None:
@@ -17,7 +17,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.held: Counter[int] = Counter()
         self.cached: set[int] = set()
         self.tenants = [Tenant(name) for name in "abc"]
-        self.owners: dict[int, Tenant] = {}  # of pages that are free, the last ones
+        self.owners: dict[int, Tenant] = {}  # the owner of each page; for a free page, the last owner
 
     def _some(self, data: st.DataObject, pages: set[int]) -> list[int]:
         return data.draw(st.lists(st.sampled_from(sorted(pages)), unique=True))
@@ -98,7 +98,8 @@ def tenant() -> Tenant:
 
 @pytest.fixture
 def pool(tenant: Tenant) -> PagePool:
-    """Pages 0 and 1 held, 2 cached, all three the tenant's; 3 and 4 free."""
+    """A pool of 5 pages. The tenant owns pages 0 to 2: pages 0 and 1 are held, and page 2 is cached. Pages 3 and 4
+    are free."""
     pool = PagePool(5)
     assert pool.allocate(3, tenant) == [2, 1, 0]
     pool.park([2])

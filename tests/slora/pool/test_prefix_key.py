@@ -28,7 +28,7 @@ def test_everything_that_content_depends_on_and_the_scope_tell_roots_apart() -> 
         root_key("a", AdapterVersion("a", "digest"), 0.5, is_long=False),
         root_key("a", AdapterVersion("a", "other"), 1.0, is_long=False),
         root_key("b", AdapterVersion("a", "digest"), 1.0, is_long=False),
-        # Names that would run into one another if they were only put side by side.
+        # Names that would be ambiguous if they were only concatenated.
         root_key("a', None, False", None, 1.0, is_long=False),
         root_key("a", AdapterVersion("a', 'digest", ""), 1.0, is_long=False),
         root_key("", AdapterVersion("aa", "digest"), 1.0, is_long=False),

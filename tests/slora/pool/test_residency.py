@@ -20,7 +20,7 @@ versions = st.sampled_from(VERSIONS)
 
 
 class ResidencyMachine(RuleBasedStateMachine):
-    """Adapters of one tenant are loaded, used, fall idle and leave, beside sequences that take pages of the pool."""
+    """Adapters of one tenant are loaded, used, idle and evicted, while sequences take pages of the same pool."""
 
     @initialize(num_pages=st.integers(2, 12), num_slots=st.integers(1, 4))
     def start(self, num_pages: int, num_slots: int) -> None:
@@ -31,9 +31,9 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.residency = Residency(self.pool, self.evictor, tenants, num_slots)
         self.num_slots = num_slots
         self.kv_pages: list[int] = []
-        self.users: dict[AdapterVersion, int] = {}  # loads included
+        self.users: dict[AdapterVersion, int] = {}  # loads in progress included
         self.idle: list[AdapterVersion] = []  # least recently used first
-        self.leaving: set[AdapterVersion] = set()  # deleted or broken, and in use
+        self.leaving: set[AdapterVersion] = set()  # deleted or broken, but still in use
         self.pinned: set[AdapterVersion] = set()
         self.tenancies: set[tuple[int, int]] = set()
 
@@ -42,7 +42,10 @@ class ResidencyMachine(RuleBasedStateMachine):
         return [self._resident(version) for version in chosen]
 
     def _see_who_left(self, spare: Collection[Resident], *, for_slot: bool = False) -> None:
-        """The oldest; of those that are pinned, for a slot alone, and only when there is no other."""
+        """Checks that the oldest idle adapters were evicted.
+
+        Pinned adapters may be evicted only to free a slot, and only after all others.
+        """
         left = {version for version in self.idle if not self.residency.find(version)}
         spared = [resident.version for resident in spare]
         open_to_all = [version for version in self.idle if version not in spared]
@@ -206,13 +209,13 @@ class House:
         self.residency = Residency(self.pool, self.evictor, self.tenants, 3)
 
     def admit(self, name: str, num_pages: int = 10, num_bytes: int = 1000, tenant: str = "owner") -> Resident:
-        """It is being loaded."""
+        """Admits an adapter whose load is in progress."""
         owner = self.tenants.find(tenant)
         assert self.evictor.make_room(num_pages, owner)
         return self.residency.admit(AdapterVersion(tenant, name), owner, num_pages, num_bytes, REACH)
 
     def load(self, name: str, num_pages: int = 10, num_bytes: int = 1000, tenant: str = "owner") -> Resident:
-        """It is there, and idle."""
+        """Loads an adapter and leaves it idle."""
         resident = self.admit(name, num_pages, num_bytes, tenant)
         self.residency.advance_load(resident, num_pages)
         return resident
@@ -221,7 +224,7 @@ class House:
         return self.residency.find(resident.version) is resident
 
     def push_out(self, num_pages: int, taker: str = "taker") -> None:
-        """`taker`, which owns `num_pages`, takes the rest of the pool too."""
+        """`taker`, which already owns `num_pages`, takes the rest of the pool too. Evicts idle adapters for it."""
         tenant = self.tenants.find(taker)
         assert self.evictor.make_room(num_pages, tenant)
         self.pool.allocate(num_pages, tenant)
@@ -295,7 +298,7 @@ def test_for_a_slot_the_idle_adapter_that_the_policy_ranks_lowest_leaves() -> No
 
 
 class Remembering:
-    """A policy that writes down what it is told."""
+    """A policy that records what it is told."""
 
     name = "remembering"
 

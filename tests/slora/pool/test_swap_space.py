@@ -6,7 +6,7 @@ from slora.pool.swap_space import SwapSpace
 
 
 class SwapSpaceMachine(RuleBasedStateMachine):
-    """Sequences come with their pages and go again."""
+    """Sequences are swapped out and in again."""
 
     @initialize(num_pages=st.integers(0, 12))
     def start(self, num_pages: int) -> None:

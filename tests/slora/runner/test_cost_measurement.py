@@ -1,4 +1,4 @@
-"""What is measured at start can be decided with, and leaves no trace."""
+"""Costs that are measured at start are usable for decisions, and the measurement leaves no trace in the engine."""
 
 import logging
 import math
@@ -82,7 +82,7 @@ def test_no_step_of_it_is_larger_than_may_be_and_none_leaves_a_trace(
 
     monkeypatch.setattr(Runner, "run", watched)
     monkeypatch.setattr("slora.device.page_memory.empty_tensor", zeros)
-    # Else a busy machine may take a smaller prefill for long enough.
+    # Without this, a slow smaller prefill on a busy machine may already count as long enough.
     monkeypatch.setattr("slora.runner.cost_measurement._ENOUGH_PREFILL", 1e9)
     runner = start_runner(kits("llama"), num_pages=60, max_num_seqs=4, max_num_batched_tokens=50)
     runner.measure_costs()
@@ -130,7 +130,8 @@ def test_timings_are_taken_apart_into_what_they_are_made_of() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 1e-6])
 def test_differences_that_drown_in_noise_count_as_next_to_nothing(noise: float) -> None:
-    """A GPU that is kept waiting by its host takes as long for one row as for a whole prefill."""
+    """A GPU that waits for its host takes as long for one row as for a whole prefill. The measured difference is
+    then noise."""
     costs = _Timings(0.01, 0.01 - noise, 8, 0.01 - 2 * noise, 512, 0.01 - noise, 256, 0.0, 1e-9).solve()
     assert all(0 < value < math.inf for value in astuple(costs))
     assert costs.decode_s == costs.context_token_s == costs.page_copy_s == 1e-9
@@ -147,7 +148,7 @@ def test_a_machine_with_room_for_one_row_ascribes_all_of_it_to_the_step() -> Non
 def test_a_long_prefill_is_spared_where_a_short_one_tells_enough(
     kits: Kits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each token takes as long as a step here."""
+    """On this machine, each token takes as long as a step."""
     runner = start_runner(kits("llama"))
     now, lengths = 0.0, []
 
@@ -166,8 +167,10 @@ def test_a_long_prefill_is_spared_where_a_short_one_tells_enough(
 def test_an_interrupted_copy_does_not_spoil_the_cost_of_copies(
     kits: Kits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Born from a fault: beside busy programs a page copy came out a hundred times too long, and since no swap seemed
-    to pay, it stayed so."""
+    """Born from a fault: beside busy programs, the measured cost of a page copy was a hundred times too high.
+
+    No swap seemed to pay with that cost, so none was made and the cost was never corrected.
+    """
     runner = start_runner(kits("llama"), kernels="torch")
     now, num_swaps = 0.0, 0
 

@@ -20,7 +20,7 @@ from tests.support.driving import make_engine, make_source
 from tests.support.model_kit import ModelKit
 from tests.support.poison import poison
 
-# Rows that fill a step up hold whatever memory held, and the interpreter computes them aloud.
+# Padding rows of a batch hold whatever was in memory, and the interpreter warns when it computes them.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: test_gpu.py replays real graphs"),
@@ -28,13 +28,14 @@ pytestmark = [
 
 Kits = Callable[[str], ModelKit]
 MAX_CONTEXT = 64
-# Adapters whose greatest sites have 15, 12 and 16 rows: the same power of two. Two tiles, then one.
+# The largest LoRA sites of these adapters have 15, 12 and 16 rows, which round up to the same power of two. SOME needs
+# two tiles, OTHERS one.
 SOME = [None, "odd_rank", "some_layers"]
 OTHERS = ["r8_on_q_and_v", None, None, None]
 
 
 class Bench:
-    """An engine that other kernels brought to where all requests decode, and its model with Triton's kernels."""
+    """An engine in which all requests decode, computed by other kernels so far, and its model with Triton's kernels."""
 
     def __init__(self, kit: ModelKit) -> None:
         self._source, self._versions = make_source(kit)
@@ -42,7 +43,7 @@ class Bench:
         poison(self.engine)
         self.runner = self.engine._runner
         self.launches: list[Launch] = []
-        # Decode rows in the form that is theirs alone: all of a graph's are such.
+        # Use the kernels' decode form, because all rows of a graph are decode rows.
         self.kernels = TritonKernels(self._launch, load_sizes().with_decode("rows"))
         self.num_captures = 0
         self.graphs = DecodeGraphs(self.forward, 4, MAX_CONTEXT, 16, torch.device("cpu"), self._capture)
@@ -51,7 +52,8 @@ class Bench:
         return self.runner._model.forward(batch, self.runner.memory, self.kernels)
 
     def decode(self, adapters: list[str | None], first_length: int) -> StepBatch:
-        """A step in which as many requests of growing prompts decode."""
+        """A step in which one request for each entry of `adapters` decodes. Request i has `first_length` + 8 i
+        prompt tokens."""
         params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
         for number, adapter in enumerate(adapters):
             prompt = list(range(3, 3 + first_length + 8 * number))
@@ -64,7 +66,7 @@ class Bench:
         return StepBatch.build(plan, self.runner.memory, self.kernels.tile_limits)
 
     def end(self, leaving: str) -> None:
-        """Of all requests; one adapter leaves its slot."""
+        """Ends all requests. The adapter `leaving` is evicted from its slot."""
         for sequence in list(self.engine._scheduler._batch):
             self.engine.abort(sequence.request.request_id)
         self.engine.step()
@@ -91,7 +93,7 @@ def test_a_step_brought_up_to_a_recorded_size_computes_the_same(bench: Bench) ->
     before = pages.clone()
     expected = bench.forward(batch)
     expected_pages = pages.clone()
-    # The buffers were used before, by other tokens and tiles, when the graph was recorded.
+    # When the graph was recorded, other tokens and tiles were in the buffers.
     assert batch.lora is not None
     other_tiles = replace(batch.lora, tiles=batch.lora.tiles[1:], weights=batch.lora.weights[1:] * 0.5)
     assert not torch.equal(bench.graphs.run(replace(batch, lora=other_tiles)), expected)
@@ -107,7 +109,8 @@ def test_a_step_brought_up_to_a_recorded_size_computes_the_same(bench: Bench) ->
 
 def tensors_of(value: object) -> list[Tensor]:
     if isinstance(value, Tensor):
-        return [value] if value.layout is torch.strided else []  # packed weights are a library's own
+        # The library stores packed weights in a layout of its own.
+        return [value] if value.layout is torch.strided else []
     if isinstance(value, list | tuple):
         return [tensor for part in value for tensor in tensors_of(part)]
     if is_dataclass(value):
@@ -116,8 +119,10 @@ def tensors_of(value: object) -> list[Tensor]:
 
 
 def describe(launches: list[Launch], lasting: set[int]) -> list[object]:
-    """All that a launch is: of tensors that outlive the step where they lie, of others what a graph's own memory would
-    be asked for."""
+    """Describes a launch for comparison.
+
+    Tensors that outlive the step are described by their address. Others are described by the memory that they need.
+    """
 
     def see(argument: object) -> object:
         if not isinstance(argument, Tensor):

@@ -1,4 +1,4 @@
-"""Which chunks of a step that breaks are computed all the same, on a runner that computes nothing."""
+"""Bisection of a broken step: which chunks are still computed. The runner computes nothing."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,8 @@ def number_of(chunk: Chunk) -> int:
 
 
 class Runner:
-    """Draws for each chunk its own number. `fails` is asked for the numbers of each run, and returns what to raise."""
+    """Samples each chunk's own number. `fails` receives the numbers of each run and returns the exception to raise,
+    or None."""
 
     def __init__(self, fails: Callable[[list[int]], Exception | None]) -> None:
         self.runs: list[list[int]] = []

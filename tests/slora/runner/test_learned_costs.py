@@ -1,4 +1,4 @@
-"""Costs that are learned from steps, on made-up machines: what they begin with, what disturbs them, where they end."""
+"""Costs learned from steps on simulated machines, with different initial costs and disturbances."""
 
 import math
 import random
@@ -15,7 +15,7 @@ from slora_kernels.layout import LinearShape, ModelShape
 TRUTH = CostModel(
     step_s=0.004, token_s=3e-4, decode_s=8e-4, context_token_s=1e-6, page_copy_s=4e-6, load_byte_s=3e-10
 )
-# What a start beside a busy program measured.
+# Costs that were measured at start beside a busy program.
 SPOILT = replace(TRUTH, step_s=0.069, decode_s=1e-9, token_s=2e-5)
 PAGE_BYTES = 16 * 1024
 
@@ -38,7 +38,7 @@ BOUNDS = bound_costs(tiny_shape(), PAGE_BYTES, 16, on_gpu=False)
 
 
 def serve(seed: int, most_rows: int = 32) -> Iterator[StepWork]:
-    """Steps as an engine makes them: rows come and go slowly, with chunks of prefill, loads and swaps in some steps."""
+    """Steps like an engine's: decode rows come and go slowly, and some steps have prefill chunks, loads or swaps."""
     rng = random.Random(seed)
     rows = 0
     while True:
@@ -52,7 +52,7 @@ def serve(seed: int, most_rows: int = 32) -> Iterator[StepWork]:
 
 
 def time_step(truth: CostModel, work: StepWork, disturb: Callable[[], float]) -> StepTimes:
-    """disturb: by what factor each part of the step takes longer than it should."""
+    """disturb: returns the factor by which a part of the step is slowed down."""
     computed = work._replace(swapped_pages=0, loaded_bytes=0)
     swap_s, load_s = work.swapped_pages * truth.page_copy_s, work.loaded_bytes * truth.load_byte_s
     return StepTimes(truth.step_seconds(computed) * disturb(), swap_s * disturb(), load_s * disturb())
@@ -61,7 +61,8 @@ def time_step(truth: CostModel, work: StepWork, disturb: Callable[[], float]) ->
 def learn(
     learned: LearnedCosts, truth: CostModel, works: Iterator[StepWork], until_s: float, noise: float
 ) -> None:
-    """Steps one after the other on the clock. noise: the share of timings that are ten times as long."""
+    """Runs steps one after the other until the clock reaches `until_s`. noise: share of timings that are ten times
+    too long."""
     rng = random.Random(0)
     now = 0.0
     while now < until_s:
@@ -80,14 +81,16 @@ def assert_near(costs: CostModel, truth: CostModel, factor: float) -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_spoilt_start_is_mended_within_a_minute(seed: int, noise: float) -> None:
-    """Born from a fault: measured once beside a busy program, a step took 69 ms and a row 1e-6 ms until a restart."""
+    """Born from a fault: costs were measured once, beside a busy program. A step then cost 69 ms and a row 1e-6 ms
+    until a restart."""
     learned = LearnedCosts(SPOILT, BOUNDS)
     learn(learned, TRUTH, serve(seed), 60.0, noise)
     assert_near(learned.current, TRUTH, 1.7)
 
 
 def test_what_a_step_takes_is_predicted_after_seconds_although_its_parts_are_not_known_apart() -> None:
-    """Every step is the same: nothing tells what is its own and what its rows'."""
+    """Every step is the same, so the cost of the step cannot be told from the cost of its rows. Their sum is still
+    predicted."""
     learned = LearnedCosts(SPOILT, BOUNDS)
     work = StepWork(0, 16, 16 * 200, 0, 0)
     learn(learned, TRUTH, iter(lambda: work, None), 3.0, 0.0)
@@ -112,7 +115,8 @@ def test_costs_that_no_step_shows_stay() -> None:
 
 
 def test_timings_that_scatter_tenfold_give_their_median() -> None:
-    """Born from a fault: fitted by squares, the costs followed the fastest steps, and prefill came out as free."""
+    """Born from a fault: fitted by least squares, the costs followed the fastest steps, and prefill appeared to be
+    free."""
     rng = random.Random(7)
     learned, now = LearnedCosts(SPOILT, BOUNDS), 0.0
     for work in serve(6):
@@ -154,7 +158,7 @@ def test_a_start_that_noise_made_impossible_is_put_within_the_bounds() -> None:
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_bounds_hold_what_machines_take(on_gpu: bool) -> None:
-    """An 8B model in 16 bits: on 64 cores with matrix units or a fast GPU, and on two busy cores."""
+    """Covers an 8B model in 16 bits: on 64 cores with matrix units, on a fast GPU, and on two busy cores."""
     linears = tuple(LinearShape(f"l{n}", 4096, 13312) for n in range(4))
     shape = ModelShape(32, 32, 8, 128, 4096, 128256, 2, linears, ((0, 1, 2), (3,)))
     bounds: CostBounds = bound_costs(shape, 2 << 20, 16, on_gpu=on_gpu)

@@ -1,4 +1,4 @@
-"""What a plan moves, it moves in an order in which nothing is lost."""
+"""The runner executes the moves of a plan in an order that loses no data."""
 
 import logging
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Kits = Callable[[str], ModelKit]
 
 
 def test_pages_leave_before_others_come_in_their_place(kits: Kits) -> None:
-    """In one plan a page is swapped out, copied to, and its source swapped in over and loaded over."""
+    """One plan swaps a page out, copies to it, swaps in over the copy's source and loads an adapter over it."""
     kit = kits("llama")
     engine = make_engine(kit, make_source(kit)[0], 300)
     runner, shape = engine._runner, engine.info.shape
@@ -58,7 +58,7 @@ def test_pages_leave_before_others_come_in_their_place(kits: Kits) -> None:
 
 
 def move_out_and_in(engine: Engine, plans: list[StepPlan]) -> None:
-    """All KV that anybody holds goes to the host, and comes back into other pages in another order."""
+    """Swaps all held KV out to the host, and swaps it in to other pages in another order."""
     sequences = engine._scheduler._batch
     kv = engine._scheduler.memory.kv
     pages = [page for sequence in sequences for page in sequence.blocks.held]

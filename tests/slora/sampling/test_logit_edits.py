@@ -1,4 +1,4 @@
-"""Biases, barred tokens and penalties, against transformers' own processors and OpenAI's formula."""
+"""Biases, barred tokens and penalties, compared with transformers' own processors and OpenAI's formula."""
 
 import math
 import random
@@ -32,7 +32,7 @@ def make_sequence(
 
 def edited(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     table = SamplingTable(len(sequences) + 2, logits.shape[1], CPU)
-    # Not in the order of the batch, as rows come in a server.
+    # Rows are not in the order of the batch, as in a server.
     for row, sequence in enumerate(reversed(sequences), start=1):
         sequence.row = row
         table.write(row, sequence)
@@ -63,7 +63,7 @@ def test_the_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
 def test_presence_and_frequency_follow_openais_formula_over_the_answer_alone(
     presence: float, frequency: float
 ) -> None:
-    """mu[j] -> mu[j] - c[j] * frequency - float(c[j] > 0) * presence"""
+    """OpenAI's formula: mu[j] -> mu[j] - c[j] * frequency - float(c[j] > 0) * presence"""
     logits = random_logits(3)
     params = SamplingParams(presence_penalty=presence, frequency_penalty=frequency)
     answers = [[], [7], random_tokens(1, 200)]
@@ -125,7 +125,7 @@ def test_who_asks_for_nothing_gets_the_very_same_logits() -> None:
 
 
 def test_counts_kept_token_by_token_are_those_of_a_row_written_anew() -> None:
-    """As after a preemption, when a sequence starts again with what it has generated."""
+    """A row is written anew after a preemption, when a sequence restarts with the tokens that it has generated."""
     rng = random.Random(3)
     params = SamplingParams(presence_penalty=0.4, frequency_penalty=0.3, repetition_penalty=1.2, min_tokens=6)
     table = SamplingTable(6, VOCAB_SIZE, CPU)
@@ -156,7 +156,7 @@ def test_a_row_forgets_who_had_it_before() -> None:
 
 
 def test_penalties_over_whole_rows_are_those_of_the_tokens_that_were_seen() -> None:
-    """What a GPU does so as not to ask how many these are."""
+    """A GPU processes whole rows, so that the host does not have to wait for the number of tokens."""
     random = torch.Generator().manual_seed(1)
     logits = random_logits(5)
     logits[:, 7] = -math.inf

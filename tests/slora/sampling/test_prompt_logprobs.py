@@ -1,4 +1,5 @@
-"""What the tokens of a prompt score, against transformers and peft, however the prompt is cut up and computed again."""
+"""Log-probabilities of prompt tokens equal those of transformers and peft, however the prompt is chunked or
+recomputed."""
 
 import random
 from collections.abc import Callable
@@ -48,7 +49,7 @@ def test_the_tokens_of_a_prompt_score_as_transformers_says(
     for number, name in enumerate([None, *versions, None, *versions]):
         prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 2, 16, 33, 150)))]
         count = (0, 3, 20, None)[number % 4]
-        # Some are still scored while others generate, and with several answers there is one prompt.
+        # Some prompts are still in prefill while other requests decode. A request with several choices has one prompt.
         params = SamplingParams(
             max_tokens=rng.randint(1, 20),
             temperature=0,

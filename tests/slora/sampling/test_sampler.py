@@ -34,7 +34,7 @@ def make_sequence(
     generated: Rows[int] = (),
     stop_ids: Rows[int] = (),
 ) -> Sequence:
-    """A prompt of `num_tokens` times token 0, and then `generated`."""
+    """A sequence whose prompt is token 0 repeated `num_tokens` times, followed by the `generated` tokens."""
     request = EngineRequest("r", "t", [0] * num_tokens, None, params)
     sequence = Sequence(request, Tenant("t"), 1, frozenset(stop_ids), seed, 16)
     sequence.token_ids.extend(generated)
@@ -64,7 +64,7 @@ def tokens_of(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[int | Non
 
 
 def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """float64 [V], by transformers' own filters, in its order."""
+    """float64 [V]: probabilities after transformers' own filters, applied in its order."""
     warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
     if params.top_k:
         warpers.append(TopKLogitsWarper(params.top_k))
@@ -76,11 +76,12 @@ def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def check_fits(draws: torch.Tensor, probabilities: torch.Tensor) -> None:
-    """Pearson's chi-square at about five standard deviations (Wilson and Hilferty's cube root)."""
+    """Pearson's chi-square test at about five standard deviations, with the cube-root approximation of Wilson and
+    Hilferty."""
     counts = torch.bincount(draws, minlength=VOCAB_SIZE).double()
     possible = probabilities > 0
     assert counts[~possible].sum() == 0, "a token that was filtered out was drawn"
-    # Rare tokens share a bin: the approximation wants a few expected draws in each.
+    # Rare tokens share a bin, because the approximation needs a few expected samples in each bin.
     expected = probabilities * len(draws)
     rare = possible & (expected < 5)
     observed = torch.cat((counts[possible & ~rare], counts[rare].sum()[None]))
@@ -118,7 +119,8 @@ def test_draws_over_seeds_follow_the_filtered_distribution(params: SamplingParam
 
 
 def test_a_gpus_kernels_choose_the_same_tokens() -> None:
-    """Drawn with and without filters, edited, greedy and not sound, in one batch of a 16-bit model."""
+    """One batch of a 16-bit model has rows sampled with and without filters, edited rows, greedy rows and rows with
+    NaN."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     params = [*PARAMS, SamplingParams(temperature=0.0), SamplingParams(top_p=0.7, presence_penalty=1.0)] * 3
     sequences = [make_sequence(one, seed=n, generated=[5, 6]) for n, one in enumerate(params)]
@@ -137,7 +139,7 @@ def test_draws_over_the_positions_of_one_answer_follow_the_distribution() -> Non
     sequences = [make_sequence(params, seed=1234, num_tokens=n) for n in range(1, 3001)]
     draws = torch.tensor(tokens_of(logits.expand(len(sequences), -1), sequences))
     check_fits(draws, distribution(logits, params))
-    # Nor does one draw tell the next: pairs are independent too.
+    # Consecutive samples must be independent too, so pairs are tested.
     pairs = (draws[:-1] < 12) * 2 + (draws[1:] < 12)
     share = distribution(logits, params)[:12].sum()
     check_fits(pairs, torch.tensor([(1 - share) ** 2, *[share * (1 - share)] * 2, share**2, *[0] * 20]))
@@ -168,7 +170,7 @@ def test_a_row_draws_the_same_token_alone_and_in_any_batch(seed: int, params: li
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-40, 1e-6])
 def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
-    """Born from a bug: dividing by 1e-40 overflowed, and the last token of the vocabulary was drawn."""
+    """Born from a bug: dividing by 1e-40 overflowed, and the last token of the vocabulary was sampled."""
     logits = random_logits(50) * 10
     sequences = [make_sequence(SamplingParams(temperature=temperature), seed=n) for n in range(50)]
     assert tokens_of(logits, sequences) == logits.argmax(-1).tolist()

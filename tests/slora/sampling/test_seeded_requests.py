@@ -1,4 +1,4 @@
-"""A request with a seed gives the same tokens alone and among 63 others that sample in every way there is."""
+"""A request with a seed gives the same tokens alone and in a batch with 63 others that use every sampling method."""
 
 import random
 from collections.abc import Callable
@@ -18,7 +18,7 @@ NUM_REQUESTS = 64
 
 
 def any_params(rng: random.Random) -> SamplingParams:
-    """Half of the fields at rest, the others anywhere in their range."""
+    """Half of the fields have their defaults. The others have random values of their range."""
 
     def maybe(value: float, rest: float) -> float:
         return value if rng.random() < 0.5 else rest
@@ -59,7 +59,7 @@ def any_requests(versions: dict[str, AdapterVersion], seed: int) -> list[EngineR
 
 
 def in_any_order(requests: list[EngineRequest], rng: random.Random) -> list[list[EngineRequest]]:
-    """0 to 9 of them before each step."""
+    """Splits the requests into lists of 0 to 9, one list before each step."""
     rest, arrivals = rng.sample(requests, len(requests)), []
     while rest:
         count = rng.randint(0, 9)

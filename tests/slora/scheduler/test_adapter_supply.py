@@ -1,4 +1,4 @@
-"""Loads come in slices, oldest first; a copy on the host stays until its last slice; a load that broke is undone."""
+"""Adapters load in slices, the oldest load first. The host copy stays until its last slice. A broken load is undone."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ SMALL, LARGE = AdapterVersion("a", "small"), AdapterVersion("a", "large")
 
 
 class House:
-    """A pool of 20 pages, 4 slots, and two adapters of 2 and 5 pages."""
+    """A pool of 20 pages with 4 slots, and two adapters of 2 and 5 pages."""
 
     def __init__(self) -> None:
         tenants = Tenants(20)
@@ -33,7 +33,7 @@ class House:
         self.supply = AdapterSupply(self.residency, self.source, FULL_PAGE_BYTES)
 
     def fetch(self, *versions: AdapterVersion) -> list[Sequence]:
-        """A sequence for each, which has its adapter on the host and is ready to start."""
+        """One sequence per version. Its adapter is on the host, and the sequence can be admitted."""
         sequences = []
         for version in versions:
             sequences.append(make_sequence(self.tenant, adapter=version))
@@ -45,14 +45,14 @@ class House:
         return sequences
 
     def begin(self, version: AdapterVersion) -> Resident:
-        """The load begins, for one user beside it."""
+        """Begins the load of `version`, with one user besides the load."""
         resident = self.supply.begin(version, self.tenant)
         self.residency.acquire(resident)
         self.supply.release(version)
         return resident
 
     def run(self, num_pages: int) -> list[tuple[AdapterVersion, int, int]]:
-        """A step that loads at most so much: (version, first page, pages) of its slices."""
+        """Runs a step that loads at most `num_pages`. Returns (version, first page, pages) for each slice."""
         plan = StepPlan()
         self.supply.advance(plan, num_pages)
         assert all(self.source.is_pinned(load.packed) for load in plan.loads)

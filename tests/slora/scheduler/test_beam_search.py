@@ -1,4 +1,4 @@
-"""The pure search, against a plain one that ranks every continuation of every beam, and against all there is."""
+"""Beam search alone, compared with a plain search that ranks every continuation, and with all possible answers."""
 
 import itertools
 from random import Random
@@ -14,7 +14,7 @@ from tests.support.beam_model import Model, beam_params, propose, random_model, 
 
 
 def run(model: Model, params: SamplingParams, stop_ids: frozenset[int], vocab_size: int) -> list[Hypothesis]:
-    """As the engine does it: each beam knows its own tokens, and follows what the search says."""
+    """Runs the search as the engine does: each beam keeps its own tokens and applies the search's decisions."""
     search = BeamSearch(params, stop_ids)
     beams: dict[int, tuple[int, ...]] = {0: ()}
     assert params.max_tokens is not None
@@ -74,7 +74,7 @@ def test_a_search_finds_what_ranking_every_continuation_finds(
 def test_a_search_as_wide_as_there_are_answers_finds_the_best_of_all(
     seed: int, length_penalty: float
 ) -> None:
-    """Three tokens, one of which ends it, and four at most: 1 + 2 + 4 + 8 * 3 answers."""
+    """Three tokens, one of which ends the answer, and at most four tokens: 1 + 2 + 4 + 8 * 3 answers."""
     model, stop_ids = random_model(3, seed), frozenset([0])
     answers = [
         (*tokens, last)
@@ -95,7 +95,7 @@ def test_a_search_as_wide_as_there_are_answers_finds_the_best_of_all(
 
 
 def test_the_worked_example_of_the_module() -> None:
-    """Of two hypotheses the longer one is worth more per token."""
+    """The longer of the two hypotheses has the better score per token."""
     a, b, c, end = 1, 2, 3, 0
     table = {
         (): {a: -0.5, c: -0.4},
@@ -141,7 +141,7 @@ def test_a_beam_that_takes_its_proposal_back_is_waited_for() -> None:
     assert not search.is_ready and search.has_proposed(1) and not search.has_proposed(0)
 
 
-# Two tokens end a hypothesis, four do not.
+# END and STOP end a hypothesis. The other four tokens do not.
 END, STOP, A, B, C, D = range(6)
 
 
@@ -151,14 +151,17 @@ def start(width: int, *, length_penalty: float = 0.0, early_stopping: bool = Fal
 
 
 def say(search: BeamSearch, beam: int, **chances: float) -> None:
-    """Proposes tokens by their names, the likeliest first."""
+    """Proposes tokens by name, the most probable first."""
     ids = {"end": END, "stop": STOP, "a": A, "b": B, "c": C, "d": D}
     scores = list(chances.values())
     search.propose(beam, Proposal([ids[name] for name in chances], scores, scores))
 
 
 def test_what_ends_behind_the_first_ones_is_no_hypothesis() -> None:
-    """Of a width of 2 the third continuation: with it there would be two, and the search would be over."""
+    """With a width of 2, an ending token counts only among the first two continuations.
+
+    If the third one counted, there would be two hypotheses and the search would end.
+    """
     search = start(2, early_stopping=True)
     say(search, 0, end=-0.1, a=-0.5, stop=-0.6, b=-0.7)
     assert search.advance(9) is not None
@@ -173,7 +176,7 @@ def test_a_search_is_over_when_its_best_beam_could_only_draw_level() -> None:
 
 @pytest.mark.parametrize("best", [-1.5, -1.15])
 def test_only_the_best_hypotheses_count_for_when_a_search_is_over(best: float) -> None:
-    """Three have ended, the worst of which, -3, is forgotten: what goes on must beat -1.2."""
+    """Three hypotheses have ended, and the worst, -3, is dropped. An open beam must beat -1.2."""
     search = start(2)
     say(search, 0, a=-0.1, stop=-3.0, b=-4.0)
     assert search.advance(9) is not None
@@ -187,7 +190,7 @@ def test_only_the_best_hypotheses_count_for_when_a_search_is_over(best: float) -
 
 
 def test_of_equals_the_first_comes_first() -> None:
-    """Hypotheses by when they ended, continuations by their beams, places in a proposal by their order."""
+    """Ties keep their order: hypotheses by the time they ended, continuations by beam, proposals by position."""
     search = start(3)
     say(search, 0, a=-1.0, end=-1.0, stop=-1.0, c=-1.0, b=-1.0)
     survivors = search.advance(9)
@@ -202,7 +205,7 @@ def test_of_equals_the_first_comes_first() -> None:
 
 
 def test_a_hypothesis_is_told_with_what_the_model_said_not_with_what_the_request_added() -> None:
-    """A bias of 2 on the second token: it is ranked with it, and told without."""
+    """The second token has a bias of 2. The bias counts in the ranking, but not in the reported log-probability."""
     search = start(1)
     search.propose(0, Proposal([A, END], [1.0, -0.4], [-1.0, -0.4], ((END, -0.4),)))
     assert search.advance(9) is not None

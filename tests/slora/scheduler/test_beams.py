@@ -1,4 +1,4 @@
-"""Beam search in the engine answers as transformers' own does, with adapters and without, however short of pages."""
+"""Beam search in the engine equals transformers' own, with and without adapters, and with a pool short of pages."""
 
 import random
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from tests.support.tiny_models import VOCAB_SIZE
 
 Kits = Callable[[str], ModelKit]
 Asked = tuple[str | None, EngineRequest]
-# On both sides of a page's 16 tokens, and longer than two.
+# Lengths on both sides of a page's 16 tokens, and up to more than two pages.
 LENGTHS = (1, 15, 16, 17, 40)
 SEARCH = SamplingParams(max_tokens=20, temperature=0.0, n=2, best_of=3, use_beam_search=True)
 
@@ -60,7 +60,8 @@ def told(answers: dict[str, Answer], request: EngineRequest) -> list[Answer]:
 
 
 def check_parity(oracle: Oracle, asked: list[Asked], answers: dict[str, Answer]) -> int:
-    """The same tokens in the same order, or scores within MARGIN of each other. Returns how many were excused so."""
+    """The tokens and their order must be the same, or the scores within MARGIN. Returns how many answers passed by
+    score only."""
     excused = 0
     for kind, request in asked:
         params, found = request.sampling, told(answers, request)
@@ -141,7 +142,8 @@ def test_a_search_of_one_beam_is_greedy(kits: Kits) -> None:
 
 
 def test_biases_and_barred_stop_tokens_count_in_a_search_as_in_transformers(kits: Kits) -> None:
-    """min_new_tokens and sequence_bias: both are added to log-probabilities, which are not normalised again."""
+    """The reference uses min_new_tokens and sequence_bias. Both are added to log-probabilities, which are not
+    normalised again."""
     kit = kits("llama")
     source, versions = make_source(kit)
     kind = "r16_on_all_seven"
@@ -169,7 +171,7 @@ def test_biases_and_barred_stop_tokens_count_in_a_search_as_in_transformers(kits
 
 
 def test_beams_never_see_what_others_wrote_into_pages_that_they_gave_back(kits: Kits) -> None:
-    """Searches and choices side by side, whose answers are those that each gets alone."""
+    """Searches and requests with several choices run in one batch. Each must get the answer that it gets alone."""
     kit = kits("llama")
     source, versions = make_source(kit)
     asked = ask_many(versions, 10, max_tokens=(16, 24))
@@ -195,7 +197,7 @@ def test_beams_never_see_what_others_wrote_into_pages_that_they_gave_back(kits: 
 
 
 def run_until_forked(engine: Engine, request: EngineRequest) -> list[list[int]]:
-    """The block tables of its beams after a few tokens."""
+    """The block tables of the beams after a few tokens."""
     engine.add(request)
     for _ in range(6):
         assert engine.step() == []
@@ -209,7 +211,7 @@ def test_beams_share_the_pages_of_what_they_have_in_common(kits: Kits) -> None:
     tables = run_until_forked(engine, request)
     assert len(tables) == 4 and len({tuple(pages[:2]) for pages in tables}) == 1
     assert engine.stats().pages_held == len({page for pages in tables for page in pages}) < 4 * 3
-    engine.abort("r", 0)  # of beams nobody has seen any
+    engine.abort("r", 0)  # the client has not seen any of the beams
     assert len(engine._scheduler.find("r")) == 4
     engine.abort("r")
     engine.check()
@@ -277,7 +279,7 @@ def test_an_answer_of_a_search_is_streamed_whole(kits: Kits) -> None:
 
 
 def test_an_open_ended_search_ends_where_the_pool_does(kits: Kits) -> None:
-    """8 pages for 2 beams are 64 tokens each; the KV of the last one is never computed."""
+    """8 pages for 2 beams are 64 tokens for each beam. The KV of the last token is never computed."""
     kit = kits("llama")
     engine = make_engine(kit, make_source(kit)[0], 8)
     params = replace(SEARCH, max_tokens=None, best_of=2, ignore_eos=True)

@@ -1,4 +1,5 @@
-"""Each token is charged once, by weight; what was found is not; a load costs what the time is worth in tokens."""
+"""Each token is charged once, by weight. Cached prefix tokens are free. A load costs as much as the tokens of its
+duration."""
 
 from random import Random
 
@@ -25,18 +26,19 @@ def test_a_prompt_is_charged_once_in_whatever_chunks_it_is_computed_and_computed
     for _ in range(50):
         tenant, charges = make_tenant("a"), Charges(COSTS)
         sequence = make_sequence(tenant, prompt=20)
-        sequence.token_ids += [1] * 5  # generated, and computed again with the prompt
+        sequence.token_ids += [1] * 5  # generated tokens, which are recomputed with the prompt
         while sequence.num_computed < 25:
             num_tokens = random.randint(1, 25 - sequence.num_computed)
             charges.prompt(sequence, num_tokens)
             sequence.num_computed += num_tokens
             if random.random() < 0.2:
-                sequence.num_computed = random.choice([0, min(8, sequence.num_computed)])  # it gave way
+                sequence.num_computed = random.choice([0, min(8, sequence.num_computed)])  # preempted
         assert tenant.service == 20
 
 
 def test_what_was_found_when_it_began_again_is_not_charged_though_it_had_computed_nothing_before() -> None:
-    """Born from a bug: one that gave way before its first token was charged for what others had computed."""
+    """Born from a bug: a sequence preempted before its first token was charged for prefix blocks that others had
+    computed."""
     tenant, charges = make_tenant("a"), Charges(COSTS)
     sequence = make_sequence(tenant, prompt=20)
     sequence.num_computed = 16
@@ -45,7 +47,7 @@ def test_what_was_found_when_it_began_again_is_not_charged_though_it_had_compute
 
 
 def test_a_load_costs_what_its_time_is_worth_in_tokens() -> None:
-    """10,000 bytes take 1 ms, in which one token is computed."""
+    """Loading 10,000 bytes takes 1 ms. Computing one token takes as long."""
     tenant, charges = make_tenant("a", TenantShare(weight=2)), Charges(COSTS)
     charges.load(tenant, 10_000)
     assert tenant.service == pytest.approx(0.5)

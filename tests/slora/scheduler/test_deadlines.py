@@ -1,4 +1,5 @@
-"""Whose first token can't come in time is told of once, unless it runs or has come."""
+"""A request that cannot get its first token before its deadline is reported once, unless it runs or has its first
+token."""
 
 from slora.scheduler.deadlines import Deadlines
 from tests.support.queueing import make_sequence, make_tenant

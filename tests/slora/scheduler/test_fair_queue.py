@@ -1,4 +1,4 @@
-"""Who is served next is who has had least for its weight, and nobody saves up for later."""
+"""The fair queue serves the tenant with the lowest weighted service next. Idle tenants save up no service."""
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,7 @@ def push(queue: FairQueue, tenant: Tenant, count: int = 1, priority: int = 0) ->
 
 
 def serve(queue: FairQueue, cost: float) -> Tenant:
-    """The next one starts, and its tenant is charged."""
+    """The next sequence starts, and its tenant is charged `cost`."""
     sequence = queue.next()
     assert sequence is not None
     queue.remove(sequence)
@@ -123,7 +123,10 @@ def test_who_gave_way_is_not_lifted_since_it_has_not_been_idle() -> None:
 
 
 def test_a_newcomer_is_lifted_to_those_of_its_own_class() -> None:
-    """Born from a bug: lifted to a later class that starves, it kept its own class out for all that they had had."""
+    """Born from a bug: the newcomer was lifted only to a starving tenant of a later class.
+
+    It then kept its own class waiting until it had received as much service as they had.
+    """
     queue = FairQueue()
     starving = make_tenant("starving", TenantShare(priority=1), service=1)
     busy, idle = make_tenant("busy", service=1000), make_tenant("idle")
@@ -132,7 +135,7 @@ def test_a_newcomer_is_lifted_to_those_of_its_own_class() -> None:
 
 
 def test_where_nobody_of_its_class_waits_a_newcomer_is_lifted_to_who_of_it_waited_last() -> None:
-    """Born from a bug: it was lifted to whoever left the queue last, of any class."""
+    """Born from a bug: it was lifted to the last tenant that left the queue, of any class."""
     queue = FairQueue()
     later = [make_tenant(name, TenantShare(priority=1)) for name in ("later", "later newcomer")]
     busy, newcomer = make_tenant("busy", service=1000), make_tenant("newcomer")
@@ -154,19 +157,19 @@ def test_where_nobody_of_its_class_waits_a_newcomer_is_lifted_to_who_of_it_waite
 def test_of_tenants_that_always_wait_no_two_drift_apart(
     arrivals: list[tuple[int, int]], weights: list[float]
 ) -> None:
-    """VTC's bound: their counters are never further apart than one request may cost, by the smaller weight."""
+    """VTC's bound: the counters never differ by more than the cost of one request divided by the smaller weight."""
     queue = FairQueue()
     tenants = [make_tenant(str(n), TenantShare(weight=weight)) for n, weight in enumerate(weights)]
     for tenant in tenants:
         push(queue, tenant, len(arrivals) + 1)
     for number, cost in arrivals:
-        push(queue, tenants[number], cost)  # whoever sends more gets no more
+        push(queue, tenants[number], cost)  # sending more requests must not give a tenant more service
         serve(queue, cost)
         counters = [tenant.service for tenant in tenants]
         assert max(counters) - min(counters) <= 50 / min(weights)
 
 
-# -- who leaves, and who is told of -------------------------------------------------------------------------------
+# -- removal, and which requests are reported ----------------------------------------------------------------------
 
 
 def test_who_is_removed_is_never_next_wherever_it_stood() -> None:
@@ -192,7 +195,7 @@ def test_who_is_told_to_be_next_soon_waits_and_stands_first_of_its_tenant() -> N
     assert set(queue.upcoming(10)) <= {of_a[0], of_a[2], *of_b}
 
 
-# -- who gives way; see test_fair_victims too ------------------------------------------------------------------------
+# -- preemption; see test_fair_victims too ---------------------------------------------------------------------------
 
 
 def test_of_a_tenant_its_least_urgent_gives_way_first() -> None:

@@ -1,4 +1,5 @@
-"""Who gives way under fair scheduling: least work, of those who hold much."""
+"""Which sequence is preempted under fair scheduling: the one with the least work, among tenants that hold many
+pages."""
 
 import pytest
 
@@ -12,7 +13,7 @@ from slora.tenant_share import TenantShare
 
 
 class Runners:
-    """Sequences that run, each with pages of a pool of 100."""
+    """Running sequences, each with pages of a pool of 100."""
 
     def __init__(self, **shares: TenantShare) -> None:
         self.queue = FairQueue()

@@ -1,4 +1,4 @@
-"""First come, first served, whoever sends it."""
+"""First come, first served, whichever tenant sends the request."""
 
 from slora.scheduler.fifo_queue import FifoQueue
 from slora.tenant_share import TenantShare

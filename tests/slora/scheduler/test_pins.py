@@ -1,4 +1,4 @@
-"""Pinned adapters: there before anybody asks, the last to leave, and in nobody's way for good."""
+"""Pinned adapters: loaded before the first request, evicted last, and never blocking other requests for good."""
 
 import logging
 from random import Random
@@ -63,7 +63,8 @@ def test_a_pinned_adapter_is_loaded_in_slices_beside_those_who_decode() -> None:
 
 
 def test_a_pin_leaves_those_who_run_the_pages_of_their_prompts() -> None:
-    """Of 12 pages the prompt takes 10 chunk by chunk; the 3 of the adapter are free until shortly before its end."""
+    """Of 12 pages, the prompt takes 10 chunk by chunk. The adapter's 3 pages are free until shortly before the
+    prompt's end."""
     bench = SchedulerBench(PAGES, num_pages=12, max_num_batched_tokens=8)
     bench.add("long", prompt=40, max_tokens=3)
     bench.step()
@@ -105,7 +106,8 @@ def test_a_pinned_adapter_stays_while_others_can_give_way() -> None:
 
 
 def test_nobody_starts_on_the_last_pages_that_are_not_pinned() -> None:
-    """Of 8 pages 3 are pinned and 2 run, which soon become 3: another one of 3 would have to give way at once."""
+    """Of 8 pages, 3 are pinned, and the running request has 2 and soon 3. Another request of 3 pages would soon be
+    preempted."""
     bench = SchedulerBench(PAGES, num_pages=8, max_num_batched_tokens=40)
     pin(bench, LARGE)
     bench.add("runs", prompt=8, max_tokens=3)
@@ -117,7 +119,7 @@ def test_nobody_starts_on_the_last_pages_that_are_not_pinned() -> None:
 def test_a_request_that_needs_the_last_page_has_it_and_the_pin_comes_back_by_itself() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     pin(bench, LARGE)
-    bench.add("large", prompt=24, max_tokens=4)  # with its last token it would begin an 8th page
+    bench.add("large", prompt=24, max_tokens=4)  # its last token would begin an 8th page
     bench.add("none", prompt=24, max_tokens=6)
     left = False
     for output in bench.run_to_end(50):
@@ -129,7 +131,7 @@ def test_a_request_that_needs_the_last_page_has_it_and_the_pin_comes_back_by_its
 
 
 def test_who_gave_way_three_times_does_not_do_so_for_a_pin_again() -> None:
-    """Born from a bug: with less room than without pins, a request and a search gave way to each other for good."""
+    """Born from a bug: a pin leaves less room, so that a request and a beam search preempted each other for ever."""
     bench = SchedulerBench(PAGES, num_pages=9, max_num_batched_tokens=40)
     pin(bench, LARGE)
     bench.add("runs", prompt=5, max_tokens=3)
@@ -157,7 +159,7 @@ def test_pins_hold_at_most_half_of_the_pool_and_what_is_beyond_is_an_adapter_lik
     bench.add("asks", adapter=VERSIONS[2])
     list(bench.run_to_end(9))
     assert not find(bench, VERSIONS[2]).is_pinned
-    for name in "ab":  # each beside the other, so that neither may take what is pinned
+    for name in "ab":  # the two run side by side, so that neither may take the pinned pages
         bench.add(name, prompt=8, max_tokens=4)
     list(bench.run_to_end(9))
     assert bench.residency.find(VERSIONS[2]) is None and is_loaded(bench, LARGE)
@@ -234,7 +236,7 @@ def test_a_pin_that_cannot_be_fetched_is_tried_again_after_growing_pauses_and_lo
     bench.source.deliver()
     bench.step()
     assert is_loaded(bench, SMALL)
-    # Once it has come, it all begins again.
+    # After a successful load, the pauses and the warnings start anew.
     assert bench.memory.evictor.make_room(8, bench.memory.tenants.find("other"), ignore_pins=True)
     bench.step()
     with caplog.at_level(logging.WARNING, "slora.scheduler.pins"):
@@ -260,7 +262,7 @@ def test_a_pin_whose_load_broke_comes_back_after_growing_pauses() -> None:
 
 
 def test_a_pin_for_which_there_is_no_room_keeps_nothing_on_the_host_from_those_who_wait() -> None:
-    """The host has room for one adapter beside none; the pool for the pin only once the long one is over."""
+    """The host has room for one adapter copy. The pool has room for the pin only after the long request has ended."""
     bench = SchedulerBench(PAGES, num_pages=8, host_pages=0)
     bench.add("long", prompt=20, max_tokens=8)
     bench.step()
@@ -279,7 +281,7 @@ def test_a_pin_for_which_there_is_no_room_keeps_nothing_on_the_host_from_those_w
 
 
 def test_a_pin_that_is_too_large_leaves_the_host_to_the_next() -> None:
-    """Born from a bug: the next was asked for while the copy of the first still lay there, and then never again."""
+    """Born from a bug: the next pin was requested while the first one's copy was still on the host, and never again."""
     bench = SchedulerBench(PAGES, num_pages=4, host_pages=0)
     pin(bench, LARGE, SMALL)
     assert is_loaded(bench, SMALL) and bench.residency.find(LARGE) is None
@@ -322,8 +324,11 @@ def test_of_two_pins_that_their_tenants_ceiling_has_room_for_one_of_none_pushes_
 
 
 def test_a_tenant_below_its_floor_gets_it_from_what_others_have_pinned() -> None:
-    """Of 12 pages 4 are pinned, 3 run for a tenant without a floor, and 9 are the floor of one that runs already: both
-    have to go."""
+    """Of 12 pages, 4 are pinned, and 3 belong to a running tenant without a floor. The entitled tenant's floor is 9
+    pages.
+
+    Both the pin and the running sequence have to release their pages.
+    """
     share = TenantShare(min_share=0.75)
     bench = SchedulerBench(PAGES, num_pages=12, max_num_batched_tokens=40, load_pages=1)
     pin(bench, VERSIONS[4])
@@ -337,8 +342,10 @@ def test_a_tenant_below_its_floor_gets_it_from_what_others_have_pinned() -> None
 
 
 def test_a_pin_does_not_keep_who_is_next_waiting_behind_tenants_who_always_go_ahead() -> None:
-    """Tenants below their floors overtake whoever waits for pages, and never stop coming. 7 of 12 pages would be free
-    of them for one that needs 6, if 4 were not pinned."""
+    """New requests of a tenant below its floor always overtake a request that waits for pages.
+
+    Of 12 pages, 7 would be free for the waiting request, which needs 6, if 4 pages were not pinned.
+    """
     share = TenantShare(min_share=0.4)
     bench = SchedulerBench(PAGES, num_pages=12, max_num_seqs=4)
     pin(bench, VERSIONS[4])

@@ -1,6 +1,7 @@
-"""Found blocks change no answer, whatever else befalls their finders; they are found to the token, and by nobody else.
+"""Prefix caching changes no answer. The cached prefix is found to the exact token, and only by sequences that may
+share it.
 
-All on tiny real models, with NaN in every free page of the pool and of the host before each step.
+All tests use tiny real models. Before each step, every free page of the pool and of the host is filled with NaN.
 """
 
 import random
@@ -36,13 +37,14 @@ def draw_tokens(seed: str, count: int) -> list[int]:
     return [rng.randrange(VOCAB_SIZE) for _ in range(count)]
 
 
-# What all conversations begin with: more than a block, and no whole number of them.
+# The common beginning of all conversations: more than one block, but no whole number of blocks.
 OPENING = draw_tokens("opening", 21)
 
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """A conversation: each prompt is all that was said before (of several choices, the first) and a new question."""
+    """A conversation. Each prompt has all previous turns and a new question. With several choices, the first one is
+    continued."""
 
     name: str
     adapter: AdapterVersion | None = None
@@ -79,7 +81,7 @@ def make_talks(versions: dict[str, AdapterVersion]) -> list[Talk]:
 
 
 def converse(engine: Engine, talks: list[Talk]) -> dict[str, Answer]:
-    """All talks side by side, two more join in each step; then all of them go on with their next question."""
+    """Runs all talks concurrently. Two more join in each step. Then all of them continue with their next question."""
     answers: dict[str, Answer] = {}
     said = {talk.name: OPENING for talk in talks}
     for turn in range(NUM_TURNS):
@@ -92,7 +94,7 @@ def converse(engine: Engine, talks: list[Talk]) -> dict[str, Answer]:
 
 @pytest.fixture(scope="module")
 def plain_answers(kits: Kits) -> Callable[[str], dict[str, Answer]]:
-    """What each model answers with a large pool and nothing cached."""
+    """The answers of each model with a large pool and no prefix cache."""
 
     def answer(model: str) -> dict[str, Answer]:
         kit = kits(model)
@@ -107,7 +109,7 @@ ODD_CHUNKS = {"max_num_seqs": 3, "max_num_batched_tokens": 13}
 SWAP: dict[str, int | str] = {"preemption": "swap", "swap_pages": 60}
 RECOMPUTE: dict[str, int | str] = {"preemption": "recompute"}
 PUBLIC: dict[str, int | str] = {"prefix_cache": "public"}
-SLICES: dict[str, int | str] = {"load_bytes_per_step": 1}  # a page of an adapter in each step
+SLICES: dict[str, int | str] = {"load_bytes_per_step": 1}  # one page of an adapter in each step
 
 
 QUICK_CASES = [
@@ -169,7 +171,7 @@ def test_answers_stay_what_they_are_whatever_is_found_evicted_swapped_and_comput
 
 
 def in_bytes(kit: ModelKit, settings: dict[str, int | str]) -> dict[str, int | str]:
-    """swap_pages: of the host; the engine wants bytes."""
+    """Converts swap_pages, a number of host pages, to bytes, as the engine expects."""
     settings = dict(settings)
     if "swap_pages" in settings:
         settings["swap_bytes"] = kit.pool_bytes(int(settings.pop("swap_pages")))
@@ -206,7 +208,8 @@ def make_request(
 def test_a_second_turn_finds_all_whole_blocks_of_the_first_and_its_answer_to_the_token(
     kits: Kits, model: str, adapted: bool, num_prompt: int, num_answer: int
 ) -> None:
-    """The last token of an answer is never computed: 20 and 13 have the KV of 32 tokens, 20 and 12 of 31."""
+    """The last token of an answer is never computed. Lengths 20 and 13 have the KV of 32 tokens; 20 and 12 have that
+    of 31."""
     engine, versions = start(kits, model)
     adapter = versions["odd_rank"] if adapted else None
     prompt = draw_tokens("first", num_prompt)
@@ -366,7 +369,7 @@ def test_a_tenant_s_cached_blocks_are_found_until_others_need_the_pages(kits: Ki
 def break_steps(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, is_broken: Callable[[StepPlan], bool]
 ) -> None:
-    """Those steps write rubbish wherever they were to write, and then fail."""
+    """The chosen steps write garbage to all their target pages, then fail."""
     run, memory = engine._runner.run, engine._runner.memory
 
     def run_or_break(plan: StepPlan) -> list[Sampled]:
@@ -386,7 +389,7 @@ def break_steps(
 def outlive(
     engine: Engine, requests: list[EngineRequest]
 ) -> tuple[dict[tuple[str, int], list[int]], set[str]]:
-    """Tokens by request and choice of those that came to their end, and the requests that failed."""
+    """Tokens of the complete answers by request and choice, and the ids of the failed requests."""
     answers: dict[tuple[str, int], list[int]] = defaultdict(list)
     failed = set()
     for request in requests:
@@ -408,7 +411,7 @@ def test_steps_that_fail_leave_nothing_wrong_in_the_cache(
     monkeypatch: pytest.MonkeyPatch,
     model: str,
 ) -> None:
-    """Every fiftieth step fails; who was in it asks again, until all have their answers."""
+    """Every fiftieth step fails. Failed requests are sent again until all have their answers."""
     kit = kits(model)
     source, versions = make_source(kit)
     settings = in_bytes(kit, SWAP | SLICES | {"max_num_seqs": 12, "max_num_batched_tokens": 24})
@@ -434,7 +437,8 @@ def test_steps_that_fail_leave_nothing_wrong_in_the_cache(
 
 @pytest.mark.parametrize("model", ["llama", "mistral_window"])
 def test_logits_that_are_not_finite_leave_nothing(kits: Kits, tmp_path: Path, model: str) -> None:
-    """What was computed on the way there may be wrong as well, what lies behind the windows included."""
+    """The KV computed before the NaN may be wrong as well, including blocks behind the windows. None of it is
+    cached."""
     kit = kits(model)
     source, _ = make_source(kit)
     make_adapter(tmp_path, make_model(model), std=1e30)

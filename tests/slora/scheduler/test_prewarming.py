@@ -1,4 +1,5 @@
-"""Prewarmed adapters: brought near where nobody has to give way for it, told where they are, and not kept."""
+"""Prewarmed adapters: loaded only into free memory, without preemption. Their location is reported, and they are not
+kept."""
 
 import logging
 
@@ -50,7 +51,7 @@ def test_nothing_leaves_for_it_and_it_stays_on_the_host(short_of: str) -> None:
 
 
 def test_pages_that_those_who_run_will_want_are_left_to_them() -> None:
-    """Of 6 pages the prompt takes 5 chunk by chunk."""
+    """Of 6 pages, the prompt takes 5 chunk by chunk."""
     bench = SchedulerBench(PAGES, num_pages=6, max_num_batched_tokens=4)
     bench.add("long", prompt=20, max_tokens=1)
     bench.step()
@@ -73,7 +74,7 @@ def test_one_that_a_request_waits_for_too_is_fetched_and_loaded_once() -> None:
 
 
 def test_one_that_waits_on_the_host_for_a_request_to_start_is_not_fetched_again() -> None:
-    """It was, and the copy was counted twice."""
+    """Born from a bug: the adapter was fetched again, and its copy was counted twice."""
     bench = SchedulerBench(PAGES, num_pages=9, max_num_seqs=1, max_num_batched_tokens=24)
     bench.add("runs", prompt=24, max_tokens=5)
     bench.step()

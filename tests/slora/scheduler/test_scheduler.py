@@ -17,7 +17,7 @@ from tests.support.scheduler_bench import BEAM_MODEL, STOP_TOKEN, BrokenStep, Sc
 from tests.support.scripted_source import FULL_PAGE_BYTES
 
 VERSIONS = [AdapterVersion("tenant", f"digest{n}") for n in range(5)]
-# The last one fits only a large pool.
+# The last adapter fits only a large pool.
 PAGES = {version: pages for version, pages in zip(VERSIONS, (1, 1, 2, 3, 9), strict=True)}
 SMALL, LARGE = VERSIONS[0], VERSIONS[3]
 TENANTS = ("tenant", "other", "third")
@@ -34,8 +34,11 @@ shares = st.sampled_from(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests of one or more choices or beams come and go in any order, adapters arrive late or never, steps break;
-    pages are short, and the operator pins adapters; some models have windows or two sets of rotary factors."""
+    """Requests with one or more choices or beams arrive and end in any order, in a pool short of pages.
+
+    Adapters arrive late or never, steps break, and the operator pins adapters. Some models have windows or two sets of
+    rotary factors.
+    """
 
     @initialize(
         num_pages=st.integers(2, 12),
@@ -96,7 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pinned: set[AdapterVersion] = set()
 
     def _choose(self, sequence: Sequence) -> int | None:
-        if sequence.search is not None:  # whatever token
+        if sequence.search is not None:  # any token is accepted
             return self.random.choice([None, *[1] * 500])
         token = self.random.choice([None, STOP_TOKEN, *[1, 2] * 15])
         self.drawn.setdefault((sequence.request.request_id, sequence.index), []).append(token)
@@ -124,7 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         beams: int | None,
         **fields: Any,
     ) -> None:
-        """Prompts of few different tokens, so that many begin alike."""
+        """Prompts have few different tokens, so that many share a beginning."""
         if adapter in self.deleted:
             return
         tenant = tenant if adapter is None else adapter.tenant
@@ -160,7 +163,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._finish(request_id, index)
 
     def _choices_under_way(self) -> list[tuple[str, int]]:
-        """Those that have drawn a token."""
+        """The choices that have sampled a token."""
         return [choice for choice in self.drawn if choice[1] in self.unfinished.get(choice[0], ())]
 
     def _finish(self, request_id: str, index: int) -> None:
@@ -227,7 +230,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [one for one in residents if one.is_pinned and one.is_loaded and not one.num_users]
 
     def _are_bounded(self) -> bool:
-        """Whether somebody's share may be why a pin is not there."""
+        """Whether a tenant's share may be the reason why a pin is not loaded."""
         return any(tenant.is_bounded for tenant in self.bench.memory.tenants)
 
     def _crowd(self) -> set[str]:
@@ -253,7 +256,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stopped, full = drawn[-1] == STOP_TOKEN, len(drawn) == self.requests[request_id].max_tokens
         expected = FinishReason.STOP if stopped else FinishReason.LENGTH if full else None
         assert output.delta.finish_reason == expected
-        # One that goes on may be over all the same: another choice of its request failed in this step.
+        # A choice that was to continue may have ended, because another choice of its request failed in this step.
         left = [one for one in self.bench.scheduler.find(request_id) if one.index == index]
         assert all(one.token_ids[one.num_prompt :] == drawn for one in left)
         if expected is not None:
@@ -279,7 +282,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         left = {request_id: scheduler.find(request_id) for request_id in self.unfinished}
         assert scheduler.num_running + scheduler.num_waiting == sum(map(len, left.values()))
         for request_id, choices in left.items():
-            if choices[0].search is not None:  # whose beams the scheduler checks itself
+            if choices[0].search is not None:  # the scheduler checks the beams itself
                 continue
             forked = choices[0].num_choices == 1
             indexes = {one.index for one in choices} if forked else set(range(choices[0].num_choices))
@@ -288,7 +291,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "bench"):
             return
-        for output in self.bench.run_to_end(patience=1000):  # beams tell nothing before their end
+        for output in self.bench.run_to_end(patience=1000):  # beams report nothing before their end
             self._take(output)
         assert not self.unfinished, "a request ended without tokens or an error"
         self.bench.come_to_rest(pauses=True)
@@ -349,8 +352,11 @@ def test_a_request_whose_adapter_is_late_never_delays_others(
 def test_no_stream_of_newcomers_keeps_a_request_waiting(
     random: Random, steps_before: int, num_pages: int, max_num_seqs: int, adapter: AdapterVersion | None
 ) -> None:
-    """From arrival to first step: at most what those who run or wait before it may still compute, one token a step,
-    once more for those that start while its adapter is fetched."""
+    """The wait from arrival to first step is bounded.
+
+    The bound is the number of tokens that earlier running and waiting requests may still compute, at one token per
+    step. The tokens of requests that start during the adapter's fetch are added.
+    """
     bench = SchedulerBench(
         PAGES, num_pages=num_pages, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + 2
     )
@@ -387,7 +393,7 @@ def run_alone(bench: SchedulerBench, request_id: str) -> list[StepOutput]:
 @pytest.mark.parametrize("older", [False, True])
 def test_a_long_prompt_leaves_everyone_who_decodes_a_token_in_each_step(older: bool) -> None:
     bench = SchedulerBench(PAGES, num_pages=50, max_num_seqs=4, max_num_batched_tokens=8)
-    if older:  # it came first, but its adapter comes late
+    if older:  # the older request arrives first, but its adapter arrives late
         bench.add("long", prompt=40, adapter=SMALL)
     for name in "abc":
         bench.add(name, max_tokens=20)
@@ -414,7 +420,7 @@ def test_the_newest_gives_way_and_comes_back_in_its_place() -> None:
 
 
 def test_requests_that_are_under_way_finish_on_an_adapter_that_was_deleted() -> None:
-    """Born from a bug: one that was preempted, or not started yet, asked for the deleted adapter again and failed."""
+    """Born from a bug: a request that was preempted or not yet started fetched the deleted adapter again and failed."""
     bench = SchedulerBench(PAGES, num_pages=8, max_num_seqs=2)
     bench.add("old", prompt=4, max_tokens=24)
     bench.add("preempted", prompt=4, max_tokens=8, adapter=SMALL)
@@ -474,7 +480,7 @@ def test_an_open_ended_request_is_cut_to_what_the_pool_holds() -> None:
     bench = SchedulerBench(PAGES, num_pages=4)
     bench.add("open", prompt=6, max_tokens=None, adapter=SMALL)
     outputs = list(bench.run_to_end(20))
-    # 3 pages beside the adapter are 12 tokens; the KV of the last token is never computed.
+    # The 3 pages beside the adapter hold 12 tokens. The KV of the last token is never computed.
     assert len(outputs) == 12 - 6 + 1
     assert outputs[-1].delta is not None and outputs[-1].delta.finish_reason is FinishReason.LENGTH
 
@@ -512,7 +518,7 @@ def test_an_aborted_request_leaves_its_fetch_to_the_next() -> None:
 
 
 def test_a_step_that_could_not_load_is_taken_back_and_those_who_need_the_load_start_over() -> None:
-    """Born from a fault: everybody in a broken step ended with an error."""
+    """Born from a fault: all requests in a broken step ended with an error."""
     bench = SchedulerBench(PAGES, num_pages=12)
     bench.add("needs it", max_tokens=3, adapter=SMALL)
     bench.add("beside it", prompt=3, max_tokens=3)
@@ -551,7 +557,8 @@ def test_a_chunk_that_cannot_be_computed_ends_its_request_alone() -> None:
 
 
 def test_the_choices_of_a_request_share_the_pages_of_its_prompt() -> None:
-    """10 tokens are two whole blocks and a half: that half alone is copied, for all but the last to write in it."""
+    """10 tokens fill two blocks and a half. Only the half block is copied, for all choices but the last one that
+    writes to it."""
     bench = SchedulerBench(PAGES, num_pages=20, max_num_batched_tokens=8)
     bench.add("a", prompt=10, max_tokens=6, n=3, adapter=SMALL)
     bench.source.deliver()
@@ -576,7 +583,8 @@ def test_a_prompt_of_whole_blocks_is_forked_without_a_copy() -> None:
 
 
 def test_a_choice_that_gives_way_frees_its_own_pages_only_and_comes_back_alone() -> None:
-    """Two choices of 12 tokens take 5 pages of 4, of which the prompt's first is shared; there are 4."""
+    """Two choices of 12 tokens take 5 pages of 4 tokens, because they share the prompt's first page. The pool has 4
+    pages."""
     bench = SchedulerBench(PAGES, num_pages=4)
     bench.add("a", prompt=5, max_tokens=8, n=2)
     outputs = list(bench.run_to_end(50))
@@ -588,7 +596,7 @@ def test_a_choice_that_gives_way_frees_its_own_pages_only_and_comes_back_alone()
 def test_a_choice_is_aborted_alone_and_a_request_with_all_its_choices() -> None:
     bench = SchedulerBench(PAGES, num_pages=20)
     bench.add("a", prompt=6, max_tokens=9, n=3)
-    bench.scheduler.abort("a", 0)  # before there are choices
+    bench.scheduler.abort("a", 0)  # before the request has several choices
     bench.step()
     bench.scheduler.abort("a", 0)
     assert [output.delta and output.delta.index for output in bench.step()] == [1, 2]
@@ -638,7 +646,7 @@ def test_a_sequence_of_ten_windows_holds_no_more_than_one_and_its_chunk(
 
 
 def test_a_sequence_longer_than_the_pool_runs_if_its_window_fits() -> None:
-    """5 pages are 20 tokens, of which a window of 9 leaves 8 for a chunk at most: 9 - 1 + 9 may touch 5 blocks."""
+    """5 pages are 20 tokens. A window of 9 leaves at most 8 tokens for a chunk: 9 - 1 + 9 tokens may touch 5 blocks."""
     bench = SchedulerBench(PAGES, num_pages=5, max_num_batched_tokens=16, window=9)
     bench.add("long", prompt=50, max_tokens=50)
     outputs = list(bench.run_to_end(100))
@@ -665,7 +673,7 @@ def test_choices_give_back_what_is_behind_their_own_windows() -> None:
     bench.add("a", prompt=16, max_tokens=12, n=3)
     bench.step()
     assert bench.pool.num_held == 4
-    bench.step()  # two blocks are behind the window of token 16; each choice needs one of its own
+    bench.step()  # two blocks are behind the window of token 16; each choice needs one new block of its own
     assert bench.pool.num_held == 4 - 2 + 3
     assert len(list(bench.run_to_end(20))) == 3 * 10
     assert bench.num_copies == 0
@@ -678,7 +686,7 @@ def test_a_sequence_that_grows_long_is_computed_again_from_its_first_token() -> 
     while bench.scheduler.num_running + bench.scheduler.num_waiting:
         bench.step()
         starts.append([(chunk.start, chunk.num_tokens) for chunk in bench.last_plan.chunks])
-    # Both have 11 tokens after the third step: the older one is computed anew first, in chunks of what is left.
+    # Both have 11 tokens after the third step. The older one is recomputed first, in chunks of the remaining budget.
     assert starts[:4] == [[(0, 8)], [(8, 1)], [(9, 1), (9, 1)], [(0, 8)]]
     assert sum(count for step in starts for _, count in step) == 9 + 2 + 2 * (11 + 3)
     assert bench.pool.num_held == 0
@@ -691,7 +699,8 @@ def test_a_prompt_that_is_long_from_the_start_is_computed_once() -> None:
 
 
 def test_more_adapters_than_the_host_holds_are_asked_for_as_earlier_ones_move_on() -> None:
-    """Born from a bug: all were asked for at once, and those that found no room within 30 s failed as unavailable."""
+    """Born from a bug: all adapters were requested at once, and those that found no room within 30 s failed as
+    unavailable."""
     versions = [AdapterVersion("tenant", f"one of many {n}") for n in range(30)]
     bench = SchedulerBench(dict.fromkeys(versions, 2), num_pages=9, max_num_seqs=3, host_pages=8)
     for version in versions:
@@ -739,8 +748,11 @@ def test_who_waits_unasked_is_asked_for_when_the_fetch_before_fails() -> None:
 
 
 def test_what_was_reserved_for_a_chunk_that_never_ran_is_not_swapped() -> None:
-    """Born from a bug: a request that gave way while its adapter was loading took its empty pages to the host, and
-    found no room when it came back for them."""
+    """Born from a bug: a request that was preempted during its adapter's load swapped its empty pages out to the
+    host.
+
+    It then found no room to swap them in.
+    """
     bench = SchedulerBench(PAGES, num_pages=14, preemption="swap", swap_pages=20, load_pages=1)
     bench.add("base", prompt=4, max_tokens=28)
     bench.step()
@@ -756,7 +768,8 @@ def test_what_was_reserved_for_a_chunk_that_never_ran_is_not_swapped() -> None:
 
 
 def test_searches_that_hold_each_other_s_pages_take_turns() -> None:
-    """Each has beams that run and wait for one that gave way, and all pages are held so: one search gives way whole."""
+    """Each search has running beams that wait for a preempted beam, and the running beams hold all pages. One whole
+    search is preempted."""
     bench = SchedulerBench({}, num_pages=6)
     for name, tenant in (("a", "x"), ("b", "y"), ("c", "x")):
         bench.add(name, prompt=4 if name == "a" else 3, max_tokens=8, beams=2, tenant=tenant)
@@ -767,12 +780,13 @@ def test_searches_that_hold_each_other_s_pages_take_turns() -> None:
 
 
 def stay_apart(tokens: tuple[int, ...]) -> list[float]:
-    """Three beams from the first token on, each of which has one continuation that counts."""
+    """From the first token on, three beams stay apart. Each has one probable continuation."""
     return [-99.0, 0.0, -60.0, -61.0, -62.0] if tokens else [-99.0, -1.0, -1.1, -1.2, -50.0]
 
 
 def test_a_beam_that_nothing_continues_gives_its_pages_back_at_once() -> None:
-    """Of three beams after the first token one has the best continuations; from there on all three stay apart."""
+    """After the first token, one of three beams has all the best continuations. From there on, three beams stay
+    apart."""
 
     def model(tokens: tuple[int, ...]) -> list[float]:
         falls_behind = len(tokens) == 1 and tokens[0] != 1
@@ -782,7 +796,7 @@ def test_a_beam_that_nothing_continues_gives_its_pages_back_at_once() -> None:
     bench.add("a", prompt=8, max_tokens=9, beams=3)
     bench.step()
     assert bench.pool.num_held == 2
-    bench.step()  # each wrote to a block of its own; two of the three are dropped, and the third forks
+    bench.step()  # each beam wrote to a block of its own; two are dropped, and the third forks
     beams = bench.scheduler.find("a")
     assert [beam.token_ids[8] for beam in beams] == [1, 1, 1]
     assert bench.pool.num_held == 2 + 1 and bench.num_copies == 0
@@ -842,8 +856,11 @@ def lower_ceiling(bench: SchedulerBench, *, max_share: float) -> None:
 def test_who_has_more_than_a_ceiling_that_came_down_ends_with_an_error(
     way: str, max_tokens: int | None, beams: int | None
 ) -> None:
-    """Born from two bugs. What was open-ended waited for good: it was cut to less than it had. And of a request whose
-    second choice could not come back, the first one was computed in pages that others had by then."""
+    """Born from two bugs after a tenant's ceiling was lowered.
+
+    An open-ended request waited for ever, because its length was cut to less than it already had. A request with two
+    choices lost the second one, and its first choice was then computed in pages that other sequences already used.
+    """
     bench = SchedulerBench({}, num_pages=36, beam_model=stay_apart, preemption=way, swap_pages=9)
     bench.add("cut", prompt=4, max_tokens=max_tokens, n=3 if beams is None else 1, beams=beams)
     bench.add("other", prompt=4, max_tokens=30, tenant="other")
@@ -859,8 +876,10 @@ def test_who_has_more_than_a_ceiling_that_came_down_ends_with_an_error(
 
 
 def test_a_search_ends_for_all_beams_where_one_that_came_back_has_to() -> None:
-    """Its tenant's ceiling came down while it ran: the beam that gave way to an older request has room for 3 pages,
-    12 tokens and the one that is never computed."""
+    """The tenant's ceiling is lowered while the search runs. A beam was preempted for an older request.
+
+    The preempted beam then has room for 3 pages: 12 tokens, and the last one, whose KV is never computed.
+    """
     bench = SchedulerBench({}, num_pages=18, beam_model=stay_apart, scheduling="fcfs", preemption="recompute")
     bench.add("older", prompt=40, max_tokens=8, tenant="other")
     search = bench.add("search", prompt=4, max_tokens=None, beams=3)
@@ -874,7 +893,7 @@ def test_a_search_ends_for_all_beams_where_one_that_came_back_has_to() -> None:
 
 
 def test_forks_of_a_search_that_was_aborted_meanwhile_are_not_started() -> None:
-    """Their rows may be those of others by then."""
+    """Their rows may already belong to other sequences."""
     bench = SchedulerBench({}, num_pages=20, beam_model=stay_apart)
     bench.add("a", prompt=4, max_tokens=9, beams=3)
     bench.step()

@@ -1,4 +1,4 @@
-"""What tenants get of one engine, whatever the others do: service, pages, loads and time."""
+"""What each tenant gets from a shared engine, whatever other tenants do: service, pages, loads and latency."""
 
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -20,7 +20,8 @@ LARGE = AdapterVersion("other", "large")
 
 
 class Crowd:
-    """Tenants that always have requests waiting. served: by tenant, prompt tokens and twice the generated ones."""
+    """Tenants that always have waiting requests. served: for each tenant, prompt tokens plus twice its generated
+    tokens."""
 
     def __init__(self, bench: SchedulerBench) -> None:
         self.served: Counter[str] = Counter()
@@ -30,7 +31,7 @@ class Crowd:
         self._waiting: dict[str, int] = defaultdict(int)
 
     def step(self, backlog: dict[str, int], shares: dict[str, TenantShare] | None = None) -> list[StepOutput]:
-        """backlog: how many requests of each tenant are there when the step begins."""
+        """backlog: the number of requests of each tenant that exist when the step begins."""
         for tenant, most in backlog.items():
             for _ in range(most - self._waiting[tenant]):
                 self.add(tenant, (shares or {}).get(tenant, NO_SHARE))
@@ -62,7 +63,7 @@ class Crowd:
 
 
 def make_crowd(adapters: dict[AdapterVersion, int] | None = None, **options: Any) -> Crowd:
-    """Places and tokens are short, pages are not."""
+    """Batch slots and tokens are scarce; pages are not."""
     return Crowd(SchedulerBench(adapters or {}, **{"num_pages": 60, "max_num_seqs": 4, **options}))
 
 
@@ -76,7 +77,7 @@ def test_of_two_tenants_that_always_wait_the_one_that_sends_ten_times_as_much_ge
 
 
 def test_first_come_first_served_gives_it_nearly_all() -> None:
-    """So that the test above can fail."""
+    """Shows that the test above can fail."""
     crowd = make_crowd(scheduling="fcfs")
     for _ in range(400):
         crowd.step({"much": 50, "little": 5})
@@ -111,7 +112,7 @@ def test_a_tenant_back_from_idle_gets_no_more_than_its_share() -> None:
 
 
 def test_a_tenant_back_from_idle_keeps_nobody_of_its_class_out_while_a_later_class_starves() -> None:
-    """Born from a bug: it was lifted to the class that starved only."""
+    """Born from a bug: the tenant's counter was lifted only to that of the starving class."""
     crowd = make_crowd()
     later = {"later": TenantShare(priority=1)}
     for _ in range(300):
@@ -134,7 +135,7 @@ def test_a_hundred_adapters_get_no_more_than_one(prefix_cache: str) -> None:
 
 @pytest.mark.parametrize("scheduling", ["fair", "fcfs"])
 def test_a_tenant_at_its_ceiling_delays_nobody(scheduling: str) -> None:
-    """Others compute the same tokens in the same steps, whether or not it waits before them."""
+    """Other tenants compute the same tokens in the same steps, whether or not the capped tenant waits before them."""
 
     def trace(*, with_capped: bool) -> list[list[tuple[str, int]]]:
         bench = SchedulerBench(
@@ -226,8 +227,9 @@ def test_alone_an_adapter_loads_at_once() -> None:
 
 
 def test_the_more_wait_for_adapters_beside_few_who_decode_the_larger_the_slices() -> None:
-    """Else one short answer is over before the adapters of all the others, who came with it, are there."""
-    # A step for two takes 12 pages' time: a tenth of it is one page.
+    """Otherwise one short answer could end before the adapters of all other requests, which arrived with it, are
+    loaded."""
+    # A step for two requests takes as long as loading 12 pages. A tenth of it is one page.
     costs = replace(COSTS, load_byte_s=0.001 / FULL_PAGE_BYTES)
     bench = SchedulerBench({LARGE: 60}, num_pages=99, load_pages=None, costs=costs)
     for name in "ab":
@@ -260,7 +262,7 @@ def test_those_behind_a_request_whose_adapter_loads_start_beside_it() -> None:
 @pytest.mark.parametrize("scheduling", ["fair", "fcfs"])
 @pytest.mark.parametrize("seed", range(6))
 def test_no_stream_of_newcomers_of_any_tenant_keeps_a_request_waiting(seed: int, scheduling: str) -> None:
-    """Whoever waits in a class starts after what each tenant of it may have in a turn, however many come later."""
+    """A waiting request starts after at most one turn of each tenant of its class, however many requests come later."""
     random, tenants = Random(seed), ("a", "b", "c")
     adapters = {AdapterVersion(tenant, str(n)): n for tenant in tenants for n in (1, 2, 3)}
     bench = SchedulerBench(
@@ -286,7 +288,8 @@ def test_no_stream_of_newcomers_of_any_tenant_keeps_a_request_waiting(seed: int,
         name = random.choice(tenants)
         waits = bench.add(f"head {head}", prompt=4, max_tokens=4, tenant=name)
         before = bench.scheduler.num_running + bench.scheduler.num_waiting
-        # In the worst case its tenant has had all of what is before it, and two others are to catch up.
+        # In the worst case, its tenant has had all service that is queued before it, and two other tenants have to
+        # catch up.
         bound = 18 * 3 * (before + 8)
         for number in range(bound):
             add_newcomers(number + 1000 * head) if number < 40 else None
@@ -296,7 +299,7 @@ def test_no_stream_of_newcomers_of_any_tenant_keeps_a_request_waiting(seed: int,
                 break
         assert waits.num_computed > 0, f"it did not start within {bound} steps"
         for sequence in list(bench.scheduler._lifecycle.unfinished):
-            if not sequence.is_running:  # or the backlog would grow without end
+            if not sequence.is_running:  # otherwise the backlog would grow without bound
                 bench.scheduler.abort(sequence.request.request_id)
 
 
@@ -304,7 +307,7 @@ def test_no_stream_of_newcomers_of_any_tenant_keeps_a_request_waiting(seed: int,
 
 
 def test_a_deadline_that_can_t_be_kept_ends_its_request_before_anything_is_computed() -> None:
-    """40 tokens of a prompt take 40 ms."""
+    """A prompt of 40 tokens takes 40 ms."""
     bench = SchedulerBench({LARGE: 9}, num_pages=60)
     bench.add("too short", prompt=40, deadline_s=0.039)
     kept = bench.add("long enough", prompt=40, deadline_s=0.041)
@@ -356,11 +359,11 @@ def test_who_has_spoken_is_not_ended_though_it_gave_way() -> None:
     assert all(told[name] == (0 if name in failed else 8) for name in "abc")
 
 
-# -- giving way ---------------------------------------------------------------------------------------------------
+# -- preemption ---------------------------------------------------------------------------------------------------
 
 
 def run_short_of_pages(costs: Any = COSTS, **options: Any) -> tuple[SchedulerBench, int, list[Sequence]]:
-    """The bench, the tokens that were computed in all, and the requests."""
+    """Returns the bench, the total number of computed tokens, and the requests."""
     bench = SchedulerBench({}, num_pages=12, max_num_batched_tokens=32, costs=costs, **options)
     sequences = [bench.add(str(n), prompt=6 + n, max_tokens=12) for n in range(5)]
     num_computed = 0
@@ -420,7 +423,8 @@ def test_what_was_swapped_is_charged_once() -> None:
 def test_nobody_s_kv_is_lost_where_all_give_way_all_the_time_and_steps_break(
     window: int | None, *, soak: bool
 ) -> None:
-    """The bench checks what each chunk reads. Forks copy and swaps come in while their sequences give way again."""
+    """The bench checks the KV that each chunk reads. Forks copy pages and swaps come in while sequences are
+    preempted again."""
     num_preemptions = num_pages_in = 0
     for seed in range(400 if soak else 40):
         random = Random(seed)

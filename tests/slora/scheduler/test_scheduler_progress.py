@@ -1,4 +1,4 @@
-"""Whatever comes together in a small pool, somebody gets on: nobody starts at another's cost for good."""
+"""Whatever requests meet in a small pool, some request makes progress. No two requests preempt each other for ever."""
 
 from contextlib import suppress
 from random import Random
@@ -17,8 +17,8 @@ SHARES = [
     TenantShare(max_share=0.6),
     TenantShare(priority=1),
 ]
-TENANTS = ("tenant", "other", "third")  # the first has the adapters
-# Steps in which nobody is told anything; with prompts and pools as small as these, dozens are many.
+TENANTS = ("tenant", "other", "third")  # the first tenant owns the adapters
+# The most consecutive steps without output. Prompts and pools are so small that dozens would already be many.
 MOST_SILENT = 400
 
 
@@ -63,7 +63,7 @@ def add_request(bench: SchedulerBench, random: Random, name: str, shares: dict[s
 
 
 def play(seed: int, *, pins: bool) -> None:
-    """Requests, pins, arrivals and broken steps at random; then all of it comes to its end."""
+    """Plays random requests, pins, fetches and broken steps, then runs all requests to their end."""
     random = Random(seed)
     bench = make_bench(random)
     shares = {tenant: random.choice(SHARES) for tenant in TENANTS}
@@ -85,8 +85,9 @@ def play(seed: int, *, pins: bool) -> None:
         pass
 
 
-# Each preempted the other whenever it was started: a beam below its tenant's floor and a long prompt; one that waits
-# for its other beams, and one that never found its last pages beside it.
+# Born from two bugs: the two requests preempted each other at every start. In the first, they were a beam below its
+# tenant's floor and a long prompt. In the second, one waited for its other beams, and the other never got its last
+# pages.
 @pytest.mark.parametrize("seed", [10445, 10680])
 def test_two_that_were_started_at_each_other_s_cost_both_come_to_their_end(seed: int) -> None:
     play(seed, pins=False)

@@ -1,4 +1,5 @@
-"""KV of those who give way goes to the host if that pays and has room, and a step that breaks is trusted in nothing."""
+"""KV of preempted sequences is swapped to the host if that is cheaper and there is room. A broken step's swaps are
+discarded."""
 
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from tests.support.scheduler_bench import COSTS
 
 
 class House:
-    """A pool of 20 pages, 6 of the host, and sequences that hold pages of blocks of 4 tokens."""
+    """A pool of 20 pages, 6 host pages, and sequences with blocks of 4 tokens."""
 
     def __init__(self, way: str = "swap", costs: CostModel = COSTS) -> None:
         tenants = Tenants(20)
@@ -30,7 +31,7 @@ class House:
         self.swapping = Swapping(self.space, self.kv, costs, way)
 
     def compute(self, num_tokens: int, num_reserved: int = 0) -> Sequence:
-        """num_reserved: pages that it has beyond these."""
+        """num_reserved: number of additional pages that the sequence holds."""
         sequence = make_sequence(self.tenant, prompt=40)
         num_pages = sequence.blocks.pages_missing(num_tokens) + num_reserved
         sequence.blocks.extend(self.kv.allocate(num_pages, self.tenant))
@@ -92,7 +93,7 @@ def test_exactly_as_much_as_has_room_goes_there(house: House) -> None:
 @pytest.mark.parametrize(
     ("way", "page_copy_s", "is_saved"),
     [
-        # 8 tokens take 8 ms to compute again; their 2 pages are copied four times.
+        # Recomputing 8 tokens takes 8 ms. Their 2 pages are copied four times.
         ("auto", 0.0019, True),
         ("auto", 0.0021, False),
         ("swap", 100.0, True),

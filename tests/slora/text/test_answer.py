@@ -1,4 +1,4 @@
-"""How an answer is gathered from its deltas, without an engine."""
+"""How an answer is collected from its deltas, without an engine."""
 
 from slora.request import EngineRequest, FinishReason, TokenDelta
 from slora.sampling_params import SamplingParams

@@ -1,4 +1,4 @@
-"""Compiling a chat template keeps little memory, whatever its constant expressions stand for."""
+"""A compiled chat template needs little memory, whatever its constant expressions evaluate to."""
 
 import gc
 import tracemalloc
@@ -8,7 +8,7 @@ import pytest
 from slora.text.chat_template import compile_chat_template
 
 MIB = 1 << 20
-# Short sources whose constants would be large if they were computed when the template is compiled.
+# Short sources whose constants would be large if the compiler evaluated them.
 LARGE_CONSTANTS = {
     "product": "{{{{ 'a' * 1200000{} }}}}",
     "products": "{{{{ ('a' * 4000 ~ 'b' * 4000 ~ '{}') * 400 }}}}",

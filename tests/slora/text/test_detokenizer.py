@@ -24,7 +24,7 @@ def tokenizer_of(kind: str) -> Tokenizer:
 
 
 KINDS = ["byte_level", "byte_fallback"]
-# Words of the vocabulary, characters that it must spell in bytes, joined emoji, spaces.
+# Words of the vocabulary, characters that need byte tokens, joined emoji, and spaces.
 texts = st.lists(
     st.sampled_from(
         ["hello", " ", "wor", "lo", "é", "日本", "👩‍👩‍👧", "\n", "�", "x" * 20, " the ", "ß", "\t"]
@@ -34,13 +34,13 @@ texts = st.lists(
 
 
 def split(data: st.DataObject, tokens: list[int]) -> list[list[int]]:
-    """The tokens in pieces, as steps of an engine may bring them; some pieces are empty."""
+    """The tokens in pieces, as the engine's steps may deliver them. Some pieces are empty."""
     cuts = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=len(tokens) + 2)))
     return [tokens[a:b] for a, b in zip([0, *cuts], [*cuts, len(tokens)], strict=True)]
 
 
 def tokens_of(kind: str) -> st.SearchStrategy[int]:
-    """Token ids; as many bytes as other tokens where the vocabulary has both."""
+    """Token ids. If the vocabulary has byte tokens, at least half of the ids are byte tokens on average."""
     vocabulary = fast_of(kind).get_vocab()
     byte_ids = [token_id for piece, token_id in sorted(vocabulary.items()) if piece.startswith("<0x")]
     any_id = st.sampled_from(sorted(vocabulary.values()))
@@ -56,7 +56,8 @@ def feed(detokenizer: Detokenizer, pieces: list[list[int]]) -> list[str]:
 
 
 def cut_at_stop(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
-    """What is left when text comes character by character: the first stop string that is complete ends it."""
+    """The text up to the first complete stop string, if text arrives one character at a time, and whether one was
+    found."""
     for end in range(1, len(text) + 1):
         found = [one for one in stop if text[:end].endswith(one)]
         if found:
@@ -76,9 +77,9 @@ def test_a_text_in_pieces_reads_as_it_does_in_one(kind: str, text: str, data: st
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @given(data=st.data())
 def test_any_tokens_in_pieces_read_as_they_do_in_one(kind: str, data: st.DataObject) -> None:
-    """A model may write any tokens, invalid bytes, parts of characters and special tokens among them.
+    """A model may generate any tokens, including invalid bytes, parts of characters and special tokens.
 
-    Born from a bug: an invalid byte behind a whole character of byte tokens changed text that had been sent.
+    Born from a bug: an invalid byte after a complete character of byte tokens changed text that had already been sent.
     """
     tokenizer = tokenizer_of(kind)
     tokens = data.draw(st.lists(tokens_of(kind), max_size=25))
@@ -104,7 +105,7 @@ def test_a_character_over_four_tokens_is_sent_with_the_last() -> None:
 
 
 def test_byte_tokens_are_sent_when_their_run_is_over() -> None:
-    """Another byte could make the whole run invalid."""
+    """A further byte could make the whole run invalid."""
     tokenizer = tokenizer_of("byte_fallback")
     tokens = tokenizer.encode("h🎉h")[-5:]
     detokenizer = Detokenizer(tokenizer)
@@ -128,7 +129,7 @@ def test_bytes_that_never_become_a_character_are_sent_at_the_end() -> None:
 def test_stop_strings_end_the_text_wherever_tokens_fall(
     kind: str, text: str, stop: tuple[str, ...], data: st.DataObject
 ) -> None:
-    """Born from a bug: with two stop strings, the text depended on how many tokens came at once."""
+    """Born from a bug: with two stop strings, the text depended on how many tokens arrived at once."""
     tokenizer = tokenizer_of(kind)
     tokens = tokenizer.encode(text)
     expected, stopped = cut_at_stop(tokenizer.decode(tokens), stop)
@@ -160,13 +161,13 @@ def test_no_stop_string_ends_in_the_text_of_the_first_min_tokens(
     detokenizer = Detokenizer(tokenizer, stop_strings(stop), min_tokens)
     pieces = feed(detokenizer, split(data, tokens))
     sent = "".join(pieces)
-    # What was certain before is not taken back when a stop string that began there is complete.
+    # Text that was already certain is not taken back when a stop string that began in it becomes complete.
     assert sent == expected
     assert detokenizer.stopped == (expected != whole)
 
 
 def decode_complete(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """Without an incomplete character at the end, which may make the bytes before it show as U+FFFD, too."""
+    """The text without an incomplete character at its end, which may also turn the bytes before it into U+FFFD."""
     texts = (tokenizer.decode(tokens[:count]).rstrip("�") for count in range(len(tokens) + 1))
     return max((text for text in texts if "�" not in text), key=len)
 
@@ -197,7 +198,7 @@ def test_special_tokens_are_not_part_of_the_text() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cost_of_a_token_does_not_grow_with_the_answer(kind: str) -> None:
-    """Born from a bug: every token of a run of invalid bytes decoded the whole run anew, which took 20 s here."""
+    """Born from a bug: each token of a run of invalid bytes decoded the whole run again, which took 20 s here."""
     invalid = {"byte_level": "ÿ", "byte_fallback": "<0xFF>"}[kind]
     tokens = [fast_of(kind).token_to_id(invalid)] * 10_000
     detokenizer = Detokenizer(tokenizer_of(kind), stop_strings(["�" * 1000 + str(n) for n in range(15)]))

@@ -61,7 +61,8 @@ def test_a_setting_that_is_not_honoured_is_refused_by_name(field: str, value: An
     ["{", "[]", '{"temperature": "hot"}', '{"temperature": 9}', '{"top_p": 0}', '{"top_k": -1}', '{"top_k": 1.5}',
      '{"min_p": 2}', '{"repetition_penalty": 0}', '{"min_new_tokens": -1}',
      '{"eos_token_id": "x"}', '{"eos_token_id": [-4]}', '{"max_new_tokens": true}',
-     # Values that no engine message, float or UTF-8 text can carry: such an adapter failed every request with a 500.
+     # Values that no engine message, float or UTF-8 text can carry. An adapter with such a value failed every request
+     # with a 500.
      '{"eos_token_id": 18446744073709551616}', '{"eos_token_id": [1, 64]}', '{"top_k": 18446744073709551616}',
      '{"max_new_tokens": 18446744073709551616}', '{"min_new_tokens": 18446744073709551616}',
      '{"temperature": 1' + "0" * 400 + "}", '{"temperature": 1e999}', '{"stop_strings": ["a\\ud800"]}'],

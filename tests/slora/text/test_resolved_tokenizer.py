@@ -1,4 +1,4 @@
-"""A model directory encodes, decodes and renders chats as transformers does with it, whatever class it names."""
+"""A model directory encodes, decodes and renders chats as transformers does, whatever tokenizer class it names."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ PLAIN = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_
 CHANGED = {"content": "<|user|>", "lstrip": True, "rstrip": True, "normalized": False, "special": True}
 
 
-# What tokenizer_config.json says beside an old tokenizer.json, and the model type that goes with it.
+# Fields of tokenizer_config.json beside an old tokenizer.json, and the model type that goes with them.
 Case = tuple[Callable[[], FastTokenizer], str, dict[str, Any]]
 CASES: dict[str, Case] = {
     "llama": (byte_fallback, "llama", LLAMA),
@@ -104,7 +104,8 @@ def test_files_of_older_versions_of_transformers_count_as_they_do_there(tmp_path
 def test_a_mark_of_a_space_stands_behind_a_special_token_where_the_class_puts_one(
     tmp_path: Path, legacy: bool | None
 ) -> None:
-    """Born from a bug: `<s> [INST]` had two marks, as the old tokenizer.json says, which adapters never saw."""
+    """Born from a bug: the old tokenizer.json gave `<s> [INST]` two space markers, and adapters were trained with
+    one."""
     options = {} if legacy is None else {"legacy": legacy}
     ours = assert_same(write(tmp_path, (byte_fallback, "llama", {**LLAMA, **options})))
 

@@ -1,4 +1,4 @@
-"""The first of several strings in a text that comes in pieces, against a search that looks at every place."""
+"""The first of several strings in a text that arrives in pieces, compared with a search at every position."""
 
 import time
 
@@ -51,7 +51,7 @@ def test_texts_that_share_stop_strings_do_not_disturb_each_other(
 ) -> None:
     shared = [StopString(one) for one in strings]
     matchers = [StopMatcher(shared) for _ in texts]
-    for at in range(max(map(len, texts))):  # character by character, in turn
+    for at in range(max(map(len, texts))):  # one character of each text in turn
         for text, matcher in zip(texts, matchers, strict=True):
             if naive_match(text[:at], strings, 0) is None:
                 found = matcher.search(text[at : at + 1])

@@ -33,7 +33,7 @@ Pair = tuple[Tokenizer, "AutoTokenizer"]
 
 @pytest.fixture(scope="module", params=[*KINDS, "demo"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """Ours and transformers', from one directory."""
+    """Our tokenizer and transformers' tokenizer, loaded from one directory."""
     directory = DEMO
     if request.param != "demo":
         directory = tmp_path_factory.mktemp(request.param)
@@ -73,7 +73,7 @@ def test_the_vocabulary_counts_added_tokens(pair: Pair) -> None:
     assert ours.vocab_size == len(theirs)
 
 
-# What published templates use beyond plain Jinja.
+# Features of published templates beyond plain Jinja.
 TEMPLATES = {
     "tojson": "{{ messages[1]['content'] | tojson }}{{ messages[0] | tojson(indent=2) }}",
     "tojson_sorted": "{{ {'b': 1, 'a': 'ß<'} | tojson(sort_keys=True, separators=(',', ':')) }}",
@@ -95,7 +95,7 @@ def test_what_templates_use_is_understood_as_transformers_does(pair: Pair, templ
     assert ours.apply_chat_template(CHAT, TEMPLATES[template]) == expected
 
 
-# Each would reach Python itself, or go on for ever.
+# Each template would reach Python itself, or run for ever.
 ATTACKS = {
     "class": "{{ messages.__class__.__mro__ }}",
     "subclasses": "{{ ''.__class__.__base__.__subclasses__() }}",
@@ -124,7 +124,7 @@ def test_a_template_cannot_leave_its_sandbox(pair: Pair, attack: str) -> None:
     assert messages == [{"role": "user", "content": "x"}]
 
 
-# One for each kind of exception that Python code under a template may raise.
+# One template for each kind of exception that Python code under a template may raise.
 FAILURES = {
     "its own": "{{ raise_exception('roles must alternate') }}",
     "syntax": "{% for %}",
@@ -143,7 +143,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_whatever_a_template_fails_with_is_the_request_s_fault(pair: Pair, failure: str) -> None:
-    """Born from a bug: an IndexError, a LookupError or endless recursion inside a template got past us."""
+    """Born from a bug: an IndexError, a LookupError or endless recursion inside a template was not caught."""
     ours, _ = pair
     with pytest.raises(RequestRefused, match="the chat template refuses these messages") as caught:
         ours.apply_chat_template(CHAT, FAILURES[failure])

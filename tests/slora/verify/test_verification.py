@@ -1,4 +1,4 @@
-"""`slora adapter verify` finds right what is right and names what is not."""
+"""`slora adapter verify` accepts correct adapters and names the faulty part of others."""
 
 import json
 import shutil
@@ -22,7 +22,8 @@ from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS, make_adapter
 from tests.support.tiny_models import LONGROPE, make_model, write_model
 from tests.support.tiny_tokenizers import byte_level, write_tokenizer
 
-# Layers times linears that each kind adapts in a model of three layers; the last one embedding and head as well.
+# Layers times adapted linears of each kind, in a model of three layers. The last kind adapts the embedding and the head
+# too.
 NUM_MODULES = {"odd_rank": 21, "patterns": 21, "rslora": 21, "some_layers": 8, "r8_on_q_and_v": 6}
 NUM_MODULES |= {"both_and_linears": 8}
 
@@ -43,7 +44,7 @@ def compare(kit: ModelKit, kind: str, served: LoraAdapter | None = None, **quest
 def changed(
     directory: Path, change: Callable[[dict[str, np.ndarray]], None], **fields: object
 ) -> LoraAdapter:
-    """The adapter in `directory` with other tensors or another config."""
+    """The adapter in `directory` with changed tensors or config fields."""
     tensors = {
         name: array.copy() for name, array in load_file(directory / "adapter_model.safetensors").items()
     }
@@ -71,7 +72,7 @@ def test_adapters_of_every_kind_are_found_equal(
     logprob = max(check["deviation"] for check in found["prompts"])
     delta = max(check["deviation"] for check in found["modules"])
     report(f"verify {kind}: largest deviations, of a log-probability {logprob:.1e}, of a delta {delta:.1e}")
-    # Far enough below the limits that a real difference can't hide in what is left.
+    # Far enough below the limits that the remaining tolerance cannot hide a real difference.
     limit = TOLERANCES["float32"]
     assert logprob < limit.logprob / 10 and delta < limit.delta / 10
     assert all(check["effect"] > 0.01 for check in found["prompts"])
@@ -79,18 +80,18 @@ def test_adapters_of_every_kind_are_found_equal(
 
 @pytest.mark.parametrize("model", ["phi3_window", "gemma3_text", "gpt2", "gpt_neox"])
 def test_models_of_other_families_are_compared(tmp_path: Path, model: str) -> None:
-    """Fused linears, scaled embeddings, weights that are stored the other way round, transformers' own classes."""
+    """Covers fused linears, scaled embeddings, transposed weights, and transformers' own classes."""
     write_model(tmp_path / "base", model)
     make_adapter(tmp_path / "adapter", make_model(model), std=0.15, r=5, fan_in_fan_out=model == "gpt2")
     found = verify_adapter(
         Question(tmp_path / "base", tmp_path / "adapter", max_tokens=8, device="cpu"), PeftOracle
     )
     assert found.equal, found.problems
-    # All linears, without embedding and head.
+    # All linears except the embedding and the head.
     assert len(found.modules) == found.num_modules - 2
 
 
-# Of one rope for all layers, and of two, one of which switches.
+# Models with one rope for all layers, and models with two ropes, one of which switches.
 _FULL_ROPE = {**LONGROPE, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 48}
 _SLIDING_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _TWO_ROPES = {"full_attention": _FULL_ROPE, "sliding_attention": _SLIDING_ROPE}
@@ -104,7 +105,8 @@ LONGROPES: dict[str, dict[str, object]] = {
 def test_tokens_drawn_before_the_switch_of_longrope_are_judged_with_its_short_factors(
     tmp_path: Path, model: str
 ) -> None:
-    """One pass of the judge over all tokens turns the early ones by the long factors, once a false alarm."""
+    """Born from a false alarm: the reference computes all tokens in one pass, and so gives the early ones the long
+    factors."""
     write_model(tmp_path / "base", model, **LONGROPES[model])
     make_adapter(tmp_path / "adapter", make_model(model, **LONGROPES[model]), std=0.15, r=5)
     found = verify_adapter(
@@ -162,7 +164,7 @@ def test_modules_that_only_one_side_adapts_are_found(kit: ModelKit) -> None:
 
 
 class OtherPeft(PeftOracle):
-    """A peft that reads alpha_pattern differently."""
+    """A peft version that reads alpha_pattern differently."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -230,7 +232,7 @@ def test_what_cannot_be_served_is_unusable_with_all_its_reasons(
 def test_what_peft_itself_cannot_load_is_not_compared(
     kit: ModelKit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """PEFT wants even ranks for this way to initialise, even where trained weights replace what it makes."""
+    """PEFT requires even ranks for this initialisation, even though trained weights replace the initial ones."""
     directory = shutil.copytree(kit.adapters["odd_rank"], tmp_path / "orthogonal")
     config = json.loads((directory / "adapter_config.json").read_text())
     (directory / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": "orthogonal"}))

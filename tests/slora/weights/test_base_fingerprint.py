@@ -34,7 +34,7 @@ def test_other_weights_names_shapes_and_dtypes_have_others(tmp_path: Path) -> No
         written(tmp_path / "last number", TENSORS | {"b": torch.tensor([1.0, 1.0, 1.0, 2.0])}),
         written(tmp_path / "bfloat16", TENSORS | {"b": TENSORS["b"].bfloat16()}),
         written(tmp_path / "less", {"a": TENSORS["a"], "b": TENSORS["b"]}),
-        # A merged adapter of rank 1 moves every number a little, here by the last place.
+        # Merging an adapter of rank 1 changes every number a little, here by one bit of the last place.
         written(tmp_path / "moved", TENSORS | {"a": TENSORS["a"] * (1 + 2**-23)}),
     ]
     assert len(set(found)) == len(found)

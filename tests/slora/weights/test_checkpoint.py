@@ -14,7 +14,7 @@ TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4), "c": torch.zer
 
 
 def write_shards(directory: Path, files: dict[str, list[str]], **index: object) -> None:
-    """`files`: the tensors of each file. `index`: fields of the index file."""
+    """files: the tensors of each file. index: fields of the index file."""
     for file, names in files.items():
         save_file({name: TENSORS[name] for name in names}, directory / file)
     weight_map = {name: file for file, names in files.items() for name in names}
@@ -23,7 +23,7 @@ def write_shards(directory: Path, files: dict[str, list[str]], **index: object) 
 
 
 def read(directory: Path, expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All tensors in float32; their shapes must be those expected."""
+    """All tensors in float32. Their shapes must equal those of `expected`."""
     reader = WeightReader(Checkpoint(directory), torch.float32, torch.device("cpu"))
     tensors = {}
     for name, tensor in expected.items():
@@ -131,7 +131,7 @@ def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path, name: str) ->
     ],
 )
 def test_an_index_without_a_readable_weight_map_is_refused(tmp_path: Path, text: str) -> None:
-    """Born from bugs: an index that was a list, or named a file by a number, raised TypeError."""
+    """Born from bugs: an index that was a list, or that named a file by a number, raised TypeError."""
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ConfigError, match=r"index\.json has no readable weight_map"):
         Checkpoint(tmp_path)

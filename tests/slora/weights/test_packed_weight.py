@@ -23,7 +23,7 @@ def test_a_packed_weight_multiplies_like_the_plain_one(
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_a_row_is_the_same_bits_alone_and_among_any_number(dtype: torch.dtype) -> None:
-    """What an answer depends on: decoding alone or in a batch, prompts in chunks of any length."""
+    """Answers depend on this: a sequence may decode alone or in a batch, and prompt chunks have any length."""
     packed = pack_weight(torch.randn(1280, 768).to(dtype))
     if not isinstance(packed, PackedWeight):
         pytest.skip(f"nothing is packed here in {dtype}")

@@ -1,4 +1,4 @@
-"""The engine with 8-bit weights beside transformers with the numbers that they stand for."""
+"""The engine with 8-bit weights, compared with transformers on the dequantized weights."""
 
 import json
 import random
@@ -22,7 +22,7 @@ from tests.support.trained_model import ask_trained_model
 
 FORMS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 ADAPTERS = {kind: KINDS[kind] for kind in ("r8_on_q_and_v", "patterns")}
-# Prompts, the kind of each one's adapter, and the answers.
+# Prompts, the adapter kind of each prompt, and the answers.
 Work = tuple[list[list[int]], list[str | None], list[list[int]]]
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
@@ -32,7 +32,8 @@ def is_linear(name: str) -> bool:
 
 
 def round_rows(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    """Numbers and scales [N, 1] by the definition: the largest magnitude of a row becomes the largest number."""
+    """Quantized numbers and scales [N, 1] by the definition: the largest magnitude of a row maps to the largest
+    number."""
     dtype, largest = FORMS[form]
     scales = weight.abs().amax(1, keepdim=True) / largest
     numbers = weight / scales
@@ -40,7 +41,7 @@ def round_rows(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
 
 
 def rewrite(source: Path, target: Path, change: Callable[[str, Tensor], dict[str, Tensor]]) -> None:
-    """Copies a checkpoint with other tensors in place of each of its linears' weights."""
+    """Copies a checkpoint and replaces the weight tensor of each linear with the tensors that `change` returns."""
     target.mkdir()
     for file in ("config.json", "generation_config.json"):
         (target / file).write_text((source / file).read_text())
@@ -134,7 +135,7 @@ STORED = {
 
 
 def store(weight: Tensor, form: str, sharing: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers, scales as a checkpoint has them, and the weight that they stand for."""
+    """The quantized numbers, the scales as the checkpoint stores them, and the dequantized weight."""
     rows, columns = weight.shape
     height, width = {"rows": (1, columns), "tensor": (rows, columns), "blocks": BLOCK}[sharing]
     padded = torch.zeros(-(-rows // height) * height, -(-columns // width) * width)
@@ -148,7 +149,8 @@ def store(weight: Tensor, form: str, sharing: str) -> tuple[Tensor, Tensor, Tens
 
 
 def pack(path: str, numbers: Tensor) -> dict[str, Tensor]:
-    """As compressed-tensors does: four numbers, each plus 128, to an int32, the first one lowest; rows filled up."""
+    """Packs as compressed-tensors does: four numbers, each plus 128, in one int32, the first in the lowest byte.
+    Rows are padded."""
     rows, columns = numbers.shape
     positive = torch.zeros(rows, -(-columns // 4) * 4, dtype=torch.int64)
     positive[:, :columns] = numbers.long() + 128
@@ -160,7 +162,7 @@ def pack(path: str, numbers: Tensor) -> dict[str, Tensor]:
 def test_a_checkpoint_of_8_bit_weights_is_served_as_what_it_stands_for(
     kit: ModelKit, tmp_path: Path, name: str
 ) -> None:
-    """The last layer's MLP is left unquantized, as checkpoints do with what suffers most from rounding."""
+    """The last layer's MLP stays unquantized. Checkpoints do this for layers that suffer most from rounding."""
     form, sharing, scale_name, config = STORED[name]
 
     def is_kept(path: str) -> bool:

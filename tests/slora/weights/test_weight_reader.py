@@ -14,7 +14,7 @@ from slora.weights.linear import QuantizedWeight
 from slora.weights.weight_reader import WeightReader
 
 CPU = torch.device("cpu")
-# Rows that neither fill a block nor divide it, of all dtypes that checkpoints have.
+# Row counts that neither fill a block nor divide it, in all dtypes of checkpoints.
 TENSORS = {
     "a": torch.randn(7, 33, dtype=torch.bfloat16),
     "b": torch.randn(50, 33),
@@ -25,7 +25,7 @@ TENSORS = {
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """TENSORS in a checkpoint, which is read in blocks of a few rows and stretches of a few blocks."""
+    """A checkpoint of TENSORS, read in blocks of a few rows and in stretches of a few blocks."""
     monkeypatch.setattr(weight_reader, "_BLOCK_BYTES", 400)
     monkeypatch.setattr(weight_blocks, "_STRETCH_BYTES", 1000)
     save_file(TENSORS, tmp_path / "model.safetensors")
@@ -67,7 +67,8 @@ def test_weights_are_rounded_row_by_row_to_the_nearest_number(directory: Path, f
     largest = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}[form]
     torch.testing.assert_close(weight.scales, exact.abs().amax(1) / largest)
     error = (weight.values.float() * weight.scales[:, None] - exact).abs()
-    # Half a step: 1 in int8; in float8 the sixteenth part of the number, or 2^-9 where numbers are smallest.
+    # The tolerance is half a step. A step is the row's scale in int8. In float8 it is at most an eighth of the number,
+    # or 2^-9 times the scale for the smallest numbers.
     steps = exact.abs() / 8 if form != torch.int8 else torch.ones_like(exact) * weight.scales[:, None]
     assert (error <= 0.501 * torch.maximum(steps, weight.scales[:, None] * 2**-9)).all()
 
