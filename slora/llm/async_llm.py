@@ -1,15 +1,14 @@
-"""`LLM` for callers on an event loop: many requests at once, each its own coroutine, computed in shared batches.
+"""The asynchronous form of `LLM`: many concurrent requests, each in its own coroutine, computed in shared batches.
 
     async with AsyncLLM("path/to/model") as llm:
         async for delta in llm.stream("one", SamplingParams(max_tokens=8), "path/to/adapter"):
             print(delta.text, end="")
 
-The engine runs on a thread of this process. Separate engine and loader processes, as behind the HTTP API, keep many
-API processes apart from one engine; here there is one caller, which would only pay for sockets, and adapters given as
-tensors would have to be copied through them.
+The engine runs on a thread of this process. The HTTP API needs separate processes, because several API processes share
+one engine. Here there is one caller, so sockets would only add cost, and adapters given as tensors would have to be
+copied through them.
 
-A request lives as long as whoever waits for it: a task that is cancelled, or an iterator that is closed, ends its
-request in the engine and frees its pages.
+Cancelling the task that waits for a request, or closing its iterator, aborts the request and frees its pages.
 """
 
 import asyncio
@@ -31,9 +30,10 @@ __all__ = ["AsyncLLM"]
 
 
 class AsyncLLM:
-    """A model with its pool. Settings not named here are EngineConfig's, by keyword.
+    """A model with its page pool. Further settings are passed as keywords; `EngineConfig` lists them.
 
-    The constructor loads the model and blocks meanwhile; in a running server, `await asyncio.to_thread(AsyncLLM, ...)`.
+    The constructor loads the model and blocks until it is loaded. In a running server, use
+    `await asyncio.to_thread(AsyncLLM, ...)`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class AsyncLLM:
     ) -> None:
         config = EngineConfig(Path(model), dtype=dtype, device=device, **settings)  # type: ignore[arg-type]
         self._engine = LocalEngine()
-        # Adapters load beside the steps of those who are already running.
+        # Threads load adapters while the engine computes steps for running requests.
         self._intake = Intake(config, notify=self._engine.wake, num_threads=2)
         self._engine.start(lambda: Engine(config, self._intake.model, self._intake.source))
         self._intake.max_model_len = self._engine.info.max_model_len
@@ -67,39 +67,48 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: AdapterLike | None = None
     ) -> Completion:
-        """The whole answer to one prompt, as `LLM.generate` gives it; for several, await several at once."""
+        """Returns the whole answer to one prompt, like `LLM.generate`.
+
+        For several prompts, await several calls concurrently.
+        """
         return await self._finish(lambda: self._intake.answers([prompt], params, adapter))
 
     async def chat(
         self, messages: Messages, params: SamplingParams | None = None, adapter: AdapterLike | None = None
     ) -> Completion:
-        """The whole answer to one conversation, as `LLM.chat` gives it."""
+        """Returns the whole answer to one conversation, like `LLM.chat`."""
         return await self._finish(lambda: self._intake.chat_answers([messages], params, adapter))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: AdapterLike | None = None
     ) -> AsyncGenerator[CompletionDelta, None]:
-        """As `generate`, piece by piece, but not with best_of above n. Raises when it is first awaited, not before."""
+        """Like `generate`, but yields the answer in deltas. best_of above n is refused.
+
+        Errors are raised at the first await.
+        """
         return self._stream(lambda: self._intake.answers([prompt], params, adapter))
 
     def stream_chat(
         self, messages: Messages, params: SamplingParams | None = None, adapter: AdapterLike | None = None
     ) -> AsyncGenerator[CompletionDelta, None]:
-        """As `chat`, piece by piece."""
+        """Like `chat`, but yields the answer in deltas."""
         return self._stream(lambda: self._intake.chat_answers([messages], params, adapter))
 
     async def forget(self, adapter: AdapterLike) -> None:
-        """Drops an adapter from pool and host, as soon as nobody uses it. Tensors are kept until then."""
+        """Removes an adapter from pool and host as soon as no request uses it.
+
+        Adapters given as tensors are kept until then.
+        """
         if (version := self._intake.forget(adapter)) is not None:
             await self._engine.forget(version)
 
     async def close(self) -> None:
-        """Ends the engine; what is unfinished fails with EngineUnavailable."""
+        """Stops the engine. Unfinished requests fail with EngineUnavailable."""
         await asyncio.to_thread(self._engine.close)
         await asyncio.to_thread(self._intake.source.close)
 
     async def _stream(self, take_in: Callable[[], list[Answer]]) -> AsyncGenerator[CompletionDelta, None]:
-        # On a thread, because a long text takes its time to tokenise, and an adapter to read.
+        # On a thread, because tokenizing a long text and reading an adapter take time.
         (answer,) = await asyncio.to_thread(take_in)
         answer.request.sampling.refuse_streaming()
         async with aclosing(self._read(answer)) as deltas:

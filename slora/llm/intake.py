@@ -1,7 +1,7 @@
-"""What a library's user hands over becomes requests: texts, conversations and adapters in, `Answer`s to fill out.
+"""Turns prompts, conversations and adapters of a library user into engine requests, each with an `Answer` to fill.
 
-`LLM` and `AsyncLLM` share it, so both accept and refuse the same things with the same words. Safe to call from
-several threads. Knows the model's files and the adapters on the host, but no engine: nothing is computed here.
+`LLM` and `AsyncLLM` share this class, so both accept and refuse the same input with the same messages. It is
+thread-safe. It uses the model's files and the host's adapters, but no engine.
 """
 
 import itertools
@@ -54,24 +54,25 @@ __all__ = [
 ]
 
 Prompt = str | Sequence[int]
-# One conversation: {"role": ..., "content": ...} turn by turn.
+# One conversation: a list of turns {"role": ..., "content": ...}.
 Messages = Sequence[Mapping[str, Any]]
-# One for all prompts, or one for each. None: the model's own defaults; the bare base.
+# One for all prompts, or one per prompt. None: the model's own defaults for parameters, and the base model for
+# adapters.
 Params = SamplingParams | Sequence[SamplingParams] | None
 AdapterLike = LoraAdapter | AdapterPath
 Adapters = AdapterLike | Sequence[AdapterLike | None] | None
 
-# What an adapter is known by: its directory, resolved, or itself.
+# Identifies an adapter: its resolved directory, or the object itself.
 _Place = Path | TensorAdapter
 
 _TENANT = "local"
-# What a completion without max_tokens gets, here as over HTTP; an answer in a chat may fill the context.
+# The default max_tokens of a completion, as over HTTP. The default of a chat is the rest of the context.
 _COMPLETION_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What a prompt is answered by: the bare base, or one version of an adapter with what it brings along."""
+    """What answers a prompt: the base model, or one version of an adapter with its template and defaults."""
 
     version: AdapterVersion | None
     chat_template: str | None
@@ -80,9 +81,10 @@ class _Served:
 
 
 class Intake:
-    """`notify` and `num_threads` are DirectorySource's. Raises ConfigError for a model that can't be served.
+    """Builds requests for one model. Raises ConfigError for a model that can't be served.
 
-    max_model_len: of the engine, which knows it once its pool is there; until then the model's own.
+    notify, num_threads: passed to DirectorySource.
+    max_model_len: the limit of the model, until the caller replaces it by the engine's limit.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class Intake:
         self.max_model_len = self.model.max_positions
         self._served: dict[_Place, tuple[_Served, DirectoryState | None]] = {}
         self._gates: dict[_Place | HubReference, Lock] = {}
-        # What a branch of the hub meant when it was first asked for, it means from then on.
+        # A branch of the hub is resolved once; later requests use the same download.
         self._downloaded: dict[HubReference, Path] = {}
         self._num_forgotten = 0
         self._lock = Lock()
@@ -117,7 +119,7 @@ class Intake:
         params: Params,
         adapters: Adapters,
     ) -> list[Answer]:
-        """One empty answer for each prompt, with the request that fills it.
+        """Returns one empty answer per prompt, with the request that fills it.
 
         Raises RequestRefused naming what can't be served, AdapterInvalid or AdapterNotFound.
         """
@@ -131,7 +133,10 @@ class Intake:
         params: Params,
         adapters: Adapters,
     ) -> list[Answer]:
-        """The same for conversations, through the adapter's chat template or else the model's."""
+        """Like `answers`, for conversations.
+
+        The adapter's chat template is used if it has one, otherwise the model's.
+        """
         served = self._find_all(_spread(adapters, len(conversations), "adapters"))
         tokenizer = self._need_tokenizer("a chat needs a tokenizer with a chat template", "messages")
         token_ids = []
@@ -168,7 +173,10 @@ class Intake:
         return EngineRequest(request_id, _TENANT, token_ids, served.version, sampling, served.weight)
 
     def _defaults(self, token_ids: list[int], served: _Served, default_tokens: int | None) -> SamplingParams:
-        """What the adapter's generation_config.json says, then the model's; more than what is left means all of it."""
+        """The defaults of the adapter's generation_config.json, then of the model's.
+
+        A max_tokens beyond the context is dropped.
+        """
         max_tokens = served.defaults.max_tokens or default_tokens
         if max_tokens is not None and max_tokens > self.max_model_len - len(token_ids):
             max_tokens = None
@@ -193,7 +201,7 @@ class Intake:
         return self._tokenizer
 
     def forget(self, adapter: AdapterLike) -> AdapterVersion | None:
-        """The version that an adapter stands for, which is read anew if it is asked for again; None if it never was."""
+        """Forgets an adapter and returns its version, or None if it was never used. The next use reads it again."""
         with self._lock:
             content = _named(adapter).content
             if isinstance(content, HubReference):
@@ -213,24 +221,24 @@ class Intake:
             return version
 
     def _find_all(self, adapters: Sequence[AdapterLike | None]) -> list[_Served]:
-        """Looks at each adapter once, so that all prompts of a call that name it get the same version."""
+        """Reads each adapter once, so that all prompts of a call that name it get the same version."""
         found = {adapter: self._find(adapter) for adapter in dict.fromkeys(adapters)}
         return [found[adapter] for adapter in adapters]
 
     def _find(self, adapter: AdapterLike | None) -> _Served:
-        """Reads and validates an adapter when it is first named, and again when a file of its directory has changed."""
+        """Reads and validates an adapter on first use, and again when a file of its directory has changed."""
         if adapter is None:
             return self._base
         named = _named(adapter)
         content = self._download(named.content) if isinstance(named.content, HubReference) else named.content
         place = _place(content)
-        with self._gate(place):  # requests for the same adapter read it once; other adapters do not wait
+        with self._gate(place):  # Requests for one adapter read it once; others do not wait.
             state = DirectoryState.take(place) if isinstance(place, Path) else None
             served = self._find_known(place, state) or self._add(place, state)
         return replace(served, weight=named.weight)
 
     def _find_known(self, place: _Place, state: DirectoryState | None) -> _Served | None:
-        """None if the directory may have changed since then. Tensors in memory never change and have no state."""
+        """Returns None if the directory may have changed. Adapters given as tensors never change and have no state."""
         served, known = self._served.get(place, (None, None))
         is_current = known is None or (state is not None and state.proves_unchanged(known))
         return served if is_current else None
@@ -247,18 +255,18 @@ class Intake:
             return self._gates.setdefault(place, Lock())
 
     def _add(self, place: _Place, state: DirectoryState | None) -> _Served:
-        """`state`: the directory's, taken before now."""
+        """state: the directory's state, taken before this call."""
         number = self._num_forgotten
         adapter = read_content(place, self.source.shape, self.source.limits)
         directory = place if isinstance(place, Path) else None
-        # The engine may forget later than we do: what is added from now on is another version, even of equal weights.
+        # The engine may forget the old version later than this. So an adapter that is added from now on is a new
+        # version, even with equal weights.
         version = self.source.hold(adapter, directory, f"{_TENANT}/{number}")
         own = read_generation_defaults(adapter.extras.generation_config)
         served = _Served(version, adapter.extras.chat_template, own.over(self._base.defaults))
         with self._lock:
-            if (
-                number == self._num_forgotten
-            ):  # else it may just have been forgotten: the next one reads it anew
+            # Otherwise the adapter may just have been forgotten, so the next request reads it again.
+            if number == self._num_forgotten:
                 self._served[place] = served, state
         return served
 
@@ -266,8 +274,9 @@ class Intake:
 def read_content(
     content: Path | HubReference | TensorAdapter, shape: ModelShape, limits: AdapterLimits
 ) -> Adapter:
-    """The adapter, held to what the server asks of an upload. Raises AdapterNotFound, AdapterInvalid, and what
-    `hub_snapshot.download` raises.
+    """Reads an adapter and validates it like an upload to the server.
+
+    Raises AdapterNotFound, AdapterInvalid, and the errors of `hub_snapshot.download`.
     """
     if isinstance(content, HubReference):
         content = download(content).directory
@@ -281,7 +290,7 @@ def read_content(
 
 
 def _refuse_extras(extras: AdapterExtras, vocab_size: int | None) -> list[Reason]:
-    """Why the texts beside an adapter can't be honoured."""
+    """The reasons why an adapter's chat template or generation config can't be used."""
     reasons = refuse_unhonoured(extras.generation_config, vocab_size)
     if extras.chat_template is not None:
         try:
@@ -293,21 +302,21 @@ def _refuse_extras(extras: AdapterExtras, vocab_size: int | None) -> list[Reason
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A text or a list of token ids is one prompt; anything else is a list of prompts."""
+    """A text or a list of token ids is one prompt. Any other sequence is a list of prompts."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], SupportsIndex)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
 def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
-    """A list of messages is one conversation; a list of such lists is several."""
+    """A list of messages is one conversation. A list of such lists is several conversations."""
     if messages and isinstance(messages[0], Mapping):
         return [messages]  # type: ignore[list-item]
     return list(messages)  # type: ignore[arg-type]
 
 
 def _spread(value: Any, count: int, name: str) -> list[Any]:
-    """One for all, or one for each."""
+    """Expands one value for all prompts to a list. Raises ConfigError if a list has the wrong length."""
     if not isinstance(value, list | tuple):
         return [value] * count
     if len(value) != count:
@@ -318,7 +327,7 @@ def _spread(value: Any, count: int, name: str) -> list[Any]:
 
 
 def _as_token_id(token: Any, index: int, position: int) -> int:
-    """Accepts numpy's and torch's integers. Whether the vocabulary has the id is for the engine to say."""
+    """Accepts integers of numpy and torch too. The engine checks whether the vocabulary has the id."""
     try:
         return operator.index(token)
     except TypeError:

@@ -1,10 +1,10 @@
-"""The engine as a library: one call, many prompts, each with its own adapter or none.
+"""The engine as a library: one call answers many prompts, each with its own adapter or with none.
 
     llm = LLM("path/to/model")
     outputs = llm.generate(["one", "two"], SamplingParams(max_tokens=8), adapters=["path/to/adapter", None])
 
-Needs no HTTP stack and no database: adapters are PEFT directories, or tensors (`LoraAdapter`). The engine steps on the
-caller's thread, while a call waits for its answers; `AsyncLLM` is for many callers at once.
+Needs no HTTP stack and no database. Adapters are PEFT directories, or tensors (`LoraAdapter`). The engine runs its
+steps on the caller's thread, while the call waits for its answers. `AsyncLLM` serves many concurrent callers.
 """
 
 import os
@@ -32,7 +32,10 @@ __all__ = ["LLM"]
 
 
 class LLM:
-    """A model with its pool. Settings not named here are EngineConfig's, by keyword. For one thread at a time."""
+    """A model with its page pool, for use by one thread.
+
+    Further settings are passed as keywords; `EngineConfig` lists them.
+    """
 
     def __init__(
         self,
@@ -43,7 +46,7 @@ class LLM:
         **settings: int | str | None,
     ) -> None:
         config = EngineConfig(Path(model), dtype=dtype, device=device, **settings)  # type: ignore[arg-type]
-        # Loads happen inside `request`: without other work to go on with, a thread would only add waiting.
+        # Adapters load synchronously inside `request`. The caller waits anyway, so a thread would only add delay.
         self._intake = Intake(config, num_threads=0)
         self._engine = Engine(config, self._intake.model, self._intake.source)
         self._intake.max_model_len = self._engine.info.max_model_len
@@ -59,45 +62,50 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, adapters: Adapters = None
     ) -> list[Completion]:
-        """Continues every prompt, text or token ids, and returns the answers in the same order.
+        """Continues every prompt, a text or token ids, and returns the answers in the same order.
 
-        params: one for all, or one for each; None takes what the adapter's or the model's generation_config.json says.
-        adapters: one PEFT directory or LoraAdapter (None: the bare base) for all, or one for each.
-        Raises RequestRefused naming what can't be served, AdapterInvalid for what is no valid adapter of this model;
-        then no prompt is answered.
+        params: one for all prompts, or one per prompt. None: the adapter's or the model's generation_config.json.
+        adapters: one PEFT directory or LoraAdapter for all prompts, or one per prompt. None: the base model.
+
+        Raises RequestRefused naming what can't be served, or AdapterInvalid for an adapter that does not fit this
+        model. Then no prompt is answered.
         """
         return self._finish(self._intake.answers(as_prompts(prompts), params, adapters))
 
     def chat(
         self, messages: Messages | Sequence[Messages], params: Params = None, adapters: Adapters = None
     ) -> list[Completion]:
-        """Answers one conversation or several, as `generate` does, through the adapter's or the model's template."""
+        """Answers one conversation or several, like `generate`, with the adapter's or the model's chat template."""
         return self._finish(self._intake.chat_answers(as_conversations(messages), params, adapters))
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, adapters: Adapters = None
     ) -> Iterator[CompletionDelta]:
-        """As `generate`, but each answer comes piece by piece; a delta's index is its prompt's, choice which of n.
+        """Like `generate`, but yields each answer in deltas. A delta's `index` is its prompt's, its `choice` is one of
+        n.
 
-        Raises RequestRefused for best_of above n, too. Closing the iterator, or dropping it, ends what is unfinished.
+        Also raises RequestRefused for best_of above n. Closing or dropping the iterator aborts unfinished requests.
         """
         return self._stream(_streamable(self._intake.answers(as_prompts(prompts), params, adapters)))
 
     def stream_chat(
         self, messages: Messages | Sequence[Messages], params: Params = None, adapters: Adapters = None
     ) -> Iterator[CompletionDelta]:
-        """As `chat`, piece by piece."""
+        """Like `chat`, but yields the answers in deltas."""
         return self._stream(
             _streamable(self._intake.chat_answers(as_conversations(messages), params, adapters))
         )
 
     def forget(self, adapter: AdapterLike) -> None:
-        """Drops an adapter from pool and host, as soon as no open stream uses it. Tensors are kept until then."""
+        """Removes an adapter from pool and host as soon as no open stream uses it.
+
+        Adapters given as tensors are kept until then.
+        """
         if (version := self._intake.forget(adapter)) is not None:
             self._engine.forget(version)
 
     def check(self) -> None:
-        """Proves that no page of the pool is lost."""
+        """Checks that no page of the pool is lost."""
         self._engine.check()
 
     def _finish(self, answers: list[Answer]) -> list[Completion]:
@@ -106,7 +114,7 @@ class LLM:
         return [answer.completion() for answer in answers]
 
     def _stream(self, answers: list[Answer]) -> Iterator[CompletionDelta]:
-        """Steps the engine whenever there is nothing to hand out; others' outputs wait in inboxes of their own."""
+        """Runs engine steps until this stream has an output. Outputs of other streams go to their own inboxes."""
         inbox: deque[StepOutput] = deque()
         unfinished = {answer.request.request_id: answer for answer in answers}
         self._inboxes |= dict.fromkeys(unfinished, inbox)
@@ -119,7 +127,8 @@ class LLM:
                 output = inbox.popleft()
                 asked = unfinished.get(output.request_id)
                 if asked is None or (output.delta is not None and not asked.wants(output.delta.index)):
-                    continue  # computed for another stream's sake, after a stop string had ended it
+                    # Computed during a step of another stream, after a stop string had ended the choice.
+                    continue
                 delta = _take(asked, output)
                 if asked.is_over:
                     self._end(asked, unfinished)
@@ -136,7 +145,7 @@ class LLM:
                 self._inboxes[output.request_id].append(output)
 
     def _end(self, answer: Answer, unfinished: dict[str, Answer]) -> None:
-        """Nothing more of it is wanted. A stop string may have ended a choice that the engine would go on with."""
+        """Aborts the request in the engine. A stop string may have ended a choice that the engine would continue."""
         request_id = answer.request.request_id
         del unfinished[request_id], self._inboxes[request_id]
         self._engine.abort(request_id)

@@ -1,11 +1,10 @@
-"""An adapter as a library's user names it: a PEFT directory, here or on the hub, or tensors that lie in memory, and how
-strongly it counts.
+"""An adapter as a library user names it: a PEFT directory, a hub repository or tensors, with a weight.
 
     LoraAdapter("path/to/adapter", weight=0.5)
     LoraAdapter("hf://org/repo@revision")
     LoraAdapter.from_tensors(get_peft_model_state_dict(model), model.peft_config["default"].to_dict())
 
-What it holds is read and validated by the model that is first asked to use it, because only a model knows what fits.
+The first model that uses the adapter reads and validates it, because its shapes depend on the model.
 """
 
 import json
@@ -25,13 +24,13 @@ from slora_adapters.peft.tensor_file import StoredTensor
 __all__ = ["AdapterPath", "LoraAdapter", "TensorAdapter"]
 
 AdapterPath = str | os.PathLike[str]
-# Safetensors' names of the dtypes that LoRA weights may have, by the name that torch and numpy (ml_dtypes) give them.
+# Safetensors' names of the dtypes that LoRA weights may have, keyed by their names in torch and numpy (ml_dtypes).
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorAdapter:
-    """An adapter's config, as PEFT would write it, and its tensors; a copy, which no training step changes."""
+    """An adapter's config, in PEFT's format, and a copy of its tensors. Training steps do not change the copy."""
 
     config: bytes
     tensors: Mapping[str, StoredTensor]
@@ -39,13 +38,13 @@ class TensorAdapter:
 
 @dataclass(frozen=True, slots=True, init=False)
 class LoraAdapter:
-    """weight: a factor on the adapter's own scale, for one request: 0 is the base, 0.5 half the way to the adapter."""
+    """weight: a factor on the adapter's own scale. 0 gives the base model, 0.5 half of the adapter's change."""
 
     content: Path | HubReference | TensorAdapter
     weight: float
 
     def __init__(self, directory: AdapterPath | HubReference | TensorAdapter, *, weight: float = 1.0) -> None:
-        """directory: also hf://ORG/REPO[@REVISION][/FOLDER]. Raises ValueError for what only begins like that."""
+        """directory: a path, or hf://ORG/REPO[@REVISION][/FOLDER]. Raises ValueError for a malformed hf:// address."""
         object.__setattr__(self, "content", _content(directory))
         object.__setattr__(self, "weight", weight)
 
@@ -53,9 +52,10 @@ class LoraAdapter:
     def from_tensors(
         tensors: Mapping[str, Any], config: Mapping[str, Any], *, weight: float = 1.0
     ) -> "LoraAdapter":
-        """Tensors (torch on any device, or numpy) under the names in PEFT's files, and the fields of a LoraConfig.
+        """Builds an adapter from tensors and the fields of a LoraConfig.
 
-        Both are copied. Raises AdapterInvalid for what no file could hold; the rest is checked when it is first used.
+        tensors: torch tensors on any device, or numpy arrays, under the names in PEFT's files. Both arguments are
+        copied. Raises AdapterInvalid for values that no file could hold. Everything else is checked on first use.
         """
         reasons: list[Reason] = []
         stored = {name: _store(name, value, reasons) for name, value in tensors.items()}
@@ -65,7 +65,7 @@ class LoraAdapter:
         return LoraAdapter(TensorAdapter(raw, {t.name: t for t in stored.values() if t}), weight=weight)
 
     def weighted(self, weight: float) -> "LoraAdapter":
-        """The same adapter with another weight."""
+        """Returns the same adapter with another weight."""
         return LoraAdapter(self.content, weight=weight)
 
 
@@ -91,13 +91,13 @@ def _store(name: str, value: Any, reasons: list[Reason]) -> StoredTensor | None:
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A copy in C order; numpy has no bfloat16, so that comes as its bits."""
+    """A copy in C order. numpy has no bfloat16, so bfloat16 is returned as its 16-bit patterns."""
     copy = tensor.detach().to("cpu", copy=True).contiguous()
     return (copy.view(torch.int16) if copy.dtype == torch.bfloat16 else copy).numpy()
 
 
 def _write_config(config: Mapping[str, Any], reasons: list[Reason]) -> bytes:
-    """As PEFT writes adapter_config.json: sets as lists."""
+    """Writes adapter_config.json as PEFT does: sets become lists."""
     try:
         return json.dumps(dict(config), default=_listed).encode()
     except (TypeError, ValueError) as error:

@@ -24,10 +24,10 @@ def find_lengths(config: PreTrainedConfig) -> dict[str, int]:
 
 @contextmanager
 def shortened(model: nn.Module, longest: int, short: int) -> Iterator[None]:
-    """Cuts each length above `longest` to `short`, in the model's configs and in modules that keep it.
+    """While entered, sets each length above `longest` to `short`, in the model's configs and in its modules.
 
-    A module keeps a length under a name of its own (`window_size` for `sliding_window`), so attributes are found by
-    what all such names have in common, and by their value.
+    A module may store a length under another name, such as `window_size` for `sliding_window`. Attributes are therefore
+    found by the words that such names contain, and by their value.
     """
     owners = list(_owners(model))
     configs = [owner for owner in owners if isinstance(owner, PreTrainedConfig)]

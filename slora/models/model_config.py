@@ -27,18 +27,20 @@ _MOST_LAYERS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of causal attention and gated MLPs. Widths are in elements.
+    """A decoder with causal attention and gated MLPs. Widths are in elements.
 
-    ropes, rope_of_layer: the model's different rotary embeddings, and which of them each layer uses.
-    window_of_layer: how many tokens a token of the layer sees, itself included; None: all before it.
-    attention_softcap (of scaled scores), final_softcap (of logits): s -> softcap * tanh(s / softcap); None: not at all.
-    embedding_scale: multiplies embeddings, once it is rounded to the model's dtype; None: one.
-    qk_norm: RMSNorm of each query and key head before rotation. post_norms: norms also after attention and MLP, before
-    they join the residual. norm_offset: norms multiply by 1 + weight.
-    fused_linears: q, k, v are one linear, gate and up another, in the checkpoint and for adapters.
-    root, stored_root: how the decoder's modules, and its tensors in a checkpoint, begin. left_out: how the tensors of
-    other parts of the model begin.
-    quantization: how the checkpoint stores the linears' weights, if not in `dtype`.
+    ropes, rope_of_layer: the model's different rotary embeddings, and the index into them for each layer.
+    window_of_layer: how many tokens a token of the layer sees, itself included; None: all earlier tokens.
+    attention_softcap, final_softcap: s -> softcap * tanh(s / softcap), of scaled scores and of logits. None: no
+    softcap.
+    embedding_scale: factor on embeddings, after it is rounded to the model's dtype. None: no factor.
+    qk_norm: RMSNorm of each query and key head before rotation.
+    post_norms: norms also after attention and after the MLP, before their outputs are added to the residual.
+    norm_offset: norms multiply by 1 + weight.
+    fused_linears: q, k and v are one linear, gate and up another, in the checkpoint and for adapters.
+    root: prefix of the decoder's modules. stored_root: prefix of its tensors in a checkpoint.
+    left_out: prefixes of the tensors of other parts of the model.
+    quantization: how the checkpoint stores the linears' weights; None: as numbers of `dtype`.
     """
 
     family: str

@@ -8,7 +8,7 @@ an answer changes.
 A model may change its arithmetic at each length in its config (windows, chunks, floors). A prompt longer than a
 realistic length would take minutes on a CPU, so only lengths up to `_MOST_CROSSED` tokens are tested as they are. For
 longer ones the check is repeated with those lengths cut to `_SHORT_LENGTH` tokens in the model itself. The check
-computes about 900 tokens for any model. `slora.models.model_tree` compares windows at their real lengths.
+computes at most about 900 tokens for any model. `slora.models.model_tree` compares windows at their real lengths.
 
 The pages hold K and V in the model's dtype here, also if the engine serves them in fp8: rounding to 8 bits would hide
 real differences.
@@ -128,7 +128,7 @@ def run_through_pages(
     dtype_name = str(geometry.dtype).removeprefix("torch.")
     page_bytes = geometry.num_layers * geometry.layout.num_bytes
     memory = PageMemory(geometry, spec.shape(dtype_name), page_bytes, num_pages, 1, 1, device)
-    # Reading what a page held before gives NaN.
+    # All bits set: reading a page before it is written gives NaN.
     memory.pages.fill_(0xFF)
     free = iter(range(num_pages))
 

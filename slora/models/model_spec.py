@@ -1,7 +1,7 @@
-"""What the rest of the platform needs to know of a model, whoever computes it: our decoder or transformers' classes.
+"""The facts about a model that engine, API and loader need, whether our decoder or transformers computes it.
 
-Knows no torch: the API and loader processes read it too. For a model that our decoder does not have, a program with
-torch (`slora.models.model_tree`) is asked once.
+This module does not import torch, because the API and loader processes read it too. For a model that our decoder does
+not support, a separate program with torch (`slora.models.model_tree`) finds the facts once.
 """
 
 import importlib
@@ -23,19 +23,22 @@ __all__ = ["ELEMENT_BYTES", "MODEL_IMPLS", "REFUSED", "ModelSpec", "read_model_s
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MODEL_IMPLS = ("auto", "slora", "transformers")
-# A large configuration on a busy machine: building modules without data takes seconds, importing torch some more.
+# Building modules without data takes seconds, and so does importing torch. A busy machine needs much longer.
 _TREE_TIMEOUT_S = 300
-# How slora.models.model_tree ends when it has said on standard output why the model can't be served.
+# Exit code of slora.models.model_tree when it refused the model and printed the reason on standard output.
 REFUSED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """max_positions: tokens that positions reach. window_of_layer: tokens that a token of the layer sees, or None.
+    """The facts about one model.
 
-    rope_switch: the most tokens of a sequence that uses longrope's short factors; None where nothing switches.
-    dtype: the checkpoint's own. sizes: with elements of 4 bytes. decoder: what our own decoder reads; None when
-    transformers' classes compute the model, whose attention modules are at `attention_paths`, one for each layer.
+    max_positions: number of tokens for which the model has positions.
+    window_of_layer: how many tokens a token of the layer sees, itself included; None: all earlier tokens.
+    rope_switch: the longest sequence, in tokens, that uses longrope's short factors. None if nothing switches.
+    dtype: the checkpoint's own dtype. sizes: the model's sizes, with elements of 4 bytes.
+    decoder: the config of our own decoder. None if transformers computes the model.
+    attention_paths: the attention modules of a transformers model, one per layer.
     """
 
     family: str
@@ -63,7 +66,7 @@ class ModelSpec:
 
     @staticmethod
     def from_plain(fields: Mapping[str, Any]) -> "ModelSpec":
-        """From what `dataclasses.asdict` gives for a model without `decoder`, after it was JSON."""
+        """Builds a spec from the JSON form of `dataclasses.asdict`, for a model without `decoder`."""
         return ModelSpec(
             **{
                 **fields,
@@ -80,16 +83,16 @@ class ModelSpec:
 
     @property
     def window(self) -> int | None:
-        """The most tokens that a token sees in any layer, itself included; None if a layer has no window."""
+        """The most tokens that a token sees in any layer, itself included. None if a layer has no window."""
         windows = [window for window in self.window_of_layer if window is not None]
         return max(windows) if windows and len(windows) == len(self.window_of_layer) else None
 
     def shape(self, dtype: str) -> ModelShape:
-        """The sizes that decide page and adapter layout when the model runs in `dtype`."""
+        """The sizes that decide the layout of pages and adapters when the model runs in `dtype`."""
         return replace(self.sizes, element_bytes=ELEMENT_BYTES[dtype])
 
     def resolve_dtype(self, requested: str) -> str:
-        """`auto` is the checkpoint's own. Raises ConfigError for a dtype that can't be served."""
+        """Resolves `auto` to the checkpoint's own dtype. Raises ConfigError for a dtype that can't be served."""
         dtype = self.dtype if requested == "auto" else requested
         if dtype not in ELEMENT_BYTES:
             raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(ELEMENT_BYTES)}")
@@ -97,15 +100,16 @@ class ModelSpec:
 
 
 def read_model_spec(directory: Path, model_impl: str = "auto") -> ModelSpec:
-    """Reads the model in `directory`. Raises ConfigError naming file and field, or what can't be served.
+    """Reads the model in `directory`. Raises ConfigError naming the file and field, or what can't be served.
 
-    model_impl: who computes it. `auto` is our decoder for the families that it has, transformers' classes for others.
+    model_impl: `slora` for our decoder, `transformers` for transformers' classes. `auto` uses our decoder for the
+    families that it supports, and transformers for all others.
     """
     if model_impl not in MODEL_IMPLS:
         raise ConfigError(f"model_impl is {model_impl!r}; it must be one of {', '.join(MODEL_IMPLS)}")
     if model_impl == "slora" or (model_impl == "auto" and _model_type(directory) in FAMILIES):
         return ModelSpec.from_config(ModelConfig.from_directory(directory))
-    # A process that has torch finds out for itself; another one must not import it.
+    # A process that has imported torch finds the tree itself. Other processes must not import torch.
     return _find_tree(directory) if "torch" in sys.modules else _ask_tree(directory)
 
 

@@ -1,11 +1,11 @@
-"""What a model of transformers' own classes is made of, found by running it once on tensors without data.
+"""Finds the structure of a transformers model by running it once on tensors without data.
 
     python -P -m slora.models.model_tree DIR      prints a ModelSpec as JSON
 
-There is no table of architectures. The model is built on torch's meta device, which needs no memory and no weights, and
-run with an attention function that records how each layer calls it. Hooks record which linears project all tokens of
+There is no table of architectures. The model is built on torch's meta device, which needs no memory and no weights. It
+runs with an attention function that records how each layer calls it. Hooks record which linears project all tokens of
 the step. A second run records the masks that transformers would build. A model that paged attention or LoRA would
-compute wrongly is refused here with the reason. Processes without torch run this module as a program.
+compute wrongly is refused here, with the reason. Processes without torch run this module as a program.
 """
 
 import argparse
@@ -43,10 +43,10 @@ __all__ = ["AttentionCall", "ModelTree", "find_tree", "ignore_padding", "read_sp
 
 _ATTENTION = "slora_probe"
 _MASKED_ATTENTION = "slora_mask_probe"
-# No size of a model is likely to be the same number.
+# A number of tokens that is unlikely to equal any size of a model.
 _TOKENS = 13
 _MOST_ERROR_CHARS = 300
-# Fields by which models divide without a check of their own.
+# Fields that models use as divisors without checking them.
 _COUNTS = (
     "num_hidden_layers",
     "hidden_size",
@@ -55,17 +55,17 @@ _COUNTS = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-# Rotary embeddings whose angles depend on a position alone. `dynamic` and `longrope` change with the length of the
-# longest sequence in the batch, which is not ours to let one request do to another.
+# Rotary embeddings whose angles depend on the position alone. `dynamic` and `longrope` depend on the longest sequence
+# of the batch, so one request would change the answers of others.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# What attention functions are given beside query, key and value, and what it means to us when it is set.
+# Arguments of attention functions, beside query, key and value, that do not change the result.
 _HARMLESS = ("position_ids", "use_cache", "dropout", "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One layer's attention as the model asks for it. scale: None means 1 / sqrt(head_dim)."""
+    """One layer's attention as the model calls it."""
 
     module: str
     num_heads: int
@@ -76,7 +76,9 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class ModelTree:
-    """calls: of each layer, in order. layers_path: where the layers are. linears: names within a layer."""
+    """The structure of a model. calls: the attention calls, one per layer, in order. layers_path: path of the module
+    list that holds the layers. linears: names and sizes of the linears within a layer.
+    """
 
     calls: tuple[AttentionCall, ...]
     layers_path: str
@@ -86,7 +88,9 @@ class ModelTree:
 
 
 class _Record:
-    """One forward pass: attention calls in order, and which linears projected all tokens exactly once."""
+    """Records one forward pass: the attention calls in order, and the linears that projected all tokens exactly
+    once.
+    """
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
@@ -95,7 +99,7 @@ class _Record:
         self._names: dict[int, str] = {}
 
     def watch(self, model: PreTrainedModel) -> None:
-        """Attention calls come through the registry; linears are hooked."""
+        """Hooks the linears. Attention calls arrive through transformers' attention registry."""
         for name, module in model.named_modules():
             self._names[id(module)] = name
             if isinstance(module, nn.Linear | Conv1D):
@@ -127,17 +131,23 @@ class _Record:
         return query.new_empty(1, num_tokens, num_heads, head_dim), None
 
     def note_linear(self, name: str, x: Tensor, output: object) -> None:
-        """A subclass of a linear may return something else than the product, as PhiMoE's router does."""
+        """Records a linear's input shape.
+
+        A subclass may return something other than the product, as PhiMoE's router does.
+        """
         is_product = isinstance(output, Tensor) and output.shape[:-1] == x.shape[:-1]
         self.linear_calls.setdefault(name, []).append(tuple(x.shape[:-1]) if is_product else ())
 
     def adaptable(self, name: str) -> bool:
-        """Whether LoRA beside it is one product over the step's tokens; a mixture's expert sees only some of them."""
+        """Whether LoRA on this linear is one product over all tokens of the step.
+
+        An expert of a mixture sees only some of them.
+        """
         return self.linear_calls.get(name) in ([(1, _TOKENS)], [(_TOKENS,)])
 
 
 class _Masks:
-    """One forward pass as transformers' plain attention would run it: the mask that each layer is given, in order."""
+    """Records the mask of each layer, in order, in one forward pass with transformers' plain attention."""
 
     def __init__(self) -> None:
         self.record = MaskRecord()
@@ -157,9 +167,9 @@ class _Masks:
 
 
 def read_spec(directory: Path) -> ModelSpec:
-    """Everything that engine, API and loader need to know of the model in `directory`. Raises ConfigError."""
+    """Reads the facts about the model in `directory` for engine, API and loader. Raises ConfigError."""
     config = read_config(directory)
-    # Before the tree is found: building the model in another dtype changes its config.
+    # Read before the tree is found, because building the model in another dtype changes its config.
     dtype = config.dtype if config.dtype is not None else torch.float32
     tree = find_tree(config, directory)
     first = tree.calls[0]
@@ -189,7 +199,7 @@ def read_spec(directory: Path) -> ModelSpec:
 
 
 def read_config(directory: Path) -> PreTrainedConfig:
-    """Raises ConfigError for a config.json that transformers can't read, or whose fields we can't serve."""
+    """Raises ConfigError if transformers can't read the config.json, or if this server does not support its fields."""
     path = directory / "config.json"
     if not path.is_file():
         raise ConfigError(f"no model at {directory}: there is no {path.name}")
@@ -199,7 +209,7 @@ def read_config(directory: Path) -> PreTrainedConfig:
     except ConfigError:
         raise
     except Exception as error:
-        # Config classes validate themselves, with errors of many types that name the field.
+        # Config classes validate themselves and raise many types of errors, which name the field.
         raise ConfigError(f"{path}: transformers can't read it: {_one_line(error)}") from error
     return config
 
@@ -226,7 +236,7 @@ def _refuse_fields(config: PreTrainedConfig, text: PreTrainedConfig, path: Path)
 
 
 def find_tree(config: PreTrainedConfig, directory: Path) -> ModelTree:
-    """Runs the model once on the meta device. Raises ConfigError for what can't be served, and why."""
+    """Runs the model once on the meta device. Raises ConfigError with the reason if the model can't be served."""
     record = _Record()
     AttentionInterface.register(_ATTENTION, record.attend)
     model = _build(config, directory)
@@ -257,7 +267,7 @@ def find_tree(config: PreTrainedConfig, directory: Path) -> ModelTree:
 
 
 def _build(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
-    # Mixtures of experts have no float32 form on the meta device; shapes are the same in any dtype.
+    # bfloat16, because mixtures of experts have no float32 form on the meta device. Shapes are the same in any dtype.
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -285,7 +295,7 @@ def _run(model: PreTrainedModel) -> None:
 def _refuse_masks(
     model: PreTrainedModel, calls: list[AttentionCall], config: PreTrainedConfig, directory: Path
 ) -> None:
-    """Raises ConfigError for a layer whose mask is not the one that its attention call describes."""
+    """Raises ConfigError for a layer whose mask differs from the mask that its attention call describes."""
     masks = _Masks()
     AttentionInterface.register(_MASKED_ATTENTION, masks.attend)
     AttentionMaskInterface.register(_MASKED_ATTENTION, masks.record.make)
@@ -293,7 +303,7 @@ def _refuse_masks(
     try:
         with torch.inference_mode():
             tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-            # Told that nothing is padding, or transformers reads the positions to look for packed sequences.
+            # An explicit mask without padding. Otherwise transformers reads the positions to look for packed sequences.
             model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
     except Exception as error:
         raise ConfigError(
@@ -325,7 +335,7 @@ def _refuse_attention(
     attention_mask: Tensor | None,
     others: dict[str, Any],
 ) -> None:
-    """Raises ConfigError for an attention call that is more than causal attention over the sequence's own tokens."""
+    """Raises ConfigError for an attention call that is not plain causal attention over the sequence's own tokens."""
     extra = sorted(n for n, v in others.items() if v is not None and v is not False and n not in _HARMLESS)
     problems = (
         (not getattr(module, "is_causal", True), "it is not causal"),
@@ -342,7 +352,7 @@ def _refuse_attention(
 
 
 def _layers_path(model: PreTrainedModel, calls: list[AttentionCall], title: str) -> str:
-    """Where the layers are: the one list whose members each made one attention call, in order."""
+    """Returns the path of the module list whose members each made one attention call, in order."""
     if not calls:
         raise ConfigError(f"{title} never calls an attention function")
     shapes = {(call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}
@@ -364,7 +374,7 @@ def _layers_path(model: PreTrainedModel, calls: list[AttentionCall], title: str)
 def _linears(
     model: PreTrainedModel, layers_path: str, num_layers: int, record: _Record
 ) -> Iterator[LinearShape]:
-    """What LoRA can adapt in every layer alike, in the order of the first layer's modules."""
+    """The linears that LoRA can adapt in every layer, in the order of the first layer's modules."""
     for path, module in model.get_submodule(f"{layers_path}.0").named_modules():
         shape = linear_shape(module, path)
         names = [f"{layers_path}.{layer}.{path}" for layer in range(num_layers)]
@@ -373,7 +383,7 @@ def _linears(
 
 
 def linear_shape(module: nn.Module, path: str) -> LinearShape | None:
-    """None if `module` is no linear that peft adapts as one."""
+    """Returns None if `module` is not a linear that peft adapts as one."""
     if isinstance(module, nn.Linear):
         return LinearShape(path, module.in_features, module.out_features)
     if isinstance(module, Conv1D):
@@ -382,8 +392,11 @@ def linear_shape(module: nn.Module, path: str) -> LinearShape | None:
 
 
 def ignore_padding(model: PreTrainedModel) -> None:
-    """There is no padding in a step; without this, some models read the token ids back in each one to look for it."""
-    # Some config classes refuse null when the attribute is set as usual.
+    """A step contains no padding.
+
+    Without this, some models copy the token ids to the host in each step to look for it.
+    """
+    # Written to vars(), because some config classes refuse None when the attribute is set.
     vars(model.config)["pad_token_id"] = None
 
 
@@ -392,7 +405,7 @@ def _path_of(model: PreTrainedModel, wanted: nn.Module) -> str:
 
 
 def _rope_types(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
-    """The kinds of rotary embedding, one for the model or one for each layer type."""
+    """The kinds of rotary embedding: one for the model, or one per layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     tables = {"rope_parameters": parameters} if "rope_type" in parameters else parameters
     for name, table in tables.items():
@@ -430,7 +443,7 @@ def _version() -> str:
 
 
 def main() -> int:
-    """Prints the spec, or why there is none; then the exit code is `REFUSED`."""
+    """Prints the spec. If the model is refused, prints the reason and returns the exit code `REFUSED`."""
     parser = argparse.ArgumentParser(description="Describe a model that transformers' own classes compute.")
     parser.add_argument("directory", type=Path)
     options = parser.parse_args()

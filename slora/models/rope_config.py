@@ -1,7 +1,8 @@
-"""Rotary embedding as config.json describes it, in the spellings of transformers 4 and 5.
+"""Rotary embedding as config.json describes it, in the formats of transformers 4 and 5.
 
-Knows no torch and no table: `rotary` makes those. `dynamic` is not here: its frequencies change with each token beyond
-the trained length, so keys that were cached, or shared by a prefix, are wrong from the next token on.
+This module does not import torch; `rotary` builds the tables. The kind `dynamic` is not supported: its frequencies
+change with each token beyond the trained length. Keys in the KV cache or in a shared prefix would be wrong from the
+next token on.
 """
 
 import math
@@ -17,14 +18,14 @@ from slora.models.model_family import ROPE_TYPES, Family
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Every wave is stretched by `factor` (position interpolation)."""
+    """All wavelengths are multiplied by `factor` (position interpolation)."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Waves longer than a part of the original context are stretched (Llama 3.1 and later)."""
+    """Wavelengths longer than a fraction of the original context are multiplied by `factor` (Llama 3.1 and later)."""
 
     factor: float
     low_freq_factor: float
@@ -34,8 +35,12 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Waves that turn fewer than beta_slow times in the original context are stretched, those that turn more than
-    beta_fast times kept, those between blended (arXiv 2309.00071). truncate: the bounds are whole dimensions."""
+    """YaRN (arXiv 2309.00071) treats each wavelength by the number of turns that it makes in the original context.
+
+    Below beta_slow turns it is multiplied by `factor`. Above beta_fast turns it is kept. Between them it is
+    interpolated.
+    truncate: the bounds are rounded to whole dimensions.
+    """
 
     factor: float
     beta_fast: float
@@ -46,7 +51,9 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """Each wave has its own stretch, another one in sequences longer than the original context (arXiv 2402.13753)."""
+    """Each wavelength has a factor of its own, and another one in sequences beyond the original context (arXiv
+    2402.13753).
+    """
 
     short_factors: tuple[float, ...]
     long_factors: tuple[float, ...]
@@ -58,7 +65,9 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """rotary_dim: how many of a head's first dimensions turn. attention_factor: multiplies cosines and sines."""
+    """One rotary embedding. rotary_dim: number of a head's first dimensions that are rotated. attention_factor:
+    multiplies the cosines and sines.
+    """
 
     theta: float
     rotary_dim: int
@@ -69,7 +78,7 @@ class Rope:
 def read_ropes(
     fields: ConfigFields, family: Family, head_dim: int, layer_types: tuple[str, ...]
 ) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
-    """The different ropes of a model, and each layer's index into them."""
+    """The different ropes of a model, and for each layer the index of its rope."""
     if not family.rope_by_layer_type:
         return (_read_only_rope(fields, family, head_dim),), (0,) * len(layer_types)
     by_type = {kind: _read_typed_rope(fields, family, head_dim, kind) for kind in sorted(set(layer_types))}
@@ -88,7 +97,9 @@ def _read_only_rope(fields: ConfigFields, family: Family, head_dim: int) -> Rope
 
 
 def _read_typed_rope(fields: ConfigFields, family: Family, head_dim: int, kind: str) -> Rope:
-    """transformers 5 writes a table for each type; 4 wrote rope_theta and rope_scaling for full attention only."""
+    """Reads the rope of one layer type. transformers 5 writes a table per type. transformers 4 wrote rope_theta and
+    rope_scaling for full attention only.
+    """
     tables = fields.table("rope_parameters")
     if tables and not tables.keys() & {FULL, SLIDING}:
         raise fields.refusal("rope_parameters", f"; it must hold a table for {FULL} and one for {SLIDING}")
@@ -104,7 +115,7 @@ def _read_typed_rope(fields: ConfigFields, family: Family, head_dim: int, kind: 
 
 
 def _read_rope(values: ConfigFields, top: ConfigFields, family: Family, head_dim: int, theta: float) -> Rope:
-    """theta: what holds when `values` has no rope_theta of its own."""
+    """theta: used if `values` has no rope_theta of its own."""
     theta = values.number("rope_theta", theta)
     rotary_dim = _rotary_dim(values, top, family, head_dim)
     refuse_unknown_rope_fields(values)
@@ -151,7 +162,7 @@ def _rotary_dim(values: ConfigFields, top: ConfigFields, family: Family, head_di
 
 
 def _original_max_positions(values: ConfigFields, top: ConfigFields) -> int:
-    """At the top (Phi-3) it holds over whatever stands beside the scaling."""
+    """A value at the top level of the config (Phi-3) takes precedence over one inside the rope table."""
     name = "original_max_position_embeddings"
     place = top if name in top else values
     return place.whole(name, top.whole("max_position_embeddings"), least=2)

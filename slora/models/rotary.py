@@ -1,7 +1,7 @@
-"""Rotary position embedding as tables of cosines and sines (RoFormer, arXiv 2104.09864), one for each rope of a model.
+"""Tables of cosines and sines for rotary embedding (RoFormer, arXiv 2104.09864), one for each rope of a model.
 
-Angles are worked out in float32 in transformers' order of operations, so that the tables are theirs to the last bit or
-nearly so.
+Angles are computed in float32 in transformers' order of operations. The tables equal those of transformers, in nearly
+every case to the last bit.
 """
 
 import math
@@ -14,10 +14,10 @@ from slora.models.rope_config import LinearScaling, Llama3Scaling, LongRopeScali
 
 
 def cos_sin_tables(config: ModelConfig, num_positions: int, device: torch.device) -> list[Tensor]:
-    """A float32 table [rows, R] for each of `config.ropes`: R / 2 cosines, then as many sines, of each position.
+    """A float32 table [rows, R] for each of `config.ropes`: for each position R / 2 cosines, then R / 2 sines.
 
-    R is the rope's rotary_dim, made even. rows is num_positions; where `config.rope_switch` is set, 2 * num_positions:
-    those for sequences up to that length, then those for longer ones.
+    R is the rope's rotary_dim, rounded up to an even number. rows is num_positions. If `config.rope_switch` is set,
+    rows is 2 * num_positions: first the positions of short sequences, then those of long sequences.
     """
     sides = (False, True) if config.rope_switch is not None else (False,)
     return [
@@ -27,14 +27,14 @@ def cos_sin_tables(config: ModelConfig, num_positions: int, device: torch.device
 
 
 def cos_sin_table(rope: Rope, num_positions: int, *, is_long: bool = False) -> Tensor:
-    """float32 [num_positions, R]."""
+    """Returns float32 [num_positions, R]."""
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(rope, is_long=is_long))
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
 
 
 def inverse_frequencies(rope: Rope, *, is_long: bool = False) -> Tensor:
-    """float32 [R / 2]: theta ** (-2i / rotary_dim), scaled. is_long: for a sequence that longrope calls long."""
+    """float32 [R / 2]: theta ** (-2i / rotary_dim), scaled. is_long: use longrope's factors for long sequences."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
     waves = rope.theta**exponents
     match rope.scaling:
@@ -52,7 +52,7 @@ def inverse_frequencies(rope: Rope, *, is_long: bool = False) -> Tensor:
 
 
 def _scale_llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between interpolated."""
+    """Multiplies long wavelengths by `factor`, keeps short ones and interpolates between them."""
     wavelengths = 2 * math.pi / frequencies
     longest_kept = scaling.original_max_positions / scaling.high_freq_factor
     shortest_stretched = scaling.original_max_positions / scaling.low_freq_factor
@@ -66,7 +66,9 @@ def _scale_llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _scale_yarn(waves: Tensor, rope: Rope, scaling: YarnScaling) -> Tensor:
-    """Dimensions below the first bound are kept, those above the second stretched, linearly between the two."""
+    """Keeps dimensions below the first bound, scales those above the second one, and interpolates linearly between
+    them.
+    """
     first, last = _yarn_bounds(rope, scaling)
     ramp = ((torch.arange(len(waves), dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     kept = 1 - ramp
@@ -75,7 +77,7 @@ def _scale_yarn(waves: Tensor, rope: Rope, scaling: YarnScaling) -> Tensor:
 
 def _yarn_bounds(rope: Rope, scaling: YarnScaling) -> tuple[float, float]:
     def dimension_of(turns: float) -> float:
-        """The dimension whose wave turns so often in the original context."""
+        """The dimension whose wave makes `turns` turns in the original context."""
         wave = scaling.original_max_positions / (turns * 2 * math.pi)
         return rope.rotary_dim * math.log(wave) / (2 * math.log(rope.theta))
 

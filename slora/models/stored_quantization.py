@@ -1,12 +1,13 @@
-"""What a config.json says of weights that are stored as 8-bit numbers, reduced to what reading them needs.
+"""Reads how a config.json describes weights that are stored as 8-bit numbers.
 
-Served are symmetric int8 and float8 e4m3 weights with one scale for each row, for a whole tensor, or for each block of
-rows and columns: compressed-tensors (LLM Compressor), fp8 (DeepSeek, Qwen3-FP8, AutoFP8) and fbgemm_fp8. A checkpoint
-that was made for rounding activations too is read for its weights alone: activations stay exact, and scales for them
-are not used. All this is numbers times scales, which needs no library; what does need one (numbers of 4 bits packed
-into words, codebooks, rotations) is refused by name.
+Supported are symmetric int8 and float8 e4m3 weights. They have one scale per row, per tensor, or per block of rows and
+columns. The formats are compressed-tensors (LLM Compressor), fp8 (DeepSeek, Qwen3-FP8, AutoFP8) and fbgemm_fp8.
 
-Knows no torch, as all that reads config.json.
+If a checkpoint also quantizes activations, only its weights are read as quantized. Activations stay exact, and their
+scales are not used. All supported formats are numbers times scales, which need no library. Formats that do need one
+(packed 4-bit numbers, codebooks, rotations) are refused by name.
+
+This module does not import torch, like all modules that read config.json.
 """
 
 from dataclasses import dataclass
@@ -17,14 +18,17 @@ from slora.models.config_fields import ConfigFields
 Form = Literal["int8", "fp8"]
 _REMEDY = "give the unquantized model, and quantization int8 or fp8 to have it rounded while it is read"
 _METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8")
-# compressed-tensors' names for 8-bit numbers that are stored as such, or four to a word.
+# The formats of compressed-tensors for 8-bit numbers, stored one per byte or four per 32-bit word.
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
 _FORMS: dict[object, Form] = {"int": "int8", "float": "fp8"}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
-    """block: rows and columns that share a scale; None: each row has one, or they all have the same."""
+    """How a checkpoint stores its quantized weights. block: rows and columns that share a scale.
+
+    None: one scale per row or per tensor.
+    """
 
     method: str
     form: Form
@@ -32,7 +36,7 @@ class StoredQuantization:
 
 
 def read_quantization(fields: ConfigFields) -> StoredQuantization | None:
-    """From a config.json with or without quantization_config. Raises ConfigError naming what is not served."""
+    """Reads quantization_config if the config has one. Raises ConfigError naming the unsupported field."""
     if "quantization_config" not in fields:
         return None
     inner = fields.within("quantization_config", fields.table("quantization_config"))

@@ -1,10 +1,10 @@
-"""Any decoder that transformers knows, on our pages: its own classes compute it, our kernels its attention and LoRA.
+"""Runs any decoder that transformers supports on our pages, with our kernels for attention and LoRA.
 
-The flat tokens of a step go through the model as one row with explicit positions. Its attention modules call
-`_attend_paged` instead of their own function, and hooks beside its linears add the adapters' part, so the module tree
-stays as transformers built it. This is slower than our own decoder: nothing is fused, and every linear has a shrink
-of its own. It is exact for every architecture whose tokens meet in attention alone. `slora.models.model_proof`
-proves this for each model at start.
+The tokens of a step pass through the model as one row with explicit positions. The model's attention modules call
+`_attend_paged` instead of their own function. Hooks on its linears add the adapters' outputs, so the module tree stays
+as transformers built it. This is slower than our own decoder: nothing is fused, and every linear needs a shrink of its
+own. It is exact for every architecture whose tokens interact only in attention. `slora.models.model_proof` checks this
+for each model at start.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ _ATTENTION = "slora_paged"
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What all layers of one forward pass share. deltas: of the step's tokens."""
+    """The inputs that all layers of one forward pass share. deltas: LoRA for the tokens of the step."""
 
     memory: PageMemory
     kernels: Kernels
@@ -43,7 +43,7 @@ class _Step:
 
 
 class _Stage:
-    """Where the modules of one model find the step at hand; each attention module carries a reference to it."""
+    """Gives the modules of one model access to the current step. Each attention module holds a reference to it."""
 
     def __init__(self) -> None:
         self._step: _Step | None = None
@@ -67,7 +67,7 @@ class _Stage:
 
 
 class _Head:
-    """Stands around the model's head: takes what would enter it, or gives it something else to project."""
+    """Hooks on the model's output head. They record the head's input, or replace it."""
 
     def __init__(self, module: nn.Module, site: LoraSite) -> None:
         self._site = site
@@ -79,7 +79,7 @@ class _Head:
 
     @property
     def hidden(self) -> Tensor:
-        """[1, B', H]: what the last pass brought to the head."""
+        """[1, B', H]: the input of the head in the last forward pass."""
         assert self._hidden is not None, "no pass has reached the head"
         return self._hidden
 
@@ -93,7 +93,7 @@ class _Head:
 
     @contextmanager
     def giving(self, hidden: Tensor, deltas: LoraDeltas) -> Iterator[None]:
-        """hidden [1, N, H]; deltas: what adapters add for these rows."""
+        """While entered, the head projects `hidden` [1, N, H]. deltas: LoRA at the head for these rows."""
         self._given = hidden, deltas
         try:
             yield
@@ -113,7 +113,7 @@ class _Head:
 
 
 class _LayerAttention:
-    """One layer's attention over the pages of the step at hand. Its module keeps it under `ATTRIBUTE`."""
+    """One layer's attention over the pages of the current step. Its module stores it under `ATTRIBUTE`."""
 
     ATTRIBUTE = "slora_attention"
 
@@ -122,7 +122,7 @@ class _LayerAttention:
         self._layer = layer
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """query [1, Hq, T, D], key and value [1, Hk, T, D], rotated already -> [1, T, Hq, D]."""
+        """query [1, Hq, T, D], key and value [1, Hk, T, D], already rotated -> [1, T, Hq, D]."""
         step = self._stage.step
         qkv = torch.cat((query[0], key[0], value[0])).transpose(0, 1).flatten(1)
         memory, kernels = step.memory, step.kernels
@@ -144,7 +144,7 @@ def _attend_paged(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """In transformers' terms. What else a model may pass was refused by `slora.models.model_tree` before."""
+    """transformers' attention interface. `slora.models.model_tree` has refused models that pass other arguments."""
     attention: _LayerAttention = getattr(module, _LayerAttention.ATTRIBUTE)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     rule = AttentionRule(scale, sliding_window or None, softcap or None)
@@ -168,7 +168,7 @@ class TransformersDecoder:
         self._place_lora()
 
     def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:
-        """Writes the step's KV into its pages; returns hidden states [B', H] of the rows that become logits."""
+        """Writes the step's KV into its pages. Returns hidden states [B', H] of the rows that become logits."""
         step = _Step(
             memory,
             kernels,
@@ -186,9 +186,10 @@ class TransformersDecoder:
         return self._head.hidden[0]
 
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
-        """hidden [N, H] -> [N, vocab_size], with all that the architecture does to logits (scales, soft-caps).
+        """hidden [N, H] -> [N, vocab_size], including the scales and softcaps that the architecture applies to logits.
 
-        What surrounds the head is the model's own forward pass, so that is run, without its layers, on one token.
+        Those are part of the model's own forward pass. So the forward pass runs without its layers on one token, and a
+        hook replaces the input of the head.
         """
         with self._head.giving(hidden[None], deltas), self._without_layers():
             logits: Tensor = self._model(
@@ -198,7 +199,9 @@ class TransformersDecoder:
 
     @torch.inference_mode()
     def reference_logits(self, token_ids: list[int]) -> Tensor:
-        """float32 [vocab_size]: what follows `token_ids`, by transformers' own plain attention and without pages."""
+        """float32 logits [vocab_size] of the token that follows `token_ids`, by transformers' plain attention without
+        pages.
+        """
         self._model.set_attn_implementation("eager")
         try:
             logits: Tensor = self._model(
@@ -231,7 +234,7 @@ class TransformersDecoder:
             setattr(module, _LayerAttention.ATTRIBUTE, _LayerAttention(self._stage, layer))
 
     def _place_lora(self) -> None:
-        """A hook beside each linear: what its module gives is changed in place, as peft would add to it."""
+        """Hooks each linear. The hook adds the adapter's output in place, as peft would add it."""
         shape = self.spec.sizes
         for module, site in zip(shape.modules[:-2], shape.sites[:-2], strict=True):
             self._model.get_submodule(module.path).register_forward_hook(_linear_hook(self._stage, site))
@@ -256,14 +259,14 @@ def _embedding_hook(stage: _Stage, site: LoraSite) -> _Hook:
             return
         delta = torch.zeros_like(output)
         stage.step.deltas.add_embedding(_rows(delta), inputs[0].view(-1), site)
-        # As peft does: where the module itself scales what it looks up, the adapter's part is scaled with it.
+        # As in peft: where the embedding module scales its output, the adapter's part is scaled too.
         output += delta * getattr(module, "embed_scale", 1.0)
 
     return add
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[T, width], a view: what is written to it is written to `x`."""
+    """A view [T, width] of `x`. Writing to it writes to `x`."""
     return x.view(-1, x.shape[-1])
 
 
@@ -278,7 +281,7 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
             output_loading_info=True,
         )
     except Exception as error:
-        # The model's code is transformers' own and may raise anything.
+        # The model's code belongs to transformers and may raise any exception.
         raise ConfigError(f"transformers can't load {directory}: {error}") from error
     missing = sorted(loading["missing_keys"])
     if missing:
