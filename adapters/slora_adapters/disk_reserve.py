@@ -1,8 +1,8 @@
-"""Room on a disk that is set aside for what must be written even when the disk is full.
+"""A disk reserve: space for writes that must succeed even on a full disk.
 
-The reserve is a file. When a write finds no room beside it, the owner becomes read-only: only urgent changes go on, and
-the first of them that finds no room deletes the file, so that its room is theirs alone. As soon as the disk has room
-again, the file is made anew, and then all changes are allowed.
+The reserve is a file. When a write finds no free space besides it, the server becomes read-only and only urgent changes
+are allowed. The first urgent change that finds no space deletes the file, so that only urgent changes use its space. As
+soon as the disk has free space again, the file is created again, and then all changes are allowed.
 """
 
 import logging
@@ -17,14 +17,15 @@ __all__ = ["RESERVE_BYTES", "DiskReserve"]
 
 logger = logging.getLogger(__name__)
 
-# SQLite's log grows up to 4 MB before it is written from its start again; a revocation adds some 12 KB to it.
+# SQLite's write-ahead log grows to 4 MB before SQLite reuses it. A revocation adds about 12 KB to it.
 RESERVE_BYTES = 4 << 20
-# With less than this beside the reserve the disk is full. It stays so until there is as much again as the reserve.
+# The disk counts as full when less than this is free besides the reserve. It counts as full until the free space
+# besides the reserve is as large as the reserve.
 _LEAST_BYTES = 256 << 10
 
 
 class DiskReserve:
-    """The file at `path`. May be used from several threads."""
+    """The reserve file at `path`. Methods may be called from several threads."""
 
     def __init__(self, path: Path, num_bytes: int = RESERVE_BYTES) -> None:
         self._path = path
@@ -39,7 +40,7 @@ class DiskReserve:
 
     @property
     def is_full(self) -> bool:
-        """Whether the disk had no room when that was last tried."""
+        """Whether the disk was full when that was last checked."""
         return self._is_full
 
     def check(self) -> None:
@@ -48,8 +49,9 @@ class DiskReserve:
             raise DiskFull(self.directory)
 
     def watch(self) -> bool:
-        """Makes the file if it is missing and there is room, and returns whether all changes are allowed. To be called
-        every few seconds."""
+        """Creates the file if it is missing and the disk has space. Returns whether all changes are allowed. Call it
+        every few seconds.
+        """
         with self._lock:
             needed = self._num_bytes if self._is_full else _LEAST_BYTES
             has_reserve = self._is_whole() or self._make()
@@ -57,12 +59,12 @@ class DiskReserve:
             return not self._is_full
 
     def report_full(self) -> None:
-        """A write into the directory has found no room."""
+        """Records that a write into the directory found no space."""
         with self._lock:
             self._note(is_full=True)
 
     def give_up(self) -> bool:
-        """Frees the room for an urgent write. Returns whether there was any to free."""
+        """Deletes the file to free space for an urgent write. Returns whether the file existed."""
         with self._lock:
             self._note(is_full=True)
             try:
@@ -78,7 +80,7 @@ class DiskReserve:
             return False
 
     def _make(self) -> bool:
-        """Returns whether there was room. The name is given to a whole file only."""
+        """Returns whether the disk had space. The file gets its name only when it is complete."""
         new = self._path.with_suffix(".new")
         try:
             descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

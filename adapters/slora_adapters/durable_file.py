@@ -1,8 +1,8 @@
-"""Writes small files that must survive a crash whole: secrets, identities and state of a server.
+"""Writes small files that must stay complete across a crash: secrets, identities and state of a server.
 
-The content is written to a temporary file beside the target, synced, and then linked or renamed into place. At whatever
-instant the process or the machine dies, the target holds the old content, the new content, or does not exist. Files
-have mode 0600 from the first byte on.
+The content is written to a temporary file beside the target, synced, and then linked or renamed into place. At any
+crash of the process or the machine, the target has its old content, has its new content, or does not exist. Files have
+mode 0600 from their creation on.
 """
 
 import os
@@ -15,7 +15,9 @@ __all__ = ["create_durably", "replace_durably", "sync_directory"]
 
 
 def create_durably(path: Path, content: bytes) -> bool:
-    """Makes the file unless it exists. Returns whether this call made it; of several processes exactly one does."""
+    """Creates the file unless it exists. Returns whether this call created it. Of several concurrent processes, exactly
+    one creates it.
+    """
     with _synced_copy(path, content) as temporary:
         try:
             os.link(temporary, path)

@@ -1,20 +1,20 @@
-"""The exception tree of the whole project, and the adapters' branch of it.
+"""The root of the project's exception tree, and its branch for adapters.
 
-    SloraError                 anything that slora raises on purpose
-    └── AdapterError           something about one adapter
-        ├── AdapterInvalid     its files break a rule; carries every reason found, not just the first
-        ├── AdapterNotFound    no such name, version or blob
-        ├── AdapterInUse       not deleted: aliases point at it
-        ├── BadAdapterName     a name that no adapter can have
-        ├── BadAlias           an alias that can't be, or can't point there
-        ├── AliasConflict      the alias is not where the caller thinks it is
-        ├── AdapterCorrupt     stored bytes are not the ones that were put there
-        └── StoreUnavailable   the place that holds adapters does not answer
-            ├── DiskFull       there is no room for what was to be written
-            ├── StoreUnfit     it answers, but is set up so that it could lose them: only a person can help
-            └── TryAgain       it answers, but this could not be done now
+    SloraError                 any error that slora raises on purpose
+    └── AdapterError           an error of one adapter
+        ├── AdapterInvalid     the files break a rule; it has every reason found, not just the first
+        ├── AdapterNotFound    the name, version or blob does not exist
+        ├── AdapterInUse       the version was not deleted, because aliases point at it
+        ├── BadAdapterName     the text is not a valid adapter name
+        ├── BadAlias           the alias name is not valid, or the alias cannot point there
+        ├── AliasConflict      the alias does not point where the caller expects
+        ├── AdapterCorrupt     stored bytes differ from the bytes that were stored
+        └── StoreUnavailable   a store or the database does not answer
+            ├── DiskFull       the disk has no space for a write
+            ├── StoreUnfit     its settings allow data loss; the operator must change them
+            └── TryAgain       it answers, but cannot do this now
 
-Further branches (requests, engine, keys) hang below `SloraError` in their own packages.
+Further branches (requests, engine, keys) are defined in their own packages, below `SloraError`.
 """
 
 from dataclasses import dataclass
@@ -43,19 +43,19 @@ class SloraError(Exception):
 
 
 class AdapterError(SloraError):
-    """Something is wrong with one adapter; other adapters are not affected."""
+    """An error of one adapter. Other adapters are not affected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One rule that an adapter breaks: `code` is stable for programs, `message` is for people."""
+    """One rule that an adapter breaks. `code` is stable for programs; `message` is for people."""
 
     code: str
     message: str
 
 
 class AdapterInvalid(AdapterError):
-    """The adapter's files break at least one rule; `reasons` holds all that were found."""
+    """The adapter's files break at least one rule. `reasons` has all reasons that were found."""
 
     def __init__(self, reasons: tuple[Reason, ...]) -> None:
         super().__init__("; ".join(reason.message for reason in reasons))
@@ -67,7 +67,7 @@ class AdapterNotFound(AdapterError):
 
 
 class AdapterInUse(AdapterError):
-    """It is not deleted, because these aliases of the name point at it."""
+    """The version or name was not deleted, because these aliases point at it."""
 
     def __init__(self, what: str, aliases: tuple[str, ...]) -> None:
         super().__init__(
@@ -77,32 +77,36 @@ class AdapterInUse(AdapterError):
 
 
 class BadAdapterName(AdapterError):
-    """The text cannot be the name of an adapter, or refer to one."""
+    """The text is not a valid adapter name or reference."""
 
 
 class BadAlias(AdapterError):
-    """The text cannot be an alias, or it cannot point where it is told to."""
+    """The text is not a valid alias name, or the alias cannot have these targets."""
 
 
 class AliasConflict(AdapterError):
-    """The alias has moved since the caller looked, or was never moved at all."""
+    """The alias does not point where the caller expects, or there is no earlier state to roll back to."""
 
 
 class AdapterCorrupt(AdapterError):
-    """What the store returned does not hash to the digest that it was asked for."""
+    """The digest of the bytes that the store returned differs from the requested digest, or the stored adapter is not
+    valid.
+    """
 
 
 class StoreUnavailable(AdapterError):
-    """A store or the database does not answer; it may later. The text is for operators: it may name hosts and paths."""
+    """A store or the database does not answer, but may answer later. The message is for operators, because it may
+    contain hosts and paths.
+    """
 
     @property
     def public_message(self) -> str:
-        """For tenants."""
+        """A message for tenants."""
         return "the place where adapters are kept does not answer as it should; try again shortly"
 
 
 class DiskFull(StoreUnavailable):
-    """There was no room for what was to be written, and nothing was changed."""
+    """The disk had no space for a write. Nothing was changed."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(
@@ -119,7 +123,7 @@ class DiskFull(StoreUnavailable):
 
 
 class TryAgain(StoreUnavailable):
-    """It answers, but this could not be done now. The client is told why; the message names no host and no path."""
+    """The store answers, but cannot do this now. The client sees the message, so it contains no host and no path."""
 
     @property
     def public_message(self) -> str:
@@ -127,4 +131,4 @@ class TryAgain(StoreUnavailable):
 
 
 class StoreUnfit(StoreUnavailable):
-    """A store is set up so that it could lose what is put there; the message names what to set."""
+    """The settings of a store or a Redis allow data loss, or it cannot be written. The message names what to change."""

@@ -1,4 +1,4 @@
-"""Tells a file system without room from all other errors."""
+"""Detects a file system without free space."""
 
 import errno
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 __all__ = ["has_room", "is_full"]
 
-# The disk, the owner's quota, the limit on one file.
+# A full disk, an exceeded quota of the user, an exceeded limit on file size.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -16,7 +16,9 @@ def is_full(error: BaseException) -> bool:
 
 
 def has_room(directory: Path, num_bytes: int) -> bool:
-    """Whether a file of this size can be written there. Tries it: `statvfs` knows no quota of the owner."""
+    """Returns whether a file of this size can be written there. It tries to allocate one, because `statvfs` ignores the
+    user's quota.
+    """
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, num_bytes)

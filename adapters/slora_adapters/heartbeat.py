@@ -1,8 +1,8 @@
-"""Proof that a child process moves: one page of memory that it shares with its supervisor.
+"""The heartbeat of a child process: one page of memory that the child shares with its supervisor.
 
-The child writes the page a few times a second on the event loop that serves its socket, so a blocked loop stops the
-beat. Each beat carries what the working threads have done, so a beat also tells a working thread that hangs. The
-supervisor polls the page; no read or write can block either side.
+The child writes the page several times a second on the event loop that serves its socket, so a blocked loop stops the
+heartbeat. Each beat contains the work that the worker threads have completed, so the supervisor also detects a worker
+thread that hangs. The supervisor polls the page. Neither side can block the other.
 """
 
 import asyncio
@@ -16,24 +16,30 @@ __all__ = ["BEAT_S", "Beat", "Heartbeat", "HeartbeatPage", "Progress"]
 
 BEAT_S = 0.25
 _PAGE_BYTES = 4096
-# 64-bit words at the start of the page, in this order; behind them lies the reason, as its length and UTF-8.
+# 64-bit words at the start of the page, in the order of `Beat`, then the length of the reason. The reason follows as
+# UTF-8.
 _NUM_WORDS = 6
 _REASON_AT = 8 * _NUM_WORDS
 _MOST_REASON_BYTES = _PAGE_BYTES - _REASON_AT
 
 
 class Progress(NamedTuple):
-    """num_completed: units of work since the start, such as engine steps or pieces of an adapter. is_busy: the child
-    has work now."""
+    """num_completed: units of work since the start, such as engine steps or pieces of an adapter. is_busy: whether the
+    child has work now.
+    """
 
     num_completed: int
     is_busy: bool
 
 
 class Beat(NamedTuple):
-    """number: beats since the start. is_serving: the child has finished its start and listens. computing_us: CPU time
-    of its working threads in microseconds; it stays 0 where CPU time proves nothing, because the child waits for a
-    GPU by spinning."""
+    """One beat, as the page stores it.
+
+    number: beats since the start.
+    is_serving: whether the child has finished its startup and listens.
+    computing_us: CPU time of its worker threads in microseconds. It stays 0 if CPU time does not prove progress,
+      because the child busy-waits for a GPU.
+    """
 
     number: int
     is_serving: bool
@@ -43,7 +49,9 @@ class Beat(NamedTuple):
 
 
 class HeartbeatPage:
-    """The shared page. Any process that has `descriptor` can map it. A fresh page reads as a child that starts."""
+    """The shared page. Any process that has `descriptor` can map it. A new page reads as a child that is still
+    starting.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -58,7 +66,7 @@ class HeartbeatPage:
         return HeartbeatPage(descriptor)
 
     def read(self) -> Beat:
-        """A beat that is written meanwhile may be read in part; the next read corrects it."""
+        """Reads the last beat. A read during a write may return a mix of two beats; the next read corrects it."""
         number, is_serving, is_busy, num_completed, computing_us, _ = self._words
         return Beat(number, bool(is_serving), bool(is_busy), num_completed, computing_us)
 
@@ -69,12 +77,12 @@ class HeartbeatPage:
 
     @property
     def reason(self) -> str:
-        """Why the child ended, in its own words; empty if it said nothing."""
+        """The child's message about why it ended; empty if the child left none."""
         num_bytes = min(self._words[_NUM_WORDS - 1], _MOST_REASON_BYTES)
         return self._map[_REASON_AT : _REASON_AT + num_bytes].decode(errors="replace")
 
     def explain(self, reason: str) -> None:
-        """Leaves the reason for the supervisor, cut to what fits."""
+        """Writes the reason for the supervisor, truncated to the space in the page."""
         text = reason.encode(errors="replace")[:_MOST_REASON_BYTES]
         self._map[_REASON_AT : _REASON_AT + len(text)] = text
         self._words[_NUM_WORDS - 1] = len(text)
@@ -86,9 +94,10 @@ class HeartbeatPage:
 
 
 class Heartbeat:
-    """The child's side. descriptor: of the supervisor's page; None if no supervisor started this process.
+    """The child's side of the heartbeat. descriptor: memfd of the supervisor's page; None if no supervisor started this
+    process.
 
-    computes_here: the CPU time of this process is progress, because no GPU does its work.
+    computes_here: whether CPU time of this process counts as progress, because its work does not run on a GPU.
     """
 
     def __init__(self, descriptor: int | None, *, computes_here: bool) -> None:
@@ -97,7 +106,7 @@ class Heartbeat:
         self._last = self._page.read()
 
     def begin_serving(self) -> None:
-        """The start is over: from now on the supervisor expects progress."""
+        """Marks the startup as complete. From now on the supervisor expects progress."""
         self._last = self._last._replace(is_serving=True)
         self._page.write(self._last)
 
@@ -106,10 +115,10 @@ class Heartbeat:
         self._page.explain(reason)
 
     async def run(self, measure: Callable[[], Progress]) -> None:
-        """Beats until it is cancelled. Must run on the event loop that serves the child's socket."""
+        """Writes beats until it is cancelled. Must run on the event loop that serves the child's socket."""
         while True:
             progress = measure()
-            # The event loop's own thread proves nothing about the threads that work.
+            # Exclude the event loop's thread, because its CPU time does not show that the worker threads make progress.
             own_s = time.thread_time()
             computing_s = max(0.0, time.process_time() - own_s) if self.computes_here else 0.0
             self._last = Beat(

@@ -1,4 +1,4 @@
-"""What a server accepts of an adapter. Read once at start and handed down; no adapter has a say in it."""
+"""The limits that a server sets for adapters. They are read once at startup; an adapter cannot change them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +9,13 @@ class AdapterLimits:
     """Limits of one server.
 
     max_lora_rank: the greatest rank of any module.
-    max_scale: the greatest |alpha / r| (with rslora |alpha / sqrt(r)|); far beyond it outputs only overflow.
-    max_tensor_bytes: the size of the safetensors file.
-    max_text_bytes: each of chat template and generation config.
-    served_dtype: if given ("float32", "float16", "bfloat16"), weights that overflow in it are refused.
-    vocab_size: if given, an adapter's tokenizer must not define tokens beyond it.
-    base_directory: the base model's; if given, an adapter may carry copies of its embedding and head, as PEFT does.
+    max_scale: the greatest |alpha / r| (with rslora |alpha / sqrt(r)|). Far larger scales only overflow the outputs.
+    max_tensor_bytes: the largest size of the safetensors file, in bytes.
+    max_text_bytes: the largest size of the chat template, and of the generation config, in bytes.
+    served_dtype: if set ("float32", "float16", "bfloat16"), weights that overflow in this dtype are refused.
+    vocab_size: if set, an adapter's tokenizer must not define token ids at or above it.
+    base_directory: directory of the base model. If set, an adapter may include copies of the base model's embedding and
+      head, as PEFT saves them.
     """
 
     max_lora_rank: int = 64

@@ -1,8 +1,7 @@
-"""The identity of an adapter's weights: what pool pages, host copies, prefix keys and charges are filed
-under.
+"""The identity of an adapter's weights. Page pool pages, host copies, prefix keys and charges use it as their key.
 
-Never a name and never a slot number: a name can be moved to other weights, a digest cannot. Two tenants that
-upload the same weights have two versions; only bytes at rest may be shared between them.
+The identity is never a name or a slot number: a name can be moved to other weights, a digest cannot. Two tenants that
+upload the same weights have two versions. Only stored bytes may be shared between tenants.
 """
 
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AdapterVersion:
-    """`digest` is the lower-case hexadecimal SHA-256 that `digest.py` defines."""
+    """digest: the lower-case hexadecimal SHA-256 that `digest.py` defines."""
 
     tenant: str
     digest: str

@@ -1,8 +1,8 @@
-"""Frames between our processes: four bytes of length, then one msgpack value, over Unix stream sockets.
+"""Frames between processes of one installation: four bytes of length, then one msgpack value, over Unix stream sockets.
 
-A stream socket notices a dead peer at once, keeps order, loses nothing and pushes back on a sender whose reader is
-slow; ZeroMQ would need a router flag, high-water marks and heartbeats for the same. Both ends are processes of one
-installation: the format has a cap against runaway frames, not a defence against enemies.
+A stream socket detects a dead peer at once, keeps order, loses nothing, and applies back-pressure to a sender whose
+reader is slow. ZeroMQ would need a router flag, high-water marks and heartbeats for the same. Both ends trust each
+other: the limit on frame size protects against bugs, not against attackers.
 """
 
 import asyncio
@@ -16,29 +16,29 @@ from slora_adapters.errors import SloraError
 
 __all__ = ["MAX_FRAME_BYTES", "BrokenFrame", "encode", "read_message", "receive", "send", "write_message"]
 
-# The largest honest frame is a prompt of a million token ids: 5 MiB.
+# The largest legitimate frame is a prompt of a million token ids: 5 MiB.
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")
 
 
 class BrokenFrame(SloraError):
-    """The peer sent something that is no frame, or the stream ended inside one: the connection is of no more use."""
+    """The peer sent an invalid frame, or the stream ended inside one. The connection cannot be used any more."""
 
 
 def encode(message: Any) -> bytes:
-    """Raises BrokenFrame if the message is over the cap."""
+    """Raises BrokenFrame if the message is larger than MAX_FRAME_BYTES."""
     body: bytes = msgpack.packb(message)
     _check_length(len(body))
     return _LENGTH.pack(len(body)) + body
 
 
 def write_message(writer: asyncio.StreamWriter, message: Any) -> None:
-    """Queues a frame; `await writer.drain()` is the caller's, who decides when to be slowed down."""
+    """Queues a frame. The caller calls `await writer.drain()` where it accepts back-pressure."""
     writer.write(encode(message))
 
 
 async def read_message(reader: asyncio.StreamReader) -> Any:
-    """The next message; None when the peer closed between frames. Raises BrokenFrame."""
+    """Returns the next message; None if the peer closed the connection between frames. Raises BrokenFrame."""
     try:
         header = await reader.readexactly(_LENGTH.size)
     except asyncio.IncompleteReadError as error:
@@ -55,12 +55,12 @@ async def read_message(reader: asyncio.StreamReader) -> Any:
 
 
 def send(connection: socket.socket, message: Any) -> None:
-    """Blocks until the frame is handed to the kernel."""
+    """Blocks until the kernel has accepted the frame."""
     connection.sendall(encode(message))
 
 
 def receive(connection: socket.socket) -> Any:
-    """Blocks for the next message; None when the peer closed between frames. Raises BrokenFrame."""
+    """Blocks until the next message; None if the peer closed the connection between frames. Raises BrokenFrame."""
     header = _receive_exactly(connection, _LENGTH.size, "a frame's length", at_start=True)
     if header is None:
         return None

@@ -1,14 +1,16 @@
 """One SQLite file for several processes: connections, transactions, and migrations by component.
 
-Write-ahead log, so that readers never wait; `BEGIN IMMEDIATE`, so that writers queue instead of failing half-way;
-`synchronous=FULL`, so that what was committed survives a power cut. Each component (registry, tenancy, ...) owns its
-tables and an append-only tuple of migrations, one string of SQL each; how many were applied is kept by component.
+A write-ahead log lets readers proceed without waiting. `BEGIN IMMEDIATE` makes writers queue instead of failing in the
+middle of a transaction. With `synchronous=FULL`, a committed transaction survives a power failure. Each component
+(registry, tenancy, ...) owns its tables and an append-only tuple of migrations, each one string of SQL. The number of
+applied migrations is stored for each component.
 
-Knows no table but its own. Every call blocks, for some ten microseconds to read and a fraction of a millisecond to
-write, so writes belong on a thread.
+This module defines only the table of applied migrations. Every call blocks: a read takes about ten microseconds, and a
+write a fraction of a millisecond. So writes should run on a thread.
 
-On a full disk the database is read-only. Opening an up-to-date database writes nothing. Where there is not even room
-for the shared memory that SQLite keeps beside the file, one connection reads it without: see `_read_alone`.
+On a full disk the database is read-only. Opening an up-to-date database writes nothing. If the disk has no space even
+for the shared memory file that SQLite keeps beside the database, one connection reads without that file: see
+`_read_alone`.
 """
 
 import sqlite3
@@ -24,11 +26,11 @@ from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.errors import DiskFull, StoreUnavailable
 from slora_adapters.full_disk import has_room
 
-# Layout of the table of migrations itself, in the file's user_version.
+# Version of the table of applied migrations itself, stored in the file's user_version.
 PLUMBING_VERSION = 1
-# How long a writer waits for another one. Transactions here take milliseconds.
+# How long a writer waits for another writer. Transactions here take milliseconds.
 BUSY_TIMEOUT_S = 10.0
-# What SQLite may need at once: its shared memory is 32 KiB, a transaction here a few pages.
+# The space that SQLite may need at once: its shared memory is 32 KiB, and a transaction here writes a few pages.
 _PROBE_BYTES = 128 << 10
 
 _PRAGMAS = (
@@ -39,10 +41,10 @@ _PRAGMAS = (
 
 
 class Database:
-    """A database file, made if it is not there. All methods may be called from several threads.
+    """A database file, created if it does not exist. All methods may be called from several threads.
 
-    reserve: on the disk of the file; None for none. Methods raise StoreUnavailable when the file cannot be opened, read
-    or written, or stays locked, and DiskFull when there is no room.
+    reserve: the disk reserve on the disk of the file; None for none. Methods raise StoreUnavailable if the file cannot
+    be opened, read or written, or stays locked. Methods raise DiskFull if the disk has no space.
     """
 
     def __init__(self, path: Path | str, reserve: DiskReserve | None = None) -> None:
@@ -62,10 +64,10 @@ class Database:
         migrations: Sequence[str],
         functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     ) -> None:
-        """Brings a component's tables up to date, all or nothing. Migrations already applied must never change.
+        """Applies a component's missing migrations in one transaction. Migrations already applied must never change.
 
         functions: SQL functions, by name, that the migrations call. Raises StoreUnavailable if a newer release has
-        applied more migrations than are known here.
+        applied more migrations than this release has.
         """
         query = "SELECT version FROM schema_versions WHERE component = ?"
         if self.read(query, (component,)) == [(len(migrations),)]:
@@ -90,9 +92,11 @@ class Database:
 
     @contextmanager
     def transaction(self, *, even_if_full: bool = False) -> Iterator[sqlite3.Connection]:
-        """A connection that holds the write lock; committed at the end of the block, undone if it raises.
+        """Yields a connection that holds the write lock. The transaction is committed at the end of the block, and
+        rolled back if the block raises.
 
-        even_if_full: try it though the disk was full: for changes that free room or cannot wait. Raises DiskFull.
+        even_if_full: try the transaction even if the disk was full; for changes that free space or cannot wait. Raises
+        DiskFull.
         """
         if self._reserve is not None and not even_if_full:
             self._reserve.check()
@@ -107,7 +111,7 @@ class Database:
                 raise
 
     def read(self, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """All rows of one query."""
+        """Returns all rows of one query."""
         if self._lone is not None and self._reserve is not None and self._reserve.is_full:
             return self._read_alone(query, parameters)
         try:
@@ -117,11 +121,11 @@ class Database:
             return self._read_alone(query, parameters)
 
     def give_up_reserve(self) -> bool:
-        """Frees room for a transaction that cannot wait. Returns whether there was a reserve."""
+        """Frees the disk reserve for an urgent transaction. Returns whether the reserve existed."""
         return self._reserve is not None and self._reserve.give_up()
 
     def close(self) -> None:
-        """Closes all idle connections. A database that is used again opens new ones."""
+        """Closes all idle connections. Later calls open new ones."""
         with self._lock:
             idle, self._idle = self._idle, []
         self._close_lone()
@@ -130,7 +134,9 @@ class Database:
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
-        """Connections are kept for reuse, not bound to threads: a thread pool must not leave one per thread."""
+        """Lends a connection from the idle list. Connections are not bound to threads, so a thread pool does not keep
+        one connection per thread.
+        """
         if self._lone is not None:
             self._close_lone()
         try:
@@ -150,7 +156,9 @@ class Database:
             raise StoreUnavailable(f"database {str(self.path)!r}: {error}") from error
 
     def _is_for_want_of_room(self, error: sqlite3.OperationalError) -> bool:
-        """SQLite reports a quota or a limit, and shared memory that finds no room, like a broken disk."""
+        """Returns whether an error means a full disk. SQLite reports an exceeded quota or file size limit, or no space
+        for its shared memory, with the same codes as a broken disk.
+        """
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
             try:
@@ -160,8 +168,11 @@ class Database:
         return code == sqlite3.SQLITE_FULL
 
     def _read_alone(self, query: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Reads through one connection that has the file for itself, so that SQLite keeps in private memory what it
-        otherwise shares. The connection is closed as soon as another kind is wanted. Raises StoreUnavailable."""
+        """Reads through one connection with an exclusive lock on the file. SQLite then uses private memory in place of
+        the shared memory file.
+
+        The connection is closed as soon as a normal connection is needed. Raises StoreUnavailable.
+        """
         if not self.path.exists():
             raise DiskFull(self.path.parent)
         try:
@@ -220,7 +231,7 @@ class Database:
 
 
 def _configure(connection: sqlite3.Connection) -> None:
-    # Switching a new file to WAL ignores the busy timeout when several processes do it at once.
+    # Switching a new file to WAL ignores the busy timeout when several processes switch at the same time.
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:
@@ -234,7 +245,7 @@ def _configure(connection: sqlite3.Connection) -> None:
 
 
 def _split_statements(script: str) -> Iterator[str]:
-    """The statements of a script; `executescript` would commit the transaction that we are in."""
+    """Yields the statements of a script. `executescript` would commit the open transaction."""
     statement = ""
     for part in script.split(";"):
         statement += part + ";"

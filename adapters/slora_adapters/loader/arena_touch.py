@@ -1,8 +1,8 @@
-"""Has the system clear the memory of an arena shortly before somebody writes to it.
+"""Makes the kernel zero the memory of an arena shortly before it is written.
 
-Linux gives an arena its memory page by page when it is first touched, and clears it then. Measured on a virtual
-machine: that takes 0.8 s for a GB, more than to read and to hash what is written there. So a thread of the least
-priority stays some way ahead of what is in use; the rest of the arena costs nothing yet.
+Linux allocates and zeroes each page of an arena when the page is first touched. Measured on a virtual machine, this
+takes 0.8 s per GB, which is more than reading and hashing the data that is written there. So a thread of the lowest
+priority touches pages some distance ahead of the used part. The rest of the arena uses no memory yet.
 """
 
 import mmap
@@ -12,12 +12,14 @@ from threading import Condition, Thread, get_native_id
 from slora_adapters.peft.packing import ByteArray
 
 AHEAD_BYTES = 512 << 20
-# A stretch takes some ms, which is how long `close` waits.
+# One stretch takes a few milliseconds, which is the longest that `close` waits.
 _STRETCH_BYTES = 4 << 20
 
 
 class ArenaTouch:
-    """Reads a byte of each page of `arena`: unlike a write that disturbs nobody, and shared memory is cleared by it."""
+    """Reads one byte of each page of `arena`. A read also makes the kernel zero a page of shared memory, and unlike a
+    write it cannot disturb concurrent writers.
+    """
 
     def __init__(self, arena: ByteArray, ahead_bytes: int = AHEAD_BYTES) -> None:
         self._arena = arena
@@ -29,7 +31,7 @@ class ArenaTouch:
         self._thread.start()
 
     def use(self, end: int) -> None:
-        """The arena is in use up to byte `end`."""
+        """Reports that the arena is in use up to byte `end`."""
         wanted = min(end + self._ahead_bytes, len(self._arena))
         if wanted > self._wanted:
             with self._changed:
@@ -43,7 +45,7 @@ class ArenaTouch:
         self._thread.join()
 
     def _touch(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, get_native_id(), 19)  # of this thread
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), 19)  # affects this thread only
         done = 0
         while done < len(self._arena):
             with self._changed:

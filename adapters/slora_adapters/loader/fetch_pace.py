@@ -1,12 +1,15 @@
-"""How long adapters take to come to the host lately, whether they are there already or come from far away."""
+"""A decayed average of the time that adapters take to load to the host, cached or not."""
 
-# About the last 20 fetches count.
+# The average covers about the last 20 fetches.
 _DECAY = 0.95
 
 
 class FetchPace:
-    """Seconds over bytes, both decayed. Worked example: one fetch of 100 MB took 0.5 s, and then one as large, that was
-    on the host, none: 20 MB should take 0.95 * 0.5 s * 20 MB / 195 MB = 49 ms."""
+    """Decayed seconds divided by decayed bytes.
+
+    Worked example: a fetch of 100 MB took 0.5 s. The next fetch of 100 MB was cached and took 0 s. The estimate for 20
+    MB is then 0.95 * 0.5 s * 20 MB / 195 MB = 49 ms.
+    """
 
     __slots__ = ("_num_bytes", "_seconds")
 
@@ -14,10 +17,10 @@ class FetchPace:
         self._num_bytes = self._seconds = 0.0
 
     def count(self, num_bytes: int, seconds: float) -> None:
-        """One more has come."""
+        """Adds one completed fetch to the average."""
         self._num_bytes = self._num_bytes * _DECAY + num_bytes
         self._seconds = self._seconds * _DECAY + seconds
 
     def fetch_s(self, num_bytes: int) -> float:
-        """What a fetch of so many bytes should take; 0 before any has come."""
+        """Returns the expected seconds of a fetch of `num_bytes`; 0 before the first fetch."""
         return self._seconds * num_bytes / self._num_bytes if self._num_bytes else 0.0

@@ -1,20 +1,23 @@
-"""Packed adapters in one piece of shared memory, which other processes map: the host tier below the page pool.
+"""Packed adapters in one shared memory arena that other processes map: the host tier below the page pool.
 
-The arena is a memfd of fixed size. An adapter gets one contiguous region, aligned to memory pages; it is filled once,
-then only read. Whoever reads it holds a pin; unpinned ones stay until their room is wanted. Regions never move, so a
-reader needs nothing but an offset.
+The arena is a memfd of fixed size. Each adapter gets one contiguous region, aligned to OS memory pages. A region is
+written once and then only read. A reader holds a pin on the region. An unpinned adapter stays cached until its space is
+needed. Regions never move, so a reader needs only an offset.
 
-Room is made where the least is lost: the seconds to bring back what must leave, for each use of the cache, if the next
-use of each is as far ahead as its last one is behind (hyperbolic caching, Blankstein et al. 2017, for one use each). Of
-things that cost the same the one unused for longest leaves. What belongs to a tenant with no more than its share of
-the arena is spared: a share is the arena over those who have something in it. So whoever streams through more than fits
-pushes out their own.
+Eviction minimizes the expected reload time. The loss of a region is its reload time divided by the number of cache uses
+since its last use. This estimate assumes that the next use is as far in the future as the last use is in the past
+(hyperbolic caching, Blankstein et al. 2017, for one use each). Among adapters with the same reload time, the least
+recently used one is evicted.
 
-Worked example: A has 60 of 100 MB, B 20, and A wants 30 more. A share is 50 MB; what A has goes, though B was idle for
-longer. Of A's adapters one of 30 MB that takes 20 ms to load and was used 10 uses ago goes before one that takes 300 ms
-and was used 100 uses ago: that loses 2 ms with each use of the cache, the other 3.
+A tenant's share is the arena size divided by the number of tenants with adapters in it. Adapters of a tenant that does
+not exceed its share are spared. So a tenant that loads more adapters than fit evicts its own adapters.
 
-Knows no store and no socket, and takes no lock: whoever owns it does.
+Worked example: tenant A has 60 of 100 MB, tenant B has 20 MB, and A needs 30 MB more. A share is 50 MB, so A's adapters
+are evicted, even though B's have been idle for longer. One adapter of A with 30 MB takes 20 ms to load and was last
+used 10 uses ago: its loss is 20 / 10 = 2 ms per use. Another takes 300 ms and was last used 100 uses ago: its loss is 3
+ms per use. The first one is evicted.
+
+The cache accesses no store and no socket, and does no locking; its owner must hold a lock.
 """
 
 import fcntl
@@ -33,21 +36,22 @@ from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import AdapterLayout
 
 ALIGNMENT_BYTES = mmap.PAGESIZE
-# Until it was measured.
+# Assumed load speed of an adapter until its load has been measured.
 _TYPICAL_BYTES_PER_S = 1e9
-# As good as used so many times as recently: whoever keeps within its share loses nothing to who does not.
+# Factor on the loss of a tenant's adapters while the tenant does not exceed its share. It is so large that these
+# adapters are evicted last.
 _SPARED = 1e6
-# Losses are seconds over uses, kept as whole numbers of this part.
+# Losses are seconds per use, stored as integer multiples of 1 / _LOSS_SCALE.
 _LOSS_SCALE = float(1 << 60)
-# From <linux/fcntl.h>; the module fcntl names them only from Python 3.13 on some systems.
+# From <linux/fcntl.h>. On some systems the module fcntl defines these names only from Python 3.13 on.
 _ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 
 
 class CachedAdapter:
-    """A region and what is in it. `scales` and `reload_s` are set when it is filled (`ready`).
+    """A region of the arena and its content. `scales` and `reload_s` are valid once the region is filled (`ready`).
 
-    reload_s: what it should take to bring it back. last_use: in uses of the cache.
+    reload_s: expected seconds to load the adapter again. last_use: value of the cache's use counter at the last use.
     """
 
     __slots__ = (
@@ -77,12 +81,14 @@ class CachedAdapter:
 
     @property
     def end(self) -> int:
-        """Where the next region may begin."""
+        """Offset at which the next region may begin."""
         return self.offset + _aligned(self.num_bytes)
 
 
 class HostCache:
-    """An arena of `num_bytes` (rounded up to memory pages). descriptor: its memfd, for other processes to map."""
+    """An arena of `num_bytes` (rounded up to OS memory pages). descriptor: the memfd of the arena, for
+    other processes.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = _aligned(num_bytes)
@@ -91,7 +97,7 @@ class HostCache:
         self.num_evictions = 0
         self._num_uses = 0
         self._entries: dict[AdapterVersion, CachedAdapter] = {}
-        # Entries that lost their name while somebody still held them.
+        # Entries that were forgotten while they were still pinned.
         self._nameless: list[CachedAdapter] = []
 
     def __len__(self) -> int:
@@ -102,7 +108,7 @@ class HostCache:
         return sum(entry.end - entry.offset for entry in self._regions())
 
     def find(self, version: AdapterVersion) -> CachedAdapter | None:
-        """The filled copy of a version, pinned for the caller."""
+        """Returns the filled copy of a version, pinned for the caller; None if the cache has no such copy."""
         entry = self._entries.get(version)
         if entry is None or not entry.ready:
             return None
@@ -111,10 +117,11 @@ class HostCache:
         return entry
 
     def allocate(self, version: AdapterVersion, layout: AdapterLayout) -> CachedAdapter | None:
-        """A region for a version that has none, pinned for the caller, who fills it and sets `scales` and `ready`.
+        """Allocates a region for a version that has none, pinned for the caller. The caller fills it and sets `scales`
+        and `ready`.
 
-        Unpinned adapters are evicted for it, none in vain; None if even that makes no room for now. Raises ValueError
-        if the arena is too small for it at all.
+        Evicts unpinned adapters, but only if that makes enough space. Otherwise returns None. Raises ValueError if the
+        arena is too small for the adapter.
         """
         if layout.num_bytes > self.num_bytes:
             raise ValueError(
@@ -139,14 +146,16 @@ class HostCache:
         entry.num_pins += 1
 
     def unpin(self, entry: CachedAdapter) -> None:
-        """Gives back one pin. An adapter that was forgotten or never filled goes with its last one."""
+        """Releases one pin. The last unpin removes an adapter that was forgotten or never filled."""
         assert entry.num_pins > 0, f"{entry.version} is not pinned"
         entry.num_pins -= 1
         if entry.num_pins == 0 and (entry.forgotten or not entry.ready):
             self._remove(entry)
 
     def forget(self, version: AdapterVersion) -> None:
-        """The version is found no more from now on; its region is free as soon as nobody pins it."""
+        """Removes a version. `find` does not return it any more, and its region is freed when its last pin
+        is released.
+        """
         entry = self._entries.pop(version, None)
         if entry is None:
             return
@@ -155,7 +164,9 @@ class HostCache:
             self._nameless.append(entry)
 
     def check(self) -> None:
-        """Proves that regions are disjoint, inside the arena, and with the gaps between them add up to all of it."""
+        """Asserts that regions are disjoint and inside the arena, and that regions and gaps add up to the
+        whole arena.
+        """
         position = gaps = 0
         for entry in sorted(self._regions(), key=lambda entry: entry.offset):
             assert entry.offset % ALIGNMENT_BYTES == 0 and entry.num_bytes > 0, entry.version
@@ -169,7 +180,7 @@ class HostCache:
         assert all(entry.ready or entry.num_pins for entry in self._entries.values())
 
     def close(self) -> None:
-        """Closes the descriptor; the memory goes with the last process that maps it."""
+        """Closes the descriptor. The memory is freed when the last process that maps it ends."""
         os.close(self.descriptor)
 
     def _regions(self) -> list[CachedAdapter]:
@@ -186,10 +197,13 @@ class HostCache:
         entry.last_use = self._num_uses
 
     def _find_place(self, tenant: str, num_bytes: int) -> "_Place | None":
-        """Where the least is lost: nothing if there is a gap (the smallest that will do, so that large ones stay
-        whole), otherwise a run of neighbours. None if each has a pinned one in it."""
+        """Returns the place with the smallest loss; None if every candidate contains a pinned region.
+
+        A gap has no loss. The smallest sufficient gap is chosen, so that large gaps stay whole. Without a gap, a run of
+        adjacent regions is evicted.
+        """
         regions = sorted(self._regions(), key=lambda entry: entry.offset)
-        # Of all regions before each one, so that a run's is a difference; whole numbers, so that it is exact.
+        # Prefix sums over the regions, so that the loss of a run is one difference. Integers keep it exact.
         lost = [0, *accumulate(self._losses(regions, tenant, num_bytes))]
         pins = [0, *accumulate(entry.num_pins for entry in regions)]
         starts = [*(entry.offset for entry in regions), self.num_bytes]
@@ -208,7 +222,7 @@ class HostCache:
         return best
 
     def _losses(self, regions: list[CachedAdapter], tenant: str, num_bytes: int) -> Iterator[int]:
-        """What is lost with each region if `tenant` takes so many bytes more."""
+        """Yields the loss of evicting each region when `tenant` needs `num_bytes` more."""
         held: Counter[str] = Counter({tenant: num_bytes})
         for entry in regions:
             held[entry.version.tenant] += entry.end - entry.offset
@@ -221,7 +235,7 @@ class HostCache:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """cost: smaller is better."""
+    """A candidate region. cost: (loss, bytes of the run); smaller is better."""
 
     cost: tuple[int, int]
     offset: int
@@ -229,13 +243,15 @@ class _Place:
 
 
 def map_arena(descriptor: int, num_bytes: int) -> ByteArray:
-    """All of an arena as an array, mapped until nothing refers to it. Readers must not write, though they could:
-    torch and the GPU's driver want memory that is mapped writable."""
+    """Maps an arena as a uint8 array. It stays mapped while a reference to the array exists.
+
+    Readers must not write. The mapping is writable only because torch and the GPU driver require writable memory.
+    """
     return np.frombuffer(mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED), np.uint8)
 
 
 def _sealed_memory(num_bytes: int) -> int:
-    """A memfd whose size is final: nobody can cut it short under a reader."""
+    """Returns a memfd with a sealed size, so that no process can truncate it while another one reads."""
     descriptor = os.memfd_create("slora-adapters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, num_bytes)
     fcntl.fcntl(descriptor, _ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL)

@@ -1,9 +1,10 @@
-"""Which of the loads that are asked for begins next.
+"""Chooses which requested adapter load runs next.
 
-Tenants take turns. While others wait a tenant runs no more loads at once than its share; alone it may run some more,
-but for one place, which whoever comes next finds free. Within a tenant it is first come, first served.
+Tenants are served round robin. While other tenants wait, a tenant runs at most its share of loads at once. A tenant
+alone in the queue may run more loads, but one slot stays free for the next tenant. The loads of one tenant run in
+first-come, first-served order.
 
-Plain bookkeeping; takes no lock.
+The queue does no locking.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -12,13 +13,15 @@ from slora_adapters.version import AdapterVersion
 
 
 class LoadQueue:
-    """num_places: loads that may run at once. share: of them for each tenant. alone: for one while no other waits."""
+    """num_places: loads that may run at once. share: loads that one tenant may run while others wait. alone: loads that
+    one tenant may run while no other tenant waits.
+    """
 
     def __init__(self, num_places: int, share: int, alone: int) -> None:
         self._num_free = num_places
         self._share = share
         self._alone = alone
-        # Whose turn it is first.
+        # In round-robin order: the first tenant is next.
         self._waiting: OrderedDict[str, deque[AdapterVersion]] = OrderedDict()
         self._running: Counter[str] = Counter()
 
@@ -26,7 +29,7 @@ class LoadQueue:
         self._waiting.setdefault(version.tenant, deque()).append(version)
 
     def take(self) -> AdapterVersion | None:
-        """The next one, which runs from now on; None if none may."""
+        """Removes the next load from the queue and counts it as running. Returns None if no load may start."""
         tenant = self._next_tenant()
         if tenant is None:
             return None
@@ -39,7 +42,7 @@ class LoadQueue:
         return version
 
     def end(self, version: AdapterVersion) -> None:
-        """It runs no longer."""
+        """Marks a running load as ended."""
         assert self._running[version.tenant] > 0, f"{version} does not run"
         self._running[version.tenant] -= 1
         if not self._running[version.tenant]:

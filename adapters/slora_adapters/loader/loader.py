@@ -1,10 +1,11 @@
-"""Brings adapters from a store into the host cache: fetched, verified, packed, side by side, each but once.
+"""Loads adapters from a store into the host cache: fetches, verifies and packs several in parallel, each only once.
 
-Requests for a version that is cached are answered at once; those for one that is on its way join it. A few loads run at
-once, and `LoadQueue` says which, so that a tenant with many cold or broken adapters does not keep others from theirs. A
-load that fails fails alone. One that breaks off since its copy in the store is gone begins again with the next copy.
+A request for a cached version is answered at once. A request for a version that is being loaded waits for that load. A
+few loads run at the same time. `LoadQueue` chooses the next one, so that a tenant with many cold or broken adapters
+does not delay other tenants' loads. A failed load does not affect other loads. If the copy in the store disappears
+during a load, the load starts again with the next copy.
 
-Knows no socket: `loader_process.py` puts one in front.
+The loader itself has no socket; `loader_process.py` adds one.
 """
 
 import logging
@@ -34,18 +35,20 @@ logger = logging.getLogger(__name__)
 
 NUM_THREADS = 4
 LOADS_PER_TENANT = 2
-# A copy in the store may be replaced or found wrong while it is read; each time there may be another.
+# A copy in the store may be replaced, or found corrupt, while it is read. After each of these failures another copy may
+# exist.
 _MAX_ATTEMPTS = 3
-# How long a load waits for readers to give back room in the cache.
+# How long a load waits until readers release enough space in the host cache.
 WAIT_FOR_ROOM_S = 30.0
 
-# Called once for each `load`, from a loader's thread or within `load`; must not block. A copy comes pinned.
+# Called once for each `load`, from a loader's thread or inside `load`. It must not block. A CachedAdapter is passed
+# pinned.
 Done = Callable[[CachedAdapter | FetchFailed], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ServedFormat:
-    """What adapters are packed for. dtype: "float32", "float16" or "bfloat16"."""
+    """The format in which adapters are packed. dtype: "float32", "float16" or "bfloat16"."""
 
     shape: ModelShape
     dtype: str
@@ -53,7 +56,7 @@ class ServedFormat:
 
 
 class Loader:
-    """Loads from `store` into `cache`, which it owns from now on. Methods may be called from any thread."""
+    """Loads from `store` into `cache`, and owns `cache`. Methods may be called from any thread."""
 
     def __init__(
         self,
@@ -70,15 +73,16 @@ class Loader:
         self._cache = cache
         self._served = served
         self._wait_for_room_s = wait_for_room_s
-        # Guards everything below and the cache's bookkeeping; notified whenever room may have come free.
+        # Guards everything below and the cache's bookkeeping. Notified whenever space may have become free.
         self._changed = Condition()
         self._waiters: dict[AdapterVersion, list[Done]] = {}
-        # A load keeps about two cores busy: on two, 32 of 10 MB took 0.4 to 0.5 s one, two, four or six at a time.
+        # One load keeps about two cores busy. On two cores, 32 loads of 10 MB took 0.4 to 0.5 s, whether one, two, four
+        # or six ran at the same time.
         self._queue = LoadQueue(num_threads, loads_per_tenant, alone=os.cpu_count() or 1)
         self._buffers: list[list[bytearray]] = []
-        # By the tier that was loaded from.
+        # By the tier that the adapters were loaded from.
         self._paces: defaultdict[str, FetchPace] = defaultdict(FetchPace)
-        self._num_completed = 0  # loads that ended, and pieces of those under way
+        self._num_completed = 0  # completed loads, and completed pieces of running loads
         self._num_running = self._num_without_room = 0
         self._closed = False
         self._threads = ThreadPoolExecutor(num_threads, "adapter-load")
@@ -91,12 +95,14 @@ class Loader:
             return {tier: pace.fetch_s(1) for tier, pace in self._paces.items()}
 
     def measure(self) -> Progress:
-        """Loads and pieces of them so far, and whether any load could go on now: one that waits for room cannot."""
+        """Returns the number of completed loads and pieces, and whether a load can make progress now. A load that waits
+        for space in the cache cannot.
+        """
         with self._changed:
             return Progress(self._num_completed, self._num_running > self._num_without_room)
 
     def load(self, version: AdapterVersion, done: Done) -> None:
-        """Asks for a version; returns at once."""
+        """Requests a version and returns at once; `done` is called with the result."""
         with self._changed:
             entry = self._cache.find(version)
             if entry is None:
@@ -105,24 +111,24 @@ class Loader:
         done(entry)
 
     def release(self, entry: CachedAdapter) -> None:
-        """Gives back one copy that `load` handed out."""
+        """Releases one copy that `load` returned."""
         with self._changed:
             self._cache.unpin(entry)
             self._changed.notify_all()
 
     def forget(self, version: AdapterVersion) -> None:
-        """The version was deleted: later loads ask the store again."""
+        """Removes a deleted version from the cache, so that later loads read from the store."""
         with self._changed:
             self._cache.forget(version)
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Proves the cache's books right."""
+        """Asserts the invariants of the cache."""
         with self._changed:
             self._cache.check()
 
     def close(self) -> None:
-        """Waits for loads under way, fails those that wait for room, drops those that have not begun."""
+        """Waits for running loads, fails the loads that wait for space, and cancels the loads that have not started."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -138,7 +144,7 @@ class Loader:
         self._start()
 
     def _start(self) -> None:
-        """Starts what may run. The lock is held."""
+        """Starts queued loads while the queue allows more. The caller holds the lock."""
         while not self._closed and (version := self._queue.take()) is not None:
             self._num_running += 1
             self._threads.submit(self._run, version)
@@ -154,7 +160,7 @@ class Loader:
         with self._changed:
             waiters = self._waiters.pop(version)
             if isinstance(result, CachedAdapter):
-                for _ in waiters[1:]:  # the load's own pin is the first waiter's
+                for _ in waiters[1:]:  # the load's own pin belongs to the first waiter
                     self._cache.pin(result)
             self._num_completed += 1
             self._num_running -= 1
@@ -180,7 +186,9 @@ class Loader:
             return FetchFailed(version, "unavailable", message)
 
     def _try_to_load(self, version: AdapterVersion) -> CachedAdapter | None:
-        """None if the copy in the store was wrong, or gone before it was read, and there may be another one."""
+        """Returns None if another attempt may succeed: the copy in the store was corrupt, or disappeared during the
+        read.
+        """
         since = time.monotonic()
         with closing(self._store.open(version.digest)) as blob:
             try:
@@ -199,7 +207,9 @@ class Loader:
                 return None
 
     def _allocate(self, version: AdapterVersion, layout: AdapterLayout) -> CachedAdapter:
-        """Waits until readers have given back enough. Raises StoreUnavailable, or ValueError if it never fits."""
+        """Waits until readers have released enough space. Raises StoreUnavailable on a timeout, and ValueError if the
+        adapter can never fit.
+        """
         deadline = time.monotonic() + self._wait_for_room_s
         with self._changed:
             while (entry := self._cache.allocate(version, layout)) is None:
@@ -216,7 +226,7 @@ class Loader:
         return entry
 
     def _fill(self, entry: CachedAdapter, stored: StoredAdapter, blob: Blob, begun_s: float) -> None:
-        """Shows the entry once all of it is there and verified; gives it back if that fails."""
+        """Fills the entry, and marks it ready once its whole content is verified. Releases the entry if that fails."""
         since = time.monotonic()
         try:
             with self._lent_buffers() as buffers:
@@ -240,7 +250,7 @@ class Loader:
 
     @contextmanager
     def _lent_buffers(self) -> Iterator[list[bytearray]]:
-        """Used again and again: to clear new memory takes as long as to read into it ten times."""
+        """Buffers are reused, because zeroing new memory takes as long as reading into it ten times."""
         with self._changed:
             buffers = self._buffers.pop() if self._buffers else []
         buffers = buffers or make_buffers()

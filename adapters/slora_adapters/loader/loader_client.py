@@ -1,10 +1,10 @@
-"""An `AdapterSource` that asks a loader process: small frames over a Unix socket, adapters through shared memory.
+"""An `AdapterSource` that uses a loader process: small frames over a Unix socket, adapters through shared memory.
 
-One thread connects, reads answers, and connects again when the loader died; requests that were in flight then are
-sent to its successor. Calls only put a frame into the socket's buffer, and never wait.
+One thread connects, reads responses, and reconnects when the loader dies. Requests that were in flight are then sent to
+the restarted loader. Calls only write a frame into the socket's buffer, and never block.
 
-Each connection maps the arena of that loader's run. A copy that was fetched stays readable until it is let go, even
-when its loader is dead; `release` reaches the loader only if it is still the one that the copy came from.
+Each connection maps the arena of the connected loader process. A fetched copy stays readable until it is released, even
+after its loader has died. `release` is sent only if the copy came from the loader that is connected now.
 """
 
 import logging
@@ -35,11 +35,11 @@ from slora_adapters.wire import BrokenFrame, encode, receive
 logger = logging.getLogger(__name__)
 
 RECONNECT_S = 0.05
-# A loader that accepts connections but does not speak is stuck; requests must not wait for it without end.
+# A loader that accepts a connection but sends nothing is stuck. Requests must not wait for it without a limit.
 HANDSHAKE_S = 5.0
-# A request that no loader has answered for this long, while none is connected, fails.
+# A request without an answer for this long fails, if no loader is connected then.
 GIVE_UP_S = 30.0
-# A request that was in flight at this many deaths of loaders fails: it may be what kills them.
+# A request that was in flight when this many loaders died fails, because the request may cause the crash.
 MAX_DEATHS = 3
 
 
@@ -63,11 +63,12 @@ class _Run:
 
 
 class LoaderClient:
-    """See `source.AdapterSource`. `notify` is called, from this client's thread, when `poll` would return something.
+    """Implements `source.AdapterSource` with a loader process.
 
-    `on_arena` is called, from that thread too, with each arena before anything in it is handed out; what it returns is
-    kept as long as a copy there is held, and at least as long as the connection. `give_up_s`: how long a request
-    waits for a loader to be there at all.
+    notify: called from this client's thread when `poll` would return something.
+    on_arena: called from that thread with each arena before any copy in it is delivered. Its return value is kept for
+      as long as a copy in the arena is held, and at least as long as the connection.
+    give_up_s: how long a request waits while no loader is connected.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class LoaderClient:
         self._num_requests = 0
         self._requests: dict[AdapterVersion, _Request] = {}
         self._results: list[Fetched | FetchFailed] = []
-        # Where each copy that is held came from, oldest first.
+        # The connection that each held copy came from, oldest first.
         self._held: dict[AdapterVersion, deque[_Run]] = {}
         self._paces: Mapping[str, float] = {}
         self._closed = False
@@ -101,13 +102,17 @@ class LoaderClient:
 
     @property
     def capacity_bytes(self) -> int | None:
-        """The arena's. Not known while no loader is connected: then all are taken, so that all give up together."""
+        """Size of the arena. None while no loader is connected: requests are then accepted without a limit, so that all
+        of them fail together.
+        """
         run = self._run
         return len(run.arena) if run is not None else None
 
     @property
     def paces(self) -> Mapping[str, float]:
-        """As the loader last said, or the one before it, of places that this one has not loaded from."""
+        """The paces that loaders reported last. A tier that the current loader has not used keeps the pace that an
+        earlier loader reported.
+        """
         return self._paces
 
     def request(self, version: AdapterVersion) -> None:
@@ -134,12 +139,12 @@ class LoaderClient:
                 del self._held[version]
 
     def forget(self, version: AdapterVersion) -> None:
-        """A loader that is not there has forgotten everything anyway."""
+        """Sent only to a connected loader, because a new loader process starts with an empty cache."""
         with self._changed:
             self._send(encode_call("forget", version))
 
     def close(self) -> None:
-        """Ends the thread; the client must not be used afterwards."""
+        """Ends the thread. The client must not be used afterwards."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -147,7 +152,11 @@ class LoaderClient:
         self._thread.join()
 
     def _send(self, message: Message) -> None:
-        """The lock is held. A loader that leaves its socket's buffer full is stuck: hang up, and it is sent again."""
+        """Sends a frame. The caller holds the lock.
+
+        A loader that leaves its socket's buffer full is stuck. The client then disconnects, and sends the requests
+        again after it reconnects.
+        """
         if self._run is None:
             return
         frame = encode(message)
@@ -156,14 +165,14 @@ class LoaderClient:
         except BlockingIOError:
             sent = 0
         except OSError:
-            return  # the reading thread sees the end of the connection and deals with it
+            return  # the reading thread detects the end of the connection and handles it
         if sent < len(frame):
             logger.error("the loader does not read what it is sent; connecting again")
             self._hang_up()
 
     def _hang_up(self) -> None:
         if self._run is not None:
-            with suppress(OSError):  # the other end was quicker
+            with suppress(OSError):  # the other end closed first
                 self._run.socket.shutdown(socket.SHUT_RDWR)
 
     def _connect_for_ever(self) -> None:
@@ -187,9 +196,9 @@ class LoaderClient:
                     self._changed.wait(RECONNECT_S)
 
     def _serve(self, run: _Run) -> None:
-        """One connection, from after the handshake to its end."""
+        """Handles one connection, from after the handshake to its end."""
         with self._changed:
-            if self._closed:  # meanwhile, when there was nothing yet to hang up
+            if self._closed:  # closed during the handshake, when `close` had no connection to end
                 return
             self._run = run
             for version, request in self._requests.items():
@@ -237,7 +246,7 @@ class LoaderClient:
 
 
 def _shake_hands(connection: socket.socket) -> _Run:
-    """Raises OSError or BrokenFrame if the loader goes away meanwhile, LoaderMismatch if it is of another release."""
+    """Raises OSError or BrokenFrame if the loader disconnects, and LoaderMismatch if it is of another release."""
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     if not descriptors:
         raise BrokenFrame("the loader closed the connection at once")

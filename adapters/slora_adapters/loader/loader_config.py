@@ -1,4 +1,4 @@
-"""What a loader process is told when it is started: one JSON object on its command line."""
+"""The configuration of a loader process, passed as one JSON object on its command line."""
 
 import json
 from dataclasses import asdict, dataclass, fields
@@ -35,7 +35,7 @@ class LoaderConfig:
 
     @staticmethod
     def from_json(text: str) -> "LoaderConfig":
-        """Raises ValueError for what is not a config."""
+        """Raises ValueError if the text is not a valid config."""
         raw = json.loads(text)
         unknown = raw.keys() - {field.name for field in fields(LoaderConfig)}
         if unknown:

@@ -1,7 +1,7 @@
 """The frames between a loader process and the engines that it serves.
 
-On connecting, a client receives one byte that carries the arena's memfd, then a hello. It sends load, release and
-forget; each load is answered by one loaded or failed with the same number.
+After connecting, a client receives one byte that carries the arena's memfd, and then a `hello`. The client sends
+`load`, `release` and `forget`. Each `load` is answered by one `loaded` or `failed` with the same number.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ Message = dict[str, Any]
 
 
 class LoaderMismatch(SloraError):
-    """The loader was built from another release: it packs or speaks differently."""
+    """The loader is of another release, with another layout of packed adapters or another protocol."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def encode_hello(arena_bytes: int) -> Message:
 
 
 def decode_hello(message: Message) -> Hello:
-    """Raises LoaderMismatch."""
+    """Raises LoaderMismatch if the protocol or the layout version differs."""
     found = (message.get("protocol"), message.get("layout"))
     if found != (PROTOCOL_VERSION, LAYOUT_VERSION):
         raise LoaderMismatch(
@@ -59,7 +59,7 @@ def decode_version(message: Message) -> AdapterVersion:
 
 
 def encode_loaded(entry: CachedAdapter, number: int, paces: Mapping[str, float]) -> Message:
-    """paces: the loader's, as they are now."""
+    """paces: current value of `Loader.paces`."""
     return {
         "op": "loaded",
         "version": [entry.version.tenant, entry.version.digest],
@@ -74,7 +74,7 @@ def encode_loaded(entry: CachedAdapter, number: int, paces: Mapping[str, float])
 
 
 def decode_loaded(message: Message, arena: ByteArray) -> PackedAdapter:
-    """The packed adapter, its buffer a view into the mapped arena."""
+    """Returns the packed adapter. Its buffer is a view into the mapped arena."""
     groups = np.frombuffer(bytearray(message["groups"]), np.int32).reshape(-1, 2)
     modules = np.frombuffer(bytearray(message["modules"]), np.int32).reshape(-1, 3)
     scales = np.frombuffer(bytearray(message["scales"]), np.float32)

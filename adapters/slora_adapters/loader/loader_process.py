@@ -1,9 +1,11 @@
-"""The loader as a process: `slora_adapters.loader.loader_process --config JSON`, adapters on demand over a Unix socket.
+"""The loader process: `slora_adapters.loader.loader_process --config JSON`. It loads adapters on demand over a Unix
+socket.
 
-Each run has an arena of its own: an engine that outlives it keeps the memory it mapped, and can never read bytes of
-one run by offsets of another. The process ends when its standard input does, so it never outlives its parent, and
-prints nothing on standard output. Exit code 2 means that its configuration can never work,
-75 that the store does not answer yet.
+Each process creates its own arena. An engine that outlives the loader keeps its mapping of the old arena, so it can
+never use offsets of one arena to read another.
+
+The process exits when its standard input is closed, so it never outlives its parent. It prints nothing on standard
+output. Exit code 2 means that its configuration can never work. Exit code 75 means that the store does not answer yet.
 """
 
 import argparse
@@ -36,17 +38,18 @@ from slora_adapters.wire import BrokenFrame, read_message, write_message
 
 logger = logging.getLogger("slora.loader")
 
-# Behind the engine, where they share cores: a load takes what computing leaves, and a tenth of a core at least, instead
-# of delaying the tokens of all requests.
+# Nice value, so that the engine has priority on shared cores. A load uses the CPU time that the engine leaves, and at
+# least a tenth of a core. So a load does not delay the tokens of running requests.
 _NICE = 10
 _SWITCH_INTERVAL_S = 5e-4
-# The configuration can never work, as argparse says of arguments; or the store may answer later.
+# _REFUSED_EXIT: the configuration can never work; argparse exits with the same code. _TRY_LATER_EXIT: the store may
+# answer later.
 _REFUSED_EXIT = 2
 _TRY_LATER_EXIT = os.EX_TEMPFAIL
 
 
 class _Client:
-    """One connected engine, and the copies that it holds: when it goes, they are given back."""
+    """One connected engine and the copies that it holds. They are released when the engine disconnects."""
 
     def __init__(self, loader: Loader, writer: asyncio.StreamWriter) -> None:
         self._loader = loader
@@ -77,7 +80,7 @@ class _Client:
         self._held.clear()
 
     def _call_in_loop(self, result: CachedAdapter | FetchFailed, number: int) -> None:
-        """On a loader's thread, or in the loop already."""
+        """Called on a loader's thread, or in the event loop."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._answer, result, number)
 
@@ -93,14 +96,14 @@ class _Client:
 
 
 class LoaderServer:
-    """Serves engines on a Unix socket, from one asyncio loop that only moves small frames."""
+    """Serves engines on a Unix socket, from one asyncio loop that only handles small frames."""
 
     def __init__(self, loader: Loader, cache: HostCache) -> None:
         self._loader = loader
         self._cache = cache
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One engine, from connection to end."""
+        """Serves one engine until it disconnects."""
         client = _Client(self._loader, writer)
         try:
             _pass_descriptor(writer, self._cache.descriptor)
@@ -116,7 +119,9 @@ class LoaderServer:
 
 
 def _pass_descriptor(writer: asyncio.StreamWriter, descriptor: int) -> None:
-    """Nothing was written before, so the one byte that carries the descriptor goes out at once and in order."""
+    """Sends the descriptor with one byte. The transport has written nothing before, so the byte is sent at once and in
+    order.
+    """
     transport_socket = writer.get_extra_info("socket")
     with socket.fromfd(transport_socket.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as plain:
         socket.send_fds(plain, [b"A"], [descriptor])
@@ -128,7 +133,7 @@ async def _serve(
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stopped.set)
-    # A terminal's Ctrl-C reaches this process too, but the parent decides when it ends.
+    # Ctrl-C in a terminal signals this process too, but the parent decides when this process ends.
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     config.socket.unlink(missing_ok=True)
     listener = await asyncio.start_unix_server(server.serve, config.socket)
@@ -136,7 +141,7 @@ async def _serve(
     beating = asyncio.create_task(heartbeat.run(measure))
     await stopped.wait()
     beating.cancel()
-    # Not `async with`: from Python 3.12 on that would wait until every engine has hung up.
+    # Not `async with`: from Python 3.12 on, its exit waits until every engine has disconnected.
     listener.close()
 
 
@@ -157,7 +162,9 @@ def run(config: LoaderConfig, heartbeat: Heartbeat) -> None:
 
 
 def _end_with_stdin() -> None:
-    """Ends this process when standard input does: the parent holds the other end, alive as long as it is."""
+    """Exits this process when standard input is closed. The parent holds the other end of the pipe while it
+    is alive.
+    """
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -168,14 +175,14 @@ def _end_with_stdin() -> None:
 
 
 def main() -> int:
-    # As @file the configuration stays out of the process list: a store's URL may hold a password.
+    # An @file keeps the configuration out of the process list, because a store's URL may contain a password.
     description = "The loader process of slora; started by `slora serve`. Arguments may be lines of an @file."
     parser = argparse.ArgumentParser(description=description, fromfile_prefix_chars="@")
     parser.add_argument("--config", required=True, help="LoaderConfig as JSON")
     parser.add_argument("--heartbeat", type=int, help="descriptor of the page that proves progress")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    # A thread that hashes or copies comes back for a moment between two pieces; it must not wait for the 5 ms that
-    # another one may parse a header.
+    # A thread that hashes or copies needs the GIL briefly between two pieces. It must not wait the default 5 ms while
+    # another thread parses a header.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     os.nice(_NICE)
     arguments = parser.parse_args()

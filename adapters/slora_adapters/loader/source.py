@@ -1,13 +1,14 @@
-"""How an engine gets adapters to the host: it asks, goes on stepping, and collects what has arrived.
+"""How an engine gets adapters to the host: it requests them, continues to step, and polls for the results.
 
-`AdapterSource` is the seam. `DirectorySource`, here, reads PEFT directories in the engine's own process, for
-the `LLM` class and for tests; `LoaderClient` speaks to a loader process that serves many tenants.
+`AdapterSource` is the interface. `DirectorySource` reads PEFT directories in the engine's own process, for the `LLM`
+class and for tests. `LoaderClient` uses a loader process that serves many tenants.
 
-The rules of the seam, for all implementations:
-- `request` never blocks; while a request of a version is in flight, further ones join it;
-- each request (or group of joined ones) is answered by exactly one `Fetched` or `FetchFailed` from `poll`;
-- a `Fetched` copy stays in place, unchanged, until `release`, once for each `Fetched`;
-- `forget` says that the version was deleted: its copy goes as soon as nobody holds it.
+Every implementation follows these rules:
+
+- `request` never blocks. While a request for a version is in flight, further requests for it join the first one.
+- Each request (or group of joined requests) is answered by exactly one `Fetched` or `FetchFailed` from `poll`.
+- A `Fetched` copy stays in place, unchanged, until `release` is called once for each `Fetched`.
+- `forget` reports that the version was deleted. Its copy is dropped as soon as it is not held any more.
 """
 
 import logging
@@ -35,9 +36,9 @@ FailureCode = Literal["not_found", "unavailable", "corrupt"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetched:
-    """The adapter lies packed on the host, and stays there until `release(version)`.
+    """The packed adapter is in host memory, and stays there until `release(version)`.
 
-    seconds: from `request` until it had come; next to none if it was there.
+    seconds: time from `request` until the copy was ready; close to 0 if it was cached.
     """
 
     version: AdapterVersion
@@ -47,7 +48,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """The adapter could not be brought to the host. `message` may be shown to the tenant who asked for it."""
+    """The adapter could not be loaded to the host. `message` may be shown to the tenant that requested it."""
 
     version: AdapterVersion
     code: FailureCode
@@ -55,37 +56,40 @@ class FetchFailed:
 
 
 class AdapterSource(Protocol):
-    """Brings adapter versions to the host. All methods are called from one thread; none blocks."""
+    """Loads adapter versions to the host. All methods are called from one thread, and none blocks."""
 
     @property
     def capacity_bytes(self) -> int | None:
-        """What copies may take together until they are released; None if only memory limits them."""
+        """The total bytes of copies that may be held at once; None if only memory limits them."""
 
     @property
     def paces(self) -> Mapping[str, float]:
-        """Seconds that a byte of a packed adapter took lately to come to the host, by the kind of place that it came
-        from; only of those that one has come from."""
+        """Recent load time in seconds per packed byte, by the tier that adapters came from. It has only tiers from
+        which an adapter has been loaded.
+        """
 
     def request(self, version: AdapterVersion) -> None:
         """Starts to fetch a version."""
 
     def poll(self) -> list[Fetched | FetchFailed]:
-        """What has arrived or failed since the last call."""
+        """Returns the fetches that completed or failed since the last call."""
 
     def release(self, version: AdapterVersion) -> None:
-        """Gives back one `Fetched` copy: it may be evicted from the host again."""
+        """Releases one `Fetched` copy, which may then be evicted from the host."""
 
     def forget(self, version: AdapterVersion) -> None:
-        """The version was deleted: its host copy is dropped."""
+        """Drops the host copy of a deleted version."""
 
 
 class DirectorySource:
-    """Adapters from PEFT directories, read and packed in this process on `num_threads` threads (0: within
-    `request`); also adapters that lie in no directory, which stay packed here until they are forgotten.
+    """Reads adapters from PEFT directories and packs them in this process, on `num_threads` threads (0: inside
+    `request`).
 
-    `notify` is called, from any thread, whenever `poll` would return something. Copies of directories are not
-    cached: each fetch reads its directory again, and fails if the weights there are no longer the ones that were
-    added.
+    It also serves adapters without a directory, which stay packed in memory until they are forgotten. Copies of
+    directories are not cached: each fetch reads the directory again. A fetch fails if the weights differ from the
+    weights that were added.
+
+    notify: called, from any thread, whenever `poll` would return something.
     """
 
     def __init__(
@@ -114,19 +118,21 @@ class DirectorySource:
 
     @property
     def paces(self) -> Mapping[str, float]:
-        """Nobody asks."""
+        """Empty: the engine does not use the paces of this source."""
         return {}
 
     def add(self, directory: Path | str, tenant: str = "local") -> AdapterVersion:
-        """Validates the adapter in a directory and makes it fetchable. Raises as `read_adapter` does."""
+        """Validates the adapter in a directory and makes it fetchable. Raises what `read_adapter` raises."""
         return self.hold(read_adapter(directory, self.shape, self.limits), directory, tenant)
 
     def hold(
         self, adapter: Adapter, directory: Path | str | None = None, tenant: str = "local"
     ) -> AdapterVersion:
-        """Makes a validated adapter fetchable: from its directory, or without one from a packed copy kept here.
+        """Makes a validated adapter fetchable, from its directory. Without a directory, a packed copy is kept in
+        memory.
 
-        Of several directories with the same weights, those that still hold them serve the version.
+        If several directories were added with the same weights, any directory that still has these weights serves the
+        version.
         """
         version = AdapterVersion(tenant, adapter.digest)
         if directory is not None:
@@ -155,14 +161,14 @@ class DirectorySource:
         return results
 
     def release(self, version: AdapterVersion) -> None:
-        """Nothing to do: a copy is the caller's own memory."""
+        """Does nothing, because each copy is the caller's own memory."""
 
     def forget(self, version: AdapterVersion) -> None:
         self._directories.pop(version, None)
         self._packed.pop(version, None)
 
     def close(self) -> None:
-        """Waits for the loads under way; the source must not be used afterwards."""
+        """Waits for running loads. The source must not be used afterwards."""
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
 

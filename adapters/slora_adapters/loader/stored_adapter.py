@@ -1,13 +1,12 @@
-"""An adapter as it comes out of a store: what it is, from the first bytes of its blob; then its tensors, in pieces.
+"""Reads an adapter from a blob of a store: first its config and header, then its tensors in batches.
 
-The tensors are read in the order in which the digest takes them, whatever their order in the file; a file whose order
-is the same, as stores keep them (`bundle.py`), is read from its begin to its end. While one batch of rows is read the
-one before it is hashed, on a thread of its own, and packed, on another: a load takes as long as the slowest of the
-three, and holds no more than a few batches.
+Tensors are read in the order in which the digest hashes them. Stores keep files in the same order (`bundle.py`), so
+such a file is read sequentially. While one batch of rows is read, earlier batches are hashed on one thread and packed
+on another. So a load takes as long as the slowest of the three stages, and holds only a few batches in memory.
 
-What the digest vouches for is not looked at again: whoever published it scanned the numbers, and the same digest means
-the same numbers. What depends on this server is: shapes, ranks and scales, from the header; and whether numbers fit
-into the served dtype, where they are converted.
+Values that the digest covers are not checked again: the upload's checks scanned the weights, and the same digest means
+the same weights. Checks that depend on this server are repeated. Shapes, ranks and scales are checked from the header,
+and overflow of the served dtype is checked during conversion.
 """
 
 from collections import deque
@@ -33,21 +32,22 @@ from slora_kernels.layout import AdapterLayout, ModelShape, lay_out_adapter
 
 __all__ = ["StoredAdapter", "make_buffers"]
 
-# Large enough for few of them, small enough to stay in the cache of the processor from reading to packing.
+# Large enough that few batches are needed. Small enough to stay in the CPU cache from reading to packing.
 BATCH_BYTES = 1 << 20
-# One is read, one waits or is hashed, one is packed, and one evens out their pace.
+# One buffer is read into, one waits or is hashed, one is packed, and one absorbs differences in speed.
 NUM_BUFFERS = 4
 
 
 def make_buffers() -> list[bytearray]:
-    """What `StoredAdapter.pour` needs to be lent."""
+    """Returns the buffers that `StoredAdapter.pour` needs."""
     return [bytearray(BATCH_BYTES) for _ in range(NUM_BUFFERS)]
 
 
 class StoredAdapter:
-    """The adapter in a blob, whose digest is the one given if `pour` returns.
+    """An adapter in a blob. If `pour` returns, the adapter has the given digest.
 
-    Reads config and header, and raises AdapterCorrupt unless they are valid here; also what reading the blob raises.
+    The constructor reads config and header, and raises AdapterCorrupt if they are not valid on this server. It also
+    raises what reading the blob raises.
     """
 
     def __init__(self, blob: Blob, digest: str, shape: ModelShape, limits: AdapterLimits) -> None:
@@ -73,11 +73,11 @@ class StoredAdapter:
     ) -> npt.NDArray[np.float32]:
         """Packs the tensors into `region`, uint8 [layout.num_bytes], for the served dtype. Returns the scales.
 
-        What `region` holds means nothing before this returns. buffers: of `make_buffers`, lent for the time, of any
-        content. on_read: called after each piece that was read.
+        The content of `region` is undefined until this method returns. buffers: from `make_buffers`, with any content,
+        and used only during the call. on_read: called after each batch that was read.
 
-        Raises AdapterCorrupt if the digest differs or a weight overflows, and what reading the blob raises; nothing
-        writes to `region` any more then.
+        Raises AdapterCorrupt if the digest differs or a weight overflows, and what reading the blob raises. After an
+        error, no thread writes to `region` any more.
         """
         digest = AdapterHash(self._config)
         packer = Packer(self._pairs, self._shape, dtype, self.layout, region)
@@ -94,7 +94,7 @@ class StoredAdapter:
     def _read(
         self, digest: AdapterHash, packer: Packer, spare: list[bytearray], on_read: Callable[[], None]
     ) -> None:
-        """Raises AdapterInvalid if a weight overflows. The threads have ended when this does."""
+        """Raises AdapterInvalid if a weight overflows. Both threads have ended when this method returns or raises."""
         under_way: deque[tuple[bytearray, Future[None], Future[None]]] = deque()
         with (
             ThreadPoolExecutor(1, "adapter-hash") as hashing,
@@ -103,7 +103,7 @@ class StoredAdapter:
             for batch in _list_batches(self._spans):
                 buffer = spare.pop() if spare else _finish(*under_way.popleft())
                 if len(buffer) < batch.num_bytes:
-                    buffer = bytearray(batch.num_bytes)  # of one row that is longer than any batch
+                    buffer = bytearray(batch.num_bytes)  # for one row that is longer than a batch
                 content = memoryview(buffer)[: batch.num_bytes]
                 self._blob.read_into(TENSORS_NAME, self._body_start + batch.start, content)
                 on_read()
@@ -125,7 +125,7 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Rows that lie one behind the other in the body of the file, from byte `start` on."""
+    """Rows that are adjacent in the body of the file, starting at byte `start`."""
 
     start: int
     rows: list[_Rows]
@@ -133,7 +133,7 @@ class _Batch:
 
 
 def _list_batches(spans: Mapping[str, TensorSpan]) -> Iterator[_Batch]:
-    """All rows in the order of their tensors' names. One row makes a batch at least, whatever its length."""
+    """Yields all rows in the order of their tensors' names. A batch has at least one row, whatever its length."""
     rows: list[_Rows] = []
     start = end = num_bytes = 0
     for name in sorted(spans):
@@ -180,14 +180,14 @@ def _pack(batch: _Batch, content: memoryview, packer: Packer) -> None:
 
 
 def _finish(buffer: bytearray, hashed: Future[None], packed: Future[None]) -> bytearray:
-    """The buffer, once nobody reads it any more."""
+    """Waits until the buffer is hashed and packed, and returns it for reuse."""
     hashed.result()
     packed.result()
     return buffer
 
 
 def _read_config(blob: Blob) -> PeftConfig:
-    """Raises ValueError."""
+    """Raises ValueError if the config is missing or invalid."""
     config, reasons = parse_peft_config(
         _read(blob, CONFIG_NAME, 0, _size(blob, CONFIG_NAME, MAX_CONFIG_BYTES))
     )
@@ -197,7 +197,7 @@ def _read_config(blob: Blob) -> PeftConfig:
 
 
 def _read_header(blob: Blob, limits: AdapterLimits) -> tuple[int, dict[str, TensorSpan]]:
-    """Where the body begins, and what is in it. Raises ValueError."""
+    """Returns the offset of the body and the tensors in it. Raises ValueError if the header is invalid."""
     file_bytes = _size(blob, TENSORS_NAME, limits.max_tensor_bytes)
     prefix = _read(blob, TENSORS_NAME, 0, min(PREFIX_BYTES, file_bytes))
     header_bytes = measure_header(prefix, file_bytes)
@@ -207,7 +207,7 @@ def _read_header(blob: Blob, limits: AdapterLimits) -> tuple[int, dict[str, Tens
 
 
 def _size(blob: Blob, name: str, max_bytes: int) -> int:
-    """Raises ValueError if there is no such member or it is too large."""
+    """Raises ValueError if the member does not exist or is too large."""
     if name not in blob.members:
         raise ValueError(f"{name} is missing")
     if blob.members[name] > max_bytes:

@@ -1,7 +1,8 @@
-"""What the registry knows: versions of names, and aliases with the versions that they point at. Plain values.
+"""Plain values of the registry: versions of names, and aliases with the versions that they point at.
 
-A record holds no text of its adapter's extras, which may be half a megabyte each: lists, changes and comparisons take
-many records at once. Only a request reads the texts, and only those of its own version (`Registry.serve`).
+A record does not contain the texts of its extras, which may take half a megabyte each, because lists, changes and
+comparisons load many records at once. Only a request reads the texts, and only the texts of its own version
+(`Registry.serve`).
 """
 
 import hashlib
@@ -16,10 +17,11 @@ from slora_adapters.version import AdapterVersion
 
 @dataclass(frozen=True, slots=True)
 class AdapterDetails:
-    """What is known of the weights of a version.
+    """Facts about the weights of a version.
 
-    num_bytes: size of the tensors. packed_bytes: size as they are served; None if a release published them that did not
-    store it. blob_bytes: size of the files in the store; None counts as num_bytes.
+    num_bytes: size of the tensors.
+    packed_bytes: size in the page pool; None if the release that published the version did not store it.
+    blob_bytes: size of the files in the store; if None, num_bytes is used instead.
     """
 
     rank: int
@@ -30,20 +32,20 @@ class AdapterDetails:
 
     @property
     def stored_bytes(self) -> int:
-        """What they take in a store."""
+        """The bytes that the weights use in a store."""
         return self.num_bytes if self.blob_bytes is None else self.blob_bytes
 
     @property
     def pool_bytes(self) -> int:
-        """What they take in a pool, as far as that is known."""
+        """The bytes that the weights use in the page pool; num_bytes if the packed size is unknown."""
         return self.num_bytes if self.packed_bytes is None else self.packed_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ExtrasSummary:
-    """What lists and comparisons need of a version's extras. Sizes are bytes of UTF-8; None if there is no such text.
+    """Sizes and digest of a version's extras, for lists and comparisons.
 
-    digest: see `digest_extras`.
+    Sizes are bytes of UTF-8; None if the text does not exist. digest: see `digest_extras`.
     """
 
     template_bytes: int | None
@@ -61,7 +63,7 @@ class ExtrasSummary:
 
 
 def digest_extras(chat_template: str | None, generation_config: str | None) -> str:
-    """SHA-256 over presence, size and bytes of each text; the empty text if there is neither."""
+    """Returns the SHA-256 over presence, size and bytes of each text; the empty string if neither text exists."""
     if chat_template is None and generation_config is None:
         return ""
     hashed = hashlib.sha256()
@@ -76,10 +78,10 @@ NO_EXTRAS = AdapterExtras()
 
 @dataclass(frozen=True, slots=True)
 class AdapterRecord:
-    """Version `number` of a tenant's name: it never changes, and no other one gets its number while the name lives.
+    """Version `number` of a tenant's name. It never changes, and its number is not reused while the name exists.
 
-    version: the identity of its weights, which several numbers and names may have. created_at: when it was pushed;
-    named_at: when the name was first pushed (Unix time).
+    version: identity of the weights; several numbers and names may share it. created_at: Unix time of the push.
+    named_at: Unix time of the first push of the name.
     """
 
     name: str
@@ -95,16 +97,16 @@ class AdapterRecord:
         return f"{self.name}@{self.number}"
 
     def holds(self, version: AdapterVersion, extras: AdapterExtras) -> bool:
-        """Whether this is what a push of these would make."""
+        """Returns whether pushing this version with these extras would create an identical record."""
         return (self.version, self.extras) == (version, ExtrasSummary.of(extras))
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """An alias and the versions that it points at, by number. targets: percent of the requests of each.
+    """An alias and the versions that it points at. targets: percent of the requests by version number.
 
-    follows_pushes: each new version takes all. salt: see `choose_target`. pinned: all that it points at is to be in
-    the pool before anybody asks. updated_at: when it last moved (Unix time).
+    follows_pushes: whether a newly pushed version receives all requests. salt: see `choose_target`. pinned: whether all
+    targets are kept in the page pool before any request needs them. updated_at: Unix time of the last move.
     """
 
     alias: str
@@ -117,12 +119,12 @@ class Rollout:
 
     @property
     def main(self) -> AdapterRecord:
-        """The version that most requests get; of equals the oldest."""
+        """The version that receives most requests; of several with equal weight, the oldest."""
         return self.records[max(self.targets, key=lambda number: (self.targets[number], -number))]
 
     @property
     def label(self) -> str:
-        """As requests call it."""
+        """The reference that requests use."""
         return self.main.name if self.alias == LATEST else f"{self.main.name}@{self.alias}"
 
     @property
@@ -130,16 +132,18 @@ class Rollout:
         return self.main.version.tenant
 
     def choose(self, user: str) -> AdapterRecord:
-        """The same for the same user, until weights change; see `choose_target`."""
+        """Returns the same version for the same user until the weights change; see `choose_target`."""
         return self.records[choose_target(self.targets, self.salt, user)]
 
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What all versions of a tenant come to.
+    """Totals over all versions of a tenant.
 
-    num_bytes: everything that is stored for them. Weights that several versions have count once, and the extras of each
-    version count. weights_bytes: the part of it that is the weights that were asked about; None if no version has them.
+    num_bytes: bytes stored for all versions. Weights that several versions share count once; the extras of each version
+      count.
+    weights_bytes: bytes of the weights with the requested digest, as included in num_bytes; None if the tenant has no
+      version with that digest.
     """
 
     num_versions: int
@@ -149,9 +153,9 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What an upload left behind. is_new: False if the newest version of the name was this one already.
+    """The result of an upload. is_new: False if the newest version of the name already was this one.
 
-    moved_pin: whether a pinned alias points somewhere else now.
+    moved_pin: whether the targets of a pinned alias changed.
     """
 
     record: AdapterRecord
@@ -161,10 +165,12 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What a deletion left behind.
+    """The result of a deletion.
 
-    orphaned: versions that no name of the tenant has any more. unreferenced: digests of them that, besides, no tenant
-    refers to now, so that `collect` would drop their blobs. moved_pin: as in Publication.
+    orphaned: versions that no name of the tenant has any more.
+    unreferenced: digests of orphaned versions to which no tenant refers any more, so that `collect` would drop their
+      blobs.
+    moved_pin: as in Publication.
     """
 
     records: tuple[AdapterRecord, ...]

@@ -1,10 +1,12 @@
-"""Where an alias points: at one version of its name, or at several by weight; and which of them a user gets.
+"""Which versions of a name an alias points at, by weight, and which of these versions a user gets.
 
-A user stays with a version for as long as its weight does not shrink: raising a canary from 10 to 20 moves a tenth of
-the users to it, and none away from it. That is weighted rendezvous hashing (Thaler and Ravishankar 1998; the logarithm
-is Schindelhauer and Schomaker 2005): each version draws a number for the user, and the best one wins.
+A user keeps a version as long as the weight of that version does not shrink. Raising a canary from 10 to 20 percent
+moves a tenth of the users to the canary, and moves no user away from it.
 
-Plain values: knows no database and no weights of adapters.
+This is weighted rendezvous hashing (Thaler and Ravishankar 1998; the logarithm is from Schindelhauer and Schomaker
+2005). Each version gets a pseudo-random score for the user, and the version with the highest score is chosen.
+
+The module holds plain values. It uses no database and no adapter weights.
 """
 
 import hashlib
@@ -19,21 +21,27 @@ from slora_adapters.errors import BadAlias
 # Version number -> percent of the requests.
 Targets = Mapping[int, int]
 
-# A request reads all of them; a rollout that has more under way at once is a mistake.
+# A lookup reads the records of all targets. A rollout to more versions than this at once is treated as a mistake.
 MAX_TARGETS = 8
-# States that a rollback can go back through. They are read at each move, with the alias.
+# How many moves a rollback can undo. All these states are read with the alias at each move.
 MAX_HISTORY = 20
 
 
 @dataclass(frozen=True, slots=True)
 class AliasState:
-    """targets: add up to 100. follows_pushes: each new version takes all requests, as soon as it is pushed."""
+    """Where an alias points.
+
+    targets: percent of the requests by version number; the percentages add up to 100.
+    follows_pushes: whether a newly pushed version receives all requests at once.
+    """
 
     targets: Targets
     follows_pushes: bool = False
 
     def without(self, numbers: frozenset[int]) -> "AliasState | None":
-        """As it is when these versions are deleted: what they had goes to the heaviest one left; None if none is."""
+        """Returns the state after these versions are deleted. Their weight moves to the heaviest remaining version.
+        Returns None if no version remains.
+        """
         left = {number: weight for number, weight in self.targets.items() if number not in numbers}
         if not left:
             return None
@@ -44,34 +52,41 @@ class AliasState:
 
 @dataclass(frozen=True, slots=True)
 class AliasHistory:
-    """The state of an alias, and those before it, latest last: what a rollback goes back to."""
+    """The state of an alias, and its earlier states, latest last, which a rollback restores."""
 
     state: AliasState
     before: tuple[AliasState, ...] = ()
 
     def move(self, state: AliasState) -> "AliasHistory":
-        """To where it is already changes nothing, so that a lost answer can be asked for again."""
+        """Moving an alias to the state that it already has is a no-op, so a client that lost the response can retry."""
         if state == self.state:
             return self
         return AliasHistory(state, (*self.before, self.state)[-MAX_HISTORY:])
 
     def roll_back(self) -> "AliasHistory | None":
-        """Back to before the last move; None if there was none, or what was before it is deleted."""
+        """Returns the history before the last move. None if the alias never moved, or if its earlier states were
+        deleted.
+        """
         return AliasHistory(self.before[-1], self.before[:-1]) if self.before else None
 
     def near_targets(self) -> set[int]:
-        """The versions that it points at, and those that it would after a rollback."""
+        """Returns the versions that the alias points at now, and the versions that it would point at after one
+        rollback.
+        """
         return {number for state in (self.state, *self.before[-1:]) for number in state.targets}
 
     def without(self, numbers: frozenset[int]) -> "AliasHistory | None":
-        """As it is when these versions are deleted; None if it points nowhere then. What needs them is no way back."""
+        """Returns the history after these versions are deleted; None if the alias then has no target.
+
+        Earlier states that contain a deleted version are removed, so a rollback skips them.
+        """
         state = self.state.without(numbers)
         kept = tuple(one for one in self.before if numbers.isdisjoint(one.targets))
         return None if state is None else AliasHistory(state, kept)
 
 
 def check_targets(targets: Targets) -> Targets:
-    """The targets, if they can be some. Raises BadAlias with the value and the rule."""
+    """Returns the targets if they are valid. Raises BadAlias with the value and the rule."""
     if not 1 <= len(targets) <= MAX_TARGETS:
         raise BadAlias(f"an alias points at 1 to {MAX_TARGETS} versions, not {len(targets)}")
     for number, weight in targets.items():
@@ -83,8 +98,10 @@ def check_targets(targets: Targets) -> Targets:
 
 
 def choose_target(targets: Targets, salt: str, user: str) -> int:
-    """The version for `user`; each gets a share of all users that is its weight. salt: the alias's own, so that the
-    canaries of different aliases are different users."""
+    """Returns the version for `user`. Each version gets the percentage of all users that is its weight.
+
+    salt: unique to the alias, so that the canaries of different aliases select different users.
+    """
     if len(targets) == 1:
         return next(iter(targets))
     return max(targets, key=lambda number: _draw(salt, user, number) * targets[number])
@@ -115,8 +132,12 @@ def _targets(plain: Mapping[str, Any]) -> Targets:
 
 
 def _draw(salt: str, user: str, number: int) -> float:
-    """1 over an exponentially distributed number: of several, each times its weight, w is the largest in w of sum."""
+    """Returns 1 / x, where x is exponentially distributed.
+
+    Let each version i multiply its own value by its weight w_i. Then version i has the largest product with probability
+    w_i / sum(w).
+    """
     drawn = hashlib.sha256(f"{salt}:{number}:{user}".encode()).digest()
-    # In (0, 1): 52 bits and a half, so that neither end can be met.
+    # In (0, 1), exclusive: 52 bits plus a half, so that the logarithm is finite and not zero.
     fraction = ((int.from_bytes(drawn[:8]) >> 12) + 0.5) / 2**52
     return -1 / math.log(fraction)

@@ -1,12 +1,13 @@
-"""Registry and store together: the order of steps in which an adapter becomes visible, or goes, without a gap.
+"""Publishes and deletes adapters in registry and store, in an order that keeps both consistent after a crash.
 
-To publish: reserve the digest, store the blob durably, try it out, then make the version. A failure before the last
-step takes the blob away again, unless another version refers to it; a crash leaves one without references, which
-`sweep` finds; a crash after the last step leaves nothing to do. To withdraw: take the versions away first, then drop
-the blobs that no other version refers to.
+`publish` reserves the digest, stores the blob durably, runs the canary, and then creates the version. A failure before
+the last step deletes the blob again, unless another version refers to it. A crash before the last step leaves an
+unreferenced blob, which `sweep` deletes. A crash after the last step leaves nothing to clean up. `withdraw` deletes the
+versions first, and then drops the blobs that no other version refers to.
 
-Only the registry knows who refers to a blob. So each claims the store before it puts anything there, and in a store
-that several have claimed nothing is ever dropped: what this one knows nothing of may be another's.
+Only a registry knows which versions refer to a blob. So each registry claims the store before it writes there. In a
+store that several registries have claimed, nothing is ever dropped: a blob that this registry does not know may belong
+to another one.
 """
 
 import logging
@@ -23,15 +24,16 @@ from slora_adapters.version import AdapterVersion
 logger = logging.getLogger(__name__)
 
 
-# How long a blob that nobody refers to stays in a store that other hosts, too, may know of. Nobody does what they do
-# there by accident for longer without noticing: a registry brought back from a backup, a Redis of the same name.
+# How long a shared store keeps a blob that no version refers to. A day is longer than an operator's mistake stays
+# unnoticed, such as a registry restored from an old backup or a wrong Redis of the same name.
 SHARED_GRACE_S = 24 * 3600.0
 
 
 class Catalog:
-    """What an API process does with adapters. All calls block; publishing takes as long as storing the blob.
+    """The operations of an API process on adapters. All calls block; `publish` takes as long as storing the blob.
 
-    grace_s: how long `sweep` must have found a blob unneeded. Raises StoreUnavailable if the store can't be claimed.
+    grace_s: how long a blob must have been unreferenced, as seen by `sweep`, before it is dropped. The constructor
+    raises StoreUnavailable if the store cannot be claimed.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class Catalog:
         self.store = store
         self._grace_s = grace_s
         self._clock = clock
-        # When a sweep first found that nobody refers to them.
+        # For each digest, when a sweep first found it unreferenced.
         self._unneeded_since: dict[str, float] = {}
         store.claim(registry.registry)
 
@@ -60,11 +62,11 @@ class Catalog:
     ) -> Publication:
         """Stores an adapter that passed every check, as the next version of the tenant's name.
 
-        try_out: called in between, when engines can load the adapter and no request can name it. Its error is raised,
-        and the adapter is deleted again. check: see `Registry.put`.
+        try_out: called when engines can load the adapter but no request can name it yet. If `try_out` raises, the
+        adapter is deleted again. check: see `Registry.put`.
 
-        When it returns, both are durable. It takes as long, and answers the same, whether or not another tenant has
-        stored these weights before. Raises BadAdapterName, StoreUnavailable.
+        When `publish` returns, blob and version are durable. Its duration and result do not reveal whether another
+        tenant has stored the same weights before. Raises BadAdapterName and StoreUnavailable.
         """
         check_adapter_name(name)
         version = AdapterVersion(tenant, adapter.digest)
@@ -85,21 +87,23 @@ class Catalog:
                     name, version, details, adapter.extras, reservation=reservation, check=check
                 )
         except BaseException:
-            # What a failed put left is the store's to clear up, or the sweep's: a store that is out of reach would be
-            # waited for with the database locked.
+            # The store or the sweep cleans up after a failed `put`. `collect` would wait for an unreachable store with
+            # the database locked.
             if is_stored:
                 self._drop_orphan(version.digest)
             raise
 
     def withdraw(self, tenant: str, reference: str, *, force: bool = False) -> Removal:
-        """Takes a version or a name away, and weights that nobody else needs. Raises what `Registry.delete` raises."""
+        """Deletes a version or a name, and the weights that no other version needs. Raises what `Registry.delete`
+        raises.
+        """
         removal = self.registry.delete(tenant, reference, force=force)
         for digest in removal.unreferenced:
             self._drop_orphan(digest)
         return removal
 
     def sweep(self) -> int:
-        """Drops blobs that nobody refers to, left by crashes; returns how many. Safe beside running uploads."""
+        """Drops unreferenced blobs that crashes left behind, and returns how many. Safe to run during uploads."""
         if self._other_claims():
             return 0
         now, before = self._clock(), self._unneeded_since
@@ -112,7 +116,7 @@ class Catalog:
         return sum(self.registry.collect(digest, self._drop) for digest in due)
 
     def _drop(self, digest: str) -> None:
-        """Asks again whose the store is: another registry may have begun to use it a moment ago."""
+        """Checks the claims again, because another registry may have claimed the store a moment ago."""
         if not self._other_claims():
             self.store.delete(digest)
 
@@ -127,8 +131,11 @@ class Catalog:
         return others
 
     def _drop_orphan(self, digest: str) -> None:
-        """A store that is down must not change what is true already: the versions are gone, or have never been. `sweep`
-        comes later."""
+        """Drops a blob, and logs StoreUnavailable instead of raising it.
+
+        The outcome of the operation is already fixed: the versions are deleted, or were never created. A later `sweep`
+        drops the blob.
+        """
         try:
             self.registry.collect(digest, self._drop)
         except StoreUnavailable:

@@ -1,7 +1,7 @@
-"""A process's cache of what it has looked up of names, which also serves while the storage does not answer.
+"""A cache of registry lookups in one process. It also serves while the storage does not answer.
 
-An answer stays until its name is dropped, because the name has changed, or until the cache is full. An answer that is
-being looked up while its name is dropped is not kept, because it may be outdated.
+A cached result stays until its name is dropped, because the name changed, or until the cache is full. If a name is
+dropped during a lookup, the result of that lookup is not cached, because it may be outdated.
 """
 
 from collections import OrderedDict
@@ -18,22 +18,22 @@ __all__ = ["Answer", "ExtrasOf", "NameCache", "Target"]
 
 @dataclass(frozen=True, slots=True)
 class ExtrasOf:
-    """Asks for the texts of a version of a name."""
+    """The cache key of the texts of a version's extras."""
 
     number: int
 
 
-# What is asked of a name, by alias, by number or for a version's texts; and what is answered.
+# Target: what a lookup asks for: an alias, a version number, or the texts of a version. Answer: what it returns.
 Answer = AdapterRecord | Rollout | AdapterExtras
 Target = str | int | ExtrasOf
 
 _MAX_BYTES = 64 << 20
-# Of a record or a version's texts without their characters, with its share of everything around it.
+# Estimated memory of a cached record, or of a version's texts without their characters, including overhead.
 _RECORD_BYTES = 1500
 
 
 class NameCache:
-    """May be used from several threads. max_bytes: of answers, about."""
+    """A thread-safe LRU cache. max_bytes: approximate memory of all cached answers."""
 
     def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -42,7 +42,7 @@ class NameCache:
         self._lock = Lock()
 
     def get(self, key: NameKey, target: Target) -> Answer | None:
-        """None if it is not known here."""
+        """Returns None if the answer is not cached."""
         with self._lock:
             answers = self._names.get(key)
             if answers is None:
@@ -51,7 +51,7 @@ class NameCache:
             return answers.get(target)
 
     def look_up(self, key: NameKey, target: Target, find: Callable[[], Answer | None]) -> Answer | None:
-        """What `find` finds, and keeps it. What is not there is not kept: clients may ask for any name."""
+        """Returns and caches the result of `find`. None is not cached, because clients may ask for arbitrary names."""
         with self._lock:
             answers = self._names.setdefault(key, {})
         found = None
@@ -59,7 +59,7 @@ class NameCache:
             found = find()
         finally:
             with self._lock:
-                # Else the name was dropped meanwhile.
+                # Otherwise the name was dropped during `find`.
                 if self._names.get(key) is answers:
                     self._keep(key, answers, target, found)
         return found

@@ -1,6 +1,7 @@
-"""One name of a tenant as operations find it and leave it: the rules of versions and aliases, whatever keeps them.
+"""One name of a tenant with its versions and aliases, and the rules of every operation on them.
 
-Plain values and no storage: `registry_storage.py` says who loads a name, keeps what changed of it, and tells others.
+The module holds plain values and does no I/O. An implementation of `registry_storage.py` loads a name, writes its
+changes, and publishes them to other processes.
 """
 
 import uuid
@@ -21,13 +22,13 @@ from slora_adapters.version import AdapterVersion
 
 __all__ = ["MAX_ALIASES", "Alias", "NamedAdapter", "make_rollout", "not_found"]
 
-# Of one name, `latest` included: all are read when the name changes.
+# Aliases of one name, including `latest`. All of them are read whenever the name changes.
 MAX_ALIASES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """salt: see `choose_target`. updated_at: when it last moved (Unix time)."""
+    """One alias of a name. salt: see `choose_target`. updated_at: Unix time of its last move."""
 
     history: AliasHistory
     salt: str
@@ -41,11 +42,13 @@ class Alias:
 
 @dataclass(slots=True)
 class NamedAdapter:
-    """A name that is being changed; one that is not there has no records.
+    """A name while an operation changes it. A name that does not exist has no records.
 
-    last_number: of the version that was pushed last, be it deleted. named_at: when the name first was (Unix time).
-    records: versions by number, not all: the two newest, those that an alias points at or would after a rollback, and
-    those that were asked for. new_extras: the texts of versions that this change makes.
+    last_number: number of the last pushed version, even if that version was deleted.
+    named_at: Unix time of the first push of the name.
+    records: some versions by number: the two newest, the versions that an alias points at or would point at after a
+      rollback, and the versions that the operation requested.
+    new_extras: the texts of the versions that this change creates.
     """
 
     tenant: str
@@ -66,7 +69,7 @@ class NamedAdapter:
         return self.records[max(self.records)] if self.records else None
 
     def pins(self) -> Mapping[str, Targets]:
-        """Where the pinned aliases point."""
+        """Returns the targets of each pinned alias."""
         return {alias: one.targets for alias, one in self.aliases.items() if one.pinned}
 
     def rollout(self, alias: str) -> Rollout:
@@ -76,13 +79,14 @@ class NamedAdapter:
     def push(
         self, version: AdapterVersion, details: AdapterDetails, extras: AdapterExtras, now: float
     ) -> tuple[AdapterRecord, bool]:
-        """The record of the next version, to which aliases move that follow pushes; and whether it is new: what is the
-        newest already, with the same extras, stays that one, and nothing moves.
+        """Creates the next version and moves the aliases that follow pushes. Returns its record and whether it is new.
+
+        Pushing the newest version again with the same extras returns the existing record and moves no alias.
         """
         newest = self.newest
         if newest is not None and newest.holds(version, extras):
             if details.packed_bytes is not None:
-                # It may have been published by a release that did not keep it.
+                # The release that published this version may not have stored packed_bytes.
                 known = replace(newest.details, packed_bytes=details.packed_bytes)
                 newest = self.records[newest.number] = replace(newest, details=known)
             return newest, False
@@ -103,8 +107,11 @@ class NamedAdapter:
         return record, True
 
     def remove(self, number: int | None, now: float, *, force: bool) -> tuple[AdapterRecord, ...]:
-        """Takes a version away, or all, None, for which all records must be here. Raises AdapterNotFound, and
-        AdapterInUse while an alias points at it, unless forced; see `Registry.delete`."""
+        """Deletes one version, or all versions if `number` is None, and returns the deleted records.
+
+        Deleting all versions requires that `records` contains all of them. Raises AdapterNotFound. Raises AdapterInUse
+        while an alias points at a version, unless `force` is set. See `Registry.delete`.
+        """
         reference = self.name if number is None else f"{self.name}@{number}"
         removed = frozenset(self.records) if number is None else frozenset({number})
         if not self.records or not removed <= self.records.keys():
@@ -122,7 +129,7 @@ class NamedAdapter:
     def move(
         self, alias: str, targets: Targets, expected: Targets | None, now: float, *, follows_pushes: bool
     ) -> Rollout:
-        """Points an alias at versions, whose records must be here if they exist; see `Registry.move`."""
+        """Points an alias at versions. `records` must contain every target that exists. See `Registry.move`."""
         check_alias_name(alias)
         check_targets(targets)
         if missing := sorted(targets.keys() - self.records.keys()):
@@ -143,7 +150,7 @@ class NamedAdapter:
         return self.rollout(alias)
 
     def roll_back(self, alias: str, now: float) -> Rollout:
-        """Raises AdapterNotFound, and AliasConflict if there is nothing to go back to."""
+        """Raises AdapterNotFound, and AliasConflict if there is no earlier state."""
         before = self._find(alias).history.roll_back()
         if before is None:
             raise AliasConflict(
@@ -154,7 +161,7 @@ class NamedAdapter:
         return self.rollout(alias)
 
     def delete_alias(self, alias: str) -> Rollout:
-        """As it was. Raises AdapterNotFound, and BadAlias for `latest`."""
+        """Returns the deleted alias. Raises AdapterNotFound, and BadAlias for `latest`."""
         rollout = self.rollout(alias)
         if alias == LATEST:
             raise BadAlias(f"{LATEST!r} is what the bare name serves; move it, or delete the name")
@@ -180,7 +187,7 @@ class NamedAdapter:
         self.aliases[alias] = replace(self.aliases[alias], history=history, updated_at=now)
 
     def _take_from(self, alias: str, one: Alias, removed: frozenset[int], now: float) -> None:
-        """What an alias is when versions are gone and others stay."""
+        """Updates one alias after some versions, but not all, were deleted."""
         after = one.history.without(removed)
         if after is None and alias == LATEST:
             after = AliasHistory(AliasState({max(self.records): 100}, one.history.state.follows_pushes))
@@ -190,7 +197,10 @@ class NamedAdapter:
             self._set(alias, after, one.updated_at if after.state == one.history.state else now)
 
     def _check_unused(self, reference: str, number: int | None) -> None:
-        """`latest` goes with its name, so that it does not keep it."""
+        """Raises AdapterInUse while an alias points at what is to be deleted.
+
+        Deleting a whole name ignores `latest`, because `latest` is deleted with the name.
+        """
         using = tuple(
             alias
             for alias, one in sorted(self.aliases.items())
@@ -201,7 +211,7 @@ class NamedAdapter:
 
 
 def make_rollout(one: Alias, alias: str, records: Mapping[int, AdapterRecord]) -> Rollout:
-    """records: those that it points at, among others."""
+    """records: must contain at least the versions that the alias points at."""
     state = one.history.state
     return Rollout(
         alias,

@@ -1,4 +1,4 @@
-"""A name of the registry as Redis keeps it, and back: see `redis_scripts.py`."""
+"""Conversion between a `NamedAdapter` and the layout in Redis that `redis_scripts.py` documents."""
 
 import json
 import uuid
@@ -16,7 +16,10 @@ __all__ = ["parse_extras", "parse_name", "plan_change"]
 
 
 def plan_change(before: NamedAdapter, after: NamedAdapter, revision: str) -> dict[str, Any]:
-    """What makes `after` of `before`, for `redis_scripts.SAVE`. Numbers are texts, because Lua's have 14 digits."""
+    """Returns the changes that turn `before` into `after`, as input of `redis_scripts.SAVE`.
+
+    Numbers are passed as strings, because Lua converts numbers to text with only 14 significant digits.
+    """
     pinned, unpinned = after.pins().keys(), before.pins().keys()
     return {
         "tenant": after.tenant,
@@ -82,7 +85,7 @@ def _encode_record(record: AdapterRecord) -> str:
 
 
 def _encode_extras(record: AdapterRecord, extras: AdapterExtras) -> str:
-    """Empty if there are none."""
+    """Returns the empty string if the version has no extras."""
     if not record.extras.digest:
         return ""
     return json.dumps([record.extras.digest, extras.chat_template, extras.generation_config])
@@ -91,7 +94,7 @@ def _encode_extras(record: AdapterRecord, extras: AdapterExtras) -> str:
 def parse_extras(
     record: AdapterRecord, raw_extras: bytes | None, raw_record: bytes | None
 ) -> AdapterExtras | None:
-    """None if the version was deleted, be it that its name was pushed again since."""
+    """Returns the extras of a version; None if the version was deleted, even if its name has been pushed again."""
     if raw_extras is not None:
         digest, chat_template, generation_config = json.loads(raw_extras)
         return AdapterExtras(chat_template, generation_config) if digest == record.extras.digest else None
@@ -100,7 +103,7 @@ def parse_extras(
 
 
 def _inline_extras(fields: Mapping[str, Any]) -> AdapterExtras | None:
-    """The texts inside a record, where schema 1 kept them."""
+    """Returns the texts inside a record, where schema 1 stored them; None for a record of schema 2."""
     if "chat_template" not in fields:
         return None
     return AdapterExtras(fields["chat_template"], fields["generation_config"])
@@ -125,7 +128,7 @@ def _parse_record(key: NameKey, number: int, named_at: float, raw: bytes) -> Ada
 
 
 def _encode_alias(one: Alias) -> str:
-    """states: the last is the present one."""
+    """Encodes an alias. The last element of `states` is the current state."""
     states = encode_states([*one.history.before, one.history.state])
     return json.dumps(
         {"states": states, "salt": one.salt, "pinned": one.pinned, "updated_at": one.updated_at}

@@ -1,25 +1,26 @@
-"""Where the registry lies in Redis, and the scripts that read and change it, each at one moment.
+"""The layout of the registry in Redis, and the atomic scripts that read and change it.
 
-All keys begin with `slora:registry:`, and none of what lasts ever expires:
+All keys begin with `slora:registry:`. Keys of names, versions and blobs never expire; only `reserved` and `dropping`
+keys do:
 
-    schema, id               version of this layout; the registry's name
-    names:<tenant>           sorted set of names, for pages
-    name:<tenant>/<name>     hash: revision, named_at, last_number, and alias:<alias> (JSON) of each alias
-    versions:<tenant>/<name> hash: number -> version (JSON; schema 1: with the texts of its extras)
-    extras:<tenant>/<name>   hash: number -> digest and texts of its extras (JSON), if it has any
-    numbers:<tenant>/<name>  sorted set of the numbers
-    weights:<tenant>         hash: digest -> how many versions of the tenant have it
-    sizes:<tenant>           hash: digest -> bytes of its blob
+    schema, id               version of this layout; the registry's id
+    names:<tenant>           sorted set of names, for listing in pages
+    name:<tenant>/<name>     hash: revision, named_at, last_number, and alias:<alias> (JSON) for each alias
+    versions:<tenant>/<name> hash: number -> version (JSON; in schema 1 it includes the texts of its extras)
+    extras:<tenant>/<name>   hash: number -> digest and texts of its extras (JSON), if it has extras
+    numbers:<tenant>/<name>  sorted set of version numbers
+    weights:<tenant>         hash: digest -> number of versions of the tenant with this digest
+    sizes:<tenant>           hash: digest -> bytes of the blob
     extras_bytes:<tenant>    bytes of all extras of the tenant
-    held:<tenant>            another text whenever a version of the tenant is added
-    owners:<digest>          set of the tenants that have it
-    reserved:<digest>        sorted set: reservations by when they end
-    dropping:<digest>        <server>/<lease> of the server that drops the blob just now; expires
-    drops:<server>           set of the digests that it may hold leases of
-    pins, pins_revision      set of <tenant>/<name>@<alias>; another text whenever something else is pinned
+    held:<tenant>            token that changes whenever a version of the tenant is added
+    owners:<digest>          set of tenants that have a version with this digest
+    reserved:<digest>        sorted set: reservations by expiry time
+    dropping:<digest>        <server>/<lease> of the server that is dropping the blob; expires
+    drops:<server>           set of digests on which the server may hold leases
+    pins, pins_revision      set of <tenant>/<name>@<alias>; token that changes whenever the pinned versions change
     changes                  stream: the feed
 
-Scripts find keys by themselves, which a Redis Cluster does not allow.
+The scripts compute key names themselves, which Redis Cluster does not allow.
 """
 
 __all__ = [
@@ -43,7 +44,7 @@ def name_key(kind: str, of: str) -> str:
     return f"{PREFIX}{kind}:{of}"
 
 
-# ARGV: this schema, a nonce. Returns the schema that is there.
+# ARGV: the schema version of this release, a nonce. Returns the schema version that is stored.
 OPEN = """
 local P = 'slora:registry:'
 if redis.call('EXISTS', P..'changes') == 0 then redis.call('XADD', P..'changes', '*', 'nonce', ARGV[2]) end
@@ -54,10 +55,15 @@ if tonumber(redis.call('GET', P..'schema')) < tonumber(ARGV[1]) then redis.call(
 return redis.call('GET', P..'schema')
 """
 
-# ARGV: questions, JSON: id (tenant/name); optional alias (`*` for all), numbers, newest (how many, -1 for all) below
-# a bound, and history: versions that aliases would point at after a rollback are wanted, too. Returns for each
-# {named_at, last_number, revision, {alias, its JSON, ...}, {number, version, ...}}, nothing for a name that is not
-# there.
+# ARGV: a JSON list of queries. Each query has `id` (tenant/name) and optional fields:
+#
+# alias: the alias to read, or `*` for all aliases.
+# numbers: version numbers to read.
+# newest: how many of the newest versions to read (-1 for all); `below` is an upper bound of their numbers.
+# history: whether to read the versions that aliases would point at after a rollback, too.
+#
+# Returns {named_at, last_number, revision, {alias, its JSON, ...}, {number, version, ...}} for each query. The entry is
+# empty if the name does not exist.
 READ = """
 local P = 'slora:registry:'
 local function read(ask)
@@ -104,10 +110,14 @@ for i, ask in ipairs(cjson.decode(ARGV[1])) do answers[i] = read(ask) end
 return answers
 """
 
-# ARGV: what is to be kept, JSON; see `plan_change`. Returns {'stale'} if it was made from what is not there any more,
-# {'lost'} if the reservation has run out, else {'kept', digests that the tenant has no version of any more ...}.
-# All is checked before anything is written. What is taken away goes first: a full Redis lets scripts go on that begin
-# so, and refuses the others at their first write.
+# ARGV: the change to write, as JSON; see `plan_change`. Returns one of:
+#
+#   {'stale'}: the data from which the change was computed has changed since.
+#   {'lost'}: the reservation has expired.
+#   {'kept', digests ...}: the change is written; the tenant has no version with these digests any more.
+#
+# Every check runs before the first write. Deletions run before additions: a full Redis lets a script continue whose
+# first write frees memory, and refuses other scripts at their first write.
 SAVE = """
 local P = 'slora:registry:'
 local plan = cjson.decode(ARGV[1])
@@ -180,8 +190,8 @@ redis.call(
 return answer
 """
 
-# KEYS: dropping, reserved. ARGV: the reservation, when it ends, how long its key is kept (s). Returns 0 while the blob
-# is being dropped.
+# KEYS: dropping, reserved. ARGV: the reservation, its expiry time, the TTL of its key (s). Returns 0 while the blob is
+# being dropped.
 RESERVE = """
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
 redis.call('ZADD', KEYS[2], ARGV[2], ARGV[1])
@@ -189,8 +199,8 @@ redis.call('EXPIRE', KEYS[2], ARGV[3])
 return 1
 """
 
-# KEYS: dropping, reserved, owners, drops. ARGV: the lease, the time, seconds of the lease, the digest. Returns whether
-# it has it.
+# KEYS: dropping, reserved, owners, drops. ARGV: the lease, the current time, the TTL of the lease (s), the digest.
+# Returns 1 if the lease was acquired, else 0.
 LEASE = """
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', ARGV[2])
 if redis.call('SCARD', KEYS[3]) > 0 or redis.call('ZCARD', KEYS[2]) > 0 then return 0 end
@@ -199,7 +209,7 @@ redis.call('SADD', KEYS[4], ARGV[4])
 return 1
 """
 
-# KEYS: dropping, drops. ARGV: the lease, the digest.
+# Releases a lease. KEYS: dropping, drops. ARGV: the lease, the digest.
 END_LEASE = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then
   redis.call('DEL', KEYS[1])
@@ -208,7 +218,7 @@ end
 return 1
 """
 
-# KEYS: drops. ARGV: the server and a slash. Ends all leases of a server.
+# Ends all leases of a server. KEYS: drops. ARGV: the server's id and a slash.
 END_LEASES = """
 for _, digest in ipairs(redis.call('SMEMBERS', KEYS[1])) do
   local dropping = 'slora:registry:dropping:'..digest

@@ -1,21 +1,27 @@
-"""The registry's names in Redis, for several hosts. It must be one that loses nothing (`durable_redis.py`).
+"""The registry's storage in Redis, for several hosts. The Redis must be durable (see `durable_redis.py`).
 
-A name is read by one script, at one moment, edited here, and kept by one script, if its revision is still the same;
-else all is done again. So nothing is ever seen or left half done, and no update is lost. `redis_scripts.py` has the
-scripts, and says what lies where.
+A change reads a name with one atomic script and edits it in this process. A second atomic script writes the result if
+the revision of the name is unchanged. Otherwise the whole change is repeated. So no reader sees a partial change, no
+partial change is written, and no update is lost. `redis_scripts.py` has the scripts and documents the keys.
 
-A blob is dropped in a store that knows nothing of this Redis. So `collect` leaves a lease on the digest, and brings it
-to the disk, before it drops; `reserve` waits for its end, so that no upload of the same weights begins meanwhile. It
-ends with a drop that came back. After one that failed or crashed it runs out, after LEASE_S, because who knows what the
-store is still about to do; or sooner, when the server that crashed starts again: what the dead have asked a store for
-it does at once or not at all, or only to the copy that they saw. A drop takes milliseconds, and minutes if the store
-does not answer; one that is frozen for longer than the lease, and goes on then, could take away a blob that was
-uploaded after it.
+A blob is dropped in a store that is independent of this Redis. So `collect` writes a lease on the digest, and waits
+until the lease is on disk, before it drops the blob. `reserve` waits until the lease ends, so that no upload of the
+same weights begins during the drop.
 
-The cursor of the feed names the run of the server, too. One that was killed may have lost changes that it had shown
-and nobody had acknowledged; who has seen them must look everything up again.
+- The lease ends when the drop returns.
+- After a drop that failed, or a crash of the server, the lease expires after LEASE_S. Until then the store might still
+  execute the drop.
+- The lease ends earlier if the crashed server restarts. By then the store has executed the drop or never will, or the
+  drop affects only the copy that the crashed process saw.
 
-Needs the package redis, so only `registry_url.py` loads this module.
+A drop takes milliseconds, or minutes if the store does not answer. One race remains: a process that is frozen for
+longer than LEASE_S in the middle of a drop, and then resumes, could delete a blob that was uploaded after the lease
+expired.
+
+The feed's cursor includes the run id of the Redis server. A Redis that was killed may have lost changes that readers
+had seen but that were not yet acknowledged to the writer. Those readers must look everything up again.
+
+The module needs the package redis, so only `registry_url.py` imports it.
 """
 
 import json
@@ -62,22 +68,27 @@ from slora_adapters.version import AdapterVersion
 __all__ = ["LEASE_S", "RedisStorage", "open_redis_storage"]
 
 T = TypeVar("T")
-# How long nobody may upload weights whose drop did not come back.
+# How long weights cannot be uploaded after a drop of them that did not return.
 LEASE_S = 600
-# How long an upload waits for a drop of the same weights, and a change for others of the same name.
+# How long an upload waits for a drop of the same weights, and a change for concurrent changes of the same name.
 _PATIENCE_S = 10.0
 _PAUSE_S = 0.01
-# For lookups; requests wait for them.
+# Timeout of lookups, because requests wait for them.
 _LOOKUP_TIMEOUT_S = 5.0
-# Of the feed in one answer; of names in one script, during which Redis does nothing else.
+# _MAX_CHANGES: entries of the feed in one answer. _BATCH: names in one script, because a script blocks Redis.
 _MAX_CHANGES = 1000
 _BATCH = 200
 
 
 def open_redis_storage(url: str, server: str | None = None) -> "RedisStorage":
-    """server: a name that only one process at a time has; what its earlier ones left undone is over. None has no
-    earlier ones. Raises StoreUnavailable if the Redis at `url` does not answer or was written by a newer release,
-    StoreUnfit if it could lose what it is told."""
+    """Connects to the Redis at `url` and prepares it as a registry.
+
+    server: an id that only one running process has. Leases of earlier processes with the same id are ended. None uses a
+    new random id.
+
+    Raises StoreUnavailable if the Redis does not answer or was written by a newer release. Raises StoreUnfit if the
+    settings of the Redis allow data loss.
+    """
     storage = RedisStorage(url, server or uuid.uuid4().hex)
     try:
         storage.prepare()
@@ -88,11 +99,12 @@ def open_redis_storage(url: str, server: str | None = None) -> "RedisStorage":
 
 
 class RedisStorage:
-    """See `registry_storage.RegistryStorage`."""
+    """Implements `registry_storage.RegistryStorage` with Redis."""
 
     def __init__(self, url: str, server: str) -> None:
         self._server = server
-        # Nothing is sent twice: a change could be made twice, and who waits for a lookup has waited long enough.
+        # No command is retried. A retried change could be applied twice, and a request that waited for one timeout of a
+        # lookup should not wait for another one.
         self._reader = connect(url, _LOOKUP_TIMEOUT_S, num_retries=0)
         self._writer = connect(url, DURABLE_TIMEOUT_S, num_retries=0)
         self._read_script = self._reader.register_script(READ)
@@ -102,7 +114,7 @@ class RedisStorage:
         self._end_lease_script = self._writer.register_script(END_LEASE)
 
     def prepare(self) -> None:
-        """Checks the settings and the layout of what is there; see `open_redis_storage`."""
+        """Checks the settings of the Redis and the schema version of its data; see `open_redis_storage`."""
         check_settings(
             self._writer,
             "this Redis could lose names of adapters; as their registry",
@@ -116,11 +128,11 @@ class RedisStorage:
                     "newer release"
                 )
             connection.eval(END_LEASES, 1, name_key("drops", self._server), f"{self._server}/")
-            wait_for_disk(connection)  # stores are told the registry's name
+            wait_for_disk(connection)  # the id must be durable before a store is claimed with it
 
     @property
     def registry(self) -> str:
-        """Raises StoreUnavailable, too, if the Redis was emptied since it was prepared."""
+        """Also raises StoreUnavailable if the Redis was emptied after `prepare`."""
         with as_unavailable():
             found = self._reader.get(f"{PREFIX}id")
         if found is None:
@@ -247,7 +259,7 @@ class RedisStorage:
     # -- blobs ------------------------------------------------------------------------------------------------------
 
     def reserve(self, digest: str, now: float) -> str:
-        """One that Redis loses because it dies needs no care: `change` finds it gone."""
+        """A reservation that a crash of Redis loses is harmless, because `push` detects that it is missing."""
         reservation = uuid.uuid4().hex
         deadline = time.monotonic() + _PATIENCE_S
         keys = [name_key("dropping", digest), name_key("reserved", digest)]
@@ -295,7 +307,7 @@ class RedisStorage:
         if run == server["run_id"] and found and _position(found[0]) == position:
             changes = tuple(_parse_change(fields) for _, fields in found[1:])
             return Changes(f"{run}/{_position(found[-1])}", changes, is_all=len(changes) < _MAX_CHANGES)
-        # Somebody may have emptied the Redis; then the feed begins with what comes next.
+        # The Redis may have been emptied, so that the stream has no entry. The feed then begins with the next entry.
         position = _position(last[0]) if last else "0-0/"
         return Changes(f"{server['run_id']}/{position}", resync=True)
 
@@ -304,11 +316,11 @@ class RedisStorage:
         self._writer.close()
 
     def _pipeline(self) -> Any:
-        """Several questions at once. Not MULTI, which a full Redis refuses, whatever is in it."""
+        """Sends several commands in one round trip. Not MULTI, because a full Redis refuses every MULTI."""
         return self._reader.pipeline(transaction=False)
 
     def _read(self, asks: Sequence[Mapping[str, Any]]) -> list[tuple[NamedAdapter, str]]:
-        """Names and their revisions, empty for one that is not there."""
+        """Returns each name with its revision. A name that does not exist has no records and an empty revision."""
         with as_unavailable():
             answers = self._read_script(args=[json.dumps(asks)])
         return [parse_name(ask["id"], answer) for ask, answer in zip(asks, answers, strict=True)]
@@ -327,9 +339,9 @@ class RedisStorage:
         return self._read([ask])[0]
 
     def _read_holdings(self, tenant: str, digest: str) -> tuple[Holdings, str]:
-        """The holdings, and the text by which `SAVE` knows whether they have grown since."""
+        """Returns the holdings, and the token by which `SAVE` detects that the holdings have grown since."""
         with as_unavailable(), self._pipeline() as pipeline:
-            # First: what grows while the others are read is noticed.
+            # Read the token first, so that growth during the other reads is detected.
             pipeline.get(name_key("held", tenant)).hvals(name_key("weights", tenant))
             pipeline.hvals(name_key("sizes", tenant)).get(name_key("extras_bytes", tenant))
             pipeline.hget(name_key("sizes", tenant), digest)
@@ -339,15 +351,15 @@ class RedisStorage:
         return Holdings(sum(map(int, counts)), num_bytes, weights_bytes), (held or b"").decode()
 
     def _walk(self, tenant: str, start: str, alias: str, limit: int | None) -> Iterator[NamedAdapter]:
-        """The tenant's names, sorted, with what `alias` points at. start: as ZRANGEBYLEX takes it."""
-        # One more than is wanted, because the first may be the one to go on from.
+        """Yields the tenant's names, sorted, with the targets of `alias`. start: lower bound in ZRANGEBYLEX syntax."""
+        # One more than the limit, because the first name may be the last one of the previous page.
         count = _BATCH if limit is None else min(_BATCH, limit + 1)
         while True:
             with as_unavailable():
                 page = self._reader.zrangebylex(name_key("names", tenant), start, "+", start=0, num=count)
             names = [name.decode() for name in page]
             for named, _ in self._read([{"id": f"{tenant}/{name}", "alias": alias} for name in names]):
-                if named.aliases:  # else it was deleted in between
+                if named.aliases:  # otherwise the name was deleted between the two reads
                     yield named
             if len(names) < count:
                 return
@@ -365,7 +377,7 @@ class RedisStorage:
     def _save(
         self, result: T, plan: Mapping[str, Any], before: NamedAdapter, after: NamedAdapter
     ) -> tuple[T, Change] | None:
-        """None if another process was faster."""
+        """Returns None if another process changed the name first."""
         with as_unavailable(), self._writer.client() as connection:
             outcome, *digests = self._save_script(args=[json.dumps(plan)], client=connection)
             if outcome == b"stale":

@@ -1,7 +1,7 @@
-"""How adapters are called: `name`, `name@3`, `name@alias`, the same in requests, paths and commands.
+"""References to adapters: `name`, `name@3` or `name@alias`, in requests, paths and commands.
 
-`name` alone means `name@latest`. Names and aliases have no `@`, and no alias is a number, so a reference reads one way
-only. Whether there is such an adapter is not known here.
+`name` alone means `name@latest`. Names and aliases contain no `@`, and an alias is never a number, so every reference
+is unambiguous. This module does not check whether the adapter exists.
 """
 
 import re
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 
 from slora_adapters.errors import BadAdapterName, BadAlias
 
-# The alias that every name has: what the bare name serves.
+# The alias that every name has. A bare name resolves to it.
 LATEST = "latest"
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}", re.ASCII)
-# As SQLite counts at most, and no leading zero: a version has one way to be written.
+# At most 18 digits, which fit SQLite's 64-bit integers. No leading zero, so that each version has only one spelling.
 _NUMBER = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 _RULE = "1 to 128 of a-z, 0-9, '.', '_', '-', the first a letter or digit"
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterReference:
-    """One version of a name, or an alias of it: exactly one of `number` and `alias` is given."""
+    """A reference to a version or an alias of a name: exactly one of `number` and `alias` is set."""
 
     name: str
     number: int | None
@@ -28,7 +28,7 @@ class AdapterReference:
 
     @property
     def target(self) -> int | str:
-        """The one that is given."""
+        """The number or the alias, whichever is set."""
         if self.alias is None:
             assert self.number is not None
             return self.number
@@ -36,26 +36,26 @@ class AdapterReference:
 
     @property
     def text(self) -> str:
-        """As it is written, in short."""
+        """The shortest spelling of the reference."""
         return self.name if self.alias == LATEST else f"{self.name}@{self.target}"
 
 
 def check_adapter_name(name: str) -> str:
-    """The name, if it can be one. Raises BadAdapterName."""
+    """Returns the name if it is valid. Raises BadAdapterName."""
     if not _NAME.fullmatch(name):
         raise BadAdapterName(f"{name[:140]!r} cannot be the name of an adapter: {_RULE}")
     return name
 
 
 def check_alias_name(alias: str) -> str:
-    """The alias, if it can be one. Raises BadAlias."""
+    """Returns the alias if it is valid. Raises BadAlias."""
     if not _NAME.fullmatch(alias) or alias.isdigit():
         raise BadAlias(f"{alias[:140]!r} cannot be an alias: {_RULE}, and not a number, which is a version's")
     return alias
 
 
 def parse_reference(text: str) -> AdapterReference:
-    """What `text` refers to. Raises BadAdapterName if it can be no reference."""
+    """Parses a reference. Raises BadAdapterName if the text is not a valid reference."""
     name, at, target = text.partition("@")
     check_adapter_name(name)
     if not at:

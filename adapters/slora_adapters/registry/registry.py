@@ -1,21 +1,22 @@
-"""Which adapters a tenant has: names with numbered versions, aliases that point at them, and who needs which blob.
+"""The registry of adapters: which names, versions and aliases each tenant has, and which blobs those versions need.
 
-Each push under a name is a version, 1, 2, 3, ...: it never changes, and its weights are identified by their digest.
-Requests go by alias, which points at one version or at several by weight; what a bare name serves is its alias
-`latest`, which every name has and which each push moves, unless it was set to stay. Every change is one transaction,
-and every process that shares the storage hears of it (`changes`). Numbers of deleted versions do not come back while
-the name lives; a name that was deleted and is pushed again starts anew.
+Each push under a name creates the next version: 1, 2, 3, and so on. A version never changes, and the digest identifies
+its weights. Requests use an alias, which points at one version or at several versions by weight. Every name has the
+alias `latest`, which a bare name resolves to. Each push moves `latest`, unless `latest` was set not to follow pushes.
 
-A (tenant, digest) whose last version is gone is orphaned: engines may forget it. A blob that no version of any tenant
-refers to may be deleted, but only through `collect`: an upload of the same weights that goes on at the same time has
-reserved the digest first, and keeps its blob.
+Every change is one transaction. Every process that shares the storage learns of it through `changes`. The number of a
+deleted version is not reused while the name exists. A name that was deleted and is pushed again starts with version 1.
 
-A pin is an alias's, `latest` where a bare name is pinned: all that it points at is to be in the pool of every engine
-before anybody asks. So it follows pushes, moves and rollbacks by itself, covers both sides of a canary, and ends with
-its alias.
+When the last version of a (tenant, digest) is deleted, the pair is orphaned, and engines may drop it. A blob that no
+version of any tenant refers to may be deleted, but only through `collect`. A concurrent upload of the same weights has
+reserved the digest first, so its blob is kept.
 
-Knows no store and no weights: `catalog.py` puts both together. Nor how names are kept (`registry_storage.py`), nor
-whether a tenant exists.
+A pin belongs to an alias (to `latest` if a bare name is pinned). Every version that a pinned alias points at is kept in
+the page pool of every engine, before any request needs it. So the pin follows pushes, moves and rollbacks, covers both
+sides of a canary rollout, and ends when the alias is deleted.
+
+This module does not access the store or any weights; `catalog.py` combines registry and store. It does not know how
+names are stored (see `registry_storage.py`) or whether a tenant exists.
 """
 
 import time
@@ -70,17 +71,20 @@ __all__ = [
 T = TypeVar("T")
 PinCheck = Callable[[Rollout, Sequence[Rollout]], None]
 HoldingsCheck = Callable[[Holdings], None]
-# Of one request, while the versions that it finds are deleted.
+# Lookups of one request. A lookup is repeated if the version that it found was deleted before its extras were read.
 _MAX_LOOKUPS = 3
 
 
 class Registry:
-    """Adapters in a shared storage. Methods raise StoreUnavailable when it does not answer, and AdapterNotFound in the
-    same words for what only another tenant has.
+    """The adapters of all tenants, kept in a shared storage.
 
-    cache: for a storage that is far away. `get` and `rollout` answer from it what they were asked before, even while
-    the storage does not answer; what this process changes it forgets at once, and what others change when `changes`
-    tells, which must then be asked all the time.
+    Every method raises StoreUnavailable if the storage does not answer. AdapterNotFound has the same message whether an
+    adapter does not exist or belongs to another tenant.
+
+    cache: use it for a storage on another host. `get`, `serve` and `rollout` then answer repeated lookups from the
+    cache, even while the storage does not answer. A change by this process drops the changed name from the cache at
+    once. A change by another process drops it when `changes` reports the change, so `changes` must be polled
+    continually.
     """
 
     def __init__(
@@ -92,14 +96,14 @@ class Registry:
         self._storage = storage
         self._clock = clock
         self._cache = cache
-        # Why the feed could not be read when it was last asked for.
+        # The error of the last call of `changes`; None if that call succeeded.
         self._cut_off: StoreUnavailable | None = None
 
     # -- looking up -------------------------------------------------------------------------------------------------
 
     def get(self, tenant: str, reference: str, user: str | None = None) -> AdapterRecord:
-        """The version that a request gets. Where an alias points at several, the same user gets the same, and None a
-        drawn one. Raises AdapterNotFound.
+        """Returns the version that a request uses. If the alias points at several versions, the same `user` always gets
+        the same version. Without a user the version is chosen at random. Raises AdapterNotFound.
         """
         found = self._find(tenant, _parse(reference))
         return found if isinstance(found, AdapterRecord) else found.choose(user or uuid.uuid4().hex)
@@ -107,22 +111,25 @@ class Registry:
     def serve(
         self, tenant: str, reference: str, user: str | None = None
     ) -> tuple[AdapterRecord, AdapterExtras]:
-        """The version that a request gets, as `get`, with the texts of its extras. Raises AdapterNotFound."""
+        """Returns the version that a request uses, like `get`, and the texts of its extras. Raises AdapterNotFound."""
         user = user or uuid.uuid4().hex
         for _ in range(_MAX_LOOKUPS):
             found = self._find(tenant, _parse(reference))
             record = found if isinstance(found, AdapterRecord) else found.choose(user)
-            # With a cache, all that the alias points at: while the storage is away, each user must be answered.
+            # With a cache, read the extras of every version that the alias points at. Then requests of all users can be
+            # answered while the storage is unavailable.
             wanted = (record,) if self._cache is None else _records(found)
             texts = {one.number: self._find_extras(tenant, one) for one in wanted}
             extras = texts[record.number]
             if extras is not None:
                 return record, extras
-            self.doubt(tenant, reference)  # it was deleted between the two lookups
+            self.doubt(tenant, reference)  # the version was deleted between the two lookups
         raise not_found(reference)
 
     def rollout(self, tenant: str, reference: str) -> Rollout:
-        """A bare name's is that of `latest`. Raises AdapterNotFound, for the number of a version too."""
+        """Returns the rollout of an alias; a bare name means its alias `latest`. Raises AdapterNotFound, also if the
+        reference is a version number.
+        """
         wanted = _parse(reference)
         found = None if wanted.alias is None else self._find(tenant, wanted)
         if not isinstance(found, Rollout):
@@ -130,7 +137,7 @@ class Registry:
         return found
 
     def is_near(self, tenant: str, reference: str) -> bool:
-        """Whether `serve` and `rollout` answer within microseconds, and may be called on an event loop."""
+        """Returns whether `serve` and `rollout` answer within microseconds, so that an event loop may call them."""
         if self._cache is None or self._cut_off is not None:
             return True
         try:
@@ -145,50 +152,55 @@ class Registry:
         )
 
     def doubt(self, tenant: str, reference: str) -> None:
-        """The next lookup of this name asks the storage."""
+        """Drops this name from the cache, so that the next lookup of the name queries the storage."""
         if self._cache is not None:
             self._cache.drop((tenant, _parse(reference).name))
 
     def rollouts(
         self, tenant: str, *, limit: int | None = None, after: tuple[str, str] | None = None
     ) -> Sequence[Rollout]:
-        """The aliases of a tenant, sorted by name and alias in byte order: at most `limit` of those strictly after the
-        name and alias `after`, which need not be there."""
+        """Returns the aliases of a tenant, sorted by name and alias in byte order.
+
+        At most `limit` aliases strictly after the (name, alias) pair `after` are returned. That pair need not exist.
+        """
         return self._storage.rollouts(tenant, limit, after)
 
     def aliases(self, tenant: str, name: str) -> Sequence[Rollout]:
-        """All of one name, sorted; none if there is no such name."""
+        """Returns all aliases of one name, sorted; empty if the name does not exist."""
         return self._storage.aliases((tenant, name))
 
     def list(self, tenant: str, *, limit: int | None = None, after: str | None = None) -> Sequence[Rollout]:
-        """The names of a tenant, each with what it serves, sorted in byte order: at most `limit` of those strictly
-        after the name `after`, which need not be there."""
+        """Returns the rollout of `latest` of each name of a tenant, sorted by name in byte order.
+
+        At most `limit` names strictly after the name `after` are returned. That name need not exist.
+        """
         return self._storage.names(tenant, limit, after)
 
     def versions(
         self, tenant: str, name: str, *, limit: int | None = None, after: int | None = None
     ) -> Sequence[AdapterRecord]:
-        """Those of a name, newest first: at most `limit` of those older than the number `after`, which need not be
-        there. Raises AdapterNotFound if there is no such name."""
+        """Returns the versions of a name, newest first: at most `limit` versions with a number below `after`. A version
+        with the number `after` need not exist. Raises AdapterNotFound if the name does not exist.
+        """
         found = self._storage.versions((tenant, name), limit, after)
         if not found and self.newest(tenant, name) is None:
             raise not_found(name)
         return found
 
     def newest(self, tenant: str, name: str) -> AdapterRecord | None:
-        """The version of a name that was pushed last, of those that are there; None if there is no such name."""
+        """Returns the existing version of a name with the highest number; None if the name does not exist."""
         return self._storage.newest((tenant, name))
 
     def holdings(self, tenant: str, digest: str) -> Holdings:
-        """digest: of the weights whose share is asked about."""
+        """Returns what the tenant stores in total, and the stored size of the weights with this digest."""
         return self._storage.holdings(tenant, digest)
 
     def pinned(self) -> Sequence[Rollout]:
-        """All aliases that are pinned, by tenant, name and alias."""
+        """Returns all pinned aliases, sorted by tenant, name and alias."""
         return self._storage.pinned()
 
     def named(self, versions: Collection[AdapterVersion]) -> set[AdapterVersion]:
-        """Those that a name of their tenant has; engines may forget the others."""
+        """Returns those of the given versions that some name of their tenant still has. Engines may drop the others."""
         return self._storage.named(versions)
 
     # -- versions come and go ---------------------------------------------------------------------------------------
@@ -203,14 +215,15 @@ class Registry:
         reservation: str | None = None,
         check: HoldingsCheck = lambda holdings: None,
     ) -> Publication:
-        """Makes the next version of a name of weights whose blob is stored, moves the aliases that follow pushes, and
-        gives back the reservation that protected the blob.
+        """Creates the next version of a name, from weights whose blob is already stored. Moves the aliases that follow
+        pushes, and releases the reservation that protected the blob.
 
-        check: is told what the tenant holds without the new version. If it raises, no version is made. No other process
-        adds a version of the tenant between the check and the end of this call.
+        check: called with the tenant's holdings without the new version. If `check` raises, no version is created.
+        Between `check` and the end of this call, no other process adds a version for this tenant.
 
-        Pushing the newest version with the same extras again is a no-op and is not checked, so that a client that lost
-        the answer may push again. Raises BadAdapterName, and StoreUnavailable if the reservation has run out.
+        Pushing the newest version again with the same extras is a no-op, and `check` is not called. So a client that
+        did not receive the response can safely retry. Raises BadAdapterName, and StoreUnavailable if the reservation
+        has expired.
         """
         check_adapter_name(name)
         check_digest(version.digest)
@@ -230,10 +243,12 @@ class Registry:
     def delete(self, tenant: str, reference: str, *, force: bool = False) -> Removal:
         """Deletes a version, or a name with all of its versions and aliases.
 
-        Raises AdapterNotFound, BadAlias for an alias, and AdapterInUse while an alias points at it. Deleting a whole
-        name ignores its alias `latest`. A forced deletion gives the version's share of an alias to the heaviest version
-        left there. An alias that points nowhere then is deleted; `latest` moves to the newest version. The name goes
-        with its last version.
+        Raises AdapterNotFound, BadAlias if the reference is an alias, and AdapterInUse while an alias points at the
+        version. Deleting a whole name ignores its alias `latest`.
+
+        With `force`, aliases may point at the version. The version's weight in an alias moves to the heaviest remaining
+        version of that alias. An alias without a remaining version is deleted, but `latest` moves to the newest
+        version. Deleting the last version of a name deletes the name.
         """
         wanted = _parse(reference)
         if wanted.alias is not None and "@" in reference:
@@ -261,11 +276,11 @@ class Registry:
         expected: Targets | None = None,
         follows_pushes: bool = False,
     ) -> Rollout:
-        """Points an alias at versions by weight, atomically; makes it if there is none. Where it points there already
-        nothing changes.
+        """Points an alias at versions by weight, atomically, and creates the alias if it does not exist. Moving an
+        alias to the targets that it already has is a no-op.
 
-        expected: where it must point now, else AliasConflict; empty if it must not exist yet. Raises BadAlias, and
-        AdapterNotFound for a name or a version that is not there.
+        expected: the targets that the alias must have now, else AliasConflict is raised; empty if the alias must not
+        exist yet. Raises BadAlias, and AdapterNotFound if the name or a version does not exist.
         """
         now = self._clock()
         return self._change(
@@ -275,22 +290,26 @@ class Registry:
         )[0]
 
     def roll_back(self, tenant: str, name: str, alias: str) -> Rollout:
-        """Puts an alias back to where it was before its last move; again, to before the one before, some 20 moves back.
+        """Restores the targets that an alias had before its last move. Each further call goes back one more move, at
+        most 20 moves (`MAX_HISTORY`).
 
-        Raises AdapterNotFound, and AliasConflict if there is nothing to go back to.
+        Raises AdapterNotFound, and AliasConflict if there is no earlier state.
         """
         now = self._clock()
         return self._change((tenant, name), (), lambda named: named.roll_back(alias, now))[0]
 
     def delete_alias(self, tenant: str, name: str, alias: str) -> Rollout:
-        """Takes an alias away; returns it as it was. Raises AdapterNotFound, and BadAlias for `latest`."""
+        """Deletes an alias and returns its last state. Raises AdapterNotFound, and BadAlias for `latest`."""
         return self._change((tenant, name), (), lambda named: named.delete_alias(alias))[0]
 
     # -- pins -------------------------------------------------------------------------------------------------------
 
     def pin(self, tenant: str, reference: str, check: PinCheck) -> Rollout:
-        """`check` is told what is to be pinned, and what is pinned besides; raising, it keeps the alias unpinned. One
-        that is pinned stays so, unchecked. Raises AdapterNotFound, BadAlias for a version by its number.
+        """Pins an alias.
+
+        `check` is called with this rollout and with all other pinned rollouts. If `check` raises, the alias is not
+        pinned. An alias that is already pinned is returned without a check. Raises AdapterNotFound, and BadAlias if the
+        reference is a version number.
         """
         name, alias = _parse_pinnable(reference)
 
@@ -305,7 +324,7 @@ class Registry:
         return pinned
 
     def unpin(self, tenant: str, reference: str) -> Rollout:
-        """One that is not pinned stays so. Raises AdapterNotFound, BadAlias for a version by its number."""
+        """Unpins an alias; a no-op if it is not pinned. Raises AdapterNotFound, and BadAlias for a version number."""
         name, alias = _parse_pinnable(reference)
         return self._change((tenant, name), (), lambda named: named.set_pinned(alias, pinned=False))[0]
 
@@ -313,34 +332,39 @@ class Registry:
 
     @property
     def registry(self) -> str:
-        """What stores call it: a name that no other registry has."""
+        """The unique id of this registry, under which it claims a store."""
         return self._storage.registry
 
     def is_referenced(self, digest: str) -> bool:
-        """Whether a version of any tenant, or an upload that goes on, needs the blob."""
+        """Returns whether a version of any tenant, or an upload in progress, needs the blob."""
         return self._storage.is_referenced(digest, self._clock())
 
     @contextmanager
     def reservation(self, digest: str) -> Iterator[str]:
-        """Keeps `collect` away from a blob that is being stored but has no name yet; yields the id for `put`."""
+        """Protects a blob from `collect` while it is stored but no version refers to it yet. Yields the id to pass to
+        `put`.
+        """
         reservation = self._storage.reserve(check_digest(digest), self._clock())
         try:
             yield reservation
         finally:
-            with suppress(StoreUnavailable):  # then it runs out by itself
+            with suppress(StoreUnavailable):  # the reservation then expires by itself
                 self._storage.give_back(reservation)
 
     def collect(self, digest: str, drop: Callable[[str], None]) -> bool:
-        """Calls `drop(digest)` if nobody refers to the blob or has reserved it. Returns whether it did.
+        """Calls `drop(digest)` if no version refers to the blob and no upload has reserved it. Returns whether `drop`
+        was called.
 
-        Nobody can begin to refer to it meanwhile: `drop` must be quick.
+        No new reference to the blob can be created while `drop` runs, so `drop` must be fast.
         """
         return self._storage.collect(digest, drop, self._clock())
 
     # -- the feed ---------------------------------------------------------------------------------------------------
 
     def changes(self, cursor: str | None = None) -> Changes:
-        """What all processes did since a cursor, in order; None is to begin with. See `registry_storage.py`."""
+        """Returns the changes that all processes made after the cursor, oldest first. Pass None on the first call. See
+        `registry_storage.py`.
+        """
         try:
             changes = self._storage.changes(cursor)
         except StoreUnavailable as error:
@@ -355,7 +379,7 @@ class Registry:
         return changes
 
     def close(self) -> None:
-        """Ends connections."""
+        """Closes the connections to the storage."""
         self._storage.close()
 
     def _find(self, tenant: str, wanted: AdapterReference) -> AdapterRecord | Rollout:
@@ -397,7 +421,7 @@ class Registry:
         if found is not None:
             return found
         if self._cut_off is not None:
-            # At once, or each request for what is not known here would wait for an answer.
+            # Fail at once. Otherwise each request for a name that is not cached would wait for the storage to time out.
             raise StoreUnavailable(f"{key[1]!r} can't be looked up just now: {self._cut_off}")
         return cache.look_up(key, target, ask)
 
@@ -414,13 +438,16 @@ class Registry:
         return done
 
     def _forget(self, key: NameKey) -> None:
-        """It was changed here. One whose change failed may have changed as well; then the feed tells."""
+        """Drops a name from the cache after this process changed it.
+
+        A change that raised may still have been written. In that case the feed (`changes`) drops the name.
+        """
         if self._cache is not None:
             self._cache.drop(key)
 
 
 def _records(found: AdapterRecord | Rollout) -> Collection[AdapterRecord]:
-    """All that it stands for."""
+    """Returns the record itself, or all records of a rollout."""
     return (found,) if isinstance(found, AdapterRecord) else found.records.values()
 
 
@@ -432,7 +459,7 @@ def _parse(reference: str) -> AdapterReference:
 
 
 def _parse_pinnable(reference: str) -> tuple[str, str]:
-    """Name and alias. Raises AdapterNotFound, BadAlias."""
+    """Returns name and alias. Raises AdapterNotFound, and BadAlias if the reference is a version number."""
     wanted = _parse(reference)
     if wanted.alias is None:
         raise BadAlias(

@@ -1,7 +1,8 @@
-"""The registry's tables as values, and back. What takes a connection works inside a transaction that its caller has
-begun, on the versions and aliases of one name of a tenant.
+"""Conversion between rows of the registry's SQLite tables and values.
 
-Knows no rule: what may be written, and when, is `named_adapter.py`'s and `sqlite_storage.py`'s.
+A function that takes a connection runs inside a transaction that its caller has begun, and handles the versions and
+aliases of one name of a tenant. This module has no rules: `named_adapter.py` and `sqlite_storage.py` decide what may be
+written, and when.
 """
 
 import json
@@ -50,7 +51,7 @@ EXTRAS = (
     "SELECT chat_template, generation_config FROM adapter_extras "
     "WHERE tenant = ? AND name = ? AND number = ? AND digest = ?"
 )
-# All in one covering index; see `Holdings`.
+# Reads one covering index only; see `Holdings`.
 HOLDINGS = """
     WITH held AS (
         SELECT digest, max(coalesce(blob_bytes, num_bytes)) AS weights, count(*) AS num_versions,
@@ -69,10 +70,10 @@ _BY_ALIAS = "ORDER BY a.tenant, a.name, a.alias, v.number"
 
 
 def _rollouts_of(aliases: str) -> str:
-    """aliases: a table or query of rows of adapter_aliases.
+    """Returns a query of rollouts. aliases: a table or subquery with the columns of adapter_aliases.
 
-    One row for each version that an alias points at: all of an alias is seen at one moment. CROSS JOIN keeps SQLite to
-    this order; by itself it reads all versions of a name to find the one that is wanted.
+    The query has one row for each version that an alias points at, so one snapshot contains the whole alias. CROSS JOIN
+    forces SQLite to join in this order. Without it, SQLite reads all versions of a name to find one.
     """
     return (
         "SELECT a.alias, a.targets, a.follows_pushes, a.salt, a.pinned, a.updated_at, "
@@ -89,8 +90,8 @@ ONE_ROLLOUT = f"{_ROLLOUTS} WHERE a.tenant = ? AND a.name = ? AND a.alias = ? {_
 OF_NAME = f"{_ROLLOUTS} WHERE a.tenant = ? AND a.name = ? {_BY_ALIAS}"
 PINNED = f"{_ROLLOUTS} WHERE a.pinned {_BY_ALIAS}"
 
-# Pages: what comes behind a key is found in the primary key's index, so that a page costs the same wherever it is and
-# however much there is besides. What a page ends at need not be there any more.
+# Pages. The primary key's index finds the rows after a key, so the cost of a page does not depend on its position or on
+# the table size. The key after which a page begins need not exist any more.
 _NAME_PAGE = (
     "SELECT own.* FROM adapter_names page "
     f"CROSS JOIN adapter_aliases own ON own.tenant = page.tenant AND own.name = page.name AND own.alias = '{LATEST}' "
@@ -102,7 +103,7 @@ _ALIAS_PAGE = (
 )
 ALIASES = f"{_rollouts_of(f'({_ALIAS_PAGE})')} {_BY_ALIAS}"
 VERSION_PAGE = f"{_VERSIONS} AND v.number < ? ORDER BY v.number DESC LIMIT ?"
-# For `LIMIT ?`, and a number that is greater than any version's.
+# NO_LIMIT: a value for `LIMIT ?`. BEHIND_ALL: a number greater than every version number.
 NO_LIMIT, BEHIND_ALL = -1, 2**63 - 1
 
 
@@ -115,7 +116,7 @@ def read_record(row: Row) -> AdapterRecord:
 
 
 def read_rollouts(rows: Iterable[Row]) -> list[Rollout]:
-    """Of rows that are sorted by alias."""
+    """Returns the rollouts of rows that are sorted by alias."""
     found = []
     first = _NUM_ALIAS_COLUMNS
     for _, group in groupby(rows, key=lambda row: (row[first], row[first + 1], row[0])):
@@ -128,7 +129,9 @@ def read_rollouts(rows: Iterable[Row]) -> list[Rollout]:
 
 
 def load_name(connection: Connection, key: NameKey, wanted: Collection[int] | None) -> NamedAdapter:
-    """wanted: numbers of versions to be read besides those that always are; None is all."""
+    """Loads one name. wanted: numbers of versions to read besides those that `NamedAdapter.records` always has; None
+    means all versions.
+    """
     row = connection.execute(
         "SELECT created_at, last_number FROM adapter_names WHERE tenant = ? AND name = ?", key
     ).fetchone()
@@ -155,7 +158,7 @@ def load_name(connection: Connection, key: NameKey, wanted: Collection[int] | No
 
 
 def save_name(connection: Connection, before: NamedAdapter, after: NamedAdapter) -> None:
-    """Writes what is different."""
+    """Writes the differences between `before` and `after`."""
     key = (after.tenant, after.name)
     if not after.records:
         for table in ("adapter_names", "adapter_versions", "adapter_extras", "adapter_aliases"):

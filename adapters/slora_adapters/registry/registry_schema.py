@@ -1,4 +1,4 @@
-"""The registry's tables: every form they had, and how to get from each to the next. Migrations never change again."""
+"""The registry's SQLite tables, as a list of migrations. A migration that has been released is never edited."""
 
 from slora_adapters.registry.adapter_record import digest_extras
 
@@ -30,7 +30,8 @@ MIGRATIONS = (
     ALTER TABLE adapters ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0;
     CREATE INDEX adapters_pinned ON adapters (tenant, name) WHERE pinned;
     """,
-    # A name has numbered versions, and aliases that point at them; what it stood for becomes its version 1.
+    # A name has numbered versions, and aliases that point at them. The existing adapter of a name becomes its version
+    # 1.
     """
     CREATE TABLE adapter_names (
         tenant TEXT NOT NULL,
@@ -77,7 +78,8 @@ MIGRATIONS = (
         FROM adapters;
     DROP TABLE adapters;
     """,
-    # Every change, for those who must hear of it; the nonce tells this history from another one. There is always one.
+    # The feed: one row per change, for other processes. The nonce distinguishes this history from that of another
+    # database with the same change ids. The table always has at least one row.
     """
     CREATE TABLE adapter_changes (
         change_id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -90,12 +92,13 @@ MIGRATIONS = (
     INSERT INTO adapter_changes (nonce, tenant, name, orphaned, moved_pin)
         VALUES (lower(hex(randomblob(16))), '', '', '[]', 0);
     """,
-    # By which a store knows whose blobs it holds.
+    # The registry's id, under which it claims a store.
     """
     CREATE TABLE adapter_registry (registry TEXT NOT NULL) STRICT;
     INSERT INTO adapter_registry VALUES (lower(hex(randomblob(16))));
     """,
-    # The texts move to a table of their own, so that no list of versions reads them; their sizes are counted.
+    # The texts of extras move to a table of their own, so that listing versions does not read them. Their sizes stay
+    # with the version.
     """
     CREATE TABLE adapter_extras (
         tenant TEXT NOT NULL,

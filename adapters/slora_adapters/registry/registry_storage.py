@@ -1,12 +1,12 @@
-"""What keeps the registry's names, for all processes that share it, and tells each of them what changed.
+"""The interface of the registry's storage, which all processes share and which reports changes to each of them.
 
-A change of a name is one transaction: the rules of `named_adapter.py` are applied to what is there, and the outcome is
-kept with everything that is found by it (who has a digest, what is pinned), together with an entry in the feed of
-changes. `sqlite_storage.py` keeps them for one host, `redis_storage.py` for several.
+A change of a name is one transaction. It applies a rule of `named_adapter.py` to the stored name. It writes the result,
+the indexes (which tenants have a digest, which aliases are pinned), and an entry in the feed of changes.
+`sqlite_storage.py` implements the storage for one host, `redis_storage.py` for several.
 
-The feed is read from a cursor on. A cursor is the last change that its reader knows, and is good for as long as the
-feed has this change: what is older than the feed reaches back, or comes of another history (the database is another
-one, or lost its last changes), is answered with `resync`.
+A process reads the feed from a cursor on. The cursor identifies the last change that the process knows, and is valid
+while the feed contains that change. The answer has `resync` set if that change is too old, or belongs to another
+history, because the database was replaced or lost its last changes.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -30,22 +30,23 @@ __all__ = [
     "reservation_lost",
 ]
 
-# Tenant and name: what versions and aliases belong to.
+# Tenant and name, which together identify a `NamedAdapter`.
 NameKey = tuple[str, str]
 T = TypeVar("T")
-# Instead of numbers: every version of the name.
+# Passed in place of version numbers, it means every version of the name.
 ALL_VERSIONS = None
-# How long an upload may take between storing its blob and naming it. A crashed one frees its blob afterwards.
+# How long an upload may take between storing its blob and creating its version. After that time, the blob of a crashed
+# upload may be dropped.
 RESERVATION_S = 3600.0
-# Entries of the feed. A reader that was away for longer looks everything up again.
+# Length of the feed. A process that has missed more changes than this looks everything up again.
 KEPT_CHANGES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What was done to one name: its versions or aliases are others now.
+    """A change of the versions or aliases of one name.
 
-    orphaned: versions that no name of the tenant has any more. moved_pin: whether something else is pinned now.
+    orphaned: versions that no name of the tenant has any more. moved_pin: whether the set of pinned versions changed.
     """
 
     tenant: str
@@ -56,9 +57,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What happened since a cursor, oldest first. cursor: to go on from.
+    """The changes after a cursor, oldest first. cursor: pass it to the next call.
 
-    resync: it is not known what happened before these; anything may have. is_all: whether there were no more.
+    resync: changes before these ones may be missing, so the reader must look everything up again. is_all: whether the
+    feed has no further changes.
     """
 
     cursor: str
@@ -68,13 +70,15 @@ class Changes:
 
 
 class RegistryStorage(Protocol):
-    """All methods may be called from several threads and processes at once; all block, and raise StoreUnavailable when
-    the storage does not answer. Each sees a name at one moment. `now` is Unix time.
+    """Storage of the registry.
+
+    All methods may be called from several threads and processes at once. All methods block, and raise StoreUnavailable
+    if the storage does not answer. Each method sees a consistent snapshot of a name. `now` is Unix time.
     """
 
     @property
     def registry(self) -> str:
-        """A name that no other registry has; whoever opened this one, anywhere, is told the same."""
+        """The unique id of this registry. Every process that opens this registry reads the same id."""
 
     # -- looking up -------------------------------------------------------------------------------------------------
 
@@ -85,31 +89,31 @@ class RegistryStorage(Protocol):
     def newest(self, key: NameKey) -> AdapterRecord | None: ...
 
     def aliases(self, key: NameKey) -> Sequence[Rollout]:
-        """Sorted."""
+        """Returns all aliases of a name, sorted."""
 
     def rollouts(self, tenant: str, limit: int | None, after: tuple[str, str] | None) -> Sequence[Rollout]:
-        """The tenant's aliases strictly after this name and alias, sorted by both."""
+        """Returns the tenant's aliases strictly after this name and alias, sorted by both."""
 
     def names(self, tenant: str, limit: int | None, after: str | None) -> Sequence[Rollout]:
-        """What the tenant's names strictly after this one serve, sorted."""
+        """Returns the rollout of `latest` of each of the tenant's names strictly after this one, sorted."""
 
     def versions(self, key: NameKey, limit: int | None, after: int | None) -> Sequence[AdapterRecord]:
-        """Those older than this number, newest first."""
+        """Returns the versions with a number below `after`, newest first."""
 
     def find_extras(self, key: NameKey, record: AdapterRecord) -> AdapterExtras | None:
-        """The texts of a version that has some; None if it has been deleted since the record was read."""
+        """Returns the texts of a version that has extras; None if the version was deleted since the record was read."""
 
     def holdings(self, tenant: str, digest: str) -> Holdings:
-        """digest: of the weights that are asked about."""
+        """Returns what the tenant stores in total, and the stored size of the weights with this digest."""
 
     def pinned(self) -> Sequence[Rollout]:
-        """By tenant, name and alias."""
+        """Returns all pinned aliases, sorted by tenant, name and alias."""
 
     def named(self, versions: Collection[AdapterVersion]) -> set[AdapterVersion]:
-        """Those of them that a name of their tenant has."""
+        """Returns those of the given versions that some name of their tenant has."""
 
     def is_referenced(self, digest: str, now: float) -> bool:
-        """Whether a version of any tenant, or a reservation, needs the blob."""
+        """Returns whether a version of any tenant, or a reservation, needs the blob."""
 
     # -- changing ---------------------------------------------------------------------------------------------------
 
@@ -121,10 +125,12 @@ class RegistryStorage(Protocol):
         *,
         frees_room: bool = False,
     ) -> tuple[T, Change]:
-        """Applies `edit` to a name and keeps what comes of it, durably and in one step; what it raises is raised, and
-        then nothing has changed. It may be called several times. Returns what it returned.
+        """Applies `edit` to a name and writes the result durably, in one transaction. Returns the result of `edit`.
 
-        wanted: numbers of versions whose records it needs, or ALL_VERSIONS. frees_room: try it even on a full disk.
+        If `edit` raises, the error is propagated and nothing changes. `edit` may be called several times.
+
+        wanted: numbers of versions whose records `edit` needs, or ALL_VERSIONS. frees_room: try the change even on a
+        full disk.
         """
 
     def push(
@@ -135,39 +141,40 @@ class RegistryStorage(Protocol):
         reservation: str | None = None,
         now: float = 0.0,
     ) -> tuple[T, Change]:
-        """The same as `change`, for an edit that adds a version and depends on what the tenant holds. No other process
-        adds to that meanwhile.
+        """Like `change`, for an edit that adds a version and depends on the tenant's holdings. No other process adds to
+        the holdings during the call.
 
-        digest: of the weights of the new version. reservation: is given back in the same step; raises
-        `reservation_lost` if it has run out.
+        digest: digest of the new version's weights. reservation: released in the same transaction; `reservation_lost`
+        is raised if it has expired.
         """
 
     def change_pins(
         self, key: NameKey, edit: Callable[[NamedAdapter, Sequence[Rollout]], T]
     ) -> tuple[T, Change]:
-        """The same for an edit that depends on all that is pinned: nobody changes that meanwhile."""
+        """Like `change`, for an edit that depends on all pins. No other process changes a pin during the call."""
 
     # -- blobs ------------------------------------------------------------------------------------------------------
 
     def reserve(self, digest: str, now: float) -> str:
-        """Until it is given back, or RESERVATION_S have passed, `collect` leaves the digest alone."""
+        """Protects the digest from `collect`, until `give_back` is called or RESERVATION_S have passed."""
 
     def give_back(self, reservation: str) -> None:
-        """One that is not there any more is fine."""
+        """Releases a reservation; a no-op if it does not exist any more."""
 
     def collect(self, digest: str, drop: Callable[[str], None], now: float) -> bool:
-        """Calls `drop(digest)` if nobody refers to the blob or has reserved it, while nobody can begin to. Returns
-        whether it did."""
+        """Calls `drop(digest)` if no version refers to the blob and no upload has reserved it. No new reference can be
+        created while `drop` runs. Returns whether `drop` was called.
+        """
 
     # -- the feed ---------------------------------------------------------------------------------------------------
 
     def changes(self, cursor: str | None) -> Changes:
-        """None: from now on."""
+        """Returns the changes after the cursor. None starts at the end of the feed, with `resync` set."""
 
     def close(self) -> None:
-        """Ends connections."""
+        """Closes the connections to the storage."""
 
 
 def reservation_lost() -> TryAgain:
-    """Its blob may be gone."""
+    """The error of an upload whose reservation has expired, because its blob may have been dropped."""
     return TryAgain("the upload took too long, so its space was given up; upload again")

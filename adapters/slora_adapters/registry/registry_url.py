@@ -1,4 +1,4 @@
-"""Opens the registry by URL; the only place that decides where it is kept."""
+"""Opens the registry by URL. Only this module chooses between SQLite and Redis."""
 
 from urllib.parse import urlsplit
 
@@ -12,9 +12,11 @@ __all__ = ["open_registry"]
 
 
 def open_registry(url: str, database: Database, server: str | None = None) -> Registry:
-    """`url`: redis://, rediss:// or unix://, a Redis that several hosts share; empty for `database`, which processes of
-    one host share. server: see `open_redis_storage`. Raises ValueError for other URLs, StoreUnavailable if the Redis
-    does not answer or could lose names.
+    """Opens the registry at `url`: redis://, rediss:// or unix:// for a Redis that several hosts share. An empty URL
+    uses `database`, which the processes of one host share.
+
+    server: see `open_redis_storage`. Raises ValueError for other URLs. Raises StoreUnavailable if the Redis does not
+    answer or its settings allow data loss.
     """
     if not url:
         return Registry(SqliteStorage(database))
@@ -27,5 +29,5 @@ def open_registry(url: str, database: Database, server: str | None = None) -> Re
     storage = load_optional("registry.redis_storage", "redis", f"a {scheme}:// registry").open_redis_storage(
         url, server
     )
-    # A lookup there is a round trip, and the Redis may be away.
+    # A lookup in Redis is a network round trip, and Redis may be unavailable.
     return Registry(storage, cache=NameCache())

@@ -1,7 +1,7 @@
-"""The registry's names in the shared database: for one host, with any number of processes.
+"""The registry's storage in the shared SQLite database: for one host, with any number of processes.
 
-A change holds the database's write lock, so that nothing else happens meanwhile, and every process sees it in its next
-lookup. Blobs are dropped with the lock held, too. The feed is a table, which readers poll.
+A change holds the database's write lock, so no other change runs at the same time. Every process sees the change in its
+next lookup. Blobs are dropped with the lock held, too. The feed is a table that readers poll.
 """
 
 import json
@@ -46,12 +46,12 @@ from slora_adapters.version import AdapterVersion
 __all__ = ["SqliteStorage"]
 
 T = TypeVar("T")
-# Of the feed, in one answer.
+# Entries of the feed in one answer.
 _MAX_CHANGES = 1000
 
 
 class SqliteStorage:
-    """See `registry_storage.RegistryStorage`."""
+    """Implements `registry_storage.RegistryStorage` with SQLite."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -187,14 +187,14 @@ class SqliteStorage:
         return Changes(f"{change_id}/{nonce}", resync=True)
 
     def close(self) -> None:
-        """The database is its opener's."""
+        """Does nothing. The caller that opened the database closes it."""
 
 
 _REFERENCED = (
     "SELECT 1 FROM adapter_versions WHERE digest = ?1 "
     "UNION ALL SELECT 1 FROM adapter_reservations WHERE digest = ?1 AND expires_at > ?2 LIMIT 1"
 )
-# There is always one: the first is made with the table, and the last is never taken away.
+# The table always has a row: a migration inserts the first one, and the last one is never deleted.
 _LAST_CHANGE = "SELECT change_id, nonce FROM adapter_changes ORDER BY change_id DESC LIMIT 1"
 _CHANGES = (
     "SELECT change_id, nonce, tenant, name, orphaned, moved_pin FROM adapter_changes WHERE change_id >= ? "
@@ -203,7 +203,7 @@ _CHANGES = (
 
 
 def _give_back(connection: Connection, reservation: str, now: float) -> None:
-    """Raises `reservation_lost`."""
+    """Releases a reservation. Raises `reservation_lost` if it has expired or does not exist."""
     query = "DELETE FROM adapter_reservations WHERE reservation = ? RETURNING expires_at"
     row = connection.execute(query, (reservation,)).fetchone()
     if row is None or row[0] <= now:
@@ -211,7 +211,7 @@ def _give_back(connection: Connection, reservation: str, now: float) -> None:
 
 
 def _keep(connection: Connection, before: NamedAdapter, after: NamedAdapter) -> Change:
-    """Writes what has changed of a name, and that it has."""
+    """Writes the changes of a name, and an entry in the feed if there are any."""
     if after == before:
         return Change(after.tenant, after.name)
     save_name(connection, before, after)
