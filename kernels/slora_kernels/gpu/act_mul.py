@@ -8,14 +8,14 @@ from torch import Tensor
 from slora_kernels.batch import Activation
 from slora_kernels.launch import Launch
 
-# Columns per program: one 16-byte load of a 16-bit dtype a thread on an MI300, whose four warps are 256 threads, and
-# two on NVIDIA.
+# Columns per program. For a 16-bit dtype that is one 16-byte load per thread on an MI300, whose four warps are 256
+# threads, and two on NVIDIA.
 BLOCK_COLUMNS = 2048
 
 
 @triton.jit
 def _sigmoid(x):
-    # exp of a negative number only: it cannot overflow.
+    # exp of a negative number cannot overflow.
     small = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, small) / (1.0 + small)
 

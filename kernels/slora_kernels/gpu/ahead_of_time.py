@@ -1,10 +1,10 @@
-"""Compiles every Triton kernel for GPUs that are not here, and reports what each needs.
+"""Compiles every Triton kernel for GPUs that are not present, and reports the resources that each one needs.
 
     python -P -m slora_kernels.gpu.ahead_of_time sm_90 gfx942 bfloat16
 
-Triton is given a driver that names a target and nothing else; the launchers then bind real tensors of real models'
-shapes, and Triton works out signature, alignments and options exactly as it does when it launches. Runs in a process
-without TRITON_INTERPRET: an interpreted kernel cannot be compiled.
+Triton gets a driver that only names a target. The launchers bind tensors with the shapes of real models, and Triton
+derives signature, alignments and options exactly as in a real launch. TRITON_INTERPRET must not be set, because an
+interpreted kernel cannot be compiled.
 """
 
 import dataclasses
@@ -32,7 +32,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True, slots=True)
 class _AbsentGpu:
-    """What Triton asks of a driver before it compiles. Triton keeps compiled kernels by device: one per target."""
+    """The part of a driver that Triton needs for compiling. Triton caches compiled kernels by device, so each target is
+    a device of its own.
+    """
 
     target: GPUTarget
 
@@ -47,26 +49,29 @@ class _AbsentGpu:
 
 
 def _quantized_forms(target: GPUTarget) -> list[torch.dtype]:
-    """float8_e4m3fn is known from sm_89 up, and in software on gfx942."""
+    """The 8-bit weight dtypes that a target supports. float8_e4m3fn needs sm_89 or later; on gfx942 it is emulated."""
     has_float8 = target.backend == "hip" or target.arch >= 89
     return [torch.int8, torch.float8_e4m3fn] if has_float8 else [torch.int8]
 
 
 def pretend(target: str) -> None:
-    """From here on Triton compiles for one of `TARGETS`, and can run nothing."""
+    """Makes Triton compile for one of `TARGETS`. After this call, Triton cannot run kernels in this process."""
     triton.runtime.driver.set_active(_AbsentGpu(TARGETS[target]))
 
 
 def _kv_formats(target: GPUTarget) -> list[KVFormat]:
-    """gfx942's own e4m3 has another bias, and no 448: pages in fp8 are not served there."""
+    """The KV formats that a target supports.
+
+    gfx942's own e4m3 has another exponent bias and cannot represent 448, so fp8 pages are not supported there.
+    """
     has_float8 = target.backend == "cuda" and target.arch >= 89
     return list(KVFormat) if has_float8 else [KVFormat.MODEL]
 
 
 def compile_all(target: str, dtype: str) -> Iterator[CompiledKernel]:
-    """Compiles every launch for one of `TARGETS`; what Triton raises passes through.
+    """Compiles every launch for one of `TARGETS`. Errors that Triton raises are not caught.
 
-    Launches that are the same machine code are reported once each, compiled and measured once.
+    Launches with the same machine code are compiled and measured once, and reported once each.
     """
     pretend(target)
     known: dict[str, CompiledKernel] = {}
@@ -79,7 +84,7 @@ def compile_all(target: str, dtype: str) -> Iterator[CompiledKernel]:
 
 
 def main(names: list[str]) -> None:
-    """names: of `TARGETS` (default: all) and of `DTYPES` (default: bfloat16), in any order."""
+    """names: keys of `TARGETS` (default: all) and of `DTYPES` (default: bfloat16), in any order."""
     targets = [name for name in names if name in TARGETS] or list(TARGETS)
     dtypes = [name for name in names if name in DTYPES] or ["bfloat16"]
     for target in targets:

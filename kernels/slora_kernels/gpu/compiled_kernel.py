@@ -1,8 +1,9 @@
-"""What a compiled kernel needs of its GPU, read from what the compilers left: assembly, machine code, metadata.
+"""Resource usage of a compiled kernel, read from the compiler's outputs: assembly, machine code and metadata.
 
-NVIDIA: the resource usage that the wheel's own cuobjdump finds in the machine code, and the loads of the PTX. AMD: the
-metadata at the end of the assembly, and its loads. Which tensor a load reads is found through its line in the kernel's
-source. Knows no kernel and no limit.
+NVIDIA: the resource usage that cuobjdump reports for the machine code, and the loads in the PTX. cuobjdump is the one
+in the triton wheel. AMD: the metadata at the end of the assembly, and the loads in it. The tensor of a load is found
+through the line of the kernel's source that the assembly names. This module imports no kernel and knows no hardware
+limit.
 """
 
 import linecache
@@ -17,16 +18,17 @@ from triton.backends import nvidia
 
 _CUOBJDUMP = Path(nvidia.__path__[0]) / "bin" / "cuobjdump"
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
-# A load through registers, its width a vector's times an element's; and a copy straight to shared memory, in bytes.
+# A load to registers: its width is the vector length times the element size. A copy straight to shared memory: its size
+# is in bytes.
 _PTX_LOAD = re.compile(r"\bld\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\s")
 _PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+|\d+)")
 _AMD_LOAD = re.compile(r"\b(?:buffer|global)_load_(\w+)")
 _AMD_WIDTHS = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', re.MULTILINE)
-# Line 0 is the compiler's own doing: it belongs to the line before.
+# The compiler marks generated code as line 0. Such code belongs to the preceding line.
 _PLACE = re.compile(r"^\s*\.loc\s+(\d+)\s+([1-9]\d*)")
 _POINTER = re.compile(r"tl\.load\((\w+)")
-# In 16-bit numbers only: float32 products, where there are any, round their operands less or not at all.
+# Only products of 16-bit operands. Products in float32 round their operands less or not at all.
 _PRODUCT = re.compile(r"(mma\.sync|wgmma|tcgen05\.mma|v_mfma)\S*?[._](?:bf16|f16|kind::f16)")
 
 
@@ -34,15 +36,15 @@ _PRODUCT = re.compile(r"(mma\.sync|wgmma|tcgen05\.mma|v_mfma)\S*?[._](?:bf16|f16
 class CompiledKernel:
     """One launch, compiled for one target.
 
-    case: the model and place that it is launched for.
-    registers: of a thread, 32 bits each. spills: what did not fit them: bytes of a thread's stack on NVIDIA,
-    registers (vector and scalar) on AMD.
-    shared_bytes: shared memory (LDS) of a program.
-    load_bytes: the distinct widths of a thread's global loads, by the first word of the source's `tl.load(...)`;
-    "": of those that the assembly ascribes to another line.
-    product: the instruction of its products of 16-bit numbers: mma.sync, wgmma, tcgen05.mma or v_mfma; None: none.
+    case: the model and the place in it that the launch is for.
+    registers: 32-bit registers per thread.
+    spills: what did not fit the registers. NVIDIA: bytes of a thread's stack. AMD: vector and scalar registers.
+    shared_bytes: shared memory (LDS) per program.
+    load_bytes: the distinct widths of a thread's global loads, by the first word of the source's `tl.load(...)`. The
+    key "" holds loads that the assembly attributes to a line without a `tl.load`.
+    product: the instruction of its 16-bit products: mma.sync, wgmma, tcgen05.mma or v_mfma. None: no such product.
     fuses_multiply_add: whether a * b + c may be rounded once.
-    digest: of source and options: equal ones are the same machine code.
+    digest: hash of source and options. Launches with equal digests are the same machine code.
     """
 
     target: str
@@ -62,7 +64,7 @@ class CompiledKernel:
 
 
 def _measure_cubin(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack and local memory of a thread."""
+    """Registers of a thread, and bytes of its stack and local memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -75,7 +77,7 @@ def _measure_cubin(cubin: bytes) -> tuple[int, int]:
 
 
 def _measure_amd(assembly: str) -> tuple[int, int]:
-    """Vector registers, and spilled registers of either kind."""
+    """Vector registers, and spilled registers (vector and scalar)."""
 
     def read(name: str) -> int:
         found = re.search(rf"^\s*\.{name}:\s*(\d+)", assembly, re.MULTILINE)
@@ -86,7 +88,10 @@ def _measure_amd(assembly: str) -> tuple[int, int]:
 
 
 def _measure_load(line: str) -> int | None:
-    """Bytes that a line of assembly loads, of part of an AMD register 2; None for any other instruction."""
+    """Bytes that a line of assembly loads. None: the line is not a load.
+
+    A load of less than an AMD register (4 bytes) counts as 2 bytes.
+    """
     if load := _PTX_LOAD.search(line):
         return int(load[1] or 1) * int(load[2]) // 8
     if copy := _PTX_COPY.search(line):
@@ -110,7 +115,7 @@ def _find_loads(assembly: str) -> dict[str, tuple[int, ...]]:
 
 
 def read_compiled(compiled: Any, target: str, dtype: str, case: str) -> CompiledKernel:
-    """`compiled` is Triton's, as `Launch.compile` returns it."""
+    """Measures `compiled`, which is Triton's kernel as returned by `Launch.compile`."""
     metadata, ptx = compiled.metadata, compiled.asm.get("ptx")
     assembly = ptx or compiled.asm["amdgcn"]
     registers, spills = _measure_cubin(compiled.kernel) if ptx else _measure_amd(assembly)

@@ -1,4 +1,4 @@
-"""Which output columns a program of expand has: those of all modules of a group are counted in blocks of a segment."""
+"""Maps a program of expand to its output columns. All modules of a group are cut into blocks of one segment each."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,9 @@ def find_columns(
     WIDTH_2: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    """A block -> its module's place in the group, that one's width and first column in out, and its segment there."""
+    """Returns, for a block: its module's index in the group, that module's width and first column in out, and the
+    block's segment index within the module.
+    """
     BLOCKS_0: tl.constexpr = (WIDTH_0 + SEGMENT - 1) // SEGMENT
     BLOCKS_1: tl.constexpr = BLOCKS_0 + (WIDTH_1 + SEGMENT - 1) // SEGMENT
     member = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32)

@@ -1,7 +1,7 @@
-"""Expand: adds scale * bridge * B to the base GEMM's output, all modules of a linear group in one launch.
+"""Expand: adds scale * bridge * B to the base GEMM's output, for all modules of a linear group in one launch.
 
-A program takes one tile of tokens and one segment of output columns. It sums the planes that shrink left, in
-order, and reads the segment of each of its module's rows of B transposed from the adapter's pages.
+A program handles one tile of tokens and one segment of output columns. It sums the planes of the bridge in order. It
+reads its segment of each transposed row of its module's B from the adapter's pages.
 """
 
 import math
@@ -18,8 +18,7 @@ from slora_kernels.gpu.lora_sizes import LoraSizes
 from slora_kernels.launch import Launch, dot_dtype
 from slora_kernels.layout import MAX_GROUP_MODULES, SEGMENT_BYTES, LoraSite
 
-# Rows of B per product: the smallest depth of a tensor core's product in 16 bits, so rank 8 wastes half and
-# no more.
+# Rows of B per product: the smallest depth of a 16-bit tensor core product. Rank 8 wastes half of it.
 BLOCK_RANK = 16
 
 
@@ -70,12 +69,13 @@ def _lora_expand_kernel(
     inside = segment * SEGMENT + lanes[None, :] < width
     scale = tl.load(weights + tile) * tl.load(scales + place)
     columns = tl.multiple_of(column_start + segment * SEGMENT, ALIGNMENT) + lanes
-    # The head's rows are as long as the vocabulary: a few thousand of them are more numbers than an int32 counts.
+    # int64, because the head's output rows are as long as the vocabulary. A few thousand of them exceed an int32 index.
     target = out + (first + tokens).to(tl.int64)[:, None] * out_stride + columns[None, :]
     mask = (tokens[:, None] < size) & inside
-    # Read here, while pages are looked up, and not when it is needed.
+    # Loaded early to overlap with the page lookups.
     old = tl.load(target, mask=mask, other=0.0)
-    # All planes at once: added one by one, each was moved between layouts by itself, behind barriers (25, now 11).
+    # All planes are loaded and summed at once. Added one by one, each plane was converted between layouts separately,
+    # behind barriers of its own (25 barriers; 11 now).
     planes = tl.arange(0, PLANES)[:, None, None]
     plane_starts = bridge + planes * (num_tokens * bridge_stride)
     acc = tl.zeros((BLOCK_M, SEGMENT), tl.float32)
@@ -104,9 +104,10 @@ def bind_lora_expand(
     tiles: LoraTiles,
     sizes: LoraSizes,
 ) -> list[Launch]:
-    """out [T, sum(site.widths)] of the model dtype is mutated; bridge [splits, T, columns] is shrink's.
+    """Adds to out [T, sum(site.widths)] of the model dtype, in place. bridge: [splits, T, columns], from shrink.
 
-    One launch for decode rows where they take a form of their own, one for all other tiles, neither without tiles.
+    Returns one launch for decode rows if they have a kernel of their own, and one launch for all other tiles. A launch
+    without tiles is left out.
     """
     widths = site.widths
     padded = widths + (0,) * (MAX_GROUP_MODULES - len(widths))

@@ -1,10 +1,12 @@
-"""Expand for decode rows: scale * bridge * B for one token after the other, without matrix units.
+"""Expand for decode rows: adds scale * bridge * B for one token after the other, without tensor cores.
 
-A program is a warp with one segment of output columns, and takes the tokens of its tile in turn: products and sums of
-float32, in an order that the width alone decides. So a token's bits do not depend on who shares its tile, and tokens of
-one adapter find B in the cache where the first of them left it. A token alone with its adapter takes a third of the
-instructions of a tile (on sm_90, rank 16), eight tokens of one adapter twice as many: which form decode rows take is
-the table's to say (`lora_sizes`). Launched by `bind_lora_expand`.
+A program is one warp with one segment of output columns, and handles the tokens of its tile in turn. Products and sums
+are float32, in an order that depends only on the width. So a token's bits do not depend on the other tokens of its
+tile. After the first token of a tile, the rows of B are in the cache.
+
+On sm_90 with rank 16, a single token of an adapter needs a third of the instructions of a tile, and eight tokens of one
+adapter need twice as many. The size table therefore decides which kernel decode rows use (`lora_sizes`).
+`bind_lora_expand` launches this kernel.
 """
 
 import triton
@@ -12,7 +14,7 @@ import triton.language as tl
 
 from slora_kernels.gpu.lora_columns import find_columns
 
-# Taken one after the other: many programs of few tokens keep a GPU busier than few of many.
+# The most tokens per tile of decode rows. Many programs with few tokens keep a GPU busier than few programs with many.
 ROW_TILE_TOKENS = 16
 
 
@@ -63,7 +65,8 @@ def _lora_expand_rows_kernel(
     plane_starts = bridge + planes * (num_tokens * bridge_stride)
     for index in range(size):
         token = first + index
-        # The head's rows are as long as the vocabulary: a few thousand of them are more numbers than an int32 counts.
+        # int64, because the head's output rows are as long as the vocabulary. A few thousand of them exceed an int32
+        # index.
         target = out + token.to(tl.int64) * out_stride + columns
         old = tl.load(target, mask=inside, other=0.0)
         acc = tl.zeros((SEGMENT,), tl.float32)

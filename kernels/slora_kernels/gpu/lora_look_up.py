@@ -1,7 +1,7 @@
-"""Look-up: shrink's part for the input embedding, where a token's x is one-hot, so x times A is a column of A.
+"""Look-up: the shrink of the input embedding. The input is one-hot, so x times A is a column of A.
 
-A is [rank, vocabulary] row by row, like every A, so a token's column lies in as many places as its adapter has rank:
-the reads of a program are all independent. The bridge is the one plane that expand then reads.
+A is stored as [rank, vocabulary], row by row, like every A. A token's column is therefore spread over as many places as
+the adapter's rank, and all reads of a program are independent. The bridge has one plane.
 """
 
 import torch
@@ -14,7 +14,7 @@ from slora_kernels.gpu.lora_shrink import choose_block_tokens
 from slora_kernels.launch import Launch
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
-# Rows of A per program: every number read is a transaction of its own, so there is nothing to share.
+# Rows of A per program. Each element read is a memory transaction of its own, so a larger block would not save reads.
 BLOCK_RANK = 32
 
 
@@ -64,10 +64,10 @@ def bind_lora_look_up(
     tiles: LoraTiles,
     dtype: torch.dtype,
 ) -> tuple[Launch, Tensor]:
-    """token_ids int64 [T], pages uint8 [num_pages, full_page_bytes] that hold numbers of `dtype`.
+    """token_ids int64 [T], pages uint8 [num_pages, full_page_bytes] with elements of `dtype`.
 
-    Returns the launch and the bridge that it fills, of `dtype` [1, T, max_group_rank rounded up to 16]; rows in no tile
-    and columns past a tile's rank stay unwritten.
+    Returns the launch and the bridge that it fills: `dtype`, [1, T, max_group_rank rounded up to 16]. Rows in no tile
+    and columns past a tile's rank are not written.
     """
     columns = triton.cdiv(tiles.max_group_rank, 16) * 16
     bridge = torch.empty(1, token_ids.shape[0], columns, dtype=dtype, device=token_ids.device)

@@ -1,12 +1,12 @@
-"""Shrink: x times A of each tile's adapter, straight from its pages, for all modules of a linear group at
-once.
+"""Shrink: x times A of each tile's adapter, read from its pages, for all modules of a linear group in one launch.
 
-A program takes one tile of tokens, one block of A's rows and one share of the input width. Shares are written
-as separate planes, which expand sums in order: no atomics and nothing to clear, so a result does not depend
-on who else is in the batch. The rank is read from the tables, so rank 8 beside rank 128 costs its own bytes.
+A program handles one tile of tokens, one block of A's rows and one share of the input width. Each share's result is
+written to its own plane of the bridge, and expand sums the planes in order. This needs no atomics and no cleared
+buffer, and a result does not depend on the other requests of the batch. The rank is read from the tables, so a rank-8
+adapter next to a rank-128 adapter costs only its own bytes.
 
-The planes are of the model's dtype: each share is rounded once, and a 16-bit plane is half of float32's traffic
-between shrink and expand.
+The planes are of the model's dtype. Each share is rounded once, and a 16-bit plane halves the traffic between shrink
+and expand compared with float32.
 """
 
 import torch
@@ -19,10 +19,10 @@ from slora_kernels.gpu.lora_sizes import LoraSizes
 from slora_kernels.launch import Launch, dot_dtype
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
-# The smallest M of a tensor core's product: most tiles of a decode batch hold one or two tokens.
+# The smallest M of a tensor core product. Most tiles of a decode batch hold one or two tokens.
 _SMALL_TILE_TOKENS = 16
-# In chunks, twice as many tokens read A and B half as often. Both sizes are made of the same instruction (mma.sync; a
-# Hopper has another one from 64 rows on), so a token gets the same bits in either.
+# Tile size of prefill chunks. With twice as many tokens per tile, A and B are read half as often. Both tile sizes use
+# the same instruction (mma.sync; Hopper uses another one from 64 rows on), so a token gets the same bits in either.
 TILE_TOKENS = 32
 
 
@@ -80,7 +80,7 @@ def _lora_shrink_kernel(
 
 
 def choose_block_tokens(tiles: LoraTiles) -> int:
-    """Tokens of a program's product: the smaller of two sizes if that holds every tile."""
+    """Tokens of a program's product: the smaller of the two tile sizes if every tile fits it."""
     return _SMALL_TILE_TOKENS if tiles.max_tokens <= _SMALL_TILE_TOKENS else TILE_TOKENS
 
 
@@ -89,11 +89,12 @@ def bind_lora_shrink(
 ) -> tuple[Launch, Tensor]:
     """x [T, in] of the model dtype, pages uint8 [num_pages, full_page_bytes].
 
-    Returns the launch and the bridge that it fills, of x's dtype [splits, T, max_group_rank rounded up to 16];
-    rows in no tile and columns past a tile's rank stay unwritten.
+    Returns the launch and the bridge that it fills: x's dtype, [splits, T, max_group_rank rounded up to 16]. Rows in no
+    tile and columns past a tile's rank are not written.
     """
     width, of_width = x.shape[1], sizes.of_shrink(x.shape[1])
-    # At least a segment each. It depends on nothing but the width, so that a batch does not change anybody's sums.
+    # Each share has at least one segment. The number of shares depends only on the width, so the batch does not change
+    # a request's sums.
     splits = min(of_width.splits, triton.cdiv(width * x.element_size(), SEGMENT_BYTES))
     tile = of_width.tile(tiles.max_group_rank)
     columns = triton.cdiv(tiles.max_group_rank, 16) * 16

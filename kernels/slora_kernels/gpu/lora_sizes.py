@@ -1,10 +1,10 @@
-"""The sizes that the LoRA kernels are launched with, by GPU, width and rank: a table that ships in the package.
+"""Launch sizes of the LoRA kernels by GPU, width and rank, read from a table in the package.
 
-What decides the order of somebody's sums (splits, the form of decode rows and its sizes) may depend on the width
-alone, which is the model's: so a token gets the same bits whoever shares its step. What only decides how fast the same
-sums are computed may depend on the greatest rank of the step, too.
+Some sizes decide the order of a token's sums: splits, the form of decode rows, and the row sizes. They may depend only
+on the width, which is a property of the model. A token therefore gets the same bits in every batch. All other sizes
+affect only speed, and may also depend on the greatest rank of the step.
 
-`bench/gpu/tune.py` measures and writes the file; nothing is tuned while serving. Knows no kernel.
+`bench/gpu/tune.py` measures and writes the table. Nothing is tuned while serving. This module imports no kernel.
 """
 
 import json
@@ -32,10 +32,11 @@ __all__ = [
 
 SIZES_FILE = Path(__file__).with_name("lora_sizes.json")
 _DEFAULT = "default"
-# Of decode rows in expand. rows: without matrix units, one after the other. tiles: as tokens of chunks.
+# How expand computes decode rows. rows: one after the other, without tensor cores. tiles: like tokens of prefill
+# chunks.
 Form = Literal["rows", "tiles"]
 
-# What may stand in the table. A product of tiles has 16 columns or more.
+# Values that the table may contain. A product of tiles has at least 16 columns.
 _SPLITS = range(1, 65)
 _TILE_RANKS = (16, 32, 64, 128)
 _ROW_RANKS = (1, 2, 4, 8, 16, 32, 64)
@@ -45,7 +46,10 @@ _STAGES = range(1, 9)
 
 @dataclass(frozen=True, slots=True)
 class ShrinkTile:
-    """Of a program, up to this greatest total rank of a site; None: any. block_rank: rows of A."""
+    """Sizes of a shrink program, for ranks up to max_rank.
+
+    max_rank: greatest total rank of a site. None: no limit. block_rank: rows of A per program.
+    """
 
     max_rank: int | None
     block_rank: int
@@ -55,7 +59,10 @@ class ShrinkTile:
 
 @dataclass(frozen=True, slots=True)
 class ShrinkSizes:
-    """Up to this width of the input; None: any. splits: shares of the width, at most."""
+    """Sizes of shrink, for input widths up to max_width.
+
+    max_width: None means no limit. splits: the most shares that the width is split into.
+    """
 
     max_width: int | None
     splits: int
@@ -67,7 +74,10 @@ class ShrinkSizes:
 
 @dataclass(frozen=True, slots=True)
 class ExpandTile:
-    """Of a program, up to this greatest total rank of a site; None: any."""
+    """Sizes of an expand program, for ranks up to max_rank.
+
+    max_rank: greatest total rank of a site. None: no limit.
+    """
 
     max_rank: int | None
     num_warps: int
@@ -76,7 +86,7 @@ class ExpandTile:
 
 @dataclass(frozen=True, slots=True)
 class RowSizes:
-    """Of a program of the row form. block_rank: rows of B at a time."""
+    """Sizes of a program of the form "rows". block_rank: rows of B per iteration."""
 
     block_rank: int
     num_warps: int
@@ -84,7 +94,10 @@ class RowSizes:
 
 @dataclass(frozen=True, slots=True)
 class ExpandSizes:
-    """Up to this width of all outputs together; None: any. decode: the form that decode rows take."""
+    """Sizes of expand, for total output widths up to max_width.
+
+    max_width: total width of all outputs. None: no limit. decode: the form of decode rows.
+    """
 
     max_width: int | None
     decode: Form
@@ -97,18 +110,18 @@ class ExpandSizes:
 
 @dataclass(frozen=True, slots=True)
 class LoraSizes:
-    """Of one GPU. Each list goes by width, ascending, and ends without a bound."""
+    """The sizes for one GPU. Both lists are in ascending order of max_width, and the last entry has no limit."""
 
     shrink: tuple[ShrinkSizes, ...]
     expand: tuple[ExpandSizes, ...]
 
     def with_decode(self, form: Form) -> "LoraSizes":
-        """The same, but decode rows take this form everywhere."""
+        """The same sizes with this form of decode rows for every width."""
         return replace(self, expand=tuple(replace(sizes, decode=form) for sizes in self.expand))
 
     @property
     def has_rows(self) -> bool:
-        """Whether decode rows take a form of their own anywhere."""
+        """Whether decode rows use the form "rows" for any width."""
         return any(sizes.decode == "rows" for sizes in self.expand)
 
     def of_shrink(self, width: int) -> ShrinkSizes:
@@ -119,7 +132,7 @@ class LoraSizes:
 
 
 def name_architecture(device: torch.device) -> str:
-    """As the table spells it: sm_90, gfx942; "default" for what is no GPU."""
+    """The device's name in the table: sm_90, gfx942. A device that is not a GPU is "default"."""
     if device.type != "cuda":
         return _DEFAULT
     if torch.version.hip is not None:
@@ -129,7 +142,7 @@ def name_architecture(device: torch.device) -> str:
 
 
 def load_sizes(architecture: str = _DEFAULT) -> LoraSizes:
-    """From the package's table; an architecture that it does not have takes its default."""
+    """The sizes in the package's table. An architecture that is not in the table gets the default sizes."""
     tables = _load()
     return tables.get(architecture, tables[_DEFAULT])
 
@@ -140,7 +153,10 @@ def _load() -> dict[str, LoraSizes]:
 
 
 def read_sizes(path: Path) -> dict[str, LoraSizes]:
-    """All architectures of a table. Raises ValueError that says where it is broken and what may stand there."""
+    """Reads all architectures of a table.
+
+    Raises ValueError with the place of the error and the allowed values.
+    """
     try:
         tables = json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -151,7 +167,7 @@ def read_sizes(path: Path) -> dict[str, LoraSizes]:
 
 
 class _Place:
-    """An object of the table's JSON, and where it stands. What it is asked for raises ValueError if it is not so."""
+    """An object in the table's JSON, with its path. Its methods raise ValueError for a missing or invalid value."""
 
     def __init__(self, path: str, fields: object) -> None:
         if not isinstance(fields, dict):
@@ -176,7 +192,7 @@ class _Place:
         return value
 
     def ascending(self, name: str, bound: str) -> list["_Place"]:
-        """Objects with whole numbers for `bound` that ascend, and null at the end."""
+        """A list of objects whose `bound` fields are ascending integers, with null in the last object."""
         entries = self.get(name)
         path = f"{self._path}.{name}"
         if not isinstance(entries, list) or not entries:

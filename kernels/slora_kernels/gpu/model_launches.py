@@ -1,8 +1,11 @@
 """Every Triton launch of a step, for the shapes of real models, bound to tensors of zeros.
 
-The shapes are those that strain the kernels differently: Llama-3.1-8B (grouped heads of 128, LoRA of three ranks),
-Gemma-2-9B (heads of 256, soft cap, window, norms in float32, GELU), Phi-3-mini (heads of 96, not a power of two, of
-its own KV each) and Qwen3-8B (norms of heads).
+The models stress the kernels in different ways:
+
+- Llama-3.1-8B: grouped heads of 128, and LoRA of three ranks.
+- Gemma-2-9B: heads of 256, soft cap, window, norms in float32, GELU.
+- Phi-3-mini: heads of 96, which is not a power of two, and one KV head per query head.
+- Qwen3-8B: norms of q and k heads.
 """
 
 from collections.abc import Iterator
@@ -55,7 +58,10 @@ def bind_lora_site(
     tokens: int,
     sizes: LoraSizes,
 ) -> list[Launch]:
-    """Of a step with a tile of decode rows and one of a chunk: what leads to the bridge, and expand in both forms."""
+    """The LoRA launches of one site, for a step with one tile of decode rows and one tile of a prefill chunk.
+
+    They are shrink (look-up for the embedding) and both forms of expand.
+    """
     layout = lay_out_adapter(shape, [rank] * shape.num_modules)
     tables = AdapterTables(
         torch.zeros(1, 64, dtype=torch.int32),
@@ -77,7 +83,7 @@ def bind_lora_site(
 
 
 def _bind_attention(geometry: KVGeometry, rule: AttentionRule, norms: QueryKeyNorm | None) -> list[Launch]:
-    """Of a step in which one sequence decodes and another computes a chunk."""
+    """The attention launches of a step in which one sequence decodes and another computes a prefill chunk."""
     dtype, head_dim = geometry.dtype, geometry.head_dim
     batch = AttentionBatch(
         query_starts=torch.tensor([0, 1, _TOKENS], dtype=torch.int32),
@@ -101,7 +107,7 @@ def _bind_attention(geometry: KVGeometry, rule: AttentionRule, norms: QueryKeyNo
 
 
 def _bind_draw(logits: Tensor) -> list[Launch]:
-    """Of a step in which all rows draw, truncated or not."""
+    """The sampling launches of a step in which all rows sample, with and without filters."""
     count = len(logits)
     whole, fractions = np.zeros((3, count), np.int64), np.ones((3, count))
     whole[2] = NO_TOP_K
@@ -156,7 +162,7 @@ def _bind_qwen(dtype: torch.dtype) -> Launches:
 
 
 def _bind_quantized_linears(dtype: torch.dtype, forms: list[torch.dtype]) -> Launches:
-    """Of a decode step, a mixed one and a prefill, with 8-bit weights of each form."""
+    """The launches of a decode step, a mixed step and a prefill step, for each 8-bit weight dtype in `forms`."""
     for form in forms:
         values = torch.zeros(4096, 4096, dtype=torch.int8).view(form)
         for num_tokens in (_TOKENS, 4 * _TOKENS, 64 * _TOKENS):
@@ -166,7 +172,7 @@ def _bind_quantized_linears(dtype: torch.dtype, forms: list[torch.dtype]) -> Lau
 
 
 def _bind_fp8_kv(dtype: torch.dtype) -> Launches:
-    """Attention over pages in fp8, of the model that is commonest and of the one whose heads are widest."""
+    """The attention launches over fp8 pages, for the most common model and for the model with the widest heads."""
     for model, heads, rule in (
         ("Llama-3.1-8B", (32, 8, 128), AttentionRule(0.1)),
         ("Gemma-2-9B", (16, 8, 256), AttentionRule(1 / 16, window=4096, softcap=50.0)),
@@ -177,8 +183,10 @@ def _bind_fp8_kv(dtype: torch.dtype) -> Launches:
 
 
 def bind_all(dtype: torch.dtype, forms: list[torch.dtype], kv_formats: list[KVFormat]) -> Launches:
-    """All launches, each with what it is for. forms: the 8-bit numbers that weights may be. kv_formats: what pages may
-    keep K and V as."""
+    """All launches, each with a name of its model and place.
+
+    forms: 8-bit dtypes of weights. kv_formats: formats of KV in pages.
+    """
     for bound in (_bind_llama, _bind_gemma, _bind_phi, _bind_qwen):
         yield from bound(dtype)
     yield from _bind_quantized_linears(dtype, forms)

@@ -1,9 +1,9 @@
-"""Attention of sequences that compute one token: split over the context, so that one long sequence fills a
-GPU.
+"""Attention of sequences that compute one token. The context is split, so that one long sequence can fill a GPU.
 
-A program takes a sequence, a KV head (its query heads are the rows of the product) and a stretch of the
-context that its window shows. How that is cut depends on its own length alone, so a result does not depend on the
-batch. A sequence of one stretch is written at once; the others leave partial sums, which a second kernel merges.
+A program handles one sequence, one KV head and one stretch of the visible context. The query heads of the KV head are
+the rows of the product. The split of a context depends only on its own length, so a result does not depend on the
+batch. If a context has one stretch, the program writes the output directly. Otherwise the programs write partial sums,
+and a second kernel merges them.
 """
 
 import torch
@@ -22,17 +22,17 @@ from slora_kernels.gpu.paged_walk import (
 )
 from slora_kernels.launch import Launch, dot_dtype
 
-# Context tokens per round of the walk.
+# Context tokens per iteration of the walk.
 ROUND_TOKENS = 64
-# A stretch is long enough to pay for the merge, and there are enough of them that one sequence with 8 KV
-# heads makes 128 programs, about as many as an H100 or H200 has multiprocessors.
+# A stretch is long enough to amortise the merge. 16 stretches let one sequence with 8 KV heads start 128 programs,
+# about as many as an H100 or H200 has multiprocessors.
 MIN_STRETCH_TOKENS = 128
 MAX_STRETCHES = 16
 
 
 @triton.jit
 def _measure_stretch(visible, BLOCK_N: tl.constexpr, MIN_STRETCH: tl.constexpr, MAX_STRETCHES: tl.constexpr):
-    """Tokens per stretch of those that are seen: whole rounds of the walk."""
+    """Tokens per stretch, for `visible` visible tokens: a multiple of the walk's BLOCK_N."""
     share = tl.cdiv(tl.cdiv(visible, MAX_STRETCHES), BLOCK_N) * BLOCK_N
     return tl.maximum(share, MIN_STRETCH)
 
@@ -155,13 +155,16 @@ def _merge_stretches_kernel(
 
 
 def _count_round_tokens(geometry: KVGeometry) -> int:
-    """Heads of 80 or 96 are masked, and an MI300 keeps masks in scalar registers: half a round does not spill them."""
+    """Context tokens per iteration of the walk.
+
+    Heads of 80 or 96 are masked, and an MI300 keeps masks in scalar registers. Half the tokens avoid spilling them.
+    """
     whole = geometry.head_dim == triton.next_power_of_2(geometry.head_dim)
     return count_round_tokens(geometry, ROUND_TOKENS if whole else ROUND_TOKENS // 2)
 
 
 def count_stretches(most_visible: int) -> int:
-    """Most stretches of any context of which up to `most_visible` tokens are seen: min(16, one per 128)."""
+    """The most stretches of a context with up to `most_visible` visible tokens: one per 128 tokens, at most 16."""
     return min(MAX_STRETCHES, -(-most_visible // MIN_STRETCH_TOKENS))
 
 
@@ -174,7 +177,7 @@ def bind_paged_attention_decode(
     batch: AttentionBatch,
     rule: AttentionRule,
 ) -> list[Launch]:
-    """q [T, Hq, D] -> out [T, Hq * D] for sequences of exactly one query; other rows stay as they are."""
+    """q [T, Hq, D] -> out [T, Hq * D] for sequences of exactly one query. Rows of other sequences are not written."""
     sequences = batch.context_lens.shape[0]
     stretches = count_stretches(rule.count_visible(batch.max_context))
     rows = (sequences, geometry.num_heads, stretches)

@@ -1,8 +1,9 @@
-"""Causal attention of chunks: the tokens of a chunk attend to all earlier pages and to each other.
+"""Causal attention of prefill chunks: the tokens of a chunk attend to all earlier pages and to each other.
 
-A program takes a tile of a sequence's query tokens with the query heads of one KV head, packed as rows, and
-finds its sequence by bisection in the query starts: the grid is a bound that needs no host work. Sequences of
-a single query token are left to the decode kernel, in any batch, so that their sums are always the same.
+A program handles one tile of a sequence's query tokens and one KV head. The rows of the product are the tile's tokens
+times the query heads of the KV head. The program finds its sequence by bisection in the query starts. The size of the
+grid is an upper bound that needs no work on the host. Sequences of one query token are always left to the decode
+kernel, so that their sums do not depend on the batch.
 """
 
 import triton
@@ -20,15 +21,18 @@ from slora_kernels.gpu.paged_walk import (
 )
 from slora_kernels.launch import Launch, dot_dtype
 
-# Context tokens per round of the walk, and the warps of a program. Compiled ahead of time (not run), no target spills
-# a register with these, an H200 keeps two programs with heads of 128 on a multiprocessor (64 KiB of shared memory
-# each) and an MI300 two on a compute unit (32 KiB of LDS each). Rounds of 64 tokens spill there.
+# Context tokens per iteration of the walk, and warps of a program. With these, no target spills a register. An H200
+# runs two programs with heads of 128 per multiprocessor (64 KiB of shared memory each), and an MI300 two per compute
+# unit (32 KiB of LDS each). With 64 tokens, registers spill. All of this is from ahead-of-time compilation, not from
+# runs.
 ROUND_TOKENS = 32
 NUM_WARPS = 8
 
 
 def _count_rows(geometry: KVGeometry) -> int:
-    """Rows of the product: query tokens times heads of a group. float32 is for checking, not for speed."""
+    """Rows of the product: query tokens times the heads of a group. float32 serves for checking and is not tuned for
+    speed.
+    """
     if geometry.dtype.itemsize == 4:
         return 16
     return 128 if geometry.head_dim <= 128 else 64
@@ -36,7 +40,11 @@ def _count_rows(geometry: KVGeometry) -> int:
 
 @triton.jit
 def _find_sequence(query_starts, num_sequences, tile, TILE_QUERIES: tl.constexpr):
-    """The last sequence that begins by `tile`: starts // TILE_QUERIES + b tiles are set aside before b."""
+    """Finds the sequence of a tile: the last one whose first tile is at or before `tile`.
+
+    The first tile of sequence b is number query_starts[b] // TILE_QUERIES + b, which reserves enough tiles for each
+    sequence.
+    """
     low = 0
     high = num_sequences
     while high - low > 1:
@@ -131,7 +139,7 @@ def bind_paged_attention_prefill(
     batch: AttentionBatch,
     rule: AttentionRule,
 ) -> Launch:
-    """q [T, Hq, D] -> out [T, Hq * D] for sequences of two or more queries; other rows stay as they are."""
+    """q [T, Hq, D] -> out [T, Hq * D] for sequences of two or more queries. Rows of other sequences are not written."""
     sequences = batch.context_lens.shape[0]
     rows = max(_count_rows(geometry), triton.next_power_of_2(geometry.group_heads))
     tile_queries = rows // geometry.group_heads

@@ -1,9 +1,10 @@
-"""The walk that decode and prefill attention share: a block of query rows over a stretch of a sequence's
-pages.
+"""The loop that decode and prefill attention share: a block of query rows attends to a stretch of a sequence's pages.
 
-Online softmax (arXiv 2205.14135) in base 2, fp32. Slots past the stretch are never loaded: they hold whatever
-the page's last user left there. Scales, where there are some, are applied to scores and weights: of those there are
-fewer than numbers of K and V, and on an sm_100 a product of 128 rows spills otherwise (compiled ahead of time, not
+It is an online softmax (arXiv 2205.14135) in base 2 and fp32. KV slots past the stretch are never loaded, because they
+hold old data of the page's last user.
+
+If K and V have scales, they are applied to the scores and weights. There are fewer scores and weights than elements of
+K and V. Scaling K and V instead also spills registers on sm_100 for products of 128 rows (compiled ahead of time, not
 run).
 """
 
@@ -17,17 +18,18 @@ from torch import Tensor
 from slora_kernels.batch import AttentionRule, KVGeometry
 
 LOG2_E = math.log2(math.e)
-# Of K in a round of the walk, and as much of V: with more, heads of 256 spill, or overflow an MI300's 64 KiB of LDS
-# (compiled ahead of time, not run).
+# Bytes of K, and as many of V, per iteration of the walk. With more, heads of 256 spill registers or exceed an MI300's
+# 64 KiB of LDS (compiled ahead of time, not run).
 ROUND_BYTES = 16 * 1024
-# Where the running maximum begins: finite, so that a row which sees nothing of a block adds 0 and not NaN.
+# Initial value of the running maximum. It is finite, so that a row without visible tokens in a block adds 0 and not
+# NaN.
 _LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
 def _cap_scores(scores, CAP: tl.constexpr):
-    """CAP * tanh(scores / CAP); both are in base 2."""
-    # exp2 of a negative number only: it cannot overflow. 2 log2(e) = 2.885.
+    """CAP * tanh(scores / CAP). Both scores and CAP are in base 2."""
+    # exp2 of a negative number cannot overflow. 2 log2(e) = 2.885.
     small = tl.exp2(tl.abs(scores) * (-2.8853900817779268 / CAP))
     size = CAP * (1.0 - small) / (1.0 + small)
     return tl.where(scores < 0, -size, size)
@@ -56,12 +58,16 @@ def walk_pages(
     BLOCK_D: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """q [M, D]; a row sees WINDOW tokens (None: all) before limits int32 [M]. scale and CAP include log2(e).
+    """Attends q [M, D] to tokens [begin, end) of a sequence. A row sees the WINDOW tokens before limits[row], int32
+    [M].
 
-    Tokens [begin, end) are read: one row at least must see each. head_start: numbers from a page's start to this
-    layer's and head's K; V lies SIDE numbers further. scales: None, or the pages once more as bfloat16, in which K's
-    begin at scale_start and V's lie as many further as there are heads of a token.
-    Returns unscaled values [M, D], peaks [M] (base 2) and totals [M].
+    WINDOW: None means all tokens before the limit. scale and CAP include log2(e).
+    begin, end: each token in the range has to be visible to at least one row.
+    head_start: elements from the start of a page to K of this layer and head. V begins SIDE elements after K.
+    scales: None, or the pages viewed as bfloat16. The scales of K begin at element scale_start of a page, and those of
+    V begin SIDE // HEAD_DIM elements later.
+
+    Returns unnormalised values [M, D], maxima [M] (base 2) and sums of weights [M].
     """
     lanes = tl.arange(0, BLOCK_D)
     peak = tl.full((BLOCK_M,), _LOWEST, tl.float32)
@@ -81,7 +87,7 @@ def walk_pages(
             k_scale = tl.load(scale_place, mask=tokens < end, other=0.0).to(tl.float32)
             v_scale = tl.load(scale_place + SIDE // HEAD_DIM, mask=tokens < end, other=0.0).to(tl.float32)
             scores *= k_scale[None, :]
-            if q.dtype == tl.float16:  # which a weight times a scale may be too small for
+            if q.dtype == tl.float16:  # weight * scale may underflow float16
                 v *= v_scale[:, None]
         if CAP is not None:
             scores = _cap_scores(scores, CAP)
@@ -102,7 +108,7 @@ def walk_pages(
 
 @triton.jit
 def first_visible(end, WINDOW: tl.constexpr):
-    """Position of the first token that the one before `end` sees."""
+    """Position of the first token that the token at end - 1 sees."""
     first = end * 0
     if WINDOW is not None:
         first = tl.maximum(end - WINDOW, 0)
@@ -110,16 +116,16 @@ def first_visible(end, WINDOW: tl.constexpr):
 
 
 def count_round_tokens(geometry: KVGeometry, most: int) -> int:
-    """Context tokens per round of the walk: up to 64 of 128 numbers in 16 bits, 32 of 256."""
+    """Context tokens per iteration: at most 64 for heads of 128 in 16 bits, 32 for heads of 256."""
     row_bytes: int = triton.next_power_of_2(geometry.head_dim) * geometry.dtype.itemsize
     return min(most, ROUND_BYTES // row_bytes)
 
 
 def view_pages(pages: Tensor, geometry: KVGeometry) -> tuple[Tensor, Tensor | None]:
-    """pages uint8 [num_pages, full_page_bytes] as the walk takes them: numbers, and scales or None."""
+    """Views pages uint8 [num_pages, full_page_bytes] as elements of K and V, and as scales (None without scales)."""
     return pages.view(geometry.number_dtype), pages.view(torch.bfloat16) if geometry.has_scales else None
 
 
 def base_two_cap(rule: AttentionRule) -> float | None:
-    """The cap of scores that include log2(e)."""
+    """The soft cap for scores that include log2(e)."""
     return None if rule.softcap is None else rule.softcap * LOG2_E

@@ -1,9 +1,11 @@
-"""x times a weight of 8-bit numbers with a scale for each row: half the bytes to read, the product still in 16 bits.
+"""x times an 8-bit weight with one scale per row. The weight is read in half the bytes; the product is still in 16
+bits.
 
-A program takes one block of the weight's rows and one of tokens; numbers are widened on their way into the product,
-and the scale is applied once, to the float32 sum. The product is weight times x transposed: on Hopper the operand
-that is widened in registers must be the left one, for the right one can only come from shared memory. Each sum runs
-over the whole input width in order, in one program.
+A program handles one block of the weight's rows and one block of tokens. Elements are widened just before the product.
+The scale is applied once, to the float32 sum. Each sum covers the whole input width, in order, in one program.
+
+The product is weight times x transposed. On Hopper, an operand that is widened in registers has to be the left one,
+because the right one is read from shared memory.
 """
 
 from dataclasses import dataclass
@@ -18,7 +20,9 @@ from slora_kernels.launch import Launch, dot_dtype
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """What one program takes. Shared memory: (num_stages - 1) * width * (rows + tokens * bytes of an x)."""
+    """Block sizes of one program. Shared memory: (num_stages - 1) * width * (rows + tokens * bytes of an element of
+    x).
+    """
 
     tokens: int
     rows: int
@@ -27,15 +31,16 @@ class _Blocks:
     num_stages: int
 
 
-# Decode reads each number once and is bound by that: few rows a program, so that a 4096-wide model still makes 128
-# programs, and three blocks of 8 KiB under way in each: 3 MiB in 128 programs, about what an H200 takes in 0.7 us.
+# Decode reads each weight once and is bound by these reads. With few rows per program, a 4096-wide model still has 128
+# programs. Each of them keeps three blocks of 8 KiB in flight. Together that is 3 MiB, about what an H200 reads in 0.7
+# us.
 _DECODE = _Blocks(tokens=16, rows=32, width=256, num_warps=4, num_stages=4)
 _MIXED = _Blocks(tokens=64, rows=64, width=128, num_warps=4, num_stages=3)
-# Prefill is bound by the product: the largest square whose float32 sums fit the registers of eight warps.
+# Prefill is bound by arithmetic. This is the largest square whose float32 sums fit the registers of eight warps.
 _PREFILL = _Blocks(tokens=128, rows=128, width=64, num_warps=8, num_stages=3)
 
 
-# float32 is for checking, not for speed: small enough for every GPU's registers and shared memory.
+# float32 serves for checking and is not tuned for speed. These sizes fit every GPU's registers and shared memory.
 _FLOAT32 = _Blocks(tokens=16, rows=32, width=128, num_warps=4, num_stages=2)
 
 
@@ -64,7 +69,7 @@ def _quantized_linear_kernel(
     BLOCK_K: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    # Programs that read the same rows of the weight run side by side.
+    # Token blocks vary fastest, so programs that read the same rows of the weight run side by side.
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_starts = values + rows.to(tl.int64)[:, None] * WIDTH
@@ -88,7 +93,7 @@ def bind_quantized_linear(
 ) -> tuple[Launch, Tensor]:
     """x [T, K] with contiguous rows, values int8 or float8_e4m3fn [N, K], scales float32 [N], bias [N] or None.
 
-    Returns the launch and the [T, N] of x's dtype that it fills. float8_e4m3fn needs sm_89 or later on NVIDIA.
+    Returns the launch and the output that it fills, [T, N] of x's dtype. On NVIDIA, float8_e4m3fn needs sm_89 or later.
     """
     num_tokens, num_rows = x.shape[0], values.shape[0]
     out = torch.empty(num_tokens, num_rows, dtype=x.dtype, device=x.device)

@@ -1,8 +1,7 @@
-"""Norms and rotates q in place and writes normed, rotated k, and v, into their pages: one read of qkv between GEMM
-and attention.
+"""Norms and rotates q in place, and writes k (normed and rotated) and v to their pages, in one pass over qkv.
 
-A program takes one token and one KV head: its query heads, its k and its v. Both of these it has in whole, so it knows
-their scales where pages keep them in fp8.
+A program handles one token and one KV head: its query heads, its k and its v. It holds the whole k and v of the head,
+so it can compute their scales for pages in fp8.
 """
 
 import torch
@@ -28,9 +27,10 @@ def _turn_heads(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """source: where heads begin [M], of which `real` [M] are there; the first 2 HALF dimensions turn.
+    """Norms (if NORMED) and rotates heads. The first 2 * HALF dimensions of a head are rotated.
 
-    Returns both halves of these [M, BLOCK_HALF] and the rest [M, BLOCK_REST], float32.
+    source: pointers to the heads [M]. real: [M], which of them exist.
+    Returns both halves of the rotated dimensions [M, BLOCK_HALF] and the other dimensions [M, BLOCK_REST], float32.
     """
     halves = tl.arange(0, BLOCK_HALF)
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
@@ -63,7 +63,7 @@ def _store_heads(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """What `_turn_heads` gives, to where heads begin [M]."""
+    """Stores the results of `_turn_heads` to the heads at pointers `target` [M]."""
     halves = tl.arange(0, BLOCK_HALF)
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
     to_a, to_rest = target[:, None] + halves[None, :], target[:, None] + rest[None, :]
@@ -118,7 +118,7 @@ def _rotate_and_write_kv_kernel(
     page, offset = slot // BLOCK_TOKENS, slot % BLOCK_TOKENS
     start = page * page_stride + layer * LAYER_NUMBERS
     one = tl.arange(0, 1)
-    # A row without a slot only fills up a step.
+    # A padding row has slot -1 and writes nothing.
     written = slot + one >= 0
     target = pages + start + (kv_head * BLOCK_TOKENS + offset) * HEAD_DIM + one
     key = row + (HEADS + kv_head) * HEAD_DIM + one
@@ -140,7 +140,7 @@ def _rotate_and_write_kv_kernel(
             encode_numbers(c, scale_k[:, None]),
         )
         value = encode_numbers(value, scale_v)
-        # They lie behind the numbers, and take two bytes each.
+        # Scales follow the elements of the layer and take two bytes each.
         place = scales + start // 2 + SIDE + kv_head * BLOCK_TOKENS + offset + one
         tl.store(place, scale_k.to(tl.int16), mask=written)
         tl.store(place + KV_HEADS * BLOCK_TOKENS, scale_v.to(tl.int16), mask=written)
@@ -157,10 +157,10 @@ def bind_rotate_and_write_kv(
     batch: AttentionBatch,
     norms: QueryKeyNorm | None = None,
 ) -> Launch:
-    """qkv [T, (Hq + 2 Hk) * D] has its q rotated in place; pages uint8 [num_pages, full_page_bytes] get k and
-    v.
+    """Rotates q of qkv [T, (Hq + 2 Hk) * D] in place, and writes k and v to pages uint8 [num_pages, full_page_bytes].
 
-    cos_sin float32 [max_positions, R], or None: R = 0; kv_slots and positions are int64 [T]; a slot of -1 is nowhere.
+    cos_sin: float32 [max_positions, R], or None (R = 0). batch.kv_slots and batch.positions: int64 [T]. A token with
+    slot -1 writes no KV.
     """
     numbers = pages if geometry.has_scales else pages.view(geometry.dtype)
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
@@ -169,7 +169,7 @@ def bind_rotate_and_write_kv(
         (qkv.shape[0], geometry.num_kv_heads),
         {
             "qkv": qkv,
-            # What stands in for a tensor that is not there is never read.
+            # Placeholders for absent tensors are never read.
             "cos_sin": qkv if cos_sin is None else cos_sin,
             "query_norm": qkv if norms is None else norms.query,
             "key_norm": qkv if norms is None else norms.key,
