@@ -17,7 +17,7 @@ from slora.models.model_proof import prove_model, run_through_pages
 from slora.models.model_spec import ModelSpec, read_model_spec
 from slora_kernels.batch import KVGeometry
 from slora_kernels.kernel_selector import select_kernels
-from slora_kernels.layout import KVFormat
+from slora_kernels.kv_format import KVFormat
 from tests.support.tiny_models import fill_randomly
 
 _CPU = torch.device("cpu")
