@@ -1,11 +1,15 @@
-"""Paged attention on a CPU, decode and prefill alike: a tile of a sequence's queries and one KV head per item.
+"""Paged attention on a CPU for decode and prefill. An item is one tile of a sequence's queries and one or more KV
+heads.
 
-A tile walks what its window shows of its context in blocks of keys with an online softmax (arXiv 2205.14135), base 2,
-summed in float32. Queries and weights are bfloat16 in a model of bfloat16, as on a GPU, for two products may be one
-instruction, and float32 in others. Decode reads keys and values straight from the pages. A tile of several queries
-first copies a block, the keys turned, so that scores are sums of whole rows.
+A tile walks the visible part of its context in blocks of keys, with an online softmax (arXiv 2205.14135) in base 2.
+Sums are float32. In a bfloat16 model, queries and attention weights are bfloat16, as on a GPU, because one instruction
+may compute two products. In other models they are float32.
 
-`scales` is None, or the pages once more as bfloat16: then K's are applied to the scores and V's to the weights.
+Decode reads keys and values directly from the pages. A tile of several queries first copies each block and transposes
+its keys, so that scores are sums of whole rows.
+
+`scales` is None, or the pages viewed as bfloat16. The scales of K are applied to the scores, and those of V to the
+weights.
 """
 
 import numpy as np
@@ -45,14 +49,14 @@ from slora_kernels.cpu.softmax import (
 )
 from slora_kernels.cpu.vectors import LANES
 
-# Rows (queries times heads of a group) of a tile at most, and from which on turning the keys pays.
+# The most rows (queries times heads of a group) of a tile, and the number of rows from which transposing the keys pays.
 TILE_ROWS = 192
 TURNED_ROWS = 8
 
-# Keys and values are asked for so many numbers before they are read.
+# Keys and values are prefetched this many elements before they are read.
 AHEAD = 1024
 
-# A window in place of none: behind any context.
+# Stands for no window: longer than any context.
 NO_WINDOW = 1 << 40
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
@@ -60,18 +64,20 @@ _NAN = np.float32(np.nan)
 
 
 def count_scratch(head_dim: int) -> int:
-    """Float32 numbers that a worker needs."""
+    """float32 scratch values that a worker needs."""
     return TILE_ROWS * (head_dim + 3 + BLOCK_KEYS)
 
 
 def count_numbers(head_dim: int) -> int:
-    """Numbers of `operand_dtype` that it needs beside them: rows are read in whole vectors."""
+    """Scratch values of `operand_dtype` that a worker also needs. They include padding, because rows are read in whole
+    vectors.
+    """
     return TILE_ROWS * (head_dim + BLOCK_KEYS) + 2 * BLOCK_KEYS * head_dim + 2 * LANES
 
 
 @compiled
 def copy_queries(rows: Array, q: Array, first_head: Int, group: Int) -> None:
-    """rows [t * group + g] = q [t, head first_head + g], of q [tokens, heads * D]."""
+    """rows [t * group + g] = head first_head + g of q [t], for q [tokens, heads * D]."""
     size = rows.shape[1]
     for m in range(rows.shape[0]):
         start = (first_head + m % group) * size
@@ -80,14 +86,16 @@ def copy_queries(rows: Array, q: Array, first_head: Int, group: Int) -> None:
 
 @compiled
 def count_run(key: Int, end: Int, block_tokens: Int) -> Int:
-    """Keys from `key` on that lie behind each other in its page."""
+    """Number of keys from `key` to `end` that are contiguous in the page of `key`."""
     return min(block_tokens - key % block_tokens, end - key)
 
 
 @compiled
 def load_block(target: Array, pages: Array, table: Array, key: Int, block_tokens: Int, start: Int) -> None:
-    """target [n, D] = K (or V) of tokens key to key + n, page by page, without their scales. start: where the head's
-    lie in a page."""
+    """target [n, D] = unscaled K (or V) of tokens key to key + n, copied page by page.
+
+    start: where K (or V) of the head begins in a page.
+    """
     size, done = target.shape[1], 0
     while done < target.shape[0]:
         count = count_run(key + done, key + target.shape[0], block_tokens)
@@ -101,7 +109,7 @@ def load_block(target: Array, pages: Array, table: Array, key: Int, block_tokens
 def scale_block(
     numbers: Array, scales: Array, table: Array, key: Int, block_tokens: Int, scale_start: Int
 ) -> None:
-    """numbers [M, n] *= the scales of tokens key to key + n. scale_start: where the head's lie in a page."""
+    """numbers [M, n] *= the scales of tokens key to key + n. scale_start: where the head's scales begin in a page."""
     done = 0
     while done < numbers.shape[1]:
         count = count_run(key + done, key + numbers.shape[1], block_tokens)
@@ -113,7 +121,7 @@ def scale_block(
 
 @compiled
 def turn(target: Array, source: Array) -> None:
-    """target [D, n] = source [n, D], turned."""
+    """target [D, n] = source [n, D] transposed."""
     for i in range(target.shape[0]):
         row = target[i]
         for n in range(source.shape[0]):
@@ -122,7 +130,7 @@ def turn(target: Array, source: Array) -> None:
 
 @compiled
 def score_run(scores: Array, rows: Array, keys: Array) -> None:
-    """scores [M, n] += rows [M, D] times the n keys that begin in `keys`, one behind the other."""
+    """scores [M, n] += rows [M, D] times the n contiguous keys that begin at `keys`."""
     size, n = rows.shape[1], 0
     while n + 4 <= scores.shape[1]:
         add_four_dots(scores[:, n:], rows, keys[n * size :], size, size)
@@ -152,11 +160,13 @@ def attend_token(
     side: Int,
     scale_start: Int,
 ) -> None:
-    """rows [M, D] queries of one token, which sees the keys from `first` up to `visible` -> sums [M, D], state [M, 3].
+    """Attends the queries of one token, rows [M, D], to keys first .. visible - 1 -> sums [M, D], state [M, 3].
 
-    They are of several KV heads, `group` rows each, that follow each other in a page: it is read from end to end.
-    start: where the K of the first of them begin in a page; their V lie `side` behind. scale_start: the same of scales,
-    of which there is one for each row of D. factor: of the scores. cap: of these; 0: none.
+    The rows belong to several consecutive KV heads, `group` rows each. The heads are contiguous in a page, so the page
+    is read from end to end.
+    start: where K of the first head begins in a page. V begins `side` elements later.
+    scale_start: where the K scales of the first head begin. There is one scale for each row of D elements.
+    factor: multiplies the scores. cap: the soft cap of the scores, 0 for none.
     """
     num_rows, size = rows.shape
     head_elements, num_heads = block_tokens * size, num_rows // group
@@ -229,10 +239,10 @@ def attend_tile(
     side: Int,
     scale_start: Int,
 ) -> None:
-    """rows [M, D] queries -> sums [M, D], state [M, 3].
+    """Attends the queries rows [M, D] of one KV head -> sums [M, D], state [M, 3].
 
-    Row m sees `window` tokens, itself the last, of before + m // group + 1. factor: of its scores. cap: of these; 0:
-    none.
+    Row m sees the last `window` of the first before + m // group + 1 tokens, its own token included.
+    factor: multiplies the scores. cap: the soft cap of the scores, 0 for none.
     """
     num_rows, size = rows.shape
     block = BLOCK_KEYS * size
@@ -263,9 +273,12 @@ def attend_tile(
         gather_rows(sums, weights, block_rows.reshape(block), size, 0, _ONE, size, count)
 
 
-# Fields of an attention job: of the call, of the model's rule, of the step. LAYER_START and SCALE_START are where the
-# layer's numbers and scales begin in a page. TILES [n, 4] are (sequence, first token, tokens, KV tokens before the
-# first). ITEM_HEADS: KV heads of an item, a divisor of them all. SCALES are there only in fp8.
+# Fields of an attention job: first those of the call, then of the model's rule, then of the step.
+#
+# LAYER_START and SCALE_START are where the layer's elements and scales begin in a page.
+# TILES [n, 4] are (sequence, first token, tokens, KV tokens before the first).
+# ITEM_HEADS is the number of KV heads of an item, a divisor of KV_HEADS.
+# SCALES is used only in fp8.
 (
     Q,
     OUT,
@@ -289,12 +302,12 @@ def attend_tile(
 
 
 def attend_worker(job: Job) -> None:
-    """Items: tiles times groups of KV heads."""
+    """Items: pairs of a tile and ITEM_HEADS consecutive KV heads."""
     attend_items(job, read_model_matrix(job, PAGES), None, 0)
 
 
 def attend_fp8_worker(job: Job) -> None:
-    """The same over pages in fp8."""
+    """Like `attend_worker`, over pages in fp8."""
     scales = read_bfloat16_matrix(job, SCALES)
     attend_items(job, read_byte_matrix(job, PAGES), scales, read_int(job, SCALE_START))
 

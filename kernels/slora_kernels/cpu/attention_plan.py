@@ -1,7 +1,7 @@
-"""The attention jobs of one step, and those that write its KV: what all layers share is worked out once.
+"""The jobs of one step that attend and that write KV. What all layers share is computed once.
 
-Each comes behind a matmul that leaves nothing of Python in the caches: put together field by field, the 24 of a step of
-12 layers took 1.3 ms of 50 (two cores, 64 tokens).
+A job is prepared just after a matmul, which has evicted Python's data from the CPU caches. Built field by field, the 24
+jobs of a step of 12 layers took 1.3 ms of 50 ms (two cores, 64 tokens).
 """
 
 from functools import cache
@@ -25,7 +25,10 @@ from slora_kernels.layout import SCALE_BYTES
 
 
 def _cut_queries(batch: AttentionBatch, tile_queries: int) -> Tensor:
-    """Tiles of attention, int32 [n, 4]: sequence, first token, tokens, KV tokens before; the longest first."""
+    """Cuts the queries of a batch into attention tiles, the longest first.
+
+    Returns int32 [n, 4]: sequence, first token, number of tokens, KV tokens before the first.
+    """
     starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
     tiles = []
     for b, context in enumerate(contexts):
@@ -37,7 +40,11 @@ def _cut_queries(batch: AttentionBatch, tile_queries: int) -> Tensor:
 
 
 def _share_heads(num_tiles: int, num_heads: int, group: int, max_query: int) -> int:
-    """KV heads of one item. Where all decode, as many as leave work for all threads: their keys lie side by side."""
+    """Number of KV heads per item.
+
+    If all sequences decode, it is the most that leaves enough items for all threads, because the keys of consecutive
+    heads are contiguous in a page. Otherwise it is 1.
+    """
     if max_query > 1:
         return 1
     fitting = [
@@ -49,12 +56,12 @@ def _share_heads(num_tiles: int, num_heads: int, group: int, max_query: int) -> 
 
 @cache
 def _pack_rule(rule: AttentionRule) -> JobWords:
-    """Kept for good, as a model's rules are."""
+    """The words of a rule. The cache is unbounded, because a model only has a few rules."""
     return pack_all(rule.scale, NO_WINDOW if rule.window is None else rule.window, rule.softcap or 0.0)
 
 
 class AttentionPlan:
-    """Of a batch, over one pool's pages."""
+    """The attention jobs of one batch, over the pages of one pool."""
 
     def __init__(self, batch: AttentionBatch, reserve: Reserve) -> None:
         self._batch, self._reserve = batch, reserve
@@ -62,7 +69,7 @@ class AttentionPlan:
         self._geometry: KVGeometry | None = None
         self._layer_numbers = self._layer_scales = self._first_scale = self._num_items = 0
         self._attend_words = self._rotate_words = pack_all()
-        # What words point into.
+        # Tensors that the words point to. They are kept alive here.
         self._tiles = self._scratch = torch.empty(0)
         self._norms: tuple[Tensor, Tensor] | None = None
 
@@ -75,7 +82,9 @@ class AttentionPlan:
         layer: int,
         norms: QueryKeyNorm | None,
     ) -> JobWords:
-        """To be started before the next one is made."""
+        """The job that rotates q and k and writes KV. Run it before the next job is made, which may free its norm
+        weights.
+        """
         place = self._find_layer(pages, geometry, layer)
         turns = NOTHING if cos_sin is None else pack_rows(cos_sin)
         job = begin_job(len(qkv), *pack_rows(qkv), *turns, *place)
@@ -90,7 +99,7 @@ class AttentionPlan:
     def make_attend_job(
         self, q: Tensor, out: Tensor, pages: Tensor, geometry: KVGeometry, layer: int, rule: AttentionRule
     ) -> tuple[JobWords, int]:
-        """The job that fills `out`, and about how many numbers it reads."""
+        """Returns the job that fills `out`, and about how many elements it reads."""
         place = self._find_layer(pages, geometry, layer)
         job = begin_job(self._num_items, *pack_rows(q), *pack_rows(out), *place)
         job.extend(_pack_rule(rule))
@@ -98,13 +107,16 @@ class AttentionPlan:
         return job, len(q) * out.shape[1] * rule.count_visible(self._batch.max_context)
 
     def _find_layer(self, pages: Tensor, geometry: KVGeometry, layer: int) -> tuple[int, ...]:
-        """Two fields: where a layer's numbers, and its scales, begin in a page. First of all, for what is settled."""
+        """Two fields: the start of a layer's elements in a page, and of its scales.
+
+        Call this before the other fields are used: it computes them for new pages or a new geometry.
+        """
         if pages is not self._pages or geometry is not self._geometry:
             self._settle(pages, geometry)
         return layer * self._layer_numbers, 0, 0, self._first_scale + layer * self._layer_scales, 0, 0
 
     def _settle(self, pages: Tensor, geometry: KVGeometry) -> None:
-        """Works out what all layers share."""
+        """Computes what the jobs of all layers share."""
         self._pages, self._geometry = pages, geometry
         batch, group, size = self._batch, geometry.group_heads, geometry.head_dim
         numbers = as_numbers(pages, geometry.number_dtype.itemsize)
@@ -127,7 +139,7 @@ class AttentionPlan:
         self._tiles = _cut_queries(batch, max(1, TILE_ROWS // group))
         heads = _share_heads(len(self._tiles), geometry.num_kv_heads, group, batch.max_query)
         self._num_items = len(self._tiles) * geometry.num_kv_heads // heads
-        # Float32 numbers of each thread, and behind them numbers of `operand_dtype`.
+        # Scratch of each thread: float32 values, then values of `operand_dtype`.
         floats = count_scratch(size)
         self._scratch = self._reserve(floats + count_numbers(size))
         address, threads, pitch = pack_rows(self._scratch)

@@ -1,4 +1,4 @@
-"""Products of tokens with rows of weights, a few of each at a time: sums over what both have side by side."""
+"""Dot products of a few tokens with a few rows of weights at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ from slora_kernels.cpu.vectors import (
 
 
 def _emit_dots(tokens: int, rows: int) -> Callable[..., None]:
-    """sums [tokens, rows] += x [tokens, count] times `rows` rows of weights."""
+    """Builds a block: sums [tokens, rows] += x [tokens, count] times `rows` rows of weights."""
 
     @emitted
     def dots(typing: Any, sums: Array, x: Array, weights: Array, pitch: Int, count: Int) -> Any:
@@ -78,6 +78,7 @@ def _emit_dots(tokens: int, rows: int) -> Callable[..., None]:
     return dots
 
 
-# sums [t, 4] += x [t, count] times the four rows that begin in `weights`, `pitch` apart; the same of one row.
+# add_four_dots: sums [t, 4] += x [t, count] times the four rows that begin at `weights`, `pitch` apart. add_one_dot:
+# the same for one row.
 add_four_dots = for_tokens(lambda tokens: _emit_dots(tokens, 4))
 add_one_dot = for_tokens(lambda tokens: _emit_dots(tokens, 1))

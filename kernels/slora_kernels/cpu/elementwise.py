@@ -62,7 +62,7 @@ def add_to(residual: Array, x: Array) -> None:
         residual[i] = narrow(widen(residual[i]) + widen(x[i]), residual)
 
 
-# Fields of a norm job; X is the residual itself when there is nothing to add, WIDE whether the weight is float32.
+# Fields of a norm job. X is the residual itself if nothing is added. WIDE: whether the weight is float32.
 X, RESIDUAL, WEIGHT, OUT, EPS, ADDS, WIDE = range(7)
 
 
@@ -94,10 +94,10 @@ def sigmoid(value: Float) -> Float:
 
 @compiled
 def normal_share(value: Float) -> Float:
-    """The share of a normal distribution below `value`: erfc(-value / sqrt(2)) / 2, within 1.2e-7 of itself.
+    """The normal distribution's CDF at `value`: erfc(-value / sqrt(2)) / 2, with a relative error below 1.2e-7.
 
-    Chebyshev fit from Numerical Recipes (2nd edition, section 6.2, erfcc): an erf without a call, so that loops
-    over it become vectors.
+    Chebyshev fit from Numerical Recipes (2nd edition, section 6.2, erfcc). It calls no function, so loops over it can
+    be vectorised.
     """
     z = abs(value) * _ROOT_HALF
     t = _ONE / (_ONE + _HALF * z)
@@ -123,14 +123,14 @@ def gelu_row(out: Array, gate: Array, up: Array) -> None:
 
 @compiled
 def gelu_tanh_row(out: Array, gate: Array, up: Array) -> None:
-    """By (1 + tanh(y)) / 2 = sigmoid(2 y)."""
+    """Uses (1 + tanh(y)) / 2 = sigmoid(2 y)."""
     for i in range(out.shape[0]):
         value = widen(gate[i])
         factor = sigmoid(_GELU_SCALE * (value + _GELU_CUBE * value * value * value))
         out[i] = narrow(value * factor * widen(up[i]), out)
 
 
-# Fields of an activation job; ACTIVATION is the place of its name here.
+# Fields of an activation job. ACTIVATION is an index into ACTIVATIONS.
 GATE_UP, ACTIVATED, ACTIVATION = range(3)
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
 
@@ -159,7 +159,7 @@ def copy_row(target: Array, source: Array) -> None:
 
 @compiled
 def rotate_head(target: Array, source: Array, angles: Array) -> None:
-    """Rotates the halves of as many dimensions as there are angles; target may be source.
+    """Rotates the first len(angles) dimensions of a head and copies the others. `target` may be `source`.
 
     angles: cosines, then sines.
     """
@@ -176,7 +176,7 @@ def rotate_head(target: Array, source: Array, angles: Array) -> None:
 
 @compiled
 def norm_and_rotate_head(target: Array, source: Array, angles: Array, weight: Array, eps: Float) -> None:
-    """The same of a head's norm, in one rounding."""
+    """Norms and rotates a head with a single rounding. `target` may be `source`."""
     scale, half = measure_norm(source, eps), angles.shape[0] // 2
     a, b, cos, sin = source[:half], source[half : 2 * half], angles[:half], angles[half:]
     low, high, v, w = target[:half], target[half : 2 * half], weight[:half], weight[half : 2 * half]
@@ -189,9 +189,11 @@ def norm_and_rotate_head(target: Array, source: Array, angles: Array, weight: Ar
         still[i] = narrow(widen(rest[i]) * scale * gain[i], target)
 
 
-# Fields of a rotation job: of the call, then of the step. LAYER_START and SCALE_START are where the layer's numbers and
-# scales begin in a page. COS_SIN has no columns when nothing turns; the three of norms mean something only if NORMED,
-# SCALES only in fp8.
+# Fields of a rotation job: first those of the call, then of the step.
+#
+# LAYER_START and SCALE_START are where the layer's elements and scales begin in a page.
+# COS_SIN has no columns if nothing is rotated.
+# QUERY_NORM, KEY_NORM and HEAD_EPS are used only if NORMED, and SCALES only in fp8.
 (
     QKV,
     COS_SIN,
@@ -217,11 +219,13 @@ _NAN_SCALE, _SMALLEST_SCALE = 0x7FC0, 0x0080
 
 @compiled
 def choose_scale(largest: Int, other: Int) -> Int:
-    """Bits of the scale in bfloat16 of one side, by its greatest magnitude and the other's; see `KVFormat`."""
+    """Bits of the bfloat16 scale of one side (K or V), from its greatest magnitude and the other side's. See
+    `KVFormat`.
+    """
     if max(largest, other) >= INFINITY_BITS:
         return _NAN_SCALE
     exact = to_bits(from_bits(np.int32(largest)) / _LARGEST_E4M3)
-    # The upper half of a float32 is a bfloat16; what is cut off rounds up.
+    # The upper half of a float32 is a bfloat16. Adding 0xFFFF rounds the dropped lower half up.
     return max((exact + 0xFFFF) >> 16, _SMALLEST_SCALE)
 
 
@@ -234,7 +238,7 @@ def write_scaled(target: Array, source: Array, scale: Int) -> None:
 
 @compiled
 def norm_and_rotate_heads(heads: Array, angles: Array, weight: Array, eps: Float) -> None:
-    """heads: of one token, one after the other; in place."""
+    """Norms and rotates the consecutive heads of one token in place."""
     size = weight.shape[0]
     for start in range(0, heads.shape[0], size):
         head = heads[start : start + size]
@@ -247,7 +251,7 @@ def rotate_and_write_kv_worker(job: Job) -> None:
 
 
 def rotate_and_write_fp8_worker(job: Job) -> None:
-    """The same into pages in fp8."""
+    """Like `rotate_and_write_kv_worker`, into pages in fp8."""
     rotate_and_write_items(job, read_byte_matrix(job, KV_PAGES), read_bfloat16_matrix(job, SCALES))
 
 

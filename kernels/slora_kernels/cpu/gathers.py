@@ -1,4 +1,4 @@
-"""Sums of rows of weights, each times a factor of its own, for a few tokens at a time."""
+"""Weighted sums of rows for a few tokens at a time. Each token has a factor of its own for each row."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -28,7 +28,7 @@ from slora_kernels.cpu.vectors import (
 
 
 class _SingleRows:
-    """What gathers multiply: a row at a time, in float32."""
+    """Reads one row at a time and multiplies in float32."""
 
     step = 1
     multiply = staticmethod(multiply_add)
@@ -36,7 +36,7 @@ class _SingleRows:
     def __init__(
         self, builder: Any, factors: Memory, rows: Memory, first: Callable[[Any], Any], vectors: int
     ) -> None:
-        """first: where a row begins."""
+        """first: returns the index of a row's first element."""
         self._builder, self._factors, self._rows, self._first = builder, factors, rows, first
         self._starts = [I64(v * LANES) for v in range(vectors)]
 
@@ -53,13 +53,16 @@ class _SingleRows:
         return splat(self._builder, self._factors.load_wide(token, row))
 
     def in_order(self, totals: list[Any]) -> list[Any]:
-        """Sums as their columns lie."""
+        """The sums in the order of their columns."""
         return totals
 
 
 class _PairedRows(_SingleRows):
-    """Two rows of bfloat16 at a time, the numbers of a column side by side: lanes are in the order in which a machine
-    interleaves fastest, within each 16 bytes."""
+    """Reads two bfloat16 rows at a time, with the two elements of a column next to each other.
+
+    Within each 16 bytes, lanes are in the order that the CPU interleaves fastest. `in_order` restores the order of the
+    columns.
+    """
 
     step = 2
     multiply = staticmethod(multiply_add_pairs)
@@ -70,7 +73,7 @@ class _PairedRows(_SingleRows):
         for place in (k, k + 2 * LANES)
     ]
     _HIGH: ClassVar = [place + 4 for place in _LOW]
-    # Of 32 columns: those that the first LANES of them come from, and the others.
+    # Lanes of the sums of 2 * LANES columns: _FRONT selects the first LANES columns, and _BACK the others.
     _FRONT: ClassVar = [
         place
         for k in range(0, LANES // 2, 4)
@@ -93,7 +96,7 @@ class _PairedRows(_SingleRows):
 
     def factor(self, token: int, row: Any, *, alone: bool = False) -> Any:
         builder = self._builder
-        if alone:  # behind it lies something else
+        if alone:  # the last row has no partner; do not read its factor
             both = builder.zext(self._factors.load_one(token, row), I32)
         else:
             both = builder.load(self._factors.pointer(token, row, I32), align=2)
@@ -115,9 +118,9 @@ class _PairedRows(_SingleRows):
 
 
 def _emit_gathers(tokens: int, vectors: int) -> Callable[..., None]:
-    """target [tokens, size] += scale * factors [tokens, count] times `count` rows.
+    """Builds a block: target [tokens, size] += scale * factors [tokens, count] times `count` rows.
 
-    `size` is that of all vectors, or less where there is but one.
+    `size` is vectors * LANES. With one vector it may be less.
     """
 
     @emitted
@@ -196,11 +199,12 @@ def gather_rows(
     size: Int,
     count: Int,
 ) -> None:
-    """target [t, size] += scale * factors [t, count] times `count` rows of `size` numbers, `pitch` apart, or each where
-    an int64 array says that it begins.
+    """target [t, size] += scale * factors [t, count] times `count` rows of `size` elements.
 
-    Rows are read in whole vectors: there must be room for as much behind the last one. What lies `ahead` numbers from
-    what is read is asked for.
+    pitch: distance between rows in elements, or an int64 array with the start of each row.
+    ahead: distance in elements from what is read to what is prefetched at the same time.
+
+    Rows are read in whole vectors, so memory behind the last row has to be readable up to a whole vector.
     """
     for t in range(0, target.shape[0], MOST_TOKENS):
         sums, own, column = target[t : t + MOST_TOKENS], factors[t : t + MOST_TOKENS], 0

@@ -1,16 +1,16 @@
-"""What a job is cut for: the threads that torch has."""
+"""How many items a job is cut into, given torch's number of threads."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-# Items of a job are made smaller until there are this many for each thread.
+# Jobs are cut into smaller items until there are this many per thread.
 _ITEMS_PER_THREAD = 4
-# Scratch of so many float32 for each thread, [threads, numbers].
+# Returns scratch of the given number of float32 for each thread, [threads, numbers].
 Reserve = Callable[[int], Tensor]
 
 
 def count_busy_items() -> int:
-    """Items from which on no thread waits long for the last."""
+    """The number of items from which on no thread waits long for the last one to finish."""
     return _ITEMS_PER_THREAD * torch.get_num_threads()

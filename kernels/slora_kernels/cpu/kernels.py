@@ -1,7 +1,7 @@
-"""The fast CPU path: kernels that numba compiles at run time, so no compiler is needed at install or at run time.
+"""The fast CPU implementation of `Kernels`: numba compiles the kernels at run time, so no C compiler is needed.
 
-Our own workers run on torch's threads. Of a decode step of 40 ms, preparing their calls anew each time was 2: what all
-calls of a step share is worked out once.
+The workers run on torch's threads. Preparing each call from scratch took 2 ms of a decode step of 40 ms, so what all
+calls of a step share is computed once per step.
 """
 
 import time
@@ -38,7 +38,7 @@ from slora_kernels.lora_gather import gather_columns
 from slora_kernels.quantized_matmuls import quantized_linear
 from slora_kernels.token_draw import draw_tokens
 
-# Reading fewer numbers than this takes less time than waking a second thread (about 10 us).
+# Reading fewer elements than this takes less time than waking a second thread (about 10 us).
 SERIAL_NUMBERS = 65536
 
 _CARRIERS = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.float16: types.int16}
@@ -48,7 +48,7 @@ _WORKERS = (
     likeliest.likeliest_worker,
     lora.lora_worker,
 )
-# Those that know what pages keep K and V as.
+# Workers that depend on the KV format.
 _KV_WORKERS = {
     KVFormat.MODEL: (elementwise.rotate_and_write_kv_worker, attention.attend_worker),
     KVFormat.FP8: (elementwise.rotate_and_write_fp8_worker, attention.attend_fp8_worker),
@@ -72,10 +72,10 @@ def _workers(kv_format: KVFormat) -> tuple[Worker, ...]:
 
 
 class NumbaKernels:
-    """See `Kernels`. Tensors are a CPU's, with contiguous rows.
+    """See `Kernels`. All tensors are on the CPU and have contiguous rows.
 
-    One caller at a time: scratch memory is shared by all calls. A token's results are the same to the bit alone and
-    in a batch.
+    Calls must not overlap, because all calls share scratch memory. A token's results are bit-identical alone and in a
+    batch.
     """
 
     name = "numba"
@@ -83,7 +83,7 @@ class NumbaKernels:
 
     @staticmethod
     def on(device: torch.device) -> "NumbaKernels":
-        """device: a CPU."""
+        """Kernels for `device`, which must be a CPU."""
         return NumbaKernels()
 
     def __init__(self, team: ThreadTeam | None = None) -> None:
@@ -91,7 +91,9 @@ class NumbaKernels:
         self._scratch = torch.empty(0)
 
     def warm_up(self, geometry: KVGeometry) -> float:
-        """Compiles, or loads from numba's cache, all workers for the geometry's formats; returns the seconds."""
+        """Compiles all workers for the geometry's dtype and KV format, or loads them from numba's cache. Returns the
+        seconds.
+        """
         start = time.perf_counter()
         for worker in _workers(geometry.kv_format):
             _compile(worker, geometry.dtype)
@@ -104,7 +106,7 @@ class NumbaKernels:
             self._team.run(_compile(worker, dtype).address, job.buffer_info()[0], threads)
 
     def _reserve(self, numbers: int) -> Tensor:
-        """Scratch of `numbers` float32 for each thread, [threads, numbers or more]."""
+        """Scratch of at least `numbers` float32 for each thread: [threads, numbers]. It is reused by later calls."""
         threads = torch.get_num_threads()
         if self._scratch.numel() < threads * numbers:
             self._scratch = torch.empty(threads * numbers)
@@ -124,7 +126,7 @@ class NumbaKernels:
 
     def _norm(self, rows: tuple[Tensor, Tensor], weight: Tensor, eps: float, *, adds: bool) -> Tensor:
         x, residual = rows
-        out = torch.empty_like(x)  # half of what torch.empty takes with cold caches
+        out = torch.empty_like(x)  # takes half the time of torch.empty with cold caches
         job = begin_job(
             len(x),
             *pack_rows(x),
@@ -185,7 +187,7 @@ class NumbaKernels:
 
     def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         rows, width = logits.shape
-        if logits.stride(0) < width:  # one row for many: a job knows no such matrix
+        if logits.stride(0) < width:  # an expanded row: a job cannot describe it
             logits = logits.contiguous()
         best, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
         job = begin_job(rows, *pack_rows(logits), *pack_row(best), *pack_row(tokens), *(width, 0, 0))
@@ -196,7 +198,7 @@ class NumbaKernels:
         return draw_tokens(logits, peaks, draws)
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Unshrunk:
-        """Left to `expand`: threads that meet once at a site, not twice, wait less for each other."""
+        """Only stores x: `expand` also shrinks, so that threads synchronise once per site instead of twice."""
         return Unshrunk(x)
 
     def look_up(

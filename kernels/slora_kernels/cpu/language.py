@@ -1,17 +1,17 @@
-"""The few words in which the CPU kernels are written: a job's fields, number formats, loops over rows.
+"""The primitives of the CPU kernels: fields of a job, element formats, loops over rows.
 
-The dtype of the model is carried by an array's element type, so one source serves all three:
+An array's element type stands for the model's dtype, so that one source serves all three dtypes:
 
     float32 as float32;  bfloat16 as uint16 (its bits are the upper half of a float32's);  float16 as int16
 
-K and V in fp8 are uint8: e4m3, without its NaN, for it is their scale, in bfloat16, that says so.
+K and V in fp8 are uint8: e4m3 without NaN, because a NaN is stored in their bfloat16 scale.
 
-A job is a block of 64-bit words: the next item to take, the next worker's number, the number of items, then three
-words a field: address, rows and pitch of a tensor seen as a matrix of contiguous rows, or one number. The element
-type of the job's own pointer is that of the model. Arithmetic is float32 throughout.
+A job is a block of 64-bit words: the next item to take, the next worker's number, the number of items, and then the
+fields. A field has three words. They hold either one number, or a tensor as a matrix of contiguous rows: address,
+number of rows and pitch. The element type of the job's own pointer is that of the model. All arithmetic is float32.
 
-Rows are sliced before the loop that runs over them: indexing a matrix inside it keeps LLVM from vectorising (8
-times slower, measured).
+Slice a row before the loop that runs over it. Indexing a matrix inside the loop keeps LLVM from vectorising it (8 times
+slower, measured).
 """
 
 import hashlib
@@ -43,11 +43,11 @@ _BYTE_POINTER = ir.IntType(8).as_pointer()
 _PREFETCH_TYPE = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _I32, _I32, _I32])
 _SECOND_CACHE = 2
 CACHE_LINE_BYTES = 64
-# Of a float32.
+# Bits of an infinite float32.
 INFINITY_BITS = 0x7F800000
-# Sums may be reordered, which is decided when compiling, so results stay the same from call to call. Without
-# numba's run-time nothing is counted: jobs own no memory, and counting took a third of the time of short rows. (A
-# function may then not return an array.)
+# fastmath lets the compiler reorder sums. The order is fixed when a kernel is compiled, so results are the same in
+# every call. _nrt=False turns off numba's run-time and thus its reference counts, which took a third of the time of
+# short rows. Jobs own no memory, so no count is needed. Without the run-time a function must not return an array.
 _OPTIONS: dict[str, Any] = {"fastmath": True, "error_model": "numpy", "_nrt": False}
 
 
@@ -57,7 +57,7 @@ def compiled(function: Function) -> Function:
 
 
 def compile_worker(worker: Callable[[Job], None], carrier: Any) -> Any:
-    """The worker as a C function `void(void *job)` for numbers carried as `carrier`, cached on disk."""
+    """Compiles a worker to a C function `void(void *job)`, cached on disk. carrier: the element type of the model."""
     user_choice = config.CACHE_DIR
     config.CACHE_DIR = str(_cache_directory(user_choice))
     try:
@@ -68,8 +68,10 @@ def compile_worker(worker: Callable[[Job], None], carrier: Any) -> Any:
 
 @cache
 def _cache_directory(user_choice: str) -> Path:
-    """One for each state of these sources: numba itself looks at the worker's file alone, and would go on with what it
-    compiled before another one of them was changed."""
+    """The cache directory for the current state of the sources in this folder.
+
+    numba only checks the worker's own file. After a change in another file it would load outdated machine code.
+    """
     here = Path(__file__).parent
     root = Path(user_choice) if user_choice else here / "__pycache__"
     if not user_choice and not os.access(here, os.W_OK):
@@ -79,7 +81,7 @@ def _cache_directory(user_choice: str) -> Path:
 
 
 def emitted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """numba's intrinsic, whose first argument its callers do not pass."""
+    """numba's `intrinsic`. Callers of the decorated function do not pass its first argument, `typing`."""
     return cast(Callable[..., Any], intrinsic(function))
 
 
@@ -97,7 +99,10 @@ def _add_one(typing: Any, job: Job, word: int) -> Any:
 
 @emitted
 def announce(typing: Any, counts: Array, index: int) -> Any:
-    """Adds one to a number of an int64 array. Who sees it by `await_count` sees all that was written before it."""
+    """Atomically adds 1 to an element of an int64 array.
+
+    A thread that sees the new count in `await_count` also sees all earlier writes of this thread.
+    """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(counts)(context, builder, args[0]).data
@@ -142,7 +147,7 @@ def _read_double(typing: Any, job: Job, word: int) -> Any:
 
 
 def _emit_matrix(job: Any, element: Any) -> Any:
-    """An array [rows, pitch] over the words of a field."""
+    """Emits an array [rows, pitch] over the tensor of a field."""
     matrix = types.Array(element, 2, "C")
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -178,7 +183,7 @@ def read_float_matrix(typing: Any, job: Job, field: int) -> Any:
 
 @emitted
 def read_operand_matrix(typing: Any, job: Job, field: int) -> Any:
-    """Of what the model's numbers are multiplied by; see `words.operand_dtype`."""
+    """A matrix of the dtype that `words.operand_dtype` gives."""
     return _emit_matrix(job, job.dtype if job.dtype == types.uint16 else types.float32)
 
 
@@ -204,7 +209,7 @@ def read_int64_matrix(typing: Any, job: Job, field: int) -> Any:
 
 @emitted
 def count_between(typing: Any, origin: Array, array: Array) -> Any:
-    """How many numbers lie from the beginning of `origin` to that of `array`, wherever both are."""
+    """Number of elements from the beginning of `origin` to that of `array`. The arrays may be separate allocations."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         first, second = (
@@ -219,20 +224,23 @@ def count_between(typing: Any, origin: Array, array: Array) -> Any:
 
 @compiled
 def take_item(job: Job) -> Int:
-    """The next item that nobody has taken; past the last one, NUM_ITEMS or more."""
+    """Takes the next item of the job. The result is NUM_ITEMS or more if all items are taken."""
     return _add_one(job, NEXT_ITEM)
 
 
 @compiled
 def await_count(counts: Array, index: Int, count: Int) -> None:
-    """Until `count` was announced, by threads that have begun to. A core that others want is left to them."""
+    """Waits until the count reaches `count`. Yields the core to other threads meanwhile.
+
+    All items that announce must already have been taken by threads, or the wait may not end.
+    """
     while _read_announced(counts, index) < count:
         _yield_core()
 
 
 @compiled
 def take_worker(job: Job) -> Int:
-    """This thread's number, counted from 0."""
+    """The number of this thread, counted from 0."""
     return _add_one(job, NEXT_WORKER)
 
 
@@ -252,7 +260,7 @@ def read_float(job: Job, field: int) -> Float:
 
 
 def widen_value(builder: Any, element: Any, value: Any, lanes: int = 1) -> Any:
-    """float32 of a number, or of a vector of `lanes` of them."""
+    """Converts an element, or a vector of `lanes` elements, to float32."""
 
     def of(kind: Any) -> Any:
         return kind if lanes == 1 else ir.VectorType(kind, lanes)
@@ -263,7 +271,8 @@ def widen_value(builder: Any, element: Any, value: Any, lanes: int = 1) -> Any:
     if element == types.int16:
         return builder.fpext(builder.bitcast(value, of(ir.HalfType())), of(_F32))
     if element == types.uint8:
-        # Its exponent and fraction where a float16 has them; that one's exponent counts from 15 instead of 7.
+        # Move exponent and mantissa to their place in a float16. The factor 256 corrects the exponent bias, 7 instead
+        # of 15.
         bits = builder.and_(
             builder.shl(builder.sext(value, of(_I16)), _fill(of(_I16), 7)), _fill(of(_I16), 0xBFFF)
         )
@@ -273,12 +282,12 @@ def widen_value(builder: Any, element: Any, value: Any, lanes: int = 1) -> Any:
 
 
 def _fill(kind: Any, number: float) -> Any:
-    """A constant of a kind, in all lanes of a vector."""
+    """A constant of type `kind`. For a vector type, all lanes hold `number`."""
     return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
 
 
 def _round_bfloat16(builder: Any, value: Any, of: Callable[[Any], Any]) -> Any:
-    """To nearest, ties to even; NaN stays NaN although a carry would run through its bits."""
+    """Rounds to nearest, ties to even. NaN is handled separately, because the carry would change its bits."""
 
     def constant(number: int) -> Any:
         return _fill(of(_I32), number)
@@ -292,7 +301,7 @@ def _round_bfloat16(builder: Any, value: Any, of: Callable[[Any], Any]) -> Any:
 
 
 def _round_e4m3(builder: Any, value: Any, of: Callable[[Any], Any]) -> Any:
-    """Numbers of at most 448, to nearest, ties to even. As `e4m3.encode_numbers`, which says why."""
+    """Rounds values of at most 448 to nearest, ties to even. `e4m3.encode_numbers` explains the steps."""
 
     def constant(number: int) -> Any:
         return _fill(of(_I32), number)
@@ -310,7 +319,7 @@ def _round_e4m3(builder: Any, value: Any, of: Callable[[Any], Any]) -> Any:
 
 
 def narrow_value(builder: Any, element: Any, value: Any, lanes: int = 1) -> Any:
-    """float32 numbers, one or a vector of `lanes`, rounded to nearest even."""
+    """Rounds a float32, or a vector of `lanes` of them, to nearest even in the format `element`."""
 
     def of(kind: Any) -> Any:
         return kind if lanes == 1 else ir.VectorType(kind, lanes)
@@ -326,7 +335,7 @@ def narrow_value(builder: Any, element: Any, value: Any, lanes: int = 1) -> Any:
 
 @emitted
 def widen(typing: Any, value: Any) -> Any:
-    """An element of any of these formats as float32."""
+    """Converts an element of any of these formats to float32."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return widen_value(builder, value, args[0])
@@ -335,7 +344,7 @@ def widen(typing: Any, value: Any) -> Any:
 
 
 def _emit_magnitude(builder: Any, element: Any, value: Any) -> tuple[Any, Any]:
-    """The bits of a number without its sign, int32, and whether it has one."""
+    """The bits of an element without its sign, int32, and whether it is negative."""
     bits = builder.bitcast(value, _I32) if element == types.float32 else builder.sext(value, _I32)
     mask = 0x7FFFFFFF if element == types.float32 else 0x7FFF
     return builder.and_(bits, _I32(mask)), builder.icmp_signed("<", bits, _I32(0))
@@ -343,7 +352,7 @@ def _emit_magnitude(builder: Any, element: Any, value: Any) -> tuple[Any, Any]:
 
 @emitted
 def magnitude(typing: Any, value: Any) -> Any:
-    """An int32 that orders numbers of the model's dtype by their size."""
+    """An int32 that orders elements of the model's dtype by magnitude."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _emit_magnitude(builder, value, args[0])[0]
@@ -353,7 +362,9 @@ def magnitude(typing: Any, value: Any) -> Any:
 
 @compiled
 def find_largest(row: Array) -> Int:
-    """The greatest magnitude, as the bits of a float32; what is not finite is `INFINITY_BITS` or more."""
+    """The greatest magnitude as the bits of a float32. It is `INFINITY_BITS` or more if any element is infinite or
+    NaN.
+    """
     largest = np.int32(0)
     for i in range(row.shape[0]):
         largest = max(largest, magnitude(widen(row[i])))
@@ -362,7 +373,7 @@ def find_largest(row: Array) -> Int:
 
 @emitted
 def rank_number(typing: Any, value: Any) -> Any:
-    """An int32 that orders numbers of the model's dtype; those that are none lie beyond the infinite ones."""
+    """An int32 that orders elements of the model's dtype by value. NaN ranks beyond the infinity of its sign."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         size, is_negative = _emit_magnitude(builder, value, args[0])
@@ -373,7 +384,7 @@ def rank_number(typing: Any, value: Any) -> Any:
 
 @emitted
 def is_nan_magnitude(typing: Any, size: Int, array: Array) -> Any:
-    """Whether a `magnitude` of a number of `array` is that of none."""
+    """Whether a `magnitude` of an element of `array` is that of a NaN."""
     infinite = {types.uint16: 0x7F80, types.int16: 0x7C00, types.float32: 0x7F800000}[array.dtype]
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -384,7 +395,7 @@ def is_nan_magnitude(typing: Any, size: Int, array: Array) -> Any:
 
 @emitted
 def narrow(typing: Any, value: Float, array: Array) -> Any:
-    """A float32 as an element of `array`, rounded to nearest even."""
+    """Rounds a float32 to the element type of `array`, to nearest even."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return narrow_value(builder, array.dtype, args[0])
@@ -394,7 +405,7 @@ def narrow(typing: Any, value: Float, array: Array) -> Any:
 
 @emitted
 def convert(typing: Any, value: Any, array: Array) -> Any:
-    """An element of any of these formats as one of `array`."""
+    """Converts an element of any of these formats to the element type of `array`."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if value == array.dtype:
@@ -405,10 +416,10 @@ def convert(typing: Any, value: Any, array: Array) -> Any:
 
 
 def emit_prefetch(builder: Any, pointer: Any) -> None:
-    """Asks for the line around `pointer` (to bytes) as far as the second cache.
+    """Prefetches the cache line at `pointer` (to bytes) into the L2 cache.
 
-    Of what comes to the first one a core waits for 24 lines or so at a time: with these LoRA for 32 adapters of two
-    tokens took 0.70 of the base's matmuls, with those of the second 0.60 (EPYC, Zen 5).
+    A core can only wait for about 24 lines that are fetched into L1. With prefetch into L1, LoRA for 32 adapters of two
+    tokens took 0.70 of the time of the base matmuls. With prefetch into L2 it took 0.60 (EPYC, Zen 5).
     """
     function = cgutils.get_or_insert_function(builder.module, _PREFETCH_TYPE, "llvm.prefetch.p0")
     builder.call(function, [pointer, _I32(0), _I32(_SECOND_CACHE), _I32(1)])
@@ -426,7 +437,7 @@ def _prefetch(typing: Any, array: Array, index: int) -> Any:
 
 @compiled
 def prefetch(array: Array) -> None:
-    """Asks for a row that will be read soon: rows are too short for the hardware to see them coming."""
+    """Prefetches a row that will be read soon. Rows are too short for the hardware prefetcher."""
     for i in range(0, array.shape[0], CACHE_LINE_BYTES // array.itemsize):
         _prefetch(array, i)
 
@@ -447,7 +458,7 @@ def from_bits(typing: Any, bits: int) -> Any:
     return types.float32(types.int32), emit
 
 
-# Taylor terms of 2^f for f within half a unit of 0: the first one left out is 5e-9.
+# Taylor coefficients of 2^f for |f| <= 0.5. The first omitted term is 5e-9.
 EXP2_TERMS = tuple(np.float32(np.log(2.0) ** k / np.prod(np.arange(1.0, k + 1))) for k in range(1, 8))
 _C1, _C2, _C3, _C4, _C5, _C6, _C7 = EXP2_TERMS
 _HALF, _ONE, _ZERO, _LOWEST = np.float32(0.5), np.float32(1.0), np.float32(0.0), np.float32(-126.0)
@@ -455,7 +466,7 @@ _HALF, _ONE, _ZERO, _LOWEST = np.float32(0.5), np.float32(1.0), np.float32(0.0),
 
 @compiled
 def exp2(x: Float) -> Float:
-    """2^x for x <= 0, without a call, so that loops over it become vectors; 0 below -126."""
+    """2^x for x <= 0, and 0 below -126. It calls no function, so loops over it can be vectorised."""
     clamped = max(x, _LOWEST)
     whole = np.int32(clamped - _HALF)
     f = clamped - np.float32(whole)
@@ -466,7 +477,7 @@ def exp2(x: Float) -> Float:
 
 @compiled
 def copy_numbers(target: Array, source: Array) -> None:
-    """target = source, rounded to its format."""
+    """target = source, rounded to the format of `target`."""
     for i in range(source.shape[0]):
         target[i] = convert(source[i], target)
 

@@ -1,6 +1,7 @@
-"""The greatest of each row on a CPU: one pass over logits in the model's dtype, then one over the block that has it.
+"""The maximum and argmax of each row on a CPU: one pass over the logits, then one over the block with the maximum.
 
-In whole numbers, whose order is that of the logits: what is compiled for speed takes no heed of what is not a number.
+Logits are compared as integers that sort like them (`rank_number`). Comparing floats would not detect NaN, because
+fastmath assumes that there is none.
 """
 
 import numpy as np
@@ -29,7 +30,7 @@ _NAN = np.float32(np.nan)
 
 @compiled
 def find_peak(numbers: Array) -> tuple[Int, Int]:
-    """The greatest rank, and the greatest magnitude."""
+    """The greatest rank and the greatest magnitude."""
     peak, size = _LOWEST, _NONE
     for i in range(numbers.shape[0]):
         peak = max(peak, rank_number(numbers[i]))
@@ -45,7 +46,7 @@ def find_place(numbers: Array, peak: Int) -> Int:
     return 0
 
 
-# Fields of a job: logits [B, V], the greatest of each row [1, B], its token [1, B].
+# Fields of a job: logits [B, V], maximum of each row [1, B], its argmax [1, B], and V.
 LOGITS, BEST, TOKENS, WIDTH = range(4)
 
 

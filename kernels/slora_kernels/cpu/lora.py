@@ -1,9 +1,10 @@
-"""Shrink and expand on a CPU: a few tokens read weights where they lie in the pages, many have rows of B packed first.
+"""Shrink and expand on a CPU. Few tokens read weights directly from the pages; for many tokens, rows of B are packed
+first.
 
-Both are one job. Of many tiles each is an item, shrunk and expanded by one thread: an adapter's rows of A and B lie
-one behind the other, and nobody waits for anybody. Of few, so that all threads have something to do, an item is a
-stretch of rows (shrink) or of output columns (expand) of one tile, and threads that are through with shrinking go on to
-expand.
+Shrink and expand of a site are one job. If there are many tiles, each tile is one item, and one thread shrinks and
+expands it. The adapter's rows of A and B are then read in one sweep, and no thread waits for another. If there are few
+tiles, they are split into more items so that all threads have work. An item is then a block of rows of A (shrink) or a
+block of output columns (expand) of one tile. Threads go on to expand when all shrink items are taken.
 """
 
 from slora_kernels.cpu.dots import add_four_dots, add_one_dot
@@ -32,11 +33,11 @@ from slora_kernels.cpu.language import (
 )
 from slora_kernels.cpu.vectors import LANES
 
-# Columns of B are asked for so many numbers before they are read.
+# Columns of B are prefetched this many elements before they are read.
 AHEAD = 256
-# From so many tokens on, rows of B are first brought together, so many columns at a time: 64 rows fill two thirds of
-# the innermost cache. Where they lie, their pitch is often a multiple of 4 KiB, and then all of them want the same few
-# places of it.
+# From PACKED_TOKENS tokens on, rows of B are first packed into scratch, PACKED_COLUMNS columns at a time. 64 such rows
+# fill two thirds of the L1 cache. In the pages, the pitch of the rows is often a multiple of 4 KiB, so that all rows
+# compete for the same few cache sets.
 PACKED_TOKENS = 32
 PACKED_COLUMNS = 256
 PACKED_AHEAD = 4
@@ -45,7 +46,7 @@ PACKED_PITCH = PACKED_COLUMNS + 2 * LANES
 
 @compiled
 def find_segment(pages: Array, table: Array, segment: Int, segment_size: Int) -> tuple[Int, Int]:
-    """Page and first number of a segment of an adapter."""
+    """Page id of an adapter's segment, and the index of the segment's first element in the page."""
     page_segments = pages.shape[1] // segment_size
     return table[segment // page_segments], segment % page_segments * segment_size
 
@@ -54,7 +55,7 @@ def find_segment(pages: Array, table: Array, segment: Int, segment_size: Int) ->
 def shrink_row(
     sums: Array, x: Array, pages: Array, table: Array, segment: Int, segment_size: Int, width: Int
 ) -> None:
-    """sums [t, 1] += x [t, :width] times the row that begins at `segment`, page by page."""
+    """sums [t, 1] += x [t, :width] times the row of A that begins at `segment`, page by page."""
     done = 0
     while done < width:
         page, start = find_segment(pages, table, segment + done // segment_size, segment_size)
@@ -67,7 +68,10 @@ def shrink_row(
 def shrink_rows(
     sums: Array, x: Array, pages: Array, table: Array, segment: Int, segment_size: Int, width: Int
 ) -> None:
-    """sums [t, n] += x [t, :width] times n rows, one after the other from `segment` on: four at a time in a page."""
+    """sums [t, n] += x [t, :width] times n consecutive rows of A from `segment` on.
+
+    Rows are read four at a time if one page holds all four.
+    """
     row_segments = (width + segment_size - 1) // segment_size
     pitch, n = row_segments * segment_size, 0
     while n < sums.shape[1]:
@@ -85,7 +89,10 @@ def shrink_rows(
 def pack_row(
     target: Array, pages: Array, table: Array, segment: Int, segment_size: Int, pitch: Int, size: Int
 ) -> None:
-    """target [:size] = the numbers from `segment` on. pitch: to the next row, of which some are asked for."""
+    """Copies `size` elements from `segment` on to target [:size], and prefetches a later row.
+
+    pitch: distance to the next row. The row PACKED_AHEAD rows later is prefetched if it lies in the same page.
+    """
     done = 0
     while done < size:
         page, start = find_segment(pages, table, segment + done // segment_size, segment_size)
@@ -111,9 +118,10 @@ def find_rows(
     size: Int,
     is_packed: bool,
 ) -> None:
-    """starts [rank] = where each row's `size` columns begin, in numbers from the beginning of `pages`.
+    """Computes where `size` columns of each row begin: starts [rank], in elements from the beginning of `pages`.
 
-    The first row's begin at `segment`. Those that two pages share are brought to `packed` [rank, ...], or all of them.
+    The columns of the first row begin at `segment`. A row that crosses a page boundary is copied to `packed` [rank,
+    ...], and its start points there. If is_packed, all rows are copied.
     """
     page, pitch, page_numbers = 0, row_segments * segment_size, pages.shape[1]
     start, to_packed = page_numbers, count_between(pages, packed)
@@ -144,7 +152,7 @@ def expand_columns(
 ) -> None:
     """out [t, size] += scale * factors [t, rank] times rows whose columns begin at `segment`, `row_segments` apart.
 
-    starts [rank] and packed [rank, PACKED_PITCH] are for `find_rows`.
+    starts [rank] and packed [rank, PACKED_PITCH] are scratch for `find_rows`.
     """
     rank, numbers = factors.shape[1], pages.reshape((-1,))
     is_packed = factors.shape[0] >= PACKED_TOKENS
@@ -161,11 +169,14 @@ def copy_narrowed(target: Array, sums: Array) -> None:
         target[i] = narrow(sums[i], target)
 
 
-# Fields of a job: of the call, of the step, of the site. X is what is shrunk into BRIDGE; SHRINKS is 0 for a bridge
-# that is there already. With IS_WHOLE an item is a tile. Otherwise the first SHRINKS items shrink, in BLOCKS of
-# BLOCK_ROWS rows of A for each tile, and each of them is announced at its tile in DONE, which held BEFORE; the others
-# expand: COLUMN_BLOCKS [n, 4] are (member of the group, first column in out, first column in the module, columns).
-# GROUP and FIRST_MODULE are the site's places among a slot's groups and modules.
+# Fields of a job: first those of the call, then of the step, then of the site.
+#
+# X is shrunk into BRIDGE. SHRINKS is the number of shrink items, 0 if BRIDGE is already filled.
+# With IS_WHOLE, an item is a whole tile. Otherwise the first SHRINKS items shrink and the others expand.
+# A tile has BLOCKS shrink items of BLOCK_ROWS rows of A. Each of them adds 1 to its tile's count in DONE, which was
+# BEFORE at the start of the job.
+# COLUMN_BLOCKS [n, 4] are (module's index in the group, first column in out, first column in the module, columns).
+# GROUP and FIRST_MODULE are the indexes of the site among a slot's groups and modules.
 (
     X,
     OUT,
@@ -196,7 +207,10 @@ def copy_narrowed(target: Array, sums: Array) -> None:
 
 
 def lora_worker(job: Job) -> None:
-    """Items: tiles; or blocks of rows of A of each tile, then, once those of its tile are done, of output columns."""
+    """Items: whole tiles, or blocks of rows of A and then blocks of output columns of each tile.
+
+    A block of columns waits until all blocks of rows of its tile are done.
+    """
     x, out, pages = read_model_matrix(job, X), read_model_matrix(job, OUT), read_model_matrix(job, PAGES)
     bridge = read_operand_matrix(job, BRIDGE)
     tiles, page_table = read_int32_matrix(job, TILES), read_int32_matrix(job, PAGE_TABLE)

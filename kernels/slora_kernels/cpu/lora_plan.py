@@ -1,7 +1,8 @@
-"""The LoRA jobs of one step: what all its sites share is worked out once, as words that each job takes over.
+"""The LoRA jobs of one step. The words that all sites share are computed once and copied into each job.
 
-A step of 12 layers has 48 such jobs, each behind a matmul that leaves nothing of Python in the caches: put together
-field by field, and twice as many of them, they took 3 ms of 18 (two cores, 64 tokens, 32 adapters).
+A step of 12 layers has 48 such jobs. Each is prepared just after a matmul, which has evicted Python's data from the CPU
+caches. Built field by field, and with shrink and expand as separate jobs, they took 3 ms of 18 ms (two cores, 64
+tokens, 32 adapters).
 """
 
 from dataclasses import dataclass
@@ -16,26 +17,26 @@ from slora_kernels.cpu.lora import PACKED_PITCH
 from slora_kernels.cpu.words import JobWords, as_numbers, begin_job, operand_dtype, pack_all, pack_rows
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
-# The most tokens of a LoRA tile: what they read and write stays in a core's own cache.
+# The most tokens in a LoRA tile. The data of such a tile fits a core's own cache.
 TILE_TOKENS = 64
 _SHRINK_ROWS = (16, 4)
 _EXPAND_COLUMNS = (1024, 256)
-# Of so many for each thread, a tile is computed by one of them. Measured with the longest first: 32 tiles of two tokens
-# 20.7 to 14.2 ms, 8 of 64 tokens 17.2 to 12.9 (two threads).
+# From this many tiles per thread on, each tile is computed by a single thread. Measured on two threads, with the
+# longest tile first: from 20.7 to 14.2 ms for 32 tiles of two tokens, from 17.2 to 12.9 ms for 8 tiles of 64 tokens.
 _WHOLE_TILES = 2
-# What reading a rank's weights takes, in tokens.
+# The cost of reading the weights of one rank, in tokens.
 _READING_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Unshrunk:
-    """A bridge that is filled by the job that expands it. x [T, in] must not change until then."""
+    """A bridge that the expanding job computes itself. x [T, in] must not change until that job is done."""
 
     x: Tensor
 
 
 class LoraPlan:
-    """Of the sites whose tokens are cut into `tiles`, over one pool's pages and in one dtype."""
+    """The LoRA jobs of all sites whose tokens are cut into `tiles`, over the pages of one pool and in one dtype."""
 
     def __init__(self, tiles: LoraTiles, tables: AdapterTables, reserve: Reserve) -> None:
         self._tables = tables
@@ -49,10 +50,10 @@ class LoraPlan:
         self._rows = coarse if self._num_tiles * -(-self._rank // coarse) >= self._enough else fine
         self._blocks = -(-self._rank // self._rows)
         self._scratch = reserve(max(TILE_TOKENS * self._rows, self._rank * (2 + PACKED_PITCH)))
-        # Of each tile, how many blocks of rows of A were multiplied by, at all sites so far.
+        # For each tile, the number of finished blocks of rows of A, over all sites so far.
         self._done = torch.zeros(self._num_tiles, dtype=torch.int64)
         self._num_done = 0
-        # The same for all sites, one after the other: [T, rank].
+        # The bridge, [T, rank]. All sites reuse it in turn.
         self._bridge = torch.empty(0, 0)
         self._bridge_words = pack_rows(self._bridge)
         self._pages: Tensor | None = None
@@ -62,7 +63,7 @@ class LoraPlan:
     def make_job(
         self, out: Tensor, bridge: Unshrunk | Tensor, pages: Tensor, site: LoraSite
     ) -> tuple[JobWords, int]:
-        """The job that adds to `out`, and about how many numbers it reads."""
+        """Returns the job that adds to `out`, and about how many elements it reads."""
         if pages is not self._pages or out.dtype is not self._dtype:
             self._settle(pages, out.dtype)
         num_tiles, tokens, widest = self._num_tiles, out.shape[0], max(site.widths)
@@ -93,11 +94,11 @@ class LoraPlan:
         self._bridge_words = pack_rows(self._bridge)
 
     def _settle(self, pages: Tensor, dtype: torch.dtype) -> None:
-        """Works out what all jobs share."""
+        """Computes the words that all jobs share."""
         self._pages, self._dtype = pages, dtype
         self._reserve_bridge(0)
         tables, size, rank = self._tables, dtype.itemsize, self._rank
-        # Of each thread: sums; or where each row begins, 64 bits, then rows that were brought together.
+        # Scratch of each thread: either sums, or the start of each row (int64) followed by packed rows.
         scratch, threads, pitch = pack_rows(self._scratch)
         self._words = pack_all(
             as_numbers(pages, size),
@@ -118,19 +119,24 @@ class LoraPlan:
 
 
 def _longest_first(tiles: LoraTiles, tables: AdapterTables) -> tuple[Tensor, Tensor]:
-    """Tiles and their weights, so that threads that take one after the other end at about the same time. In numpy:
-    torch's calls take five times as long."""
+    """Sorts tiles and their weights by cost, the longest first, so that all threads finish at about the same time.
+
+    It uses numpy, because torch's calls take five times as long.
+    """
     rows = tiles.tiles.numpy()
     ranks = tables.groups.numpy()[rows[:, 0], :, 0].sum(1)
     order = (-ranks * (rows[:, 2] + _READING_TOKENS)).argsort()
     return torch.from_numpy(rows[order]), torch.from_numpy(tiles.weights.numpy()[order])
 
 
-# Both are kept for good: the words of a job point into the tensors.
+# The two caches are unbounded, because the words of a job point into the cached tensors.
 @cache
 def _cut_columns(widths: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor]:
-    """Blocks of expand, int32 [n, 4]: member of the group, first column in out, in the member, and columns; and the
-    widths as int32 [1, members]."""
+    """Cuts the output columns of a site into blocks.
+
+    Returns blocks, int32 [n, 4]: module's index in the group, first column in out, first column in the module, number
+    of columns. The second tensor holds the widths, int32 [1, modules].
+    """
     blocks, start = [], 0
     for member, width in enumerate(widths):
         blocks += [(member, start + c, c, min(columns, width - c)) for c in range(0, width, columns)]
@@ -140,7 +146,7 @@ def _cut_columns(widths: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor]
 
 @cache
 def _cut_site(site: LoraSite, columns: int, element_bytes: int) -> tuple[int, JobWords]:
-    """The number of its blocks, and its words of a job."""
+    """Returns the number of column blocks of a site, and the site's words of a job."""
     blocks, widths = _cut_columns(site.widths, columns)
     segment = SEGMENT_BYTES // element_bytes
     return len(blocks), pack_all(site.group, site.in_width, site.first_module, blocks, widths, segment)

@@ -1,8 +1,9 @@
-"""Compiles the CPU kernels into numba's cache on all cores, when the software is installed.
+"""Compiles the CPU kernels into the compiler's cache, once, when the software is installed.
 
-    python -P -m slora_kernels.cpu.precompile float32 bfloat16
+    python -P -m slora_kernels.cpu.precompile
 
-Without it, the first start of a server compiles what it needs, one kernel after the other.
+Without this, the first start of a server compiles them, which takes about twenty seconds. This does nothing if the
+kernels chosen for the CPU need no compiling.
 """
 
 import os
@@ -23,7 +24,10 @@ def _compile(index: int, dtype: str) -> None:
 
 
 def main() -> None:
-    """Compiles for the dtypes on the command line. KV in fp8 is compiled at the first start that uses it."""
+    """Compiles for each dtype. Sizes do not matter, because they are run-time arguments.
+
+    KV in fp8 is not compiled here. The first start of a server with that format compiles it.
+    """
     started_at = time.monotonic()
     # Attention is the last kernel and takes longest, so it goes first.
     jobs = [(index, dtype) for index in reversed(range(NUM_KERNELS)) for dtype in sys.argv[1:]]

@@ -1,7 +1,7 @@
-"""The online softmax (arXiv 2205.14135) of one row and one block of keys: scores, in base 2, become weights.
+"""The online softmax (arXiv 2205.14135) of one row and one block of keys: turns scores in base 2 into weights.
 
-A row that sees a whole block has its scores in registers from the maximum to the sum; where the machine can't, and for
-what a mask cuts off, the same is done in loops.
+If a row sees the whole block, its scores stay in registers from the maximum to the sum. Otherwise the same steps run as
+loops over the visible keys.
 """
 
 from functools import reduce
@@ -35,11 +35,12 @@ from slora_kernels.cpu.vectors import (
     sum_lanes,
 )
 
-# Keys of a block at most. With head dim 64 its keys and values are 8 KiB each in 16 bits, beside the scores in L2.
+# The most keys of a block. With head dim 64 and 16 bits, its keys and its values take 8 KiB each. They share the L2
+# cache with the scores.
 BLOCK_KEYS = 64
 _ZERO, _ONE, _MINUS_TWO = np.float32(0.0), np.float32(1.0), np.float32(-2.0)
 LOG2_E = np.float32(np.log2(np.e))
-# Below any score.
+# Initial value of a running maximum: lower than any score.
 LOW = np.float32(-1e30)
 
 
@@ -51,7 +52,9 @@ def multiply(row: Array, factor: Float) -> None:
 
 @compiled
 def soften(weights: Array, scores: Array, peak: Float) -> Float:
-    """weights = 2^(scores - peak), which may be in place; returns their sum, as they are rounded."""
+    """weights = 2^(scores - peak). `weights` and `scores` may be the same array. Returns the sum of the rounded
+    weights.
+    """
     total = _ZERO
     for n in range(scores.shape[0]):
         weight = narrow(exp2(scores[n] - peak), weights)
@@ -62,7 +65,7 @@ def soften(weights: Array, scores: Array, peak: Float) -> Float:
 
 @compiled
 def cap_scores(scores: Array, cap: Float) -> None:
-    """scores = cap * tanh(scores / cap), both in base 2."""
+    """scores = cap * tanh(scores / cap). Both scores and cap are in base 2."""
     slope = _MINUS_TWO * LOG2_E / cap
     for n in range(scores.shape[0]):
         small = exp2(abs(scores[n]) * slope)
@@ -80,16 +83,20 @@ def find_peak(scores: Array, low: Float) -> Float:
 
 @compiled
 def note_wrong(state: Array, scores: Array) -> None:
-    """One row's result is no number if a score is none, or infinite. By their bits: the softmax is compiled as if there
-    were no such numbers, and would leave them out."""
+    """Marks a row whose result is NaN because a score is NaN or infinite.
+
+    The check uses the bits of the scores, because fastmath lets the compiler assume that no score is NaN or infinite.
+    """
     if find_largest(scores) >= INFINITY_BITS:
         state[2] = _ONE
 
 
 @compiled
 def weigh(weights: Array, sums: Array, state: Array, scores: Array) -> None:
-    """One row's step of the online softmax: its scores become weights, and what it has summed up so far shrinks to
-    their scale. state is (peak, total, whether something was no number)."""
+    """One step of one row's online softmax: turns scores into weights and rescales the earlier sums to the new maximum.
+
+    state: (maximum, sum of weights, whether a score was NaN or infinite).
+    """
     peak = find_peak(scores, state[0])
     decay = exp2(state[0] - peak)
     state[0] = peak
@@ -100,7 +107,7 @@ def weigh(weights: Array, sums: Array, state: Array, scores: Array) -> None:
 
 @emitted
 def _soften_whole(typing: Any, weights: Array, state: Array, scores: Array) -> Any:
-    """Weights and state of a row that sees a whole block; returns by how much to shrink what it has summed up."""
+    """Computes the weights and the state of a row that sees a whole block. Returns the factor for its earlier sums."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         nowhere = I64(0)
@@ -112,7 +119,7 @@ def _soften_whole(typing: Any, weights: Array, state: Array, scores: Array) -> A
         before = splat(builder, kept.load_one(0, I64(0)))
         peak = reduce(lambda a, b: find_greater(builder, a, b), found)
         part = LANES
-        while part > 1:  # half upon half, until all lanes have the greatest
+        while part > 1:  # halve the distance until all lanes hold the maximum
             part //= 2
             turned = join(builder, peak, peak, [(lane + part) % LANES for lane in range(LANES)])
             peak = find_greater(builder, peak, turned)
@@ -135,7 +142,7 @@ def _soften_whole(typing: Any, weights: Array, state: Array, scores: Array) -> A
 
 @compiled
 def weigh_whole(weights: Array, sums: Array, state: Array, scores: Array) -> None:
-    """As `weigh`, of a row that sees a whole block."""
+    """Like `weigh`, for a row that sees a whole block."""
     decay = _soften_whole(weights, state, scores)
     if decay < _ONE:
         multiply(sums, decay)
@@ -145,11 +152,13 @@ def weigh_whole(weights: Array, sums: Array, state: Array, scores: Array) -> Non
 def weigh_token(
     weights: Array, sums: Array, state: Array, scores: Array, count: Int, factor: Float, cap: Float
 ) -> None:
-    """Scores of a block, times `factor` -> their weights, both [M, BLOCK_KEYS]. All rows see its first `count` keys;
-    weights of the others are 0."""
+    """Multiplies the scores of a block by `factor` and turns them into weights. Both are [M, BLOCK_KEYS].
+
+    All rows see the first `count` keys of the block. The weights of the other keys are 0.
+    """
     for m in range(scores.shape[0]):
         multiply(scores[m], factor)
-    is_wrong = find_largest(scores.reshape(scores.size)) >= INFINITY_BITS  # somewhere, and seldom
+    is_wrong = find_largest(scores.reshape(scores.size)) >= INFINITY_BITS  # rare: only then check row by row
     for m in range(scores.shape[0]):
         row = scores[m]
         if is_wrong:
@@ -173,13 +182,16 @@ def weigh_tile(
     window: Int,
     cap: Float,
 ) -> None:
-    """Scores of the first `count` keys of a block -> their weights, both [M, BLOCK_KEYS]; 0 where a row does not see a
-    key. Row m sees `window` keys, the last of them before + m // group."""
-    is_wrong = find_largest(scores.reshape(scores.size)) >= INFINITY_BITS  # somewhere, and seldom
+    """Turns the scores of the first `count` keys of a block into weights. Both are [M, BLOCK_KEYS].
+
+    Row m sees `window` keys. The last of them is key before + m // group. The weight of a key that a row does not see
+    is 0.
+    """
+    is_wrong = find_largest(scores.reshape(scores.size)) >= INFINITY_BITS  # rare: only then check row by row
     for m in range(weights.shape[0]):
         end = before + m // group + 1
         seen, first = min(count, end), min(count, max(0, end - window))
-        # A row first, then what it sees of it: the compiler must know that its numbers lie side by side.
+        # Slice the row first, then its visible keys, so that the compiler knows that the elements are contiguous.
         own, row = weights[m], scores[m]
         if first < seen:
             if is_wrong:

@@ -1,10 +1,14 @@
 """Runs one compiled worker on all the threads that torch itself uses.
 
-A worker is a C function of one pointer, a job, from which every thread takes items until none are left; so a
-thread that the machine holds up costs little, and results do not depend on who did what. The threads are those of
-the OpenMP runtime that torch has loaded, entered through its GOMP_parallel. A second pool (numba's own, say) makes
-two sets of threads fight for the cores: alternating a torch matmul with a kernel was 15 to 30% slower (2 cores,
-shared; medians). Knows nothing of numba or of tensors.
+A worker is a C function with one argument, a pointer to a job. Every thread takes items from the job until none are
+left. A thread that the operating system delays therefore costs little, and results do not depend on which thread
+computed which item.
+
+The threads belong to the OpenMP runtime that torch has loaded. They are entered through the runtime's GOMP_parallel. A
+second thread pool, such as numba's own, would compete with torch's threads for the cores: alternating a torch matmul
+with a kernel was 15 to 30% slower (2 cores, shared; medians).
+
+This module knows nothing of numba or tensors.
 """
 
 import ctypes
@@ -19,7 +23,7 @@ Enter = Callable[[int, int, int], None]
 
 
 def _find_runtimes() -> list[str]:
-    """OpenMP runtimes loaded into this process, torch's own before a system's."""
+    """Paths of the OpenMP runtimes loaded into this process. torch's own comes before a system's."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[5] for line in lines if _RUNTIME.search(line)}
     return sorted(paths, key=lambda path: ("/torch" not in path, path))
@@ -36,7 +40,7 @@ def _bind_openmp() -> Enter | None:
 
 
 def _bind_python_threads() -> Enter:
-    """The fallback without OpenMP: ctypes lets go of the GIL while a worker runs."""
+    """The fallback without OpenMP: Python threads. ctypes releases the GIL while a worker runs."""
     pool = ThreadPoolExecutor(thread_name_prefix="slora-kernels")
 
     def enter(worker: int, job: int, threads: int) -> None:
@@ -50,7 +54,10 @@ def _bind_python_threads() -> Enter:
 
 
 class ThreadTeam:
-    """openmp: whether torch's own threads do the work."""
+    """The threads that run workers.
+
+    openmp: whether they are torch's own threads.
+    """
 
     def __init__(self, *, allow_openmp: bool = True) -> None:
         bound = _bind_openmp() if allow_openmp else None
@@ -58,7 +65,10 @@ class ThreadTeam:
         self._enter = bound or _bind_python_threads()
 
     def run(self, worker: int, job: int, threads: int) -> None:
-        """worker: address of `void worker(void *job)`; returns when all items of the job are done."""
+        """Runs a job and returns when all of its items are done.
+
+        worker: address of `void worker(void *job)`. job: address of the job. threads: number of threads.
+        """
         if threads == 1:
             _WORKER(worker)(job)
         else:

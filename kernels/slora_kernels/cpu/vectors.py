@@ -1,10 +1,10 @@
-"""Vectors of float32 in LLVM's own words: what a block of a product is built of.
+"""Vector code in LLVM IR, from which the blocks of `dots` and `gathers` are built.
 
-Left to itself, LLVM makes vectors of the loop for one token, and the next token reads and widens the same weights
-again. A block reads and widens each number once for all its tokens, its sums in registers. Each sum is formed in the
-same order whatever block it is in: a token's result is the same to the bit alone and among others.
+If the loops are left to LLVM, it vectorises the loop for one token, and the next token reads and widens the same
+weights again. A block reads and widens each weight once for all its tokens, and keeps their sums in registers. Each sum
+is formed in the same order in every block, so a token's result is bit-identical alone and in a batch.
 
-Rows of weights are of the model's dtype and lie `pitch` numbers apart.
+Rows of weights are of the model's dtype and lie `pitch` elements apart.
 """
 
 from collections.abc import Callable
@@ -28,14 +28,16 @@ from slora_kernels.cpu.language import (
 
 
 def _has(feature: str) -> bool:
-    """Of the machine that numba compiles for: this one, unless its NUMBA_CPU_NAME or NUMBA_CPU_FEATURES say another."""
+    """Whether the CPU that numba compiles for has a feature. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES may name another
+    CPU.
+    """
     if config.CPU_FEATURES is not None:
         return f"+{feature}" in config.CPU_FEATURES.split(",")
     return config.CPU_NAME is None and bool(llvmlite.binding.get_host_cpu_features().get(feature))
 
 
 class _Bfloat16(ir.Type):  # type: ignore[misc]
-    """LLVM's own, which llvmlite does not know; carried as 16 bits everywhere else."""
+    """LLVM's bfloat type, which llvmlite lacks. All other code carries bfloat16 as 16-bit integers."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -47,16 +49,16 @@ class _Bfloat16(ir.Type):  # type: ignore[misc]
         return hash(_Bfloat16)
 
 
-# Machines with AVX-512 have 32 registers of 16 numbers; a block's sums take 16 of them. Others have 16 of 8.
+# float32 lanes per vector. CPUs with AVX-512 have 32 registers of 16 lanes, others 16 registers of 8.
 LANES = 16 if _has("avx512f") else 8
-# Two products of bfloat16 and their sum for each lane, in one instruction, as exact as float32.
+# Whether one instruction adds two bfloat16 products to each float32 lane. The result is as exact as in float32.
 PAIRS = LANES == 16 and _has("avx512bf16")
 _I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 VECTOR = ir.VectorType(F32, LANES)
 
 
 class Memory:
-    """Rows of numbers somewhere: `pitch` from one to the next."""
+    """Access to rows of elements in memory. `pitch` is the distance between rows."""
 
     def __init__(self, context: Any, builder: Any, kind: Any, array: Any, pitch: Any = None) -> None:
         made = context.make_array(kind)(context, builder, array)
@@ -78,11 +80,11 @@ class Memory:
         )
 
     def load(self, row: int, column: Any, mask: Any = None) -> Any:
-        """float32 lanes from `column` on; where the mask is false, zeros, and nothing is read."""
+        """float32 lanes from `column` on. Lanes with a false mask are 0, and their memory is not read."""
         return self.widen(self.load_stored(row, column, LANES, mask))
 
     def load_stored(self, row: int, column: Any, lanes: int, mask: Any = None) -> Any:
-        """The same, as they are stored."""
+        """Like `load`, in the stored format."""
         builder, kind = self._builder, ir.VectorType(self._stored, lanes)
         pointer = self.pointer(row, column, kind)
         if mask is None:
@@ -95,11 +97,11 @@ class Memory:
         return builder.call(function, [pointer, I32(self._size), mask, ir.Constant(kind, None)])
 
     def prefetch(self, row: int, column: Any) -> None:
-        """Asks for the numbers around `column`, wherever that is: behind the last one, nothing comes of it."""
+        """Prefetches the elements around `column`. A prefetch past the end of the array is harmless."""
         emit_prefetch(self._builder, self.pointer(row, column, ir.IntType(8)))
 
     def lines(self, columns: list[Any]) -> list[Any]:
-        """Of vectors that begin at `columns`, side by side, those where a cache line begins."""
+        """The vectors at adjacent `columns` that begin a cache line."""
         return columns[:: max(1, CACHE_LINE_BYTES // (LANES * self._size))]
 
     def load_one(self, row: int, column: Any) -> Any:
@@ -109,7 +111,7 @@ class Memory:
         return widen_value(self._builder, self._element, self.load_one(row, column))
 
     def narrow(self, value: Any) -> Any:
-        """float32 lanes as they would be stored."""
+        """float32 lanes, converted to the stored format."""
         if PAIRS and self._element == types.uint16:
             kind = ir.VectorType(_Bfloat16(), LANES)
             function = cgutils.get_or_insert_function(
@@ -124,11 +126,11 @@ class Memory:
         return widen_value(self._builder, self._element, stored, LANES)
 
     def store(self, row: int, column: Any, value: Any, mask: Any = None) -> None:
-        """value: float32 lanes; where the mask is false, nothing is written."""
+        """Stores float32 lanes. Lanes with a false mask are not written."""
         self.store_stored(row, column, self.narrow(value), mask)
 
     def store_stored(self, row: int, column: Any, stored: Any, mask: Any = None) -> None:
-        """The same of lanes as they are stored."""
+        """Like `store`, for lanes in the stored format."""
         builder, pointer = self._builder, self.pointer(row, column, stored.type)
         if mask is None:
             builder.store(stored, pointer, align=self._size)
@@ -141,7 +143,7 @@ class Memory:
         builder.call(function, [stored, pointer, I32(self._size), mask])
 
     def store_one(self, column: Any, number: Any) -> None:
-        """number: as it is stored, into row 0."""
+        """Stores one number, in the stored format, in row 0."""
         self._builder.store(number, self.pointer(0, column, self._stored))
 
     def _suffix(self, lanes: int) -> str:
@@ -149,8 +151,10 @@ class Memory:
 
 
 def read_operands(context: Any, builder: Any, signature: Any, args: Any) -> tuple[Memory, Memory, Memory]:
-    """Of a block's arguments: the sums, what is multiplied, and the rows of weights, `pitch` (the fourth) apart or each
-    where a table (the fourth) says."""
+    """The first three arguments of a block as memory: the sums, the multiplicands and the rows of weights.
+
+    The fourth argument gives the place of the rows: their pitch, or an array with the start of each row.
+    """
     sums, x, weights, pitch = signature.args[:4]
     return (
         Memory(context, builder, sums, args[0]),
@@ -160,32 +164,32 @@ def read_operands(context: Any, builder: Any, signature: Any, args: Any) -> tupl
 
 
 def splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
-    """All lanes the same."""
+    """A vector with `value` in all lanes."""
     nothing = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
     first = builder.insert_element(nothing, value, I32(0))
     return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(I32, lanes), None))
 
 
 def mask_below(builder: Any, end: Any, lanes: int = LANES) -> Any:
-    """A mask of the lanes before `end`, an int64."""
+    """A mask of the lanes before `end`, which is an int64."""
     indexes = ir.Constant(ir.VectorType(I32, lanes), list(range(lanes)))
     return builder.icmp_signed("<", indexes, splat(builder, builder.trunc(end, I32), lanes))
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once where the machine can."""
+    """a * b + c, rounded once if the CPU has a fused multiply-add."""
     kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
     return builder.call(function, [a, b, c])
 
 
 def find_greater(builder: Any, a: Any, b: Any) -> Any:
-    """Lane by lane; b where one of both is no number."""
+    """The greater of a and b, lane by lane. The result is b if either is NaN."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
 def raise_two(builder: Any, x: Any) -> Any:
-    """2^x for lanes of x <= 0; see `language.exp2`."""
+    """2^x for lanes with x <= 0. See `language.exp2`."""
 
     def fill(number: float | np.float32) -> Any:
         return ir.Constant(VECTOR, [float(number)] * LANES)
@@ -212,16 +216,18 @@ def raise_two(builder: Any, x: Any) -> Any:
 
 
 def join(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
-    """The lanes of a, and behind them those of b, that are named."""
+    """A vector of the given lanes of a and b. Lane numbers of b follow those of a."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
 def sum_lanes(builder: Any, vectors: list[Any]) -> Any:
-    """One lane for each of the vectors: the sum of its lanes, half upon half. All of them take about as many
-    instructions together as three would one by one."""
+    """Returns a vector whose lane i is the sum of all lanes of vectors[i], added pairwise.
+
+    Summing all vectors together takes about as many instructions as summing three of them one by one.
+    """
     while len(vectors) & (len(vectors) - 1):
         vectors = [*vectors, ir.Constant(VECTOR, None)]
-    part = LANES  # lanes that each sum is spread over
+    part = LANES  # number of lanes that hold each partial sum
     while part > 1:
         part //= 2
         if len(vectors) > 1:
@@ -236,7 +242,7 @@ def sum_lanes(builder: Any, vectors: list[Any]) -> Any:
 
 
 def multiply_add_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c of bfloat16 a and b in pairs: lane i of the sums takes in numbers 2i and 2i + 1."""
+    """Adds products of bfloat16 pairs: lane i of the result is c[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]."""
     kind = ir.VectorType(_Bfloat16(), 2 * LANES)
     function = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(VECTOR, [VECTOR, kind, kind]), "llvm.x86.avx512bf16.dpbf16ps.512"
@@ -244,13 +250,17 @@ def multiply_add_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(function, [c, builder.bitcast(a, kind), builder.bitcast(b, kind)])
 
 
-# Sums take 16 of 32 registers, or half of 16.
+# The most vectors of sums in a block. They use half of the CPU's registers.
 MOST_SUMS = 16 if LANES == 16 else 8
 MOST_TOKENS = MOST_SUMS // 4
 
 
 def for_tokens(emit: Callable[[int], Callable[..., None]]) -> Callable[..., None]:
-    """A function of sums and of what is multiplied, both a row a token, then of a block's other arguments."""
+    """Returns a function that applies blocks to any number of tokens.
+
+    emit(n) builds the block for n tokens. The function's first two arguments have one row per token. Its other
+    arguments are passed on to the blocks.
+    """
     most, three, two, one = emit(MOST_TOKENS), emit(3), emit(2), emit(1)
 
     @compiled

@@ -1,4 +1,4 @@
-"""What a worker is called with, as the 64-bit words of its job (see `language`)."""
+"""Packs the arguments of a worker into the 64-bit words of a job (see `language`)."""
 
 import struct
 from array import array
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from slora_kernels.cpu.language import NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS
 
-# A field as a job holds it, and fields that follow each other.
+# Words: one field of a job. JobWords: the words of consecutive fields.
 Words = tuple[int, int, int]
 JobWords: TypeAlias = "array[int]"
 Field = Words | Tensor | int | float
-# In place of a tensor that is not there.
+# Stands for an absent tensor.
 NOTHING: Words = (0, 1, 0)
 assert (NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS) == (0, 1, 2, 3)
 
 
 def pack(field: Field) -> Words:
-    """Numbers first: asking whether they are tensors is slow."""
+    """Packs one field. Numbers are tested first, because testing whether they are tensors is slow."""
     if isinstance(field, tuple):
         return field
     if isinstance(field, int):
@@ -32,7 +32,7 @@ def pack(field: Field) -> Words:
 
 @cache
 def _pack_float(number: float) -> Words:
-    """Of as many as a model's constants are."""
+    """Packs a float. The cache is unbounded, because a model only has a few constants."""
     return struct.unpack("q", struct.pack("d", number))[0], 0, 0
 
 
@@ -47,9 +47,11 @@ def pack_row(row: Tensor) -> Words:
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of what a model's numbers are multiplied by, bridges and weights of attention: bfloat16 in a model of bfloat16,
-    where two products may be one instruction; else float32, for weights times scales of V in fp8 reach below what a
-    float16 can be."""
+    """The dtype of values that are multiplied with the model's weights or KV: bridges and attention weights.
+
+    It is bfloat16 in a bfloat16 model, where one instruction may compute two products. Otherwise it is float32, because
+    an attention weight times a scale of V in fp8 may underflow float16.
+    """
     return dtype if dtype == torch.bfloat16 else torch.float32
 
 
@@ -58,10 +60,10 @@ def pack_all(*fields: Field) -> JobWords:
 
 
 def begin_job(items: int, *words: int) -> JobWords:
-    """The first words of a job, none of whose items is taken yet."""
+    """The first words of a job with `items` items. No item is taken yet."""
     return array("q", (0, 0, items, *words))
 
 
 def as_numbers(rows: Tensor, element_bytes: int) -> Words:
-    """Rows of something else, the pool's pages say, as the model's numbers."""
+    """Packs rows of another dtype, such as the pool's pages, as elements of `element_bytes` bytes."""
     return rows.data_ptr(), rows.shape[0], rows.stride(0) * rows.element_size() // element_bytes
