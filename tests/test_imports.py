@@ -1,4 +1,5 @@
-"""Processes and commands import no more than they need. The contracts in pyproject.toml say which way imports point."""
+"""Processes and commands import no more than they need. pyproject.toml has the contracts for the direction of
+imports."""
 
 import os
 import subprocess
@@ -15,7 +16,7 @@ from tests.support.peft_adapters import make_adapter
 from tests.support.tiny_models import make_model, write_model
 
 ROOT = Path(__file__).parents[1]
-# In the order of the layers: each may import those before it.
+# In the order of the layers. Each layer may import the layers before it.
 LAYERS = {
     "slora_kernels": ROOT / "kernels" / "slora_kernels",
     "slora_adapters": ROOT / "adapters" / "slora_adapters",
@@ -26,7 +27,7 @@ SOURCES = os.pathsep.join(str(folder.parent) for folder in LAYERS.values())
 
 
 def run_python(code: str, *arguments: str, hidden: Iterable[str]) -> subprocess.CompletedProcess[str]:
-    """Runs `code` in a fresh interpreter that finds none of the `hidden` packages."""
+    """Runs `code` in a new interpreter that cannot import the `hidden` packages."""
     hide = f"""
 import sys
 from importlib.machinery import PathFinder
@@ -47,7 +48,8 @@ sys.meta_path[:] = [Finder() if finder is PathFinder else finder for finder in s
 
 
 def requirements(distribution: str) -> set[str]:
-    """What pip would install for a distribution without extras, by canonical names, itself included."""
+    """All packages that pip installs for `distribution` without extras, by canonical name, including the
+    distribution itself."""
     found: set[str] = set()
     wanted = [distribution]
     while wanted:
@@ -66,7 +68,7 @@ def requirements(distribution: str) -> set[str]:
 
 
 def test_llm_serves_adapters_where_only_its_own_requirements_are_installed(tmp_path: Path) -> None:
-    """As on a bare GPU box: torch, triton, transformers, safetensors, numpy, and what these bring."""
+    """The packages of a bare GPU machine: torch, triton, transformers, safetensors, numpy, and their dependencies."""
     own = ("torch", "triton", "transformers", "safetensors", "numpy")
     allowed = set().union(*map(requirements, own)) | {"slora"}
     hidden = {
@@ -94,7 +96,8 @@ asyncio.run(main())
     assert done.stdout.split() == ["torch", "4", "4"]
 
 
-# What an API process imports of the engine; of the layers below and above it imports everything.
+# The modules of the engine that an API process imports. It imports all modules of the layers below and above the
+# engine.
 LIGHT = [
     "slora",
     "slora.text.answer",

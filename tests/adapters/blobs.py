@@ -1,4 +1,4 @@
-"""Whole blobs, for comparing."""
+"""Reads complete blobs, so that tests can compare them."""
 
 from contextlib import closing
 
@@ -7,7 +7,8 @@ from slora_adapters.store.store import Blob, Store
 
 
 def read_members(store: Store, digest: str, piece_bytes: int = 1 << 20) -> dict[str, bytes]:
-    """Read piece by piece; from the copy that came next where one went while it was read. Raises AdapterNotFound."""
+    """Reads a blob piece by piece. Starts again if a new copy replaced the blob during the read. Raises
+    AdapterNotFound."""
     for _ in range(100):
         with closing(store.open(digest)) as blob:
             try:

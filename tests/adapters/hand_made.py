@@ -1,4 +1,4 @@
-"""Adapters written by hand, without torch or PEFT: small, quick, and as wrong as a test wants them."""
+"""Small adapters built without torch or PEFT, valid or with any fault that a test needs."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -43,7 +43,8 @@ def make_tensors(rank: int = 2, seed: int = 0, shape: ModelShape = SHAPE) -> Ten
 def make_members(
     config: Mapping[str, object] | None = None, tensors: Tensors | None = None, **extras: str
 ) -> dict[str, bytes]:
-    """Files of an adapter by name; `extras` by name with `_dot_` for the dot."""
+    """The files of an adapter by name. extras: further files; `_dot_` in a keyword stands for the dot of the file
+    name."""
     members = {
         "adapter_config.json": json.dumps(make_config() if config is None else config).encode(),
         "adapter_model.safetensors": save(make_tensors() if tensors is None else tensors),
@@ -59,7 +60,7 @@ def write_directory(directory: Path, members: Mapping[str, bytes]) -> Path:
 
 
 def reason_codes(members: Mapping[str, bytes], limits: AdapterLimits | None = None) -> list[str]:
-    """Codes of all reasons why the adapter is refused, in order and once each; empty if it is accepted."""
+    """Codes of all reasons for a refusal, in order and without repeats. Empty if the adapter is accepted."""
     try:
         parse_adapter({n: memoryview(raw) for n, raw in members.items()}, SHAPE, limits or AdapterLimits())
     except AdapterInvalid as error:

@@ -1,4 +1,4 @@
-"""Tiny random base models, and adapters on them made by PEFT itself: the oracle of these tests."""
+"""Tiny random base models, and adapters made by PEFT itself. PEFT is the oracle of these tests."""
 
 from functools import cache
 from pathlib import Path
@@ -11,7 +11,7 @@ from slora_adapters.peft.module_names import ModuleId
 from slora_kernels.layout import llama_shape
 from tests.support import peft_adapters
 
-# Widths that share no factor with a segment, grouped queries, and a head size that is not hidden / heads.
+# Widths that are no multiple of a segment, grouped-query attention, and a head size that is not hidden size / heads.
 VOCAB_SIZE = 64
 INTERMEDIATE_SIZE = 72
 SHAPE = llama_shape(
@@ -41,14 +41,14 @@ def base_config(family: str) -> LlamaConfig | Qwen2Config:
 
 
 def base_model(family: str = "llama") -> PreTrainedModel:
-    """The same weights in a new model each time, as PEFT changes the one that it is given."""
+    """A new model with the same weights at each call, because PEFT modifies the model that it is given."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM}[family](base_config(family))
 
 
 def deltas_by_peft(directory: Path, family: str = "llama") -> dict[ModuleId, torch.Tensor]:
-    """What PEFT adds to each module's weight when it loads this directory."""
+    """The delta that PEFT adds to each module's weight when it loads the adapter in `directory`."""
     with peft_adapters.quiet_peft():
         model = PeftModel.from_pretrained(base_model(family), directory)
     found = {}
@@ -68,5 +68,5 @@ def make_adapter(
     dtype: torch.dtype = torch.float32,
     **lora: object,
 ) -> PeftModel:
-    """Makes and saves an adapter with random A and B on a new base. `lora`: fields of LoraConfig."""
+    """Makes and saves an adapter with random A and B on a new base. lora: fields of LoraConfig."""
     return peft_adapters.make_adapter(directory, base_model(family), seed=seed, dtype=dtype, **lora)

@@ -1,4 +1,4 @@
-"""Where registries are kept: every test of the contract runs on each of them."""
+"""The storages of registries. Every test of the registry's contract runs on each storage."""
 
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from tests.redis_server import RedisServer
 
 @dataclass
 class OpenStorage:
-    """Opens a registry's storage; called again, the same one, as another process would.
+    """Opens a registry's storage. A second call opens the same storage, as another process would.
 
-    url: of the Redis, or empty; both are what another process needs for `open_registry`.
+    url: URL of the Redis server, or empty. Another process needs the database path and the url for `open_registry`.
     """
 
     stack: ExitStack
@@ -36,14 +36,14 @@ class OpenStorage:
 
 @pytest.fixture(params=["sqlite", "redis"])
 def open_storage(request: pytest.FixtureRequest, tmp_path: Path):
-    """It is empty."""
+    """Opens an empty storage."""
     url = empty(request.getfixturevalue("shared_redis")) if request.param == "redis" else ""
     with ExitStack() as stack:
         yield OpenStorage(stack, tmp_path / "slora.db", url)
 
 
 def empty(server: RedisServer) -> str:
-    """Its URL."""
+    """Empties the server and returns its URL."""
     with server.client() as client:
         client.flushall()
     return server.url

@@ -1,4 +1,4 @@
-"""A file store with a few valid adapters in it, and a way to hold up its reads."""
+"""A file store with a few valid adapters, and a way to delay its reads."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tens
 
 
 class Stock:
-    """Adapters by number, each with weights of its own; `packed` is what a loader must produce of it."""
+    """Adapters by number, each with its own weights. `packed` is the packed form that a loader must produce."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -27,7 +27,7 @@ class Stock:
         self.packed: dict[str, PackedAdapter] = {}
 
     def add(self, number: int, rank: int = 2) -> str:
-        """The digest of a new adapter."""
+        """Adds a new adapter and returns its digest."""
         folder = write_directory(
             self.root / f"adapter-{number}",
             make_members(make_config(r=rank), make_tensors(rank, seed=number)),
@@ -38,14 +38,14 @@ class Stock:
         return adapter.digest
 
     def damage(self, digest: str) -> None:
-        """Flips one bit of the weights at rest."""
+        """Flips one bit of the stored weights."""
         path = self.store_path / "blobs" / digest[:2] / digest / "adapter_model.safetensors"
         raw = bytearray(path.read_bytes())
         raw[-1] ^= 1
         path.write_bytes(raw)
 
     def hang(self, digest: str) -> None:
-        """Makes every read of the blob wait for ever: a pipe that nobody writes stands in for a file."""
+        """Makes every read of the blob block for ever: replaces a file with a pipe that has no writer."""
         path = self.store_path / "blobs" / digest[:2] / digest / "adapter_config.json"
         path.unlink()
         os.mkfifo(path)
@@ -60,7 +60,7 @@ class Stock:
 
 
 class GatedStore:
-    """A store whose reads of some digests wait until they are let through; it counts reads."""
+    """A store that counts reads. Reads of the chosen digests wait until a test lets them through."""
 
     def __init__(self, store: FileStore) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""A reserve is there whole or not at all, and says whether changes are allowed."""
+"""The disk reserve exists completely or not at all, and decides whether changes are allowed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A small file is whole at whatever instant its writer dies, and absent or old if its disk was full."""
+"""A small file is complete whenever its writer dies. If the disk was full, it is absent or has its old content."""
 
 import os
 import stat
@@ -13,7 +13,7 @@ import pytest
 from slora_adapters.durable_file import create_durably, replace_durably
 from tests.support.file_limit import largest_file
 
-# Dies at the n-th operation on the file system (audit events of Python) within the call that argv names.
+# A process that dies at its n-th file system operation (an audit event of Python) within the call named in argv.
 DIES = """
 import os, signal, sys
 from pathlib import Path
@@ -33,7 +33,7 @@ print("survived")
 
 
 def run_and_die(function: str, path: Path, after: int) -> bool:
-    """Whether the process got through the call."""
+    """Runs the process. Returns whether it completed the call."""
     command = [sys.executable, "-P", "-c", DIES, function, str(path), str(after)]
     done = subprocess.run(command, env={"PYTHONPATH": "adapters:kernels"}, capture_output=True, check=False)
     assert done.returncode in (0, -9), done.stderr

@@ -1,4 +1,4 @@
-"""The page that a child process and its supervisor share."""
+"""The memory page with which a child process reports heartbeats to its supervisor."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ def test_another_process_writes_what_this_one_reads(page: HeartbeatPage) -> None
 
 
 def beats_of(heartbeat: Heartbeat, page: HeartbeatPage, is_over: Callable[[Beat], bool]) -> list[Beat]:
-    """What the page showed until `is_over` holds of it."""
+    """All beats that the page showed until `is_over` returned True for one."""
     seen: list[Beat] = []
 
     async def main() -> None:
@@ -64,7 +64,8 @@ def test_a_heartbeat_tells_what_it_measures(page: HeartbeatPage) -> None:
 
 
 def test_the_event_loops_own_computing_is_not_told(page: HeartbeatPage) -> None:
-    """The page is polled on the loop's thread, which computes; nothing else does."""
+    """The page is polled on the event loop's thread, which also computes. No other thread does, so the CPU time
+    stays near 0."""
     heartbeat = Heartbeat(os.dup(page.descriptor), computes_here=True)
     begun_s = time.thread_time()
 
@@ -77,6 +78,6 @@ def test_the_event_loops_own_computing_is_not_told(page: HeartbeatPage) -> None:
 
 
 def test_the_end_of_the_start_is_told_at_once(page: HeartbeatPage) -> None:
-    """Born from a bug: a child that hung before its next beat was taken for one that still starts, for ever."""
+    """Born from a bug: a child that hung before its next heartbeat was considered to be starting, for ever."""
     Heartbeat(os.dup(page.descriptor), computes_here=True).begin_serving()
     assert page.read().is_serving

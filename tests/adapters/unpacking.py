@@ -1,4 +1,5 @@
-"""Reads rows out of a packed adapter one by one, by the words of the layout alone: slow, and independent of packing."""
+"""Reads the rows of a packed adapter one by one, directly from the layout. It is slow, and independent of the
+packing code."""
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ STORAGE = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 def unpack(
     packed: PackedAdapter, shape: ModelShape, dtype: str, module_id: ModuleId
 ) -> tuple[npt.NDArray, npt.NDArray]:
-    """A [rank, in width] and B [out width, rank] of one module; bfloat16 as bit patterns."""
+    """A [rank, in width] and B [out width, rank] of one module. bfloat16 is returned as bit patterns."""
     site = [site for site in shape.sites if site.first_module <= module_id][-1]
     _, group_start = packed.layout.groups[site.group]
     rank, first_row, b_start = packed.layout.modules[module_id]

@@ -1,4 +1,4 @@
-"""Every kernel test runs on every implementation: Triton natively on a GPU, in its interpreter elsewhere."""
+"""Every kernel test runs on every implementation. Triton runs natively on a GPU and in its interpreter elsewhere."""
 
 import importlib.util
 import os
@@ -10,7 +10,7 @@ import torch
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.ops import Kernels
 
-# Deterministic mode (see `poisoned_memory`) wants this of a GPU's matmuls, before the first of them.
+# Deterministic mode (see `poisoned_memory`) needs this variable before the GPU's first matmul.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 NAMES = ("torch", "triton") + (("numba",) if importlib.util.find_spec("numba") else ())
@@ -29,13 +29,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture
 def device(kernels: Kernels) -> str:
-    """Where the kernels under test run: a GPU if there is one, except for those that are a CPU's."""
+    """The device of the kernels under test: a GPU if there is one, except for CPU kernels."""
     return "cuda" if torch.cuda.is_available() and kernels.name != "numba" else "cpu"
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """Fresh tensors are full of NaN, so that a result which reads what nobody wrote shows it."""
+    """Fills new tensors with NaN, so that a result that depends on uninitialised memory is NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

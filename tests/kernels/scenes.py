@@ -1,4 +1,4 @@
-"""A page pool for kernel tests: adapters and contexts scattered over its pages, every other byte NaN."""
+"""A page pool for kernel tests. Adapters and contexts are scattered over its pages; every other byte is NaN."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +11,15 @@ from slora_kernels.batch import AdapterTables, AttentionBatch, KVGeometry, LoraT
 from slora_kernels.layout import SEGMENT_BYTES, ModelShape, lay_out_adapter
 from slora_kernels.reference import write_kv
 
-# A result is rounded once to its dtype: half a unit of 2^-7 or 2^-10, or a whole one where the interpreter cuts off.
-# Sums of some hundred float32 products of size 1 are off by a few 1e-7 (root of the number times 6e-8).
+# A result is rounded once to its dtype: by half a unit of 2^-7 or 2^-10, or by a whole unit where the interpreter
+# truncates. Sums of some hundred float32 products of size 1 are off by a few 1e-7 (the square root of their number
+# times 6e-8).
 UNIT = {torch.float32: 4e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
 def check_close(actual: Tensor, expected: Tensor, *, units: float = 2.0, size: float = 1.0) -> None:
-    """Within `units` roundings of the dtype, relative to the value or to `size`, that of its terms."""
+    """Checks that the error is within `units` roundings of the dtype, relative to the value or to `size`, the size
+    of its terms."""
     unit = UNIT[actual.dtype] * units
     torch.testing.assert_close(actual.double(), expected.double(), rtol=unit, atol=unit * size)
 
@@ -39,7 +41,7 @@ def build_adapters(
     device: str = "cpu",
     seed: int = 0,
 ) -> AdapterScene:
-    """Adapters with `ranks[slot][module]` in scattered pages; all other bytes are NaN."""
+    """Adapters with `ranks[slot][module]` in scattered pages. All other bytes are NaN."""
     random = torch.Generator().manual_seed(seed)
     page_bytes = shape.page_bytes(block_tokens) * shape.num_layers
     layouts = [lay_out_adapter(shape, adapter) for adapter in ranks]
@@ -78,7 +80,7 @@ def _fill_rows(
 
 
 def build_tiles(runs: Sequence[tuple[int, int, int]], tables: AdapterTables) -> LoraTiles:
-    """Tiles (slot, first token, tokens), each with its own weight."""
+    """Builds one tile for each (slot, first token, tokens), with its own weight."""
     device = tables.groups.device
     slots = [slot for slot, _, _ in runs]
     return LoraTiles(
@@ -106,9 +108,10 @@ def build_attention(
     device: str = "cpu",
     seed: int = 0,
 ) -> AttentionScene:
-    """Sequences (query tokens, context) over scattered pages; what no token of a chunk sees is NaN.
+    """Sequences of (query tokens, context) over scattered pages. KV that no token of a chunk attends to is NaN.
 
-    Blocks wholly behind the window of a chunk's first token are gone: their entries name a page of NaN.
+    Blocks that lie wholly behind the window of a chunk's first token are freed. Their block table entries name a page
+    of NaN.
     """
     random = torch.Generator().manual_seed(seed)
     needed = [-(-context // geometry.block_tokens) for _, context in chunks]

@@ -13,12 +13,12 @@ CHUNKS = [(5, 5), (16, 16), (17, 40), (2, 130), (37, 64), (200, 210)]
 MIXED = [(1, 33), (23, 23), (1, 1), (1, 200), (7, 150)]
 
 
-# Shorter than a block, a block, across blocks and rounds of every walk, longer than any context; and soft caps, tight
-# enough to bend most scores.
+# Windows: shorter than a block, one block, across blocks and loop rounds of every kernel, and longer than any context.
+# The soft-caps are low enough to change most scores.
 WINDOWS = (3, 16, 77, 400)
 RULES = (*((window, None) for window in WINDOWS), (None, 1.5), (77, 1.5))
 WINDOWED = [(1, 1), (1, 5), (1, 17), (1, 90), (1, 300), (5, 5), (23, 23), (41, 140), (7, 150)]
-# Not powers of two among them (Phi-3 has 96), and as wide as Gemma's.
+# Some head sizes are not powers of two (Phi-3 has 96), and some are as wide as Gemma's.
 WINDOW_HEADS = (
     (2, 2, 32, 16),
     (6, 2, 16, 8),
@@ -84,7 +84,7 @@ def test_attention_works_in_half_precision(kernels: Kernels, device: str) -> Non
 def pair_rules_with_heads(
     *, every: bool
 ) -> list[tuple[tuple[int | None, float | None], tuple[int, int, int, int]]]:
-    """Each rule with one shape; with `every`, all with all."""
+    """Pairs each rule with one shape. With `every`, returns all combinations."""
     pairs = [(rule, heads) for rule in RULES for heads in WINDOW_HEADS]
     return pairs if every else pairs[:: len(WINDOW_HEADS) + 1]
 
@@ -109,7 +109,7 @@ def test_a_cap_far_above_the_scores_changes_little_and_one_of_nothing_averages(
 ) -> None:
     scene = build(HEADS[0], torch.float32, [(1, 33), (7, 20)], device)
     plain = attend(kernels, scene, make_rule(scene))
-    # tanh is one minus something, off by 1e-7 of the cap.
+    # tanh is computed as one minus a term, so its error is up to 1e-7 of the cap.
     torch.testing.assert_close(
         attend(kernels, scene, make_rule(scene, softcap=50.0)), plain, atol=3e-2, rtol=0
     )
@@ -155,7 +155,10 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(
 def test_a_key_that_is_no_number_is_one_for_all_who_see_it(
     kernels: Kernels, device: str, dtype: torch.dtype, softcap: float | None, chunk: tuple[int, int]
 ) -> None:
-    """In the second KV head, which half of the heads read, of token 30: only the last rows of a chunk of 12 see it."""
+    """The key of token 30 is NaN in the second KV head, which half of the query heads read.
+
+    Of a chunk of 12 tokens, only the last rows attend to token 30.
+    """
     scene = build(HEADS[1], dtype, [chunk], device)
     page = int(scene.batch.block_tables[0, 30 // 8])
     reference.view_layer(scene.pages, scene.geometry, scene.layer)[page, 0, 1, 30 % 8, 3] = torch.nan

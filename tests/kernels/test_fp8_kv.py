@@ -1,4 +1,4 @@
-"""K and V in fp8: what is written for each number, what is read of each code, and attention over such pages."""
+"""KV cache in fp8: the code written for each number, the number read from each code, and attention over fp8 pages."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ from tests.kernels.test_attention import (
 )
 
 LATE = pytest.mark.compiled_late
-# All that are finite, least first; the last is 448.
+# All finite non-negative numbers in ascending order. The last one is 448.
 NUMBERS = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
 ALL_NUMBERS = torch.cat((-NUMBERS.flip(0), NUMBERS))
 
@@ -47,7 +47,7 @@ def build(
 
 
 def write(kernels: Kernels, scene: AttentionScene, k: Tensor, v: Tensor) -> Tensor:
-    """k, v [T, Hk, D] of the batch's tokens, not rotated, into a copy of the pages."""
+    """Writes k and v [T, Hk, D] of the batch's tokens, without rotation, into a copy of the pages."""
     pages, geometry = scene.pages.clone(), scene.geometry
     q = torch.zeros(len(k), geometry.num_heads, geometry.head_dim, dtype=k.dtype, device=k.device)
     qkv = torch.cat((q, k, v), dim=1).flatten(1)
@@ -57,7 +57,7 @@ def write(kernels: Kernels, scene: AttentionScene, k: Tensor, v: Tensor) -> Tens
 
 
 def nearest(values: Tensor) -> Tensor:
-    """By looking at all of them: the codes uint8 of the nearest numbers; of two, that of an even code."""
+    """The uint8 codes of the nearest numbers, found by comparing all of them. In a tie, the even code is chosen."""
     distances = (values.double().abs()[..., None] - NUMBERS).abs()
     even_first = (distances * 2**20 + torch.arange(0x7F) % 2 * 2**-20).argmin(-1).to(torch.uint8)
     return even_first | torch.where(values.signbit(), 0x80, 0).to(torch.uint8)
@@ -70,7 +70,7 @@ def test_every_number_is_rounded_to_the_nearest_and_ties_to_even(kernels: Kernel
     values = torch.cat((values, -values))
     tokens, heads, head_dim = -(-len(values) // (2 * 63)), 2, 64
     scene = build((heads, heads, head_dim, 16), torch.float32, [(tokens, tokens)], device)
-    # With 448 in each vector its scale is one.
+    # A vector that contains 448 has a scale of one.
     v = torch.full((tokens, heads, head_dim), 448.0)
     v[..., 1:] = torch.nn.functional.pad(values, (0, tokens * heads * 63 - len(values))).view(
         tokens, heads, 63
@@ -86,7 +86,7 @@ def test_every_number_is_rounded_to_the_nearest_and_ties_to_even(kernels: Kernel
 
 
 def test_every_code_is_read_as_its_number(kernels: Kernels, device: str) -> None:
-    """A token that sees itself alone gets its V."""
+    """A token that attends only to itself gets its own V."""
     scene = build((2, 2, 64, 16), torch.float32, [(1, 1), (1, 1)], device)
     for side, (page, offset) in enumerate(divmod(slot, 16) for slot in scene.batch.kv_slots.tolist()):
         numbers = reference.view_layer(scene.pages, scene.geometry, scene.layer)[page, 1, :, offset]
@@ -119,13 +119,14 @@ def test_a_scale_is_the_least_that_clips_nothing(kernels: Kernels, device: str, 
             read = reference.view_layer(pages.cpu(), scene.geometry, scene.layer)[
                 page, side, :, offset
             ].double()
-            # Half a step of four significant bits, or of the smallest numbers.
+            # Half a step at four significant bits, or half a step of the smallest numbers.
             error = (read * scale - exact[token].double()).abs()
             assert bool((error <= (exact[token].double().abs() / 16).maximum(scale * 2**-10) * 1.0001).all())
 
 
 def check_pages(pages: Tensor, expected: Tensor, geometry: KVGeometry) -> None:
-    """The same but for a step here and there, where float32 is at the other side of a tie; NaN where nobody wrote."""
+    """Checks that pages are equal, except for single steps where float32 rounds a tie differently. Unwritten bytes
+    are NaN."""
     for layer in range(geometry.num_layers):
         scales, wanted = (reference.view_scales(x, geometry, layer) for x in (pages, expected))
         assert torch.equal(scales.isnan(), wanted.isnan())
@@ -133,7 +134,7 @@ def check_pages(pages: Tensor, expected: Tensor, geometry: KVGeometry) -> None:
         codes, wanted_codes = (
             reference.view_layer(x, geometry, layer).view(torch.uint8).int() for x in (pages, expected)
         )
-        # A zero may be of either sign.
+        # Zeros may have either sign.
         apart = (codes - wanted_codes).abs() * ((codes | wanted_codes) & 0x7F != 0)
         assert int(apart.max()) <= 1 and float((apart > 0).float().mean()) < 0.01
     end = geometry.layout.num_bytes
@@ -216,7 +217,7 @@ def test_attention_over_fp8_pages_matches_its_twin(
 
 @LATE
 def test_v_too_small_for_half_precision_keeps_its_bits(kernels: Kernels, device: str) -> None:
-    """Scales of a model in float16 reach below what a float16 can be."""
+    """The scales of a float16 model may be smaller than the smallest float16."""
     scene = build(HEADS[0], torch.float16, MIXED, device)
     reference.view_scales(scene.pages, scene.geometry, scene.layer)[:, 1].mul_(2.0**-12)
     expected = reference.attend(scene.q, scene.pages, scene.geometry, 1, scene.batch, AttentionRule(0.1))
@@ -249,7 +250,8 @@ def test_a_sequence_over_fp8_pages_gets_the_same_bits_alone_and_in_a_batch(
 def test_what_is_not_finite_is_nan_for_whoever_sees_it(
     kernels: Kernels, device: str, side: int, wrong: float
 ) -> None:
-    """A chunk writes its last token with one wrong number, in the second KV head, which half of the heads read."""
+    """A chunk writes its last token with one non-finite number, in the second KV head, which half of the query heads
+    read."""
     for chunks in ([(1, 40)], [(5, 40)]):
         scene = build((6, 2, 16, 8), torch.float32, chunks, device)
         sides = torch.randn(2, len(scene.q), 2, 16)
@@ -264,7 +266,7 @@ def test_a_page_of_fp8_holds_almost_twice_the_tokens() -> None:
     llama = llama_shape(32, 4096, 32, 8, 128, 14336, 128256, 2)
     assert llama.page_bytes(16) == 65536
     assert llama.page_bytes(16, KVFormat.FP8) == 32768 + 2 * 8 * 16 * 2
-    # 4096 numbers and 32 scales: padded to whole segments, whatever the heads.
+    # 4096 numbers and 32 scales, padded to whole segments for any number of heads.
     narrow = llama_shape(1, 128, 2, 1, 128, 256, 100, 2)
     assert narrow.page_bytes(16, KVFormat.FP8) == 4096 + 256
     assert llama_shape(1, 48, 4, 1, 12, 72, 100, 4).page_bytes(2, KVFormat.FP8) == 256

@@ -9,7 +9,7 @@ from slora_kernels.ops import Kernels
 def test_the_likeliest_token_is_the_first_of_equals_wherever_it_lies(
     kernels: Kernels, device: str, dtype: torch.dtype, width: int
 ) -> None:
-    """As max finds it; what is not a number is found, whatever its sign."""
+    """The kernel agrees with torch's max. A NaN is returned, whatever its sign."""
     random = torch.Generator().manual_seed(width)
     logits = torch.randn(14, width, generator=random).round()
     logits[0, width // 2] = torch.nan

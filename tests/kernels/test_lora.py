@@ -9,17 +9,17 @@ from slora_kernels.layout import LoraSite, llama_shape
 from slora_kernels.ops import Kernels
 from tests.kernels.scenes import AdapterScene, build_adapters, build_tiles, check_close
 
-# Two layers, embedding and head; ranks differ by adapter, by layer and by module, and some modules have none.
+# Ranks for two layers, the embedding and the head. They differ by adapter, layer and module. Some modules have none.
 RANKS = [
     [*[8] * 7, *[5] * 7, 0, 0],
     [0, 5, 12, 64, 0, 128, 1, 128, 64, 0, 3, 8, 0, 12, 5, 12],
     [*[0] * 7, 0, 0, 0, 0, 12, 5, 0, 128, 0],
     [*[64] * 7, 12, 0, 0, 128, 64, 64, 8, 0, 64],
 ]
-# (slot, first token, tokens) of 31 tokens; tokens 7 to 9 and 30 are the base model's.
+# (slot, first token, tokens) of 31 tokens. Tokens 7 to 9 and 30 belong to the base model.
 RUNS = [(0, 0, 1), (1, 1, 5), (3, 6, 1), (2, 10, 7), (0, 17, 13)]
 TOKENS = 31
-# Groups of a layer, in their order.
+# The module groups of a layer, in order.
 QKV, OUTPUT, GATE_UP, DOWN = range(4)
 GROUPS = pytest.mark.parametrize("group", (QKV, OUTPUT, GATE_UP, DOWN), ids=("qkv", "o", "gate_up", "down"))
 
@@ -70,7 +70,7 @@ def test_mixed_ranks_in_scattered_pages_match_the_twin(
     tiles = build_tiles(RUNS, scene.tables)
     site = scene.shape.layer_sites(layer)[group]
     x, out = make_inputs(scene, site)
-    # Whoever reads a token outside its tile gets NaN.
+    # A read of a token outside its tile returns NaN.
     x[7:10] = torch.nan
     expected, before = out.clone(), out.clone()
     run_twin(scene, tiles, x, expected, site)
@@ -84,7 +84,7 @@ def test_an_adapted_embedding_matches_the_twin(kernels: Kernels, device: str, dt
     scene = build(dtype, device)
     site, tiles = scene.shape.embedding_site, build_tiles(RUNS, scene.tables)
     _, out = make_inputs(scene, site)
-    # The first and the last token of the vocabulary, and those beside a segment's edge.
+    # The first and the last token of the vocabulary, and tokens next to a segment's edge.
     token_ids = torch.arange(TOKENS, device=device) * 37 % site.in_width
     edges = torch.tensor([0, 63, 64, 127, 128, 255, 256, site.in_width - 1])
     token_ids[17 : 17 + len(edges)] = edges.to(device)
@@ -140,7 +140,7 @@ def test_a_token_gets_the_same_bits_alone_and_in_a_batch(
         before = together.clone()
         run_group(kernels, scene, tiles, x, together, site)
         for index, (slot, first, size) in enumerate(RUNS):
-            # The interpreter's dot is numpy's, whose sums depend on the row; a GPU's do not.
+            # The interpreter's dot is numpy's, whose sums depend on the row. A GPU's sums do not.
             interpreted = kernels.name == "triton" and device == "cpu"
             for token in {first} if interpreted else {first, first + size - 1}:
                 alone = before[token : token + 1].clone()
@@ -170,7 +170,7 @@ def test_long_tiles_beside_short_ones_match_the_twin(
 def test_an_empty_tile_changes_nothing_wherever_it_stands(
     kernels: Kernels, device: str, dtype: torch.dtype
 ) -> None:
-    """Lists of tiles are filled up to a length that was captured; what fills them names a slot and no token."""
+    """Lists of tiles are padded to the captured length. A padding tile names a slot and zero tokens."""
     scene = build(dtype, device)
     full = build_tiles(RUNS, scene.tables)
     gaps = [0, 2, 3, 5]

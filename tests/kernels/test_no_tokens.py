@@ -1,4 +1,4 @@
-"""No token at all is a batch like any other: results are empty and nothing else changes."""
+"""A batch without tokens is valid: results are empty, and nothing else changes."""
 
 import pytest
 import torch

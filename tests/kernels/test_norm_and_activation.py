@@ -55,7 +55,7 @@ def test_act_mul_matches_its_twin(
     kernels: Kernels, device: str, dtype: torch.dtype, shape: tuple[int, int], activation: Activation
 ) -> None:
     gate_up = torch.randn(shape[0], 2 * shape[1], dtype=dtype, device=device) * 4
-    # What is left of a gate far below 0 is a difference of numbers as large as the gate.
+    # For a gate far below 0, the result is a difference of numbers as large as the gate.
     expected = reference.act_mul(gate_up, activation)
     check_close(kernels.act_mul(gate_up, activation), expected, units=1, size=4.0)
 

@@ -9,15 +9,15 @@ from tests.kernels.scenes import UNIT, check_close
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMS = (torch.int8, torch.float8_e4m3fn)
-# (tokens, input width, rows): odd ones, and those that the fast paths of each implementation are for.
+# (tokens, input width, rows): odd shapes, and shapes for the fast paths of each implementation.
 SHAPES = ((1, 64, 64), (3, 72, 20), (17, 300, 130), (8, 128, 192), (130, 200, 70))
 
 
 def make_weight(rows: int, width: int, form: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """Every number that the form knows is in it if it is large enough; scales differ a thousandfold."""
+    """A large enough weight contains every number of the format. The scales differ by a factor of up to a thousand."""
     patterns = torch.arange(256, dtype=torch.uint8)
     if form == torch.float8_e4m3fn:
-        patterns = patterns[(patterns & 0x7F) != 0x7F]  # those two are NaN
+        patterns = patterns[(patterns & 0x7F) != 0x7F]  # these two codes are NaN
     values = patterns[torch.arange(rows * width) * 37 % len(patterns)].view(form).view(rows, width)
     return values.to(device), torch.logspace(-4, -1, rows).to(device)
 
@@ -36,7 +36,7 @@ def test_a_quantized_linear_matches_its_twin(
     expected = reference.quantized_linear(x, values, scales, bias)
     actual = kernels.quantized_linear(x, values, scales, bias)
     assert actual.dtype == dtype and actual.shape == (tokens, rows)
-    # Before their scale, the sums of all rows are of the same size.
+    # Before scaling, the sums of all rows have about the same size.
     size = float(values.float().square().mean().sqrt()) * width**0.5
     error = (actual.double() - expected.double()).abs() / scales
     assert (error <= 2 * UNIT[dtype] * (expected.double().abs() / scales + size)).all()

@@ -6,7 +6,7 @@ from slora_kernels.batch import KVGeometry, QueryKeyNorm
 from slora_kernels.ops import Kernels
 from tests.kernels.scenes import build_attention, check_close
 
-# (query heads, KV heads, head dim, block tokens, rotated dimensions); Phi-2 turns 32 of 80, GPT-NeoX a quarter.
+# (query heads, KV heads, head dim, block tokens, rotated dimensions). Phi-2 rotates 32 of 80, GPT-NeoX a quarter.
 HEADS = (
     (2, 2, 64, 16, 64),
     (6, 2, 16, 8, 16),
@@ -55,7 +55,7 @@ def test_q_is_rotated_and_only_the_slots_of_k_and_v_are_written(
     q = kernels.rotate_and_write_kv(qkv, cos_sin, scene.pages, geometry, 1, step, norms)
     assert q.shape == (7, num_heads, head_dim)
     check_close(q, expected, units=1)
-    # NaN where nobody wrote, and the same values elsewhere.
+    # Unwritten values are NaN in both, and the other values are equal.
     actual, wanted = scene.pages.view(dtype), expected_pages.view(dtype)
     assert torch.equal(actual.isnan(), wanted.isnan())
     check_close(actual.nan_to_num(), wanted.nan_to_num(), units=1)

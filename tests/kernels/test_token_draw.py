@@ -1,4 +1,5 @@
-"""Filters against transformers' own warpers; kernels against their twins; what a draw may depend on, and what not."""
+"""Sampling kernels: filters agree with transformers' own warpers, kernels with their torch twins, and rows are
+independent."""
 
 from collections.abc import Sequence
 
@@ -24,7 +25,7 @@ from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.ops import Kernels
 from slora_kernels.token_draw import race, truncate, weigh
 
-# Of Triton's kernels: a GPU if there is one.
+# The device of Triton's kernels: a GPU if there is one.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -42,7 +43,7 @@ def make_draws(
     keys: Sequence[int] | None = None,
     device: torch.device = DEVICE,
 ) -> Draws:
-    """top_k 0 is off."""
+    """Sampling parameters of each row. A top_k of 0 disables the filter."""
     count = len(top_k)
     whole = [rows or range(count), keys or range(count), [k or NO_TOP_K for k in top_k]]
     fractions = [temperature or [1.0] * count, top_p, min_p]
@@ -50,20 +51,20 @@ def make_draws(
 
 
 def find_cutoffs(weights: torch.Tensor, draws: Draws) -> list[float]:
-    """By Triton's kernel, of whole numbers [N, width]."""
+    """The cutoffs that Triton's kernel finds for integer weights [N, width]."""
     launch, cutoffs = bind_token_cutoffs(weights.float().to(DEVICE), draws)
     launch.run()
     return cutoffs.tolist()
 
 
 def whole_weights(logits: torch.Tensor) -> torch.Tensor:
-    """float32 [N, width] of logits [N, V]."""
+    """float32 [N, width]: integer weights of logits [N, V]."""
     peaks = logits.amax(-1, keepdim=True)
     return weigh(logits, peaks, column(1.0, len(logits))).float()
 
 
 def kept(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """bool, like `logits` [B, V]."""
+    """bool, shaped like `logits` [B, V]: the tokens that pass the filters."""
     rows = len(logits)
     weights = weigh(logits, logits.amax(-1, keepdim=True), column(temperature, rows))
     limits = column(top_k or NO_TOP_K, rows, torch.int64), column(top_p, rows), column(min_p, rows)
@@ -109,13 +110,14 @@ def test_filters_keep_what_transformers_keeps(
     logits = torch.randn(12, vocab_size, generator=torch.Generator().manual_seed(3)) * 2
     mine = kept(logits, temperature, top_k, top_p, min_p)
     theirs = kept_by_transformers(logits, temperature, top_k, top_p, min_p)
-    # Close to 2**-42 of the likeliest, whole numbers are too coarse to tell all tokens apart.
+    # Near 2**-42 of the most probable token, integer weights are too coarse to tell all tokens apart.
     likelihoods = ((logits - logits.amax(-1, keepdim=True)) / temperature).double().exp()
     assert not (mine != theirs)[likelihoods > 2.0**-26].any()
 
 
 def test_equals_stay_or_go_together() -> None:
-    """No order among equals is made up: 16-bit logits have many, and ids say nothing about tokens."""
+    """Tokens with equal logits are kept or dropped together, because 16-bit logits have many ties and token ids
+    carry no order."""
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
     for top_k, top_p in ((2, 1.0), (3, 1.0), (0, 0.6), (3, 0.7)):
         assert kept(logits, 1.0, top_k, top_p, 0.0).tolist() == [[True, True, True, True, False]]
@@ -149,9 +151,9 @@ def test_filters_and_draw_of_a_row_are_the_same_bits_in_any_batch(
 
 
 def test_a_rounding_in_the_logits_changes_as_few_draws_as_can_be(soak: bool) -> None:
-    """Of n logits that are off by d, the share of draws that change is about d, however many tokens there are.
+    """If n logits are off by d, the share of changed samples is about d, whatever the vocabulary size.
 
-    The borders of a cumulative distribution shift all together: its inverse changes 200 times as many draws.
+    With an inverse CDF, all borders would shift together, and 200 times as many samples would change.
     """
     rounds, rows, vocab_size, off = (400 if soak else 20), 500, 32_000, 1e-4
     random = torch.Generator().manual_seed(0)
@@ -169,12 +171,12 @@ def test_a_rounding_in_the_logits_changes_as_few_draws_as_can_be(soak: bool) -> 
     assert changed <= 10 * off * rounds * rows
 
 
-# Rows that a search for a cutoff could get wrong, all of one width.
+# Rows for which a search for a cutoff is difficult, all of one width.
 WIDTHS = (256, 1024, 128_256)
 
 
 def awkward_rows(width: int) -> torch.Tensor:
-    """float32 [N, width], whole numbers up to ONE."""
+    """float32 [N, width]: integers up to ONE."""
     random = torch.Generator().manual_seed(width)
     logits = torch.randn(1, width, generator=random) * 3
     rows = {
@@ -248,7 +250,7 @@ def test_a_top_k_near_the_width_and_near_what_is_written_down(top_k: int) -> Non
 def test_cutoff_and_draw_of_a_row_are_its_twins_alone_and_in_any_batch(
     asked: list[tuple[int, float, float, int]], seed: int
 ) -> None:
-    """digits: how coarse weights are, and so how many are equal."""
+    """digits: the precision of the weights. Fewer digits make more ties."""
     random = torch.Generator().manual_seed(seed)
     keys = torch.randint(-(2**63), 2**63 - 1, (len(asked),), generator=random).tolist()
     logits = torch.stack(
@@ -292,7 +294,7 @@ def test_a_race_has_its_twins_winner(width: int) -> None:
 def test_weights_are_the_whole_part_of_what_they_stand_for(vocab_size: int, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(vocab_size)
     wide = (torch.randn(4, vocab_size + 5, generator=random) * 4).to(dtype).to(DEVICE)
-    logits = wide[:, :vocab_size]  # rows that do not lie side by side
+    logits = wide[:, :vocab_size]  # a view whose rows are not contiguous
     peaks = logits.float().amax(-1)
     draws = make_draws([0] * 3, [1.0] * 3, [0.0] * 3, temperature=[0.5, 1.0, 2.0], rows=[3, 0, 2])
     launch, weights = bind_token_weights(logits, peaks, draws)
@@ -301,19 +303,19 @@ def test_weights_are_the_whole_part_of_what_they_stand_for(vocab_size: int, dtyp
     assert torch.equal(weights, weights.floor()) and weights.shape[1] % RACE_BLOCK == 0
     assert torch.equal(weights.amax(-1), torch.full_like(weights[:, 0], ONE)), "the likeliest weighs 1"
     assert not weights[:, vocab_size:].any()
-    # exp() of up to 60 in float32, and what is cut off.
+    # The error of exp() of up to 60 in float32, and the truncation.
     bound = expected * 60 * 2.0**-23 + 1
     assert bool(((weights[:, :vocab_size] - expected).abs() <= bound).all())
 
 
-# The interpreter computes aloud: a tiny temperature carries what is below the peak to minus infinity.
+# The interpreter warns: a tiny temperature turns all logits below the maximum into minus infinity.
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("vocab_size", (3, 1000, 5000))
 def test_every_implementation_draws_the_same_tokens(
     kernels: Kernels, device: str, vocab_size: int, dtype: torch.dtype
 ) -> None:
-    """Some rows draw and some do not; those that are not sound get a token and disturb nobody."""
+    """Some rows sample and some do not. A row with NaN gets a token and does not affect other rows."""
     random = torch.Generator().manual_seed(vocab_size)
     logits = (torch.randn(12, vocab_size, generator=random) * 3).to(dtype)
     asked = {

@@ -177,14 +177,15 @@ def test_a_write_on_a_full_disk_says_so_and_is_tried_again_only_if_it_cannot_wai
 
 
 def test_an_up_to_date_database_is_opened_without_writing(tmp_path: Path) -> None:
-    """A server on a full disk could not start, because each start wrote the versions of the tables again."""
+    """Born from a bug: a server could not start on a full disk, because each start wrote the versions of the tables
+    again."""
     path = tmp_path / "slora.db"
     database = Database(path)
     database.migrate("things", (FIRST,))
     with database.transaction() as connection:
         connection.execute("INSERT INTO things VALUES ('x', 1)")
     with largest_file(0):
-        # As after a kill: SQLite's log and shared memory lie there.
+        # As after a kill: SQLite's write-ahead log and shared-memory file still exist.
         again = Database(path)
         again.migrate("things", (FIRST,))
         assert again.read("SELECT name FROM things") == [("x",)]
@@ -192,7 +193,7 @@ def test_an_up_to_date_database_is_opened_without_writing(tmp_path: Path) -> Non
     database.close()
     assert not path.with_name("slora.db-wal").exists()
     with largest_file(0):
-        # As after a clean stop: there is not even room for the shared memory.
+        # As after a clean stop: the disk has no room even for the shared-memory file.
         last = Database(path)
         last.migrate("things", (FIRST,))
         assert last.read("SELECT name FROM things") == [("x",)]

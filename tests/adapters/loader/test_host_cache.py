@@ -103,7 +103,7 @@ def test_an_adapter_that_was_never_filled_leaves_no_trace(cache: HostCache) -> N
 
 
 class HostCacheMachine(RuleBasedStateMachine):
-    """Random use, with a model of who may read what: bytes of a pinned region must never change."""
+    """Random operations beside a model of who holds pins. The bytes of a pinned region must never change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class HostCacheMachine(RuleBasedStateMachine):
             self.pins.append((entry, self._stamp_of(entry)))
             return
         if any(pinned.version == _version(number) and not pinned.forgotten for pinned, _ in self.pins):
-            return  # being filled
+            return  # its load is still in progress
         entry = self.cache.allocate(_version(number), _layout(segments))
         if entry is None:
             return
@@ -168,12 +168,12 @@ TestHostCacheMachine.settings = settings(stateful_step_count=40)
 
 
 def _held(cache: HostCache, tenant: str) -> set[int]:
-    """Numbers of a tenant's adapters that are in the cache, without using them."""
+    """Numbers of a tenant's adapters in the cache. The lookup does not count as a use."""
     return {int(version.digest, 16) for version in cache._entries if version.tenant == tenant}
 
 
 def _put(cache: HostCache, tenant: str, number: int, num_pages: int = 1, reload_s: float = 1.0) -> bool:
-    """Uses an adapter, loading it first if it is not there. Whether it was."""
+    """Uses an adapter, and loads it first if it is not cached. Returns whether it was cached."""
     version = AdapterVersion(tenant, f"{number:064x}")
     entry = cache.find(version)
     was_there = entry is not None
@@ -208,7 +208,7 @@ def test_a_dear_adapter_that_nobody_uses_leaves_in_the_end(cache: HostCache) -> 
 
 
 def _trace(seed: int, length: int = 1500) -> list[int]:
-    """Numbers by a Zipf law, the popular ones others in each third."""
+    """Random adapter numbers with a Zipf distribution. Each third of the trace has other popular numbers."""
     random = np.random.default_rng(seed)
     thirds = [(random.zipf(1.3, length // 3) + shift) % 60 for shift in (0, 20, 40)]
     return [int(number) for third in thirds for number in third]
@@ -230,7 +230,7 @@ def test_where_all_cost_the_same_it_is_lru(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_of_mixed_sizes_it_finds_hardly_fewer_than_lru_without_an_arena(seed: int, report) -> None:
-    """Plain LRU may put an adapter in pieces wherever there is room; seconds are in proportion to sizes."""
+    """The reference is plain LRU, which may scatter an adapter over free pages. Reload time is proportional to size."""
     pages = [1 + number * 7 % 5 for number in range(60)]
     cache, lru = _cache(40), OrderedDict[int, None]()
     ours = plain = 0
@@ -249,7 +249,7 @@ def test_of_mixed_sizes_it_finds_hardly_fewer_than_lru_without_an_arena(seed: in
 
 @given(data=st.data())
 def test_room_is_made_where_the_least_is_lost(data: st.DataObject) -> None:
-    """Against every run of neighbours, tried one after the other with fractions."""
+    """Compares the cache's choice with a brute-force search over every run of adjacent entries."""
     cache = _cache(ARENA_PAGES)
     draw = data.draw
     for number in range(draw(st.integers(3, 12))):

@@ -28,7 +28,7 @@ SERVED = ServedFormat(SHAPE, "float32", AdapterLimits(served_dtype="float32"))
 
 
 class Bench:
-    """A loader over a gated store, and what it has answered."""
+    """A loader over a store with gated reads, and the loader's answers."""
 
     def __init__(self, root: Path, cache_bytes: int = 1 << 20, **options) -> None:
         self.stock = Stock(root)
@@ -207,7 +207,7 @@ def test_progress_counts_loads_and_their_pieces_and_ends_with_the_last_load(make
 
 
 def test_a_load_that_waits_for_room_is_no_work_that_could_go_on(make_bench) -> None:
-    """The loader would be killed for a stall otherwise, although only a release can help."""
+    """If such a load counted as work, the loader would be killed for a stall. Only a release lets it go on."""
     bench = make_bench(cache_bytes=4096, wait_for_room_s=20)
     held = bench.fetch(_v(bench.stock.add(1)))
     bench.load(_v(bench.stock.add(2)))
@@ -271,7 +271,7 @@ def test_a_bug_in_a_store_fails_the_load_and_not_the_loader(
 
 
 class Interrupted:
-    """A store whose blobs do something once: before the piece of tensors of that number is read."""
+    """A store that runs an action once, before the given piece of the tensors is read."""
 
     def __init__(self, store: Store, before: int, action: Callable[[], object]) -> None:
         self._store = store
@@ -298,7 +298,7 @@ class Interrupted:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that an adapter of a few KB comes in many pieces, and little of it is on its way ahead."""
+    """Splits even an adapter of a few KB into many pieces, and limits read-ahead to a few of them."""
     monkeypatch.setattr(stored_adapter, "BATCH_BYTES", 200)
     monkeypatch.setattr(redis_store, "CHUNK_BYTES", 256)
     monkeypatch.setattr(redis_blob, "CHUNK_BYTES", 256)
@@ -308,7 +308,7 @@ PIECES = pytest.mark.parametrize("before", [1, 2, 3, 9], ids=["length", "header"
 
 
 def _load(bench: Bench, store: Store, version: AdapterVersion) -> CachedAdapter | FetchFailed:
-    """Into a cache that has to be as it was before if it fails."""
+    """Loads `version`. If the load fails, the cache must be in the same state as before."""
     cache = HostCache(1 << 20)
     loader = Loader(store, cache, SERVED)
     loader.load(version, bench.answers.put)
@@ -415,13 +415,13 @@ def test_a_bit_flipped_in_the_last_tensor_is_found_and_its_region_given_back(
 
 
 def test_nobody_reads_a_region_before_all_of_it_is_verified(make_bench, small_pieces: None) -> None:
-    """Its last piece is held back: all the others are packed, and whoever asks waits."""
+    """The last piece is held back. All other pieces are packed, and requests for the adapter wait."""
     bench = make_bench()
     good, damaged = _v(bench.stock.add(1)), _v(bench.stock.add(2))
     bench.stock.damage(damaged.digest)
     for version in (good, damaged):
         reached, go_on = Event(), Event()
-        # Length, header, then the pieces: an adapter of this size has more than ten.
+        # The reads are the length, the header and the pieces. An adapter of this size has more than ten pieces.
         bench.loader._store = Interrupted(
             bench.stock.store, 12, lambda reached=reached, go_on=go_on: (reached.set(), go_on.wait(20))
         )

@@ -1,4 +1,4 @@
-"""LoaderClient and the real loader process, killed where it hurts."""
+"""LoaderClient with the real loader process, which is killed at critical moments."""
 
 import gc
 import os
@@ -28,7 +28,7 @@ WAIT_S = 30.0
 
 
 class LoaderProcess:
-    """`python -P -m slora_adapters.loader.loader_process`, as a supervisor starts it."""
+    """Runs `python -P -m slora_adapters.loader.loader_process`, as the supervisor does."""
 
     def __init__(self, config: LoaderConfig) -> None:
         self.config = config
@@ -62,7 +62,7 @@ class LoaderProcess:
         self._process.stdin.close()
 
     def wait(self) -> int:
-        """The exit code; nothing must have been printed on standard output."""
+        """Waits for the exit and returns the exit code. Standard output must be empty."""
         process, self._process = self._process, None
         code = process.wait(WAIT_S)
         printed = process.stdout.read()
@@ -73,7 +73,7 @@ class LoaderProcess:
 
 
 class Bench:
-    """A stock of adapters, a loader process on it, and a client of it."""
+    """A stock of adapters, and a loader process and its client."""
 
     def __init__(self, root: Path, sockets: Path, **settings) -> None:
         self.stock = Stock(root)
@@ -90,7 +90,7 @@ class Bench:
         return client
 
     def answers(self, count: int, client: LoaderClient | None = None) -> list[Fetched | FetchFailed]:
-        """Waits for notifications, as an idle engine does, until that many answers came."""
+        """Waits for notifications, as an idle engine does, until `count` answers have arrived."""
         found: list[Fetched | FetchFailed] = []
         deadline = time.monotonic() + WAIT_S
         while len(found) < count:
@@ -121,7 +121,7 @@ class Bench:
 @pytest.fixture
 def make_bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
     benches: list[Bench] = []
-    with tempfile.TemporaryDirectory(prefix="loader-") as sockets:  # socket paths end at 108 bytes
+    with tempfile.TemporaryDirectory(prefix="loader-") as sockets:  # a socket path may have at most 107 bytes
 
         def make(**settings) -> Bench:
             benches.append(Bench(tmp_path, Path(sockets), **settings))
@@ -192,7 +192,7 @@ def test_failures_have_their_codes_and_do_not_disturb_others(bench: Bench) -> No
 def test_a_killed_loader_is_noticed_and_its_successor_answers_what_was_in_flight(bench: Bench) -> None:
     held, wanted = _v(bench.stock.add(1)), _v(bench.stock.add(2))
     answer = bench.fetch(held)
-    bench.process.signal(signal.SIGSTOP)  # so that the request is surely in flight when it dies
+    bench.process.signal(signal.SIGSTOP)  # ensures that the request is in flight when the process dies
     bench.client.request(wanted)
     bench.process.kill()
     bench.wait_until(lambda: not bench.client.connected)
@@ -224,14 +224,14 @@ def test_a_new_loader_has_a_new_arena_so_old_copies_stay_what_they_were(
 def test_releasing_a_dead_loaders_copy_lets_go_of_nothing_in_the_new_one(
     make_bench: Callable[..., Bench],
 ) -> None:
-    bench = make_bench(host_cache_bytes=4096)  # room for one
+    bench = make_bench(host_cache_bytes=4096)  # room for one adapter
     bench.process.start()
     first, second = _v(bench.stock.add(1)), _v(bench.stock.add(2))
     bench.fetch(first)
     bench.process.kill()
     bench.process.start()
     new = bench.fetch(first)
-    bench.client.release(first)  # the older of the two that are held
+    bench.client.release(first)  # the older of the two held copies
     bench.client.request(second)
     bench.client.request(_v("0" * 64, "t2"))
     assert bench.answers(1)[0].version.tenant == "t2"
@@ -242,7 +242,7 @@ def test_releasing_a_dead_loaders_copy_lets_go_of_nothing_in_the_new_one(
 
 
 def test_what_was_made_of_an_arena_is_kept_as_long_as_a_copy_in_it(bench: Bench) -> None:
-    """As the engine does, which pins the arena for its GPU: before anything in it is handed out."""
+    """The engine pins the arena's memory for its GPU this way, before it receives any copy from the arena."""
 
     class Made:
         def __init__(self, arena: ByteArray) -> None:

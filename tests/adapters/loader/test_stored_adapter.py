@@ -1,4 +1,4 @@
-"""Adapters as they come out of a store, in pieces: the same as read at once, and never other than their digest says."""
+"""An adapter that is read from a store in pieces equals one that is read at once, and always matches its digest."""
 
 import json
 from dataclasses import replace
@@ -21,7 +21,7 @@ DTYPES = {"F32": np.float32, "F16": np.float16}
 
 
 def _file(order: list[str], tensors: dict[str, np.ndarray], **metadata: str) -> bytes:
-    """A safetensors file with its tensors in that order, which the library that writes such files does not offer."""
+    """A safetensors file with its tensors in the given order. The safetensors library cannot choose the order."""
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name in order:
@@ -41,7 +41,7 @@ def _digest(members: dict[str, bytes]) -> str:
 
 
 class CountingBlob(LocalBlob):
-    """Keeps count of what it is asked to read into, and lets a test interfere."""
+    """Records the position of each read, and lets a test change the blob in between."""
 
     def __init__(self, members: dict[str, bytes]) -> None:
         super().__init__(members)
@@ -54,7 +54,7 @@ class CountingBlob(LocalBlob):
             self.starts.append(start)
             self.sizes.append(len(buffer))
         super().read_into(name, start, buffer)
-        if len(self.starts) > 1:  # after the header
+        if len(self.starts) > 1:  # after the header was read
             self.buffers[id(buffer.obj)] = buffer.obj
 
 
@@ -157,7 +157,7 @@ def test_weights_that_overflow_in_the_served_dtype_are_corrupt() -> None:
 
 
 def test_nothing_writes_to_the_region_once_a_load_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The region goes to another adapter then."""
+    """After a failed load, the region may be given to another adapter."""
     monkeypatch.setattr(stored_adapter, "BATCH_BYTES", 100)
     may_pack, write = Event(), Packer.write
 

@@ -57,7 +57,7 @@ def test_copies_of_the_bases_own_matrices_are_accepted_in_any_dtype(
 ) -> None:
     base_model().to(base_dtype).save_pretrained(tmp_path / "base")
     make_adapter(tmp_path, **BOTH)
-    # What a training in `saved_as` loads and PEFT then saves.
+    # A training run in the dtype `saved_as` loads these weights, and PEFT saves them in it.
     loaded = base_model().to(base_dtype).to(saved_as)
     copies = {EMBEDDING: loaded.model.embed_tokens.weight, HEAD: loaded.lm_head.weight}
     rewrite(tmp_path, {**tensors_of(tmp_path), **{name: store(name, copy) for name, copy in copies.items()}})
@@ -136,7 +136,8 @@ HEAD_BIAS = "base_model.model.lm_head.base_layer.bias"
 
 
 def with_biased_head(tmp_path: Path) -> tuple[Path, torch.Tensor]:
-    """A base whose head has a bias, as Phi's and CTRL's, and an adapter on that head with the copies in it."""
+    """A base whose head has a bias, like Phi's and CTRL's, and an adapter on that head. PEFT saves copies of both in
+    it."""
     model = base_model()
     model.lm_head = torch.nn.Linear(SHAPE.hidden_size, SHAPE.vocab_size)
     (tmp_path / "base").mkdir()
@@ -148,7 +149,8 @@ def with_biased_head(tmp_path: Path) -> tuple[Path, torch.Tensor]:
 
 
 def test_a_copy_of_the_head_s_own_bias_is_accepted(tmp_path: Path, base: Path) -> None:
-    """Born from a bug: PEFT saves it beside any adapter on such a head, and it was refused as a trained bias."""
+    """Born from a bug: PEFT saves a copy of the bias with any adapter on such a head. It was refused as a trained
+    bias."""
     biased, _ = with_biased_head(tmp_path)
     adapter = read(tmp_path, biased)
     assert adapter.has_copies and adapter.target_modules == ("lm_head",)
@@ -187,7 +189,7 @@ def test_copies_are_neither_part_of_the_digest_nor_stored(tmp_path: Path, base: 
     }
     kept = read_tensors(views[TENSORS_NAME])
     assert set(kept) == set(get_peft_model_state_dict(model, save_embedding_layers=False))
-    # The loader, which does not know the base model's directory, finds the same adapter in what was stored.
+    # The loader does not know the base model's directory. It must find the same adapter in the stored files.
     with closing(LocalBlob(members)) as blob:
         stored = StoredAdapter(blob, adapter.digest, SHAPE, AdapterLimits())
         region = np.empty(stored.layout.num_bytes, np.uint8)

@@ -56,7 +56,8 @@ def test_weights_moved_between_two_modules_have_another_digest() -> None:
 
 
 def test_the_digest_is_the_one_that_was_published() -> None:
-    """Stores are keyed by it: a change here loses every stored adapter, unless DIGEST_VERSION goes up too."""
+    """Stores use digests as keys. If the digest changes, every stored adapter is lost, unless DIGEST_VERSION is
+    raised too."""
     tensors = {name: np.full(value.shape, 0.5, np.float32) for name, value in make_tensors().items()}
     assert _digest(make_members(json.loads(json.dumps(make_config())), tensors)) == PUBLISHED
 

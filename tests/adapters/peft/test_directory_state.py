@@ -1,4 +1,4 @@
-"""Whether an adapter's files have changed, told from their inodes."""
+"""Detects from inodes whether an adapter's files have changed."""
 
 import os
 from collections.abc import Callable
@@ -14,7 +14,7 @@ LONG_NS = 10**10
 
 
 def take(directory: Path, monkeypatch: pytest.MonkeyPatch) -> DirectoryState:
-    """A state as it is long after the last write."""
+    """The directory's state, taken long after its last write."""
     newest = max(path.stat().st_ctime_ns for path in directory.iterdir())
     with monkeypatch.context() as later:
         later.setattr("time.time_ns", lambda: newest + LONG_NS)
@@ -59,7 +59,7 @@ def test_a_change_of_any_file_is_seen(
 
 
 def test_a_file_that_has_only_just_changed_proves_nothing(tmp_path: Path) -> None:
-    """Another write within the same tick of the file system's clock would look the same."""
+    """Another write within the same tick of the file system's clock would not change the state."""
     write_directory(tmp_path, make_members())
     os.utime(tmp_path / TENSORS_NAME)
     state = DirectoryState.take(tmp_path)

@@ -75,7 +75,7 @@ def test_a_template_that_is_not_text_is_refused() -> None:
 
 
 def test_a_lone_surrogate_is_refused_with_its_file_and_a_pair_of_them_is_accepted() -> None:
-    """Found in an upload whose template answered every request with a 500."""
+    """Born from an upload whose chat template answered every request with a 500."""
     lone = make_members(tokenizer_config_dot_json='{"chat_template": "a\\ud83d"}')
     with pytest.raises(AdapterInvalid, match=r"tokenizer_config.json .*lone surrogate U\+D83D"):
         parse_adapter({name: memoryview(raw) for name, raw in lone.items()}, SHAPE, AdapterLimits())

@@ -1,4 +1,4 @@
-"""Adapters from the Hugging Face hub: its real client, on a cache laid out by hand and on a server of our own."""
+"""Adapters from the Hugging Face hub, through its real client. The snapshot cache and the server are test doubles."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ OTHERS = {"README.md": b"# hello", "adapter_model.bin": b"pickle", "optimizer.pt
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the client keeps snapshots; it is offline."""
+    """The client's snapshot cache. The client is offline."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return tmp_path / "hub"
@@ -27,7 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub that the client reaches."""
+    """A hub server that the client can reach."""
     with running_hub() as hub:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)

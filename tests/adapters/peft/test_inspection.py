@@ -47,7 +47,7 @@ def scratch(tmp_path: Path) -> Path:
 
 
 def _write(one: Hostile, directory: Path) -> Path:
-    """The files of an upload as the API leaves them in quarantine."""
+    """Writes the files of an upload into quarantine, as the API does."""
     directory.mkdir()
     for field, _name, raw in one.parts:
         if field == "archive":
@@ -72,13 +72,13 @@ def test_each_hostile_adapter_is_refused_for_its_own_reason(tmp_path: Path) -> N
         else:
             wrong.append(f"{name}: accepted")
     assert not wrong, "\n".join(wrong)
-    # Whatever a name in an archive said, nothing was written but in the folders given for it.
+    # Whatever the names in the archives, files were written only to the intended folders.
     assert len(list(tmp_path.iterdir())) == len(corpus) > 100
 
 
 MEMBERS = make_members(chat_template_dot_jinja="{{ messages }}")
 TEMPLATE = MEMBERS["chat_template.jinja"]
-# What people's archives hold besides, and where: folders, notes, what operating systems leave, training's logs.
+# Other files that users' archives contain: folders, notes, files of operating systems, and training logs.
 BESIDES = {
     "README.md": b"# mine",
     "training/log.json": b"{}",
@@ -105,7 +105,7 @@ def test_an_archive_is_the_adapter_that_was_packed(kind: str, tmp_path: Path, sc
     directory = write_directory(tmp_path / "plain", MEMBERS)
     assert checked.digest == read_adapter(directory, SHAPE, LIMITS).digest
     assert checked.extras.chat_template == TEMPLATE.decode()
-    # What lay beside it was never written.
+    # None of the other files was written.
     assert {path.name for path in scratch.rglob("*") if path.is_file()} == set(MEMBERS)
 
 
@@ -143,7 +143,7 @@ def test_the_norm_of_a_delta_is_that_of_its_matrix_in_every_format(dtype: str) -
     a, b = values.standard_normal((5, 20_000), np.float32), values.standard_normal((70, 5), np.float32)
     pair = LoraPair("x", _stored(a, dtype), _stored(b, dtype), -0.5)
     assert delta_norm(pair) == pytest.approx(0.5 * np.linalg.norm(b.astype(float) @ a), rel=1e-2)
-    # The squares of these overflow in float32.
+    # The squares of these numbers overflow in float32.
     huge = LoraPair("x", _stored(np.full((1, 2), 6e4), dtype), _stored(np.full((2, 1), 6e4), dtype), 1e4)
     assert delta_norm(huge) == pytest.approx(2 * 3.6e9 * 1e4, rel=1e-2)
 

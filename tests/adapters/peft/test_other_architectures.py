@@ -1,4 +1,4 @@
-"""Adapters of models whose modules are called otherwise than Llama's: nothing but the base's shape knows the names."""
+"""Adapters of models whose modules have other names than Llama's. Only the base's shape defines the names."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

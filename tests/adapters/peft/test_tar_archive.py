@@ -1,4 +1,4 @@
-"""Members of a tar are those that Python's tarfile finds, and the work before each of them is bounded."""
+"""The tar reader finds the same members as Python's tarfile, and its work before each member is bounded."""
 
 import gzip
 import io
@@ -39,7 +39,7 @@ def write(entries: list[tuple[str, bytes]], form: int) -> bytes:
     return buffer.getvalue()
 
 
-# Names of up to 100 bytes fit a header, of up to 255 some, and longer ones none.
+# The header of a tar holds names of up to 100 bytes, and some names of up to 255 bytes. It holds no longer name.
 NAMES = st.text("abcé", min_size=1, max_size=130).map(lambda text: "/".join((text[:20], text[20:], "x" * 30)))
 MEMBERS = st.lists(
     st.tuples(NAMES | st.text("ab", min_size=1, max_size=99), st.binary(max_size=1500)), max_size=5
@@ -52,7 +52,7 @@ def test_the_members_are_those_that_were_written(form: str, entries: list[tuple[
     try:
         raw = write(entries, FORMATS[form])
     except ValueError:
-        return  # a name too long for this format
+        return  # the name is too long for this format
     assert read_all(raw) == entries
 
 
@@ -101,7 +101,7 @@ def long_header() -> bytes:
 
 @pytest.mark.parametrize("make", [chained_names, long_header])
 def test_headers_are_bounded_before_they_are_parsed(make: Callable[[], bytes]) -> None:
-    """Found as a RecursionError, which was answered 503, and as 14 s of CPU time for 8 MB."""
+    """Born from two findings: a RecursionError that became a 503, and 14 s of CPU time for 8 MB."""
     raw = make()
     before = time.process_time()
     with pytest.raises(AdapterInvalid) as refused:

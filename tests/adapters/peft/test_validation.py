@@ -171,9 +171,9 @@ def test_a_pickle_under_the_tensors_name_is_called_one(start: bytes) -> None:
 def test_a_header_whose_length_reads_like_a_pickles_start_is_none() -> None:
     raw = make_members()["adapter_model.safetensors"]
     size = int.from_bytes(raw[:8], "little")
-    wanted = 0x0280  # the bytes 80 02 00 ...: protocol 2
+    wanted = 0x0280  # the bytes 80 02 00 ..., which look like pickle protocol 2
     while wanted < size:
-        wanted += 0x10000  # 80 02 01 00 ...
+        wanted += 0x10000  # the bytes 80 02 01 00 ...
     padded = wanted.to_bytes(8, "little") + raw[8 : 8 + size].ljust(wanted) + raw[8 + size :]
     assert padded.startswith(b"\x80\x02")
     assert reason_codes(make_members() | {"adapter_model.safetensors": padded}) == []

@@ -29,7 +29,7 @@ def chosen(targets: Targets, salt: str = "salt") -> dict[str, int]:
 def test_each_version_gets_its_share_of_the_users(targets: Targets) -> None:
     numbers = list(chosen(targets).values())
     for number, weight in targets.items():
-        # Binomial; five standard deviations at 4000 users.
+        # The count is binomial. The tolerance is five standard deviations for 4000 users.
         assert abs(numbers.count(number) / len(USERS) - weight / 100) < 5 * (0.25 / len(USERS)) ** 0.5
 
 

@@ -64,7 +64,7 @@ def test_two_tenants_share_the_bytes_and_the_last_one_takes_them_away(
 
 
 class RecordedStore(FileStore):
-    """Keeps what it is asked, and how many bytes it is given."""
+    """Records all calls and the number of bytes in each upload."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -87,7 +87,7 @@ class RecordedStore(FileStore):
 def test_weights_that_somebody_else_has_cost_the_work_of_new_ones(
     tmp_path: Path, open_storage: OpenStorage
 ) -> None:
-    """Else how long an upload takes would tell whether another tenant has them."""
+    """Otherwise the duration of an upload would reveal whether another tenant has the same weights."""
     store = RecordedStore(tmp_path / "store")
     catalog, tried = Catalog(Registry(open_storage()), store), []
     write_directory(tmp_path / "up", make_members())
@@ -173,7 +173,7 @@ def test_nothing_is_dropped_where_another_registry_may_need_it(
 
 
 class ClaimedMeanwhile(FileStore):
-    """While one registry sweeps it another begins to use it."""
+    """While one registry deletes an unreferenced blob, another registry starts to use it."""
 
     def digests(self) -> Iterator[str]:
         found = list(super().digests())
@@ -191,7 +191,7 @@ def test_a_registry_that_comes_while_a_store_is_swept_keeps_what_it_brings(
 
 
 def test_a_registry_that_has_lost_itself_drops_nothing(tmp_path: Path, redis_server: RedisServer) -> None:
-    """A Redis that was emptied refers to nothing."""
+    """A Redis that was emptied holds no references, so every blob would look unreferenced."""
     with closing(open_redis_storage(redis_server.url)) as storage:
         catalog = Catalog(Registry(storage), FileStore(tmp_path / "store"))
         digest = _publish(catalog, tmp_path / "1").record.version.digest
@@ -222,7 +222,8 @@ def test_a_store_that_is_down_does_not_undo_a_deletion(
 def test_an_upload_beside_deletions_of_the_same_weights_never_loses_its_blob(
     catalog: Catalog, tmp_path: Path
 ) -> None:
-    """The race that a plain reference count loses: counted zero, uploaded again, deleted."""
+    """A plain reference count loses this race: it reads zero, the weights are uploaded again, and then they are
+    deleted."""
 
     def churn(tenant: str) -> None:
         for _ in range(15):

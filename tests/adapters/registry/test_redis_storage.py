@@ -1,4 +1,4 @@
-"""What only Redis has: connections and servers that go away, leases, and processes that remember."""
+"""Behaviour that only Redis has: lost connections, server crashes, leases, and caches in several processes."""
 
 import json
 import threading
@@ -38,7 +38,7 @@ def server(redis_server: RedisServer) -> RedisServer:
 
 @pytest.fixture
 def open_registries(server: RedisServer) -> Iterator[Open]:
-    """Each call is another process; none closes before the end."""
+    """Each call opens a registry as another process would. All of them stay open until the end."""
     opened = []
 
     def open_one() -> Registry:
@@ -110,7 +110,7 @@ def test_a_full_redis_refuses_what_takes_room_and_lets_go_of_what_it_has(
     registry.put("a", _v(D2), DETAILS)
 
 
-# -- others change what is being changed -----------------------------------------------------------------------------
+# -- concurrent changes of the same keys ------------------------------------------------------------------------------
 
 
 def test_a_change_is_made_again_of_what_somebody_else_has_left(open_registries: Open) -> None:
@@ -144,7 +144,7 @@ def test_a_pin_is_checked_against_what_is_pinned_when_it_is_made(open_registries
     assert told == [[], ["b"]]
 
 
-# -- the death of Redis ----------------------------------------------------------------------------------------------
+# -- crashes of Redis ------------------------------------------------------------------------------------------------
 
 
 def test_what_was_acknowledged_while_the_disk_is_busy_survives_the_death_of_redis(
@@ -175,7 +175,7 @@ def test_a_lost_connection_loses_no_change(server: RedisServer, open_registries:
 def test_after_the_death_of_redis_nothing_is_taken_for_known(
     server: RedisServer, open_registries: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others may have seen what was never acknowledged."""
+    """Other processes may have read a change that was never acknowledged."""
     writer, reader = open_registries(), open_registries()
     writer.put("a", _v(), DETAILS)
 
@@ -213,7 +213,7 @@ def test_over_many_deaths_of_redis_nothing_acknowledged_is_lost_and_every_reader
     pushed: list[str] = []
 
     def push() -> None:
-        """Each until it is acknowledged."""
+        """Pushes one version after the other, and repeats each push until it is acknowledged."""
         while not is_over.is_set():
             digest = f"{len(pushed) + 1:064x}"
             with suppress(StoreUnavailable):
@@ -338,7 +338,7 @@ def test_an_upload_begins_only_when_the_drop_of_its_weights_has_ended(open_regis
     assert has_begun.wait(WAIT_S)
     assert not uploader.collect(D1, order.append), "somebody does already"
     with uploader.reservation(D2):
-        pass  # other weights
+        pass  # a reservation of other weights is not blocked
     threads[1].start()
     may_end.set()
     for thread in threads:
@@ -350,7 +350,7 @@ def test_an_upload_begins_only_when_the_drop_of_its_weights_has_ended(open_regis
 def test_weights_whose_drop_did_not_come_back_are_not_taken_for_a_while(
     open_registries: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store may still be about to do it."""
+    """The store may still execute the delayed deletion."""
     monkeypatch.setattr(redis_storage, "_PATIENCE_S", 0.05)
     monkeypatch.setattr(redis_storage, "LEASE_S", 2)
     registry = open_registries()
@@ -436,7 +436,7 @@ def test_an_upload_whose_reservation_redis_has_lost_is_refused(
     assert registry.list("t1") == []
 
 
-# -- what is remembered ----------------------------------------------------------------------------------------------
+# -- the cache -------------------------------------------------------------------------------------------------------
 
 
 def _record() -> AdapterRecord:
@@ -447,7 +447,7 @@ def test_an_answer_from_before_a_change_is_not_kept() -> None:
     cache, key = NameCache(), ("t1", "a")
 
     def find() -> AdapterRecord:
-        cache.drop(key)  # it changes while it is on its way
+        cache.drop(key)  # the entry changes while its value is being read
         return _record()
 
     assert cache.look_up(key, 1, find) == _record()
@@ -483,7 +483,7 @@ def test_names_that_were_asked_for_longest_ago_make_room() -> None:
     assert cache._num_bytes == 0
 
 
-# -- what earlier releases wrote ---------------------------------------------------------------------------------------
+# -- data of earlier releases ------------------------------------------------------------------------------------------
 
 
 def test_versions_of_schema_1_keep_the_texts_that_were_inside_them(

@@ -1,4 +1,4 @@
-"""The contract of the registry, wherever it is kept. What aliases do is `test_registry_aliases.py`'s."""
+"""The contract of the registry, for every storage. `test_registry_aliases.py` tests aliases."""
 
 import contextlib
 from collections.abc import Sequence
@@ -118,7 +118,7 @@ def test_details_and_extras_come_back_as_they_were_put(registry: Registry) -> No
 
 
 def test_each_versions_extras_count_and_are_gone_with_it(registry: Registry) -> None:
-    """They once counted nothing: a tenant could store any amount beside small weights."""
+    """Born from a bug: extras did not count, so a tenant could store any amount of them beside small weights."""
     for digest in (D1, D2):
         registry.put("a", _v("t1", digest), DETAILS, AdapterExtras("ü" * 1000, "{}"))
     registry.put("b", _v("t1"), DETAILS, AdapterExtras("x"))
@@ -133,7 +133,8 @@ def test_each_versions_extras_count_and_are_gone_with_it(registry: Registry) -> 
 def test_the_extras_of_a_name_that_was_deleted_and_pushed_again_are_not_those_of_the_old_one(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The name is pushed again between the two lookups of a request, and its numbers start anew."""
+    """The name is deleted and pushed again between the two lookups of one request. Its version numbers start at 1
+    again."""
     registry.put("a", _v("t1"), DETAILS, EXTRAS)
     find, others = registry._storage.find_extras, iter([AdapterExtras("{{ new }}")])
 
@@ -158,7 +159,7 @@ class QuotaFull(Exception):
 def test_of_pushes_at_once_no_more_pass_their_check_than_the_tenant_may_have(
     open_storage: OpenStorage,
 ) -> None:
-    """Two processes once checked what the tenant held, and then each made a version."""
+    """Born from a bug: two processes checked the tenant's quota at the same time, and then each made a version."""
     most = 3
 
     def check(holdings: Holdings) -> None:
@@ -348,7 +349,7 @@ def test_of_many_puts_and_deletes_at_once_references_are_never_miscounted(regist
 
 
 def anything(wanted: Rollout, others: Sequence[Rollout]) -> None:
-    """May be pinned."""
+    """A pin check that accepts every rollout."""
 
 
 class Refused(Exception):

@@ -1,4 +1,4 @@
-"""Aliases in the registry: moves, rollbacks and deletions, also against a plain model."""
+"""Aliases in the registry: moves, rollbacks and deletions. A simple model serves as reference."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +47,7 @@ def push(registry: Registry, digest: int, name: str = "a", tenant: str = "t1") -
 
 @pytest.fixture
 def registry(open_storage: OpenStorage) -> Registry:
-    """With three versions of the name `a` of `t1`."""
+    """A registry in which the name `a` of tenant `t1` has three versions."""
     registry = Registry(open_storage())
     for digest in range(3):
         push(registry, digest)
@@ -191,7 +191,7 @@ def test_aliases_of_a_name_are_bounded(registry: Registry) -> None:
     registry.move("t1", "a", "alias-0", {2: 100})
 
 
-# -- against a plain model -------------------------------------------------------------------------------------------
+# -- comparison with a simple model ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -214,13 +214,13 @@ class PlainName:
     aliases: dict[str, PlainAlias] = field(default_factory=dict)
 
 
-# One of them most of the time, so that it lives long enough to have a history.
+# One key is used most of the time, so that its name lives long enough to have a history.
 keys = st.sampled_from([*[("t1", "a")] * 4, ("t1", "b"), ("t2", "a")])
 aliases, digests = st.sampled_from([LATEST, "prod"]), st.sampled_from(range(3))
 
 
 def plainly(value: Any) -> Any:
-    """Without what is drawn, and without the time, so that two registries can be compared."""
+    """The value without random ids and times, so that two registries can be compared."""
     if isinstance(value, Rollout):
         targets = {number: (value.targets[number], one.version) for number, one in value.records.items()}
         return value.tenant, value.label, targets, value.follows_pushes, value.pinned
@@ -233,8 +233,8 @@ def plainly(value: Any) -> Any:
 
 
 class AgainstModel(RuleBasedStateMachine):
-    """Everything that can be asked is compared after each step, of both registries, and what their feeds tell; so is
-    which weights each deletion orphans."""
+    """Compares two registries and a model after each step: all lookups, the feeds, and the weights that each
+    deletion orphans."""
 
     server: RedisServer
 
@@ -247,7 +247,7 @@ class AgainstModel(RuleBasedStateMachine):
             OpenStorage(self.stack, folder / "slora.db", empty(self.server)),
         ]
         self.registries = [Registry(place()) for place in places]
-        # What another process sees of the second one.
+        # A reader that sees the second registry from another process.
         self.reader = Registry(places[1](), cache=NameCache())
         self.reader_cursor = self.reader.changes().cursor
         self.cursors = [registry.changes().cursor for registry in self.registries]
@@ -257,7 +257,7 @@ class AgainstModel(RuleBasedStateMachine):
         self.stack.close()
 
     def each(self, ask: Callable[[Registry], Any]) -> Any:
-        """What all registries answer, or refuse, alike."""
+        """The common result of `ask` on all registries. A refusal must be the same on all of them too."""
         answers: list[Any] = []
         for registry in self.registries:
             try:
@@ -286,7 +286,7 @@ class AgainstModel(RuleBasedStateMachine):
                 alias.move({number: 100}, True)
 
     def there(self, data: st.DataObject) -> tuple[tuple[str, str], PlainName]:
-        """A name that is there: what is not, is refused, which other tests show."""
+        """An existing name. Other tests cover the refusal of missing names."""
         key = data.draw(st.sampled_from(sorted(self.plain)))
         return key, self.plain[key]
 
@@ -438,6 +438,6 @@ class AgainstModel(RuleBasedStateMachine):
 
 def test_both_do_what_a_plain_model_does(shared_redis: RedisServer) -> None:
     machine = type("OverBoth", (AgainstModel,), {"server": shared_redis})
-    # Each step is a commit to disk or two.
+    # Each step commits to disk once or twice.
     counts = settings(max_examples=settings.default.max_examples // 4, stateful_step_count=50)
     run_state_machine_as_test(machine, settings=counts)

@@ -1,4 +1,4 @@
-"""A rollout whose process is killed at any moment: what was acknowledged holds, and the rest happened whole or not."""
+"""A rollout whose process is killed at any moment: acknowledged changes persist, and other changes are atomic."""
 
 import signal
 import subprocess
@@ -17,7 +17,7 @@ from tests.adapters.registry_places import OpenStorage
 from tests.redis_server import RedisServer
 
 DETAILS = AdapterDetails(8, ("q_proj",), 4096)
-# Each round pushes version n, moves `prod` from n-1 to it and deletes n-1, and says so after each.
+# Round n pushes version n, moves `prod` from n-1 to it and deletes n-1. It prints a line after each change.
 ROLLOUT = """
 import sys
 from slora_adapters.database.database import Database
@@ -41,7 +41,7 @@ for number in range(1, 10_000):
 
 @dataclass
 class Acknowledged:
-    """The last version that was pushed, moved to and deleted, as far as the rollout has said."""
+    """The last versions that were pushed, moved to and deleted, according to the rollout's output."""
 
     pushed: int = 0
     moved: int = 0
@@ -81,8 +81,8 @@ def test_a_rollout_that_is_killed_leaves_what_it_acknowledged_and_nothing_half_d
         assert process.stdout is not None
         acknowledged.read(islice(process.stdout, num_steps))
         process.send_signal(signal.SIGKILL)
-        acknowledged.read(process.stdout)  # what it said before it died
-    # What it had sent, a Redis may do only now.
+        acknowledged.read(process.stdout)  # output that it wrote before it died
+    # Redis may execute the last commands of the dead process only now.
     registry.put("last", AdapterVersion("other", "f" * 64), DETAILS)
     check(registry, acknowledged)
 

@@ -1,4 +1,4 @@
-"""What processes hear of each other's changes, wherever the registry is kept."""
+"""The feed of changes that processes read from each other, for every storage of the registry."""
 
 import itertools
 import subprocess
@@ -23,7 +23,7 @@ def _v(digest: str = D1, tenant: str = "t1") -> AdapterVersion:
 
 
 def follow(registry: Registry, cursor: str) -> Iterator[Change]:
-    """All changes from a cursor on, as they come."""
+    """Yields all changes after a cursor, in order."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         changes = registry.changes(cursor)

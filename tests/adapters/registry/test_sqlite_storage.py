@@ -1,4 +1,4 @@
-"""What only SQLite has: query plans, and databases of older releases."""
+"""Behaviour that only SQLite has: query plans, and databases of older releases."""
 
 import re
 from dataclasses import replace
@@ -24,7 +24,7 @@ def _v(tenant: str, digest: str = D1) -> AdapterVersion:
 
 
 def test_a_lookup_reads_the_versions_that_it_wants_and_no_others(tmp_path: Path) -> None:
-    """SQLite would rather read all versions of the name, and all aliases for the pinned ones."""
+    """Without hints, SQLite would read all versions of the name, and all aliases to find the pinned ones."""
     database = Database(tmp_path / "slora.db")
     SqliteStorage(database)
     plan = str(database.read(f"EXPLAIN QUERY PLAN {ONE_ROLLOUT}", ("t1", "a", "prod")))
@@ -34,7 +34,7 @@ def test_a_lookup_reads_the_versions_that_it_wants_and_no_others(tmp_path: Path)
 
 
 def test_a_page_is_read_from_where_it_begins_and_no_further(tmp_path: Path) -> None:
-    """However many a tenant has: none of these goes through rows that are not on the page."""
+    """However many rows a tenant has, no query reads rows that are not on the page."""
     database = Database(tmp_path / "slora.db")
     SqliteStorage(database)
     for query, parameters, search in (
@@ -50,7 +50,7 @@ def test_a_page_is_read_from_where_it_begins_and_no_further(tmp_path: Path) -> N
         rows = database.read(f"EXPLAIN QUERY PLAN {query}", parameters)
         plan = [re.sub(r"INDEX sqlite_autoindex_\w+", "INDEX ?", row[3]) for row in rows]
         assert search in plan
-        # Of the page itself and of an alias's targets.
+        # The rows of the page itself and of an alias's targets.
         assert {step for step in plan if step.startswith("SCAN")} <= {
             "SCAN a",
             "SCAN target VIRTUAL TABLE INDEX 1:",
@@ -60,7 +60,8 @@ def test_a_page_is_read_from_where_it_begins_and_no_further(tmp_path: Path) -> N
 
 
 def old_database(path: Path, num_migrations: int) -> Database:
-    """As a release left it that knew that many migrations, with two names; the pin is of the second form on."""
+    """A database as left by a release with `num_migrations` migrations. It has two names. Pins exist from migration
+    2 on."""
     database = Database(path)
     database.migrate("registry", MIGRATIONS[:num_migrations])
     later = ", ?, ?" if num_migrations > 1 else ""
@@ -87,7 +88,7 @@ def test_what_names_of_an_older_release_stood_for_is_their_version_1(
     assert (old.main.version, old.main.named_at, old.main.created_at) == (_v("t1"), 1.0, 2.0)
     assert old.main.extras == ExtrasSummary.of(AdapterExtras(None, "g"))
     assert registry.serve("t1", "old") == (old.main, AdapterExtras(None, "g"))
-    # Both have the same number of bytes and one text of one byte.
+    # Both versions have the same number of bytes, and one text of one byte.
     assert registry.holdings("t1", D2) == Holdings(2, 2 * 4097, 4096)
     assert pinned.main.details.pool_bytes == (8192 if num_migrations == 2 else 4096)
     with pytest.raises(AliasConflict, match="has not moved"):
@@ -122,7 +123,7 @@ def test_a_database_of_the_release_before_keeps_its_names_and_gets_a_feed(tmp_pa
 
 
 def test_another_history_is_noticed(tmp_path: Path) -> None:
-    """As of a database that was restored from an older copy and has been written to since."""
+    """The database was restored from an older copy and has been written to since."""
     database = Database(tmp_path / "slora.db")
     registry = Registry(SqliteStorage(database))
     cursor = registry.changes().cursor
@@ -133,7 +134,7 @@ def test_another_history_is_noticed(tmp_path: Path) -> None:
 
 
 def test_only_a_request_reads_the_texts_of_extras(tmp_path: Path) -> None:
-    """Lists once read them: 160 versions of 500 KB and 30 lists at once took 2 GB of memory."""
+    """Born from a bug: lists read the texts too. 160 versions of 500 KB and 30 concurrent lists took 2 GB of memory."""
     database = Database(tmp_path / "slora.db")
     registry = Registry(SqliteStorage(database))
     extras = AdapterExtras("x" * 1000, "{}")

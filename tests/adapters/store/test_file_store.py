@@ -12,7 +12,7 @@ from tests.support.file_limit import largest_file
 
 DIGEST, OTHER = "ab" * 32, "cd" * 32
 
-# Dies at the n-th operation on the file system (audit events of Python) within the call that argv names.
+# A process that dies at its n-th file system operation (an audit event of Python) within the call named in argv.
 DIES = """
 import os, signal, sys
 from slora_adapters.store.file_store import FileStore
@@ -47,7 +47,7 @@ NEW = {"a": b"new" * 5, "b": b"x" * 100_000}
 
 
 def _run_and_die(root: Path, call: str, after: int) -> bool:
-    """Whether the process got through the call."""
+    """Runs the process. Returns whether it completed the call."""
     command = [sys.executable, "-P", "-S", "-c", DIES, str(root), call, str(after)]
     result = subprocess.run(command, env={"PYTHONPATH": "adapters:kernels"}, capture_output=True, check=False)
     assert result.returncode in (0, -9), result.stderr.decode()
@@ -75,7 +75,7 @@ def test_a_put_killed_at_any_point_leaves_a_whole_blob_or_none(tmp_path: Path, e
         found = _content(store, DIGEST)
         if survived:
             assert found == NEW
-        elif existing:  # members are interchangeable one by one
+        elif existing:  # members of one digest are interchangeable, so a mixture is whole
             assert found is not None and all(found[name] in (OLD[name], NEW[name]) for name in OLD)
         else:
             assert found in (None, NEW)

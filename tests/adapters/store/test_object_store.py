@@ -28,7 +28,7 @@ NEW = {"a": b"new" * 5, "b": b"x" * 1000}
 
 
 class Clock:
-    """A day of the tests' own."""
+    """A clock that the test sets."""
 
     now = 1.8e9
 
@@ -37,7 +37,7 @@ class Clock:
 
 
 class Faulty(SharedFiles):
-    """before: called with the name of each operation and its path, and may raise. is_hidden: from listings, by path."""
+    """before: called with the name and path of each operation; it may raise. is_hidden: hides paths from listings."""
 
     cachable = False
     before: Callable[[str, str], None] = staticmethod(lambda _operation, _path: None)
@@ -80,7 +80,7 @@ def store(tmp_path: Path, filesystem: Faulty, clock: Clock) -> Iterator[ObjectSt
 
 
 def _objects(root: Path) -> list[str]:
-    """All that lies there, but for what says that there is a store."""
+    """All objects of the store, except the marker that identifies a store."""
     paths = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
     return sorted(str(path) for path in paths if path.name != "slora-store")
 
@@ -104,7 +104,7 @@ def test_what_was_put_and_deleted_leaves_nothing_but_the_last_upload(
     assert _objects(tmp_path / "objects") == []
 
 
-# Dies at the n-th operation on the file system (audit events of Python) within the call that argv names.
+# A process that dies at its n-th file system operation (an audit event of Python) within the call named in argv.
 DIES = """
 import os, signal, sys
 from slora_adapters.store.store_url import open_store
@@ -128,7 +128,7 @@ print("survived")
 
 
 def _run_and_die(url: str, call: str, after: int) -> bool:
-    """Whether the process got through the call."""
+    """Runs the process. Returns whether it completed the call."""
     command = [sys.executable, "-P", "-c", DIES, url, call, str(after)]
     environment = {"PYTHONPATH": os.pathsep.join(("adapters", "kernels", "."))}
     result = subprocess.run(command, env=environment, capture_output=True, check=False)
@@ -154,7 +154,7 @@ def test_a_process_killed_at_any_point_leaves_a_whole_blob_or_none_and_nothing_f
             assert found == (None if call == "delete" else NEW)
         else:
             assert found in {"new": (None, NEW), "replacing": (OLD, NEW), "delete": (OLD, None)}[call]
-        clock.now += LEFTOVER_AGE_S * 400  # beyond the dead process's own clock, too
+        clock.now += LEFTOVER_AGE_S * 400  # later than the dead process's own clock, too
         again = ObjectStore(SharedFiles(), str(root), scheme="shared", clock=clock)
         again.prepare()
         assert len(_objects(root)) == (0 if found is None else 3), "what the dead left is removed"
@@ -201,7 +201,7 @@ def test_an_upload_that_fails_leaves_a_note_for_a_while_and_nothing_else(
                 raise OSError("no room")
             if operation == "write" and name.endswith(".b") and fails == ".a":
                 refused.wait(60)
-                time.sleep(0.05)  # still under way when the other has failed
+                time.sleep(0.05)  # still in progress when the other upload has failed
                 written.set()
 
         filesystem.before = refuse
@@ -234,7 +234,7 @@ def test_a_writer_gives_up_before_its_upload_could_be_taken_for_left_over(
 
 
 def test_an_upload_that_lost_a_member_is_no_blob(store: ObjectStore, tmp_path: Path) -> None:
-    """As after a writer that slept for a day before its last word."""
+    """Such an upload results from a writer that paused for a day before it wrote the final marker."""
     store.put(DIGEST, OLD)
     member = next((tmp_path / "objects").rglob("*.b"))
     member.write_bytes(b"short")
@@ -248,7 +248,7 @@ def test_an_upload_that_lost_a_member_is_no_blob(store: ObjectStore, tmp_path: P
 def test_a_listing_in_which_something_is_missing_is_taken_again(
     store: ObjectStore, filesystem: Faulty
 ) -> None:
-    """Of files, one that is taken while others come and go may show a mark without its members."""
+    """A listing of files that runs during other uploads may show the marker without its members."""
     store.put(DIGEST, OLD)
     misses = iter([True, True])
     filesystem.is_hidden = lambda path: path.endswith(".b") and next(misses, False)
@@ -322,7 +322,7 @@ def test_what_two_do_at_once_leaves_one_whole_blob_or_none_and_no_rest(
     outcomes: tuple[dict[str, bytes] | None, ...],
     existing: bool,
 ) -> None:
-    """The second does all that it does within one step of the first, at each step."""
+    """Runs all of the second operation between two steps of the first. Repeats this for every step of the first."""
     for after in range(100):
         root = tmp_path / str(after)
         filesystem = Faulty()
@@ -359,7 +359,7 @@ def test_what_two_do_at_once_leaves_one_whole_blob_or_none_and_no_rest(
 def test_a_put_that_another_overtakes_leaves_the_later_one(
     store: ObjectStore, filesystem: Faulty, tmp_path: Path
 ) -> None:
-    """The first takes its turn, then two others come and go; it must not take their place, nor remove what is last."""
+    """Two complete puts run during the first put. The first one must not replace them, nor delete the last one."""
 
     def overtake(operation: str, path: str) -> None:
         if operation == "write" and path.endswith(".b"):
@@ -376,7 +376,7 @@ def test_a_put_that_another_overtakes_leaves_the_later_one(
 def test_a_large_member_is_read_in_ranges_side_by_side(store: ObjectStore, filesystem: Faulty) -> None:
     content = os.urandom(RANGE_BYTES * 2 + 1)
     store.put(DIGEST, {"a": content})
-    together = Barrier(3, timeout=60)  # broken if one range waits for another
+    together = Barrier(3, timeout=60)  # the barrier breaks if one range waits for another
 
     def meet(operation: str, path: str) -> None:
         if operation == "read" and path.endswith(".a"):
@@ -473,7 +473,7 @@ def test_a_filesystem_that_goes_on_remembering_listings_is_refused(tmp_path: Pat
 
 
 class Bucket(Faulty):
-    """Where there are no folders, and no such bucket."""
+    """An object store without folders, in which the bucket does not exist."""
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:

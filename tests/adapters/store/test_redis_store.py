@@ -32,7 +32,7 @@ def test_what_was_put_survives_the_death_of_redis(redis_server: RedisServer) -> 
 
 
 def test_what_was_put_while_the_disk_is_busy_survives_the_death_of_redis(redis_server: RedisServer) -> None:
-    """While an fsync goes on, Redis answers before it has written: an answer alone means nothing."""
+    """While an fsync is in progress, Redis replies before it writes. The reply alone does not prove durability."""
     store = open_store(redis_server.url)
     with redis_server.client() as client, redis_server.stalled_fsync():
         store.put(OTHER_DIGEST, {"a": b"the first write asks for an fsync"})
@@ -105,7 +105,7 @@ def test_a_durable_blob_never_expires_and_a_replaced_one_leaves_no_chunks(redis_
 
 
 def test_a_deletion_that_comes_late_takes_only_the_copy_that_it_meant(redis_server: RedisServer) -> None:
-    """What a dead server has sent may reach Redis when others have uploaded the same again."""
+    """A command that a dead server has sent may reach Redis after another server uploaded the same adapter again."""
     with closing(open_redis_store(redis_server.url, durable=True)) as store:
         store.put(DIGEST, {"a": b"old"})
         script = store._delete
@@ -127,7 +127,8 @@ def test_a_deletion_that_comes_late_takes_only_the_copy_that_it_meant(redis_serv
 def test_no_warm_tier_ever_harms_a_durable_blob_in_the_same_redis(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
-    """It may be another host's warm tier, which copies, replaces, distrusts and deletes the same adapter."""
+    """Another host may use the same Redis as its warm tier. It copies, replaces, distrusts and deletes the same
+    adapter."""
     durable = open_store(redis_server.url)
     durable.put(DIGEST, {"a": b"durable"})
     with (
@@ -167,7 +168,7 @@ def test_the_store_again_as_its_warm_tier_is_no_tier(redis_server: RedisServer) 
 
 
 def _put_and_die(url: str) -> None:
-    """Dies between the last chunk and the commit."""
+    """A process that dies between the last chunk and the commit."""
     store = open_redis_store(url, durable=True)
     store._commit = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
     store.put(DIGEST, {"b": BIG})

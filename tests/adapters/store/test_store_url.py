@@ -1,4 +1,4 @@
-"""Modules that need an optional package are named by text, which neither mypy nor import contracts check."""
+"""Modules that need an optional package are named by strings, which neither mypy nor the import contracts check."""
 
 import pytest
 

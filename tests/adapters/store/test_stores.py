@@ -1,4 +1,4 @@
-"""One contract, every store."""
+"""The contract of a store, tested on every store."""
 
 import os
 import random
@@ -32,16 +32,18 @@ from tests.adapters.blobs import read_members
 from tests.redis_server import DURABLE
 from tests.support import shared_files
 
-assert shared_files  # it registers shared://
+assert shared_files  # importing the module registers shared://
 DIGEST, OTHER = "ab" * 32, "cd" * 32
 BIG = secrets.token_bytes(CHUNK_BYTES + RANGE_BYTES + 17)  # three chunks, two ranges
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a store is. open: opens it, also a second time, as another process would; lose: takes it away.
+    """The location of a store.
 
-    urls: what another process needs for `open_store`, if one can. mixes: members may come from several puts.
+    open: opens the store. A second call opens it again, as another process would. lose: makes it unavailable. urls: the
+    URLs with which another process can call `open_store`; empty if it can't. mixes: a blob may have members from
+    several puts.
     """
 
     open: Callable[[], Store]
@@ -51,7 +53,10 @@ class Place:
 
 
 class RacelessMemory(MemoryFileSystem):
-    """fsspec's, which stumbles over a file that goes while it lists them; with a memory of its own."""
+    """fsspec's in-memory filesystem, with separate memory for each instance.
+
+    fsspec's listing raises KeyError if a file is deleted during it. Here the listing is repeated.
+    """
 
     cachable = False
 
@@ -107,7 +112,7 @@ def _memory_objects(tmp_path: Path, make_redis) -> Place:
 
 
 def _asynchronous_objects(tmp_path: Path, make_redis) -> Place:
-    """As most filesystems of objects are: coroutines on a loop that all threads share."""
+    """Works like most object filesystems: coroutines on one event loop that all threads share."""
     filesystem = AsyncFileSystemWrapper(LocalFileSystem())
     root = tmp_path / "objects"
 
@@ -167,7 +172,7 @@ def store(place: Place) -> Iterator[Store]:
 
 @pytest.fixture
 def second(place: Place, store: Store) -> Iterator[Store]:
-    """The same store, as another process sees it."""
+    """The same store, opened as another process would open it."""
     second = place.open()
     yield second
     second.close()
@@ -261,7 +266,8 @@ def test_pieces_of_any_size_are_the_same_bytes(store: Store) -> None:
 
 
 def test_pieces_in_any_order_are_the_same_bytes(store: Store) -> None:
-    """Reading on, backwards, over the ends of chunks and from member to member; closed in the middle of it."""
+    """Reads forward, backward, across chunk boundaries and from member to member, then closes the blob in the
+    middle."""
     members = {"a": BIG[:700], "b": BIG}
     store.put(DIGEST, members)
     draw = random.Random(5)
@@ -348,7 +354,7 @@ def test_readers_beside_writers_and_deleters_see_a_whole_blob_or_none(place: Pla
 
 
 def _assert_one_of(versions: list[dict[str, bytes]], found: dict[str, bytes], place: Place) -> None:
-    if place.mixes:  # members are replaced one by one: blobs of one digest are interchangeable
+    if place.mixes:  # members are replaced one by one; blobs of one digest are interchangeable
         assert found.keys() == versions[0].keys()
         assert all(any(found[name] == version[name] for version in versions) for name in found)
     else:
@@ -395,7 +401,7 @@ def test_a_listing_beside_writers_shows_all_that_stays_and_nothing_that_never_wa
     assert sorted(store.digests()) == staying
 
 
-# Dies when it is asked for its second member.
+# A process that dies when its second member is read.
 DIES = """
 import os, signal, sys
 from collections.abc import Mapping
@@ -454,7 +460,8 @@ def test_a_writer_killed_between_members_changes_nothing(
     store.close()
 
 
-# Puts its version, takes what is there, and now and then deletes it. Any version is right, half a blob is not.
+# A process that puts its version, reads the stored blob, and sometimes deletes it. Any complete version is correct. A
+# mixture of versions is correct only where `mixes` is True.
 COMPETES = """
 import sys
 from slora_adapters.errors import AdapterNotFound

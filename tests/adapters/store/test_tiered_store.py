@@ -131,7 +131,7 @@ def test_a_blob_deleted_while_it_is_copied_does_not_come_back(tiers: TieredStore
     copy = tiers.warm.copy
 
     def copy_late(digest: str, blob: Blob) -> None:
-        tiers.durable.delete(digest)  # another process, while we read it
+        tiers.durable.delete(digest)  # another process deletes it during our read
         tiers.warm.delete(digest)
         copy(digest, blob)
 

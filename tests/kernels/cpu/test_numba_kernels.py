@@ -46,7 +46,8 @@ def test_a_row_with_a_nan_stays_a_nan(dtype: torch.dtype) -> None:
 
 
 def test_bfloat16_results_are_rounded_to_nearest_even() -> None:
-    # 1 + 1/256 lies halfway between 1 and the next bfloat16, 1 + 1/128; 1 + 3/256 between that and 1 + 1/64.
+    # 1 + 1/256 lies halfway between 1 and the next bfloat16, 1 + 1/128. 1 + 3/256 lies halfway between that and 1 +
+    # 1/64.
     x = torch.tensor([[1.0] * 8, [1.0078125] * 8], dtype=torch.bfloat16)
     residual = torch.full((2, 8), 2**-8, dtype=torch.bfloat16)
     kernels = numba_kernels.NumbaKernels()

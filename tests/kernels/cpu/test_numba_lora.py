@@ -19,7 +19,8 @@ language = pytest.importorskip("slora_kernels.cpu.language")
 def test_outputs_wait_for_the_rows_that_another_thread_still_multiplies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(numba_lora_plan, "_WHOLE_TILES", 3)  # both are cut, whatever the number of threads
+    # Both tiles are cut, whatever the number of threads.
+    monkeypatch.setattr(numba_lora_plan, "_WHOLE_TILES", 3)
     shape = llama_shape(1, 64, 2, 2, 16, 128, 300, 4)
     scene = build_adapters(shape, torch.float32, [[8] * 7 + [0, 0]] * 2)
     tiles = build_tiles([(0, 0, 3), (1, 3, 4)], scene.tables)
@@ -29,7 +30,7 @@ def test_outputs_wait_for_the_rows_that_another_thread_still_multiplies(
     job, _ = plan.make_job(out, numba_lora_plan.Unshrunk(x), scene.pages, site)
     shrinks_at = language.NUM_WORDS + language.FIELD_WORDS * numba_lora.SHRINKS
     num_shrinks = job[shrinks_at]
-    # Somebody else has taken the first block of the first tile, and does not come on.
+    # Simulates another thread that has taken the first block of the first tile and is delayed.
     missing = array("q", job)
     job[language.NEXT_ITEM] = 1
     missing[language.NUM_ITEMS] = missing[shrinks_at] = 1

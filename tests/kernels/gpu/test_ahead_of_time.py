@@ -1,7 +1,8 @@
-"""What the launched kernels become on GPUs that are not here: no spills, shared memory that fits, wide loads, products.
+"""Properties of the compiled kernels for GPUs that this machine lacks: spills, shared memory, wide loads, matrix
+products.
 
-Compiled in processes of their own without TRITON_INTERPRET, from the launchers' own arguments. A table below says what
-is wanted of each kernel; the targets' limits stand beside it with their sources.
+The kernels are compiled in separate processes without TRITON_INTERPRET, with the launchers' own arguments. The tables
+below hold the requirements of each kernel, and the limits of the targets with their sources.
 """
 
 import json
@@ -15,15 +16,16 @@ import pytest
 
 from slora_kernels.gpu.compiled_kernel import CompiledKernel
 
-# Shared memory of one program at most. NVIDIA: CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Maximum shared memory of one program. NVIDIA: CUDA C++ Programming Guide, "Technical Specifications per Compute
 # Capability", maximum shared memory per thread block: 163 KB for 8.0, 227 KB for 9.0 and 10.0. AMD: CDNA 3 instruction
 # set architecture, local data share: 64 KiB per work-group.
 SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
-# What a thread's products of 16-bit numbers become: of 16 rows, and of a whole warp group's.
+# The instruction for products of 16-bit numbers: for 16 rows, and for the rows of a whole warp group.
 SMALL_PRODUCTS = {"sm_80": "mma.sync", "sm_90": "mma.sync", "sm_100": "mma.sync", "gfx942": "v_mfma"}
 LARGE_PRODUCTS = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
-# The kernel's bulk of reading, named as in its source: every load of these is of 16 bytes. What is not named is small:
-# page ids, ranks, starts of 4 or 8 bytes, and in expand the bridge, whose rows begin wherever a module's rank ends.
+# The tensors that a kernel reads in bulk, by their names in the source. Every load from them has 16 bytes. Tensors that
+# are not named are small: page ids, ranks, and start offsets of 4 or 8 bytes. Expand's bridge is not named either,
+# because its rows begin wherever a module's rank ends.
 WIDE_LOADS = {
     "_lora_shrink_kernel": {"x_rows", "pages"},
     "_lora_expand_kernel": {"pages", "target"},
@@ -36,11 +38,11 @@ WIDE_LOADS = {
     "_token_weights_kernel": {"logits"},
     "_token_cutoffs_kernel": {"source"},
     "_token_race_kernel": {"source"},
-    # It gathers single numbers: the rows of A are the embedding's columns.
+    # It gathers single numbers, because the rows of A are the embedding's columns.
     "_lora_look_up_kernel": set(),
-    # A few numbers of a head a thread, of which a step has little.
+    # Each thread reads a few numbers of a head, and a step has few of them.
     "_rotate_and_write_kv_kernel": set(),
-    # Prefill is bound by its product, and the widening of numbers in registers decides its layout.
+    # Prefill is bound by its matrix product. The conversion of numbers in registers decides the data layout.
     "_quantized_linear_kernel": set(),
 }
 PRODUCTS = {
@@ -50,17 +52,17 @@ PRODUCTS = {
     "_paged_attention_prefill_kernel": LARGE_PRODUCTS,
 }
 FP8_KV = "KV in fp8"
-# A target takes a minute of one core.
+# Each target takes one core for a minute.
 QUICK = (("sm_90", "bfloat16"),)
 THOROUGH = tuple((target, dtype) for target in SHARED_LIMITS for dtype in ("bfloat16", "float16", "float32"))
 
 
 def start_compiling(target: str, dtype: str, cache: Path) -> subprocess.Popen[bytes]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    # The launcher states whether multiply-adds are fused: what the environment says must not matter.
+    # The launcher states whether multiply-adds are fused. This variable must have no effect.
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_DEFAULT_FP_FUSION": "0"}
-    # Triton knows a kernel by its text and line, not by its file: what another checkout compiled names sources that may
-    # be gone, and then no load is ascribed to its tensor.
+    # Triton's cache key is a kernel's text and line, not its file. A kernel that another checkout compiled would name
+    # source files that may be gone. Loads could then not be assigned to their tensors.
     environment |= {"TRITON_CACHE_DIR": str(cache)}
     command = [sys.executable, "-P", "-m", "slora_kernels.gpu.ahead_of_time", target, dtype]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -76,7 +78,7 @@ def finish_compiling(process: subprocess.Popen[bytes]) -> list[CompiledKernel]:
 
 @pytest.fixture(scope="module")
 def compiled(soak: bool, tmp_path_factory: pytest.TempPathFactory) -> list[CompiledKernel]:
-    """All launches for the targets of this run, two targets at a time."""
+    """All kernels compiled for the targets of this run, two targets at a time."""
     work, kernels = (THOROUGH if soak else QUICK), []
     for at in range(0, len(work), 2):
         processes = [start_compiling(*pair, tmp_path_factory.mktemp("triton")) for pair in work[at : at + 2]]
@@ -100,9 +102,13 @@ def test_shared_memory_fits_the_target(compiled: list[CompiledKernel]) -> None:
 
 
 def count_tolerated_spills(kernel: CompiledKernel) -> float:
-    """Not claimed: products of float32, for checking, are unrolled into all registers that there are; a gfx942 widens
-    float8_e4m3fn in software. Two programs on a multiprocessor leave 128 registers a thread, where widening e4m3 to
-    float16 beside tcgen05 lacks a few; 200 without spills would leave one program."""
+    """The number of spills that a kernel may have.
+
+    Two cases have no limit: float32 products, which only serve checks and are unrolled into all registers, and fp8 on
+    gfx942, which converts float8_e4m3fn in software. With two programs per multiprocessor, each thread has 128
+    registers. Converting e4m3 to float16 beside tcgen05 needs a few more. With 200 registers nothing would spill, but
+    only one program would fit.
+    """
     if kernel.dtype == "float32" or (kernel.target == "gfx942" and "float8" in kernel.case):
         return math.inf
     is_tight = (kernel.target, kernel.dtype, kernel.kernel) == (
@@ -122,14 +128,14 @@ def test_no_register_is_spilled(compiled: list[CompiledKernel]) -> None:
 def test_what_a_kernel_reads_in_bulk_it_loads_16_bytes_at_a_time(compiled: list[CompiledKernel]) -> None:
     for kernel in compiled:
         loads = kernel.load_bytes
-        # The assembly ascribes a load to its source's line, or (some of ptxas's input) to its consumer's.
+        # The assembly assigns a load to its own source line, or to its consumer's line in some of the input of ptxas.
         wide = {pointer: loads.get(pointer, loads.get("", ())) for pointer in WIDE_LOADS[kernel.kernel]}
         if kernel.kernel == "_paged_attention_decode_kernel" and FP8_KV in kernel.case:
-            # Half of a row of V is what Triton makes of the operand that it widens, unless it widens it twice.
+            # Triton loads half a row of V at a time for the operand that it converts, unless it converts it twice.
             assert wide.pop("place") == ((16,) if kernel.dtype == "float32" else (8, 16)), kernel
         for pointer, sizes in wide.items():
             assert sizes == (16,) or (pointer not in loads and 16 in sizes), kernel
-        # Scales of KV: one of 2 bytes for a whole row of numbers.
+        # Scales of KV are read singly: 2 bytes for a whole row of numbers.
         others = [sizes for pointer, sizes in loads.items() if pointer != "scale_place"]
         least = 2 if "_lora_expand" in kernel.kernel else 4
         assert not wide or all(min(sizes) >= least for sizes in others), kernel
@@ -139,7 +145,7 @@ def test_what_a_kernel_reads_in_bulk_it_loads_16_bytes_at_a_time(compiled: list[
 
 
 def test_kv_in_fp8_is_compiled_where_it_is_served(compiled: list[CompiledKernel]) -> None:
-    """Nothing older than sm_89 knows e4m3, and a gfx942 only its own."""
+    """GPUs older than sm_89 do not support e4m3, and a gfx942 supports only its own variant."""
     served = {kernel.target for kernel in compiled} & {"sm_90", "sm_100"}
     assert served == {kernel.target for kernel in compiled if FP8_KV in kernel.case}
 

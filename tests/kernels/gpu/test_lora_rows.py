@@ -1,4 +1,4 @@
-"""Decode rows beside chunks: the form that a token takes, and its bits, follow from what it is."""
+"""Decode rows beside prefill chunks: a token's kernel form and its bits depend only on the token itself."""
 
 from dataclasses import replace
 
@@ -15,8 +15,8 @@ from tests.kernels.scenes import AdapterScene, build_adapters, build_tiles, chec
 from tests.kernels.test_lora import GROUPS, QKV, build, make_inputs, run_group, run_twin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# (slot, first token, tokens): decode rows of all adapters, some of them alone, then chunks of two; 4, 14 and 30 are the
-# base model's.
+# (slot, first token, tokens): decode rows of all adapters, some of them alone, then chunks of two adapters. Tokens 4,
+# 14 and 30 belong to the base model.
 DECODES = [(0, 0, 1), (1, 1, 3), (3, 5, 1), (2, 6, 8), (1, 15, 1)]
 CHUNKS = [(3, 16, 2), (0, 18, 12)]
 BASE = [4, 14, 30]
@@ -61,7 +61,7 @@ def test_decode_rows_beside_chunks_match_the_twin(
 def expand(
     scene: AdapterScene, tiles: LoraTiles, bridge: Tensor, out: Tensor, site: LoraSite, sizes: LoraSizes
 ) -> Tensor:
-    """A copy of `out` with what expand adds."""
+    """A copy of `out` with the result of expand added."""
     kernels, result = TritonKernels(sizes=sizes), out.clone()
     kernels.expand(result, bridge, scene.pages, site, kernels.prepare_lora(tiles, scene.tables))
     return result
@@ -69,7 +69,8 @@ def expand(
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.soak), torch.bfloat16])
 def test_a_decode_row_gets_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> None:
-    """Alone the bridge has fewer columns, and the tile is another; a row of a chunk beside it changes nothing."""
+    """For a lone row, the bridge has fewer columns and the tile is another. Chunk rows in the batch must not change
+    its bits."""
     scene, sizes = build(dtype, DEVICE), with_rows(16, 1)
     tiles = mix(scene)
     for site in scene.shape.layer_sites(1):
@@ -88,7 +89,10 @@ def test_a_decode_row_gets_the_same_bits_alone_and_in_any_batch(dtype: torch.dty
 
 
 def test_what_is_in_no_tile_is_neither_read_nor_written() -> None:
-    """The bridge's rows of the base, and its columns past a rank, hold what memory held; nobody fills a list."""
+    """The bridge holds uninitialised memory in the base model's rows and in the columns past a rank.
+
+    Nothing initialises the unused entries of the tile list either.
+    """
     scene, sizes = build(torch.float32, DEVICE), with_rows(16, 1)
     tiles, site = mix(scene), scene.shape.layer_sites(1)[QKV]
     x, before = make_inputs(scene, site, TOKENS)
@@ -121,7 +125,7 @@ def test_what_is_in_no_tile_is_neither_read_nor_written() -> None:
     ("rank", "segments"), ((1, 3), (4, 12), (3, 9), (11, 33)), ids=("page-1", "page", "page+1", "prime")
 )
 def test_an_adapter_may_end_anywhere_in_a_page(rank: int, segments: int, num_decodes: int) -> None:
-    """A rank of gate alone is a segment of A and two of B; a page holds four."""
+    """Each rank of an adapter on gate alone takes one segment of A and two of B. A page holds four segments."""
     shape = llama_shape(1, 64, 4, 1, 16, 128, 100, 4)
     scene = build_adapters(
         shape, torch.float32, [[0, 0, 0, 0, rank, 0, 0, 0, 0]], block_tokens=8, device=DEVICE

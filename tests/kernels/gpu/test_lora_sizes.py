@@ -1,4 +1,4 @@
-"""The table of sizes: what ships can be launched, and what is broken says where."""
+"""The table of LoRA tile sizes: the shipped table can be launched, and errors in a table name the broken entry."""
 
 import json
 from collections.abc import Callable
