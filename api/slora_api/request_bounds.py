@@ -1,10 +1,10 @@
-"""How large a request may be: every bound on the work that one request can cause, in one place.
+"""The bounds on the work that one request can cause, all in one place.
 
-A bound is checked before the work that it bounds: bytes and JSON values while the body arrives, counts before the body
-is validated, characters before a text is tokenized, tokens and log-probabilities before the engine sees the request.
-`docs/limits.md` lists the bounds, and GET /v1/limits shows those of a running server.
+Each bound is checked before the work that it bounds. Bytes and JSON values are counted while the body arrives, items
+before the body is validated, and characters before a text is tokenized. Tokens and log-probabilities are counted before
+the engine sees the request. `docs/limits.md` lists the bounds, and GET /v1/limits shows those of a running server.
 
-Knows no HTTP.
+This module knows no HTTP.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,19 +26,19 @@ from slora_api.settings import Settings
 
 __all__ = ["MAX_NAME_CHARS", "MAX_SMALL_BODY_BYTES", "JsonBounds", "RequestBounds"]
 
-# Bodies of routes other than uploads and generation: parsing and validating one takes below 5 ms.
+# Limit of bodies other than uploads and generation. Parsing and validating one takes less than 5 ms.
 MAX_SMALL_BODY_BYTES = 1 << 16
-# Of an object whose fields have names: the schema reports every unknown one, which takes 3 microseconds each.
+# Fields of one JSON object. The schema reports every unknown field, which takes 3 microseconds each.
 _MAX_FIELDS = 64
-# Of a model, a user or the author of a message.
+# Length of the name of a model, a user or the author of a message.
 MAX_NAME_CHARS = 512
 # Parsing 135,000 token ids takes 8 to 15 ms. There is room for one prompt of 131,072 ids.
 _COMPLETION_VALUES = (1 << 17) + (1 << 12)
 _MAX_MESSAGES = 2048
 _MAX_CONTENT_PARTS = 4096
-# A message has 4 values with its commas, a content part has 3.
+# `JsonStructure` counts 4 values in a message and 3 in a content part, commas included.
 _CHAT_VALUES = 4 * _MAX_MESSAGES + 3 * _MAX_CONTENT_PARTS + (1 << 12)
-# 1,048,576 token ids take 38 MB.
+# Memory: 1,048,576 token ids take 38 MB.
 _MAX_REQUEST_TOKENS = 1 << 20
 # A log-probability takes 30 to 100 bytes of JSON and 1.5 microseconds to write.
 _MAX_ANSWER_LOGPROBS = 1 << 18
@@ -47,10 +47,13 @@ _MAX_ECHO_CHARS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class JsonBounds:
-    """What a body may hold before it is parsed. A chat of 2,048 messages with names has 6,144 members.
+    """What a JSON body may contain before it is parsed.
 
-    values: strings, numbers, arrays and objects. members: fields of objects, whose names take longer to read.
-    bare_bytes: bytes outside strings. number_chars: of one number.
+    values: number of strings, numbers, arrays and objects.
+    members: number of fields of objects, whose names take longer to read. A chat of 2,048 messages with names has
+    6,144.
+    bare_bytes: number of bytes outside strings.
+    number_chars: length of one number.
     """
 
     values: int
@@ -63,9 +66,11 @@ class JsonBounds:
 class RequestBounds:
     """The bounds of one server.
 
-    prompt_chars: characters of one prompt, or of all messages of a chat together. prompt_tokens: of all prompts
-    together. answer_tokens: all choices of all prompts together, with echoed prompts. answer_logprobs: entries that
-    the answer would list; each token has its own and the likeliest ones. echo_chars: echoed prompts of all choices.
+    prompt_chars: characters of one prompt, or of all messages of a chat together.
+    prompt_tokens: tokens of all prompts together.
+    answer_tokens: tokens of all choices of all prompts together, including echoed prompts.
+    answer_logprobs: log-probabilities listed in the answer: for each token its own and the most probable ones.
+    echo_chars: characters of echoed prompts, counted once for each choice.
     """
 
     max_model_len: int
@@ -92,9 +97,10 @@ class RequestBounds:
 
     @staticmethod
     def of(settings: Settings, info: EngineInfo, longest_token_chars: int) -> "RequestBounds":
-        """longest_token_chars: of the tokenizer. A text with more characters for each token of the context cannot fit.
+        """Derives the bounds from the settings, the engine and the tokenizer.
 
-        Worked example: 131,072 tokens of at most 16 characters are 2,097,152 characters.
+        longest_token_chars: characters of the tokenizer's longest token. A longer text than the context times this
+        cannot fit. Worked example: 131,072 tokens of at most 16 characters are 2,097,152 characters.
         """
         request_tokens = max(_MAX_REQUEST_TOKENS, info.max_model_len)
         return RequestBounds(
@@ -145,7 +151,7 @@ class RequestBounds:
             self._check_parts([message for message in messages if isinstance(message, dict)])
 
     def check_chars(self, num_chars: int, param: str) -> None:
-        """Raises ContextTooLong for a text that the context cannot hold, whatever its tokens are."""
+        """Raises ContextTooLong for a text that cannot fit into the context, however it is tokenized."""
         if num_chars > self.prompt_chars:
             raise ContextTooLong(
                 f"`{param}` has {num_chars} characters; this server accepts at most {self.prompt_chars}, because this "
@@ -154,7 +160,7 @@ class RequestBounds:
             )
 
     def check_prompt_tokens(self, num_tokens: int) -> None:
-        """num_tokens: of all prompts together. Raises BadRequest."""
+        """num_tokens: tokens of all prompts together. Raises BadRequest."""
         if num_tokens > self.prompt_tokens:
             raise BadRequest(
                 f"`prompt` has {num_tokens} tokens in all its prompts together; this server accepts at most "
@@ -163,7 +169,7 @@ class RequestBounds:
             )
 
     def check_echo(self, num_chars: int) -> None:
-        """num_chars: all prompts, once for each of their choices. Raises BadRequest."""
+        """num_chars: characters of all prompts, counted once for each of their choices. Raises BadRequest."""
         if num_chars > self.echo_chars:
             raise BadRequest(
                 f"`echo` would repeat {num_chars} characters, each prompt once for each of its choices; this server "

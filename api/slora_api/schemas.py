@@ -1,10 +1,10 @@
-"""The JSON bodies and numbers in queries that this API accepts, and how each becomes what the engine understands.
+"""The JSON bodies and query numbers that this API accepts, and their conversion to the engine's types.
 
-Nothing is accepted silently: an unknown field is refused by name, and a field of OpenAI's API that is not honoured
-is refused unless it asks for what happens anyway (`tools: []`, ...). Ranges of sampling values are checked
-once, by SamplingParams. An explicit null means the same as leaving the field out, as in OpenAI's API.
+No field is ignored silently. An unknown field is refused by name. A field of OpenAI's API that this server does not
+support is refused unless its value asks for the default behaviour, such as `tools: []`. SamplingParams checks the
+ranges of sampling values. As in OpenAI's API, null means the same as leaving the field out.
 
-Knows no adapter, no tokens and no engine.
+This module knows no adapters, no tokens and no engine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,12 +46,12 @@ _MAX_DEADLINE_MS = round(MAX_DEADLINE_S * 1000)
 _SHOWN_CHARS = 64
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-# Of items on a page.
+# Items per page.
 Limit = Annotated[int, Field(ge=1, le=MAX_LIMIT)]
-# As references write it: 18 digits at most.
+# A version number has at most 18 digits, as in references.
 VersionNumber = Annotated[int, Field(ge=1, lt=10**18)]
 
-# Fields of the openai package that this server does not honour -> the values that ask for nothing. null always does.
+# Unsupported fields of the openai package -> the values that are accepted because they ask for nothing. null always is.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "metadata": ({},),
@@ -86,7 +86,7 @@ def _equal(value: Any, allowed: Any) -> bool:
 
 
 def _drop_unsupported(body: Any, unsupported: Mapping[str, tuple[Any, ...]]) -> Any:
-    """The body without the fields that ask for nothing; raises for those that ask for something."""
+    """Returns the body without the unsupported fields. Raises if one of them has a value that asks for something."""
     if not isinstance(body, dict):
         return body
     for name, neutral in unsupported.items():
@@ -105,7 +105,9 @@ def _drop_unsupported(body: Any, unsupported: Mapping[str, tuple[Any, ...]]) -> 
 
 
 def _refuse_surrogates(value: str) -> None:
-    """JSON can write half of a surrogate pair, which is not a character; tokenizers and databases fail on it."""
+    """Refuses half of a surrogate pair. JSON can contain one, but it is not a character, and tokenizers and databases
+    fail.
+    """
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -137,7 +139,9 @@ _Name = Annotated[str, AfterValidator(_check_name)]
 
 
 def _check_prompt(value: Any) -> Any:
-    """One message for all four shapes of a prompt, where a union would try and report each of its branches."""
+    """Checks all four forms of a prompt with one error message. A pydantic union would try every branch and report
+    each.
+    """
     items = value if isinstance(value, list) else [value]
     kinds = set(map(type, items))
     if kinds == {str}:
@@ -156,7 +160,7 @@ def _check_prompt(value: Any) -> Any:
 
 
 def _join_text_parts(value: Any) -> Any:
-    """A list of text parts is one text; any other kind of part is refused by name."""
+    """Joins a list of text parts into one text. Any other kind of part is refused by name."""
     if not isinstance(value, list):
         return value
     for part in value:
@@ -172,7 +176,7 @@ def _join_text_parts(value: Any) -> Any:
 
 
 def _check_bias(value: Any) -> Any:
-    """JSON's keys are texts; those of a bias are token ids."""
+    """Converts the keys of `logit_bias` from text, as JSON has them, to token ids."""
     if value is None:
         return None
     if isinstance(value, dict) and all(
@@ -191,7 +195,7 @@ def _as_list(value: Any) -> Any:
 
 
 class StreamOptions(BaseModel):
-    """`include_obfuscation` pads chunks against traffic analysis; this server does not."""
+    """include_obfuscation: padding of chunks against traffic analysis, which this server does not support."""
 
     model_config = _STRICT
     include_usage: bool | None = None
@@ -199,11 +203,12 @@ class StreamOptions(BaseModel):
 
 
 class GenerationFields(BaseModel):
-    """What both kinds of completion share. None: not given.
+    """The fields that both kinds of completion share. None: the client did not send the field.
 
-    priority: vLLM's, among the requests of one tenant; lower is served sooner. deadline_ms: how long the first token
-    may take; a request that can't keep it is answered 503 `deadline_missed` instead. use_beam_search: vLLM's, with
-    best_of beams, or n; temperature is 0 then unless it is sent, and a stream tells each answer whole.
+    priority: as in vLLM, but only among the requests of one tenant; lower is served sooner.
+    deadline_ms: time limit of the first token. A request that cannot meet it is answered 503 `deadline_missed`.
+    use_beam_search: as in vLLM, with `best_of` beams, or `n`. The temperature is then 0 unless the client sends one,
+    and a stream sends each answer in one piece.
     """
 
     model_config = _STRICT
@@ -269,17 +274,18 @@ class CompletionRequest(GenerationFields):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """One entry for each answer wanted."""
+        """One entry for each prompt of the request."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        # Only the first item is looked at: the schema has checked that all are alike, and there may be 130,000 ids.
+        # Looking at the first item is enough: the schema has checked that all have one type, and there may be 130,000
+        # ids.
         if isinstance(self.prompt[0], int):
             return cast(Sequence[list[int]], [self.prompt])
         return cast(Sequence[str | list[int]], self.prompt)
 
 
 class ChatMessage(BaseModel):
-    """One turn of a conversation. `developer` is OpenAI's newer word for `system`."""
+    """One turn of a conversation. The role `developer` is OpenAI's newer name for `system`."""
 
     model_config = _STRICT
     role: Literal["system", "developer", "user", "assistant"]
@@ -287,7 +293,7 @@ class ChatMessage(BaseModel):
     name: _Name | None = None
 
     def for_template(self) -> dict[str, str]:
-        """The message as chat templates know it."""
+        """Returns the message in the form that chat templates expect."""
         role = "system" if self.role == "developer" else self.role
         named = {} if self.name is None else {"name": self.name}
         return {"role": role, "content": self.content, **named}
@@ -327,7 +333,7 @@ class ChatRequest(GenerationFields):
 
 
 class TenantChanges(BaseModel):
-    """PATCH /admin/tenants/{tenant}: what becomes of its share; None leaves it as it is."""
+    """PATCH /admin/tenants/{tenant}: the changes of its share. A field that is None keeps its value."""
 
     model_config = _STRICT
     weight: float | None = None
@@ -337,20 +343,20 @@ class TenantChanges(BaseModel):
 
 
 class NewTenantRequest(TenantChanges):
-    """POST /admin/tenants. What is left out of its share is as for any other tenant."""
+    """POST /admin/tenants. Fields of the share that are left out get their defaults."""
 
     name: _Name
 
 
 class NewKeyRequest(BaseModel):
-    """POST /admin/tenants/{tenant}/keys. `adapter` need not exist yet: uploading it takes a key."""
+    """POST /admin/tenants/{tenant}/keys. The adapter need not exist yet, because uploading it requires a key."""
 
     model_config = _STRICT
     adapter: _Name | None = None
 
 
 def _check_targets(value: Any) -> Any:
-    """JSON's keys are texts; those of an alias's targets are numbers of versions."""
+    """Converts the keys of an alias's targets from text, as JSON has them, to version numbers."""
     if value is None:
         return None
     if isinstance(value, dict) and all(
@@ -371,8 +377,9 @@ _Targets = Annotated[dict[int, int], BeforeValidator(_check_targets)]
 class AliasMove(BaseModel):
     """PUT /v1/adapters/{name}/aliases/{alias}.
 
-    versions: number -> percent of the requests, 100 in all. expected: where it must point now for the move to be made;
-    {} where it must not be there yet. follows_pushes: each version that is pushed later takes all.
+    versions: version number -> percentage of the requests, 100 in all.
+    expected: the targets that the alias must have now for the move to happen; {} means that it must not exist yet.
+    follows_pushes: whether each later push moves the alias to the new version.
     """
 
     model_config = _STRICT
@@ -382,10 +389,10 @@ class AliasMove(BaseModel):
 
 
 class LoadLoraRequest(BaseModel):
-    """POST /v1/load_lora_adapter, with vLLM's fields, and whose it is to be.
+    """POST /v1/load_lora_adapter, with vLLM's fields and a tenant.
 
-    tenant: may be left out where there is only one. load_inplace: a name that is taken serves the new adapter then. It
-    always does here, and keeps the old version.
+    tenant: the owner of the adapter; may be left out if the server has only one tenant.
+    load_inplace: in vLLM, replace an adapter of the same name. This server always does that, and keeps the old version.
     """
 
     model_config = _STRICT
@@ -396,7 +403,7 @@ class LoadLoraRequest(BaseModel):
 
 
 class UnloadLoraRequest(BaseModel):
-    """POST /v1/unload_lora_adapter. lora_int_id: vLLM's own number, which means nothing here."""
+    """POST /v1/unload_lora_adapter. lora_int_id: vLLM's internal number of the adapter, which this server ignores."""
 
     model_config = _STRICT
     lora_name: _Name

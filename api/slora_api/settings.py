@@ -1,7 +1,7 @@
-"""Every setting of `slora serve`: those of the server here, and those of the engine in `slora.engine_config`.
+"""The settings of `slora serve`. Those of the server are declared here, those of the engine in `slora.engine_config`.
 
-A field `max_model_len` is the flag `--max-model-len` and the environment variable `SLORA_MAX_MODEL_LEN`. A flag wins
-over the environment, and the environment over the default. No other module reads these variables.
+The field `max_model_len` becomes the flag `--max-model-len` and the environment variable `SLORA_MAX_MODEL_LEN`. A flag
+overrides the environment, which overrides the default. No other module reads these variables.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ from slora.setting import Auto, ByteSize, Seconds, SettingRefused, SettingSpec, 
 __all__ = ["Settings", "read_settings", "server_setting_specs", "unknown_variables"]
 
 _PREFIX = "SLORA_"
-# Read by the client commands, and often set in the same shell.
+# Variables of the client commands, often set in the same shell.
 _CLIENT_VARIABLES = frozenset({"SLORA_URL", "SLORA_API_KEY"})
 _DEMO_MODEL_NAME = "slora-demo"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of one server. engine: those that its engine gets."""
+    """The settings of one server. engine: the settings of its engine."""
 
     engine: EngineConfig
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for every interface", metavar="ADDRESS")
@@ -97,12 +97,12 @@ class Settings:
 
 
 def server_setting_specs() -> tuple[SettingSpec, ...]:
-    """All settings of a server: those of its engine first."""
+    """Returns all settings of a server, those of its engine first."""
     return (*setting_specs(EngineConfig), *setting_specs(Settings))
 
 
 def unknown_variables(environment: Mapping[str, str]) -> dict[str, str | None]:
-    """Variables that look like settings and are none, each with the most similar setting."""
+    """Returns variables that look like settings but are not, each with the most similar setting, if there is one."""
     known = [spec.variable.removeprefix(_PREFIX) for spec in server_setting_specs()]
     named = [name.removeprefix(_PREFIX) for name in environment if name.startswith(_PREFIX)]
     strangers = [name for name in named if name not in known and _PREFIX + name not in _CLIENT_VARIABLES]
@@ -111,11 +111,12 @@ def unknown_variables(environment: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def read_settings(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Settings:
-    """Makes the settings from flags (by field name; None: not given) and environment.
+    """Makes the settings from flags and environment variables.
 
-    An empty variable counts as unset, so that `SLORA_REDIS=` in a compose file means no Redis.
+    flags: field name -> text; None if the flag was not given.
 
-    Raises SettingRefused for a text that is no value of its setting, and ConfigError for values that contradict.
+    An empty variable counts as unset, so `SLORA_REDIS=` in a compose file means no Redis. Raises SettingRefused for a
+    text that is not a value of its setting, and ConfigError for values that contradict each other.
     """
     engine = _read(EngineConfig, flags, environment)
     server = _read(Settings, flags, environment)
@@ -132,7 +133,7 @@ def read_settings(flags: Mapping[str, str | None], environment: Mapping[str, str
 
 
 def _read(owner: type, flags: Mapping[str, str | None], environment: Mapping[str, str]) -> dict[str, Any]:
-    """The values of a dataclass's settings that are given."""
+    """Returns the given values of one dataclass's settings."""
     values: dict[str, Any] = {}
     for spec in setting_specs(owner):
         if (flag_text := flags.get(spec.name)) is not None:

@@ -1,7 +1,7 @@
-"""How much may be in progress at once: for the whole server, for one tenant, and for uploads.
+"""Limits how many answers and uploads are in progress, for the whole server and for each tenant.
 
-A request that does not fit is refused at once, with the time after which a place should be free. Runs on one event loop
-and needs no lock.
+A request beyond a limit is refused at once, with the time after which a place should be free. The module runs on one
+event loop and needs no lock.
 """
 
 import time
@@ -15,9 +15,9 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """Counts generations and uploads in progress. After `stop()` nothing new is admitted.
+    """Counts generations and uploads in progress. After `stop()`, no new ones are admitted.
 
-    A tenant has at most half of the places for uploads. clock: seconds that only grow.
+    One tenant has at most half of the places for uploads. clock: monotonic seconds.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class Admission:
 
     @property
     def generations(self) -> int:
-        """In progress now."""
+        """The number of answers in progress."""
         return self._generations.num_taken
 
     def stop(self) -> None:
-        """From now on only what is in progress goes on."""
+        """Refuses new requests from now on. Those in progress continue."""
         self.stopping = True
 
     @contextmanager
@@ -64,7 +64,7 @@ class Admission:
     def check_generation(
         self, tenant: str, num_prompts: int, answers_each: int = 1, param: str = "n"
     ) -> None:
-        """Checks that a place is free for each answer now, and takes none. Raises as `generation` does."""
+        """Checks that a place is free now for each answer, without taking it. Raises as `generation` does."""
         self._refuse_when_stopping()
         num_answers, places = num_prompts * answers_each, self._generations
         if num_answers > places.max_at_once:
@@ -77,7 +77,7 @@ class Admission:
 
     @contextmanager
     def upload(self, tenant: str) -> Iterator[None]:
-        """Holds one of the places for uploads. Raises ServerBusy, TenantBusy or Stopping."""
+        """Holds one place for an upload. Raises ServerBusy, TenantBusy or Stopping."""
         self._refuse_when_stopping()
         with self._uploads.hold(tenant, 1):
             yield

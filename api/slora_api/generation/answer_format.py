@@ -1,7 +1,7 @@
-"""How text becomes the JSON of the two completion APIs, whole or chunk by chunk.
+"""Formats answers as the JSON of the two completion APIs, whole or chunk by chunk.
 
-`CompletionFormat` and `ChatFormat` are the two shapes of OpenAI's API. Id, time and model are the same throughout an
-answer; `model` is what was asked for. Knows no engine and no HTTP.
+`CompletionFormat` and `ChatFormat` are the two forms of OpenAI's API. All chunks of an answer have the same id, time
+and model; `model` is the name that the client sent. This module knows no engine and no HTTP.
 """
 
 import time
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 @dataclass(slots=True)
 class Answer:
-    """One whole answer, gathered from its deltas."""
+    """One complete answer, collected from its deltas."""
 
     texts: list[str] = field(default_factory=list)
     tokens: list[TokenText] = field(default_factory=list)
@@ -40,13 +40,17 @@ class Answer:
         self.tokens += delta.tokens
         self.finish_reason = delta.finish_reason
         self.logprob += delta.logprob
-        # The same tuple in all choices of a prompt, which is therefore written once.
+        # All choices of a prompt share one tuple, so it is written once.
         self.scores = delta.scores or self.scores
 
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens to be charged; completion_tokens grows as they come. cached_tokens: of the prompt, found in the cache."""
+    """The token counts to charge.
+
+    completion_tokens: grows with each delta.
+    cached_tokens: tokens of the prompt that were found in the prefix cache.
+    """
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -67,23 +71,23 @@ class Usage:
 
 
 class AnswerFormat(Protocol):
-    """One API's shape, for one request."""
+    """The JSON form of one API, for one request."""
 
     def opening(self) -> list[Json]:
-        """Chunks that come before any text."""
+        """Chunks that are sent before any text."""
 
     def chunk(self, delta: TextDelta) -> list[Json]:
-        """Chunks that carry a delta."""
+        """Chunks that contain the delta."""
 
     def usage(self, usage: Usage) -> Json:
-        """The chunk that carries the usage alone."""
+        """The chunk that contains only the usage."""
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
         """The body of an answer that is not streamed. Lists that may be long are `LongList`s."""
 
 
 class _Envelope:
-    """What every object of one answer begins with."""
+    """Makes the fields that all JSON objects of one answer share."""
 
     __slots__ = ("_created", "_id", "_include_usage", "_model")
 
@@ -95,7 +99,7 @@ class _Envelope:
 
     def chunk(self, kind: str, choices: list[Json]) -> Json:
         made = self.whole(kind, choices)
-        # With include_usage every chunk has the field, null in all but the last.
+        # With include_usage every chunk has the field; it is null in all but the last.
         return made | {"usage": None} if self._include_usage else made
 
     def whole(self, kind: str, choices: list[Json]) -> Json:
@@ -109,12 +113,12 @@ class _Envelope:
 
 
 class CompletionFormat:
-    """/v1/completions. logprobs: whether they were asked for."""
+    """/v1/completions. logprobs: whether the client asked for log-probabilities."""
 
     def __init__(self, model: str, *, include_usage: bool, logprobs: bool) -> None:
         self._envelope = _Envelope("cmpl", model, include_usage=include_usage)
         self._logprobs = logprobs
-        # Where the next token starts in its answer's text, by index.
+        # Answer index -> character position at which its next token starts.
         self._offsets: dict[int, int] = {}
 
     def opening(self) -> list[Json]:
@@ -174,7 +178,7 @@ class CompletionFormat:
 
 
 class ChatFormat:
-    """/v1/chat/completions. logprobs: whether they were asked for."""
+    """/v1/chat/completions. logprobs: whether the client asked for log-probabilities."""
 
     def __init__(self, model: str, *, include_usage: bool, logprobs: bool, num_choices: int = 1) -> None:
         self._envelope = _Envelope("chatcmpl", model, include_usage=include_usage)
@@ -227,13 +231,15 @@ class ChatFormat:
 
 
 class _Scores:
-    """`prompt_logprobs` in vLLM's form: for each token of the prompt, tokens by id. Choices of a prompt share them."""
+    """Formats `prompt_logprobs` as vLLM does: for each token of the prompt an object of tokens by id. All choices of a
+    prompt share the list.
+    """
 
     def __init__(self) -> None:
         self._lists: dict[int, LongList] = {}
 
     def to_json(self, answer: Answer) -> Json:
-        """Empty where they were not asked for."""
+        """Empty if the client did not ask for prompt log-probabilities."""
         places = answer.scores
         if not places:
             return {}
@@ -251,7 +257,7 @@ def _place_json(place: tuple[ScoredToken, ...] | None) -> Json | None:
 
 
 def _top_json(token: TokenText) -> dict[str, float] | None:
-    """The chosen token is always among them, likely or not."""
+    """The most probable tokens, and always the token itself, even if it is not among them."""
     return None if token.logprob is None else {**dict(token.top), token.text: token.logprob}
 
 

@@ -1,4 +1,4 @@
-"""How much an answer would have to list, worked out from the request before the engine sees it."""
+"""Computes the number of tokens and log-probabilities of an answer from its request, before the engine sees it."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,15 @@ __all__ = ["AnswerSize"]
 
 @dataclass(frozen=True, slots=True)
 class AnswerSize:
-    """What one request asks to be told.
+    """What a request asks the answer to contain.
 
-    num_choices: answers to each prompt that are computed. logprobs: the likeliest tokens listed beside each token of
-    the answer, and of an echoed prompt; None if there are none. scores: `prompt_logprobs`; None if not asked for.
+    num_choices: answers that are computed for each prompt.
+    logprobs: most probable tokens listed for each token of the answer and of an echoed prompt; None lists none.
+    scores: the value of `prompt_logprobs`; None if it was not sent.
     param: the field that asks for log-probabilities.
 
-    Worked example: n 128, echo, logprobs 20 and prompt_logprobs 20, on a prompt of 1,000 tokens with 16 to come, are
-    128 x (1,016 x 21 + 1,000 x 21) = 5,419,008 log-probabilities.
+    Worked example: a prompt of 1,000 tokens and max_tokens 16, with n 128, echo, logprobs 20 and prompt_logprobs 20.
+    The answer lists 128 x (1,016 x 21 + 1,000 x 21) = 5,419,008 log-probabilities.
     """
 
     num_choices: int
@@ -27,7 +28,7 @@ class AnswerSize:
     param: str = "logprobs"
 
     def answer_room(self, bounds: RequestBounds, num_prompts: int, prompt_tokens: int) -> int:
-        """Tokens for each answer that the bounds leave, if `num_prompts` prompts have that many tokens in all."""
+        """Returns the most tokens per answer that the bounds allow. prompt_tokens: tokens of all prompts together."""
         answers = self.num_choices * num_prompts
         room = (bounds.answer_tokens - self._echoed(prompt_tokens)) // answers
         if self.logprobs is not None:
@@ -36,7 +37,7 @@ class AnswerSize:
         return max(1, room)
 
     def check(self, bounds: RequestBounds, prompt_tokens: int, answer_tokens: int) -> None:
-        """answer_tokens: one answer to each prompt, all together. Raises BadRequest."""
+        """answer_tokens: sum over the prompts of the tokens of one answer to each. Raises BadRequest."""
         drawn = self.num_choices * answer_tokens
         tokens = drawn + self._echoed(prompt_tokens)
         if tokens > bounds.answer_tokens:

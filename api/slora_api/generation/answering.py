@@ -1,6 +1,6 @@
-"""Sends a stream of text back to the client: whole, or as events while it comes.
+"""Sends a stream of text deltas to the client, either as one JSON body or as server-sent events.
 
-The first delta is awaited before anything is sent, because until then a failure can still be a status of its own.
+The first delta is awaited before anything is sent. Until then, a failure can still be sent with its own HTTP status.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -35,9 +35,9 @@ async def answer_request(
     tenant: str,
     writing: FairSlots,
 ) -> Response:
-    """Answers with everything in `deltas`, the answers to `prompts`, and closes it whatever happens.
+    """Sends the answers to `prompts` that `deltas` contains, and always closes `deltas`.
 
-    writing: slots for the tenant's long answers.
+    writing: slots for writing long answers.
     """
     usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
     if not fields.stream:
@@ -53,7 +53,7 @@ async def answer_request(
 
 
 async def _gather(deltas: _Deltas, prompts: Sequence[Prompt], usage: Usage) -> list[Answer]:
-    """The answers that are wanted, those of the first prompt first; all that were computed count as used."""
+    """Collects the answers to return, those of the first prompt first. All computed answers count as usage."""
     drawn = [[Answer() for _ in range(prompt.sampling.num_choices)] for prompt in prompts]
     answers = [answer for group in drawn for answer in group]
     async with aclosing(deltas):
@@ -65,14 +65,14 @@ async def _gather(deltas: _Deltas, prompts: Sequence[Prompt], usage: Usage) -> l
 
 
 def _likeliest(answers: list[Answer], count: int) -> list[Answer]:
-    """`count` of them, the likeliest first; in the order of their seeds where that is all."""
+    """Returns `count` answers, the most probable first. If all are returned, they keep the order of their seeds."""
     if len(answers) == count:
         return answers
     return sorted(answers, key=lambda answer: answer.logprob, reverse=True)[:count]
 
 
 async def _first(chunks: _Chunks) -> dict[str, Any]:
-    """The first chunk; closes the stream if there is to be none."""
+    """Returns the first chunk, and closes the stream if that fails."""
     try:
         return await anext(chunks)
     except BaseException:

@@ -1,12 +1,12 @@
-"""Turns conversations into text by the chat template of an adapter or of the base model.
+"""Renders conversations to text with the chat template of an adapter or of the base model.
 
-A short conversation is rendered by the base model's template on the spot: that template is the operator's, and a round
-trip to a process would take longer. All else is rendered in processes that tenants share in fair order:
+The base model's template renders short conversations in this process: the operator trusts it, and the round trip to
+another process would take longer. All other rendering happens in processes that tenants share in fair order:
 
-- One request may use `RENDER_CPU_S` of CPU time. The time on the clock has a generous limit, for a stalled process.
-- A tenant has a budget of CPU time. While it is spent, the tenant is answered 429. No template is remembered as slow.
-- A request that is cancelled is never rendered, or its process is killed.
-- A process that dies or stalls is replaced by a fresh one, after a pause that grows while starts fail.
+- One request may use `RENDER_CPU_S` of CPU time. A generous limit of wall-clock time ends a stalled process.
+- Each tenant has a budget of CPU time. A tenant that has used it up is answered 429. Slow templates are not remembered.
+- Cancelling a request removes it from the queue or kills the process that renders it.
+- A process that dies or stalls is replaced. If starts fail, the pause before the next one grows.
 """
 
 import logging
@@ -27,32 +27,32 @@ __all__ = ["RENDER_CPU_S", "ChatTemplates"]
 
 _log = logging.getLogger(__name__)
 
-# A common template takes well below a millisecond, the longest known one a few, thousands of messages some tens.
+# Common templates take well below a millisecond, the longest known one a few, and thousands of messages some tens.
 RENDER_CPU_S = 2.0
-# A tenant whose templates take a millisecond renders 250 conversations a second for ever.
+# A tenant whose templates take one millisecond can render 250 conversations per second indefinitely.
 _BURST_CPU_S, _REFILL = 10.0, 0.25
-# Each request that ends its process costs the start of another one.
+# Charged for each request that ends its process, because another one must be started.
 _START_CPU_S = 0.2
-# Two of them are for tenants that hold none, so that two tenants never hold all.
+# Two are reserved for tenants that hold none, so that two tenants never hold all renderers.
 _NUM_RENDERERS, _NUM_RESERVED = 4, 2
 # On a machine with many busy programs, two seconds of CPU time can take a minute.
 _RENDER_TIMEOUT_S = 60.0
 _START_TIMEOUT_S = 60.0
-# A process that dies without a limit may be the victim of another program: its request is tried once more.
+# A process may die for another reason than a limit, for example by the OOM killer. Its request is retried once.
 _NUM_ATTEMPTS = 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-# A fresh process has 25 MiB. One that has grown beyond this is replaced.
+# A fresh process uses 25 MiB. A process that has grown beyond this limit is replaced.
 _MAX_RESIDENT_BYTES = 96 << 20
-# The base model's template renders as much in less than a millisecond.
+# The base model's template renders a conversation of this size in less than a millisecond.
 _SHORT_CHARS, _SHORT_MESSAGES = 8_000, 32
 
 Messages = Sequence[Mapping[str, str]]
 
 
 class ChatTemplates:
-    """Renders conversations; `close` when done.
+    """Renders conversations. Call `close` at the end.
 
-    max_waiting: requests of one tenant that may wait for a process. clock: seconds that only grow.
+    max_waiting: requests of one tenant that may wait for a process. clock: monotonic seconds.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class ChatTemplates:
         self._next_start_at = 0.0
 
     async def render(self, tenant: str, messages: Messages, own_template: str | None) -> str:
-        """The prompt's text. own_template: the adapter's; None takes the base model's.
+        """Returns the text of the prompt. own_template: the adapter's chat template; None selects the base model's.
 
-        Raises RequestRefused when the template refuses the messages, TenantBusy, and ServerBusy if no process can be
+        Raises RequestRefused if the template refuses the messages, TenantBusy, and ServerBusy if no process can be
         started.
         """
         template = self._tokenizer.chat_template if own_template is None else own_template
@@ -91,7 +91,7 @@ class ChatTemplates:
         return answer.text
 
     async def check(self, tenant: str, template: str) -> list[Reason]:
-        """A reason if the text is not a template. What the template does with messages is not tried.
+        """Returns a reason if the template cannot be compiled. It is not tried on messages.
 
         Raises TenantBusy or ServerBusy.
         """
@@ -101,7 +101,7 @@ class ChatTemplates:
         return [Reason("chat_template_malformed", f"the chat template cannot be read: {answer.error}")]
 
     async def close(self) -> None:
-        """Ends the idle processes. A busy one ends with its request, or with this process."""
+        """Ends the idle processes. A busy one ends with its request or with this process."""
         while self._idle:
             await self._idle.pop().close()
 
@@ -132,14 +132,14 @@ class ChatTemplates:
             raise refusal
 
     async def _render_in(self, renderer: TemplateRenderer, tenant: str, request: bytes) -> RenderedText:
-        """Charges the tenant, whatever happens. Keeps the process if it is still good."""
+        """Always charges the tenant. Keeps the process for the next request unless it failed or grew too large."""
         started_at = self._clock()
         used_s: float | None = None
         try:
             answer, used_s = await renderer.ask(request, _RENDER_TIMEOUT_S)
         finally:
             if used_s is None:
-                # How much a killed process has used is unknown: at most its limit, and at most the time that passed.
+                # The CPU time of a killed process is unknown, but it is at most the limit and at most the elapsed time.
                 used_s = min(self._settings.cpu_limit_s, self._clock() - started_at) + _START_CPU_S
             self._budget.charge(tenant, used_s)
         if answer.resident_bytes > _MAX_RESIDENT_BYTES:
@@ -150,7 +150,7 @@ class ChatTemplates:
         return answer
 
     async def _take_renderer(self) -> TemplateRenderer:
-        """An idle process, or a fresh one. Raises ServerBusy if none can be started."""
+        """Returns an idle process or starts one. Raises ServerBusy if none can be started."""
         while self._idle:
             renderer = self._idle.pop()
             if renderer.is_alive:

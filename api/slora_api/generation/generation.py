@@ -1,4 +1,4 @@
-"""From prompts to a stream of text: admits the request, hands it to the engine, counts what comes back."""
+"""Turns prompts into a stream of text: admits the request, sends it to the engine, and records metrics."""
 
 import time
 import uuid
@@ -24,7 +24,7 @@ __all__ = ["Generator"]
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """Everything that it takes to answer prompts."""
+    """The parts that are needed to answer prompts."""
 
     client: EngineClient
     tokenizer: Tokenizer
@@ -33,7 +33,9 @@ class Generator:
     readiness: Readiness = field(default_factory=Readiness)
 
     def engine_info(self) -> EngineInfo:
-        """Limits of the engine. Raises Starting while no engine answers, or while a process is stalled."""
+        """Returns the limits of the engine. Raises Starting while the engine is not connected or a child process is
+        stalled.
+        """
         if not self.client.ready:
             raise Starting("The engine is starting; try again shortly.")
         if self.readiness.stall is not None:
@@ -41,7 +43,7 @@ class Generator:
         return self.client.info
 
     def missing(self) -> str | None:
-        """What keeps this server from answering now; None if nothing does."""
+        """The reason why this server cannot answer now; None if it can."""
         if self.admission.stopping:
             return "the server is shutting down"
         return self.readiness.missing if self.client.ready else "the engine or its loader is not connected"
@@ -49,10 +51,10 @@ class Generator:
     async def run(
         self, terms: ServiceTerms, model: ServedModel, prompts: Sequence[Prompt]
     ) -> AsyncGenerator[TextDelta, None]:
-        """The answers to `prompts`, by index, as they come; all prompts want as many, and those of the first one come
-        first. Closing it early aborts them all.
+        """Streams the answers to `prompts`, by index, as they arrive. All prompts have the same number of answers, and
+        the indexes of the first prompt's answers come first. Closing the stream early aborts all of its requests.
 
-        Raises what admission and engine raise; nothing is left running then.
+        Raises what admission and the engine raise. No request is left running then.
         """
         started_at = time.perf_counter()
         sampling = prompts[0].sampling
@@ -70,7 +72,7 @@ class Generator:
     def _streams(
         self, terms: ServiceTerms, model: ServedModel, prompts: Sequence[Prompt]
     ) -> AsyncGenerator[TextDelta, None]:
-        # Ids of our own making: what a client sends as its id could be another's.
+        # The server makes its own ids, because another client could send the same id.
         requests = [
             EngineRequest(
                 uuid.uuid4().hex,

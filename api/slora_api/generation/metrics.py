@@ -1,8 +1,8 @@
-"""What the operator's dashboards read: vLLM's names, so that existing ones work, and our own under `slora_`.
+"""Prometheus metrics: vLLM's names, so that existing dashboards work, and additional ones that start with `slora_`.
 
-Counters that the API knows are kept here; the engine is asked for its numbers at each scrape, so they are
-always its own. Adapters are labelled `tenant/digest prefix`: names are not unique across tenants, and the
-operator's view (authentication.py) is the only one with labels at all.
+The API's own counters are kept here. The engine is asked for its numbers at each scrape. Adapters are labelled with
+tenant and digest prefix, because names are not unique across tenants. Only the operator can read the metrics (see
+authentication.py).
 """
 
 import time
@@ -19,12 +19,12 @@ from slora.request import FinishReason
 
 __all__ = ["Metrics"]
 
-# From one decode step to the longest answers; the middle is where people notice.
+# Histogram buckets in seconds: from one decode step to the longest answers, densest where users notice a delay.
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
 class Metrics:
-    """One server's numbers. `model_name` labels what vLLM labels with it."""
+    """The metrics of one server. model_name: value of the `model_name` label of vLLM's metrics."""
 
     def __init__(self, model_name: str) -> None:
         self._model = model_name
@@ -70,7 +70,7 @@ class Metrics:
         self._whole_answer.labels(self._model).observe(seconds)
 
     def answered(self, route: str, status: int, seconds: float) -> None:
-        """Takes the route's pattern, not the path: paths would make a label of every adapter's name."""
+        """route: the pattern of the route. The path would make one label value for each adapter name."""
         self._http.labels(route, str(status)).inc()
         self._http_seconds.labels(route).observe(seconds)
 
@@ -81,14 +81,16 @@ class Metrics:
         self._read_only.set(is_read_only)
 
     def render(self, engine: tuple[EngineInfo, EngineStats] | None) -> bytes:
-        """The text that Prometheus scrapes; without an engine its numbers are left out, not shown as zeros."""
+        """Returns the text that Prometheus scrapes. Without an engine its metrics are left out rather than shown as
+        zeros.
+        """
         self._ready.set(engine is not None)
         self._engine.latest = engine
         return generate_latest(self._registry)
 
 
 class _EngineCollector:
-    """Turns the engine's own numbers into metrics."""
+    """Converts the engine's statistics to metrics."""
 
     def __init__(self, model_name: str) -> None:
         self._model = model_name

@@ -1,4 +1,4 @@
-"""A JSON answer of known length, sent in parts: none is copied whole, and a slow reader holds the rest back."""
+"""A JSON answer of known length that is sent in parts. The parts are not joined, and back-pressure applies to each."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ __all__ = ["PartedResponse"]
 
 
 class PartedResponse(Response):
-    """Subclasses Response because FastAPI takes nothing else; shares no behaviour but the headers."""
+    """Subclasses Response because FastAPI requires that; it shares only the headers."""
 
     media_type = "application/json"
 

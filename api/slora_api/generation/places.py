@@ -1,16 +1,15 @@
-"""Places that tenants take and give back: for answers, for uploads, for bytes of request bodies. Some are kept for
-tenants that hold none.
+"""Places that tenants take and give back: for answers, for uploads, and for bytes of request bodies.
 
-A tenant that holds places gets more only while a quarter of all, and at least two, stay free. A tenant that holds none
-may use these too, but takes at most half of what is free with one request. So two tenants never hold all places, and
-each further tenant leaves some to the next.
+Some places are reserved for tenants that hold none. A tenant that holds places gets more only while a quarter of all,
+and at least two, stay free. A tenant that holds none may use these too, but one request of it takes at most half of the
+free places. So two tenants never hold all places, and each further tenant leaves some for the next.
 
-When places will be free is estimated from one figure: the average time that places were held, of which each place that
-is given back moves the average by a sixteenth. N places that are taken are expected back evenly over that time.
-Example: places were held for 20 s on average and 40 are taken, so one is free in 20 / 40 s. Answers that take longer
-than those before make the estimate too short; the client then comes back too soon and is told again.
+The wait for a free place is estimated from the average time that places are held. Each place that is given back moves
+the average by a sixteenth. N taken places are expected back evenly over that time. Example: places are held for 20 s on
+average and 40 are taken, so one is free in 20 / 40 s. If answers take longer than before, the estimate is too short;
+the client then retries too soon and is refused again.
 
-Knows no HTTP. Runs on one event loop and needs no lock.
+This module knows no HTTP. It runs on one event loop and needs no lock.
 """
 
 import math
@@ -24,16 +23,18 @@ from slora_api.fair_slots import reserved_slots
 
 __all__ = ["Places"]
 
-# How far one place that is given back moves the average time.
+# Weight in the average of one place that is given back.
 _AVERAGE_STEP = 1 / 16
-# The openai client does not come back at all if it is told to wait longer.
+# The openai client does not retry at all if it is told to wait longer.
 _LONGEST_WAIT_S = 120
 
 
 class Places:
-    """num_places: all of them. max_per_tenant: what one tenant may hold. clock: seconds that only grow.
-
-    what, tenant_limit: what takes the places, and which setting max_per_tenant comes from, as errors say it.
+    """num_places: the number of places.
+    max_per_tenant: the most that one tenant may hold.
+    what: what the places are for, as error messages call it.
+    tenant_limit: the setting that gives max_per_tenant, as error messages call it.
+    clock: monotonic seconds.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Places:
     ) -> None:
         self.num_places = num_places
         self.max_per_tenant = max_per_tenant
-        # Two at least: one for the second tenant, and one that the second tenant leaves.
+        # At least two: one for the second tenant, and one that the second tenant must leave.
         self.num_reserved = max(2, reserved_slots(num_places)) if num_places > 2 else 0
         self.num_taken = 0
         self._what = what
@@ -61,14 +62,14 @@ class Places:
 
     @property
     def max_at_once(self) -> int:
-        """The most that one request can ever take: with no other request on the server."""
+        """The most places that one request can ever take, even if no other request is in progress."""
         return min(self.max_per_tenant, self._open_to_newcomer(self.num_places))
 
     def held_by(self, tenant: str) -> int:
         return self._held_by[tenant]
 
     def open_to(self, tenant: str) -> int:
-        """How many of the free places the tenant may take now. Its own limit is not considered."""
+        """Returns how many of the free places the tenant may take now. The tenant's own limit is not considered."""
         if self._held_by[tenant]:
             return max(0, self.num_free - self.num_reserved)
         return self._open_to_newcomer(self.num_free)
@@ -101,7 +102,7 @@ class Places:
 
     @contextmanager
     def hold(self, tenant: str, count: int) -> Iterator[None]:
-        """Takes places for the duration of the context. Raises TenantBusy, ServerBusy."""
+        """Takes `count` places for the duration of the context. Raises TenantBusy, ServerBusy."""
         self.check(tenant, count)
         taken_at = self._clock()
         self.num_taken += count
@@ -116,7 +117,7 @@ class Places:
             self._learn(self._clock() - taken_at, count)
 
     def wait_s(self, count: int, num_taken: int) -> int:
-        """Whole seconds until `count` of `num_taken` places should be given back, from 1 to 120."""
+        """Estimates the seconds until `count` of `num_taken` places are given back: a whole number from 1 to 120."""
         if self._average_s is None or not num_taken:
             return SOON_S
         return min(_LONGEST_WAIT_S, max(1, math.ceil(self._average_s * count / num_taken)))

@@ -1,6 +1,6 @@
-"""What an answer says of its own prompt: the text before it (`echo`), and how likely each token of it was.
+"""The text of a prompt that an answer repeats (`echo`), and the log-probabilities of the prompt's tokens.
 
-Knows no HTTP and no JSON.
+This module knows no HTTP and no JSON.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,11 @@ __all__ = ["PromptEcho", "ScoredToken", "TokenText", "echo_tokens", "score_token
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """One token as logprobs show it. top: (text, logprob) of the likeliest tokens, most likely first.
+    """One token as log-probabilities show it.
 
-    logprob: None for the first token of a prompt. width: the characters of the text that are its own.
+    logprob: None for the first token of a prompt.
+    top: (text, logprob) of the most probable tokens, the most probable first.
+    width: number of characters that the token contributes to the text.
     """
 
     text: str
@@ -27,7 +29,10 @@ class TokenText:
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token in a place of the prompt. rank: 1 for the likeliest; None beyond those that were asked for."""
+    """One candidate token at a position of the prompt.
+
+    rank: 1 for the most probable token; None if the rank is larger than the number of requested tokens.
+    """
 
     token_id: int
     text: str
@@ -37,10 +42,12 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class PromptEcho:
-    """What is wanted. text: the prompt as it is to stand before the answer, None if it is not.
+    """What the request wants to know about its prompt.
 
-    logprobs: as many of the likeliest tokens beside each of the prompt's; None if the text is all. alone: no answer
-    is to follow (max_tokens 0). scores: as many of the likeliest tokens for `prompt_logprobs`; None if not asked for.
+    text: the prompt's text, to be repeated before the answer; None if it is not repeated.
+    logprobs: number of most probable tokens for each token of the repeated prompt; None without log-probabilities.
+    scores: the value of `prompt_logprobs`; None if it was not sent.
+    alone: whether no answer follows (max_tokens 0).
     """
 
     text: str | None = None
@@ -50,7 +57,7 @@ class PromptEcho:
 
     @property
     def most_logprobs(self) -> int | None:
-        """What the engine is to be asked for."""
+        """The value of `prompt_logprobs` in the request to the engine."""
         asked = [count for count in (self.logprobs, self.scores) if count is not None]
         return max(asked, default=None)
 
@@ -58,7 +65,7 @@ class PromptEcho:
 def echo_tokens(
     tokenizer: Tokenizer, token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None], count: int
 ) -> tuple[TokenText, ...]:
-    """Each token of a prompt with its share of the text, as `Tokenizer.measure` divides it."""
+    """Returns each token of a prompt with its part of the text, as `Tokenizer.measure` divides it."""
     tokens = []
     for token_id, width, score in zip(token_ids, tokenizer.measure(token_ids), scores, strict=True):
         text = tokenizer.token_text(token_id)
@@ -73,7 +80,9 @@ def echo_tokens(
 def score_tokens(
     tokenizer: Tokenizer, token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None], count: int
 ) -> tuple[tuple[ScoredToken, ...] | None, ...]:
-    """For each token of a prompt the `count` likeliest in its place, and itself if it is not among them."""
+    """Returns for each position of a prompt the `count` most probable tokens, and the actual token if it is not among
+    them.
+    """
     places: list[tuple[ScoredToken, ...] | None] = []
     for token_id, score in zip(token_ids, scores, strict=True):
         if score is None:

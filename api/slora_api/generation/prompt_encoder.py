@@ -1,8 +1,8 @@
-"""Tokenizes the prompts of requests: short ones at once, long ones on a thread, in slots that tenants share.
+"""Tokenizes prompts: short ones on the event loop, long ones on a thread, in slots that tenants share.
 
-The tokenizer releases the interpreter lock while it works, so a thread does not hold up the event loop. A call cannot
-be interrupted, so the tokens of a long text are first counted slice by slice. Counting ends as soon as the context
-cannot hold the text, or when the request is cancelled. Only a text that may fit is tokenized whole.
+The tokenizer releases the interpreter lock while it works, so a thread does not block the event loop. A call cannot be
+interrupted, so the tokens of a long text are first counted slice by slice. Counting ends when the text exceeds the
+context or the request is cancelled. Only a text that may fit is tokenized as a whole.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ __all__ = ["PromptEncoder"]
 
 # Tokenizing 8,000 characters takes one to three milliseconds.
 _INLINE_CHARS = 8_000
-# A token's text is short, so decoding so many ids takes about as long.
+# Decoding this many ids takes about as long.
 _INLINE_TOKENS = 2_000
-# One call of the tokenizer: 10 to 30 ms.
+# Characters of one call of the tokenizer: 10 to 30 ms.
 _SLICE_CHARS = 1 << 16
-# A slice may cut a word, which then has more tokens: at most this many, or the text is refused only when it is whole.
+# A slice may cut a word, which adds tokens. This many are subtracted per slice, so that no text that fits is refused.
 _CUT_TOKENS = 256
-# Three, so that one slot stays free for tenants that hold none.
+# Three slots, because `reserved_slots` then keeps one free for tenants that hold none.
 _NUM_SLOTS = 3
 
 
@@ -42,7 +42,10 @@ class PromptEncoder:
         max_model_len: int,
         param: str,
     ) -> list[list[int]]:
-        """The token ids of each text. encode: a method of the tokenizer. Raises ContextTooLong or TenantBusy."""
+        """Returns the token ids of each text. Raises ContextTooLong or TenantBusy.
+
+        encode: a method of the tokenizer.
+        """
         if sum(map(len, texts)) <= _INLINE_CHARS:
             return [encode(text) for text in texts]
         async with self._slots.hold(tenant):
@@ -54,7 +57,7 @@ class PromptEncoder:
             return encoded
 
     async def decode(self, tenant: str, token_ids: Sequence[int]) -> str:
-        """The text of a prompt that came as token ids. Raises TenantBusy."""
+        """Returns the text of a prompt that the client sent as token ids. Raises TenantBusy."""
         if len(token_ids) <= _INLINE_TOKENS:
             return self.tokenizer.decode(token_ids)
         async with self._slots.hold(tenant):
@@ -78,7 +81,7 @@ def _encode_all(encode: Callable[[str], list[int]], texts: Sequence[str]) -> lis
 
 
 def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Texts for one call each: several short ones together, a long one alone."""
+    """Groups texts for one call each: several short texts together, a long text alone."""
     group: list[str] = []
     num_chars = 0
     for text in texts:

@@ -1,7 +1,7 @@
-"""From the body of a request to what the engine takes: token ids within the context, and sampling parameters.
+"""Turns the body of a request into the engine's input: token ids that fit into the context, and sampling parameters.
 
-A request that must be refused is refused here, before the engine sees it, with the name of the field. Cheap checks
-come first: the counts and sampling values, then characters, then tokens.
+A request that must be refused is refused here with the name of the field, before the engine sees it. Cheap checks come
+first: counts and sampling values, then characters, then tokens.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
 
 __all__ = ["Prompt", "PromptMaker"]
 
-# What OpenAI's completions API answers with when max_tokens is left out.
+# The default of max_tokens in OpenAI's completions API.
 _COMPLETION_TOKENS = 16
-# Checking the sampling parameters of so many prompts, each with the largest logit_bias, takes 2 ms.
+# Checking the sampling parameters of this many prompts, each with the largest logit_bias, takes 2 ms.
 _PROMPTS_AT_ONCE = 16
-# Checking so many ids takes 1 ms.
+# Checking this many ids takes 1 ms.
 _IDS_AT_ONCE = 1 << 15
 
 
-# Fields of a body that mean what SamplingParams means by them.
+# Fields of the body that are passed to SamplingParams under the same name.
 _AS_SENT = (
     "temperature",
     "top_p",
@@ -51,7 +51,7 @@ _AS_SENT = (
     "length_penalty",
     "early_stopping",
 )
-# What a generation_config.json says of chance is nothing to a search, which has none.
+# Sampling defaults of a generation_config.json that beam search ignores, because it does not sample.
 _OF_CHANCE = ("temperature", "top_p", "top_k", "min_p")
 
 
@@ -75,7 +75,7 @@ def _check_token_ids(token_ids: Sequence[int], info: EngineInfo) -> None:
 
 
 def _room(num_tokens: int, info: EngineInfo, param: str) -> int:
-    """Tokens left for the answer. Raises ContextTooLong when there are none."""
+    """Returns the number of tokens left for the answer. Raises ContextTooLong if there are none."""
     room = info.max_model_len - num_tokens
     if room < 1:
         raise ContextTooLong(
@@ -87,7 +87,7 @@ def _room(num_tokens: int, info: EngineInfo, param: str) -> int:
 
 
 def _max_tokens(wanted: int | None, default: int | None, room: int, prompt_tokens: int, param: str) -> int:
-    """What was asked for must fit; what was not asked for is cut to what fits."""
+    """Raises ContextTooLong if the requested number does not fit. A default that does not fit is reduced."""
     if wanted is None:
         return room if default is None else min(default, room)
     if wanted > room:
@@ -107,14 +107,16 @@ def _sampling(
     logprobs: int | None,
     scores: int | None,
 ) -> SamplingParams:
-    """max_tokens: None while it is not known yet. scores: the likeliest tokens to list beside each of the prompt's."""
+    """max_tokens: None while it is not known yet.
+    scores: number of most probable tokens to list for each token of the prompt.
+    """
     values = defaults.cut_to(max_tokens).said()
     if fields.use_beam_search:
         values = {name: value for name, value in values.items() if name not in _OF_CHANCE} | {
             "temperature": 0.0
         }
     values |= {name: sent for name in _AS_SENT if (sent := getattr(fields, name, None)) is not None}
-    if values.get("top_k") == -1:  # off, in vLLM
+    if values.get("top_k") == -1:  # in vLLM, -1 turns top_k off
         values["top_k"] = 0
     values["stop"] = defaults.stop if fields.stop is None else tuple(fields.stop)
     values["stop_token_ids"] = (
@@ -143,7 +145,7 @@ def _check_choices(sampling: SamplingParams, info: EngineInfo, *, stream: bool) 
 
 @dataclass(frozen=True, slots=True)
 class PromptMaker:
-    """Makes the prompts of one tenant's requests to one model."""
+    """Makes the prompts of one request."""
 
     tenant: str
     model: ServedModel
@@ -154,7 +156,7 @@ class PromptMaker:
     bounds: RequestBounds
 
     async def completion_prompts(self, body: CompletionRequest) -> list[Prompt]:
-        """The prompts of a completion request. Raises BadRequest, RequestRefused, or what admission raises."""
+        """Makes the prompts of a completion request. Raises BadRequest, RequestRefused, or what admission raises."""
         given = body.prompts
         draft = self._draft(body, body.logprobs, len(given))
         for item in given:
@@ -182,7 +184,7 @@ class PromptMaker:
         return prompts
 
     async def chat_prompt(self, body: ChatRequest) -> Prompt:
-        """The one prompt of a chat request. Raises BadRequest, RequestRefused, or what admission raises."""
+        """Makes the prompt of a chat request. Raises BadRequest, RequestRefused, or what admission raises."""
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         draft = self._draft(body, logprobs, 1)
         num_chars = sum(len(message.content) + len(message.name or "") for message in body.messages)
@@ -211,7 +213,7 @@ class PromptMaker:
         return Prompt(token_ids, sampling, echo)
 
     def _draft(self, body: GenerationFields, logprobs: int | None, num_prompts: int) -> SamplingParams:
-        """Checks all that can be checked before a prompt is tokenized."""
+        """Makes all checks that need no token ids."""
         draft = _sampling(body, self.model.defaults, self.info, None, logprobs, body.prompt_logprobs)
         self.admission.check_generation(self.tenant, num_prompts, draft.width, draft.width_param)
         return draft
@@ -223,7 +225,7 @@ class PromptMaker:
         return _sampling(body, self.model.defaults, self.info, max_tokens, logprobs, scores)
 
     async def _token_ids(self, given: Sequence[str | list[int]]) -> list[list[int]]:
-        """Checked ids of each prompt. A request has either texts or ids."""
+        """Returns checked token ids of each prompt. A request has either texts or token ids."""
         ids = [item for item in given if isinstance(item, list)] or await self.encoder.encode(
             self.tenant,
             [item for item in given if isinstance(item, str)],
@@ -247,7 +249,7 @@ class PromptMaker:
         max_tokens = _max_tokens(body.max_tokens, default, room, len(token_ids), "max_tokens")
         echo = await self._echo(body, given, token_ids)
         if echo is not None and echo.alone:
-            max_tokens = 1  # the engine scores a prompt on its way to a token
+            max_tokens = 1  # the engine scores a prompt only if it computes a token after it
         return Prompt(token_ids, self._sampling(body, max_tokens, body.logprobs, echo), echo)
 
     async def _echo(

@@ -1,4 +1,6 @@
-"""What keeps this server from answering, as the parts that know report it; /readyz and new requests ask here."""
+"""The reasons why this server cannot answer. The supervisor and the start report them; /readyz and new requests read
+them.
+"""
 
 from dataclasses import dataclass, field
 
@@ -7,9 +9,11 @@ __all__ = ["Readiness"]
 
 @dataclass(slots=True)
 class Readiness:
-    """stalls: child processes that make no progress, by name, with a sentence for the client; new requests are refused
-    meanwhile. unfinished: parts of the start that are still to come, such as the demo's adapters; requests are
-    accepted meanwhile."""
+    """stalls: child process -> a sentence for the client, for each that makes no progress. New requests are refused
+    then.
+    unfinished: part of the start -> a sentence, for each that is not finished, such as the demo's adapters. Requests
+    are accepted meanwhile.
+    """
 
     stalls: dict[str, str] = field(default_factory=dict)
     unfinished: dict[str, str] = field(default_factory=dict)

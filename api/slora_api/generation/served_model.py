@@ -1,4 +1,4 @@
-"""What a `model` name stands for once it is known who asks: base model or one version of one adapter."""
+"""The model that answers a request: the base model, or one version of an adapter of the key's tenant."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,10 @@ __all__ = ["ServedModel"]
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """asked_for: the name in the request, echoed in the answer. adapter None: the bare base model.
-
-    label: `name@version` of the adapter. chat_template: the adapter's own; None takes the base model's.
+    """asked_for: the model name in the request, repeated in the answer.
+    adapter: the adapter version; None for the base model alone.
+    label: `name@version` of the adapter.
+    chat_template: the adapter's own chat template; None selects the base model's.
     """
 
     asked_for: str
@@ -23,7 +24,7 @@ class ServedModel:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Says which weights answered, so that a client can prove it, whatever its alias points at by then."""
+        """Response headers that identify the adapter version. They stay valid when the alias moves later."""
         if self.adapter is None or self.label is None:
             return {}
         return {"x-slora-adapter": self.label, "x-slora-adapter-digest": self.adapter.digest}

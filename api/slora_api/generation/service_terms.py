@@ -1,4 +1,4 @@
-"""On which terms a request is served: whose it is, what the operator grants its tenant, and how soon it is wanted."""
+"""The terms on which the engine serves a request: its tenant, the tenant's share, its priority and its deadline."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ __all__ = ["ServiceTerms"]
 
 @dataclass(frozen=True, slots=True)
 class ServiceTerms:
-    """share: the tenant's, as of when the key was read. priority: among the tenant's requests, lower for sooner.
-
-    deadline_s: for each first token, from when the engine takes the request in; None if it waits.
+    """share: the tenant's share when the key was read.
+    priority: order among the tenant's own requests; lower is served sooner.
+    deadline_s: limit for each first token, from the request's arrival at the engine; None for no limit.
     """
 
     tenant: str

@@ -1,14 +1,16 @@
-"""Server-sent events as OpenAI's clients read them, and the watch for clients that hang up or do not read.
+"""Server-sent events in OpenAI's form, and the detection of clients that hang up or do not read.
 
-Each chunk is one `data: {json}`, and `data: [DONE]` is the end. After the first byte an error is an event too, because
-the status line has been sent. uvicorn does not cancel a handler whose client has left, so everything that waits for
-tokens also waits for the disconnect.
+Each chunk is one `data: {json}`, and `data: [DONE]` ends the stream. After the first byte the status line has been
+sent, so an error is sent as an event. uvicorn does not cancel a handler when its client disconnects. Code that waits
+for tokens therefore also waits for the disconnect.
 
-A client that does not take its stream counts as one that hung up. While the connection holds more than 64 KiB of the
-stream, `send` blocks and no further chunk is rendered. The HTTP server resets the connection if the client then takes
-nothing for 20 s, or less than 16 KiB/s on average. The reset is a disconnect here: the engine request is cancelled and
-the stream's place is given back. So a stream buffers at most 64 KiB and one chunk in this process, 512 KiB in the
-kernel, and the tokens that the engine computes meanwhile, which the bounds of the request limit.
+A client that does not read its stream is treated like one that hung up. While the connection holds more than 64 KiB of
+the stream, `send` blocks and no further chunk is rendered. If the client then reads nothing for 20 s, or less than 16
+KiB/s on average, the HTTP server resets the connection. The application sees the reset as a disconnect, cancels the
+engine request and gives the place back.
+
+A stream thus buffers at most 64 KiB and one chunk in this process, and 512 KiB in the kernel. The tokens that the
+engine computes meanwhile are limited by the bounds of the request.
 """
 
 import asyncio
@@ -33,7 +35,7 @@ _T = TypeVar("_T")
 
 
 def encode_event(chunk: dict[str, Any]) -> bytes:
-    """One event on one line. All ASCII, because clients exist that end a line at U+2028 or U+0085 too."""
+    """Encodes one event on one line. It is pure ASCII, because some clients also end a line at U+2028 or U+0085."""
     return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -43,7 +45,9 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """Awaits `work`, and cancels it with ClientGone when the client hangs up first. The body must have been read."""
+    """Awaits `work`. If the client hangs up first, cancels it and raises ClientGone. The body must have been read
+    before.
+    """
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -57,9 +61,9 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -
 
 
 class EventStream(Response):
-    """Sends `chunks` as events. Subclasses Response because FastAPI takes nothing else; shares no behaviour with it.
+    """Sends `chunks` as events. It subclasses Response because FastAPI requires that, and shares only the headers.
 
-    first: the chunks that are ready; waiting for them decided that the status is 200.
+    first: the chunks that are ready already. The status is 200 because they exist.
     """
 
     media_type = "text/event-stream"
@@ -70,7 +74,7 @@ class EventStream(Response):
         chunks: AsyncGenerator[dict[str, Any], None],
         headers: dict[str, str],
     ) -> None:
-        # no-buffering keeps nginx from collecting the answer before it passes it on.
+        # X-Accel-Buffering keeps nginx from collecting the whole answer before it passes it on.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._first = first
@@ -86,9 +90,10 @@ class EventStream(Response):
             except ClientGone:
                 return
             except asyncio.CancelledError:
-                # uvicorn cancels what is left when the time to drain is over. The client gets an event that says so.
+                # uvicorn cancels the remaining requests when the drain time is over. The client gets an event that says
+                # so.
                 end = encode_event(describe_error(Stopping()).body)
-            except Exception as error:  # the top of this answer: nobody above could still tell the client
+            except Exception as error:  # no caller could still tell the client
                 if not isinstance(error, SloraError):
                     logger.error(
                         "request %s failed while streaming", scope["state"]["request_id"], exc_info=error

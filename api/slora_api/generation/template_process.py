@@ -1,12 +1,12 @@
-"""Renders chat templates in a process of its own: `slora_api.generation.template_process JSON`.
+"""A process that renders chat templates: `python -m slora_api.generation.template_process JSON`.
 
-A tenant's template is an untrusted program. The sandbox keeps it away from the server's objects. It does not keep it
-from looping for ever (`{{ 10 ** (10 ** 8) }}` needs no loop even) or from filling the memory. So each request has a
-limit on CPU time, whose signal ends the process even inside a long computation in C, and the process has a limit on
-memory. CPU time does not depend on what else the machine does.
+A tenant's template is an untrusted program. The sandbox keeps it away from the server's objects. It does not prevent
+endless computations, such as `{{ 10 ** (10 ** 8) }}`, or the use of too much memory. Each request therefore has a limit
+of CPU time, and the process has a limit of memory. The signal of the CPU limit ends the process even inside a long
+computation in C. CPU time, unlike wall-clock time, does not depend on the load of the machine.
 
-Requests and answers are frames on stdin and stdout: four bytes of length, then msgpack. The process ends with its
-stdin. It knows no tokenizer, no adapter and no tenant.
+Requests and answers are frames on stdin and stdout: four bytes of length, then msgpack. The process ends when its stdin
+is closed. It knows no tokenizer, no adapter and no tenant.
 """
 
 import json
@@ -28,18 +28,18 @@ from slora.text.chat_template import compile_chat_template
 
 __all__ = ["MAX_RENDERED_BYTES", "RenderedText", "RendererSettings", "main", "pack_request", "read_length"]
 
-# Far beyond any context. Decoding as much takes the reader some milliseconds.
+# Far longer than any context. Decoding this many bytes takes the reader some milliseconds.
 MAX_RENDERED_BYTES = 8 << 20
-# Private memory only: the limit does not count shared libraries.
+# Limit of private memory. It does not count shared libraries.
 _MEMORY_BYTES = 256 << 20
-# Behind the processes that serve requests.
+# Niceness: the processes that serve requests go first.
 _NICE = 10
 _LENGTH = struct.Struct(">I")
 
 
 @dataclass(frozen=True, slots=True)
 class RendererSettings:
-    """special_tokens: names that every template may use. cpu_limit_s: CPU seconds of one request."""
+    """special_tokens: variables that every template may use. cpu_limit_s: CPU seconds of one request."""
 
     special_tokens: Mapping[str, str]
     cpu_limit_s: float
@@ -54,9 +54,9 @@ class RendererSettings:
 
 @dataclass(frozen=True, slots=True)
 class RenderedText:
-    """text: None if `error` says why there is none.
-
-    cpu_s: all that the process has used since it started. resident_bytes: its memory after the request.
+    """text: the rendered text; None if `error` gives a reason.
+    cpu_s: CPU seconds that the process has used since it started.
+    resident_bytes: resident memory of the process after the request.
     """
 
     text: str | None
@@ -78,7 +78,7 @@ def pack_request(template: str, messages: Any = None) -> bytes:
 
 
 def read_length(header: bytes) -> int:
-    """Bytes that follow the four of `header`."""
+    """Returns the number of bytes that follow the four-byte header."""
     length: int = _LENGTH.unpack(header)[0]
     return length
 
@@ -89,7 +89,7 @@ def _frame(value: object) -> bytes:
 
 
 def _render(request: Mapping[str, Any], special_tokens: Mapping[str, str]) -> tuple[str | None, str | None]:
-    """The text, or the reason why there is none."""
+    """Returns the text, or None and the reason why there is no text."""
     try:
         template = compile_chat_template(request["template"])
         if request["messages"] is None:
@@ -111,7 +111,7 @@ def _render(request: Mapping[str, Any], special_tokens: Mapping[str, str]) -> tu
         )
     except (MemoryError, RecursionError):
         return None, f"it takes more than {_MEMORY_BYTES} bytes of memory or nests too deeply"
-    except Exception as error:  # the top of the loop: a template may raise anything
+    except Exception as error:  # a template may raise any exception
         return None, (str(error) or type(error).__name__).encode(errors="backslashreplace").decode()[:1000]
     if num_bytes > MAX_RENDERED_BYTES:
         return None, f"it writes {num_bytes} bytes; at most {MAX_RENDERED_BYTES} are accepted"
@@ -130,7 +130,7 @@ def _answer(content: bytes, special_tokens: Mapping[str, str]) -> bytes:
 def _serve(requests: BinaryIO, answers: BinaryIO, settings: RendererSettings) -> None:
     while header := requests.read(_LENGTH.size):
         content = requests.read(read_length(header))
-        # Unhandled, the signal ends the process.
+        # SIGPROF has no handler, so it ends the process.
         signal.setitimer(signal.ITIMER_PROF, settings.cpu_limit_s)
         answer = _answer(content, settings.special_tokens)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -139,7 +139,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO, settings: RendererSettings) ->
 
 
 def main() -> None:
-    """Serves until stdin ends."""
+    """Answers requests until stdin is closed."""
     settings = RendererSettings.from_json(sys.argv[1])
     os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

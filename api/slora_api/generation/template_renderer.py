@@ -1,4 +1,4 @@
-"""One rendering process, as the server sees it: started, asked, and ended. It takes one request at a time."""
+"""The server's side of one rendering process: starts it, sends one request at a time, and ends it."""
 
 import asyncio
 import os
@@ -16,12 +16,12 @@ from slora_api.generation.template_process import (
 
 __all__ = ["RendererDied", "RendererStalled", "TemplateRenderer"]
 
-# Tenants' programs run in the process: it gets no secret, only what Python needs to start.
+# Tenants' templates run in the process, so it receives no secrets, only what Python needs to start.
 _PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 
 
 class RendererDied(Exception):
-    """The process ended before it answered. exit_code: negative for a signal."""
+    """The process ended before it answered. exit_code: negative if a signal ended the process."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"the rendering process ended with exit code {exit_code}")
@@ -37,7 +37,7 @@ class RendererStalled(Exception):
 
 
 class TemplateRenderer:
-    """Made by `start`. After any error the process has ended and the renderer cannot be used again."""
+    """Create it with `start`. After any error the process has ended, and the renderer cannot be used again."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -45,7 +45,7 @@ class TemplateRenderer:
 
     @staticmethod
     async def start(settings: RendererSettings, timeout_s: float) -> "TemplateRenderer":
-        """Raises RendererDied, RendererStalled or OSError."""
+        """Starts a process and waits until it answers. Raises RendererDied, RendererStalled or OSError."""
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "slora_api.generation.template_process", settings.to_json()),
@@ -55,7 +55,7 @@ class TemplateRenderer:
             env=environment,
         )
         renderer = TemplateRenderer(process)
-        # The first answer shows that the process has imported what it needs.
+        # The first answer shows that the process has finished its imports.
         await renderer._exchange(pack_request(""), timeout_s)
         return renderer
 
@@ -68,7 +68,8 @@ class TemplateRenderer:
         return self._process.returncode is None
 
     async def ask(self, request: bytes, timeout_s: float) -> tuple[RenderedText, float]:
-        """The answer to a packed request, and the CPU seconds used for it. The first answer includes the start.
+        """Returns the answer to a packed request and the CPU seconds used for it. The first value includes the
+        process's start.
 
         Ends the process on any error, and when the caller is cancelled. Raises RendererDied or RendererStalled.
         """
@@ -92,7 +93,7 @@ class TemplateRenderer:
         except (OSError, asyncio.IncompleteReadError):
             raise RendererDied(await self._process.wait()) from None
         finally:
-            # Also when the caller was cancelled: this answer must not become that of the next request.
+            # Needed after a cancellation, too: the next request must not read this answer.
             if not answered:
                 await self.close()
         return RenderedText.unpack(content)

@@ -1,8 +1,9 @@
-"""Answers as clients see them: text with each token's own, one stream for each prompt, several merged into one.
+"""Streams of answer text: token deltas become text with the tokens that it consists of.
 
-Closing a stream early, or cancelling a task that waits for it, aborts its request in the engine.
+Each prompt has one stream, and the streams of a request are merged into one. Closing a stream early, or cancelling a
+task that waits for it, aborts its request in the engine.
 
-Knows no HTTP and no JSON.
+This module knows no HTTP and no JSON.
 """
 
 import asyncio
@@ -19,19 +20,21 @@ from slora_api.generation.prompt_echo import PromptEcho, ScoredToken, TokenText,
 
 __all__ = ["TextDelta", "merge_streams", "stream_text"]
 
-# Deltas that may wait for a slow reader, for each stream; then the engine's iterator is not asked for more.
+# Deltas per stream that may wait for a slow reader. Beyond this, no further delta is taken from the engine.
 _QUEUE_DELTAS = 16
-# Tokens of one delta. A chunk of so many with the 20 likeliest of each takes 3 ms to write.
+# Most tokens of one delta. Writing a chunk of this many with the 20 most probable tokens of each takes 3 ms.
 _TOKENS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What is new in answer `index`. num_tokens counts every token computed, whether or not its text is shown.
+    """The new part of the answer `index`.
 
-    tokens, logprob (of all of them together): empty and 0 unless somebody needs log-probabilities. scores: of the
-    prompt, in the first delta of each answer, if they were asked for. num_cached: tokens of the prompt that were found
-    in the prefix cache, told once.
+    num_tokens: all tokens computed, including those whose text is not shown.
+    tokens: the tokens whose text is new; empty unless log-probabilities are needed.
+    logprob: the sum of the tokens' log-probabilities; 0 unless they are needed.
+    scores: the prompt's log-probabilities, in the first delta of each answer, if they were requested.
+    num_cached: tokens of the prompt that were found in the prefix cache, reported once.
     """
 
     index: int
@@ -45,7 +48,9 @@ class TextDelta:
 
 
 class _HeldTokens:
-    """Tokens wait until the text that they start in is certain, so that none is shown that a stop string cuts off."""
+    """Holds each token back until the text at its start is certain, so a token that a stop string cuts off is never
+    shown.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -53,7 +58,7 @@ class _HeldTokens:
         self._unmeasured: deque[tuple[int, TokenLogprobs]] = deque()
         self._held: deque[tuple[int, TokenText]] = (
             deque()
-        )  # each with the character of the text that it starts at
+        )  # each with the character position at which it starts in the text
         self._measured_chars = 0
         self._certain_chars = 0
 
@@ -89,7 +94,8 @@ async def stream_text(
     index: int = 0,
     echo: PromptEcho | None = None,
 ) -> AsyncGenerator[TextDelta, None]:
-    """The answers to one request; the first has that index. The last delta of each has a finish_reason.
+    """Streams the answers to one request. The first answer has the index `index`. The last delta of each has a
+    finish_reason.
 
     Raises what `EngineClient.generate` raises.
     """
@@ -114,9 +120,9 @@ async def stream_text(
                     return
                 continue
             is_cut, held = answer.is_cut(delta.choice), held_tokens[delta.choice]
-            # A token that ends the answer is computed and counted, but is no part of its text.
+            # The token that ends an answer is computed and counted, but is not part of the text.
             num_shown = len(delta.token_ids) - (delta.finish_reason is FinishReason.STOP and not is_cut)
-            if len(delta.token_ids) > _TOKENS_AT_ONCE:  # a beam search gives its answers whole
+            if len(delta.token_ids) > _TOKENS_AT_ONCE:  # beam search returns each answer in one piece
                 await asyncio.to_thread(held.push, delta, num_shown)
             else:
                 held.push(delta, num_shown)
@@ -129,12 +135,15 @@ async def stream_text(
             for part in _divide(new):
                 yield part
                 if part.tokens:
-                    # The next deltas may be there already, and the reader writes each without a pause.
+                    # The next deltas may be ready already, and the reader writes each of them without yielding to the
+                    # event loop.
                     await asyncio.sleep(0)
 
 
 def _divide(delta: TextDelta) -> Iterator[TextDelta]:
-    """Parts with a bounded number of tokens, each with the text of its tokens. What is told once is in the first."""
+    """Splits a delta into parts with a bounded number of tokens, each with its text. Values reported once are in the
+    first.
+    """
     if len(delta.tokens) <= _TOKENS_AT_ONCE:
         yield delta
         return
@@ -158,7 +167,7 @@ def _divide(delta: TextDelta) -> Iterator[TextDelta]:
 
 
 class _PromptSoFar:
-    """What the engine said of the prompt, told once to each answer before anything else of it."""
+    """Collects what the engine reports about the prompt, and puts it before each answer once."""
 
     def __init__(self, tokenizer: Tokenizer, request: EngineRequest, echo: PromptEcho) -> None:
         self.echo = echo
@@ -178,7 +187,7 @@ class _PromptSoFar:
     async def tell(self, index: int, choice: int) -> TextDelta:
         self._told.add(choice)
         if self._first is None:
-            # A long prompt takes its time to read, token by token.
+            # On a thread, because a long prompt is processed token by token.
             self._first = await asyncio.to_thread(self._read)
         return replace(self._first, index=index + choice)
 
@@ -196,7 +205,7 @@ class _PromptSoFar:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A stream has nothing more to say; `error` is why, if it failed."""
+    """Marks the end of a stream. error: the exception that ended it, if it failed."""
 
     error: Exception | None = None
 
@@ -209,7 +218,7 @@ async def _pump(stream: AsyncGenerator[TextDelta, None], queue: _Queue) -> None:
         async with aclosing(stream):
             async for delta in stream:
                 await queue.put(delta)
-    except Exception as error:  # the top of a task: whoever reads the queue raises it
+    except Exception as error:  # the reader of the queue raises it
         await queue.put(_Ended(error))
     else:
         await queue.put(_Ended())
@@ -218,7 +227,7 @@ async def _pump(stream: AsyncGenerator[TextDelta, None], queue: _Queue) -> None:
 async def merge_streams(
     streams: Sequence[AsyncGenerator[TextDelta, None]],
 ) -> AsyncGenerator[TextDelta, None]:
-    """Deltas of several streams, side by side, as they come. One stream that fails ends them all with its error."""
+    """Merges several streams in order of arrival. If one stream fails, all end with its error."""
     queue: _Queue = asyncio.Queue(maxsize=_QUEUE_DELTAS * len(streams))
     pumps = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
     running = len(pumps)

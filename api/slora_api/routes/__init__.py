@@ -1,1 +1,1 @@
-"""The HTTP routes: each module holds the ones of one concept, and no logic of its own."""
+"""The HTTP routes, one module for each concept. Routes contain no logic of their own."""

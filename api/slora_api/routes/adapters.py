@@ -1,6 +1,6 @@
-"""/v1/adapters: a tenant's own adapters, uploaded, listed and deleted, and their aliases, moved and rolled back.
+"""/v1/adapters: upload, list, prewarm and delete a tenant's adapters, and move and roll back their aliases.
 
-A reference is `name`, `name@3` for a version or `name@prod` for an alias, as in a request's `model`.
+A reference is `name`, `name@3` for a version or `name@prod` for an alias, as in the field `model` of a request.
 """
 
 from functools import partial
@@ -21,8 +21,9 @@ router = APIRouter()
 
 @router.post("/v1/adapters", status_code=status.HTTP_201_CREATED)
 async def upload_adapter(request: Request, key: CurrentKey, services: Wired) -> dict[str, Any]:
-    """Multipart fields: name; config, weights, optional tokenizer_config, chat_template, generation_config, or in place
-    of these an archive; optional base_fingerprint."""
+    """Multipart fields: name, config, weights, and optionally tokenizer_config, chat_template, generation_config and
+    base_fingerprint. An archive may replace all files.
+    """
     with services.generator.admission.upload(key.tenant):
         content_type = request.headers.get("content-type", "")
         async with services.uploads.receive(content_type, request.stream()) as upload:
@@ -31,7 +32,7 @@ async def upload_adapter(request: Request, key: CurrentKey, services: Wired) -> 
                 upload.name,
                 upload.source,
                 upload.base_fingerprint,
-                # A client that hangs up takes its inspection along, or its place in the queue for one.
+                # If the client hangs up, its inspection is cancelled, whether it waits or runs.
                 partial(unless_disconnected, request.receive),
             )
 
@@ -52,14 +53,16 @@ def get_adapter(reference: str, key: CurrentKey, services: Wired) -> dict[str, A
 async def delete_adapter(
     reference: str, key: CurrentKey, services: Wired, force: bool = False
 ) -> dict[str, Any]:
-    """A version, or a name with all of its versions; 409 while an alias points at it, unless forced."""
+    """Deletes a version, or a name with all of its versions. Answers 409 while an alias points at it, unless `force` is
+    set.
+    """
     await services.catalog.delete(key.tenant, reference, force=force)
     return {"name": reference, "object": "adapter", "deleted": True}
 
 
 @router.post("/v1/adapters/{reference}/prewarm", status_code=status.HTTP_202_ACCEPTED)
 async def prewarm_adapter(reference: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
-    """Asked again, it says how far it has come."""
+    """Repeat the request to see how far the load has progressed."""
     return await services.catalog.prewarm(key, reference)
 
 

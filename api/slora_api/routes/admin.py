@@ -1,4 +1,4 @@
-"""/admin: tenants, keys and pinned adapters, for the operator."""
+"""/admin: the operator's routes for tenants, API keys and pins."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def _key_json(key: KeyRecord) -> dict[str, Any]:
     }
 
 
-# Plain functions: FastAPI runs them on a thread, since the database may wait for a disk.
+# Functions without `async`: FastAPI runs them on a thread, because the database may wait for a disk.
 @router.post("/tenants", status_code=status.HTTP_201_CREATED)
 def create_tenant(body: NewTenantRequest, _operator: Operator, services: Wired) -> dict[str, Any]:
     return _tenant_json(services.tenancy.create_tenant(body.name, _changes(body)))
@@ -68,7 +68,7 @@ async def change_tenant(
 
 @router.get("/pins")
 async def list_pins(_operator: Operator, services: Wired) -> dict[str, Any]:
-    """What is pinned of all tenants, as aliases, which pins are of."""
+    """Lists the pins of all tenants, each as the alias that is pinned."""
     pinned = await services.pinning.list()
     return {"object": "list", "data": [{"tenant": one.tenant, **alias_json(one)} for one in pinned]}
 

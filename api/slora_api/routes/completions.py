@@ -24,7 +24,7 @@ __all__ = ["router"]
 router = APIRouter()
 
 
-# Names the user of a request that has no `user`: one user stays with one version of an alias that has several.
+# Identifies the user of a request without the field `user`. If an alias splits requests, a user stays with one version.
 _SESSION_HEADER = "x-session-id"
 
 
@@ -35,7 +35,9 @@ async def _answer_with(
     services: Services,
     answer: Callable[[ServedModel], Awaitable[Response]],
 ) -> Response:
-    """Looks the model up and answers; once more if its adapter was deleted before the engine had it."""
+    """Finds the model and answers. Retries once with a new lookup if the engine reports that the adapter does not
+    exist.
+    """
     user = body.user or request.headers.get(_SESSION_HEADER)
     model = await services.catalog.find_model(key, body.model, user)
     try:

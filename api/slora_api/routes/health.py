@@ -1,4 +1,4 @@
-"""/healthz, /readyz and /metrics: for load balancers, container engines and dashboards."""
+"""/healthz, /readyz and /metrics, for load balancers, container engines and dashboards."""
 
 import asyncio
 from typing import Any
@@ -17,23 +17,25 @@ __all__ = ["router"]
 
 router = APIRouter()
 
-# An engine answers between two steps; the longest take well below a second.
+# The engine answers between two steps. The longest steps take well below a second.
 _STATS_S = 2.0
 
 
 @router.get("/healthz")
 async def healthz() -> dict[str, Any]:
-    """The process answers. It stays so while an engine is restarted: killing us would not help."""
+    """Always 200 while this process answers. A restart of the engine does not change that: killing the server would not
+    help.
+    """
     return {"status": "ok"}
 
 
 @router.get("/readyz")
 async def readyz(services: Wired) -> dict[str, Any]:
-    """200 when a request sent now would be computed; 503 with what is missing otherwise.
+    """Answers 200 if a request sent now would be computed, else 503 with the reason.
 
-    A server in demo mode is ready when the demo's adapters answer. An engine or loader that makes no progress while it
-    has work makes this 503 within 5 seconds. A full disk does not make a server unready: it answers requests and
-    refuses changes.
+    In demo mode the server is ready when the demo's adapters are published. If the engine or the loader makes no
+    progress while it has work, this route answers 503 within 5 seconds. A server whose disk is full stays ready: it
+    answers requests and refuses changes.
     """
     missing = services.generator.missing()
     if missing is not None:
@@ -53,7 +55,7 @@ async def metrics(_operator: Operator, services: Wired) -> Response:
 
 
 async def _engine_numbers(generator: Generator) -> tuple[EngineInfo, EngineStats] | None:
-    """None when there is no engine that answers: a scrape must not wait for one."""
+    """Returns None if no engine answers in time, because a scrape must not wait for one."""
     try:
         async with asyncio.timeout(_STATS_S):
             return generator.engine_info(), await generator.client.stats()

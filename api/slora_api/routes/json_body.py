@@ -1,7 +1,7 @@
 """Reads the JSON body of a generation request within bounds.
 
-FastAPI would parse and validate a body of any structure in one go on the event loop. Here the structure is bounded
-while the bytes arrive, and the event loop runs between the steps.
+FastAPI would parse and validate a body of any structure on the event loop without a pause. Here the structure is
+checked while the bytes arrive, and other requests can run between the steps.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ _SHOWN_CHARS = 128
 async def read_json(
     request: Request, schema: type[_Schema], bounds: RequestBounds, json_bounds: JsonBounds
 ) -> _Schema:
-    """Raises BadRequest or RequestValidationError."""
+    """Reads and validates the body. Raises BadRequest or RequestValidationError."""
     raw = await _read_bytes(request, JsonStructure(json_bounds))
     if not raw:
         raise _invalid("missing", "Field required")
     text = _decode(raw)
-    # Each step takes milliseconds for a body of megabytes, and others are served between them.
+    # Each step takes milliseconds for a body of several megabytes. Other requests can run in between.
     await asyncio.sleep(0)
     body = _parse(text) if _is_json(request.headers.get("content-type", "")) else None
     await asyncio.sleep(0)
@@ -88,6 +88,8 @@ def _invalid(kind: str, text: str, context: dict[str, Any] | None = None) -> Req
 
 
 def _located(error: Any) -> dict[str, Any]:
-    """A client may send names of any length; an answer repeats a part of them."""
+    """Shortens the names in the error's location, because the answer repeats them and a client may send names of any
+    length.
+    """
     location = [part[:_SHOWN_CHARS] if isinstance(part, str) else part for part in error["loc"]]
     return {**error, "loc": ("body", *location)}

@@ -1,10 +1,10 @@
-"""Counts what a JSON body holds while its bytes arrive, before it is parsed.
+"""Counts the values of a JSON body while its bytes arrive, before it is parsed.
 
-Parsing holds the interpreter lock until it ends, on whatever thread it runs. Its time depends on the number of values
-and on the bytes of numbers, so both are bounded here. Texts are cheap: 4 MB of text take 10 ms to parse.
+Parsing holds the interpreter lock until it ends, even on another thread. Its time depends on the number of values and
+on the length of numbers, so both are bounded here. Texts are cheap: parsing 4 MB of text takes 10 ms.
 
-Worked example: `{"a": [1, "x,y"]}` has 4 values by this count: one for each bracket and each comma outside strings, and
-one for the whole.
+Worked example: `{"a": [1, "x,y"]}` counts as 4 values: one for each opening bracket, one for each comma outside
+strings, and one for the whole body.
 """
 
 import re
@@ -14,15 +14,16 @@ from slora_api.request_bounds import JsonBounds
 
 __all__ = ["JsonStructure"]
 
-# A string that is cut off by the end of the bytes counts, or each of its quotes would be tried as a beginning.
+# The pattern also matches a string that the end of the bytes cuts off. Otherwise each quote in it would be tried as a
+# start.
 _TOKEN = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)(?:"|\\?\Z)|[][{},]', re.DOTALL)
-# Scanned for the name of the field that is too large: 1 ms.
+# Bytes that are searched for the name of the largest field: 1 ms.
 _NAMING_BYTES = 1 << 14
 _SHOWN_BYTES = 128
 
 
 class JsonStructure:
-    """One body's. `num_bare_bytes` are outside strings."""
+    """The counts of one body. num_bare_bytes: bytes outside strings."""
 
     def __init__(self, bounds: JsonBounds) -> None:
         self.num_values = 1
@@ -32,13 +33,13 @@ class JsonStructure:
         self._long_number = re.compile(rb"[0-9.eE+-]{%d}" % (bounds.number_chars + 1))
         self._begin = b""
         self._in_string = False
-        # A backslash that may escape the first byte of the next part.
+        # A backslash at the end of a part, which may escape the first byte of the next part.
         self._held = b""
-        # The end of the last part, which a number may continue.
+        # The end of the part before. A number may continue in the next part.
         self._tail = b""
 
     def add(self, part: bytes) -> None:
-        """Takes the next bytes, at best not more than 64 KiB: those take 1.5 ms. Raises BadRequest."""
+        """Counts the next bytes. Parts should have at most 64 KiB, which take 1.5 ms. Raises BadRequest."""
         if len(self._begin) < _NAMING_BYTES:
             self._begin += part[: _NAMING_BYTES - len(self._begin)]
         bare = self._outside_strings(part)
@@ -72,7 +73,7 @@ class JsonStructure:
         num_backslashes = len(part) - len(part.rstrip(b"\\"))
         self._held = part[len(part) - num_backslashes % 2 :]
         part = part[: len(part) - num_backslashes % 2]
-        # Without escaped backslashes, each \" is an escaped quote. Without those, each quote begins or ends a string.
+        # Remove escaped backslashes, then escaped quotes. Each remaining quote begins or ends a string.
         pieces = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         bare = b'"'.join(pieces[int(self._in_string) :: 2])
         self._in_string ^= len(pieces) % 2 == 0
@@ -83,7 +84,7 @@ class JsonStructure:
         return BadRequest(f"{f'`{param}`' if param else 'The body'} {reason}.", param)
 
     def _largest_field(self) -> str | None:
-        """The top-level field with the most values at the beginning of the body."""
+        """Returns the top-level field with the most values, judged by the beginning of the body."""
         counts: dict[bytes, int] = {}
         depth, field = 0, b""
         for match in _TOKEN.finditer(self._begin):

@@ -1,4 +1,4 @@
-"""/v1/limits: how large a request may be, for any valid key."""
+"""/v1/limits: the bounds of a request, for any valid API key of a tenant."""
 
 from typing import Any
 

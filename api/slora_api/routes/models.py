@@ -1,4 +1,4 @@
-"""/v1/models: what the key may call, and nothing else."""
+"""/v1/models: the models that the API key may use."""
 
 from typing import Any
 
@@ -19,14 +19,14 @@ router = APIRouter()
 def list_models(
     key: CurrentKey, services: Wired, limit: Limit | None = None, after: str | None = None
 ) -> JSONResponse:
-    """All of them unless `limit` says how many: OpenAI's clients ask once, and know no pages of models."""
-    # Written here, on this thread: thousands of models take milliseconds that the event loop has not got.
+    """Lists all models if the client sends no `limit`, because OpenAI's clients do not request pages of models."""
+    # Serialized on this thread: thousands of models take milliseconds, which must not block the event loop.
     return JSONResponse(services.catalog.list_models(key, limit, after))
 
 
 @router.get("/v1/models/{model:path}")
 def get_model(model: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
-    """One model, with the bounds of requests to it: null while there is no engine."""
+    """Describes one model. `limits` has the bounds of its requests, or null while there is no engine."""
     return services.catalog.describe_model(key, model) | {"limits": _limits(services)}
 
 

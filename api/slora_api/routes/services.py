@@ -1,4 +1,6 @@
-"""What routes work with, made once by the composition root, and how a route asks for it."""
+"""The objects that routes use. The composition root creates them once, and routes receive them as the parameter
+`Wired`.
+"""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -22,15 +24,15 @@ from slora_api.tenants.tenancy import Tenancy
 
 __all__ = ["Services", "Wired"]
 
-# Long answers that are written side by side. Each adds up to 1 ms to a turn of the event loop.
+# Long answers written concurrently. Each adds up to 1 ms to an iteration of the event loop.
 _WRITING_SLOTS = 3
-# Answers of one tenant that wait for a slot. Admission bounds those that are computed at a lower number.
+# Long answers of one tenant that may wait for a slot. Admission limits answers in progress to fewer than this.
 _MAX_WRITING = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """One server's parts."""
+    """The parts of one server."""
 
     settings: Settings
     reserve: DiskReserve
@@ -49,7 +51,7 @@ class Services:
     )
 
     def bounds(self) -> RequestBounds:
-        """What requests may ask for. Raises Starting while there is no engine."""
+        """Returns the bounds of a request. Raises Starting while there is no engine."""
         longest = self.encoder.tokenizer.longest_token_chars
         return RequestBounds.of(self.settings, self.generator.engine_info(), longest)
 

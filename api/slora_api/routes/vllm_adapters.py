@@ -1,7 +1,7 @@
-"""/v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them, for the operator: those who migrate.
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter, compatible with vLLM, for operators who migrate.
 
-To load is to push from a directory of this machine (`lora_root`): it makes the next version of the name, durably, so it
-needs to be done once and not at each start. To unload is to delete the name.
+Loading publishes an adapter from a directory below `lora_root` as the next version of its name. The version is durable,
+so it need not be loaded again after a restart. Unloading deletes the name.
 """
 
 from fastapi import APIRouter
@@ -36,7 +36,9 @@ async def unload_lora_adapter(
 
 
 def _tenant(services: Services, name: str | None) -> str:
-    """vLLM knows no tenants: where there is only one here, it need not be told."""
+    """Returns the tenant of the request. vLLM has no tenants, so a server with only one tenant does not need the
+    field.
+    """
     if name is not None:
         return services.tenancy.find_tenant(name).name
     tenants = services.tenancy.list_tenants()

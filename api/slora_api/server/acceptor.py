@@ -1,11 +1,12 @@
-"""Takes connections from the listening socket, a few at a time, as long as there is room for them.
+"""Accepts connections from the listening socket, a few at a time, while there is room for them.
 
-asyncio's own server accepts as many connections at once as its backlog is long, 2,048 here, which holds the event loop
-up for 0.2 s. Without free descriptors it retries as often, and logs each failure. This acceptor takes 16 at once.
-Without free descriptors it closes idle connections, logs one line a minute and tries again after a second.
+asyncio's own server accepts as many connections at once as its backlog holds. With the backlog of 2,048 used here, that
+blocks the event loop for 0.2 s. Without free file descriptors, asyncio retries as often and logs each failure. This
+acceptor accepts 16 at once. Without free descriptors it closes idle connections, logs one line per minute, and retries
+after a second.
 
-A connection for which there is no room gets a 503 at once. Its descriptor stays open for a second, so that the client
-can read the answer before the reset.
+A connection for which there is no room is answered 503 at once. Its descriptor stays open for a second, so that the
+client can read the answer before the reset.
 """
 
 import asyncio
@@ -23,17 +24,17 @@ __all__ = ["Acceptor"]
 
 _log = get_rare_logger(__name__)
 
-# About 2 ms of work for the event loop.
+# Accepting this many connections takes the event loop about 2 ms.
 _MAX_AT_ONCE = 16
 _RETRY_S = 1.0
 _LINGER_S = 1.0
-# Refused connections whose descriptors are kept for `_LINGER_S`; more of them are closed at once.
+# Refused connections that stay open for `_LINGER_S`. Any further ones are closed at once.
 _MAX_LINGERING = 32
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Acceptor:
-    """Hands each accepted connection to a new protocol. Closing the listening socket is left to its owner."""
+    """Hands each accepted connection to a new protocol. The owner of the listening socket closes it."""
 
     def __init__(
         self, listener: socket.socket, connections: Connections, make_protocol: Callable[[], HttpProtocol]
@@ -47,12 +48,12 @@ class Acceptor:
         self._refused: set[socket.socket] = set()
 
     def start(self) -> None:
-        """Accepts connections from now on."""
+        """Starts to accept connections."""
         self._listener.setblocking(False)
         self._loop.add_reader(self._listener, self._accept)
 
     def stop(self) -> None:
-        """Accepts no more connections."""
+        """Stops accepting connections."""
         self._loop.remove_reader(self._listener)
         if self._retry is not None:
             self._retry.cancel()
@@ -66,7 +67,7 @@ class Acceptor:
             except OSError as error:
                 if error.errno in _EXHAUSTED:
                     self._pause(error)
-                return  # nothing waits, or a client hung up before it was accepted
+                return  # no connection waits, or a client hung up before it was accepted
             accepted.setblocking(False)
             host = str(address[0])
             reason = self._connections.find_room(host)

@@ -1,18 +1,18 @@
-"""How long a peer may keep the server waiting, given the bytes that it moves meanwhile."""
+"""Limits how long a peer may keep the server waiting, depending on the bytes that it sends or receives."""
 
 __all__ = ["Allowance"]
 
 
 class Allowance:
-    """Seconds that a slow peer has left.
+    """The seconds for which a slow peer may still keep the server waiting.
 
-    The allowance starts at `grace_s`. Waiting for the peer uses it up. Each byte that moves gives back
-    1 / `bytes_per_s` seconds, and the allowance never exceeds `grace_s`. One rule thus gives three bounds: a peer that
-    stops is given up after `grace_s`, a peer below `bytes_per_s` a little later, and N bytes never take longer than
-    `grace_s + N / bytes_per_s` seconds of waiting.
+    The allowance starts at `grace_s`. Waiting for the peer uses it up. Each byte that moves gives back 1 /
+    `bytes_per_s` seconds, but the allowance never exceeds `grace_s`. This gives three bounds. A peer that stops is
+    disconnected after `grace_s`. A peer slower than `bytes_per_s` is disconnected a little later. N bytes never take
+    more than `grace_s + N / bytes_per_s` seconds of waiting.
 
-    Example: with 20 s and 128 KiB/s, 512 MiB may take 20 + 4096 s, and a client that sends 64 KiB/s is given up after
-    40 s.
+    Example with 20 s and 128 KiB/s: 512 MiB may take 20 + 4096 s. A client that sends 64 KiB/s is disconnected after 40
+    s.
     """
 
     __slots__ = ("_bytes_per_s", "_grace_s", "left_s")
@@ -23,9 +23,9 @@ class Allowance:
         self._bytes_per_s = bytes_per_s
 
     def spend(self, waited_s: float, num_bytes: int) -> None:
-        """Charges a wait that ended with `num_bytes` moved."""
+        """Charges a wait of `waited_s` seconds in which `num_bytes` moved."""
         self.left_s = min(self._grace_s, self.left_s - waited_s + num_bytes / self._bytes_per_s)
 
     def rest(self, seconds: float) -> None:
-        """Gives back time in which the server did not wait for the peer."""
+        """Gives back the time in which the server did not wait for the peer."""
         self.left_s = min(self._grace_s, self.left_s + seconds)

@@ -1,4 +1,4 @@
-"""The ASGI application: routes inside, and around them authentication, body limits and what holds for every request."""
+"""The ASGI application: the routes, with authentication, body limits and the request scope as layers around them."""
 
 import logging
 from http import HTTPStatus
@@ -25,12 +25,12 @@ __all__ = ["make_app", "make_router"]
 logger = logging.getLogger(__name__)
 
 _MODULES = (completions, models, limits, adapters, vllm_adapters, admin, health)
-# What starlette looks up by the error's class. The last is for bugs: they are answered here and logged by RequestScope.
+# Starlette looks the handler up by the error's class. Exception is for bugs: RequestScope logs them.
 _ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, Exception)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, StoreUnavailable):  # the tenant is not told all of it
+    if isinstance(error, StoreUnavailable):  # the answer to a tenant leaves out the details
         logger.warning("request %s: %s", request.state.request_id, error)
     answer = error_response(error, for_operator=is_operator(request))
     if answer.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
@@ -39,7 +39,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed_methods(request: Request) -> set[str]:
-    """The methods of all routes of this path. Starlette names those of the first route only."""
+    """Returns the methods of all routes of this path. Starlette names only those of the first route."""
     return {
         method
         for module in _MODULES
@@ -50,7 +50,9 @@ def _allowed_methods(request: Request) -> set[str]:
 
 
 def make_router(services: Services) -> FastAPI:
-    """The routes alone, without the layers that guard them. Documentation pages would load scripts from elsewhere."""
+    """Makes the routes without the layers that guard them. The documentation pages are off, because they load scripts
+    from other hosts.
+    """
     app = FastAPI(title="slora", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.services = services
     for module in _MODULES:
@@ -61,7 +63,9 @@ def make_router(services: Services) -> FastAPI:
 
 
 def make_app(services: Services, admin_key: AdminKey) -> ASGIApp:
-    """Everything, outermost last: what comes first in the code sees a request last."""
+    """Makes the routes and the layers around them. The last layer added is the outermost, so it sees a request
+    first.
+    """
     settings = services.settings
     app: ASGIApp = make_router(services)
     app = Authentication(app, services.tenancy, admin_key)

@@ -1,15 +1,19 @@
-"""Bounds the body of each request while it arrives: its size (413), its pace (408), its encoding (415), and the memory
-that the bodies of one tenant and of all tenants take together (429, 503).
+"""Bounds the body of each request while it arrives.
 
-The pace is an `Allowance` that only the time counts against in which the application waits for the client. A client
-that stops sending is thus refused after 20 s, and the whole body takes at most 20 s + its size limit / the rate.
+The bounds are its size (413), its rate (408), its encoding (415), and the memory that the bodies of one tenant (429)
+and of all tenants (503) use together.
 
-A server that closes a connection with unread bytes in its buffers sends a reset, which can wipe out the answer before
-the client reads it. So after any answer given early (401, 413, 422, ...) what still arrives is read and dropped for
-a moment before the connection is closed, as nginx does with `lingering_close`.
+The rate is limited by an `Allowance`. Only the time in which the application waits for the client counts against it. A
+client that stops sending is thus refused after 20 s, and a body takes at most 20 s plus its size limit divided by the
+minimum rate.
 
-The memory of a body is held until its request ends. Knows the routes whose bodies may be large: uploads, which go to
-disk, and generation. All others take small JSON objects, which FastAPI parses in one go on the event loop.
+A server that closes a connection with unread bytes in its buffers sends a reset, which can discard the answer before
+the client reads it. After an answer that is sent early (401, 413, 422, ...), the rest of the body is therefore read and
+dropped for a moment before the connection is closed, as nginx does with `lingering_close`.
+
+The memory of a body is held until its request ends. This module knows the routes whose bodies may be large: uploads,
+which go to disk, and generation. All other routes accept small JSON objects, which FastAPI parses in one go on the
+event loop.
 """
 
 import asyncio
@@ -28,9 +32,9 @@ from slora_api.tenants.tenancy import KeyRecord
 
 __all__ = ["BodyLimit", "BodyLimits"]
 
-# Mobile networks lose their connection for several seconds when they change cells.
+# Mobile connections are interrupted for several seconds when the phone changes cells.
 _GRACE_S = 20.0
-# The largest bodies that are in memory at once.
+# Number of bodies of the largest size that fit into the memory for bodies.
 _MAX_BODIES = 64
 _LINGER_S = 5.0
 _LINGER_BYTES = 256 << 20
@@ -38,8 +42,11 @@ _LINGER_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """max_upload_bytes holds for `upload_path`, max_body_bytes for `generation_paths`, and a small limit for all other
-    paths. The pace holds for all."""
+    """The size limits by path, and the minimum rate of all paths.
+
+    max_upload_bytes: limit for `upload_path`. max_body_bytes: limit for `generation_paths`. All other paths have the
+    limit MAX_SMALL_BODY_BYTES.
+    """
 
     max_body_bytes: int
     max_upload_bytes: int
@@ -49,7 +56,7 @@ class BodyLimits:
     generation_paths: frozenset[str] = frozenset({"/v1/completions", "/v1/chat/completions"})
 
     def too_large(self, scope: Scope) -> BodyTooLarge:
-        """The error for a body that is over this request's limit."""
+        """Returns the error for a body that exceeds the limit of this request's path."""
         if scope["path"] == self.upload_path:
             return BodyTooLarge(self.max_upload_bytes, "max_upload_bytes")
         if scope["path"] not in self.generation_paths and self.max_body_bytes > MAX_SMALL_BODY_BYTES:
@@ -57,12 +64,12 @@ class BodyLimits:
         return BodyTooLarge(self.max_body_bytes, "max_body_bytes")
 
     def memory(self) -> Places:
-        """The memory for all bodies, in bytes: 256 MiB by default, of which a tenant has at most half."""
+        """The memory for all bodies, in bytes: 256 MiB by default. One tenant may use at most half of it."""
         num_bytes = _MAX_BODIES * self.max_body_bytes
         return Places(num_bytes, num_bytes // 2, "bytes of requests in memory", "32 times max_body_bytes")
 
     def too_slow(self, num_bytes: int, waited_s: float) -> RequestTooSlow:
-        """The error for a body of which `num_bytes` came in `waited_s` seconds of waiting."""
+        """Returns the error for a body of which `num_bytes` arrived in `waited_s` seconds of waiting."""
         return RequestTooSlow(
             f"The body came too slowly: {num_bytes} bytes in {waited_s:.0f} s. After {self.grace_s:g} s a body must "
             f"average {self.min_bytes_per_s:g} bytes/s (min_body_bytes_per_s). Send it again over a faster connection, "
@@ -71,7 +78,7 @@ class BodyLimits:
 
 
 class _Body:
-    """One request's body on its way in. refusal: the error that ended it, if one did."""
+    """Receives the body of one request. refusal: the error that ended it, if one did."""
 
     def __init__(self, receive: Receive, scope: Scope, limits: BodyLimits, memory: Places) -> None:
         self._receive = receive
@@ -87,7 +94,7 @@ class _Body:
         self.refusal: ApiError | None = None
 
     async def receive(self) -> Message:
-        """The next part, or the disconnect after the last one.
+        """Returns the next part, or the disconnect after the last part.
 
         Raises BodyTooLarge, RequestTooSlow, TenantBusy, ServerBusy.
         """
@@ -121,7 +128,7 @@ class _Body:
         self._held.close()
 
     async def drop_rest(self) -> None:
-        """Reads and drops what still comes, within bounds of time and size."""
+        """Reads and drops the rest of the body, with limits of time and size."""
         limit = self.num_bytes + _LINGER_BYTES
         with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
@@ -139,7 +146,7 @@ class _Body:
 
 
 class BodyLimit:
-    """ASGI middleware around everything that may read a body."""
+    """ASGI middleware that wraps everything that may read a body."""
 
     def __init__(self, app: ASGIApp, limits: BodyLimits) -> None:
         self._app = app
@@ -155,7 +162,7 @@ class BodyLimit:
         answered = False
 
         async def guarded(message: Message) -> None:
-            """Passes the app's answer on, unless the body was refused before the answer began."""
+            """Passes the application's answer on, unless the body was refused before the answer began."""
             nonlocal answered
             if body.refusal is None or answered:
                 answered = answered or message["type"] == "http.response.start"
@@ -173,13 +180,13 @@ class BodyLimit:
 
 
 def _tenant(scope: Scope) -> str:
-    """The tenant of the request's key; empty for the operator."""
+    """Returns the tenant of the request's API key; empty for the operator."""
     caller = scope.get("state", {}).get("caller")
     return caller.tenant if isinstance(caller, KeyRecord) else ""
 
 
 def _refuse_headers(headers: Headers, too_large: BodyTooLarge) -> ApiError | None:
-    """The error for a body whose headers show that it cannot be used. The HTTP parser has checked Content-Length."""
+    """Returns an error if the headers show that the body cannot be used. The HTTP parser has checked Content-Length."""
     num_bytes = int(headers.get("content-length", "0"))
     if num_bytes > too_large.limit_bytes:
         return too_large
@@ -190,7 +197,7 @@ def _refuse_headers(headers: Headers, too_large: BodyTooLarge) -> ApiError | Non
 
 
 def _lingering(send: Send, body: _Body) -> Send:
-    """Holds the end of an answer back until the body has come in, was dropped, or took too long."""
+    """Wraps `send` so that the end of an answer is held back until the body is complete, dropped, or timed out."""
 
     async def send_lingering(message: Message) -> None:
         last = message["type"] == "http.response.body" and not message.get("more_body", False)

@@ -1,7 +1,7 @@
-"""The environment variables that child processes may have. Everything else stays with the server.
+"""Selects the environment variables that child processes receive.
 
-Engine and loader read files that tenants uploaded, so they must not hold what they do not need: the operator's key,
-or URLs with passwords. An allow-list also holds back secrets that have nothing to do with slora.
+The engine and the loader read files that tenants uploaded, so they must not hold secrets that they do not need, such as
+the operator's key or URLs with passwords. An allow-list also excludes secrets that are unrelated to slora.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 __all__ = ["ENGINE_VARIABLES", "LOADER_VARIABLES", "pass_on"]
 
-# What Python, the C library, and the libraries that compute read. None of them holds a secret.
+# Variables of Python, the C library, and the libraries for computing. None of them holds a secret.
 ENGINE_VARIABLES: tuple[str, ...] = (
     *("PATH", "HOME", "USER", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_CACHE_HOME"),
     *("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_*", "CC", "CXX"),
@@ -17,7 +17,7 @@ ENGINE_VARIABLES: tuple[str, ...] = (
     *("CUDA*", "CUBLAS_*", "CUDNN_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "HIP_*", "HSA_*", "ROCR_*", "ROCM_*"),
     *("HF_HOME", "HF_MODULES_CACHE", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_*"),
 )
-# The loader also opens the durable store, whose client library finds its credentials and its network settings here.
+# The loader also opens the durable store. The store's client library reads credentials and network settings here.
 LOADER_VARIABLES: tuple[str, ...] = (
     *ENGINE_VARIABLES,
     *("AWS_*", "FSSPEC_*", "GOOGLE_*", "GCSFS_*", "CLOUDSDK_*", "AZURE_*", "HF_*"),
@@ -25,15 +25,15 @@ LOADER_VARIABLES: tuple[str, ...] = (
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
 )
-# OpenMP threads that spin while they wait take the cores from this process and from other programs: beside them, a
-# decode step of 64 rows on 2 cores took 2 to 8 times longer (medians, CPU bench). Threads that sleep at once
+# OpenMP threads that spin while they wait occupy the cores of this process and of other programs. A decode step of 64
+# rows on 2 cores then took 2 to 8 times longer (medians, CPU bench). Threads that sleep at once
 # (OMP_WAIT_POLICY=PASSIVE) cost a quarter of the speed on free cores. A few microseconds of spinning bridge the gaps
-# within a step. A value that the operator sets wins.
+# within a step. A value that the operator sets takes precedence.
 _DEFAULTS = {"GOMP_SPINCOUNT": "10000"}
 
 
 def pass_on(environment: Mapping[str, str], allowed: tuple[str, ...]) -> dict[str, str]:
-    """The variables of `environment` whose names match one of the `allowed` patterns."""
+    """Returns the variables of `environment` whose names match one of the `allowed` patterns."""
     passed = {
         name: value
         for name, value in environment.items()

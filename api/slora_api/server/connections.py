@@ -1,14 +1,14 @@
-"""The open connections of a server, and which of them make room for new ones.
+"""Tracks the open connections of a server and closes idle ones to make room for new ones.
 
-A connection without a request costs a descriptor and serves no client, so it is the first to go. A connection counts
-as idle until the whole head of a request has arrived, and again once the answer is complete or the rest of the body is
-merely being dropped. A client without a key never gets beyond that, so it cannot keep other clients out.
+A connection without a request uses a descriptor and serves no client, so it is closed first. A connection is idle until
+the whole head of a request has arrived. It is idle again when the answer is complete, or when the rest of the body is
+only dropped. A client without an API key never gets further than that, so it cannot keep other clients out.
 
-When a new connection finds the server full, a batch of idle connections is closed: those of the address that holds the
-most, the longest idle first. An address at its own limit replaces its own idle connections only. A new connection is
-refused where nothing is idle.
+If the server is full when a new connection arrives, a batch of idle connections is closed. They are chosen from the
+address with the most connections, the longest idle first. An address at its own limit replaces only its own idle
+connections. If no connection is idle, the new one is refused.
 
-Knows neither sockets nor HTTP. Runs on one event loop and needs no lock.
+This module knows neither sockets nor HTTP. It runs on one event loop and needs no lock.
 """
 
 import ipaddress
@@ -23,9 +23,9 @@ __all__ = ["Connection", "Connections"]
 
 _log = get_rare_logger(__name__)
 
-# A part of the connections is closed at once, because finding them takes a search of all, 5 ms for 4,096.
+# One in this many connections is closed per batch, because each search looks at all of them: 5 ms for 4,096.
 _BATCHES = 64
-# Home networks are given a /64 of IPv6, so its addresses count as one client.
+# Home networks have a /64 of IPv6, so its addresses count as one client.
 _IPV6_PREFIX = 64
 
 
@@ -34,7 +34,7 @@ class Connection(Protocol):
 
     @property
     def idle_since(self) -> float | None:
-        """When the connection became idle, in seconds that only grow; None while it has a request."""
+        """Monotonic time in seconds at which the connection became idle; None while it has a request."""
 
     def close_now(self) -> None:
         """Closes the connection without waiting for its client."""
@@ -50,14 +50,17 @@ class Connections:
         self.limits = limits
         self._addresses: dict[Connection, str] = {}
         self._num_of: Counter[str] = Counter()
-        # Where a search found nothing idle; None is all addresses. Searched again after the next sweep.
+        # Addresses for which a search found no idle connection; None stands for all addresses. Cleared by the next
+        # sweep.
         self._without_idle: set[str | None] = set()
 
     def __len__(self) -> int:
         return len(self._addresses)
 
     def find_room(self, host: str) -> str | None:
-        """Closes idle connections if another one from `host` needs their room. Returns the reason if there is none."""
+        """Makes room for a connection from `host`, if necessary by closing idle ones. Returns None, or the reason for a
+        refusal.
+        """
         address, per_address = _group(host), self.limits.per_address
         if self._num_of[address] >= per_address and not self.close_idle(address):
             return (
@@ -79,7 +82,7 @@ class Connections:
         self._num_of[address] += 1
 
     def discard(self, connection: Connection) -> None:
-        """Forgets a connection that is closed; one that is unknown is no error."""
+        """Removes a closed connection. An unknown connection is no error."""
         address = self._addresses.pop(connection, None)
         if address is not None:
             self._num_of[address] -= 1
@@ -87,7 +90,7 @@ class Connections:
                 del self._num_of[address]
 
     def close_idle(self, address: str | None = None) -> int:
-        """Closes a batch of idle connections, of one address if it is given. Returns how many."""
+        """Closes a batch of idle connections of `address`, or of all addresses. Returns how many it closed."""
         if address in self._without_idle:
             return 0
         count = 1 + (len(self) if address is None else self._num_of[address]) // _BATCHES
@@ -112,7 +115,7 @@ class Connections:
 
 
 def _group(host: str) -> str:
-    """The address, or the network, whose connections count together."""
+    """Returns the address or the network whose connections are counted together."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""The directory that holds everything a server must not lose, and the lock that keeps a second server out of it."""
+"""The data directory of a server, and the lock that keeps a second server from using it."""
 
 import fcntl
 import os
@@ -15,12 +15,12 @@ __all__ = ["DataDir", "DataDirInUse", "open_data_dir"]
 
 
 class DataDirInUse(SloraError):
-    """Another server runs on this data directory."""
+    """Another server uses this data directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataDir:
-    """Where things lie below the data directory."""
+    """The paths of the files below the data directory."""
 
     path: Path
 
@@ -57,8 +57,9 @@ class DataDir:
         return self.path / "demo-keys.json"
 
     def write_arguments(self, *arguments: str) -> str:
-        """Stores a child's arguments in a file, one a line, that only its owner can read. Returns the argument that
-        names the file."""
+        """Writes a child process's arguments to a file that only the owner can read, one per line. Returns the argument
+        that names the file.
+        """
         path = self.path / "loader.arguments"
         replace_durably(path, "\n".join(arguments).encode())
         return f"@{path}"
@@ -66,11 +67,11 @@ class DataDir:
 
 @contextmanager
 def open_data_dir(path: Path) -> Iterator[DataDir]:
-    """Makes the directory (mode 0700) and holds its lock. Raises DataDirInUse."""
+    """Creates the directory (mode 0700) and holds its lock. Raises DataDirInUse."""
     path = path.resolve()
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.chmod(0o700)
-    # The kernel drops the lock with the process, however that ends; a file alone would survive a kill.
+    # The kernel releases the lock when the process ends, even by kill -9. A lock file by itself would remain.
     descriptor = os.open(path / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:
@@ -84,7 +85,7 @@ def open_data_dir(path: Path) -> Iterator[DataDir]:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
-            # The number is only for people; a server on a full disk does without.
+            # The process id only serves error messages, so a server on a full disk starts without it.
             if not is_full(error):
                 raise
         yield DataDir(path)

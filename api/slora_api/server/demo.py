@@ -1,7 +1,7 @@
-"""Demo mode: a tenant and a key for each adapter of the demo, and one tenant with nothing but the base model.
+"""Demo mode: one tenant with an API key for each demo adapter, and one tenant for the base model.
 
-The keys are random and are kept in the data directory (mode 0600), so that a restart prints the same ones; only the
-demo keeps keys in the clear. Adapters go the way of every upload.
+The keys are random and are stored in the data directory (mode 0600), so a restart prints the same keys. Only the demo
+stores keys in clear text. The adapters are published like any upload.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _RETRY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class DemoTenant:
-    """adapter None: this tenant calls the base model."""
+    """adapter: None if this tenant calls the base model."""
 
     name: str
     adapter: str | None
@@ -43,7 +43,7 @@ class DemoTenant:
 
 
 def find_demo_directory() -> Path:
-    """The demo of the checkout that this code runs from, or else the one that the wheel installed.
+    """Returns the demo of the checkout that this code runs from, else the demo that the wheel installed.
 
     Raises ConfigError if there is neither.
     """
@@ -58,7 +58,7 @@ def find_demo_directory() -> Path:
 
 
 def find_demo_adapters(directory: Path) -> list[Path]:
-    """Raises ConfigError if there is no demo."""
+    """Raises ConfigError if the directory holds no adapters."""
     found = sorted(path.parent for path in directory.glob("*/adapter_config.json"))
     if not found:
         raise ConfigError(f"{directory} holds no adapters; --demo needs DIR/model and DIR/adapters/NAME")
@@ -77,10 +77,10 @@ def _make_tenants(tenancy: Tenancy, keys_path: Path, adapters: Iterable[str]) ->
     wanted: dict[str, str | None] = {_BASE_TENANT: None, **{name: name for name in adapters}}
     keys = _read_keys(keys_path)
     keys |= {tenant: make_key().secret for tenant in wanted if tenant not in keys}
-    # Written before they are valid: a valid key that is recorded nowhere could never be used.
+    # Written before the keys become valid: a valid key that is stored nowhere could never be used.
     replace_durably(keys_path, json.dumps(keys, indent=2).encode())
     for tenant, adapter in wanted.items():
-        with suppress(Conflict):  # it is there from an earlier start
+        with suppress(Conflict):  # an earlier start created it
             tenancy.create_tenant(tenant)
         tenancy.adopt_key(tenant, adapter, keys[tenant])
     return [DemoTenant(tenant, adapter, keys[tenant]) for tenant, adapter in wanted.items()]
@@ -89,7 +89,9 @@ def _make_tenants(tenancy: Tenancy, keys_path: Path, adapters: Iterable[str]) ->
 async def set_up_demo(
     adapters: Sequence[Path], tenancy: Tenancy, catalog: ModelCatalog, keys_path: Path
 ) -> list[DemoTenant]:
-    """Makes the demo's tenants, keys and adapters, or finds them again. Needs an engine, as all uploads do."""
+    """Creates the demo's tenants, API keys and adapters if they do not exist yet. Needs a running engine, as all
+    uploads do.
+    """
     names = [path.name for path in adapters]
     tenants = await asyncio.to_thread(_make_tenants, tenancy, keys_path, names)
     for path in adapters:
@@ -98,7 +100,7 @@ async def set_up_demo(
 
 
 async def _publish(path: Path, catalog: ModelCatalog) -> None:
-    """An engine that dies meanwhile is started again, and then takes the adapter."""
+    """Publishes one adapter. If the engine dies meanwhile, retries until a new engine accepts the adapter."""
     is_told = False
     while True:
         try:
@@ -113,7 +115,7 @@ async def _publish(path: Path, catalog: ModelCatalog) -> None:
 
 
 def describe_demo(url: str, tenants: Iterable[DemoTenant]) -> str:
-    """What a newcomer reads: the keys, and a command line to paste for each."""
+    """Returns the text that a new user reads: the API keys, and a command line to paste for each."""
     lines = ["", "The same prompt and the same base model; each key brings its own adapter:"]
     body = {"model": "default", "messages": [{"role": "user", "content": _PROMPT}], "temperature": 0}
     for tenant in tenants:

@@ -1,4 +1,4 @@
-"""File descriptors of this process: the limit is raised at start, and the number of connections follows from it."""
+"""File descriptors: raises the limit of this process at the start and derives the number of connections from it."""
 
 import logging
 import resource
@@ -7,13 +7,13 @@ __all__ = ["fit_connections", "raise_descriptor_limit"]
 
 _log = logging.getLogger(__name__)
 
-# For everything but connections: database, store, sockets of the child processes, uploads, refused connections that
-# are being closed. A busy server was seen to need about 60.
+# Descriptors for everything but connections: the database, the store, sockets of the child processes, uploads, and
+# refused connections that are being closed. A busy server was measured to need about 60.
 _OTHER_DESCRIPTORS = 128
 
 
 def raise_descriptor_limit() -> int:
-    """Raises the soft limit of this process, which its children inherit, to the hard limit. Returns the new limit."""
+    """Raises the soft limit of this process and its future children to the hard limit. Returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -21,7 +21,7 @@ def raise_descriptor_limit() -> int:
 
 
 def fit_connections(max_connections: int, num_descriptors: int) -> int:
-    """The number of connections that the descriptors allow, at most `max_connections`."""
+    """Returns the number of connections for which there are descriptors, at most `max_connections`."""
     allowed = num_descriptors - min(_OTHER_DESCRIPTORS, num_descriptors // 2)
     if max_connections > allowed:
         _log.warning(

@@ -1,6 +1,6 @@
-"""Follows how full the data directory's disk is, and finishes what had to wait for room.
+"""Watches the free space of the data directory's disk, and writes pending revocations when there is room again.
 
-One task of the API process. The disk is looked at every few seconds, on a thread, because a disk may stall.
+This is one task of the API process. It checks the disk every few seconds, on a thread, because a disk may stall.
 """
 
 import asyncio
@@ -18,28 +18,30 @@ _PERIOD_S = 2.0
 
 
 class DiskWatch:
-    """`run` must be running for a server on a full disk to become writable again."""
+    """A read-only server becomes writable again only while `run` is running."""
 
     def __init__(self, reserve: DiskReserve, tenancy: Tenancy) -> None:
         self._reserve = reserve
         self._tenancy = tenancy
-        # What was logged last, so that a lasting error is logged once.
+        # The last error, so that a lasting error is logged once.
         self._trouble = ""
 
     async def run(self) -> None:
-        """Watches, until cancelled."""
+        """Checks the disk periodically, until cancelled."""
         while True:
             await asyncio.to_thread(self.look)
             await asyncio.sleep(_PERIOD_S)
 
     def look(self) -> None:
-        """Once. Revocations are tried on a full disk, too: the reserve is theirs."""
+        """Checks the disk once. Pending revocations are tried even if it is full, because the disk reserve is meant for
+        them.
+        """
         trouble = ""
         try:
             self._reserve.watch()
             self._tenancy.write_pending_revocations()
         except DiskFull:
-            pass  # the reserve has said so
+            pass  # `DiskReserve` has logged it
         except (OSError, StoreUnavailable) as error:
             trouble = str(error)
         if trouble and trouble != self._trouble:

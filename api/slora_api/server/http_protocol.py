@@ -1,17 +1,17 @@
-"""HTTP/1.1 on one connection: uvicorn's protocol over h11, with the deadlines that it lacks.
+"""HTTP/1.1 on one connection: uvicorn's protocol over h11, with additional deadlines.
 
-uvicorn times only the pause between two requests. This protocol also ends a connection
+uvicorn limits only the pause between two requests. This protocol also ends a connection
 
-- that has no request `idle_s` after it was opened (closed without a word);
-- whose request head is not complete `head_s` after its first byte (408);
-- whose client does not take what is written to it (aborted). While the transport holds more than 64 KiB, or what is
-  left of a complete answer, the client must take `min_read_bytes_per_s` on average, with `write_grace_s` of patience.
-  `close` would wait for a client that never reads, so the transport is aborted. The application then sees a disconnect,
-  cancels the work of the request and gives its place back.
+- that has no request `idle_s` after it was opened. It is closed without an answer.
+- whose request head is not complete `head_s` after its first byte (408).
+- whose client does not read what is written to it. The limit applies while the transport holds more than 64 KiB, or the
+rest of a complete answer. The client must then read `min_read_bytes_per_s` on average, with a grace of `write_grace_s`.
+`close` would wait for a client that never reads, so the transport is aborted. The application sees a disconnect,
+cancels the work of the request and gives its place back.
 
-The body is timed in `body_limit.py`, because only the application knows whether it waits for the body.
+`body_limit.py` limits the time of the body, because only the application knows whether it waits for the body.
 
-h11 is chosen, and not httptools, because uvicorn always installs h11.
+The protocol uses h11 rather than httptools, because uvicorn always installs h11.
 """
 
 import http
@@ -34,12 +34,12 @@ __all__ = ["HttpProtocol", "encode_answer"]
 
 _log = get_rare_logger(__name__)
 
-# struct linger: on, for no time.
+# struct linger: enabled, with a timeout of zero, so that closing the socket resets the connection.
 _NO_LINGER = struct.pack("ii", 1, 0)
 
 
 def encode_answer(answer: ErrorAnswer) -> bytes:
-    """An error as the bytes of a whole HTTP/1.1 answer, after which the connection is closed."""
+    """Encodes an error as a complete HTTP/1.1 answer that closes the connection."""
     body = json.dumps(answer.body).encode()
     headers = {
         **answer.headers,
@@ -53,7 +53,7 @@ def encode_answer(answer: ErrorAnswer) -> bytes:
 
 
 class _Reader:
-    """The client as the reader of its answer, while the server waits for it."""
+    """Measures how long the server has waited for the client to read its answer."""
 
     __slots__ = ("_allowance", "_num_buffered", "_rested_at", "_since")
 
@@ -64,7 +64,7 @@ class _Reader:
         self._num_buffered = 0
 
     def wait(self, now_s: float, num_buffered: int) -> None:
-        """From now on the server waits for the client to take what is buffered."""
+        """Notes that the server waits for the client from now on to read what is buffered."""
         if self._since is None:
             self._allowance.rest(now_s - self._rested_at)
             self._since, self._num_buffered = now_s, num_buffered
@@ -77,7 +77,7 @@ class _Reader:
         return self._allowance.left_s
 
     def resume(self, now_s: float, num_buffered: int) -> None:
-        """The server no longer waits; no change if it did not."""
+        """Notes that the server no longer waits; a no-op if it did not wait."""
         if self._since is not None:
             self.account(now_s, num_buffered)
             self._since, self._rested_at = None, now_s
@@ -96,7 +96,7 @@ class HttpProtocol(H11Protocol):
 
     @property
     def idle_since(self) -> float | None:
-        """See `Connection`. A connection that asyncio has not opened yet has no transport and is not idle."""
+        """See `Connection`. A connection without a transport, which asyncio has not opened yet, is not idle."""
         if self.transport is None:
             return None
         return self._quiet_at if self._awaits_request or self._drops_body else None
@@ -107,7 +107,7 @@ class HttpProtocol(H11Protocol):
 
     @property
     def _drops_body(self) -> bool:
-        """Whether the answer has begun before the body ended, so that the rest of the body is only dropped."""
+        """Whether the answer began before the body ended, so that the rest of the body is dropped."""
         return self.cycle is not None and self.cycle.response_started and self.cycle.more_body
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -120,7 +120,7 @@ class HttpProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         self._quiet_at = self.loop.time()
-        # What the application has not read of the body by now, it does not want.
+        # The application does not need the part of the body that it has not read by now.
         drops_body = self.conn.their_state is h11.SEND_BODY
         super().on_response_complete()
         if drops_body:
@@ -160,7 +160,7 @@ class HttpProtocol(H11Protocol):
             self.close_now()
 
     def _is_stuck(self, now_s: float) -> bool:
-        """Whether bytes have waited for the client for longer than its allowance."""
+        """Whether buffered bytes have waited for longer than the client's allowance."""
         num_buffered = self.transport.get_write_buffer_size()
         ends_here = self._awaits_request or self.transport.is_closing()
         if num_buffered and (self.flow.write_paused or ends_here):
@@ -170,12 +170,14 @@ class HttpProtocol(H11Protocol):
         return False
 
     def _reset(self) -> None:
-        """Drops what the client has not taken, in the transport and in the kernel, which would keep it for minutes."""
+        """Resets the connection and drops the unread bytes in the transport and in the kernel, which would keep them
+        for minutes.
+        """
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self.transport.abort()
 
     def _watch_head(self) -> None:
-        """Notes when the head of a request began to arrive, until it is complete."""
+        """Records when the head of a request began to arrive; None once it is complete."""
         if not self._awaits_request or not self.conn.trailing_data[0]:
             self._head_at = None
         elif self._head_at is None:

@@ -1,6 +1,6 @@
-"""uvicorn's server with connections that are counted, timed and accepted by this package.
+"""uvicorn's server with this package's own acceptor, connection limits and deadlines.
 
-uvicorn keeps what it does well: the life of a request, keep-alive, and the end of all connections at shutdown.
+uvicorn still handles requests, keep-alive and the shutdown of connections.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ __all__ = ["HttpServer"]
 
 
 class HttpServer(uvicorn.Server):
-    """Serves `app` until `should_exit` is set. drain_s: how long requests in progress may then take to finish."""
+    """Serves `app` until `should_exit` is set. drain_s: how long requests in progress may then continue."""
 
     def __init__(self, app: ASGIApp, limits: ConnectionLimits, drain_s: float) -> None:
         super().__init__(
@@ -38,14 +38,14 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=math.ceil(drain_s),
             )
         )
-        # uvicorn writes a line for each request that is not HTTP.
+        # uvicorn logs a line for each request that is not valid HTTP.
         get_rare_logger("uvicorn.error")
         self._connections = Connections(limits)
         self._acceptors: list[Acceptor] = []
         self._sweeping: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accepts connections from the listening `sockets`; uvicorn itself gets none."""
+        """Accepts connections from the listening `sockets`. uvicorn itself gets no sockets."""
         await super().startup(sockets=[])
         self._acceptors = [
             Acceptor(listener, self._connections, self._make_protocol) for listener in sockets or []
@@ -55,7 +55,7 @@ class HttpServer(uvicorn.Server):
         self._sweeping = asyncio.create_task(self._sweep())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends the connections, those without a request first. Deadlines hold until the last one is gone."""
+        """Closes the connections, those without a request first. Deadlines apply until the last one is closed."""
         for acceptor in self._acceptors:
             acceptor.stop()
         await super().shutdown(sockets)

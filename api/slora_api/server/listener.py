@@ -6,15 +6,15 @@ from slora.errors import ConfigError
 
 __all__ = ["open_listener"]
 
-# Connections that the kernel keeps until they are accepted.
+# Connections that may wait in the kernel to be accepted.
 _BACKLOG = 2048
-# What the kernel buffers of an answer that its client does not read. By default it grows to 4 MiB for each connection,
-# and the server learns that late that a client does not read. 256 KiB carry 2.5 MB/s over a round trip of 100 ms.
+# The kernel's send buffer of one connection. By default it grows to 4 MiB, and the server would notice only then that a
+# client does not read. 256 KiB allow 2.5 MB/s over a round trip of 100 ms.
 _SEND_BUFFER_BYTES = 256 << 10
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """Opens the port, so that a taken port is known before anything is loaded. port: 0 for any free one.
+    """Opens the port, so that a port in use is reported before the model is loaded. port: 0 selects a free one.
 
     Raises ConfigError.
     """
@@ -25,8 +25,9 @@ def open_listener(host: str, port: int) -> socket.socket:
         raise ConfigError(
             f"cannot listen on {host} port {port} ({error.strerror}); choose another --port"
         ) from error
-    # Connections inherit both options. asyncio would set TCP_NODELAY only on sockets made with IPPROTO_TCP by name.
-    # Without it the end of each answer but a connection's first waits for the client's delayed ACK, 40 ms on Linux.
+    # Accepted connections inherit both options. asyncio sets TCP_NODELAY only on sockets created with IPPROTO_TCP
+    # explicitly. Without TCP_NODELAY, the end of each answer but the first of a connection waits for the client's
+    # delayed ACK: 40 ms on Linux.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     return listener

@@ -1,4 +1,6 @@
-"""A logger for what any client can cause: it writes one line a minute of each kind, so a client cannot fill the log."""
+"""A logger for events that any client can cause. It writes one line per minute of each kind, so clients cannot fill the
+log.
+"""
 
 import logging
 import time
@@ -10,13 +12,14 @@ _PERIOD_S = 60.0
 
 
 class OncePerMinute(logging.Filter):
-    """Passes a warning if no record with the same format string passed in the last minute. The next one that passes
-    tells how many were held back. Errors always pass: they are the server's own faults."""
+    """Passes a warning if none with the same format string has passed in the last minute. The next one that passes
+    states how many were suppressed. Errors always pass, because the server itself is at fault.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        # By format string: when it passed last, and how many were held back since.
+        # Format string -> the time at which it last passed, and how many were suppressed since.
         self._seen: dict[str, tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -34,7 +37,7 @@ class OncePerMinute(logging.Filter):
 
 
 def get_rare_logger(name: str) -> logging.Logger:
-    """The logger of that name, with the filter. Its format strings must be constants."""
+    """Returns the logger of that name with the filter. Its format strings must be constants."""
     logger = logging.getLogger(name)
     if not any(isinstance(one, OncePerMinute) for one in logger.filters):
         logger.addFilter(OncePerMinute())

@@ -1,7 +1,6 @@
-"""What holds for every request, whatever handles it: an id, the time taken, and an answer even for a bug.
+"""The outermost layer of the application: gives each request an id, measures its time, and answers unforeseen errors.
 
-The outermost layer of the application: an error that nobody foresaw ends here, is logged with the request's id, and
-is answered in the API's own form.
+An unforeseen error is logged with the request's id and answered in the API's own form.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ __all__ = ["RequestScope"]
 
 logger = logging.getLogger(__name__)
 
-# What a client may choose as the id of its request: safe in a header and in a log line.
+# Request ids that a client may choose: safe in a header and in a log line.
 _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 
 Observe = Callable[[str, int, float], None]
@@ -57,7 +56,7 @@ class _Answer:
 
 
 class RequestScope:
-    """ASGI middleware. `observe` is told route, status and seconds of every answer."""
+    """ASGI middleware. observe: called with route, status and seconds of every answer."""
 
     def __init__(self, app: ASGIApp, observe: Observe) -> None:
         self._app = app
@@ -65,7 +64,7 @@ class RequestScope:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            # The server is run without lifespan and websockets, so this is a mistake of ours.
+            # The server runs without lifespan and websockets, so any other scope is a bug.
             raise RuntimeError(f"this application answers HTTP, not {scope['type']!r}")
         request_id = _request_id(scope)
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
@@ -73,10 +72,10 @@ class RequestScope:
         try:
             await self._app(scope, receive, answer.send)
         except asyncio.CancelledError:
-            # uvicorn cancels what is left when the time to drain is over, and waits for nothing any more.
+            # uvicorn cancels the remaining requests when the drain time is over, and waits no longer.
             if answer.status is None:
                 await error_response(Stopping())(scope, receive, answer.send)
-        except Exception as error:  # the top of a request: a bug fails this one and is logged
+        except Exception as error:  # a bug fails this request only and is logged
             logger.error(
                 "request %s: %s %s failed", request_id, scope["method"], scope["path"], exc_info=error
             )

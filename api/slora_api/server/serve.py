@@ -1,7 +1,7 @@
-"""`slora serve`: the composition root. Everything that a server consists of is made here, once, and taken down here.
+"""`slora serve`: the composition root, which creates and closes all parts of a server.
 
-Order of life: data directory and its lock, secrets, database, adapters, then the child processes, then HTTP. The
-socket is open before the engine is ready (/readyz says so), and is the first thing to close at the end.
+The order is: data directory and its lock, secrets, database, adapters, child processes, HTTP. The socket is open before
+the engine is ready (see /readyz), and is closed first at the end.
 """
 
 import argparse
@@ -82,12 +82,12 @@ logger = logging.getLogger("slora.serve")
 
 _POLL_S = 0.05
 _DEMO = "demo"
-# What Linux takes, without the byte that ends it.
+# Linux's limit of the path of a Unix socket, without the terminating zero byte.
 _SOCKET_PATH_BYTES = 107
 
 
 class _Model:
-    """What the API must know of the base model, read from its directory without the engine. Raises ConfigError."""
+    """What the API knows about the base model, read from its directory without the engine. Raises ConfigError."""
 
     def __init__(self, settings: Settings) -> None:
         self.directory = settings.engine.model
@@ -115,7 +115,7 @@ class _Model:
 
 @dataclass(frozen=True, slots=True)
 class _Sockets:
-    """Where the child processes listen."""
+    """The Unix sockets of the child processes."""
 
     directory: Path
 
@@ -129,8 +129,9 @@ class _Sockets:
 
 
 def _open_sockets(stack: AsyncExitStack, data: DataDir) -> _Sockets:
-    """In the data directory if its path is short enough and its disk has room, else in a temporary one, which a kill -9
-    leaves behind."""
+    """Returns the paths of the sockets: in the data directory if its path is short enough and its disk has room, else
+    in a temporary directory, which remains after a kill -9.
+    """
     sockets = _Sockets(data.path / "run")
     if len(os.fsencode(sockets.engine)) > _SOCKET_PATH_BYTES:
         return _Sockets(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slora-"))))
@@ -140,14 +141,14 @@ def _open_sockets(stack: AsyncExitStack, data: DataDir) -> _Sockets:
         if not is_full(error):
             raise
         return _Sockets(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slora-"))))
-    # Those of a server that was killed: its children may take a moment to go, and must not be mistaken for ours.
+    # Remove the sockets of a killed server. Its children may still run for a moment and must not be mistaken for ours.
     for stale in (sockets.engine, sockets.loader):
         stale.unlink(missing_ok=True)
     return sockets
 
 
 def _url(listener: socket.socket) -> str:
-    """How somebody on this machine reaches the server."""
+    """Returns the URL of the server for clients on this machine."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -177,7 +178,8 @@ def _children(settings: Settings, model: _Model, data: DataDir, sockets: _Socket
         max_lora_rank=settings.engine.max_lora_rank,
     )
     return [
-        # Its stores' URLs may hold passwords, which a command line would show to everybody on the machine.
+        # In a file: the URLs of the stores may contain passwords, and every user of the machine can read a command
+        # line.
         Child(
             "loader",
             "slora_adapters.loader.loader_process",
@@ -202,7 +204,7 @@ async def _open_services(
     pepper: Pepper,
     client: RemoteEngine,
 ) -> Services:
-    """Makes what routes work with; the stack closes it."""
+    """Creates the objects that routes use. The stack closes them."""
     reserve = DiskReserve(data.reserve)
     database = Database(data.database, reserve)
     stack.callback(database.close)
@@ -245,18 +247,18 @@ async def _open_services(
 
 
 def _connection_limits(settings: Settings) -> ConnectionLimits:
-    """Raises the limit of open files of this process, from which the number of connections follows."""
+    """Raises this process's limit of open files and derives the number of connections from it."""
     max_connections = fit_connections(settings.max_connections, raise_descriptor_limit())
     return ConnectionLimits(max_connections, settings.max_connections_per_address)
 
 
 async def _announce(services: Services, data: DataDir, url: str, admin_key: AdminKey) -> None:
-    """Says where the server is, sets up the demo if there is one, and says when the engine answers."""
+    """Prints the server's URL, sets up the demo if it is configured, and prints when the engine is ready."""
     settings, client = services.settings, services.generator.client
     print(f"slora: listening on {url}; the engine is starting", flush=True)
     if admin_key.shown_once is not None:
         print(f"slora: admin key, shown this once: {admin_key.shown_once}", flush=True)
-    # Looked for first: a demo without adapters fails at once, before the engine has started.
+    # Checked first, so that a demo without adapters fails before the engine has started.
     adapters = find_demo_adapters(Path(settings.demo) / "adapters") if settings.demo else []
     while not client.ready:
         await asyncio.sleep(_POLL_S)
@@ -280,13 +282,13 @@ async def _announce(services: Services, data: DataDir, url: str, admin_key: Admi
 async def _run_until_stopped(
     server: HttpServer, listener: socket.socket, admission: Admission, work: list[asyncio.Task[None]]
 ) -> None:
-    """Serves until a signal, or until some of the `work` behind the server fails, whose error is raised."""
+    """Serves until a signal arrives, or until a task of `work` fails, whose error is then raised."""
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    # uvicorn sets its signal handlers as soon as it runs; ours take their place.
+    # uvicorn installs its signal handlers when it starts. The handlers below replace them.
     await asyncio.sleep(0)
 
     def stop() -> None:
-        # A second signal does not wait for requests in progress.
+        # After a second signal, the server does not wait for requests in progress.
         server.force_exit = admission.stopping
         if not admission.stopping:
             print(
@@ -325,7 +327,7 @@ async def _serve(settings: Settings) -> None:
         services = await _open_services(stack, settings, model, data, pepper, client)
         if settings.demo:
             services.generator.readiness.unfinished[_DEMO] = "the demo's adapters are being published"
-        # Last of what may be refused: a new one is shown at the first start, and by none that failed.
+        # Created after every step that can fail: a new key is shown only once, and a start that fails would lose it.
         admin_key = open_admin_key(settings.admin_key, data.path, pepper)
         supervisor = Supervisor(
             _children(settings, model, data, sockets),
@@ -343,7 +345,7 @@ async def _serve(settings: Settings) -> None:
             _announce(services, data, _url(listener), admin_key),
         ]
         server = HttpServer(make_app(services, admin_key), limits, settings.drain_seconds)
-        # Everything so far lives as long as the process. Left to the collector, it makes each full collection stop the
+        # All objects so far live as long as the process. If they were not frozen, each full collection would block the
         # event loop for 50 ms.
         gc.collect()
         gc.freeze()
@@ -356,7 +358,7 @@ async def _serve(settings: Settings) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs a server until it is told to stop. Returns the exit code."""
+    """Runs a server until a signal stops it. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
         settings = read_settings(vars(arguments), os.environ)
@@ -374,7 +376,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def serve_demo(arguments: argparse.Namespace) -> int:
-    """Serves the demo that comes with slora, as `main` does."""
+    """Serves the demo that is part of slora, as `main` does."""
     try:
         arguments.demo = str(find_demo_directory())
     except ConfigError as error:

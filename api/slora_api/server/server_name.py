@@ -1,9 +1,9 @@
-"""A name that no other running server has, kept in the data directory across restarts.
+"""A name for this server that no other running server has. It is kept in the data directory across restarts.
 
-A registry that several hosts share ends what an earlier process of the same name left undone. Two running servers with
-one name would end each other's work, so a copy of a data directory must not keep the name. The name is therefore stored
-with the place where it was made: the machine's id and the inode of the directory. A copied directory has another place,
-and gets a new name. A new name is always safe: what the old one left undone expires by itself.
+In a registry that several hosts share, a server completes what an earlier process of the same name left unfinished. Two
+running servers with one name would interfere with each other, so a copied data directory must not keep its name. The
+name is therefore stored with its place: the machine's id and the inode of the directory. A copied directory has another
+place and gets a new name. A new name is always safe, because unfinished work under the old name expires.
 """
 
 import socket
@@ -19,19 +19,19 @@ _MACHINE_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 
 
 def read_server_name(path: Path) -> str:
-    """The name stored in the file, or a new one. The caller holds the lock of the data directory."""
+    """Returns the name stored in the file, or a new one. The caller holds the lock of the data directory."""
     place = _describe_place(path.parent)
     try:
         name, stored_place = path.read_text().split("\n")
     except (FileNotFoundError, ValueError):
-        # Earlier releases stored no place; such a file may be a copy.
+        # Earlier releases stored no place, so such a file may be a copy.
         name, stored_place = "", ""
     if stored_place != place:
         name = uuid.uuid4().hex
         try:
             replace_durably(path, f"{name}\n{place}".encode())
         except OSError as error:
-            # A name that lasts for this run only is as good: see above.
+            # On a full disk, a name for this run only is good enough: a new name is always safe.
             if not is_full(error):
                 raise
     return name

@@ -1,14 +1,14 @@
-"""Starts the engine and the loader as child processes, and starts them again when they die or stall.
+"""Starts the engine and the loader as child processes, and restarts them when they die or stall.
 
-A child lives exactly as long as this process holds the other end of its standard input. However this process ends,
-kill -9 included, the children read end-of-file and go. Their logs go to this process's standard error.
+This process holds the other end of each child's standard input. However this process ends, even by kill -9, the
+children read end-of-file and exit. They log to this process's standard error.
 
-Each child shares a page of memory with the supervisor and shows there that it moves (see `watchdog`). A child that
-stalls is reported at once, which fails /readyz; after `restart_after_s` it is killed and started again. Its clients
-see the end of its socket then.
+Each child shares a page of memory with the supervisor and writes its heartbeat there (see `watchdog`). When a child
+stalls, /readyz fails at once. If the stall lasts for `restart_after_s`, the child is killed and restarted. Its clients
+then see its socket close.
 
-A child that can never work is not started again. It says so by its exit code, or it dies a few times without ever
-having been ready; the server ends with the reason then.
+A child that can never work is not restarted: the server exits with the reason. The child reports this by its exit code,
+or it dies several times without ever having been ready.
 """
 
 import asyncio
@@ -29,28 +29,28 @@ __all__ = ["Child", "ChildRefused", "Supervisor"]
 
 logger = logging.getLogger(__name__)
 
-# The first restart is immediate, because requests wait for the model to load anyway.
+# The first restart is almost immediate, because requests must wait for the model to load in any case.
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
-# A child that lived this long had started; its next death begins a new series.
+# After a life this long, the next death counts as the first of a new series.
 _HEALTHY_S = 30.0
 _STOP_S = 10.0
 _POLL_S = 0.25
-# Exit code of a child whose configuration can never work, as of argparse.
+# Exit code of a child whose configuration can never work. argparse uses it, too.
 _REFUSED_EXIT = 2
-# Exit code of a child that something outside keeps from starting, such as a store that does not answer yet.
+# Exit code of a child that cannot start for an external reason, such as a store that does not answer yet.
 _TRY_LATER_EXIT = os.EX_TEMPFAIL
-# A model that crashes while it starts crashes each time; a second and third try cover an accident of the machine.
+# A model that crashes at the start usually crashes each time. Two more tries cover a temporary fault of the machine.
 _MOST_FAILED_STARTS = 3
 
 
 class ChildRefused(SloraError):
-    """A child cannot work with this model or these settings; starting it again would not help."""
+    """A child cannot work with this model or these settings, so restarting it would not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """One process: a name for logs, the module and arguments that make it, and its whole environment.
+    """One child process: its name in logs, the module to run, its arguments, and its whole environment.
 
     waits_for_others: see `Watchdog`.
     """
@@ -64,7 +64,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class _Death:
-    """exit_code: negative for a signal. reason: the child's own words, or empty."""
+    """exit_code: negative if a signal ended the process. reason: the child's own message, or empty."""
 
     exit_code: int
     reason: str
@@ -76,10 +76,10 @@ class _Death:
 
 
 class Supervisor:
-    """`run` keeps the children alive until it is cancelled. pids: of the children that live now, by name.
+    """Keeps the children running while `run` is running. pids: process ids of the running children, by name.
 
-    stalls: filled with a sentence about each child that makes no progress, by name. on_restart: called with the name of
-    a child that died.
+    stalls: child name -> a sentence, filled for each child that makes no progress.
+    on_restart: called with the name of a child that died.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Supervisor:
         self._on_restart = on_restart
 
     async def run(self) -> None:
-        """Raises ChildRefused when a child can never work; the others are stopped then."""
+        """Raises ChildRefused if a child can never work. The other children are then stopped."""
         tasks = [asyncio.create_task(self._keep_alive(child)) for child in self._children]
         try:
             # Not gather: it ends with the first task that is cancelled, and a second cancellation would then leave the
@@ -149,13 +149,13 @@ class Supervisor:
             page.close()
 
     async def _watch(self, child: Child, process: Process, page: HeartbeatPage) -> None:
-        """Reports a stall as long as it lasts, and kills the child when that is too long."""
+        """Reports a stall while it lasts, and kills the child if it lasts too long."""
         watchdog = Watchdog(self._restart_after_s, child.waits_for_others)
         looked_at = time.monotonic()
         while not watchdog.is_hopeless:
             await asyncio.sleep(_POLL_S)
             now = time.monotonic()
-            # When this process was held up itself, the time proves nothing about the child.
+            # If this process itself was delayed, the elapsed time says nothing about the child.
             watchdog.observe(page.read(), min(now - looked_at, 2 * _POLL_S))
             looked_at = now
             if watchdog.is_stalled:
@@ -172,13 +172,13 @@ class Supervisor:
             child.name, process.pid, max(watchdog.stuck_s, watchdog.incomplete_s),
         )  # fmt: skip
         process.kill()
-        await asyncio.Event().wait()  # the stall stays reported until the process is gone
+        await asyncio.Event().wait()  # keep the stall reported until the process has ended
 
 
 async def _start(child: Child, page: HeartbeatPage) -> Process:
-    # A process group of its own: Ctrl-C in a terminal is for this process, which then lets requests finish. Not a
-    # session: Linux gives each session the same part of the cores, however nice its processes are (autogroup). A loader
-    # in its own session took a third of two cores from an engine that computes on both.
+    # The child has its own process group: Ctrl-C in a terminal must reach only this process, which then lets requests
+    # finish. It does not have its own session: Linux divides the cores equally among sessions, regardless of niceness
+    # (autogroup). With its own session, a loader used a third of two cores that the engine needed.
     return await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", child.module, *child.arguments, "--heartbeat", str(page.descriptor),
         stdin=PIPE, stdout=sys.stderr.fileno(), process_group=0, env=dict(child.environment),

@@ -1,10 +1,11 @@
-"""Judges by its heartbeat whether a child process is stalled. Plain arithmetic: knows no process and no clock.
+"""Decides from the heartbeats of a child process whether it is stalled. This is pure arithmetic, without processes or
+clocks.
 
-A child moves while it completes units of work (engine steps, pieces of adapters), while it has no work, and while its
-working threads use CPU time. The last rule keeps a slow step on a busy CPU from being taken for a hang: a hung device
-or a stopped process uses none. CPU time alone counts for a limited time, because an endless loop uses it, too.
+A child makes progress while it completes units of work (engine steps, pieces of adapters), while it has no work, and
+while its working threads use CPU time. CPU time distinguishes a slow step on a busy CPU from a hang: a hung device or a
+stopped process uses none. CPU time alone counts only for a limited time, because an endless loop uses it, too.
 
-A child that still starts is never judged: reading weights and compiling kernels may take any time.
+A child that is still starting is never judged: reading weights and compiling kernels may take any time.
 """
 
 from dataclasses import dataclass
@@ -13,22 +14,25 @@ from slora_adapters.heartbeat import Beat
 
 __all__ = ["STALLED_AFTER_S", "Watchdog"]
 
-# A stalled child makes /readyz fail within 5 s: this, one beat, one poll, and slack for a busy machine.
+# /readyz fails within 5 s of a stall: this time, one heartbeat, one poll, and a margin for a busy machine.
 STALLED_AFTER_S = 3.0
-# Even a tenth of a core shared with nine others is more; the overhead of an idle process is far less.
+# A process that computes uses more than this share, even with a tenth of a core. An idle process uses far less.
 _LEAST_CPU_SHARE = 0.01
-# How many times as long as a hang a child may compute without completing anything.
+# A child may use CPU time without completing any work for this many times `restart_after_s`.
 _COMPUTING_PATIENCE = 10
 _NO_BEAT = Beat(0, is_serving=False, is_busy=False, num_completed=0, computing_us=0)
 
 
 @dataclass(slots=True)
 class Watchdog:
-    """restart_after_s: how long a stall may last. waits_for_others: work of this child may wait for a store, so a pause
-    in its work does not make it stalled at once; a missing beat does.
+    """Judges one child.
 
-    silent_s: since the last beat. stuck_s: since the child last moved. incomplete_s: since it last completed a unit of
-    work or had none.
+    restart_after_s: how long a stall may last.
+    waits_for_others: whether the child's work may wait for a store. A pause in its work is then no stall at once, but a
+    missing heartbeat is.
+    silent_s: seconds since the last heartbeat.
+    stuck_s: seconds since the child last made progress.
+    incomplete_s: seconds since the child last completed a unit of work or had none.
     """
 
     restart_after_s: float
@@ -37,7 +41,7 @@ class Watchdog:
     stuck_s: float = 0.0
     incomplete_s: float = 0.0
     _last: Beat = _NO_BEAT
-    _computing_us: int = 0  # when the child last moved
+    _computing_us: int = 0  # at the time when the child last made progress
 
     @property
     def is_stalled(self) -> bool:
@@ -47,12 +51,12 @@ class Watchdog:
 
     @property
     def is_hopeless(self) -> bool:
-        """The child is to be killed and started again."""
+        """Whether the child must be killed and restarted."""
         patience_s = _COMPUTING_PATIENCE * self.restart_after_s
         return self.stuck_s > self.restart_after_s or self.incomplete_s > patience_s
 
     def observe(self, beat: Beat, elapsed_s: float) -> None:
-        """Takes in the page as it is now, `elapsed_s` after the last call."""
+        """Processes the content of the heartbeat page, `elapsed_s` seconds after the last call."""
         is_fresh, last, self._last = beat.number != self._last.number, self._last, beat
         self.silent_s = 0.0 if is_fresh else self.silent_s + elapsed_s
         self.stuck_s += elapsed_s
