@@ -1,11 +1,12 @@
-"""The pages that hold one sequence's KV, in order. Knows no other sequence.
+"""The block table of one sequence: the pages that hold its KV blocks, in order.
 
-Sequences that forked from one share the pages of what they have in common, each with a reference of its own. A
-shared page is never written: whoever comes to write there gets a copy first. Nor is one that has a name: others may
-come to read it at any time.
+Forked sequences share the pages of their common tokens, and each sequence has its own reference. A shared page is never
+written: it is copied first (copy-on-write). A named page is never written either, because other requests may read it at
+any time.
 
-Blocks that no token looks back on any more are given back while the sequence runs. What stands in their places is never
-read into a result, but must be the id of a page that holds sound numbers, so it is another one of the sequence's own.
+With a sliding window, blocks that no later token attends to are freed while the sequence runs. Their entries are never
+read into a result, but each must be the id of a page with finite values. So they point to another page of the same
+sequence.
 """
 
 import numpy as np
@@ -18,9 +19,9 @@ from slora_kernels.layout import Int32Array
 class BlockTable:
     """Page `i` holds tokens `[i * block_tokens, (i + 1) * block_tokens)` of the sequence.
 
-    Worked example, 16 tokens a block: 33 tokens take 3 pages, the third with 15 places left.
+    Worked example, 16 tokens per block: 33 tokens need 3 pages; the third has room for 15 more.
 
-    Entries [0, num_freed) were given back; the sequence has a reference to each of [num_freed, num_pages).
+    Entries [0, num_freed) were freed. The sequence has one reference to each page in [num_freed, num_pages).
     """
 
     __slots__ = ("_array", "block_tokens", "num_freed", "num_pages")
@@ -29,12 +30,12 @@ class BlockTable:
         self.block_tokens = block_tokens
         self.num_pages = 0
         self.num_freed = 0
-        # An array, not a list: batch building copies it row by row in each step.
+        # An array, not a list: building a batch copies it row by row in each step.
         self._array: Int32Array = np.zeros(8, np.int32)
 
     @property
     def pages(self) -> Int32Array:
-        """An entry for each block, those that were given back included."""
+        """int32 [num_pages]: one entry per block, freed blocks included."""
         return self._array[: self.num_pages]
 
     @property
@@ -43,7 +44,7 @@ class BlockTable:
         return pages
 
     def pages_missing(self, num_tokens: int) -> int:
-        """Pages to allocate before the sequence can hold `num_tokens` tokens."""
+        """Number of pages to allocate before the sequence can hold `num_tokens` tokens."""
         return max(0, -(-num_tokens // self.block_tokens) - self.num_pages)
 
     def extend(self, pages: list[int]) -> None:
@@ -57,7 +58,7 @@ class BlockTable:
         self._fill_freed()
 
     def fork(self, kv: KVCache) -> "BlockTable":
-        """A table of the same pages, with references of its own."""
+        """A new table of the same pages, with its own references."""
         table = BlockTable(self.block_tokens)
         kv.retain(self.held)
         table.extend(self.pages.tolist())
@@ -65,17 +66,16 @@ class BlockTable:
         return table
 
     def adopt(self, num_freed: int, pages: list[int]) -> None:
-        """Takes over the references to `pages`, behind `num_freed` blocks that nothing looks back on any more. Only an
-        empty table can.
+        """Takes over the references to `pages`, preceded by `num_freed` freed blocks. The table must be empty.
 
-        Worked example: adopt(2, [7, 9]) gives the entries 7, 7, 7, 9, of which the last two are held.
+        Worked example: adopt(2, [7, 9]) gives the entries 7, 7, 7, 9; the last two are held.
         """
         assert self.num_pages == 0, f"a table of {self.num_pages} pages can't adopt others"
         self.num_freed = num_freed
         self.extend([0] * num_freed + pages)
 
     def free_before(self, token: int, kv: KVCache) -> None:
-        """Gives back the blocks that lie wholly before `token`."""
+        """Frees the blocks that lie completely before `token`."""
         end = min(token // self.block_tokens, self.num_pages)
         if end > self.num_freed:
             kv.release(self._array[self.num_freed : end].tolist())
@@ -83,20 +83,21 @@ class BlockTable:
             self._fill_freed()
 
     def must_copy(self, token: int, kv: KVCache) -> bool:
-        """Whether others share the page where the KV of `token` would be written."""
+        """Whether the page that the KV of `token` would be written to is shared."""
         index = token // self.block_tokens
         if not self.num_freed <= index < self.num_pages:
             return False
         page = int(self._array[index])
         if kv.is_shared(page):
             return True
-        # Tokens are written once, and a name is given when the last one of a block is there.
+        # Each token is written once, and a block is named only after its last token was written.
         assert not kv.is_named(page), f"token {token} would be written into page {page}, which has a name"
         return False
 
     def copy_on_write(self, token: int, kv: KVCache, tenant: Tenant) -> tuple[int, int]:
-        """A page of its own, `tenant`'s, in place of the shared one of `token`. Returns (source, target): the bytes to
-        copy. The source keeps its name, the copy has none."""
+        """Replaces the shared page of `token` by a new page that `tenant` owns. Returns (source, target), whose bytes
+        the caller copies. The source keeps its name; the target has none.
+        """
         index = token // self.block_tokens
         source = int(self._array[index])
         (target,) = kv.allocate(1, tenant)
@@ -106,11 +107,11 @@ class BlockTable:
         return source, target
 
     def release(self, kv: KVCache) -> None:
-        """Gives every page back."""
+        """Releases every page and empties the table."""
         kv.release(self.held)
         self.num_pages = self.num_freed = 0
 
     def _fill_freed(self) -> None:
-        # Where nothing is held there is nothing to point at: the next page to come is written before anything is read.
+        # If no page is held, there is no page to point to. The next page is written before any entry is read.
         if 0 < self.num_freed < self.num_pages:
             self._array[: self.num_freed] = self._array[self.num_freed]

@@ -1,4 +1,4 @@
-"""What may leave the pool, lowest rank first. Knows no policy and no page state."""
+"""A heap of evictable items, lowest rank first. It does not depend on the policy or on page states."""
 
 import heapq
 from collections.abc import Callable
@@ -7,13 +7,15 @@ from typing import NamedTuple
 from slora.pool.eviction_policy import Evictable
 from slora.pool.tenant import Tenant
 
-# Below this many, dead entries are not worth a sweep.
+# With fewer live offers than this, removing dead offers is not worth a sweep.
 _FEW = 64
 
 
 class Offer(NamedTuple):
-    """`evict(taker)` makes the item leave, for the tenant that wants its pages. Tickets are unique, so items are never
-    compared."""
+    """One evictable item in the heap. `evict(taker)` evicts the item for the tenant that needs its pages.
+
+    Tickets are unique, so comparing two offers never compares items.
+    """
 
     rank: float
     ticket: int
@@ -22,12 +24,12 @@ class Offer(NamedTuple):
 
     @property
     def is_live(self) -> bool:
-        """Whether it still stands: what was withdrawn has no ticket, or a later one."""
+        """Whether the offer is still valid. A withdrawn item has no ticket (0) or a newer one."""
         return self.item.ticket == self.ticket
 
 
 class EvictionHeap:
-    """Withdrawn offers stay until they come up (lazy deletion), or until they outnumber the others."""
+    """Withdrawn offers stay in the heap until they reach its top (lazy deletion) or outnumber the live ones."""
 
     __slots__ = ("_offers", "num_live")
 
@@ -49,15 +51,15 @@ class EvictionHeap:
         return None
 
     def pop(self) -> Offer:
-        """Takes out the lowest, which `lowest` has just shown. It counts still, until it is dropped."""
+        """Removes the offer that `lowest` just returned. It still counts as live until `drop` is called."""
         return heapq.heappop(self._offers)
 
     def put_back(self, offer: Offer) -> None:
-        """After `pop`, whether it stands still or not."""
+        """Pushes an offer again after `pop`, whether it is still live or not."""
         heapq.heappush(self._offers, offer)
 
     def drop(self) -> None:
-        """One of the tickets is dead: it counts no longer."""
+        """Counts one offer less, after the caller has cleared its item's ticket."""
         self.num_live -= 1
         if len(self._offers) > 2 * self.num_live + _FEW:
             self._offers = self.live()
@@ -69,5 +71,5 @@ class EvictionHeap:
     def check(self) -> None:
         live = self.live()
         assert len(live) == self.num_live, f"{len(live)} offers stand, counted {self.num_live}"
-        # Those that a search put back come on top of what a sweep leaves.
+        # Offers that a search put back are added to those that a sweep leaves.
         assert len(self._offers) <= 3 * self.num_live + _FEW, "dead offers pile up"

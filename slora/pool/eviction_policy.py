@@ -1,7 +1,9 @@
-"""Which of the things that nobody uses leaves the pool first. Plain numbers; knows no pool and no page.
+"""Eviction policies: which idle adapter or cached prefix block is evicted first.
 
-A policy ranks a thing once, when it falls idle; the lowest rank leaves first. So it costs the same however many things
-are idle, and what is used again is ranked anew.
+A policy ranks an item once, when the item becomes idle. The item with the lowest rank is evicted first. So the cost
+does not grow with the number of idle items. An item that is used again is ranked anew when it next becomes idle.
+
+Policies work on plain numbers and do not depend on the pool.
 """
 
 from collections.abc import Callable
@@ -20,50 +22,54 @@ class Content(Enum):
 
 
 class Evictable(Protocol):
-    """An idle adapter, or the idle end of a cached prefix."""
+    """An idle adapter, or the last idle block of a cached prefix."""
 
-    ticket: int  # of its place in the evictor's heap; 0: not there
+    ticket: int  # identifies its offer in the evictor's heap; 0: not offered
 
     @property
     def content(self) -> Content: ...
 
     @property
     def is_pinned(self) -> bool:
-        """Changes only while it is not offered."""
+        """Changes only while the item is not offered."""
         ...
 
     @property
     def pages(self) -> list[int]:
-        """What its leaving frees."""
+        """The pages that evicting the item frees."""
         ...
 
     @property
     def tenant(self) -> Tenant:
-        """Who owns the pages."""
+        """The tenant that owns the pages."""
         ...
 
     def reload_s(self, costs: Costs) -> float:
-        """Seconds to bring the content back."""
+        """Seconds to restore the content after an eviction."""
         ...
 
 
 class EvictionPolicy(Protocol):
-    """name: as it is called in the configuration."""
+    """name: the policy's name in the configuration."""
 
     @property
     def name(self) -> str: ...
 
     def rank(self, item: Evictable, tick: int, age: float) -> float:
-        """tick: grows with each thing that falls idle. age: the highest rank that has left so far."""
+        """The rank of an item that becomes idle; the lowest is evicted first.
+
+        tick: a counter that grows with every ranked item.
+        age: the highest rank evicted so far.
+        """
         ...
 
     def learn(self, item: Evictable, *, was_used: bool) -> None:
-        """Something that was ranked is used again, or leaves because its pages are wanted."""
+        """Records the outcome of a ranked item: it was used again, or it was evicted."""
         ...
 
 
 class LeastRecentlyUsed:
-    """What fell idle first leaves first, whatever it costs to bring back."""
+    """Evicts the item that has been idle longest, whatever its restore cost."""
 
     name = "lru"
 
@@ -75,14 +81,16 @@ class LeastRecentlyUsed:
 
 
 class ExpectedCost:
-    """GreedyDual-Size (Cao and Irani, 1997) with expected costs: the seconds to bring a thing back, times the share of
-    its kind that is used again at all, for each page that it frees, on top of the age.
+    """GreedyDual-Size (Cao and Irani, 1997) with expected costs.
 
-    The age is what things idle for long lose against new ones. The share keeps a kind that nobody comes back for, say
-    the prefixes of prompts that are all different, from pushing out the other kind.
+    The rank is the age plus the expected restore cost per freed page. The expected cost is the seconds to restore the
+    item times the reuse share of its kind (adapters or prefixes).
 
-    Worked example: an adapter of 40 pages that loads in 20 ms ranks 0.0005 above the age if all adapters are used
-    again, a block of a prefix that takes 2 ms to compute 0.0002 if one block in ten is.
+    The age makes items that have been idle for long rank below newer ones. The reuse share keeps a kind that is rarely
+    reused, such as prefixes of prompts that are all different, from evicting the other kind.
+
+    Worked example: an adapter of 40 pages that loads in 20 ms ranks 0.0005 above the age if every adapter is reused. A
+    prefix block that takes 2 ms to compute ranks 0.0002 above the age if one block in ten is reused.
     """
 
     name = "cost"
@@ -100,7 +108,7 @@ class ExpectedCost:
 
 
 class SizeAware:
-    """GreedyDual-Size with equal costs: the fewer pages a thing takes, the longer it stays."""
+    """GreedyDual-Size with equal costs: an item with fewer pages stays longer."""
 
     name = "size"
 
@@ -112,7 +120,7 @@ class SizeAware:
 
 
 def make_policy(name: str, costs: Costs) -> EvictionPolicy:
-    """Raises ConfigError for a name that there is none of."""
+    """Raises ConfigError for an unknown name."""
     policies: dict[str, Callable[[], EvictionPolicy]] = {
         LeastRecentlyUsed.name: LeastRecentlyUsed,
         ExpectedCost.name: lambda: ExpectedCost(costs),

@@ -1,14 +1,16 @@
-"""One decision for the whole pool: what leaves when pages are short, among idle adapters and cached prefixes together.
+"""The evictor: when pages are short, it chooses which idle adapter or cached prefix block is evicted.
 
-The policy ranks; the evictor keeps what tenants are entitled to. A tenant's floor: others take cached things of it
-while it owns more than that; so the last of them may cut into the floor, by less than its own size. A tenant's ceiling:
-at it, the tenant pays with its own cached pages for each one that it takes.
+The eviction policy ranks the items. The evictor enforces the bounds of tenants:
 
-What is pinned stays as long as anything else can leave, and then only leaves where the caller says so, or for its own
-tenant, which pays with it at its ceiling when it has nothing else. It is in heaps of its own.
+Floor (`min_pages`): other tenants can evict a tenant's cached items only while it owns more pages than its floor. The
+last eviction may cut into the floor by less than the size of the evicted item.
+Ceiling (`max_pages`): a tenant at its ceiling must evict one of its own cached pages for each page that it allocates.
 
-Those without floor or ceiling, nearly all, share one heap; each of the others has one of its own. Nothing here scales
-with the number of idle things, save their order in a heap.
+A pinned item is evicted only when no unpinned item can be. Then it is evicted in two cases: the caller passes
+`ignore_pins`, or its own tenant is at its ceiling. Pinned items have heaps of their own.
+
+Nearly all tenants have neither floor nor ceiling and share one heap. Each tenant with bounds has its own heap. Every
+operation costs the same however many items are idle, apart from the logarithmic heap operations.
 """
 
 from collections import Counter
@@ -21,7 +23,7 @@ from slora.pool.tenant import Tenant, Tenants
 
 
 class Evictor:
-    """Every cached page of `pool` must come up for eviction when what is offered leaves, one after the other."""
+    """Invariant: evicting all offered items, one after the other, eventually makes every cached page of `pool` free."""
 
     def __init__(self, pool: PagePool, tenants: Tenants, policy: EvictionPolicy) -> None:
         self.num_evictions = 0
@@ -38,13 +40,18 @@ class Evictor:
         self._pinned_pages: Counter[Tenant] = Counter()
 
     def rank(self, item: Evictable) -> float:
-        """As of now, when it falls idle. Something that only comes up for eviction later keeps the rank it had."""
+        """The eviction rank of an item that becomes idle now. An item that can be offered only later keeps this
+        rank.
+        """
         self._num_ranked += 1
         return self._policy.rank(item, self._num_ranked, self._age)
 
     def offer(self, item: Evictable, evict: Callable[[Tenant], None], rank: float) -> None:
-        """It is idle and parked, and nothing else hides it. `evict(taker)` will make it leave: it frees `item.pages` in
-        the pool, and may offer what it hid."""
+        """Makes an item evictable. The item is idle, its pages are parked, and no other idle item hides it.
+
+        evict: `evict(taker)` evicts the item for tenant `taker`. It frees `item.pages` in the pool, and may offer items
+            that this item hid.
+        """
         assert item.ticket == 0, f"{item!r} is offered already"
         self._last_ticket += 1
         item.ticket = self._last_ticket
@@ -53,29 +60,33 @@ class Evictor:
             self._pinned_pages[item.tenant] += len(item.pages)
 
     def reuse(self, item: Evictable) -> None:
-        """It was ranked, and is used again, whether it was offered or hidden."""
+        """Called when a ranked item is used again, whether it was offered or hidden."""
         self._policy.learn(item, was_used=True)
         self.withdraw(item)
 
     def give_up(self, item: Evictable) -> None:
-        """It leaves for somebody who wants something else of it than its pages."""
+        """Called when an item is evicted for a resource other than its pages, such as its slot."""
         self._policy.learn(item, was_used=False)
         self.withdraw(item)
 
     def withdraw(self, item: Evictable) -> None:
-        """It is hidden, or gone. Nothing happens if it is not offered."""
+        """Makes an item no longer evictable, because another item hides it or it was removed. Does nothing if it is not
+        offered.
+        """
         if item.ticket:
             self._drop(item)
 
     def num_evictable(self, num_pages: int, tenant: Tenant, *, ignore_pins: bool) -> int:
-        """Cached pages that could leave at best, floors aside, when `tenant` takes `num_pages`."""
+        """Upper bound on the cached pages that could be evicted when `tenant` allocates `num_pages`. Floors are not
+        considered.
+        """
         if ignore_pins:
             return self._pool.num_cached
         own = min(tenant.pages_over_ceiling(num_pages), self._pinned_pages[tenant])
         return self._pool.num_cached - self._pinned_pages.total() + own
 
     def could_make_room(self, num_pages: int, tenant: Tenant, spare: Collection[Evictable] = ()) -> bool:
-        """What `make_room` would say."""
+        """Whether `make_room` with these arguments would succeed. Evicts nothing."""
         if num_pages == 0 or self._is_there(num_pages, tenant):
             return True
         self._follow_shares()
@@ -90,17 +101,19 @@ class Evictor:
         ignore_floors: bool = False,
         ignore_pins: bool = False,
     ) -> bool:
-        """Evicts until `num_pages` are free that `tenant` may take; never `spare`. False if it can't be done.
+        """Evicts items until `num_pages` pages are free and `tenant` may allocate them. Returns False if that is
+        impossible.
 
-        Nothing is evicted in vain: it counts first. ignore_floors: as if no other tenant had one.
-        ignore_pins: what is pinned may leave, too, when nothing else can.
-
-        With an item, `spare` must name the idle ones that can't leave before it: the blocks before a block.
+        Nothing is evicted if the call fails, because the evictable pages are counted first.
+        spare: items that must not be evicted. If it has a prefix block, it must also have the idle blocks before that
+            block, which become evictable only after it.
+        ignore_floors: treat all other tenants as if they had no floor.
+        ignore_pins: evict pinned items when no unpinned item is left.
         """
         if num_pages == 0 or self._is_there(num_pages, tenant):
             return True
         self._follow_shares()
-        spared = frozenset(spare)  # once each
+        spared = frozenset(spare)  # count each item once
         if not self._is_enough(
             num_pages, tenant, spared, ignore_floors=ignore_floors, ignore_pins=ignore_pins
         ):
@@ -111,7 +124,7 @@ class Evictor:
         return enough
 
     def check(self) -> None:
-        """Proves that what is offered can leave, and stands in its owner's heap."""
+        """Proves that every offered item can be evicted and is in the heap of its owner."""
         self._follow_shares()
         pinned_pages: Counter[Tenant] = Counter()
         for heap in (self._common, *self._heaps.values(), *self._pinned.values()):
@@ -140,7 +153,7 @@ class Evictor:
         ignore_floors: bool,
         ignore_pins: bool,
     ) -> bool:
-        """Whether what may leave is as much, at the least."""
+        """Whether a lower bound of the evictable pages is enough."""
         kept: Counter[Tenant] = Counter()
         pinned = self._pinned_pages.copy()
         for item in spared:
@@ -152,7 +165,7 @@ class Evictor:
         if over_ceiling > own:
             return False
         if not ignore_pins:
-            # At its ceiling it pays with its own pins for what its other pages are too few for.
+            # At its ceiling the tenant evicts its own pinned pages if its other cached pages are too few.
             pinned[tenant] -= max(0, over_ceiling - (own - pinned[tenant]))
             kept += pinned
         freed = self._pool.num_cached - kept.total()
@@ -163,7 +176,7 @@ class Evictor:
         return num_pages <= self._pool.num_free + freed
 
     def _pay_own(self, num_pages: int, search: "_Search") -> bool:
-        """A tenant at its ceiling gives up its own before it takes more."""
+        """Evicts the tenant's own items until `num_pages` more pages stay within its ceiling."""
         tenant = search.taker
         pinned = [self._pinned[tenant]] if tenant in self._pinned else []
         while tenant.pages_over_ceiling(num_pages):
@@ -185,7 +198,8 @@ class Evictor:
             return False
         offer = heap.pop()
         self._drop(offer.item)
-        # Never back: with floors and spared things, what leaves is not always the lowest of all.
+        # The age never decreases. Because of floors and spared items, the evicted item is not always the one with the
+        # lowest rank.
         self._age = max(self._age, offer.rank)
         self.num_evictions += 1
         self._policy.learn(offer.item, was_used=False)
@@ -193,7 +207,7 @@ class Evictor:
         return True
 
     def _drop(self, item: Evictable) -> None:
-        """It is offered no more."""
+        """Marks the item as no longer offered."""
         item.ticket = 0
         self._heap_of(item).drop()
         if item.is_pinned:
@@ -207,7 +221,7 @@ class Evictor:
         return self._heaps.get(item.tenant, self._common)
 
     def _follow_shares(self) -> None:
-        """When a tenant gets its first floor or ceiling, or loses them, everything is sorted into heaps anew."""
+        """Sorts all items into heaps again after a tenant got its first floor or ceiling, or lost its last."""
         if self._bounded is self._tenants.bounded:
             return
         offers = [offer for heap in (self._common, *self._heaps.values()) for offer in heap.live()]
@@ -219,7 +233,9 @@ class Evictor:
 
 
 class _Search:
-    """One call's: who takes, what may not leave for it, and which offers it has passed over."""
+    """The state of one `make_room` call: the tenant that takes the pages, the spared items and the offers passed over
+    so far.
+    """
 
     __slots__ = ("_ignores_floors", "_passed_over", "_spared", "taker")
 
@@ -230,7 +246,7 @@ class _Search:
         self._passed_over: list[tuple[EvictionHeap, Offer]] = []
 
     def lowest(self, heaps: list[EvictionHeap]) -> EvictionHeap | None:
-        """The one whose lowest offer leaves next."""
+        """The heap whose lowest offer is evicted next."""
         best: EvictionHeap | None = None
         best_offer: Offer | None = None
         for heap in heaps:
@@ -251,7 +267,8 @@ class _Search:
         return offer
 
     def _may_leave(self, item: Evictable) -> bool:
-        # What is above a floor only shrinks during a search: what is passed over once need not be looked at again.
+        # A tenant's pages above its floor only shrink during a search, so an offer that was passed over stays
+        # ineligible.
         owner = item.tenant
         return (
             owner.is_above_floor or owner is self.taker or self._ignores_floors

@@ -1,19 +1,20 @@
-"""The pool's pages that hold KV: those that sequences use, and those kept in case that somebody wants them again.
+"""The pages of the pool that hold KV: pages that sequences use, and cached prefix blocks kept for reuse.
 
-A block that was computed whole gets a name: the key of its content (`prefix_key`). With its last reference a page with
-a name becomes cached, another one is free. Whoever needs the same content later finds the block by its key.
+A block that is computed completely gets a name: the key of its content (`prefix_key`). When a named page loses its last
+reference it becomes cached; an unnamed page becomes free. A later request with the same content finds the block by its
+key.
 
-       allocate         name                release (last)            evicted, forgotten
+       allocate         name                release (last)            evict, forget
     ------------> held -------> held, named --------------> cached ----------------------> free
                    |             |        ^                   |
     free <---------+<------------+        +------ acquire ----+
            release     discard
 
-A cached block may leave when no cached block follows it: so a prefix leaves from its end, what is left of it stays of
-use, and every cached page comes up, one after the other. Where sequences give back what is behind a window, a block may
-outlive one before it; it is found again when that one has been computed again.
+A cached block can be evicted only while no cached block follows it. So a prefix is evicted from its end, the rest of it
+stays usable, and eventually every cached page can be evicted. With a sliding window a sequence frees early blocks, so a
+block may outlive the block before it. It is found again once the block before it has been recomputed.
 
-Knows pages and keys; no token, no sequence, no torch.
+This module handles pages and keys. It does not depend on tokens, sequences or torch.
 """
 
 from collections import Counter
@@ -31,8 +32,9 @@ from slora_adapters.version import AdapterVersion
 class CachedBlock:
     """A page whose content has a name, in use or idle.
 
-    parent: key of the block before it, named or not; None for a first block. tenant: who owns the page, which may be
-    used by others where the scope is common. rank, ticket: the evictor's.
+    parent: key of the block before it, named or not; None for a first block.
+    tenant: owner of the page; other tenants may use it if the scope is public.
+    rank, ticket: set for the evictor.
     """
 
     content = Content.PREFIX
@@ -66,17 +68,20 @@ class CachedBlock:
         return self.pages[0]
 
     def reload_s(self, costs: Costs) -> float:
-        """Seconds to compute it again. Its adapter is not counted: whoever finds the block needs that all the same."""
+        """Seconds to recompute the block. Loading its adapter is not counted: a request that reuses the block needs the
+        adapter anyway.
+        """
         return costs.prefill_s(self._num_tokens)
 
 
 class KVCache:
-    """Whoever holds a page of KV has its reference from here.
+    """Every reference to a KV page is acquired and released here.
 
-    block_tokens: tokens of a page.
-    enabled: whether blocks are kept at all; if not, none ever gets a name. common: where the bare base's blocks are
-    everybody's, who owns those that fall idle: a block that one tenant's floor protects would hide what another has to
-    give up. num_evictions: blocks that left for others.
+    block_tokens: tokens per page.
+    enabled: whether prefixes are cached; if not, no block gets a name.
+    common: with a public prefix cache, the tenant that owns the idle blocks of the base model. If a tenant with a floor
+        owned them, its protected blocks could hide evictable blocks of other tenants.
+    num_evictions: blocks evicted to free their pages.
     """
 
     def __init__(
@@ -96,26 +101,30 @@ class KVCache:
         self._evictor = evictor
         self._by_key: dict[bytes, CachedBlock] = {}
         self._by_page: dict[int, CachedBlock] = {}
-        # In the order of naming: a set's order would differ from run to run, and with it the pages that are taken next.
+        # A dict keeps the order of naming. The order of a set would differ between runs, and so would the pages that
+        # are allocated next.
         self._by_adapter: dict[AdapterVersion, dict[bytes, CachedBlock]] = {}
-        # How many idle blocks follow the block of a key. By key, because the block before may leave and come again.
+        # Number of idle blocks that directly follow the block with this key. It is stored by key because the block
+        # itself may be evicted and recomputed.
         self._num_idle_children: dict[bytes, int] = {}
 
     # -- references ---------------------------------------------------------------------------------------------
 
     def allocate(self, count: int, tenant: Tenant) -> list[int]:
-        """Free pages without a name, each with one reference. The caller has made room."""
+        """Allocates pages without a name, each with one reference. The caller has made room."""
         return self._pool.allocate(count, tenant)
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Adds a reference to each page, which has one."""
+        """Adds a reference to each page; every page must be held."""
         self._pool.retain(pages)
 
     def release(self, pages: list[int]) -> None:
-        """Drops a reference from each page, which lie in the order of their tokens. With the last one a named page is
-        cached, another is free."""
+        """Drops one reference from each page. `pages` are in token order. A named page without references becomes
+        cached; an unnamed one becomes free.
+        """
         unnamed = []
-        # From the end: a block is offered only when nothing idle follows it, and would be withdrawn at once otherwise.
+        # Start at the end: only a block that no idle block follows is offered to the evictor. In token order each block
+        # would be offered and withdrawn again at once.
         for page in reversed(pages):
             block = self._by_page.get(page)
             if block is None:
@@ -128,18 +137,22 @@ class KVCache:
         self._pool.release(unnamed)
 
     def is_shared(self, page: int) -> bool:
-        """Whether a page in use has more than one reference: nobody may write to it then."""
+        """Whether a held page has more than one reference. A shared page must not be written."""
         return self._pool.is_shared(page)
 
     def is_named(self, page: int) -> bool:
-        """Whether others can find it by its content: nobody may write to it then."""
+        """Whether other requests can find the page by its content. A named page must not be written."""
         return page in self._by_page
 
     # -- names --------------------------------------------------------------------------------------------------
 
     def name(self, page: int, key: bytes, parent: bytes | None, adapter: AdapterVersion | None) -> None:
-        """The block in `page`, which is in use, is computed whole, by `adapter`. Nothing happens if the key is known:
-        of two pages with the same content one is enough to keep. parent: the key of the block before it."""
+        """Names the completely computed block in the held page `page`. Does nothing if the key already has a page: one
+        copy is enough.
+
+        parent: key of the block before it.
+        adapter: the adapter that computed the block.
+        """
         if not self.enabled or key in self._by_key:
             return
         assert page not in self._by_page, f"{self._by_page[page]!r} can't have a second name"
@@ -150,13 +163,16 @@ class KVCache:
             self._by_adapter.setdefault(adapter, {})[key] = block
 
     def match(self, keys: list[bytes], first_needed: Callable[[int], int]) -> int:
-        """The most leading blocks n of which all that are needed, [first_needed(n), n), are here. keys: of all blocks.
+        """Returns the largest n such that blocks [first_needed(n), n) are all present. keys: keys of all leading
+        blocks.
 
-        first_needed(n) is below n and never falls as n grows. It is 0 without a window; with one, blocks that no later
-        token looks back on need not be here. Worked example: of 5 blocks the third is missing. Without a window n is 2;
-        if only the last two blocks before n are needed, n is 5.
+        first_needed(n) is less than n and never decreases as n grows. Without a window it is 0. With a window, blocks
+        that no later token attends to need not be present.
+
+        Worked example: of 5 blocks the third is missing. Without a window n is 2. If only the last two blocks before n
+        are needed, n is 5.
         """
-        longest, num_present = 0, 0  # num_present: blocks that are here in one piece, up to this one
+        longest, num_present = 0, 0  # num_present: length of the run of present blocks that ends here
         first_of_all = first_needed(len(keys))
         for index, key in enumerate(keys):
             if key in self._by_key:
@@ -164,13 +180,15 @@ class KVCache:
                 if first_needed(index + 1) > index - num_present:
                     longest = index + 1
             elif first_of_all <= index:
-                break  # whatever comes later needs this one
+                break  # every longer match needs this block
             else:
                 num_present = 0
         return longest
 
     def acquire(self, keys: list[bytes]) -> list[int]:
-        """The pages of named blocks, with a reference more to each. keys: of exactly those that are needed."""
+        """Adds a reference to each named block and returns the pages. keys: keys of exactly the blocks that are
+        needed.
+        """
         blocks = [self._by_key[key] for key in keys]
         for block in blocks:
             if self._is_idle(block):
@@ -182,26 +200,28 @@ class KVCache:
         return [block.page for block in blocks]
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """The content of these blocks is not to be trusted: nobody finds it any more. Those who use them keep them."""
+        """Removes the names of blocks whose content is invalid, so that no later request finds them. Sequences that use
+        them keep their pages.
+        """
         for key in keys:
             block = self._by_key.get(key)
             if block is not None:
                 self._remove(block)
 
     def forget(self, adapter: AdapterVersion) -> None:
-        """The adapter was deleted: nobody finds its blocks any more, and those that are idle are free."""
-        # Those named last first: they stand at the end of their prefixes.
+        """Removes the names of all blocks of a deleted adapter. Idle blocks become free."""
+        # Newest first: the newest blocks are at the ends of their prefixes.
         for block in list(self._by_adapter.get(adapter, {}).values())[::-1]:
             self._remove(block)
 
     # -- proof --------------------------------------------------------------------------------------------------
 
     def cached_pages(self) -> Iterator[int]:
-        """For `PagePool.check`: the pages of KV that it counts as cached."""
+        """The cached KV pages, for `PagePool.check`."""
         return (page for page, block in self._by_page.items() if self._is_idle(block))
 
     def check(self) -> None:
-        """Proves that names, idle blocks and offers add up. Raises AssertionError with what does not."""
+        """Proves that names, idle blocks and offers are consistent. Raises AssertionError with the first mismatch."""
         self._check_names()
         idle = [block for block in self._by_page.values() if self._is_idle(block)]
         counted = Counter(block.parent for block in idle if block.parent is not None)
@@ -230,7 +250,9 @@ class KVCache:
         return self._pool.is_cached(block.page)
 
     def _fall_idle(self, block: CachedBlock) -> None:
-        """Its page was parked. What it is worth is settled now, though others may hide it for long."""
+        """Called after the page was parked. The block is ranked now, even if blocks that follow it hide it from
+        eviction for long.
+        """
         if self._common is not None and block.adapter is None:
             self._pool.transfer(block.page, self._common)
             block.tenant = self._common
@@ -246,7 +268,7 @@ class KVCache:
             self._evictor.withdraw(parent)
 
     def _leave_idle(self, block: CachedBlock) -> None:
-        """Its page is not cached any more."""
+        """Called when the block's page is no longer cached."""
         self._evictor.withdraw(block)
         if block.parent is None:
             return
@@ -267,7 +289,7 @@ class KVCache:
         self._remove(block)
 
     def _remove(self, block: CachedBlock) -> None:
-        """Takes its name, and its page if nobody uses it."""
+        """Removes the block's name, and frees its page if the block is idle."""
         del self._by_key[block.key], self._by_page[block.page]
         if block.adapter is not None:
             blocks = self._by_adapter[block.adapter]

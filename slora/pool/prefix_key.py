@@ -1,13 +1,13 @@
-"""What a block of KV is known by: a SHA-256 chain over everything that its content depends on, and who may share it.
+"""The keys of KV blocks: a SHA-256 chain over everything that a block's content depends on, plus its sharing scope.
 
     root_key(scope, adapter, weight) -> key of block 0 -> key of block 1 -> ...
 
-A key names all tokens from the first to the last of its block, so equal keys mean equal content. The scope is the
-server's choice: a tenant, or one that all tenants have in common. Only the bare base can be common to tenants: an
-adapter's version names the tenant that it belongs to, so blocks of two tenants' adapters differ in every scope, though
-their weights be the same.
+A key covers all tokens from the first token of the sequence to the last token of its block, so equal keys mean equal
+content. The server chooses the scope: one tenant, or one scope that all tenants share. Only blocks of the base model
+can be shared between tenants. An adapter version includes its tenant, so the blocks of two tenants' adapters never
+share a key, even if the adapters have equal weights.
 
-Knows no page and no sequence.
+This module does not depend on pages or sequences.
 """
 
 import sys
@@ -21,10 +21,10 @@ _TOKEN_BYTES = array("i").itemsize
 
 
 def root_key(scope: str, adapter: AdapterVersion | None, weight: float, *, is_long: bool) -> bytes:
-    """32 bytes that stand before the first block of a sequence.
+    """The 32-byte key that precedes the first block of a sequence.
 
-    weight: the factor on the adapter's scale; it does not count for the bare base. is_long: whether keys are rotated
-    with the long factors of a model that has two sets.
+    weight: the factor on the adapter's scale; ignored for the base model.
+    is_long: whether keys are rotated with the long factors of a longrope model.
     """
     version = None if adapter is None else (adapter.tenant, adapter.digest, float(weight))
     # The repr of a tuple of strings and numbers is unambiguous, whatever characters a name has.
@@ -32,10 +32,11 @@ def root_key(scope: str, adapter: AdapterVersion | None, weight: float, *, is_lo
 
 
 def extend_keys(keys: list[bytes], root: bytes, token_ids: Sequence[int], block_tokens: int) -> None:
-    """Appends to `keys` those of the further whole blocks of `token_ids`, each of 32 bytes.
+    """Appends to `keys` the 32-byte keys of the further complete blocks of `token_ids`.
 
-    A key is the SHA-256 of the one before it (of `root` for the first) and the block's tokens as little-endian int32.
-    Worked example: 40 tokens in blocks of 16 have two keys; the last 8 tokens have none until their block is whole.
+    A key is the SHA-256 of the previous key (`root` for the first block) and the block's tokens as little-endian int32.
+
+    Worked example: 40 tokens in blocks of 16 have two keys. The last 8 tokens have none until their block is complete.
     """
     start, end = len(keys), len(token_ids) // block_tokens
     tokens = array("i", token_ids[start * block_tokens : end * block_tokens])

@@ -1,8 +1,8 @@
-"""Which adapters are in the pool: their pages, their slot in the kernels' tables, and who uses them.
+"""Residency: which adapters are in the pool, their pages, their slots in the kernels' tables, and their users.
 
-An adapter with users is held, and its load is the first of them; without users it stays as a cached guest, offered to
-the evictor, until its pages or its slot are wanted. A slot has a generation that grows each time another adapter moves
-in, so that work planned for a former tenant of the slot can be told from work for the present one.
+An adapter with users is held; its load is its first user. An adapter without users is cached and offered to the evictor
+until its pages or its slot are needed. The generation of a slot grows each time the slot gets another adapter. So work
+that was planned for a previous adapter of the slot can be told apart from work for the current one.
 
             advance_load, to the end        last release
     loading ------------------> in use ------------------> idle --- evicted, for pages or a slot ---> gone
@@ -11,7 +11,7 @@ in, so that work planned for a former tenant of the slot can be told from work f
        v
     gone, with its last user
 
-Knows no torch and no bytes; the runner writes pages and tables when the plan says so.
+This module does not depend on torch or on bytes. The runner writes pages and tables as the step plan says.
 """
 
 from collections import OrderedDict
@@ -26,17 +26,20 @@ from slora.pool.tenant import Tenant, Tenants
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LoraReach
 
-# Adapters that were pushed out and did not come back are remembered so far; the oldest are forgiven.
+# The most adapters that `was_pushed_out` remembers; the oldest are dropped.
 _MAX_PUSHED_OUT = 4096
 
 
 class Resident:
-    """One adapter in the pool. `(slot, generation)` is what the kernels' work is planned for.
+    """One adapter in the pool. Kernel work is planned for its `(slot, generation)`.
 
-    num_bytes: of the adapter; its last page may have room left. fetch_s: what it should take to bring it to the host
-    again. num_loaded: pages whose bytes are there, the first ones. is_loading: until the last page is there, or the
-    load is given up; only what is_loaded may be computed with.
-    is_pinned: it is to stay as long as anything else can leave. rank: the evictor's, while it is idle.
+    num_bytes: size of the adapter; its last page may not be full.
+    fetch_s: expected seconds to fetch it to the host again.
+    num_loaded: number of leading pages whose bytes are loaded.
+    is_loading: True until its last page is loaded or its load is abandoned.
+    is_loaded: whether steps may compute with it.
+    is_pinned: it is evicted only as a last resort.
+    rank: its eviction rank while it is idle.
     """
 
     content = Content.ADAPTER
@@ -92,14 +95,16 @@ class Resident:
         return f"Resident({self.version}, slot {self.slot}, {len(self.pages)} pages, {self.num_users} users)"
 
     def reload_s(self, costs: Costs) -> float:
-        """From where fetches came lately: far away, or the host, which takes next to no time."""
+        """Seconds to fetch the adapter to the host, as measured lately, and to load it. A fetch from the host cache
+        takes almost no time.
+        """
         return self.fetch_s + costs.load_s(self.num_bytes)
 
 
 class Residency:
-    """The adapters in `pool`, at most `num_slots` of them. Idle ones leave when `evictor` says so, or for a slot.
+    """The adapters in `pool`, at most `num_slots`. Idle adapters are evicted by `evictor`, or to free a slot.
 
-    num_pinned, num_pinned_pages: of adapters that are pinned, idle or not.
+    num_pinned, num_pinned_pages: adapters that are pinned and their pages, idle or held.
     """
 
     def __init__(self, pool: PagePool, evictor: Evictor, tenants: Tenants, num_slots: int) -> None:
@@ -128,14 +133,18 @@ class Residency:
         return bool(self._free_slots)
 
     def can_make_room(self, spare: Collection[Resident] = ()) -> bool:
-        """Whether a slot is free, or can be. Idle adapters that leave for their pages meanwhile change nothing."""
+        """Whether a slot is free or can be freed. Idle adapters that are evicted for their pages in the meantime do not
+        change the answer.
+        """
         return bool(self._free_slots) or any(resident not in spare for resident in self._idle.values())
 
     def make_room(self, taker: Tenant, spare: Collection[Resident] = ()) -> bool:
-        """Until a slot is free: the idle adapter of the lowest rank leaves, never one of `spare`. False if none can.
+        """Frees a slot if none is free, by evicting the idle adapter with the lowest rank. Never evicts `spare`.
+        Returns False if that is impossible.
 
-        It spares pins, and those that a tenant's floor protects, while there are others. Not beyond that: no share
-        speaks of slots, and whoever waits for one must not wait for a tenant that never comes again.
+        Pinned adapters, and adapters below a tenant's floor, are evicted only if there is no other idle adapter. They
+        are not protected beyond that: shares do not cover slots, and a request must not wait for the slot of a tenant
+        that may never return.
         """
         if self._free_slots:
             return True
@@ -158,7 +167,9 @@ class Residency:
         reach: LoraReach,
         fetch_s: float = 0.0,
     ) -> Resident:
-        """Gives the adapter a slot and pages, held by its load. The caller has made room and fills them."""
+        """Allocates a slot and pages to the adapter; its load holds them. The caller has made room and fills
+        the pages.
+        """
         assert version not in self._residents, f"{version} is already resident"
         slot = self._free_slots.pop()
         self._generations[slot] += 1
@@ -168,7 +179,9 @@ class Residency:
         return resident
 
     def advance_load(self, resident: Resident, num_pages: int) -> None:
-        """That many more of its pages are there. With the last one it is loaded, and the load a user no more."""
+        """Counts `num_pages` more loaded pages. After the last page the adapter is loaded and the load is no longer a
+        user.
+        """
         assert resident.is_loading, f"{resident.version} is not being loaded"
         resident.num_loaded += num_pages
         assert resident.num_loaded <= len(resident.pages), (
@@ -180,7 +193,9 @@ class Residency:
             self._end_load(resident)
 
     def abandon_load(self, resident: Resident) -> None:
-        """The load broke, or nobody wants it any more: the adapter leaves now, or with its last user."""
+        """Ends a load that failed or is no longer needed. The adapter is evicted now, or when its last user releases
+        it.
+        """
         assert resident.is_loading, f"{resident.version} is not being loaded"
         resident.forgotten = True
         self._end_load(resident)
@@ -214,7 +229,7 @@ class Residency:
         self._set_pinned(resident, is_pinned=False)
 
     def forget(self, version: AdapterVersion) -> None:
-        """The adapter was deleted: it leaves now, or with its last user."""
+        """Drops a deleted adapter: it is evicted now, or when its last user releases it."""
         self._pushed_out.pop(version, None)
         resident = self._residents.get(version)
         if resident is None:
@@ -224,8 +239,8 @@ class Residency:
             self._evict(resident, None)
 
     def was_pushed_out(self, version: AdapterVersion) -> bool:
-        """Whether it left last time because another tenant took its pages or its slot while it had more than its
-        share: then loading it again is not this tenant's doing. Told until it is loaded again.
+        """Whether its last eviction was for another tenant that owned more pages than its share at that time. If so,
+        its own tenant did not cause the reload. Remembered until the adapter is loaded again.
         """
         return version in self._pushed_out
 
@@ -252,8 +267,8 @@ class Residency:
         self.release(resident)
 
     def _evict(self, resident: Resident, taker: Tenant | None) -> None:
-        """taker: who wants its pages or its slot; None if it leaves of itself."""
-        # Asked while the owner has the pages still: a tenant without any does not count in the shares.
+        """taker: tenant that needs the pages or the slot; None if the adapter was deleted or its load was abandoned."""
+        # Check this before the pages are freed: a tenant without pages does not count in the shares.
         if taker is not None and taker is not resident.tenant and self._tenants.is_over_share(taker):
             self._remember_pushed_out(resident.version)
         self._evictor.withdraw(resident)

@@ -1,16 +1,19 @@
-"""How likely it is that what nobody uses is wanted again: counted, and the recent past counts most."""
+"""An estimate of how likely an idle item is to be used again. Recent outcomes count most."""
 
 from slora.errors import ConfigError
 
-# A thing that left or came back 1,000 things ago counts for about a third of the latest one.
+# An outcome that is 1,000 outcomes old has about a third of the weight of the latest one.
 _DECAY = 0.999
 
 
 class ReuseShare:
-    """Of things that fell idle, the share that was used again before it had to leave.
+    """Of the items that became idle, the share that was used again before eviction.
 
-    weight: of the outset, a half, in outcomes: so many outcomes change it half of the way. Worked example: after 8
-    things that left unused the share is 4 / 16 = a quarter, after 100 about 4%.
+    weight: weight of the initial share of one half, in outcomes: after this many outcomes it contributes half of the
+        value.
+
+    Worked example: with weight 8, after 8 items that were evicted unused the share is 4 / 16 = a quarter; after 100
+    about 4%.
     """
 
     __slots__ = ("_num_used", "_total")
@@ -21,11 +24,11 @@ class ReuseShare:
         self._num_used, self._total = weight / 2, weight
 
     def count(self, *, was_used: bool) -> None:
-        """One more was used again, or left."""
+        """Records one outcome: the item was used again, or it was evicted."""
         self._num_used = self._num_used * _DECAY + was_used
         self._total = self._total * _DECAY + 1
 
     @property
     def value(self) -> float:
-        """Above 0, at most 1."""
+        """Greater than 0, at most 1."""
         return self._num_used / self._total

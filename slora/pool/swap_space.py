@@ -1,17 +1,19 @@
-"""Host pages that keep the KV of sequences which gave way: which are free. Numbers here; their bytes live elsewhere.
+"""The host pages that hold the KV of preempted sequences. Only page numbers are managed here; the bytes live elsewhere.
 
-Knows no torch and no sequence.
+This module does not depend on torch or sequences.
 """
 
 from collections.abc import Iterable
 
 
 class SwapSpace:
-    """Each of `num_pages` pages is free, or belongs to one sequence. Whoever takes looks at `num_free` first."""
+    """Each of `num_pages` host pages is free or belongs to one sequence. Callers check `num_free` before they
+    allocate.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        # A stack: the page freed last is written next, while the system still has it in memory.
+        # A stack: the page freed last is written next, while it is still resident in memory.
         self._free = list(range(num_pages - 1, -1, -1))
         self._is_free = bytearray(b"\1" * num_pages)
 
@@ -34,9 +36,9 @@ class SwapSpace:
             self._free.append(page)
 
     def check(self, held: Iterable[int]) -> None:
-        """Proves that every page is free or somebody's, and only one's. Raises AssertionError otherwise.
+        """Proves that every host page is either free or owned by exactly one sequence. Raises AssertionError otherwise.
 
-        held: every page that a sequence has.
+        held: every host page that a sequence owns.
         """
         pages = sorted([*self._free, *held])
         assert pages == list(range(self.num_pages)), (

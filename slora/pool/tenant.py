@@ -1,7 +1,7 @@
-"""The tenants as the engine sees them: what each one has, and what it has been served.
+"""The tenants from the engine's view: their pages and the service that they have received.
 
-`PagePool` keeps the counts of pages, the queue those of service and of waiting requests. Knows no request, no page and
-no key: who may speak for a tenant was decided before.
+`PagePool` updates the page counts, and the queue updates service and waiting requests. This module does not depend on
+requests, pages or API keys: the API has authenticated the tenant before.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,12 @@ from slora.tenant_share import TenantShare
 class Tenant:
     """The state of one tenant.
 
-    service: weighted virtual tokens (VTC, OSDI'24): grows by cost / weight. num_pages: of the pool, that it owns, held
-    and cached; num_cached: the cached ones of these. max_pages: None if it has no ceiling.
+    service: virtual token counter (VTC, OSDI'24): grows by cost / weight.
+    num_pages: number of pool pages that it owns, held and cached.
+    num_cached: how many of these are cached.
+    min_pages: its floor in pages; 0: no floor.
+    max_pages: its ceiling in pages; None: no ceiling.
+    num_waiting: number of its sequences in the waiting queue.
     """
 
     __slots__ = (
@@ -46,37 +50,39 @@ class Tenant:
         return self.min_pages > 0 or self.max_pages is not None
 
     def charge(self, tokens: float) -> None:
-        """Worked example: 30 tokens cost a tenant of weight 2 as much as 15 cost one of weight 1."""
+        """Adds `tokens` / weight to `service`. Worked example: 30 tokens cost a tenant of weight 2 as much as 15 tokens
+        cost a tenant of weight 1.
+        """
         self.service += tokens / self.share.weight
 
     @property
     def is_above_floor(self) -> bool:
-        """Whether others may take what it has cached."""
+        """Whether other tenants may evict its cached pages."""
         return self.num_pages > self.min_pages
 
     def exceeds(self, num_more: int) -> bool:
-        """Whether `num_more` held pages are too many for it, even if all of its cached ones left."""
+        """Whether `num_more` further held pages would exceed its ceiling even if all its cached pages were evicted."""
         return self.max_pages is not None and self.num_pages - self.num_cached + num_more > self.max_pages
 
     def pages_over_ceiling(self, num_more: int) -> int:
-        """How many of its pages it has to give up before it may take `num_more`."""
+        """Number of its pages that must be evicted before it may allocate `num_more`."""
         return 0 if self.max_pages is None else max(0, self.num_pages + num_more - self.max_pages)
 
 
 class Tenants:
-    """All tenants that the engine has heard of. num_pages: of the pool that they share."""
+    """All tenants that the engine has seen. num_pages: number of pages in the pool that they share."""
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
         self._tenants: dict[str, Tenant] = {}
-        # A new list with each change, never the old one changed: so that one can see whether it is still the same.
+        # Every change creates a new list, so that the evictor can detect a change by identity.
         self.bounded: list[Tenant] = []
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._tenants.values())
 
     def most_pages(self, tenant: Tenant) -> int:
-        """That it could ever hold: its ceiling, or what the floors of others leave."""
+        """The most pages that it can ever hold: its ceiling, or what the floors of other tenants leave."""
         rest = self._num_pages - sum(other.min_pages for other in self.bounded if other is not tenant)
         return rest if tenant.max_pages is None else min(rest, tenant.max_pages)
 
@@ -85,14 +91,14 @@ class Tenants:
         return any(tenant.min_pages for tenant in self.bounded)
 
     def find(self, name: str) -> Tenant:
-        """Made on first use, with the default share."""
+        """The tenant of this name; created with the default share at the first call."""
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(name)
         return tenant
 
     def set_share(self, name: str, share: TenantShare) -> None:
-        """Nobody loses a page at once: floors and ceilings are kept from the next page that somebody takes."""
+        """Changes a tenant's share. No page is evicted at once: the new bounds apply from the next allocation on."""
         tenant = self.find(name)
         if tenant.share == share:
             return
@@ -104,13 +110,15 @@ class Tenants:
             self.bounded = [tenant for tenant in self if tenant.is_bounded]
 
     def is_over_share(self, tenant: Tenant) -> bool:
-        """Whether it owns more pages than its weight entitles it to, among the tenants that own pages or wait.
+        """Whether it owns more pages than its weight entitles it to among the tenants that own pages or have waiting
+        requests.
 
-        Worked example: weight 1 beside one other active tenant of weight 3, in a pool of 400 pages: more than 100.
+        Worked example: weight 1, one other active tenant of weight 3, a pool of 400 pages: it is over its share above
+        100 pages.
         """
         active = sum(other.share.weight for other in self if other.num_pages or other.num_waiting)
         return tenant.num_pages * active > tenant.share.weight * self._num_pages
 
     def _pages(self, share: float) -> int:
-        # Down, so that floors that add up to 1 fit into the pool; 0.29 of 100 pages is 29, not 28.999.
+        # Rounded down, so that floors that add up to 1 fit into the pool. The 1e-6 makes 0.29 of 100 pages 29, not 28.
         return int(share * self._num_pages + 1e-6)

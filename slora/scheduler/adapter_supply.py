@@ -1,11 +1,12 @@
-"""Brings adapters to where requests run on them: from the host into the pool, a slice in each step beside the decoding.
+"""Loads adapters from the host into the pool, one slice per step beside the decoding sequences.
 
-A load takes pages and a slot at once and its bytes over as many steps as they need; a request that has started on an
-adapter computes nothing before the last slice. Requests whose adapter is not even on the host wait aside (HostCopies).
+A load allocates all pages and the slot at once, and copies the bytes over as many steps as needed. A request that was
+admitted during the load computes nothing before the last slice. Requests whose adapter is not on the host wait aside
+(`HostCopies`).
 
-    not here --fetch--> on the host --begin--> loading (held by the load) --last slice--> resident
+    not on the host --fetch--> on the host --begin--> loading (held by the load) --last slice--> resident
 
-Knows who waits and how large adapters are, but no batch and no KV.
+This module knows the waiting requests and adapter sizes. It does not depend on the batch or on KV.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,9 @@ from slora_adapters.version import AdapterVersion
 
 
 class AdapterSupply:
-    """Invariant: while a resident is in `_loading`, the load is one of its users and its copy on the host is pinned."""
+    """Invariant: while a resident is in `_loading`, its load is one of its users and its copy in the host cache is
+    held.
+    """
 
     def __init__(self, residency: Residency, source: AdapterSource, full_page_bytes: int) -> None:
         self.num_loads = 0
@@ -42,7 +45,7 @@ class AdapterSupply:
         return self._residency.find(version)
 
     def num_pages(self, version: AdapterVersion) -> int | None:
-        """Pages that an adapter takes which is in the pool or on the host; None if it is in neither."""
+        """Number of pages of an adapter that is in the pool or on the host; None if it is in neither."""
         resident = self._residency.find(version)
         if resident is not None:
             return len(resident.pages)
@@ -58,32 +61,38 @@ class AdapterSupply:
         self._host.wait(sequence, version)
 
     def leave(self, sequence: Sequence, version: AdapterVersion) -> bool:
-        """It waits for its adapter no longer; False if it did not."""
+        """Ends a sequence's wait for its adapter. Returns False if the sequence was not waiting."""
         return self._host.leave(sequence, version)
 
     def retain(self, version: AdapterVersion) -> None:
-        """One more request is ready to start on it: a copy on the host stays there until it has."""
+        """Counts one more sequence that is ready to run on the adapter. A copy in the host cache stays there until
+        `release`.
+        """
         self._host.retain(version)
 
     def release(self, version: AdapterVersion) -> None:
         self._host.release(version)
 
     def prefetch(self, version: AdapterVersion) -> None:
-        """To the host, behind all that requests wait for; not at all while that has no room beside it."""
+        """Fetches an adapter to the host that no request waits for. Does nothing if the host cache has no room beside
+        the adapters that requests need.
+        """
         self._host.prefetch(version)
 
     def take_prefetched(self) -> list[Fetched | FetchFailed]:
-        """What was fetched ahead and has been collected since the last call. The caller releases each copy."""
+        """The prefetches that ended since the last call. The caller releases each copy."""
         return self._host.take_prefetched()
 
     def collect(self) -> Iterator[tuple[Fetched | FetchFailed, list[Sequence]]]:
-        """What has arrived on the host or failed, with those who waited for it."""
+        """The fetches that succeeded or failed, each with the sequences that waited for it."""
         return self._host.collect()
 
     # -- loads ------------------------------------------------------------------------------------------------------
 
     def begin(self, version: AdapterVersion, tenant: Tenant) -> Resident:
-        """Takes the copy on the host, and pages and a slot, for which the caller has made room."""
+        """Starts a load: takes the copy in the host cache and allocates pages and a slot. The caller has made room for
+        both.
+        """
         packed = self._host.take(version)
         num_bytes = packed.layout.num_bytes
         resident = self._residency.admit(
@@ -99,7 +108,9 @@ class AdapterSupply:
         return resident
 
     def advance(self, plan: StepPlan, num_pages: int) -> int:
-        """Plans slices of the loads under way, oldest first, at most `num_pages`. Returns how many are left over."""
+        """Plans slices of the loads under way, oldest first, at most `num_pages` pages. Returns how many of these are
+        left.
+        """
         for resident, load in self._loading.items():
             count = min(num_pages, len(resident.pages) - load.num_planned)
             if count:
@@ -109,18 +120,24 @@ class AdapterSupply:
         return num_pages
 
     def is_ready(self, resident: Resident) -> bool:
-        """Whether this step may compute with it: it is loaded, or its last slice comes before the computing."""
+        """Whether this step may compute with the adapter: it is loaded, or the plan already has its last slice, which
+        is copied before the step computes.
+        """
         return resident.is_loaded or self._loading[resident].num_planned == len(resident.pages)
 
     def settle(self, plan: StepPlan) -> None:
-        """The step has run: where it was the last slice the load ends, and the copy on the host is free to go."""
+        """Called after a step has run. Each load whose last slice it copied ends, and the copy in the host cache is
+        released.
+        """
         for load in plan.loads:
             self._residency.advance_load(load.resident, load.num_pages)
             if load.is_last:
                 self._end(load.resident)
 
     def distrust(self, plan: StepPlan) -> set[Resident]:
-        """The step broke: what it was to load leaves with its last user. Returns these."""
+        """Called after a step has failed. Abandons every load that the step was to advance, and returns these
+        residents. Each is evicted when its last user releases it.
+        """
         residents = {load.resident for load in plan.loads}
         for resident in residents:
             self._residency.abandon_load(resident)
@@ -128,7 +145,7 @@ class AdapterSupply:
         return residents
 
     def forget(self, version: AdapterVersion) -> None:
-        """It was deleted, and nobody needs it any more."""
+        """Drops a deleted adapter that no unfinished request names."""
         self._residency.forget(version)
         self._host.forget(version)
 
@@ -139,7 +156,7 @@ class AdapterSupply:
             assert load.num_planned == resident.num_loaded, f"{resident.version}: a slice is lost"
 
     def loading(self) -> Iterator[Resident]:
-        """Those that a load uses."""
+        """The residents that are being loaded; each load is one user."""
         return iter(self._loading)
 
     def _end(self, resident: Resident) -> None:
@@ -148,7 +165,7 @@ class AdapterSupply:
 
 
 class _Load:
-    """num_planned: pages of which the slices were planned, this step's included."""
+    """num_planned: pages whose slices were planned, including this step's."""
 
     __slots__ = ("num_planned", "packed")
 

@@ -1,17 +1,19 @@
-"""Beam search: the beams' scores, the hypotheses that ended, and which continuations go on.
+"""Beam search: the scores of the beams, the finished hypotheses, and the choice of continuations.
 
-As transformers defines it (generation/utils.py, _beam_search), which is what our tests compare with. In each step all
-continuations of all beams are ranked by the sum of their log-probabilities. Those of the first `width` that end, by a
-stop token or by their length, become hypotheses, ranked by sum / length ** length_penalty, of which the best `width`
-are kept. The first `width` that do not end are the next beams.
+The search follows transformers (generation/utils.py, _beam_search), which our tests compare with. In each step all
+continuations of all beams are ranked by the sum of their log-probabilities. The first `width` of this ranking can
+become hypotheses: each of them does if it ends with a stop token or reaches the maximum length. Hypotheses are ranked
+by sum / length ** length_penalty, and the best `width` are kept. The first `width` continuations that do not end are
+the next beams.
 
-The search is over when every beam has reached the greatest length, or with `width` hypotheses if `early_stopping`, or
-else when the best beam, ended as long as it is now, would not beat the worst of them.
+The search is over in one of three cases. Every beam has reached the maximum length. Or there are `width` hypotheses and
+`early_stopping` is set. Or there are `width` hypotheses and the best beam, scored at its current length, would not beat
+the worst of them.
 
-Worked example, width 2, length_penalty 1: "a b </s>" with log-probabilities -0.5, -0.5, -0.2 scores -1.2 / 3 = -0.4 and
+Worked example, width 2, length_penalty 1: "a b </s>" with log-probabilities -0.5, -0.5, -0.2 scores -1.2 / 3 = -0.4. It
 beats "c </s>" with -0.4, -0.6, which scores -1.0 / 2 = -0.5.
 
-Knows no sequence, no page and no tensor.
+This module does not depend on sequences, pages or tensors.
 """
 
 import heapq
@@ -24,10 +26,14 @@ from slora.sampling_params import SamplingParams
 
 
 class Proposal(NamedTuple):
-    """The likeliest continuations of one beam, best first: at least `width` that do not end it, and all before these.
+    """The most probable continuations of one beam, best first. They include at least `width` that do not end the beam,
+    and every continuation that ranks before these.
 
-    scores: what counts, the log-probability plus what the request adds to the token's logit; minus infinity is never
-    taken. logprobs: from the untouched distribution. top: (token id, logprob) of the likeliest, if they were asked for.
+    token_ids: one per continuation.
+    scores: log-probability plus the request's edits of the token's logit; a continuation with minus infinity is never
+        used.
+    logprobs: log-probabilities from the unedited logits.
+    top: (token id, logprob) of the most probable tokens; None unless the request asks for log-probabilities.
     """
 
     token_ids: list[int]
@@ -38,7 +44,7 @@ class Proposal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """An answer that has ended. token_ids: the generated ones, with the stop token if one ended it."""
+    """A finished answer. token_ids: its generated tokens, including the stop token if one ended it."""
 
     score: float
     token_ids: tuple[int, ...]
@@ -47,7 +53,7 @@ class Hypothesis:
 
 
 class Fork(NamedTuple):
-    """`beam` is a new one: what `parent` was before this step, and `token_id`."""
+    """A new beam: `beam` continues what `parent` was before this step with `token_id`."""
 
     parent: int
     beam: int
@@ -56,8 +62,12 @@ class Fork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Survivors:
-    """kept: beams that go on, each with its next token. forks: further continuations of these. dropped: beams that
-    nothing continues; their numbers may be those of forks."""
+    """The beams after a step.
+
+    kept: beam -> its next token, for beams that continue.
+    forks: further continuations of kept beams.
+    dropped: beams that no continuation extends; forks may reuse their numbers.
+    """
 
     kept: dict[int, int]
     forks: list[Fork]
@@ -66,7 +76,10 @@ class Survivors:
 
 @dataclass(frozen=True, slots=True)
 class _Beam:
-    """Its last token, and what it continues; the first beam is the prompt, which has none. total: the sum so far."""
+    """The last token of a beam, linked to the beam that it extends. The first beam is the prompt and has no token.
+
+    total: sum of the log-probabilities so far.
+    """
 
     total: float = 0.0
     token_id: int = 0
@@ -75,7 +88,7 @@ class _Beam:
 
 
 class _Continuation(NamedTuple):
-    """Place `place` of a beam's proposal. total: the sum with it."""
+    """Entry `place` of a beam's proposal. total: the beam's sum including this token."""
 
     total: float
     beam: int
@@ -83,7 +96,7 @@ class _Continuation(NamedTuple):
 
 
 class BeamSearch:
-    """One request's. Beams have numbers below `width`; at first there is beam 0 alone."""
+    """The beam search of one request. Beam numbers are less than `width`. At first there is only beam 0."""
 
     __slots__ = (
         "_beams",
@@ -101,19 +114,19 @@ class BeamSearch:
         self._length_penalty = params.length_penalty
         self._early_stopping = params.early_stopping
         self._stop_ids = stop_ids
-        self._length = 0  # of every beam
+        self._length = 0  # generated tokens of every beam
         self._beams: dict[int, _Beam] = {0: _Beam()}  # best first
         self._proposals: dict[int, Proposal] = {}
         self._finished: list[Hypothesis] = []  # best first
 
     @property
     def beams(self) -> list[int]:
-        """The numbers of those that go on, best first."""
+        """The numbers of the current beams, best first."""
         return list(self._beams)
 
     @property
     def is_ready(self) -> bool:
-        """Whether each beam has proposed."""
+        """Whether every beam has proposed."""
         return len(self._proposals) == len(self._beams)
 
     def has_proposed(self, beam: int) -> bool:
@@ -124,11 +137,11 @@ class BeamSearch:
         self._proposals[beam] = proposal
 
     def withdraw(self, beam: int) -> None:
-        """What it proposed, if it did, will be proposed again."""
+        """Removes the beam's proposal, if there is one. The beam will propose again."""
         self._proposals.pop(beam, None)
 
     def advance(self, max_tokens: int) -> Survivors | None:
-        """Takes all proposals in. None: the search is over. max_tokens: the greatest length."""
+        """Applies all proposals. Returns None when the search is over. max_tokens: the maximum length."""
         assert self.is_ready, "a beam has not proposed yet"
         self._length += 1
         is_last = self._length >= max_tokens
@@ -147,11 +160,11 @@ class BeamSearch:
         return self._follow(going_on)
 
     def best(self, count: int) -> list[Hypothesis]:
-        """Of those that ended, the best first."""
+        """The best `count` hypotheses, best first."""
         return self._finished[:count]
 
     def _ranked(self) -> Iterator[_Continuation]:
-        """All continuations, best first; of equals, that of the better beam."""
+        """All continuations, best first. Of equal sums, the continuation of the better beam comes first."""
         return heapq.merge(*map(self._continuations, self._beams), key=lambda one: -one.total)
 
     def _continuations(self, beam: int) -> Iterator[_Continuation]:
@@ -168,7 +181,7 @@ class BeamSearch:
         token_ids, logprobs = _walk(self._extended(one))
         score = one.total / self._length**self._length_penalty
         self._finished.append(Hypothesis(score, token_ids, logprobs, reason))
-        # Stable, so of equals the one that ended first stays.
+        # The sort is stable: of equal scores, the hypothesis that ended first is kept.
         self._finished.sort(key=lambda hypothesis: hypothesis.score, reverse=True)
         del self._finished[self.width :]
 
@@ -206,7 +219,7 @@ class BeamSearch:
 
 
 def _walk(beam: _Beam) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...] | None]:
-    """All its tokens, in order, and their log-probabilities, if there are any."""
+    """All generated tokens of a beam in order, and their log-probabilities, or None if there are none."""
     links: list[_Beam] = []
     link = beam
     while link.parent is not None:

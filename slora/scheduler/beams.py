@@ -1,11 +1,11 @@
-"""The beams of a search as sequences: what becomes of them when all have proposed.
+"""The beams of a search as sequences: forking, dropping and finishing them when all have proposed.
 
-A beam proposes in each step what may come next, and waits for the others: for those that this step computes no more of,
-and for those that gave way. Then the best continuations go on: the first one of a beam in its own sequence and blocks,
-further ones in forks that share these blocks, and a beam that nothing continues gives its pages back at once. What has
-ended is kept by the search as tokens, not as a sequence.
+In each step a beam proposes its continuations and waits for the other beams: they may be computed in a later step or be
+preempted. When all beams have proposed, the best continuations are kept. The first continuation of a beam keeps the
+beam's sequence and blocks. Further continuations become forks that share these blocks. A beam without a continuation
+releases its pages at once. The search keeps finished hypotheses as tokens, not as sequences.
 
-A beam that gives way takes its proposal back, so whoever has proposed runs, and its KV is there to be shared.
+A preempted beam withdraws its proposal. So every beam that has proposed is running, and forks can share its KV.
 """
 
 from dataclasses import replace
@@ -19,20 +19,20 @@ from slora.scheduler.step_plan import StepPlan
 
 
 class Beams:
-    """Decides nothing: who survives is the search's choice."""
+    """Applies the decisions of `BeamSearch` to the sequences. It decides nothing itself."""
 
     def __init__(self, lifecycle: Lifecycle, charges: Charges) -> None:
         self._lifecycle = lifecycle
         self._charges = charges
-        self._forks: list[Sequence] = []  # since the last step
+        self._forks: list[Sequence] = []  # created since the last step
 
     def start_forks(self, plan: StepPlan) -> None:
-        """Those that came after the last step run from this one on."""
+        """Adds the forks that were created after the last step to `plan.started`."""
         plan.started.extend(fork for fork in self._forks if fork.is_running)
         self._forks = []
 
     def propose(self, sequence: Sequence, search: BeamSearch, proposal: Proposal) -> list[StepOutput]:
-        """One beam of `search` was computed. Returns the answers if that was all that was missing to the end."""
+        """Records the proposal of one beam. Returns the answers if this ended the search, otherwise an empty list."""
         search.propose(sequence.index, proposal)
         if not search.is_ready:
             return []
@@ -51,7 +51,7 @@ class Beams:
         return []
 
     def _fork(self, parent: Sequence, index: int, token_id: int) -> None:
-        parent.num_choices = 1  # as many as there is room for run from here on
+        parent.num_choices = 1  # each fork takes a place of its own from here on
         fork = parent.fork(index)
         fork.token_ids.append(token_id)
         self._lifecycle.batch.seat(fork)

@@ -1,8 +1,8 @@
 """What tenants are charged for their requests, in virtual tokens (VTC, OSDI'24).
 
-A token of a prompt costs 1 and a generated one 2, as they do in the paper, each once: what is computed again after its
-sequence gave way is not its tenant's doing, and what was found in the prefix cache was computed before. An adapter that
-is brought to the pool costs as much as the prefill that the time would have been good for.
+As in the paper, a prompt token costs 1 and a generated token costs 2. Each token is charged once: recomputed tokens
+after a preemption and tokens found in the prefix cache are free. Loading an adapter costs as many prompt tokens as
+could be prefilled in the same time.
 """
 
 from slora.cost_model import Costs
@@ -18,17 +18,17 @@ class Charges:
         self._costs = costs
 
     def prompt(self, sequence: Sequence, num_tokens: int) -> None:
-        """This step computes so many of its next tokens, of the prompt or behind it."""
+        """Charges the prompt tokens among the next `num_tokens` tokens, which this step computes."""
         end = min(sequence.num_computed + num_tokens, sequence.num_prompt)
         if end > sequence.num_charged:
-            # What it has computed and was not charged for it has found.
+            # Tokens that are computed but were never charged came from the prefix cache: they are free.
             sequence.tenant.charge(_PROMPT_PRICE * (end - max(sequence.num_charged, sequence.num_computed)))
             sequence.num_charged = end
 
     def output(self, sequence: Sequence) -> None:
-        """One token was drawn for it."""
+        """Charges one sampled token."""
         sequence.tenant.charge(_OUTPUT_PRICE)
 
     def load(self, tenant: Tenant, num_bytes: int) -> None:
-        """An adapter was brought to the pool for its request."""
+        """Charges the load of an adapter into the pool."""
         tenant.charge(_PROMPT_PRICE * self._costs.tokens(self._costs.load_s(num_bytes)))

@@ -1,7 +1,7 @@
-"""Requests that want their first token by a certain time: S-LoRA's early abort.
+"""Deadlines for the first token: the early abort of S-LoRA.
 
-Who can't be in time any more, even if it started now, is given up: the time it would take is left to those who still
-can. Times are of the scheduler's clock, in seconds.
+A request that would miss its deadline even if it were admitted now is ended. Its compute time then serves requests that
+can still meet theirs. Times are seconds on the scheduler's clock.
 """
 
 import heapq
@@ -10,7 +10,7 @@ from slora.scheduler.sequence import Sequence
 
 
 class Deadlines:
-    """A heap by the latest time at which each must start."""
+    """A heap of sequences by the latest time at which each must be admitted."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, Sequence]] = []
@@ -20,11 +20,13 @@ class Deadlines:
 
     @property
     def next_s(self) -> float | None:
-        """When somebody's latest start comes next, perhaps one's who has begun since."""
+        """The earliest latest-admission time in the heap; its sequence may have been admitted since. None if the heap
+        is empty.
+        """
         return self._heap[0][0] if self._heap else None
 
     def missed(self, now: float) -> list[Sequence]:
-        """Those who have not begun by their latest start; each is told of once."""
+        """The sequences that were not admitted by their latest time. Each is returned once."""
         late = []
         while self._heap and self._heap[0][0] <= now:
             sequence = heapq.heappop(self._heap)[1]

@@ -1,14 +1,15 @@
-"""Weighted fair service of tenants: virtual token counters (VTC, Sheng et al., OSDI'24).
+"""Weighted fair queueing between tenants with virtual token counters (VTC, Sheng et al., OSDI'24).
 
-Each tenant has a counter of the service it got, divided by its weight (`Tenant.service`); the smallest counter is
-served next. So of two tenants that always have something waiting, each gets its share, however much the other sends
-and over however many adapters. Within a tenant: the request's own priority, then arrival.
+Each tenant has a counter of the service that it received, divided by its weight (`Tenant.service`). The tenant with the
+smallest counter is served next. So two tenants that always have waiting requests each get their share, however many
+requests or adapters the other one uses. Within a tenant, the request's own priority counts first, then arrival.
 
-The lift rule: a tenant with nothing waiting gets no credit for it. When it comes back, its counter is raised to the
-smallest of those who wait, or to that of the tenant who waited last, each of its own class. Without it a tenant could
-save up idle hours and then keep everybody else out.
+The lift rule: an idle tenant earns no credit. When it sends a request again, its counter is raised to the smallest
+counter among the waiting tenants. If no tenant waits, it is raised to the counter of the last tenant that waited. Only
+tenants of the same priority class count. Without this rule a tenant could save up idle hours and then lock out all
+others.
 
-A tenant's priority class goes before counters: while a class has anybody waiting, later classes wait.
+Priority classes come before counters: while a tenant of one class waits, all later classes wait.
 """
 
 import heapq
@@ -22,12 +23,12 @@ _Entry = tuple[int, Sequence]
 
 
 class FairQueue:
-    """A heap for each tenant that has somebody waiting. `next` looks at each of these tenants once."""
+    """One heap per tenant with waiting sequences. `next` looks at each of these tenants once."""
 
     def __init__(self) -> None:
         self._heaps: dict[Tenant, list[_Entry]] = {}
         self._members: set[Sequence] = set()
-        # By class, of the tenant that was its last to have anybody waiting.
+        # Priority class -> `service` of the tenant that was its last to have waiting sequences.
         self._last_service: dict[int, float] = {}
 
     def __len__(self) -> int:
@@ -39,7 +40,7 @@ class FairQueue:
     def push(self, sequence: Sequence) -> None:
         tenant = sequence.tenant
         if tenant not in self._heaps:
-            if not sequence.num_preemptions:  # who gave way has not been idle
+            if not sequence.num_preemptions:  # a preempted sequence's tenant was not idle
                 self._lift(tenant)
             self._heaps[tenant] = []
         self._members.add(sequence)
@@ -68,24 +69,24 @@ class FairQueue:
         return None if tenant is None else self._heaps[tenant][0][1]
 
     def upcoming(self, count: int) -> list[Sequence]:
-        """The first of each tenant, then those who may follow."""
+        """The first sequence of each tenant, in the tenants' order, then their second ones, and so on."""
         heaps = [self._heaps[tenant] for tenant in sorted(self._heaps, key=_turn)[:count]]
         rows = (heap[place][1] for place in range(count) for heap in heaps if place < len(heap))
         return list(islice((one for one in rows if one in self._members), count))
 
     def victim(self, running: Iterable[Sequence]) -> Sequence:
-        """The sequence of which least is computed, of a tenant that holds its share of the pages or more.
+        """The sequence with the fewest computed tokens, of a tenant that holds at least its share of the pages.
 
-        Not of the tenant with the largest counter: where each has only one or two running, that is the one who is
-        furthest along, for its own tokens made the counter large, and most of what was computed is lost.
+        The tenant is not chosen by the largest counter. If each tenant runs only one or two sequences, the largest
+        counter belongs to the one that has computed most. Preempting that one would lose the most work.
 
-        Tenants above their floors come first, then those of late priority classes; within the tenant its own priority.
-        Whoever is overdue comes last of its class.
+        Tenants above their floors are preempted first, then tenants of late priority classes. Within the tenant, the
+        requests' own priority decides. Overdue sequences come last in their class.
         """
         candidates = list(running)
         held: dict[Tenant, int] = {s.tenant: s.tenant.num_pages - s.tenant.num_cached for s in candidates}
         weights = sum(tenant.share.weight for tenant in held.keys() | self._heaps.keys())
-        page_share = sum(held.values()) / weights  # for a weight of 1
+        page_share = sum(held.values()) / weights  # pages per unit of weight
         over_share = {tenant for tenant, pages in held.items() if pages >= tenant.share.weight * page_share}
 
         def standing(sequence: Sequence) -> tuple[bool, int, bool, bool, int, Sequence]:
@@ -99,7 +100,8 @@ class FairQueue:
         return max((one for one in candidates if one.tenant is tenant), key=_yields)
 
     def _lift(self, tenant: Tenant) -> None:
-        # Of its own class: one that starves behind it has had so little that it would keep its equals out for long.
+        # Only its own class counts: a tenant of a later class that starves has so small a counter that it would lock
+        # out its equals for long.
         group = tenant.share.priority
         services = (other.service for other in self._heaps if other.share.priority == group)
         tenant.service = max(tenant.service, min(services, default=self._last_service.get(group, 0.0)))

@@ -1,4 +1,4 @@
-"""First come, first served, whoever sends it."""
+"""First come, first served, regardless of tenant."""
 
 import heapq
 from collections.abc import Collection, Iterable
@@ -8,7 +8,7 @@ from slora.scheduler.sequence import Sequence
 
 
 class FifoQueue:
-    """A heap by arrival. Who is removed stays in it until it comes up."""
+    """A heap by arrival. A removed sequence stays in it until it reaches the top."""
 
     def __init__(self) -> None:
         self._heap: list[Sequence] = []

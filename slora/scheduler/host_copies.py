@@ -1,10 +1,10 @@
-"""Copies of adapters on the host that requests wait for: asked for in order of arrival, pinned while they are needed.
+"""Host copies of the adapters that requests wait for. They are fetched in order of arrival, and held while needed.
 
-The host holds only so many. A load that finds no room there waits a while and then fails, so no more is asked for at a
-time than has room beside what is pinned; those who came later are asked for when earlier ones have moved on. What is
-fetched ahead, before anybody waits for it, comes behind them all.
+The host cache is limited, and a fetch that finds no room there fails after a while. So only as many adapters are
+fetched at a time as fit beside the held copies. Later requests are fetched for when earlier ones have moved on.
+Prefetches, which no request waits for, come last.
 
-Knows the source and who waits, but no pool and no page.
+This module knows the adapter source and the waiting sequences. It does not depend on the pool or on pages.
 """
 
 import heapq
@@ -19,13 +19,13 @@ from slora_adapters.version import AdapterVersion
 
 
 class HostCopies:
-    """Invariant: an adapter that somebody waits for is asked for, or another one is asked for or pinned."""
+    """Invariant: while a sequence waits for an adapter, at least one adapter is being fetched or held."""
 
     def __init__(self, source: AdapterSource) -> None:
         self.pace = FetchPace()
         self._source = source
         self._awaiting: dict[AdapterVersion, list[Sequence]] = {}
-        self._unasked: list[Sequence] = []  # a heap by arrival; those that have moved on are passed over
+        self._unasked: list[Sequence] = []  # a heap by arrival of sequences whose fetch is not requested yet
         self._asked: set[AdapterVersion] = set()
         self._copies: dict[AdapterVersion, PackedAdapter] = {}
         self._users: dict[AdapterVersion, int] = defaultdict(int)
@@ -42,14 +42,16 @@ class HostCopies:
         return self._copies.get(version)
 
     def wait(self, sequence: Sequence, version: AdapterVersion) -> None:
-        """Aside, until its adapter arrives."""
+        """Puts the sequence aside until its adapter is fetched."""
         self._awaiting.setdefault(version, []).append(sequence)
         if version not in self._asked:
             heapq.heappush(self._unasked, sequence)
             self._ask()
 
     def leave(self, sequence: Sequence, version: AdapterVersion) -> bool:
-        """It waits no longer; False if it did not. A fetch goes on: its bytes may serve the next request."""
+        """Ends the wait of a sequence. Returns False if it was not waiting. The fetch continues, because the next
+        request may use it.
+        """
         group = self._awaiting.get(version, [])
         if sequence not in group:
             return False
@@ -59,21 +61,24 @@ class HostCopies:
         return True
 
     def prefetch(self, version: AdapterVersion) -> None:
-        """For nobody who waits yet: asked for if there is room beside what others wait for, else not."""
+        """Fetches an adapter that no request waits for, if there is room beside the adapters that requests wait for."""
         if version not in self._asked:
-            if not self._has_room():  # as it is while anybody waits to be asked for
+            # There is no room while the fetch of a waiting sequence is still to be requested.
+            if not self._has_room():
                 return
             self._asked.add(version)
             self._source.request(version)
         self._ahead.add(version)
 
     def take_prefetched(self) -> list[Fetched | FetchFailed]:
-        """What was fetched ahead and has been collected since the last call. The caller releases each copy."""
+        """The prefetches that ended since the last call. The caller releases each copy."""
         come, self._come_ahead = self._come_ahead, []
         return come
 
     def collect(self) -> Iterator[tuple[Fetched | FetchFailed, list[Sequence]]]:
-        """What has arrived or failed, with those who waited for it. A copy that nobody retains then is let go."""
+        """The fetches that ended, each with the sequences that waited for it. After each item, the copy is released
+        unless the caller has retained it.
+        """
         for fetch in self._source.poll():
             self._asked.discard(fetch.version)
             if isinstance(fetch, Fetched):
@@ -93,18 +98,20 @@ class HostCopies:
         self._ask()
 
     def retain(self, version: AdapterVersion) -> None:
-        """One more sequence will start on it. The copy may go sooner, when another one has brought it to the pool."""
+        """Counts one more sequence that will run on the adapter. The copy is released earlier if a load has moved the
+        adapter to the pool.
+        """
         self._users[version] += 1
 
     def release(self, version: AdapterVersion) -> None:
-        """One has started, or will not; the last one lets the copy go."""
+        """Counts one sequence less: it was admitted or ended. The last call releases the copy."""
         self._users[version] -= 1
         if self._users[version] == 0:
             del self._users[version]
             self._drop(version)
 
     def take(self, version: AdapterVersion) -> PackedAdapter:
-        """The caller owns the copy from now on, and gives it back when its bytes have been copied."""
+        """Transfers a copy to the caller, which calls `give_back` after the bytes are copied."""
         packed = self._copies.pop(version)
         self._pinned_bytes -= packed.layout.num_bytes
         self._ask()
@@ -127,7 +134,7 @@ class HostCopies:
             self._source.release(version)
 
     def _ask(self) -> None:
-        """For the adapters of those who have waited longest, as far as there is room."""
+        """Requests fetches for the sequences that have waited longest, as long as there is room."""
         while self._unasked and self._has_room():
             version = heapq.heappop(self._unasked).request.adapter
             if version is not None and version in self._awaiting and version not in self._asked:
@@ -135,7 +142,9 @@ class HostCopies:
                 self._source.request(version)
 
     def _has_room(self) -> bool:
-        """Half of the host is left to gaps between copies, and to those that are larger than any before."""
+        """Whether the host cache has room for one more fetch. Half of it is left for gaps between copies, and for
+        adapters that are larger than any before.
+        """
         capacity = self._source.capacity_bytes
         if capacity is None or not (self._asked or self._copies):
             return True

@@ -1,8 +1,8 @@
-"""How many pages of adapters a step loads into the pool beside the sequences that decode.
+"""How many adapter pages a step loads into the pool beside decoding sequences.
 
-A step that loads for t seconds delays every decoding sequence by t, and brings the waiting requests a step nearer to
-their adapter. So a step may grow by its own length times the number of waiting requests for each decoding sequence. It
-may grow by at least a tenth: a request that waits alone gets its adapter soon, and the delay is not noticed.
+A step that loads for t seconds delays every decoding sequence by t, and brings the waiting requests closer to their
+adapter. So a step may grow by its own length times the number of waiting requests per decoding sequence. It may always
+grow by a tenth: a request that waits alone gets its adapter soon, and the delay is not noticeable.
 """
 
 from slora.cost_model import Costs
@@ -11,7 +11,7 @@ _LEAST_SHARE = 0.1
 
 
 class LoadPace:
-    """fixed: pages for any step; None follows from `costs` and from the numbers of sequences."""
+    """fixed: pages per step; None derives them from `costs` and the numbers of sequences."""
 
     def __init__(self, costs: Costs, full_page_bytes: int, fixed: int | None) -> None:
         self._costs = costs
@@ -19,10 +19,11 @@ class LoadPace:
         self._fixed = fixed
 
     def pages(self, num_decoding: int, num_waiting: int) -> int:
-        """At least 1. num_waiting: requests that run as soon as their adapter is in the pool.
+        """Adapter pages that one step may load; at least 1. num_waiting: requests that wait only for a load into the
+        pool.
 
-        Worked example: steps of 0.03 s for 20 who decode, pages that take 0.001 s. One waits: 0.1 of 0.03 s, 3 pages.
-        11 wait: 10 of 20 is half of 0.03 s, 15 pages.
+        Worked example: 20 decoding sequences, steps of 0.03 s, 0.001 s per page. With 1 waiting request the step grows
+        by 0.1 * 0.03 s: 3 pages. With 11 it grows by 10 / 20 = half of 0.03 s: 15 pages.
         """
         if self._fixed is not None:
             return self._fixed

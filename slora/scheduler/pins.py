@@ -1,14 +1,17 @@
-"""Pinned adapters: in the pool before anybody asks for them, and kept there.
+"""Pinned adapters: they are loaded into the pool before their first request, and stay there.
 
     wanted --fetch--> on the host, for a step --room beside what runs--> loading --> in the pool, pinned
        ^                       | no room                                                | as a last resort
        +-----------------------+--------------------------------------------------------+
 
-A pin makes nobody wait for good: it takes what is free or idle, never what is needed next; while it is idle it leaves
-when nothing else can; and it comes back by itself. A copy is not kept on the host until there is room in the pool,
-where it would stand in the way of those that requests wait for: it is fetched again, which is cheap.
+A pin never blocks a request for good. It takes only free or idle pages, and never an adapter that the next requests
+need. An idle pinned adapter is evicted when nothing else can be, and is loaded again later.
 
-Nobody is charged. All pins together hold at most half of the pool, in the order in which they are told.
+If the pool has no room, the copy in the host cache is released: it would take the room of adapters that requests wait
+for. Fetching it again is cheap.
+
+Loading a pinned adapter is not charged to any tenant. All pins together hold at most half of the pool; pins earlier in
+the list take precedence.
 """
 
 import logging
@@ -30,9 +33,11 @@ _LONGEST_PAUSE_S = 60.0
 
 
 class _Wish:
-    """num_pages: that the adapter takes, once it has been on the host. num_failures: since it was loaded last.
+    """The loading state of one pinned adapter.
 
-    paused_until_s: when it is tried again; None if nothing keeps it from being tried now.
+    num_pages: its size in pages; None until it has been fetched once.
+    num_failures: failed fetches and loads since it was last loaded.
+    paused_until_s: time of the next try after a failure; None: not paused.
     """
 
     __slots__ = ("num_failures", "num_pages", "paused_until_s")
@@ -43,7 +48,7 @@ class _Wish:
         self.paused_until_s: float | None = None
 
     def pause(self, now: float) -> None:
-        """Twice as long after each failure."""
+        """Pauses after a failure. Each further failure doubles the pause, up to `_LONGEST_PAUSE_S`."""
         self.paused_until_s = now + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**self.num_failures)
         self.num_failures += 1
 
@@ -54,7 +59,9 @@ class _Wish:
 
 
 class Pins:
-    """Serves one step after the other, behind all who run or wait. Times are of the scheduler's clock."""
+    """Loads and keeps pinned adapters, step by step. Running and waiting requests go first. Times are on the
+    scheduler's clock.
+    """
 
     def __init__(
         self, memory: UnifiedMemory, supply: AdapterSupply, reclaim: Reclaim, batch: RunningBatch
@@ -75,38 +82,41 @@ class Pins:
 
     @property
     def num_loaded(self) -> int:
-        """Of those that are wanted."""
+        """Number of pinned adapters that are loaded."""
         found = (self._residency.find(version) for version in self._wanted)
         return sum(resident is not None and resident.is_loaded for resident in found)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that is wanted is in the pool, or on its way from the host."""
+        """Whether every pinned adapter is in the pool or being loaded."""
         return not any(map(self._is_missing, self._wanted))
 
     @property
     def next_try_s(self) -> float | None:
-        """When a pause ends: then a step should be made, even if nothing else has come up."""
+        """When the next pause ends. The scheduler must make a step then, even without new requests. None: no pause."""
         paused = ((version, wish.paused_until_s) for version, wish in self._wanted.items())
         ends = [until_s for version, until_s in paused if until_s is not None and self._is_missing(version)]
         return min(ends, default=None)
 
     def want(self, versions: Iterable[AdapterVersion]) -> None:
-        """These and no others. What was wanted before keeps its place in the pool and its pause."""
+        """Replaces the set of pinned adapters. An adapter that was pinned before keeps its pages and its pause."""
         self._wanted = {version: self._wanted.get(version) or _Wish() for version in versions}
         for resident in self._residency:
             if resident.is_pinned and resident.version not in self._wanted:
                 self._residency.unpin(resident)
 
     def forget(self, version: AdapterVersion) -> None:
-        """The adapter was deleted: its pin ends."""
+        """Ends the pin of a deleted adapter."""
         self.want([one for one in self._wanted if one != version])
 
     def bring(
         self, plan: StepPlan, num_pages: int, now: float, fetched: Iterable[Fetched | FetchFailed]
     ) -> None:
-        """Goes on with what is missing. num_pages: of adapters that may still be loaded in this step. fetched: ahead,
-        for whomever, since the last step; the copies are given back here.
+        """Loads missing adapters that are on the host, and fetches the others.
+
+        num_pages: adapter pages that this step may still load.
+        fetched: all prefetches that ended since the last step, for pins or for prewarming. Their host copies are
+            released here.
         """
         self._now = now
         at_hand = self._take_in(fetched)
@@ -114,21 +124,21 @@ class Pins:
         missing = (
             self._bring_from_host(plan, num_pages) if self._residency.num_pinned < len(self._wanted) else []
         )
-        # Before others are asked for: on a small host there may be room for one only.
+        # Release before the next prefetch: a small host cache may have room for only one adapter.
         for version in at_hand:
             self._supply.release(version)
         for version in missing:
             self._supply.prefetch(version)
 
     def settle(self, plan: StepPlan) -> None:
-        """The step has run: what it loaded to the end is there, whoever wanted it."""
+        """Called after a step has run. Clears the failure count of each pinned adapter that it finished loading."""
         for load in plan.loads:
             wish = self._wanted.get(load.resident.version)
             if wish is not None and load.is_last:
                 wish.num_failures = 0
 
     def fail(self, residents: Iterable[Resident]) -> None:
-        """The step that was to load them broke: they come back, but not at once."""
+        """Called when the step that was to load them failed. The adapters are loaded again after a pause."""
         for resident in residents:
             wish = self._wanted.get(resident.version)
             if wish is not None:
@@ -136,7 +146,7 @@ class Pins:
                 wish.pause(self._now)
 
     def check(self) -> None:
-        """Proves that what is pinned is wanted, and within the bounds."""
+        """Proves that every pinned resident is wanted and that the pins stay within their bound."""
         pinned = [resident for resident in self._residency if resident.is_pinned]
         assert {resident.version for resident in pinned} <= self._wanted.keys(), "pinned, and nobody wants it"
         num_pages = sum(len(resident.pages) for resident in pinned)
@@ -144,7 +154,7 @@ class Pins:
         assert num_pages <= self._most_pages, f"{num_pages} pages pinned, at most {self._most_pages}"
 
     def _take_in(self, fetched: Iterable[Fetched | FetchFailed]) -> list[AdapterVersion]:
-        """What has come. The copies are to be released."""
+        """Records the results of prefetches. Returns the versions whose host copies must be released."""
         at_hand = []
         for fetch in fetched:
             wish = self._wanted.get(fetch.version)
@@ -171,7 +181,9 @@ class Pins:
         return self._residency.find(version) is None
 
     def _bring_from_host(self, plan: StepPlan, num_pages: int) -> list[AdapterVersion]:
-        """Begins to load what has room and is on the host; returns those that have room and are not."""
+        """Starts loading adapters that are on the host and fit. Returns the versions that fit but must be fetched
+        first.
+        """
         missing = []
         spare, num_wanted_soon = self._spare(), self._batch.num_pages_wanted_soon
         for version, wish in self._wanted.items():
@@ -189,19 +201,19 @@ class Pins:
         return missing
 
     def _pin(self, resident: Resident) -> None:
-        """Whoever brought it here."""
+        """Pins a resident if the bound allows it, whichever request or pin triggered its load."""
         num_pages = self._residency.num_pinned_pages + len(resident.pages)
         if not resident.is_pinned and num_pages <= self._most_pages:
             self._residency.pin(resident)
 
     def _spare(self) -> set[Resident]:
-        """What must not leave for a pin: idle adapters of those who are next, and other pins."""
+        """Residents that must not be evicted for a pin: idle adapters of the next requests, and other pins."""
         found = (self._residency.find(version) for version in self._wanted)
         pinned = [resident for resident in found if resident is not None and resident.is_pinned]
         return {*self._reclaim.next_adapters(), *pinned}
 
     def _has_room(self, version: AdapterVersion, spare: set[Resident], num_wanted_soon: int) -> bool:
-        """Whether it could be loaded now. Its size is not known before it was on the host: a fetch tells."""
+        """Whether the adapter could be loaded now. True while its size is unknown: the fetch reveals it."""
         num_pages = self._supply.num_pages(version) or self._wanted[version].num_pages
         if num_pages is None:
             return True

@@ -1,7 +1,8 @@
-"""Spares sequences what others have computed already: whole blocks of the same tokens, by content.
+"""The prefix cache: sequences reuse blocks that were computed for earlier sequences with the same tokens.
 
-A block's key is a hash chain over scope, adapter, its weight and all tokens so far. The scope is the tenant, unless the
-operator opened the bare base's blocks to all; the client has no say in it.
+The key of a block is a hash chain over scope, adapter, adapter weight and all tokens so far. The scope is the tenant.
+If the operator has set the prefix cache to public, the base model has one scope for all tenants. Clients cannot choose
+the scope.
 """
 
 from slora.kv_footprint import KVFootprint
@@ -11,7 +12,7 @@ from slora.scheduler.sequence import Sequence
 
 
 class PrefixCache:
-    """Finds and names the blocks of sequences. num_queries, num_hits: in tokens of prompts."""
+    """Finds and names the blocks of sequences. num_queries, num_hits: in prompt tokens."""
 
     def __init__(self, kv: KVCache, footprint: KVFootprint, *, is_public: bool) -> None:
         self.num_queries = 0
@@ -21,34 +22,35 @@ class PrefixCache:
         self._is_public = is_public
 
     def count(self, sequence: Sequence) -> int:
-        """Leading blocks of the sequence that are computed already; at least its last token is left to compute."""
-        if (
-            not self._kv.enabled or sequence.num_scored < sequence.num_prompt
-        ):  # what it asks of its prompt is not kept
+        """Number of leading blocks that are already computed. At least the last token always remains to be computed."""
+        # The prefix cache does not keep the prompt log-probabilities that the sequence still has to report.
+        if not self._kv.enabled or sequence.num_scored < sequence.num_prompt:
             return 0
         most = (len(sequence.token_ids) - 1) // self._footprint.block_tokens
         self._extend_keys(sequence, most)
         return self._kv.match(sequence.block_keys[:most], self._first_needed)
 
     def num_pages(self, num_blocks: int) -> int:
-        """Of so many leading blocks, those that are within the window."""
+        """Of `num_blocks` leading blocks, the number that lie within the sliding window."""
         return num_blocks - self._first_needed(num_blocks)
 
     def adopt(self, sequence: Sequence, num_blocks: int) -> None:
-        """The first blocks become the sequence's, with references of its own; it goes on behind them."""
+        """Gives the sequence references to its first `num_blocks` blocks. It computes from there on."""
         first = self._first_needed(num_blocks)
         sequence.blocks.adopt(first, self._kv.acquire(sequence.block_keys[first:num_blocks]))
         sequence.num_computed = num_blocks * self._footprint.block_tokens
         sequence.num_named = num_blocks
 
     def count_hits(self, sequence: Sequence) -> None:
-        """It starts for the first time: what was found of its prompt is neither computed nor charged."""
+        """Called when the sequence is first admitted. Prompt tokens found in the cache are neither computed nor
+        charged.
+        """
         self.num_queries += sequence.num_prompt
         sequence.num_cached = sequence.num_charged = min(sequence.num_computed, sequence.num_prompt)
         self.num_hits += sequence.num_cached
 
     def name(self, sequence: Sequence) -> None:
-        """Offers the blocks that were computed whole."""
+        """Names the sequence's newly completed blocks, so that later requests can find them."""
         end = sequence.num_computed // self._footprint.block_tokens
         if end <= sequence.num_named or not self._kv.enabled:
             return

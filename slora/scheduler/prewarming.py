@@ -1,12 +1,12 @@
-"""Adapters that somebody wants near before their first request: on the host, and in the pool if there is room.
+"""Prewarming: loads adapters before their first request, to the host and, if there is room, into the pool.
 
     wanted --fetch--> on the host --free pages and a slot--> loading --> in the pool, idle
                            | none
                            v
-                      let go: the host keeps it until its room is wanted
+                      released: it stays in the host cache until evicted there
 
-Nothing leaves the pool for it, and it is one try: whoever wants an adapter to stay pins it. So tenants may ask for
-their own as often as they like; it takes what nobody else has use for.
+Prewarming evicts nothing from the pool and tries once; an adapter that must stay needs a pin. Tenants may therefore
+prewarm their own adapters as often as they like: it uses only free pages.
 """
 
 import logging
@@ -23,12 +23,12 @@ from slora_adapters.version import AdapterVersion
 
 _log = logging.getLogger(__name__)
 
-# Of which it is remembered that they came to the host, to tell whoever asks again; the oldest are forgotten.
+# The most adapters that are remembered as fetched to the host; the oldest are dropped.
 _MAX_REMEMBERED = 4096
 
 
 class Prewarming:
-    """Serves one step after the other, behind all who run or wait."""
+    """Serves step by step, after all running and waiting requests."""
 
     def __init__(
         self, memory: UnifiedMemory, supply: AdapterSupply, reclaim: Reclaim, batch: RunningBatch
@@ -37,12 +37,12 @@ class Prewarming:
         self._supply = supply
         self._reclaim = reclaim
         self._batch = batch
-        # In order of asking.
+        # In order of the prewarm calls.
         self._wanted: dict[AdapterVersion, None] = {}
         self._came_to_host: OrderedDict[AdapterVersion, None] = OrderedDict()
 
     def want(self, version: AdapterVersion) -> AdapterPlace:
-        """Where it is now; `fetch` sets it going."""
+        """Returns where the adapter is now. If it is not in the pool, the next `fetch` requests it."""
         resident = self._supply.find(version)
         if resident is not None:
             return AdapterPlace.POOL if resident.is_loaded else AdapterPlace.LOADING
@@ -50,21 +50,25 @@ class Prewarming:
         return AdapterPlace.HOST if version in self._came_to_host else AdapterPlace.FETCHING
 
     def forget(self, version: AdapterVersion) -> None:
-        """The adapter was deleted."""
+        """Drops a deleted adapter."""
         self._wanted.pop(version, None)
         self._came_to_host.pop(version, None)
 
     def fetch(self) -> None:
-        """Asks for what is wanted, as far as the host has room for it beside what others wait for."""
+        """Requests the wanted adapters, as far as the host cache has room beside the adapters that requests
+        wait for.
+        """
         for version in list(self._wanted):
             if self._supply.num_pages(version) is None:
                 self._supply.prefetch(version)
-            else:  # somebody's request brings it to the pool
+            else:  # a waiting request already loads it
                 del self._wanted[version]
                 self._remember(version)
 
     def load(self, fetched: Iterable[Fetched | FetchFailed]) -> None:
-        """Begins to load what has come and has room. fetched: since the last step; its copies are the caller's."""
+        """Starts loading fetched adapters that fit into free pages. fetched: ended prefetches since the last step; the
+        caller releases their copies.
+        """
         for fetch in fetched:
             if fetch.version not in self._wanted:
                 continue
@@ -81,7 +85,7 @@ class Prewarming:
             num_pages = self._supply.pages_of(fetch.packed)
             if tenant.pages_over_ceiling(num_pages) or not self._is_free(num_pages):
                 continue
-            # Else somebody's request was quicker.
+            # Skip adapters that a request has loaded in the meantime.
             if self._supply.find(fetch.version) is None and self._supply.num_pages(fetch.version) is not None:
                 self._supply.begin(fetch.version, tenant)
 

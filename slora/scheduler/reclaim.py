@@ -1,4 +1,4 @@
-"""Finds pages for those who need them: what is idle leaves first, then running sequences give way."""
+"""Makes pages free: idle items are evicted first, then running sequences are preempted."""
 
 from slora.kv_footprint import KVFootprint
 from slora.pool.residency import Resident
@@ -10,12 +10,12 @@ from slora.scheduler.step_plan import StepPlan
 from slora.scheduler.swapping import Swapping
 from slora.scheduler.unified_memory import UnifiedMemory
 
-# Adapters of this many of those who are next are spared while others can leave.
+# Idle adapters of this many next sequences are spared while others can be evicted.
 _LOOK_AHEAD = 8
 
 
 class Reclaim:
-    """Serves one step after the other: what it knows of those who are next is of the step under way."""
+    """Serves step by step. Its list of the next sequences (`upcoming`) is computed at most once per step."""
 
     def __init__(
         self,
@@ -39,16 +39,18 @@ class Reclaim:
 
     @property
     def upcoming(self) -> list[Sequence]:
-        """Those who are next, as of the first time that this step asks."""
+        """The next sequences of the queue, as of this step's first access."""
         if self._next is None:
             self._next = self._queue.upcoming(_LOOK_AHEAD)
         return self._next
 
     def make_room(self, num_pages: int, sequence: Sequence, *, over_pins: bool = False) -> bool:
-        """By eviction alone. Adapters of those who are next stay as long as others can leave, pins and floors longer.
+        """Makes room by eviction only. Adapters of the next sequences are evicted after all others; floors and pins
+        protect longer still.
 
-        Where nobody else runs, not even floors protect what is idle: they are kept by whole adapters, so what is left
-        beside them may be less than a request was told, and it would wait for good. over_pins: pins don't protect.
+        If no other sequence runs, floors of other tenants are ignored. Floors protect whole adapters, so the pages
+        beside them may be fewer than admission promised the request, and it would wait forever.
+        over_pins: pinned adapters may be evicted.
         """
         tenant = sequence.tenant
         if num_pages <= self._memory.pool.num_free and tenant.max_pages is None:
@@ -62,8 +64,11 @@ class Reclaim:
         return evictor.make_room(num_pages, tenant, ignore_floors=alone, ignore_pins=True)
 
     def may_take_pins(self, sequence: Sequence) -> bool:
-        """Whether it has nobody to wait for: others leave sooner or later, but not those of tenants with a floor, who
-        go ahead of it as long as they are below; or whether it is overdue. No request was told of pins."""
+        """Whether `sequence` may evict pinned adapters, because waiting would not help or because it is overdue.
+
+        Waiting does not help if every other running sequence belongs to another tenant with a floor: such tenants go
+        ahead of it as long as they are below their floors. Pins are not considered when a request is accepted.
+        """
         if sequence.is_overdue:
             return True
         return self._batch.is_left_to(sequence) or all(
@@ -73,25 +78,30 @@ class Reclaim:
 
     @property
     def is_short(self) -> bool:
-        """Whether somebody who is overdue runs or is next: then nothing is to be brought here for nobody."""
+        """Whether an overdue sequence runs or is next. Then no adapter is loaded for a pin or for prewarming."""
         return any(one.is_overdue for one in (*self._batch, *self.upcoming))
 
     def victim(self, num_pages: int, tenant: Tenant) -> Sequence:
-        """For a tenant at its ceiling, one of its own."""
+        """The sequence to preempt so that `tenant` gets `num_pages`. For a tenant at its ceiling it is one of the
+        tenant's own.
+        """
         own_limit = tenant.exceeds(num_pages)
         return self._queue.victim(s for s in self._batch if s.tenant is tenant or not own_limit)
 
     def preempt(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Back to the queue with its tokens but without pages of the pool; or to its end, if it can't come back."""
+        """Preempts a sequence: it returns to the queue with its tokens but without pages. If it can't be queued again,
+        its request ends.
+        """
         self.num_preemptions += 1
-        # A beam's last token is computed again: what it has proposed is asked for once more.
+        # The last token of a beam is recomputed, because its proposal must be made again.
         sequence.num_computed = min(sequence.num_computed, len(sequence.token_ids) - 1)
         if plan.withdraw(sequence):
             self.free_behind_window(sequence)
             self._swapping.save(sequence, plan)
         error = self._lifecycle.back_to_queue(sequence)
         if error is not None:
-            # All of its request ends, what this step was to compute of other choices too: their pages go to others.
+            # The whole request ends, including what this step was to compute of its other choices, because their pages
+            # become free.
             for choice in self._lifecycle.unfinished.find(sequence.request.request_id):
                 plan.withdraw(choice)
             plan.ended.append(self._lifecycle.end(sequence, error))
@@ -102,7 +112,7 @@ class Reclaim:
             sequence.blocks.free_before(footprint.first_token_seen(sequence.num_computed), self._memory.kv)
 
     def next_adapters(self) -> list[Resident]:
-        """The idle ones of those who are next."""
+        """The idle adapters of the next sequences."""
         versions = {one.request.adapter for one in self.upcoming} - {None}
         found = (self._supply.find(version) for version in versions if version is not None)
         return [resident for resident in found if resident is not None and not resident.num_users]

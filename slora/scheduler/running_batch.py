@@ -1,4 +1,4 @@
-"""The sequences that run, in order of arrival, and the row of the sampling table that each has to itself."""
+"""The running sequences in order of arrival. Each has its own row of the sampling table."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from slora.scheduler.sequence import Sequence
 
 
 class RunningBatch:
-    """At most `num_places` sequences; one that will fork takes a place for each of its choices from the start."""
+    """At most `num_places` sequences. A sequence that will fork occupies one place per choice from the start."""
 
     def __init__(self, num_places: int) -> None:
         self.num_places = num_places
@@ -17,7 +17,7 @@ class RunningBatch:
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """As it is now: who starts or leaves meanwhile changes nothing."""
+        """Iterates over a copy, so sequences may join or leave during the iteration."""
         return iter(self._sequences.copy())
 
     @property
@@ -26,21 +26,24 @@ class RunningBatch:
 
     @property
     def num_pages_wanted_soon(self) -> int:
-        """That those who run want for the rest of their prompts, and one more for each."""
+        """Pages that the running sequences still need for their present tokens, plus one page for each sequence."""
         return sum(1 + one.blocks.pages_missing(len(one.token_ids)) for one in self._sequences)
 
     def is_left_to(self, sequence: Sequence) -> bool:
-        """Whether nobody else runs, save for other beams of its search: these go on only if it does."""
+        """Whether no other sequence runs, except beams of the same search: they advance only together with this one."""
         return all(
             one is sequence or (one.search is not None and one.search is sequence.search)
             for one in self._sequences
         )
 
     def seat(self, sequence: Sequence) -> None:
+        """Assigns a free row of the sampling table."""
         sequence.row = self._free_rows.pop()
 
     def join(self, sequence: Sequence) -> None:
-        """A seated sequence runs; nearly always it is the newest."""
+        """Adds a sequence that has a row. The list stays sorted by arrival; nearly always the sequence is the
+        newest.
+        """
         place = len(self._sequences)
         while place > 0 and sequence < self._sequences[place - 1]:
             place -= 1
@@ -53,7 +56,7 @@ class RunningBatch:
         self.unseat(sequence)
 
     def unseat(self, sequence: Sequence) -> None:
-        """It has a row, and gives it back."""
+        """Returns the sequence's row of the sampling table."""
         self._free_rows.append(sequence.row)
 
     def check(self) -> None:

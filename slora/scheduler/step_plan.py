@@ -1,4 +1,6 @@
-"""What the scheduler decided for one step, and what came of it. No tensors: the runner turns a plan into a batch."""
+"""The plan of one step, and the tokens that the step sampled. The plan has no tensors: the runner turns it into a
+batch.
+"""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,8 +15,10 @@ from slora_adapters.peft.packing import PackedAdapter
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoad:
-    """Copy a slice of `packed` into the resident's pages [first_page, first_page + num_pages), before the step runs;
-    with the last one, write its slot's tables."""
+    """A slice of an adapter: `packed` is copied into pages [first_page, first_page + num_pages) of the resident.
+
+    The copy runs before the step computes. The last slice also writes the tables of the adapter's slot.
+    """
 
     resident: Resident
     packed: PackedAdapter
@@ -27,13 +31,13 @@ class AdapterLoad:
 
 
 class Chunk(NamedTuple):
-    """Tokens `[start, start + num_tokens)` of a sequence are computed in this step.
+    """Tokens `[start, start + num_tokens)` of a sequence, computed in this step.
 
-    samples: the chunk reaches the sequence's last token, so a new one is drawn.
-    forks: further choices of the request, which begin here: each draws a token of its own from the same row.
-    slot, generation: where its adapter was when the plan was made; None for the bare base.
+    samples: whether the chunk reaches the sequence's last token, so that a new token is sampled.
+    forks: further choices of the request that start here; each samples its own token from the same row of logits.
+    slot, generation: where the adapter is at planning time; None for the base model.
 
-    A tuple, because a step makes hundreds of them and a frozen dataclass takes three times as long to fill.
+    A NamedTuple, because a step creates hundreds of chunks, and creating a frozen dataclass takes three times as long.
     """
 
     sequence: Sequence
@@ -46,18 +50,22 @@ class Chunk(NamedTuple):
 
     @property
     def draws(self) -> tuple[Sequence, ...]:
-        """Whom a token is drawn for, in order."""
+        """The sequences that a token is sampled for, in order."""
         return (self.sequence, *self.forks) if self.samples else ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Chunks are ordered by slot and weight, so that tokens with the same adapter and weight lie side by side.
+    """What one step computes and copies.
 
-    swaps_out: (page, page of the host), before anything is written: the pages are somebody else's in this step.
-    copies: (source page, target page), before anything but these is written: a source may be somebody else's, too.
-    swaps_in: (page of the host, page).
+    chunks: sorted by adapter slot and weight, so that tokens with the same adapter and weight are contiguous.
+    loads: adapter slices to copy from the host.
+    swaps_out: (page, host page). Copied before any page is written, because this step may reuse the pages.
+    copies: (source page, target page). Copied next, before the other writes, because this step may reuse the sources
+        too.
+    swaps_in: (host page, page).
     started: sequences that were given a row of the sampling table in this step.
+    ended: outputs of requests that ended before they could run, for example because their adapter could not be fetched.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -66,7 +74,6 @@ class StepPlan:
     copies: list[tuple[int, int]] = field(default_factory=list)
     swaps_in: list[tuple[int, int]] = field(default_factory=list)
     started: list[Sequence] = field(default_factory=list)
-    # Requests that ended before they could run (their adapter could not be fetched, say).
     ended: list[StepOutput] = field(default_factory=list)
 
     @property
@@ -74,7 +81,9 @@ class StepPlan:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
     def measure_work(self, full_page_bytes: int) -> StepWork:
-        """As the cost model counts it. A row decodes if it computes one token behind its prompt."""
+        """The step's work in the units of the cost model. A chunk of one token after the prompt counts as a
+        decode row.
+        """
         prefill_tokens = decode_rows = context_tokens = 0
         for chunk in self.chunks:
             if chunk.num_tokens == 1 and chunk.start >= chunk.sequence.num_prompt:
@@ -91,7 +100,7 @@ class StepPlan:
         )
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
-        """The next `num_tokens` of it are computed."""
+        """Plans the next `num_tokens` tokens of the sequence."""
         resident, start = sequence.resident, sequence.num_computed
         samples = start + num_tokens == len(sequence.token_ids)
         forks: tuple[Sequence, ...] = ()
@@ -101,8 +110,9 @@ class StepPlan:
         self.chunks.append(Chunk(sequence, start, num_tokens, samples, slot, generation, forks))
 
     def withdraw(self, sequence: Sequence) -> bool:
-        """It gives way after it was planned. Returns whether its pages hold all that it has computed: those that this
-        step was to fill do not, and never will."""
+        """Removes a preempted sequence from the plan. Returns whether its pages hold all KV that it has computed. They
+        don't if this plan was to copy or swap content into one of them.
+        """
         self.chunks[:] = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
         self.started[:] = [one for one in self.started if one is not sequence]
         own, count = set(sequence.blocks.held), len(self.copies) + len(self.swaps_in)
@@ -112,7 +122,9 @@ class StepPlan:
 
 
 class Sampled(NamedTuple):
-    """The token drawn for one of a chunk's `draws`; None where the logits were not finite. proposal: a beam's."""
+    """The token sampled for one entry of a chunk's `draws`; None if the logits were not finite. proposal: set for a
+    beam.
+    """
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None

@@ -1,6 +1,6 @@
-"""Keeps the KV of sequences that gave way on the host, where that costs less than to compute it again.
+"""Swaps the KV of preempted sequences to the host where this costs less than recomputing it.
 
-Pages are chosen here; the runner copies them. What a step was to copy counts only when that step has run.
+This module chooses the pages; the runner copies them. A planned copy counts only after its step has run.
 """
 
 from slora.cost_model import Costs
@@ -11,7 +11,9 @@ from slora.scheduler.step_plan import StepPlan
 
 
 class Swapping:
-    """way: auto, swap or recompute. num_pages_out, num_pages_in: since the start."""
+    """way: `auto`, `swap` or `recompute`.
+    num_pages_out, num_pages_in: pages swapped since the engine started.
+    """
 
     def __init__(self, space: SwapSpace, kv: KVCache, costs: Costs, way: str) -> None:
         self.num_pages_out = 0
@@ -20,13 +22,13 @@ class Swapping:
         self._kv = kv
         self._costs = costs
         self._way = way
-        self._saved: list[Sequence] = []  # in this step
+        self._saved: list[Sequence] = []  # saved in this step
         self._restored: list[Sequence] = []
-        self._vacated: list[int] = []  # host pages that this step reads for the last time
+        self._vacated: list[int] = []  # host pages that become free after this step
 
     @property
     def num_pages(self) -> int:
-        """Of the host, in all."""
+        """Total number of host pages for swapping."""
         return self._space.num_pages
 
     @property
@@ -34,9 +36,11 @@ class Swapping:
         return self._space.num_pages - self._space.num_free
 
     def save(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Copies what is computed of it to the host, if that pays and there is room. Its pages stay its own for now."""
+        """Plans to copy the sequence's computed KV to the host, if that is cheaper than recomputing and the host has
+        room. The sequence keeps its pages until the caller releases them.
+        """
         blocks = sequence.blocks
-        # Not those that it took for a chunk that was never computed, while its adapter was on the way.
+        # Skip pages that were allocated for a chunk that was never computed because the adapter was still loading.
         num_computed = -(-sequence.num_computed // blocks.block_tokens) - blocks.num_freed
         pages = blocks.held[: max(0, num_computed)]
         if not pages or len(pages) > self._space.num_free or not self._pays(sequence, len(pages)):
@@ -48,7 +52,7 @@ class Swapping:
         self.num_pages_out += len(pages)
 
     def restore(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Copies it back into fresh pages, for which the caller has made room."""
+        """Plans to copy the KV back into new pages. The caller has made room."""
         swapped, sequence.swapped = sequence.swapped, None
         assert swapped is not None, "nothing of it is on the host"
         pages = self._kv.allocate(len(swapped.host_pages), sequence.tenant)
@@ -60,19 +64,21 @@ class Swapping:
         self.num_pages_in += len(pages)
 
     def drop(self, sequence: Sequence) -> None:
-        """What is kept of it on the host, if anything, is not needed."""
+        """Drops the sequence's KV on the host, if it has any."""
         if sequence.swapped is not None:
-            # Not free at once: this step may still write there.
+            # Freed only after this step, which may still write to these pages.
             self._vacated.extend(sequence.swapped.host_pages)
             sequence.swapped = None
 
     def settle(self) -> None:
-        """The step has run, or will not: its copies are over."""
+        """Ends the step's copies, whether the step ran or was undone, and frees the host pages that it used last."""
         self._space.release(self._vacated)
         self._saved, self._restored, self._vacated = [], [], []
 
     def distrust(self) -> list[Sequence]:
-        """The step broke: returns those whose KV it should have brought back; those it saved compute it again."""
+        """Called after a step has failed. Returns the sequences whose KV it should have restored. The sequences that it
+        should have saved recompute their KV.
+        """
         for sequence in self._saved:
             self.drop(sequence)
         return list(self._restored)

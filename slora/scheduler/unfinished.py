@@ -1,4 +1,4 @@
-"""The requests that are not over, and their sequences: one each, or as many as choices once they have forked."""
+"""The unfinished requests and their sequences: one each, or one per choice after the fork."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from slora_adapters.version import AdapterVersion
 
 
 class UnfinishedRequests:
-    """Sequences by request. Deleted adapters are remembered until the last request that names them is over."""
+    """Sequences by request. A deleted adapter is remembered until the last request that names it has ended."""
 
     def __init__(self) -> None:
         self._sequences: dict[str, list[Sequence]] = {}
@@ -38,7 +38,7 @@ class UnfinishedRequests:
         self._deleted.add(version)
 
     def lets_go(self, version: AdapterVersion) -> bool:
-        """Whether the adapter was deleted and nobody names it any more; true once."""
+        """Whether the adapter was deleted and no unfinished request names it. Returns True only once."""
         if version not in self._deleted:
             return False
         if any(group[0].request.adapter == version for group in self._sequences.values()):

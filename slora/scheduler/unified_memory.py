@@ -1,4 +1,4 @@
-"""The one pool and those who share it: running KV, cached prefixes and adapters, each tenant within its bounds."""
+"""The page pool and its users: running KV, cached prefixes and adapters, each tenant within its bounds."""
 
 from slora.cost_model import Costs
 from slora.pool.eviction_policy import make_policy
@@ -12,7 +12,7 @@ from slora.scheduler_config import SchedulerConfig
 
 
 class UnifiedMemory:
-    """Wires pool, evictor, KV cache and residency; knows how much of it is anybody's."""
+    """Wires together the page pool, the evictor, the KV cache and the residency."""
 
     def __init__(self, config: SchedulerConfig, costs: Costs) -> None:
         self.tenants = Tenants(config.num_pages)
@@ -28,16 +28,17 @@ class UnifiedMemory:
         )
 
     def could_free(self, num_pages: int, tenant: Tenant, *, ignore_pins: bool = False) -> bool:
-        """Whether `tenant` could have so many pages by eviction at best: one look, before anything is moved for it.
+        """Whether eviction could at best give `tenant` this many pages. A quick check before anything is acquired or
+        evicted.
 
-        ignore_pins: what is pinned may leave, too.
+        ignore_pins: pinned adapters may be evicted, too.
         """
         return num_pages <= self.pool.num_free + self.evictor.num_evictable(
             num_pages, tenant, ignore_pins=ignore_pins
         )
 
     def check(self, running: list[Sequence]) -> None:
-        """Proves that no page is lost and every reference has its owner."""
+        """Proves that no page is lost and that every reference has an owner."""
         held = [page for sequence in running for page in sequence.blocks.held]
         cached = [*self.residency.cached_pages(), *self.kv.cached_pages()]
         self.pool.check([*held, *self.residency.held_pages()], cached)

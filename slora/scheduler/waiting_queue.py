@@ -1,4 +1,4 @@
-"""Who waits for a place in the batch, and in which order they get one. The scheduler knows only this protocol."""
+"""The waiting sequences and their order of admission. The scheduler depends only on this protocol."""
 
 from collections.abc import Collection, Iterable
 from typing import Protocol
@@ -8,23 +8,23 @@ from slora.scheduler.sequence import Sequence
 
 
 class WaitingQueue(Protocol):
-    """Sequences with nothing to wait for but a place and pages."""
+    """Sequences that wait only for a place in the batch and for pages."""
 
     def __len__(self) -> int: ...
 
     def __contains__(self, sequence: Sequence) -> bool: ...
 
     def push(self, sequence: Sequence) -> None:
-        """It waits from now on, or again after it gave way."""
+        """Adds a new or a preempted sequence."""
 
     def remove(self, sequence: Sequence) -> None:
-        """It waits no longer: it starts, moves aside or has ended."""
+        """Removes a sequence that was admitted, moved aside or ended."""
 
     def next(self, passed_over: Collection[Tenant] = ()) -> Sequence | None:
-        """Who gets the next place, those of tenants that are `passed_over` left out."""
+        """The sequence to admit next, ignoring the tenants in `passed_over`."""
 
     def upcoming(self, count: int) -> list[Sequence]:
-        """Some that will be next, at most `count`; the order is that of today and may change."""
+        """At most `count` sequences that are likely to be next. The order may change before they are admitted."""
 
     def victim(self, running: Iterable[Sequence]) -> Sequence:
-        """Which of these gives way when pages run short; there is at least one."""
+        """The sequence of `running` to preempt when pages are short. `running` is not empty."""
