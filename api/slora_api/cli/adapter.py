@@ -1,7 +1,7 @@
-"""`slora adapter`: a tenant's adapters, and the operator's pins.
+"""`slora adapter`: manages a tenant's adapters, and the operator's pins.
 
-A push streams the files and never reads them into memory whole. A push from the Hugging Face hub downloads to this
-machine first, because the server fetches nothing that a tenant names.
+A push streams the files without loading them into memory. A push from the Hugging Face hub first downloads to this
+machine, because the server downloads nothing on a tenant's behalf.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from slora_api.cli.remote import (
 
 __all__ = ["pin", "pins", "prewarm", "push", "remove", "show", "unpin"]
 
-# Multipart field -> the file that peft and transformers write.
+# Multipart field -> the name of the file that peft and transformers write.
 _REQUIRED = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
 _OPTIONAL = {
     "tokenizer_config": "tokenizer_config.json",
@@ -40,7 +40,7 @@ _ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz")
 
 
 def _find_files(source: Path) -> dict[str, Path]:
-    """The files of a directory by multipart field, or the archive, which the server unpacks."""
+    """Returns the files of a directory by multipart field, or the archive, which the server unpacks."""
     return {"archive": source} if source.is_file() else _find_members(source)
 
 
@@ -55,7 +55,7 @@ def _find_members(directory: Path) -> dict[str, Path]:
 
 
 def _download(text: str) -> HubSnapshot | None:
-    """The adapter that an hf:// reference names, or None for a local path."""
+    """Downloads the adapter of an hf:// reference. Returns None for a local path."""
     try:
         reference = HubReference.parse(text)
         return download(reference) if reference else None
@@ -75,7 +75,7 @@ _COLUMNS = {
 
 
 def _describe_push(pushed: dict[str, Any]) -> str:
-    """The pushed version, its certificate, and how to call it."""
+    """Describes the pushed version, its certificate, and how to call it."""
     found, change = pushed["certificate"], pushed["certificate"]["logprob_change"]
     state = "new version" if pushed["new_version"] else "the newest version already"
     ranks = {summary[end] for summary in found["modules"].values() for end in ("min_rank", "max_rank")}
@@ -96,7 +96,7 @@ def _describe_push(pushed: dict[str, Any]) -> str:
 
 
 def _default_name(source: Path) -> str:
-    """The name of the directory, or of the archive without its suffix."""
+    """Returns the name of the directory, or of the archive without its suffix."""
     name = source.resolve().name
     suffix = next((suffix for suffix in _ARCHIVE_SUFFIXES if name.endswith(suffix)), "")
     return name.removesuffix(suffix) if source.is_file() else name

@@ -1,4 +1,4 @@
-"""`slora adapter versions`, `alias` and `rollback`: which versions a name and its aliases serve."""
+"""`slora adapter versions`, `alias` and `rollback`: manage the versions that a name and its aliases serve."""
 
 import argparse
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ __all__ = ["move", "roll_back", "versions"]
 
 
 def _read_targets(words: Sequence[str]) -> dict[str, int]:
-    """`3` is all requests for version 3, `3=90 4=10` a split. Sums are the server's to check."""
+    """Parses targets: `3` sends all requests to version 3, `3=90 4=10` splits them. The server checks the sum."""
     targets: dict[str, int] = {}
     for word in words:
         number, equals, weight = word.partition("=")
@@ -57,7 +57,7 @@ def versions(arguments: argparse.Namespace) -> None:
 
 @explained
 def move(arguments: argparse.Namespace) -> None:
-    """Moves an alias; without versions it shows the alias."""
+    """Moves or deletes an alias, or shows it if the user gives neither versions nor `--delete`."""
     is_move = bool(arguments.versions)
     if not is_move and (arguments.expect is not None or arguments.follow):
         raise CommandFailed("--expect and --follow say how to move an alias; give the VERSION to move it to")

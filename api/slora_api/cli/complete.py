@@ -28,7 +28,7 @@ def _body(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The JSON of each server-sent event up to [DONE]; raises CommandFailed on an error event."""
+    """Yields the JSON of each server-sent event up to [DONE]. Raises CommandFailed on an error event."""
     for line in response.iter_lines():
         if line == "data: [DONE]":
             return

@@ -1,4 +1,4 @@
-"""`slora health`: what a container engine or a script asks; no key needed."""
+"""`slora health`: checks for container engines and scripts whether the server answers or is ready. It needs no key."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""`slora key`: the operator's view of API keys."""
+"""`slora key`: the operator's commands for API keys."""
 
 import argparse
 import sys

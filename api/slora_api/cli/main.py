@@ -1,6 +1,6 @@
-"""The `slora` command line: names and help texts only, so that `slora --help` is instant.
+"""The `slora` command line. This module has only names and help texts, so that `slora --help` is fast.
 
-Each subcommand is implemented in a module that `_HANDLERS` names. The module is imported when the subcommand runs.
+`_HANDLERS` names the module of each subcommand. The module is imported when the subcommand runs.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from slora_api.settings import server_setting_specs
 
 __all__ = ["main"]
 
-# Subcommand -> module, and the function that takes the parsed arguments and returns the exit code.
+# Subcommand -> the module and the function that takes the parsed arguments and returns the exit code.
 _HANDLERS = {
     "serve": ("slora_api.server.serve", "main"),
     "demo": ("slora_api.server.serve", "serve_demo"),
@@ -38,7 +38,7 @@ _HANDLERS = {
     "health": ("slora_api.cli.health", "health"),
 }
 
-# The extra that a subcommand needs, where it is not `serve`.
+# Subcommand -> the optional dependencies (extra) that it needs. All others need `serve`.
 _EXTRAS = {"adapter verify": "verify"}
 
 _EPILOG = """\
@@ -62,7 +62,7 @@ from nothing to an answer:
 
 
 class _Commands:
-    """Adds subcommands to one parser, each with the name of its handler."""
+    """Adds subcommands to one parser. Each stores the name of its handler."""
 
     def __init__(self, parser: argparse.ArgumentParser, prefix: str = "") -> None:
         self._actions = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -267,18 +267,20 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _load_handler(command: str) -> Callable[[argparse.Namespace], int]:
-    """Imports the function that implements a subcommand. Raises ModuleNotFoundError without its optional packages."""
+    """Imports the function of a subcommand. Raises ModuleNotFoundError if one of its optional packages is missing."""
     module, name = _HANDLERS[command]
     handler: Callable[[argparse.Namespace], int] = getattr(importlib.import_module(module), name)
     return handler
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; the exit code is 0, 1 for a failure that was explained, 2 for wrong usage, unless its
-    help says otherwise.
+    """Runs one subcommand and returns the exit code.
+
+    Unless the subcommand's help says otherwise, this is 0 for success, 1 for an explained failure, and 2 for wrong
+    usage.
     """
     parsed, unknown = _make_parser().parse_known_args(arguments)
-    if unknown:  # argparse would show how to call slora, not this subcommand
+    if unknown:  # argparse itself would show the usage of slora, not of this subcommand
         parsed.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         handler = _load_handler(parsed.handler)

@@ -1,4 +1,4 @@
-"""Tables for people and JSON for programs: what the subcommands print."""
+"""Prints the results of subcommands, as tables or as JSON."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping

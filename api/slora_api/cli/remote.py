@@ -1,4 +1,4 @@
-"""The HTTP client of the command line. `explained` turns every failure of a subcommand into one clear line."""
+"""The HTTP client of the command line. `explained` turns every failure of a subcommand into one line of text."""
 
 import argparse
 import functools
@@ -22,21 +22,21 @@ __all__ = [
     "walk",
 ]
 
-# An upload is validated before the answer comes, and a first token may wait for an adapter.
+# The server validates an upload before it answers, and a first token may wait for an adapter to load.
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
 class CommandFailed(Exception):
-    """The command cannot do what was asked; the message is for the user's eyes."""
+    """The command cannot do what the user asked. The message is shown to the user."""
 
 
 def server_url() -> str:
-    """SLORA_URL, or the port of this machine that `slora serve` takes."""
+    """Returns SLORA_URL, or this machine's address with the port SLORA_PORT, or 8000."""
     return os.environ.get("SLORA_URL") or f"http://127.0.0.1:{os.environ.get('SLORA_PORT') or 8000}"
 
 
 def open_client(headers: dict[str, str]) -> httpx.Client:
-    """A client of the server."""
+    """Opens an HTTP client for the server."""
     return httpx.Client(base_url=server_url(), headers=headers, timeout=TIMEOUT)
 
 
@@ -48,12 +48,12 @@ def _client(variable: str, owner: str) -> httpx.Client:
 
 
 def admin_client() -> httpx.Client:
-    """A client with the operator's key. Raises CommandFailed without SLORA_ADMIN_KEY."""
+    """Opens a client with the admin key. Raises CommandFailed without SLORA_ADMIN_KEY."""
     return _client("SLORA_ADMIN_KEY", "the operator's")
 
 
 def tenant_client() -> httpx.Client:
-    """A client with a tenant's key. Raises CommandFailed without SLORA_API_KEY."""
+    """Opens a client with a tenant's API key. Raises CommandFailed without SLORA_API_KEY."""
     return _client("SLORA_API_KEY", "a tenant's")
 
 
@@ -61,14 +61,14 @@ def _message(response: httpx.Response) -> str:
     try:
         error = response.json()["error"]
         reasons = [f"  {reason['code']}: {reason['message']}" for reason in error.get("reasons", ())]
-        # An error with reasons has them as its message, too, in one line.
+        # The message of an error with reasons repeats the reasons in one line, so it is not shown.
         return "\n".join(["the server refuses this adapter:", *reasons]) if reasons else str(error["message"])
     except (ValueError, KeyError, TypeError):
         return f"the server answered {response.status_code}, which is not in this API's form; is SLORA_URL right?"
 
 
 def error_code(response: httpx.Response) -> str | None:
-    """The code of a failed answer; None for a successful one, and for one that is not in this API's form."""
+    """Returns the code of a failed answer. None for a success, and for an answer that is not in this API's form."""
     try:
         code = None if response.is_success else response.json()["error"]["code"]
     except (ValueError, KeyError, TypeError):
@@ -77,14 +77,14 @@ def error_code(response: httpx.Response) -> str | None:
 
 
 def check(response: httpx.Response) -> Any:
-    """The body of a successful answer (None if empty). Raises CommandFailed with the server's message."""
+    """Returns the body of a successful answer (None if empty). Raises CommandFailed with the server's message."""
     if response.is_success:
         return response.json() if response.content else None
     raise CommandFailed(_message(response))
 
 
 def walk(client: httpx.Client, path: str) -> Iterator[Any]:
-    """The items of a list, page after page. Raises CommandFailed like `check`."""
+    """Yields the items of a list from all of its pages. Raises CommandFailed like `check`."""
     params: dict[str, str | int] = {"limit": MAX_LIMIT}
     while True:
         page = check(client.get(path, params=params))
@@ -95,7 +95,7 @@ def walk(client: httpx.Client, path: str) -> Iterator[Any]:
 
 
 def explained(handler: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
-    """Turns a handler that raises into one that prints a line and returns the exit code."""
+    """Wraps a handler that raises, so that it prints one line and returns the exit code."""
 
     @functools.wraps(handler)
     def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`slora tenant`: the operator's view of tenants."""
+"""`slora tenant`: the operator's commands for tenants."""
 
 import argparse
 from typing import Any
@@ -13,7 +13,7 @@ _SHARE = ("weight", "min_pool_share", "max_pool_share", "priority")
 
 
 def _share(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The parts of the share that the command line names."""
+    """Returns the fields of the share that the command line sets."""
     return {name: value for name in _SHARE if (value := getattr(arguments, name)) is not None}
 
 

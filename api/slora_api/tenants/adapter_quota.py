@@ -1,4 +1,4 @@
-"""How many versions of adapters one tenant may keep, and how many bytes are stored for all of them together."""
+"""The quota of one tenant's adapters: the number of versions, and the bytes stored for all of them together."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,10 @@ __all__ = ["AdapterQuota"]
 
 @dataclass(frozen=True, slots=True)
 class AdapterQuota:
-    """The same for every tenant. max_bytes: of everything that is stored; see `Holdings`."""
+    """One quota, which applies to every tenant.
+
+    max_bytes: limit of all stored bytes; see `Holdings`.
+    """
 
     max_versions: int
     max_bytes: int
@@ -24,7 +27,7 @@ class AdapterQuota:
                 f"You have {holdings.num_versions} versions of adapters and may have {self.max_versions} "
                 "(max_versions_per_tenant); remove one first."
             )
-        # Weights that another version has are stored once.
+        # Weights that another version of the tenant already has are stored once.
         added = max(0, adapter.blob_bytes - (holdings.weights_bytes or 0))
         added += ExtrasSummary.of(adapter.extras).num_bytes
         if (wanted := holdings.num_bytes + added) > self.max_bytes:

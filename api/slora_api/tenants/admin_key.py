@@ -1,7 +1,7 @@
-"""The operator's key: given by the environment, or made once at the first start and kept only as a hash.
+"""The operator's admin key: given in the environment, or generated at the first start and stored only as a hash.
 
-A given key wins and is never written down. A made key is shown once. An operator who loses it deletes the file and
-starts the server again.
+A given key takes precedence and is never stored. A generated key is printed once. An operator who loses it deletes the
+file and restarts the server.
 """
 
 import logging
@@ -21,7 +21,7 @@ _WEAK_CHARS = 16
 
 @dataclass(frozen=True, slots=True)
 class AdminKey:
-    """`shown_once` is the text of a key made just now, None for any other."""
+    """shown_once: the text of a key that was generated just now; None for any other key."""
 
     pepper: Pepper
     digest: bytes
@@ -35,7 +35,7 @@ class AdminKey:
 
 
 def open_admin_key(given: str, directory: Path, pepper: Pepper) -> AdminKey:
-    """The key that is valid for this run: `given` if not empty, else the one of the first start."""
+    """Returns the key that is valid for this run: `given` if it is not empty, else the key from the first start."""
     if given:
         if len(given) < _WEAK_CHARS:
             logger.warning(
@@ -50,5 +50,5 @@ def open_admin_key(given: str, directory: Path, pepper: Pepper) -> AdminKey:
     digest = pepper.digest(key)
     if create_durably(path, digest.hex().encode()):
         return AdminKey(pepper, digest, shown_once=key)
-    # Another process made one in between.
+    # Another process has created the file in the meantime.
     return AdminKey(pepper, bytes.fromhex(path.read_text()))

@@ -1,11 +1,13 @@
-"""What an API key looks like, and how one is recognised without being stored.
+"""The format of API keys, and their recognition from a stored hash.
 
-`slora_<8 character id>_<43 base62 characters>_<checksum>`: the prefix and the checksum let secret scanners find a
-leaked key without guessing; the id finds its row; 43 base62 characters are 256 random bits. A secret this long
-needs no slow hash (argon2 would cost 254 ms a request): stored is its HMAC-SHA256 under a pepper, a file that the
-database does not hold, so that a stolen database alone cannot even confirm a guess.
+A key is `slora_<8 character id>_<43 base62 characters>_<checksum>`. The prefix and the checksum let secret scanners
+recognise a leaked key reliably. The id finds the key's database row. 43 base62 characters hold 256 random bits.
 
-Knows no tenant and no database.
+A secret of this length needs no slow hash; argon2 would take 254 ms per request. The database stores the key's
+HMAC-SHA256 under a pepper. The pepper is a file outside the database, so a guess cannot be verified with a stolen
+database alone.
+
+This module knows no tenant and no database.
 """
 
 import hmac
@@ -26,7 +28,7 @@ PEPPER_BYTES = 32
 
 
 def _checksum(body: str) -> str:
-    """CRC32 in base62; 62**6 > 2**32, so six characters hold it."""
+    """CRC32 in base62. Six characters suffice, because 62**6 > 2**32."""
     value, digits = zlib.crc32(body.encode()), ""
     for _ in range(_CHECKSUM_CHARS):
         value, digit = divmod(value, len(_BASE62))
@@ -40,7 +42,7 @@ def _random_text(length: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NewKey:
-    """A key just made. Its repr does not show the secret, so that a log line cannot."""
+    """A newly generated key. Its repr hides the secret, so that logs do not reveal it."""
 
     key_id: str
     secret: str
@@ -50,20 +52,20 @@ class NewKey:
 
 
 def make_key() -> NewKey:
-    """Draws a fresh key from the system's randomness."""
+    """Generates a key from the operating system's random numbers."""
     key_id = _random_text(_ID_CHARS)
     body = f"slora_{key_id}_{_random_text(_SECRET_CHARS)}"
     return NewKey(key_id, f"{body}_{_checksum(body)}")
 
 
 def read_key_id(text: str) -> str | None:
-    """The id inside a well-formed key; None for anything else. Says nothing about whether the key is valid."""
+    """Returns the id of a well-formed key, and None for any other text. It does not check whether the key is valid."""
     match = _KEY.fullmatch(text)
     return match[2] if match and _checksum(match[1]) == match[3] else None
 
 
 class Pepper:
-    """The server's secret under which keys are hashed."""
+    """The server's secret with which keys are hashed."""
 
     __slots__ = ("_secret",)
 
@@ -72,10 +74,10 @@ class Pepper:
 
     @staticmethod
     def from_file(path: Path) -> "Pepper":
-        """Reads the pepper, or makes it at the first start (mode 0600). Raises ValueError if the file is damaged."""
+        """Reads the pepper, or creates it at the first start (mode 0600). Raises ValueError if the file is damaged."""
         if not path.exists():
             create_durably(path, secrets.token_bytes(PEPPER_BYTES))
-        # Read even after a creation: of two processes that start together, one made the file.
+        # Read even after a creation: if two processes start together, either may have created the file.
         secret = path.read_bytes()
         if len(secret) != PEPPER_BYTES:
             raise ValueError(
@@ -85,9 +87,9 @@ class Pepper:
         return Pepper(secret)
 
     def digest(self, key: str) -> bytes:
-        """What is stored in place of `key`: 32 bytes."""
+        """Returns the 32 bytes that are stored in place of `key`."""
         return hmac.digest(self._secret, key.encode(), "sha256")
 
     def matches(self, key: str, stored: bytes) -> bool:
-        """Whether `stored` is the digest of `key`, in time that does not depend on where they differ."""
+        """Whether `stored` is the digest of `key`. The comparison takes constant time."""
         return hmac.compare_digest(self.digest(key), stored)

@@ -1,11 +1,11 @@
-"""Who is asking. Every path needs a key unless it is named here, so a route that somebody forgets is closed.
+"""Identifies the caller of each request. Every path needs a key, except those in PUBLIC_PATHS.
 
-The middleware finds out who the caller is; a route's signature says who it is for: `CurrentKey` for a tenant's key,
-`Operator` for the operator. The two must agree, and neither trusts the other: a route without either is still closed
+The middleware identifies the caller. A route's signature states which caller it accepts: `CurrentKey` for a tenant's
+API key, `Operator` for the admin key. The two checks are independent, so a route that declares neither is still closed
 to callers without a key.
 
-/metrics is the operator's. It names tenants' adapters and shows how much each of them is used, which is nobody
-else's business; Prometheus sends a key with `authorization: {credentials_file: ...}`.
+/metrics is for the operator only, because it names the adapters of all tenants and shows how much each is used.
+Prometheus sends a key with `authorization: {credentials_file: ...}`.
 """
 
 import re
@@ -22,7 +22,7 @@ from slora_api.tenants.tenancy import KeyRecord, Tenancy
 
 __all__ = ["PUBLIC_PATHS", "Authentication", "CurrentKey", "Operator", "is_operator"]
 
-# Load balancers and container engines ask these without a key; they tell nothing but "up" and "ready".
+# Load balancers and container engines call these without a key. They reveal only whether the server is up and ready.
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz"})
 
 _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
@@ -30,14 +30,14 @@ _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class _OperatorCaller:
-    """The holder of the admin key."""
+    """The caller has sent the admin key."""
 
 
 _Caller = _OperatorCaller | KeyRecord
 
 
 class Authentication:
-    """ASGI middleware: puts the caller into the request's state, or answers 401."""
+    """ASGI middleware: stores the caller in the request's state, or answers 401."""
 
     def __init__(self, app: ASGIApp, tenancy: Tenancy, admin_key: AdminKey) -> None:
         self._app = app
@@ -77,7 +77,7 @@ def _operator(request: Request) -> None:
 
 
 def is_operator(request: Request) -> bool:
-    """Whether the request came with the admin key."""
+    """Whether the request was sent with the admin key."""
     return isinstance(getattr(request.state, "caller", None), _OperatorCaller)
 
 

@@ -1,13 +1,13 @@
-"""Keys that are revoked but whose revocation is not in the database yet, because that cannot be written just now.
+"""A journal of key revocations that could not yet be written to the database.
 
-The journal is a file of fixed size whose room is taken when it is made, so that an entry needs no free space. Every
-process of the host maps it, so an entry takes effect in all of them at once, and it survives a restart. On a file
-system that copies on write, an entry may need free space all the same; one that cannot be written takes effect in this
-process only.
+The journal is a file of fixed size. Its space is allocated when it is created, so an entry needs no free space. Every
+process of the host maps the file, so an entry takes effect in all of them at once and survives a restart. On a
+copy-on-write file system an entry may still need free space. An entry that cannot be written takes effect only in this
+process.
 
-Layout: a counter of changes and the number of entries, 8 bytes each, little-endian; then entries of 8 bytes, the ids of
-the keys. Writers hold a lock on the file, and write the counter last. Readers compare the counter with the one that
-they saw last.
+The layout is a counter of changes and the number of entries, 8 bytes each, little-endian. Then follow the key ids, 8
+bytes each. Writers lock the file and write the counter last. Readers read the entries again when the counter differs
+from the last value that they saw.
 """
 
 import fcntl
@@ -33,14 +33,15 @@ _FILE_BYTES = _HEADER.size + MAX_ENTRIES * _ENTRY_BYTES
 
 
 class RevocationJournal:
-    """The journal at `path`, made if need be. Without room for it, entries are kept by this process alone.
+    """The journal at `path`, created if necessary. If the disk has no room for it, this process keeps the entries in
+    memory.
 
-    May be used from several threads. Ids have 8 ASCII characters.
+    It may be used by several threads. Key ids have 8 ASCII characters.
     """
 
     def __init__(self, path: Path) -> None:
         self._lock = Lock()
-        # Those that did not reach the file.
+        # Entries that could not be written to the file.
         self._own: frozenset[str] = frozenset()
         self._seen_counter = -1
         self._shared: frozenset[str] = frozenset()
@@ -53,11 +54,11 @@ class RevocationJournal:
         return key_id in self._own or key_id in self._read()
 
     def pending(self) -> Set[str]:
-        """All entries."""
+        """Returns all entries."""
         return self._own | self._read()
 
     def add(self, key_id: str) -> bool:
-        """Takes effect at once. Returns whether the entry survives a restart and is seen by other processes."""
+        """Revokes the key at once. Returns whether the entry survives a restart and is visible to other processes."""
         with self._lock:
             try:
                 with self._writing() as entries:
@@ -72,7 +73,7 @@ class RevocationJournal:
                 return False
 
     def remove(self, key_ids: Iterable[str]) -> None:
-        """These are in the database now."""
+        """Removes entries that the database now has."""
         gone = frozenset(key_ids)
         with self._lock:
             self._own -= gone
@@ -102,7 +103,7 @@ class RevocationJournal:
 
     @contextmanager
     def _writing(self) -> Iterator[list[str]]:
-        """The entries of the file, with its lock. Raises OSError if there is no file."""
+        """Locks the file and yields its entries. Raises OSError if there is no file."""
         if self._descriptor is None:
             raise OSError("there was no room to make the journal")
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
@@ -114,7 +115,7 @@ class RevocationJournal:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def _write(self, entries: Iterable[str]) -> None:
-        """A reader in between sees the old entries or all of the new ones, and looks again when the counter moves."""
+        """A concurrent reader sees the old entries or all new ones, and reads again when the counter changes."""
         assert self._descriptor is not None
         raw = b"".join(one.encode("ascii") for one in entries)
         counter, _ = _HEADER.unpack(os.pread(self._descriptor, _HEADER.size, 0))

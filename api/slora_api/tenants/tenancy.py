@@ -1,14 +1,15 @@
 """Tenants and their API keys.
 
-A tenant is a name with a share of the engine; a key belongs to one tenant and may carry its default adapter: a name, or
-`name@alias`, whose moves it then follows. Keys are kept as hashes and read from the database at each request, together
-with their tenant's share (some ten microseconds), so a revocation or a new share holds for the very next one, in every
-process that shares the database.
+A tenant is a name with a share of the engine. A key belongs to one tenant and may have a default adapter: a name, or
+`name@alias`, which is resolved at each request. Keys are stored as hashes. A key and its tenant's share are read from
+the database at each request, which takes some ten microseconds. A revocation or a new share therefore applies to the
+next request, in every process that shares the database.
 
-A revocation also holds while the database cannot be written, for example on a full disk. It first goes to a journal
-that needs no room and that every process of the host reads at each request, and stays there until the database has it.
+A revocation also takes effect when the database cannot be written, for example on a full disk. It is first written to a
+journal that needs no free space and that every process of the host reads at each request. It stays there until the
+database has it.
 
-Methods block on the disk: those that write are called off the event loop. Knows no HTTP.
+Methods block on the disk, so those that write must not be called on the event loop. This module knows no HTTP.
 """
 
 import logging
@@ -61,7 +62,7 @@ _MIGRATIONS = (
 
 
 def check_name(name: str, param: str) -> str:
-    """The name, if it can be one of a tenant. Raises BadRequest naming `param`."""
+    """Returns the name if it is valid for a tenant. Raises BadRequest naming `param`."""
     if not _NAME.fullmatch(name):
         raise BadRequest(
             f"`{param}` is {name[:140]!r}; a name has 1 to 128 of a-z, 0-9, '.', '_', '-' and starts with a letter "
@@ -72,22 +73,22 @@ def check_name(name: str, param: str) -> str:
 
 
 def _check_reference(adapter: str) -> None:
-    """Raises BadRequest."""
+    """Raises BadRequest if the text is not a reference to an adapter."""
     try:
         parse_reference(adapter)
     except BadAdapterName as error:
         raise BadRequest(f"`adapter`: {error}.", "adapter") from None
 
 
-# Beyond these a tenant is as good as alone, or as good as never served.
+# With a weight outside these limits, a tenant would in effect be alone or never be served.
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.001, 1000.0
-# Rounding, when floors such as 0.7 + 0.2 + 0.1 are added up.
+# Tolerance for rounding when floors such as 0.7 + 0.2 + 0.1 are added up.
 _SUM_SLACK = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """created_at: seconds since 1970."""
+    """created_at: Unix time in seconds."""
 
     name: str
     created_at: int
@@ -96,7 +97,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class ShareChanges:
-    """What becomes of a tenant's share; None leaves it as it is. The names are those that operators see.
+    """Changes of a tenant's share. A field that is None keeps its value. The fields are named as in the operator's API.
 
     min_pool_share, max_pool_share: fractions of the pool's pages, `min_share` and `max_share` of a TenantShare.
     """
@@ -107,7 +108,7 @@ class ShareChanges:
     priority: int | None = None
 
     def apply(self, share: TenantShare) -> TenantShare:
-        """The share that comes of it. Raises BadRequest naming the field, its value and the limit."""
+        """Returns the changed share. Raises BadRequest naming the field, its value and the limit."""
         self._check_range("weight", _LEAST_WEIGHT, _MOST_WEIGHT)
         self._check_range("min_pool_share", 0, 1)
         self._check_range("max_pool_share", 0, 1)
@@ -131,9 +132,10 @@ class ShareChanges:
 
 @dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """A key without its secret. adapter: what `model="default"` means for it; None is the base model.
+    """An API key without its secret.
 
-    share: its tenant's, as it was when the key was read.
+    adapter: the default adapter, which `model="default"` selects; None selects the base model.
+    share: the tenant's share when the key was read.
     """
 
     key_id: str
@@ -150,20 +152,20 @@ _KEYS = "FROM api_keys JOIN tenants ON tenants.name = api_keys.tenant"
 
 
 class Tenancy:
-    """Tenants and keys in the shared database. journal: of the same host."""
+    """Tenants and keys in the shared database. journal: the revocation journal of this host."""
 
     def __init__(self, database: Database, pepper: Pepper, journal: RevocationJournal) -> None:
         self._database = database
         self._pepper = pepper
         self._journal = journal
-        # Compared with when there is no such key, so that a wrong id takes as long as a wrong secret.
+        # An unknown key id is compared with this digest, so that it takes as long as a wrong secret.
         self._no_digest = pepper.digest("")
         database.migrate("tenancy", _MIGRATIONS)
 
     def create_tenant(self, name: str, changes: ShareChanges | None = None) -> Tenant:
-        """Makes a tenant whose share is the default one with `changes`.
+        """Creates a tenant whose share is the default with `changes` applied.
 
-        Raises BadRequest for a name or a share that cannot be one, Conflict for a name that is taken.
+        Raises BadRequest for an invalid name or share, and Conflict for a name that is taken.
         """
         share = DEFAULT_SHARE if changes is None else changes.apply(DEFAULT_SHARE)
         tenant = Tenant(check_name(name, "name"), int(time.time()), share)
@@ -183,8 +185,12 @@ class Tenancy:
         changes: ShareChanges,
         check: Callable[[TenantShare, Tenant], None] = lambda before, tenant: None,
     ) -> Tenant:
-        """Gives a tenant another share, from its next request on. `check` is told the share that it had and the tenant
-        as it is to be; raising, it keeps things as they are. Raises NotFound, or BadRequest naming the field."""
+        """Changes a tenant's share from its next request on.
+
+        check: called with the old share and the changed tenant. If it raises, the share stays as it is.
+
+        Raises NotFound, or BadRequest naming the field.
+        """
         with self._database.transaction() as connection:
             before = _find_tenant(connection.execute(_ONE_TENANT, (name,)).fetchall(), name)
             tenant = replace(before, share=changes.apply(before.share))
@@ -200,7 +206,7 @@ class Tenancy:
         return [_read_tenant(row) for row in self._database.read(f"{_TENANTS} ORDER BY name")]
 
     def create_key(self, tenant: str, adapter: str | None = None) -> tuple[KeyRecord, NewKey]:
-        """Makes a key; its secret is in the second value and nowhere else. Raises NotFound or BadRequest."""
+        """Creates a key. Only the second value contains the secret. Raises NotFound or BadRequest."""
         if adapter is not None:
             _check_reference(adapter)
         share = self.find_tenant(tenant).share
@@ -210,9 +216,10 @@ class Tenancy:
         return record, key
 
     def adopt_key(self, tenant: str, adapter: str | None, secret: str) -> KeyRecord:
-        """Makes a key that was drawn earlier valid; one that is known stays what it is, revoked ones too.
+        """Makes a key valid that was generated earlier. A key that the database has already stays as it is, even if it
+        is revoked.
 
-        Raises NotFound for an unknown tenant, BadRequest for a text that is no key.
+        Raises NotFound for an unknown tenant, and BadRequest for a text that is not a key.
         """
         key_id = read_key_id(secret)
         if key_id is None:
@@ -231,10 +238,10 @@ class Tenancy:
         return [self._with_pending(_read_key(row)) for row in rows]
 
     def revoke_key(self, key_id: str) -> None:
-        """From now on the key opens nothing; revoking it again is a no-op.
+        """Revokes a key at once. Revoking it again is a no-op.
 
-        Raises NotFound. Raises TryAgain if neither the database nor the journal could be written: the revocation then
-        holds in this process, which tries again to write it, and a restart would lose it.
+        Raises NotFound. Raises TryAgain if neither the database nor the journal could be written. The revocation then
+        applies in this process only, which keeps trying to write it. A restart before that would lose it.
         """
         if not self._database.read("SELECT 1 FROM api_keys WHERE key_id = ?", (key_id,)):
             raise NotFound(f"There is no key `{key_id[:64]}`.")
@@ -250,7 +257,7 @@ class Tenancy:
                 ) from error
 
     def write_pending_revocations(self) -> None:
-        """Brings to the database what the journal holds. Raises StoreUnavailable."""
+        """Writes the journal's entries to the database. Raises StoreUnavailable."""
         if pending := self._journal.pending():
             self._write_revocations(sorted(pending))
             logger.info("%d revocations that had to wait are in the database now", len(pending))
@@ -272,7 +279,7 @@ class Tenancy:
             )
 
     def authenticate(self, secret: str) -> KeyRecord | None:
-        """The key that `secret` is, if it is one, is known and is not revoked."""
+        """Returns the record of the key `secret` if it is well-formed, known and not revoked, else None."""
         key_id = read_key_id(secret)
         rows = self._database.read(
             f"SELECT digest, {_KEY_COLUMNS} {_KEYS} WHERE key_id = ? AND revoked_at IS NULL", (key_id,)
@@ -283,7 +290,9 @@ class Tenancy:
         return record if self._pepper.matches(secret, stored) else None
 
     def _with_pending(self, record: KeyRecord) -> KeyRecord:
-        """A revocation that only the journal has happened at a time that is not known."""
+        """Marks a key as revoked if only the journal has its revocation. The journal has no times, so the current time
+        is used.
+        """
         if record.revoked_at is None and record.key_id in self._journal:
             return replace(record, revoked_at=int(time.time()))
         return record
@@ -324,7 +333,7 @@ def _read_key(row: tuple[Any, ...]) -> KeyRecord:
 
 
 def _write_share(connection: Connection, tenant: Tenant) -> None:
-    """Raises BadRequest if all tenants' floors would then be more than the pool."""
+    """Raises BadRequest if the floors of all tenants would exceed the whole pool."""
     share = tenant.share
     connection.execute(
         "UPDATE tenants SET weight = ?, min_pool_share = ?, max_pool_share = ?, priority = ? WHERE name = ?",
