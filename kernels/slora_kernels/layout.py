@@ -10,18 +10,18 @@ The pool is one allocation `[num_pages, num_layers, page_bytes]`. A page holds o
 KV blocks and adapters are both addressed through tables of page ids. `ModelShape` lists the linears of a layer and the
 groups of linears that read the same input, so any decoder can be described.
 
-A packed adapter is layer-major. For each layer and each group of linears it holds the rows of A of all modules of the
-group, so that one shrink serves the group. The transposed rows of B follow, module by module. The input embedding and
-the output head come last, as two groups of one module each.
+A packed adapter is layer-major. For each layer and each group, it first holds the rows of A of all modules of the
+group. One shrink thus serves the whole group. The transposed rows of B follow, module by module. The input embedding
+and the output head come last, as two groups of one module each.
 
 Each row is padded to whole segments of `SEGMENT_BYTES`. A page holds a whole number of segments, so a segment never
-crosses a page boundary, and a kernel looks up one page id per segment for any rank. Nothing is padded to a maximum
-rank.
+crosses a page boundary. A kernel therefore looks up one page id per segment for any rank. Nothing is padded to a
+maximum rank.
 
-Worked example: Llama-3.1-8B (32 layers) in bf16 with blocks of 16 tokens. K and V of a block are 2 * 8 * 16 * 128 * 2
-bytes = 64 KiB per layer, so a page is 2 MiB. A rank-16 adapter on all seven linears is 80 MiB, or 40 pages: as much as
-the KV of 640 tokens. With KV in fp8 a page is 32.5 KiB per layer: 32 KiB of elements and 512 bytes of scales. The size
-of a packed adapter does not depend on the KV format.
+Worked example: Llama-3.1-8B (32 layers) in bf16 with blocks of 16 tokens. K and V of a block take 2 * 8 * 16 * 128 * 2
+bytes = 64 KiB per layer. A page is 2 MiB. A rank-16 adapter on all seven linears is 80 MiB, or 40 pages: as much as the
+KV of 640 tokens. With KV in fp8 a page is 32.5 KiB per layer: 32 KiB of elements and 512 bytes of scales. The size of a
+packed adapter does not depend on the KV format.
 
 This module does not import torch, because the loader and API processes import it.
 """
@@ -140,8 +140,8 @@ class ModelShape:
         assert all(len(width) == 1 for width in widths), f"a group reads inputs of different widths: {widths}"
 
     def __hash__(self) -> int:
-        # Only a few sizes are hashed. The cached tables of a shape are looked up for each tensor of an adapter, and
-        # hashing all linears each time took most of the time of reading an adapter's header.
+        # Only a few sizes are hashed. The cached tables of a shape are looked up for each tensor of an adapter. Hashing
+        # all linears each time took most of the time of reading an adapter's header.
         return hash((self.num_layers, self.hidden_size, self.vocab_size, self.layers_path))
 
     @staticmethod

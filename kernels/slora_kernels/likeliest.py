@@ -7,7 +7,10 @@ _BLOCK = 256
 
 
 def find_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """See `Kernels.likeliest`. On a CPU, finding the block with the maximum first takes a fifth of the time."""
+    """See `Kernels.likeliest`.
+
+    On a CPU, it first finds the block with the maximum, which takes a fifth of the time of a max over the whole row.
+    """
     logits = logits.float()
     whole = logits.shape[1] // _BLOCK * _BLOCK
     if logits.device.type != "cpu" or whole == 0:

@@ -58,7 +58,7 @@ class Kernels(Protocol):
         """Computes, once per step, what the attention of all layers shares."""
 
     def prepare_lora(self, tiles: LoraTiles, tables: AdapterTables) -> LoraStep:
-        """Computes, once per step, what all sites share whose tokens are cut into `tiles`."""
+        """Computes, once per step, what all sites with these tiles share."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, H], weight [H] -> [T, H]: x / sqrt(mean(x^2) + eps) * weight, rounded once.

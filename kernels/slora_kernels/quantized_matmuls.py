@@ -27,8 +27,8 @@ _PACKED_TOKENS = 8
 # The packed kernel needs multiples of this size. With other sizes it returned wrong results or crashed (torch 2.13,
 # AVX-512).
 _PACKED_MULTIPLE = 64
-# For each target dtype: the integer type of its size, the left shift of a float8's bits, and a mask of the bits between
-# sign and exponent.
+# For each target dtype: (integer type of its size, left shift of a float8's bits, mask of the bits between sign and
+# exponent).
 _WIDER = {torch.bfloat16: (torch.int16, 4, 0x7800), torch.float32: (torch.int32, 20, 0x78000000)}
 
 
@@ -36,9 +36,9 @@ def widen(values: Tensor, dtype: torch.dtype) -> Tensor:
     """int8 or float8_e4m3fn of any shape -> the same values in bfloat16 or float32, exactly. NaN is not supported."""
     if values.dtype == torch.int8 or values.device.type != "cpu":
         return values.to(dtype)
-    # The shift moves the sign to the top bit. It aligns the 4 exponent bits with the low bits of the wider exponent,
-    # and the 3 mantissa bits with the top of the wider mantissa. The factor 2**120 corrects the difference of the
-    # exponent biases, 127 - 7.
+    # The shift moves the sign to the top bit. The 4 exponent bits align with the low bits of the wider exponent. The 3
+    # mantissa bits align with the top of the wider mantissa. The factor 2**120 corrects the difference of the exponent
+    # biases, 127 - 7.
     integer, shift, clear = _WIDER[dtype]
     bits = values.view(torch.int8).to(integer)
     return bits.bitwise_left_shift_(shift).bitwise_and_(~clear).view(dtype).mul_(2.0**120)

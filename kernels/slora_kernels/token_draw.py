@@ -32,8 +32,8 @@ from slora_kernels.draws import Draws
 # sampled.
 _ONE = 2.0**42
 _BLOCK = 256
-# How many of the most probable tokens a filter sorts at first, and then if those are not enough. The first number
-# nearly always suffices and is much cheaper than sorting the vocabulary.
+# Numbers of most probable tokens that a filter sorts: _FIRST at first, then _SECOND. _FIRST nearly always suffices and
+# is much cheaper than sorting the vocabulary.
 _FIRST, _SECOND = 256, 4096
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 

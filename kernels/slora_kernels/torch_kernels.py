@@ -78,8 +78,10 @@ class LoraPlan:
 class _Chunk:
     """The tokens of one sequence in a step.
 
-    row: the sequence's row in the block tables. first: index of the chunk's first token in the batch. tokens: number of
-    tokens. before: number of earlier tokens whose KV is in pages.
+    row: the sequence's row in the block tables.
+    first: index of the chunk's first token in the batch.
+    tokens: number of tokens.
+    before: number of earlier tokens whose KV is in pages.
     """
 
     row: int

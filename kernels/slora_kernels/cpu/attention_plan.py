@@ -42,8 +42,8 @@ def _cut_queries(batch: AttentionBatch, tile_queries: int) -> Tensor:
 def _share_heads(num_tiles: int, num_heads: int, group: int, max_query: int) -> int:
     """Number of KV heads per item.
 
-    If all sequences decode, it is the most that leaves enough items for all threads, because the keys of consecutive
-    heads are contiguous in a page. Otherwise it is 1.
+    If all sequences decode, it is the greatest number that leaves enough items for all threads. More heads per item are
+    faster, because consecutive heads are contiguous in a page. If any sequence prefills, it is 1.
     """
     if max_query > 1:
         return 1

@@ -1,7 +1,7 @@
 """The fast CPU implementation of `Kernels`: numba compiles the kernels at run time, so no C compiler is needed.
 
-The workers run on torch's threads. Preparing each call from scratch took 2 ms of a decode step of 40 ms, so what all
-calls of a step share is computed once per step.
+The workers run on torch's threads. What all calls of a step share is computed once per step. Preparing each call from
+scratch took 2 ms of a decode step of 40 ms.
 """
 
 import time

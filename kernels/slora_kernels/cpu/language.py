@@ -46,8 +46,10 @@ CACHE_LINE_BYTES = 64
 # Bits of an infinite float32.
 INFINITY_BITS = 0x7F800000
 # fastmath lets the compiler reorder sums. The order is fixed when a kernel is compiled, so results are the same in
-# every call. _nrt=False turns off numba's run-time and thus its reference counts, which took a third of the time of
-# short rows. Jobs own no memory, so no count is needed. Without the run-time a function must not return an array.
+# every call.
+#
+# _nrt=False turns off numba's run-time and its reference counts. Counting took a third of the time of short rows, and
+# jobs own no memory. Without the run-time a function must not return an array.
 _OPTIONS: dict[str, Any] = {"fastmath": True, "error_model": "numpy", "_nrt": False}
 
 
@@ -282,7 +284,7 @@ def widen_value(builder: Any, element: Any, value: Any, lanes: int = 1) -> Any:
 
 
 def _fill(kind: Any, number: float) -> Any:
-    """A constant of type `kind`. For a vector type, all lanes hold `number`."""
+    """A constant of type `kind`. In a vector type, all lanes hold `number`."""
     return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
 
 

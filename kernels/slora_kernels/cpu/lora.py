@@ -35,9 +35,9 @@ from slora_kernels.cpu.vectors import LANES
 
 # Columns of B are prefetched this many elements before they are read.
 AHEAD = 256
-# From PACKED_TOKENS tokens on, rows of B are first packed into scratch, PACKED_COLUMNS columns at a time. 64 such rows
-# fill two thirds of the L1 cache. In the pages, the pitch of the rows is often a multiple of 4 KiB, so that all rows
-# compete for the same few cache sets.
+# From PACKED_TOKENS tokens on, rows of B are first packed into scratch, PACKED_COLUMNS columns at a time. 64 packed
+# rows fill two thirds of the L1 cache. In the pages, the pitch of the rows is often a multiple of 4 KiB. All rows would
+# then compete for the same few cache sets.
 PACKED_TOKENS = 32
 PACKED_COLUMNS = 256
 PACKED_AHEAD = 4

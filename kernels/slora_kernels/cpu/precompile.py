@@ -1,9 +1,8 @@
-"""Compiles the CPU kernels into the compiler's cache, once, when the software is installed.
+"""Compiles the CPU kernels into numba's cache on all cores, when the software is installed.
 
-    python -P -m slora_kernels.cpu.precompile
+    python -P -m slora_kernels.cpu.precompile float32 bfloat16
 
-Without this, the first start of a server compiles them, which takes about twenty seconds. This does nothing if the
-kernels chosen for the CPU need no compiling.
+Without this, the first start of a server compiles the kernels that it needs, one after the other.
 """
 
 import os
@@ -24,12 +23,9 @@ def _compile(index: int, dtype: str) -> None:
 
 
 def main() -> None:
-    """Compiles for each dtype. Sizes do not matter, because they are run-time arguments.
-
-    KV in fp8 is not compiled here. The first start of a server with that format compiles it.
-    """
+    """Compiles for the dtypes on the command line. KV in fp8 is compiled at the first start that uses it."""
     started_at = time.monotonic()
-    # Attention is the last kernel and takes longest, so it goes first.
+    # Jobs are in reverse order because attention, the last kernel, takes longest to compile.
     jobs = [(index, dtype) for index in reversed(range(NUM_KERNELS)) for dtype in sys.argv[1:]]
     print(f"Compiling {len(jobs)} CPU kernels ({', '.join(sys.argv[1:])}); about half a minute", flush=True)
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:

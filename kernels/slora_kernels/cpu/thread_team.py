@@ -5,10 +5,10 @@ left. A thread that the operating system delays therefore costs little, and resu
 computed which item.
 
 The threads belong to the OpenMP runtime that torch has loaded. They are entered through the runtime's GOMP_parallel. A
-second thread pool, such as numba's own, would compete with torch's threads for the cores: alternating a torch matmul
-with a kernel was 15 to 30% slower (2 cores, shared; medians).
+second thread pool, such as numba's own, would compete with torch's threads for the cores. With one, alternating a torch
+matmul with a kernel was 15 to 30% slower (2 cores, shared; medians).
 
-This module knows nothing of numba or tensors.
+This module depends on neither numba nor tensors.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
 """Vector code in LLVM IR, from which the blocks of `dots` and `gathers` are built.
 
-If the loops are left to LLVM, it vectorises the loop for one token, and the next token reads and widens the same
-weights again. A block reads and widens each weight once for all its tokens, and keeps their sums in registers. Each sum
-is formed in the same order in every block, so a token's result is bit-identical alone and in a batch.
+Left alone, LLVM vectorises the loop for one token, and the next token reads and widens the same weights again. A block
+computes a few tokens together. It reads and widens each weight once for all of them, and keeps their sums in registers.
+Each sum is formed in the same order in every block, so a token's result is bit-identical alone and in a batch.
 
 Rows of weights are of the model's dtype and lie `pitch` elements apart.
 """

@@ -12,8 +12,10 @@ def find_columns(
     WIDTH_2: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    """Returns, for a block: its module's index in the group, that module's width and first column in out, and the
-    block's segment index within the module.
+    """Returns the module and the columns of a block.
+
+    They are the module's index in the group, its width, its first column in out, and the block's segment index within
+    it.
     """
     BLOCKS_0: tl.constexpr = (WIDTH_0 + SEGMENT - 1) // SEGMENT
     BLOCKS_1: tl.constexpr = BLOCKS_0 + (WIDTH_1 + SEGMENT - 1) // SEGMENT

@@ -74,8 +74,8 @@ def _lora_expand_kernel(
     mask = (tokens[:, None] < size) & inside
     # Loaded early to overlap with the page lookups.
     old = tl.load(target, mask=mask, other=0.0)
-    # All planes are loaded and summed at once. Added one by one, each plane was converted between layouts separately,
-    # behind barriers of its own (25 barriers; 11 now).
+    # All planes are loaded and summed at once. When they were added one by one, each plane was converted between
+    # layouts separately. That took 25 barriers instead of 11.
     planes = tl.arange(0, PLANES)[:, None, None]
     plane_starts = bridge + planes * (num_tokens * bridge_stride)
     acc = tl.zeros((BLOCK_M, SEGMENT), tl.float32)

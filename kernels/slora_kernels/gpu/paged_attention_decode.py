@@ -24,8 +24,8 @@ from slora_kernels.launch import Launch, dot_dtype
 
 # Context tokens per iteration of the walk.
 ROUND_TOKENS = 64
-# A stretch is long enough to amortise the merge. 16 stretches let one sequence with 8 KV heads start 128 programs,
-# about as many as an H100 or H200 has multiprocessors.
+# A stretch is long enough to amortise the merge. MAX_STRETCHES lets one sequence with 8 KV heads start 128 programs. An
+# H100 or H200 has about as many multiprocessors.
 MIN_STRETCH_TOKENS = 128
 MAX_STRETCHES = 16
 

@@ -21,8 +21,8 @@ from slora_kernels.gpu.paged_walk import (
 )
 from slora_kernels.launch import Launch, dot_dtype
 
-# Context tokens per iteration of the walk, and warps of a program. With these, no target spills a register. An H200
-# runs two programs with heads of 128 per multiprocessor (64 KiB of shared memory each), and an MI300 two per compute
+# Context tokens per iteration of the walk, and warps of a program. With these, no target spills a register. With heads
+# of 128, an H200 runs two programs per multiprocessor (64 KiB of shared memory each). An MI300 runs two per compute
 # unit (32 KiB of LDS each). With 64 tokens, registers spill. All of this is from ahead-of-time compilation, not from
 # runs.
 ROUND_TOKENS = 32
@@ -40,9 +40,9 @@ def _count_rows(geometry: KVGeometry) -> int:
 
 @triton.jit
 def _find_sequence(query_starts, num_sequences, tile, TILE_QUERIES: tl.constexpr):
-    """Finds the sequence of a tile: the last one whose first tile is at or before `tile`.
+    """Finds the sequence of a tile: the last sequence whose first tile is at or before `tile`.
 
-    The first tile of sequence b is number query_starts[b] // TILE_QUERIES + b, which reserves enough tiles for each
+    The first tile of sequence b has the index query_starts[b] // TILE_QUERIES + b. This reserves enough tiles for each
     sequence.
     """
     low = 0
