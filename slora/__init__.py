@@ -1,6 +1,6 @@
-"""The engine of slora: many LoRA adapters over one base model, through one paged pool.
+"""The engine of slora: many LoRA adapters on one base model, in one page pool.
 
-The classes that need tensors are loaded when they are first asked for: other processes never import torch.
+Classes that need tensors are imported at their first use, so that processes without a model never import torch.
 """
 
 import importlib

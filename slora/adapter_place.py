@@ -1,11 +1,15 @@
-"""How near an adapter is to the next request for it. Crosses to API processes."""
+"""Where an adapter is now. The engine sends this value to API processes."""
 
 from enum import StrEnum
 
 
 class AdapterPlace(StrEnum):
-    """POOL: a request can start at once. LOADING: on its way there from the host. HOST: it came to the host, where it
-    stays until its room is wanted. FETCHING: on its way there from the store.
+    """The stages from the store to the pool.
+
+    POOL: loaded; a request can run at once.
+    LOADING: being loaded from the host into the pool.
+    HOST: was fetched to the host, where it stays until it is evicted from the host cache.
+    FETCHING: being fetched from the store to the host.
     """
 
     POOL = "pool"

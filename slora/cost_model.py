@@ -1,7 +1,7 @@
-"""What the engine's work takes, in seconds, as far as a decision needs it. Plain numbers.
+"""The cost model: how many seconds the parts of a step take, as far as scheduling decisions need it.
 
-The runner measures them when it starts and learns them from the steps that run; a simulator brings its own table. The
-formulas are straight lines: they choose between two ways of doing something, and do not promise when it is done.
+The runner measures the costs at its start and updates them from the steps that run. A simulator supplies its own
+values. The formulas are linear: they compare alternatives and are not meant to predict when work is done.
 """
 
 import math
@@ -12,7 +12,7 @@ from slora.errors import ConfigError
 
 
 class Costs(Protocol):
-    """What a scheduler asks of costs, whether they are fixed or learned. See `CostModel`."""
+    """The costs that the scheduler reads, fixed or learned. See `CostModel`."""
 
     @property
     def step_s(self) -> float: ...
@@ -30,8 +30,12 @@ class Costs(Protocol):
 
 
 class StepWork(NamedTuple):
-    """What one step does. context_tokens: of all rows that decode, together. loaded_bytes: of adapters, host to pool.
-    swapped_pages: in either direction. In the order of the fields of `CostModel` behind step_s."""
+    """The work of one step. The fields have the order of `CostModel`'s fields after step_s.
+
+    context_tokens: total context length of all decode rows.
+    swapped_pages: in both directions.
+    loaded_bytes: adapter bytes copied from the host into the pool.
+    """
 
     prefill_tokens: int
     decode_rows: int
@@ -41,7 +45,7 @@ class StepWork(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """Seconds that the parts of one step took."""
+    """Measured seconds of the parts of one step."""
 
     compute_s: float
     swap_s: float = 0.0
@@ -50,9 +54,14 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """step_s: of any step. token_s: of a token that is prefilled. decode_s: of a row that decodes. context_token_s: of
-    attention over one token of context, per row that decodes. page_copy_s: of one page, device to host or back.
-    load_byte_s: of a byte of an adapter, host to pool.
+    """Costs in seconds.
+
+    step_s: fixed cost of any step.
+    token_s: per prefilled token.
+    decode_s: per decode row.
+    context_token_s: attention over one token of context, per decode row.
+    page_copy_s: per page copied between device and host, in either direction.
+    load_byte_s: per adapter byte copied from the host into the pool.
     """
 
     step_s: float
@@ -74,12 +83,12 @@ class CostModel:
             raise ConfigError("the cost token_s is 0; it must be above 0: other costs are told in tokens")
 
     def prefill_s(self, num_tokens: int) -> float:
-        """In steps that run anyway: what each step takes by itself is not counted."""
+        """Excludes step_s, because these tokens are computed in steps that run anyway."""
         return num_tokens * self.token_s
 
     def step_seconds(self, work: StepWork) -> float:
-        """Worked example: step_s 0.01, decode_s 0.001, context_token_s 1e-6, and 4 rows of 500 tokens each that decode:
-        0.01 + 4 * 0.001 + 2000 * 1e-6 = 0.016 s.
+        """Worked example: step_s 0.01, decode_s 0.001, context_token_s 1e-6, and 4 decode rows of 500 tokens of context
+        each: 0.01 + 4 * 0.001 + 2000 * 1e-6 = 0.016 s.
         """
         return (
             self.step_s
@@ -91,12 +100,12 @@ class CostModel:
         )
 
     def swap_s(self, num_pages: int) -> float:
-        """Out and in again."""
+        """Seconds to copy the pages to the host and back."""
         return 2 * num_pages * self.page_copy_s
 
     def load_s(self, num_bytes: int) -> float:
         return num_bytes * self.load_byte_s
 
     def tokens(self, seconds: float) -> float:
-        """The same in tokens of prefill: at 0.002 s a token, 0.3 s are 150."""
+        """Converts seconds to prefill tokens: at 0.002 s per token, 0.3 s are 150 tokens."""
         return seconds / self.token_s

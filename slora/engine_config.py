@@ -1,4 +1,4 @@
-"""Every setting of the engine, and the sizes that follow from them and from the machine."""
+"""Every setting of the engine, and the sizes that are derived from the settings and the machine."""
 
 import os
 from dataclasses import MISSING, dataclass
@@ -13,9 +13,9 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The settings of one engine. Sizes left at None follow from the model and the machine.
+    """The settings of one engine. A size of None is derived from the model and the machine.
 
-    The help texts say what each setting means. `slora serve` takes every field as a flag and an environment variable.
+    The help texts describe the settings. `slora serve` accepts every field as a flag and as an environment variable.
     """
 
     model: Path = setting(
@@ -145,19 +145,23 @@ class EngineConfig:
         return self.model_name or self.model.resolve().name
 
     def load_pages(self, full_page_bytes: int) -> int | None:
-        """None follows from what the machine takes for them."""
+        """Adapter pages that each step may load. None: `LoadPace` decides from measured costs."""
         num_bytes = self.load_bytes_per_step
         return None if num_bytes is None else max(1, num_bytes // full_page_bytes)
 
     def token_budget(self, device_type: str) -> int:
-        """A CPU step of 512 tokens already keeps every core busy; more would only delay those who decode."""
+        """The most tokens that one step computes. On a CPU, 512 tokens keep every core busy; more would only delay
+        decoding sequences.
+        """
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return max(self.max_num_seqs, 512 if device_type == "cpu" else 4096)
 
 
 def free_ram_bytes() -> int:
-    """What this process may still take: the machine's available memory, less if a control group allows less."""
+    """Bytes that this process can still allocate: the machine's available memory, or less if a control group
+    limits it.
+    """
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

@@ -1,16 +1,16 @@
-"""The errors that callers of the engine see. The whole tree, with the layers below:
+"""The errors that callers of the engine see. The whole tree, including `slora_adapters`:
 
-SloraError                    (slora_adapters) root of everything that this project raises for its users
-├── AdapterError              (slora_adapters) an adapter, a store or the registry
+SloraError                    (slora_adapters) root of all errors that this project raises for its users
+├── AdapterError              (slora_adapters) an adapter, a store or the registry failed
 ├── ConfigError               the model directory or a setting cannot be served; the engine does not start
-├── RequestRefused            the request is at fault: names the field; nothing was computed
+├── RequestRefused            the request is invalid; names the field; nothing was computed
 │   └── ContextTooLong        prompt plus answer exceed what the model or the pool can hold
-├── AdapterFetchFailed        the adapter could not be brought to the host; the request is over
-├── RequestFailed             this request breaks the computing (its logits are not finite, say); others go on
-├── StepFailed                the engine broke on a step that held the request, which is not at fault; try again
-├── DeadlineMissed            its first token can't come in the time that it allowed; nothing was computed
-├── DeviceFailed              the device computes nothing any more; the engine ends
-├── EngineUnavailable         the engine is gone, starting, or full; try again
+├── AdapterFetchFailed        the adapter could not be fetched to the host; the request ends
+├── RequestFailed             computing this request fails, for example with NaN logits; other requests continue
+├── StepFailed                a step that held the request failed for another reason; retry the request
+├── DeadlineMissed            the first token can't come before the request's deadline; nothing was computed
+├── DeviceFailed              the device no longer computes; the engine ends
+├── EngineUnavailable         the engine is down, starting or full; retry the request
 └── NotComparable             transformers or peft can't load what this engine serves
 """
 
@@ -36,7 +36,7 @@ class ConfigError(SloraError):
 
 
 class RequestRefused(SloraError):
-    """The request asks for something that can never be done; `param` names the field."""
+    """The request can never be served as it is. `param` names the invalid field."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -46,14 +46,14 @@ class RequestRefused(SloraError):
 
 
 class ContextTooLong(RequestRefused):
-    """Prompt plus answer exceed the context or the whole pool."""
+    """Prompt plus answer exceed the model's context or the whole pool."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message, param, "context_length_exceeded")
 
 
 class AdapterFetchFailed(SloraError):
-    """The adapter could not be brought to the host. code: not_found, unavailable or corrupt."""
+    """The adapter could not be fetched to the host. code: not_found, unavailable or corrupt."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -62,24 +62,26 @@ class AdapterFetchFailed(SloraError):
 
 
 class RequestFailed(SloraError):
-    """Computing this request breaks, even alone. The same request would break again; other requests go on."""
+    """Computing this request fails even when it is alone. A retry would fail again; other requests continue."""
 
 
 class StepFailed(SloraError):
-    """The engine broke on steps that held this request, and not because of it. The request may be sent again."""
+    """The engine failed on steps that held this request, but the request was not the cause. It can be retried."""
 
 
 class DeadlineMissed(SloraError):
-    """The first token can't come within the time that the request allowed; the request may be sent again later."""
+    """The first token can't come before the request's deadline. The request can be retried later."""
 
 
 class DeviceFailed(SloraError):
-    """The device computes nothing any more (a sticky CUDA error, a lost rank). Only a new process can help."""
+    """The device no longer computes (for example a sticky CUDA error or a lost rank). The process must be restarted."""
 
 
 class EngineUnavailable(SloraError):
-    """The engine is not there: it died, is starting or is shutting down. The request may be sent again."""
+    """The engine is down, starting or shutting down. The request can be retried."""
 
 
 class NotComparable(SloraError):
-    """The judge of `slora adapter verify` can't load a model or adapter that this engine serves."""
+    """transformers or peft, the reference of `slora adapter verify`, can't load a model or adapter that this engine
+    serves.
+    """

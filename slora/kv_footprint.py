@@ -1,7 +1,9 @@
-"""How many pages the KV of one sequence takes at once. Plain numbers; knows no pool and no other sequence.
+"""How many pages one sequence's KV occupies at once.
 
-With a window in every layer, blocks wholly behind the window of the next token to be computed are given back while the
-sequence runs. What it holds then depends on how many tokens are computed at a time, not on its length.
+If every layer has a sliding window, blocks completely behind the window of the next token are freed while the sequence
+runs. Then the footprint depends on the number of tokens computed at a time, not on the sequence's length.
+
+Plain numbers, without a pool or other sequences.
 """
 
 from dataclasses import dataclass
@@ -9,7 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KVFootprint:
-    """window: the most tokens that a token sees in any layer, itself included; None where a layer sees all of them."""
+    """The KV footprint of any sequence of one model.
+
+    window: the most tokens that a token attends to in any layer, itself included; None if a layer attends to all
+        tokens.
+    """
 
     block_tokens: int
     window: int | None = None
@@ -17,7 +23,8 @@ class KVFootprint:
     def pages(self, num_tokens: int, chunk_tokens: int = 1) -> int:
         """The most pages that a sequence of `num_tokens` holds at once when `chunk_tokens` are computed at a time.
 
-        Worked example, blocks of 16 and a window of 32, tokens one by one: 32 tokens that lie anywhere touch 3 blocks.
+        Worked example: blocks of 16 tokens, a window of 32, one token at a time. 32 consecutive tokens touch up to 3
+        blocks.
         """
         whole = -(-num_tokens // self.block_tokens)
         if self.window is None:
@@ -26,8 +33,9 @@ class KVFootprint:
         return min(whole, (in_sight + self.block_tokens - 2) // self.block_tokens + 1)
 
     def chunk_tokens(self, num_tokens: int, num_pages: int) -> int:
-        """The most tokens of a sequence of `num_tokens` that may be computed at a time if it has `num_pages` pages
-        at most; below 1 if that is too few for it at all."""
+        """The most tokens to compute at a time so that a sequence of `num_tokens` holds at most `num_pages` pages. Less
+        than 1 if that is impossible.
+        """
         if self.pages(num_tokens, num_tokens) <= num_pages:
             return num_tokens
         if self.window is None:
@@ -35,5 +43,5 @@ class KVFootprint:
         return (num_pages - 1) * self.block_tokens + 2 - self.window
 
     def first_token_seen(self, position: int) -> int:
-        """The first token that the one at `position` looks back on, in the layer that looks back furthest."""
+        """The first token that the token at `position` attends to, in the layer with the largest window."""
         return 0 if self.window is None else max(0, position - self.window + 1)

@@ -1,4 +1,4 @@
-"""What crosses from a caller to the engine and back. Plain values: no tensor, no socket."""
+"""The values that callers and the engine exchange. Plain values without tensors or sockets."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,7 +8,7 @@ from slora.sampling_params import SamplingParams
 from slora.tenant_share import DEFAULT_SHARE, TenantShare
 from slora_adapters.version import AdapterVersion
 
-# As far as an adapter's own scale may go; beyond it outputs only overflow.
+# Larger weights only make the outputs overflow. An adapter's own scale has the same limit.
 MAX_ADAPTER_WEIGHT = 10_000.0
 MAX_PRIORITY = 1_000
 MAX_DEADLINE_S = 86_400.0
@@ -16,14 +16,18 @@ MAX_DEADLINE_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt to continue. `tenant` is who is charged; `adapter` None means the bare base model.
+    """One prompt to continue.
 
-    share: what the operator grants the tenant, as of now. priority: among the tenant's own requests; lower is sooner.
-    deadline_s: from arrival to the first token; it ends as soon as that can't be kept. None: it waits.
+    tenant: the tenant that is charged.
+    adapter: None means the base model.
+    adapter_weight: factor on the adapter's scale: 0 is the base model, 1 the adapter as trained. It changes the KV of
+        every token, so any cached KV must be keyed by adapter and weight.
+    share: the tenant's present share, as the operator has set it.
+    priority: order among the tenant's own requests; lower is sooner.
+    deadline_s: seconds from arrival to the first token; the request ends as soon as this can't be met. None: no
+        deadline.
 
-    adapter_weight: a factor on the adapter's scale: 0 is the base, 1 the adapter as it was trained. It changes the KV
-    of every token, so whatever is kept of a sequence must be kept by adapter and weight.
-    Raises RequestRefused, naming the field, for a value out of range.
+    Raises RequestRefused, which names the field, for a value out of range.
     """
 
     request_id: str
@@ -37,7 +41,7 @@ class EngineRequest:
     deadline_s: float | None = None
 
     def __post_init__(self) -> None:
-        if not abs(self.adapter_weight) <= MAX_ADAPTER_WEIGHT:  # so that NaN is refused, too
+        if not abs(self.adapter_weight) <= MAX_ADAPTER_WEIGHT:  # written so that NaN is refused, too
             raise RequestRefused(
                 f"adapter_weight is {self.adapter_weight}; it must be a number of at most {MAX_ADAPTER_WEIGHT:g}, "
                 "positive or negative",
@@ -57,7 +61,7 @@ class EngineRequest:
 
 
 def _is_priority(value: object) -> bool:
-    """True is an int in Python, but no priority."""
+    """Refuses bool, although Python's bool is an int."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_PRIORITY
 
 
@@ -68,19 +72,24 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """logprob: of the chosen token, from the untouched distribution. top: (token id, logprob), most likely first."""
+    """The log-probabilities at one position.
+
+    logprob: log-probability of the chosen token, from the unedited logits.
+    top: (token id, logprob) of the most probable tokens, best first.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...]
 
 
-# Not frozen, nor is StepOutput: a step makes hundreds of them, and frozen ones take three times as long to fill.
+# TokenDelta and StepOutput are not frozen: a step creates hundreds of them, and frozen ones take three times as long.
 @dataclass(slots=True)
 class TokenDelta:
-    """The next tokens of choice `index` of a request. A stop token is included, then finish_reason is STOP.
+    """The next tokens of choice `index` of a request. If they include a stop token, finish_reason is STOP.
 
-    prompt_logprobs: of the next tokens of the prompt, the very first one's None, in deltas without tokens; all of them
-    come before the answer. num_cached: tokens of the prompt whose KV was found, told with the first token of choice 0.
+    prompt_logprobs: log-probabilities of the next prompt tokens; None for the very first token. They come in deltas
+        without token_ids, all of them before the answer.
+    num_cached: prompt tokens found in the prefix cache; set with the first token of choice 0.
     """
 
     token_ids: tuple[int, ...]
@@ -93,7 +102,7 @@ class TokenDelta:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one step did for one choice of a request: a delta, or the error that ended all of the request."""
+    """The result of one step for one choice of a request: a delta, or the error that ended the whole request."""
 
     request_id: str
     delta: TokenDelta | None = None

@@ -1,6 +1,6 @@
-"""How one request wants its tokens chosen. Names and meanings are OpenAI's, and vLLM's where OpenAI has none.
+"""How the tokens of one request are sampled. Names and meanings are OpenAI's, or vLLM's where OpenAI has none.
 
-Knows no model: what depends on one is checked by `check_vocabulary`, which the engine and the API call.
+Checks that depend on a model are in `check_vocabulary`, which the engine and the API call.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 128
-# Its power of any length is a float.
+# Any length to this power still fits into a float.
 _MAX_LENGTH_PENALTY = 10
-# What beam search can't do beside it -> the value that asks for nothing.
+# Settings that beam search does not support -> their neutral values.
 _NOT_SEARCHED = {
     "temperature": 0.0,
     "top_p": 1.0,
@@ -28,33 +28,36 @@ _NOT_SEARCHED = {
     "repetition_penalty": 1.0,
 }
 _MAX_SEED = 2**63
-# Integers cross to the engine process, whose message format ends at 64 bits. No context and no vocabulary is as large.
+# Integers are sent to the engine process in a message format of at most 64 bits. No context and no vocabulary is as
+# large as this.
 _MAX_COUNT = 2**31 - 1
 _MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Raises RequestRefused, naming the field, when a value is out of range.
+    """The sampling parameters of a request. Raises RequestRefused, which names the field, for a value out of range.
 
     max_tokens: None means as many as the context and the pool allow.
-    temperature: 0 is greedy; then top_p, top_k, min_p and seed change nothing.
-    top_k: 0 is off. top_p: 1 is off. min_p: the least share of the likeliest token's probability; 0 is off.
+    temperature: 0 is greedy; then top_p, top_k, min_p and seed have no effect.
+    top_k: 0 is off.
+    top_p: 1 is off.
+    min_p: minimum probability of a token relative to the most probable token; 0 is off.
     presence_penalty, frequency_penalty: OpenAI's, over the tokens generated so far; 0 is off.
     repetition_penalty: transformers', over the tokens of prompt and answer; 1 is off.
-    logit_bias: added to the logit of a token id.
-    min_tokens: until so many are generated, no stop token is drawn and no stop string ends the answer.
-    seed: the same seed gives the same tokens, whatever else shares the batch.
+    logit_bias: token id -> value added to the token's logit.
+    min_tokens: before this many tokens are generated, no stop token is sampled and no stop string ends the answer.
+    seed: the same seed gives the same tokens in any batch.
     stop: strings that end the text; matched on decoded text, outside the engine.
-    logprobs: None is off; k gives the chosen token's log-probability and the k most likely ones.
-    prompt_logprobs: the same for each token of the prompt but the first, which nothing comes before.
-    n: answers to the one prompt, each drawn with a seed of its own (`choice_seed`); the prompt is computed once.
-    best_of: answers that are drawn, of which the n likeliest are kept (by the sum of their tokens'
-        log-probabilities); None means n. The engine draws them all, whoever collects them chooses.
-    use_beam_search: vLLM's; the n best of a search with best_of beams, in place of chance (`beam_search`). Nothing is
-        known of an answer before the search is over, so all are told whole, at its end.
-    length_penalty: the exponent of its length that a hypothesis' sum of log-probabilities is divided by.
-    early_stopping: whether the search is over as soon as best_of hypotheses have ended.
+    logprobs: k returns the log-probabilities of the chosen token and of the k most probable tokens; None is off.
+    prompt_logprobs: the same for each prompt token except the first, which has no preceding token.
+    n: number of answers; each is sampled with its own seed (`choice_seed`). The prompt is computed once.
+    best_of: number of answers to sample; the n most probable by the sum of their log-probabilities are returned. None
+        means n. The engine returns all of them, and the caller that collects them chooses.
+    use_beam_search: vLLM's; returns the n best hypotheses of a search with best_of beams instead of sampling
+        (`beam_search`). No token is reported before the search is over.
+    length_penalty: a hypothesis' sum of log-probabilities is divided by its length to this power.
+    early_stopping: whether the search ends as soon as there are best_of hypotheses.
     """
 
     max_tokens: int | None = 16
@@ -88,7 +91,7 @@ class SamplingParams:
         self._check_between("min_p", 0, 1)
         self._check_between("presence_penalty", -2, 2)
         self._check_between("frequency_penalty", -2, 2)
-        # Beyond these, logits could leave float32.
+        # Beyond these limits, logits could overflow float32.
         self._check_between("repetition_penalty", 0.01, 100)
         if self.seed is not None and not -_MAX_SEED <= self.seed < _MAX_SEED:
             raise RequestRefused(f"seed is {_shown(self.seed)}; it must fit in 64 bits", "seed")
@@ -109,21 +112,21 @@ class SamplingParams:
 
     @property
     def width(self) -> int:
-        """Sequences that the engine runs side by side for this request."""
+        """Number of sequences that the engine runs in parallel for this request."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def width_param(self) -> str:
-        """The field that says so."""
+        """The field that sets `width`."""
         return "n" if self.best_of is None else "best_of"
 
     @property
     def num_choices(self) -> int:
-        """Answers that the engine tells of. Of all that it draws, but a search knows its best itself."""
+        """Number of answers that the engine reports: all sampled answers, or the n best hypotheses of a beam search."""
         return self.n if self.use_beam_search else self.width
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises RequestRefused if a token that is to be biased is none of the model's."""
+        """Raises RequestRefused if logit_bias has a token id outside the vocabulary."""
         outside = [token for token in self.logit_bias if token >= vocab_size]
         if outside:
             raise RequestRefused(
@@ -132,7 +135,7 @@ class SamplingParams:
             )
 
     def refuse_streaming(self) -> None:
-        """Raises RequestRefused if which answers are told is known only when all are there."""
+        """Raises RequestRefused if the answers to return are known only when all are complete."""
         if self.num_choices > self.n:
             raise RequestRefused(
                 f"best_of is {self.best_of} and n is {self.n}: which answers are the best is known at their end, so "
@@ -218,15 +221,16 @@ class SamplingParams:
 
 
 def _shown(value: float) -> str:
-    """The number for an error message, which must not repeat thousands of digits."""
+    """The number as text for an error message, shortened if it has thousands of digits."""
     too_long = isinstance(value, int) and value.bit_length() > 128
     return f"a number of {int(value).bit_length()} bits" if too_long else str(value)
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The seed of choice `index` of a request with `seed`; choice 0 has the request's own.
+    """The seed of choice `index` of a request with `seed`. Choice 0 uses the request's own seed.
 
-    A request of its own with that seed gives the same tokens. Mixed as in SplitMix64 (Steele et al., 2014).
+    A separate request with the returned seed gives the same tokens as the choice. The mixing function is SplitMix64
+    (Steele et al., 2014).
     """
     if index == 0:
         return seed

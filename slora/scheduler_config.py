@@ -1,4 +1,4 @@
-"""What bounds a step, and the policies that an operator chooses. Plain values."""
+"""The limits of a step, and the policies that the operator chooses. Plain values."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,18 @@ _DEFAULTS = {spec.name: spec.default for spec in setting_specs(EngineConfig)}
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """num_pages: of the pool. num_slots: the most adapters in it. full_page_bytes: of one page over all layers.
+    """The configuration of the scheduler.
 
-    max_num_seqs <= max_num_batched_tokens, so every decode fits. No request may have more choices than max_num_seqs.
-    rope_switch: a longer sequence is rotated with longrope's long factors from its first token on.
-    load_pages: the most adapter pages that a step loads beside decoding; None: see LoadPace.
-    swap_pages: host pages for swapped sequences.
+    num_pages: number of pages in the pool.
+    num_slots: the most adapters in the pool.
+    full_page_bytes: bytes of one page over all layers.
+    max_num_seqs: the most running sequences, counting one per choice; at most max_num_batched_tokens, so that every
+        decode row fits in a step. No request may have more choices.
+    max_num_batched_tokens: the token budget of a step.
+    rope_switch: a sequence with more tokens is rotated with longrope's long factors from its first token on; None:
+        never.
+    load_pages: the most adapter pages that a step loads beside decoding; None: `LoadPace` decides.
+    swap_pages: number of host pages for swapped sequences.
     prefix_cache, preemption, scheduling, eviction: the policies of `EngineConfig`, which checks them.
     """
 

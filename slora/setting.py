@@ -1,7 +1,7 @@
-"""How a setting is declared: one field of a dataclass gives its name, type, default, bounds and help text.
+"""Declarations of settings: one field of a dataclass gives a setting's name, type, default, bounds and help text.
 
-The command line, the environment variables, the child processes and the checks of a configuration derive from the
-declaration. `EngineConfig` declares the settings of the engine, `slora_api.settings.Settings` those of the server.
+The command line, the environment variables, the child processes and the configuration checks are derived from it.
+`EngineConfig` declares the settings of the engine, `slora_api.settings.Settings` those of the server.
 """
 
 import math
@@ -38,7 +38,7 @@ _BYTE_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
 class SettingRefused(ValueError):
-    """A flag or environment variable has a value that cannot be used. The message says which values can."""
+    """A flag or environment variable has an unusable value. The message says which values are accepted."""
 
 
 class Kind(Protocol):
@@ -48,10 +48,10 @@ class Kind(Protocol):
     def accepted(self) -> str: ...
 
     def read(self, text: str) -> Any:
-        """The value that a flag or variable spells. Raises ValueError if the text spells none."""
+        """Parses the text of a flag or variable. Raises ValueError if it is not accepted."""
 
     def admits(self, value: Any) -> bool:
-        """Whether a value that a program passes is acceptable."""
+        """Whether a value that was passed from Python is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """A path. Whether it exists is checked where it is used."""
+    """A path. The module that uses it checks whether it exists."""
 
     accepted = "the path of a directory"
 
@@ -152,7 +152,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of a few names."""
+    """One of the given names."""
 
     names: Sequence[str]
 
@@ -171,7 +171,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class OnOff:
-    """A switch."""
+    """A boolean, spelled `on` or `off`."""
 
     accepted = "on or off"
 
@@ -186,7 +186,7 @@ class OnOff:
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """A value of another kind, or None, spelled `auto`: the machine or the model decides at start."""
+    """A value of another kind, or None, spelled `auto`: then the machine or the model determines the value at start."""
 
     kind: Kind
 

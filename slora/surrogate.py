@@ -1,4 +1,4 @@
-"""Lone surrogates: halves of UTF-16 pairs that a Python string can hold, but no encoded text can.
+"""Lone surrogates: halves of UTF-16 pairs, which a Python string can hold but no encoded text can.
 
 JSON escapes and decoding with `surrogateescape` produce them. Tokenizers, message formats and databases fail on them.
 """
@@ -13,7 +13,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def refuse_surrogate(text: str, name: str, param: str) -> None:
-    """Raises RequestRefused if the text, which the message calls `name`, holds a lone surrogate."""
+    """Raises RequestRefused if `text` holds a lone surrogate. name: how the message calls the text."""
     found = _SURROGATE.search(text)
     if found is not None:
         raise RequestRefused(

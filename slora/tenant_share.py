@@ -1,4 +1,4 @@
-"""What a tenant is entitled to, beside others. A plain value; knows no pool and no request."""
+"""The share of a tenant: its weight, its bounds in the page pool and its priority class. A plain value."""
 
 import math
 from dataclasses import dataclass
@@ -8,12 +8,15 @@ from slora.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TenantShare:
-    """weight: of service, against other tenants': weight 2 is served twice the tokens of weight 1.
+    """What one tenant is entitled to.
 
-    min_share: fraction of the pool's pages that others can't take from it once it has them. max_share: fraction that
-    it never holds more than, cached pages included. priority: the class that it is served in; lower goes first.
+    weight: service relative to other tenants; weight 2 is served twice the tokens of weight 1.
+    min_share: fraction of the pool's pages that other tenants cannot evict once this tenant owns them (its floor).
+    max_share: the largest fraction of the pool's pages that it may own, cached pages included (its ceiling).
+    priority: its priority class; lower classes are served first.
 
-    Worked example: min_share 0.1 in a pool of 500 pages. When it owns 80, others may have 30 of those that it caches.
+    Worked example: min_share 0.1 in a pool of 500 pages is a floor of 50. When the tenant owns 80 pages, other tenants
+    may evict up to 30 of its cached pages.
     """
 
     weight: float = 1.0

@@ -50,7 +50,7 @@ class Evictable(Protocol):
 
 
 class EvictionPolicy(Protocol):
-    """name: the policy's name in the configuration."""
+    """The interface of a policy. name: its name in the configuration."""
 
     @property
     def name(self) -> str: ...

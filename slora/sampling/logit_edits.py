@@ -1,14 +1,15 @@
-"""What a request asks to be changed about logits before a token is chosen: biases, barred tokens, penalties.
+"""Logit edits that a request asks for: biases, barred tokens and penalties, applied before a token is chosen.
 
-In this order, which is that of vLLM (v1/sample/sampler.py: min_tokens and logit_bias, then penalties) and, for what
-it has of them, of transformers (generation/utils.py, _get_logits_processor: sequence_bias, then repetition_penalty):
+The order is that of vLLM (v1/sample/sampler.py: min_tokens and logit_bias, then penalties). For the edits that
+transformers also has, it is transformers' order too (generation/utils.py, _get_logits_processor: sequence_bias, then
+repetition_penalty):
 
     l + bias                                     logit_bias; minus infinity for stop tokens below min_tokens
     l / repetition, or l * repetition if l < 0   for tokens in prompt or answer (CTRL, arXiv 1909.05858)
-    l - frequency * count                        count: times that the answer has the token (OpenAI's formula)
+    l - frequency * count                        count: occurrences of the token in the answer (OpenAI's formula)
     l - presence * [count > 0]
 
-Element by element: what one row becomes depends on no other.
+All operations are elementwise: the result of one row does not depend on other rows.
 """
 
 import torch
@@ -18,7 +19,10 @@ from slora.sampling.sampling_table import Column, SamplingRows, SamplingTable, W
 
 
 def edit_logits(logits: Tensor, rows: SamplingRows, table: SamplingTable) -> Tensor:
-    """logits [B, vocab_size], float32 if anybody asked for edits, untouched; the edited ones come back, or the same."""
+    """Returns edited logits [B, vocab_size]. `logits` itself is not changed, and is returned if no row has edits.
+
+    logits: float32 if any row has edits.
+    """
     edited, penalised = rows.wanting(Want.EDITS), rows.wanting(Want.PENALTIES)
     if edited is None and penalised is None:
         return logits
@@ -43,11 +47,13 @@ def edit_logits(logits: Tensor, rows: SamplingRows, table: SamplingTable) -> Ten
 def penalise(
     logits: Tensor, index: Tensor, seen: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> None:
-    """In place, the rows `index` int64 [N] of logits [B, V]. seen int32 [N, V]: twice the count in the answer, plus 1
-    if in the prompt; the others [N, 1].
+    """Applies the penalties in place to rows `index` int64 [N] of `logits` [B, V].
 
-    On a CPU only the tokens that were seen are touched: hundreds of a vocabulary of many thousands. A GPU would have
-    to tell the host how many these are.
+    seen: int32 [N, V]: 2 * count of the token in the answer, plus 1 if the prompt has the token.
+    repetition, presence, frequency: [N, 1].
+
+    On a CPU only seen tokens are computed: a few hundred in a vocabulary of many thousands. On a GPU this would require
+    a transfer of their number to the host.
     """
     columns = repetition, presence, frequency
     if logits.device.type != "cpu":
@@ -61,7 +67,7 @@ def penalise(
 def penalise_all(
     logits: Tensor, index: Tensor, seen: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> None:
-    """See `penalise`: bit for bit the same, going over whole rows."""
+    """Like `penalise`, computed over whole rows. The results are equal bit for bit."""
     values = logits[index]
     logits[index] = torch.where(seen > 0, _penalised(values, seen, repetition, presence, frequency), values)
 

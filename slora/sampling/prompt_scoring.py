@@ -1,9 +1,9 @@
-"""Log-probabilities of the tokens of a prompt, for requests that ask for them, chunk by chunk as they are computed.
+"""Log-probabilities of prompt tokens (`prompt_logprobs`), computed chunk by chunk during prefill.
 
-The row of each token gives the logits of the one behind it. A chunk has hundreds of rows, and logits of a large
-vocabulary for all of them would take more memory than the model's layers, so they are made in blocks of rows, of
-which only what was asked for is kept. What is scored is noted on the sequence, so a prompt that is computed again
-after a preemption is scored only as far as it was not.
+The hidden state of each token gives the logits of the next token. A chunk has hundreds of rows. With a large
+vocabulary, the logits of all rows would need more memory than a layer of the model. So they are computed in blocks of
+rows, and only the requested values are kept. Each sequence records how far its prompt is scored, so a recompute after a
+preemption scores no token twice.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,15 @@ from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk
 from slora_kernels.layout import Int32Array
 
-# At 128k tokens of vocabulary a block's logits take 32 MB in float32.
+# With a vocabulary of 128k tokens, the logits of one block need 32 MB in float32.
 _BLOCK_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Tokens of a step that lie side by side, from `first_token` on, and the ones behind them: what to score."""
+    """Consecutive tokens of a step to score. The row of token `first_token + i` of the step scores `targets[i]`, the
+    token after it.
+    """
 
     sequence: Sequence
     first_token: int
@@ -36,12 +38,12 @@ class PromptRows:
 
 
 def find_prompt_rows(chunks: list[Chunk], first_tokens: Int32Array) -> list[PromptRows]:
-    """What is to be scored in a step. first_tokens: where each chunk begins in it."""
+    """The rows to score in a step. first_tokens: index of each chunk's first token within the step."""
     found = []
     for chunk, first_token in zip(chunks, first_tokens, strict=False):
         sequence = chunk.sequence
         if sequence.num_scored < sequence.num_prompt:
-            # Token p of the prompt is scored by the row of token p - 1.
+            # The row of prompt token p - 1 scores prompt token p.
             first = max(sequence.num_scored, chunk.start + 1)
             end = min(sequence.num_prompt, chunk.start + chunk.num_tokens + 1)
             if first < end:
@@ -53,9 +55,10 @@ def find_prompt_rows(chunks: list[Chunk], first_tokens: Int32Array) -> list[Prom
 def score_prompts(
     hidden: Tensor, asked: list[PromptRows], project: Callable[[Tensor, Sequence], Tensor]
 ) -> None:
-    """hidden [P, H]: of the rows of `asked`, one behind the other; project: hidden states of a sequence to logits.
+    """Extends the `scores` of each sequence in `asked`.
 
-    Extends the `scores` of each sequence.
+    hidden: [P, H], hidden states of the rows of `asked`, concatenated.
+    project: maps hidden states of a sequence to logits.
     """
     begin = 0
     for rows in asked:
@@ -68,7 +71,7 @@ def score_prompts(
         scores: list[TokenLogprobs | None] = []
         for block, tokens in blocks:
             scores += token_logprobs(project(block, rows.sequence).float(), tokens, [count] * len(tokens))
-        # Both at once: where a block breaks, the whole chunk is computed and scored again.
+        # Update both together: if a block fails, the whole chunk is computed and scored again.
         rows.sequence.scores.extend(scores)
         rows.sequence.num_scored += len(rows.targets)
         begin = end

@@ -1,8 +1,9 @@
-"""Chooses the next token of every sequence of a step at once. Each row depends on nothing but itself, bit for bit.
+"""The sampler: chooses the next token of every sequence in a step. Each row depends only on itself, bit for bit.
 
-Edits of the logits come first (`logit_edits`), then the likeliest token is taken, or one is drawn (`Kernels.draw`).
-What each row wants lies in the `SamplingTable`; chance is a hash of the request's seed and the token's position, so the
-same request gives the same tokens alone, in any batch, and after a preemption, if the model gives the same logits.
+First the logits are edited (`logit_edits`). Then each row takes the argmax token or samples one (`Kernels.draw`). The
+parameters of each row are in the `SamplingTable`. The random number is a hash of the request's seed and the token's
+position. So a request gets the same tokens alone, in any batch and after a preemption, provided the model gives the
+same logits.
 """
 
 import numpy as np
@@ -18,20 +19,20 @@ from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Sampled
 from slora_kernels.ops import Kernels
 
-# What is computed from logits in float32.
+# Rows with any of these need float32 logits.
 _WIDE = Want.PENALTIES | Want.EDITS | Want.LOGPROBS | Want.SEARCH
 
 
 def sample(
     logits: Tensor, table: SamplingTable, sequences: list[Sequence], kernels: Kernels
 ) -> list[Sampled]:
-    """Chooses a token for each row of `logits` [B, vocab_size], and counts it in `table`. logits stay as they are.
+    """Chooses a token for each row of `logits` [B, vocab_size] and advances `table`. Does not change `logits`.
 
-    A row whose greatest logit is not finite gets no token: the caller must fail that request. A beam gets its likeliest
-    one, which means nothing, and what it proposes.
+    A row whose greatest logit is not finite gets None instead of a token: the caller must fail that request. A beam
+    gets its proposal, and its argmax token, which the caller ignores.
     """
     rows = table.gather([sequence.row for sequence in sequences])
-    if rows.wanting(_WIDE) is not None:  # to take or to draw a token, their own dtype does
+    if rows.wanting(_WIDE) is not None:  # the argmax and sampling work in the logits' own dtype
         logits = table.widen(logits)
     edited = edit_logits(logits, rows, table)
     best, choice = kernels.likeliest(edited)
@@ -39,9 +40,9 @@ def sample(
     if draws is not None:
         choice[draws.rows] = kernels.draw(edited, best, draws)
     table.advance(rows, choice)
-    # Infinite less itself is no number. `isfinite` takes twice as many operations for it.
+    # inf - inf is NaN, and NaN compares unequal to 0. `isfinite` would need twice as many operations.
     is_sound = best - best == 0
-    # One transfer to the host: the tokens, and -1 where a row was not sound.
+    # One transfer to the host: the tokens, with -1 for rows that are not finite.
     tokens = [token if token >= 0 else None for token in torch.where(is_sound, choice, -1).tolist()]
     if rows.is_plain:
         return [Sampled(token) for token in tokens]
@@ -51,13 +52,16 @@ def sample(
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprobs]:
-    """Of `tokens` int64 [N] under `logits` float32 [N, V], each with its own number of likeliest tokens.
+    """The log-probabilities of `tokens` int64 [N] under `logits` float32 [N, V].
 
-    From the untouched distribution, as OpenAI reports them: temperature, filters and edits leave it alone.
+    counts: for each row, how many of its most probable tokens to return as `top`.
+
+    The logits are the model's own, as in OpenAI's API: temperature, filters and edits do not change the
+    log-probabilities.
     """
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
-    # Always as many: how many others want must not decide which of two equals comes first.
+    # Always the same k: the order of equal values must not depend on what other rows ask for.
     top = logprobs.topk(min(MAX_LOGPROBS, logits.shape[1]), dim=-1)
     pairs = zip(chosen, top.indices.tolist(), top.values.tolist(), counts, strict=True)
     return [
@@ -67,7 +71,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[To
 
 
 def _logprobs(logits: Tensor, choice: Tensor, rows: SamplingRows) -> dict[int, TokenLogprobs]:
-    """By place in the batch, for those who asked."""
+    """Log-probabilities by row of the batch, for the rows that ask for them."""
     wanting = rows.wanting(Want.LOGPROBS)
     if wanting is None:
         return {}
@@ -79,9 +83,10 @@ def _logprobs(logits: Tensor, choice: Tensor, rows: SamplingRows) -> dict[int, T
 def _proposals(
     logits: Tensor, edited: Tensor, rows: SamplingRows, told: dict[int, TokenLogprobs]
 ) -> dict[int, Proposal]:
-    """By place in the batch, for beams. told: of those who want log-probabilities.
+    """Proposals by row of the batch, for the rows that are beams. told: log-probabilities of the rows that ask for
+    them.
 
-    Rows that propose as many are ranked together: how many others propose must not decide which of two equals is first.
+    Rows with equal numbers of proposals share one top-k, so the order of equal values does not depend on other rows.
     """
     searching = rows.wanting(Want.SEARCH)
     if searching is None:

@@ -1,10 +1,13 @@
-"""What every running sequence wants of the sampler, by row: written when it starts, only gathered in a step.
+"""The sampling table: the sampling parameters of every running sequence, one row each.
 
-One 64-bit matrix holds a row's numbers, whole ones as they are and the others by their float64 bits, so that a step
-takes the rows that it needs with one index and uploads them in one copy. Beside it lie, for those who ask for them,
-tokens to be biased or barred, and how often each token of the vocabulary came so far.
+A row is written when its sequence is admitted; steps only gather rows. One 64-bit matrix holds all numbers of a row:
+integers as they are, floats as their float64 bits. So a step selects its rows with one index and uploads them in one
+copy.
 
-A row is the scheduler's to give and to take back; whoever gets it next overwrites everything.
+Two further tables exist for rows that need them: token edits (biases and barred stop tokens), and the count of each
+vocabulary token so far.
+
+The scheduler assigns and frees rows. A new sequence in a row overwrites the whole row.
 """
 
 from dataclasses import dataclass
@@ -23,14 +26,14 @@ _ALWAYS = 2**62
 
 
 class Column(IntEnum):
-    """Where a number lies in a row."""
+    """The index of each number within a row."""
 
     WANTS = 0
     SEED = auto()
-    POSITION = auto()  # tokens so far: the place of the next one
-    TOP_K = auto()  # beyond any vocabulary where off
+    POSITION = auto()  # number of tokens so far = position of the next token
+    TOP_K = auto()  # greater than any vocabulary size if off
     NUM_LOGPROBS = auto()
-    NUM_PROPOSED = auto()  # continuations of a beam
+    NUM_PROPOSED = auto()  # continuations that a beam proposes
     TEMPERATURE = auto()  # 1 in greedy rows
     TOP_P = auto()
     MIN_P = auto()
@@ -40,7 +43,7 @@ class Column(IntEnum):
 
 
 class Want(IntFlag):
-    """What a row takes beyond the likeliest token."""
+    """What a row needs beyond the argmax token."""
 
     DRAW = auto()
     PENALTIES = auto()
@@ -51,9 +54,13 @@ class Want(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """The rows of one step. wants: int64 [B]. Indexes count in B.
+    """The rows of one step. Indexes refer to positions in the batch, 0 to B - 1.
 
-    is_plain: nobody wants anything. Otherwise ints is int64 [B, columns] on the host, and numbers the same once more.
+    rows: int64 [B], rows of the sampling table.
+    wants: int64 [B], `Want` flags.
+    is_plain: True if no row has a `Want` flag.
+    ints: int64 [B, columns] on the host; empty if is_plain.
+    numbers: a copy of `ints` on the device.
     """
 
     rows: npt.NDArray[np.int64]
@@ -67,22 +74,22 @@ class SamplingRows:
         return self.ints[:, Column.NUM_PROPOSED]
 
     def wanting(self, want: Want) -> npt.NDArray[np.int64] | None:
-        """int64 indexes of those that want it; None if nobody does."""
+        """int64 indexes of the rows that have the flag; None if no row has it."""
         if self.is_plain:
             return None
         found = np.flatnonzero(self.wants & want)
         return found if len(found) else None
 
     def whole(self, column: Column, index: Tensor) -> Tensor:
-        """int64 [len(index), 1]."""
+        """An integer column: int64 [len(index), 1]."""
         return self.numbers[index, column].unsqueeze(1)
 
     def fraction(self, column: Column, index: Tensor) -> Tensor:
-        """float32 [len(index), 1]."""
+        """A float column: float32 [len(index), 1]."""
         return self.numbers[index, column].view(torch.float64).float().unsqueeze(1)
 
     def draws(self, device: torch.device) -> Draws | None:
-        """Of those that draw; None if nobody does."""
+        """The parameters of the rows that sample; None if all rows are greedy."""
         drawing = self.wanting(Want.DRAW)
         if drawing is None:
             return None
@@ -93,7 +100,9 @@ class SamplingRows:
 
 
 class SamplingTable:
-    """Rows 0 to num_rows - 1, on the host; `seen`, the counts of tokens, on `device` from the first that needs it."""
+    """Rows 0 to num_rows - 1, on the host. The token counts (`seen`) are allocated on `device` when the first row needs
+    them.
+    """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -103,13 +112,16 @@ class SamplingTable:
         self._wants, self._positions = self._ints[:, Column.WANTS], self._ints[:, Column.POSITION]
         self._edits = _TokenEdits(num_rows)
         self._no_numbers = torch.empty((0, len(Column)), dtype=torch.int64, device=device)
-        # int32 [num_rows, vocab_size]: twice the times that the answer has the token, plus 1 if the prompt has it.
+        # int32 [num_rows, vocab_size]: 2 * count of the token in the answer, plus 1 if the prompt has the token.
         self._seen: Tensor | None = None
         self._wide = torch.empty(0, vocab_size)
 
     def widen(self, logits: Tensor) -> Tensor:
-        """float32 of logits [B, vocab_size]. On a CPU in memory that the next call overwrites: to have the system clear
-        fresh megabytes in each step takes longer than to fill them."""
+        """Logits [B, vocab_size] as float32.
+
+        On a CPU the result is in a buffer that the next call overwrites. Having the system zero new megabytes in each
+        step would take longer than filling them.
+        """
         if logits.device.type != "cpu" or logits.dtype == torch.float32:
             return logits.float()
         if len(self._wide) < len(logits):
@@ -117,7 +129,9 @@ class SamplingTable:
         return self._wide[: len(logits)].copy_(logits)
 
     def write(self, row: int, sequence: Sequence) -> None:
-        """A sequence starts in `row`, for the first time or again with what it has generated so far."""
+        """Writes the row of a sequence that is admitted, for the first time or again with the tokens it has
+        generated.
+        """
         params = sequence.request.sampling
         drawn = params.temperature > 0
         penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
@@ -132,7 +146,7 @@ class SamplingTable:
         ints[Column.POSITION] = len(sequence.token_ids)
         ints[Column.TOP_K] = top_k
         ints[Column.NUM_LOGPROBS] = params.logprobs or 0
-        # However many of the best end a beam, as many as the search is wide do not.
+        # At most len(stop_ids) of the proposals can end the beam, so at least `width` of them do not.
         ints[Column.NUM_PROPOSED] = min(params.width + len(sequence.stop_ids), self.vocab_size)
         floats[Column.TEMPERATURE] = params.temperature if drawn else 1.0
         floats[Column.TOP_P] = params.top_p
@@ -150,24 +164,28 @@ class SamplingTable:
         if self._edits.has_any:
             is_edited = self._positions[index] < self._edits.until[index]
             wants |= np.where(is_edited, Want.EDITS, 0)
-        if not wants.any():  # as in most steps: one index and one upload are spared
+        if not wants.any():  # the common case: saves one index and one upload
             return SamplingRows(index, wants, True, self._ints[:0], self._no_numbers)
         ints = self._ints[index]
         return SamplingRows(index, wants, False, ints, torch.from_numpy(ints).to(self.device))
 
     def edits(self, rows: SamplingRows, index: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """tokens int64, and what to add to their logits float32, both [len(index), E]; idle places add 0."""
+        """The token edits of rows `index`: token ids int64 and the values to add to their logits float32, both
+        [len(index), E]. Unused entries add 0.
+        """
         slots = rows.rows[index]
         tokens, values = self._edits.gather(slots, self._positions[slots])
         return torch.from_numpy(tokens).to(self.device), torch.from_numpy(values).to(self.device)
 
     def seen(self, rows: SamplingRows, index: npt.NDArray[np.int64]) -> Tensor:
-        """int32 [len(index), vocab_size] of rows that want penalties."""
+        """int32 [len(index), vocab_size]: the token counts of rows that have penalties."""
         assert self._seen is not None, "a row that wants penalties was written, so there are counts"
         return self._seen[torch.from_numpy(rows.rows[index]).to(self.device)]
 
     def advance(self, rows: SamplingRows, tokens: Tensor) -> None:
-        """`tokens` int64 [B] follow: every row stands one place further, and counts its token if it counts any."""
+        """Moves every row to its next position, and counts its new token if the row has penalties. tokens:
+        int64 [B].
+        """
         self._positions[rows.rows] += 1
         index = rows.wanting(Want.PENALTIES)
         if index is not None and self._seen is not None:
@@ -186,11 +204,13 @@ class SamplingTable:
 
 
 class _TokenEdits:
-    """By row, tokens whose logits are moved: biases always, stop tokens (by minus infinity) until a position."""
+    """By row, the tokens whose logits are edited. Biases apply at all positions. Stop tokens are barred (minus
+    infinity) before a given position.
+    """
 
     def __init__(self, num_rows: int) -> None:
-        self.until = np.zeros(num_rows, np.int64)  # no edit of a row counts from this position on
-        self.has_any = False  # or ever had
+        self.until = np.zeros(num_rows, np.int64)  # position from which no edit of the row applies
+        self.has_any = False  # also True if only former rows had edits
         self._num = np.zeros(num_rows, np.int64)
         self._tokens = np.zeros((num_rows, 0), np.int64)
         self._values = np.zeros((num_rows, 0), np.float32)
@@ -199,7 +219,7 @@ class _TokenEdits:
     def write(self, row: int, sequence: Sequence, vocab_size: int) -> None:
         params = sequence.request.sampling
         barred_until = sequence.num_prompt + params.min_tokens
-        # The model has no other ids, so no other can come.
+        # Larger ids are not in the vocabulary, so they cannot be sampled.
         barred = [t for t in sorted(sequence.stop_ids) if t < vocab_size] if params.min_tokens else []
         num = len(params.logit_bias) + len(barred)
         self._num[row] = num
@@ -223,7 +243,7 @@ class _TokenEdits:
         return tokens, np.where(counts, self._values[rows, :width], np.float32(0))
 
     def _widen(self, width: int) -> None:
-        """To the next power of two, so that it happens a dozen times in a server's life at most."""
+        """Widens the tables to the next power of two, so this happens at most a dozen times in a server's life."""
         old = self._tokens.shape[1]
         if width > old:
             more = ((0, 0), (0, (1 << (width - 1).bit_length()) - old))
@@ -233,7 +253,7 @@ class _TokenEdits:
 
 
 def _hash_keys(ints: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Of each row's seed and position: the same wherever and whenever it is drawn."""
+    """A key for each row, computed from its seed and position only, so it is the same in any batch and at any time."""
     seeds, positions = (ints[:, column].astype(np.uint64) for column in (Column.SEED, Column.POSITION))
     keys = _mix(seeds * _GOLDEN + (positions + np.uint64(1)) * np.uint64(0xD1342543DE82EF95))
     return keys.view(np.int64)

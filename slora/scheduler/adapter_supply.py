@@ -165,7 +165,7 @@ class AdapterSupply:
 
 
 class _Load:
-    """num_planned: pages whose slices were planned, including this step's."""
+    """One load under way. num_planned: pages whose slices were planned, including this step's."""
 
     __slots__ = ("num_planned", "packed")
 

@@ -26,7 +26,9 @@ class Deadlines:
         return self._heap[0][0] if self._heap else None
 
     def missed(self, now: float) -> list[Sequence]:
-        """The sequences that were not admitted by their latest time. Each is returned once."""
+        """Sequences past their latest admission time that neither run nor have generated a token. Each is returned
+        once.
+        """
         late = []
         while self._heap and self._heap[0][0] <= now:
             sequence = heapq.heappop(self._heap)[1]

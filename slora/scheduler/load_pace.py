@@ -11,7 +11,10 @@ _LEAST_SHARE = 0.1
 
 
 class LoadPace:
-    """fixed: pages per step; None derives them from `costs` and the numbers of sequences."""
+    """The load budget of each step.
+
+    fixed: pages per step; None derives them from `costs` and the numbers of sequences.
+    """
 
     def __init__(self, costs: Costs, full_page_bytes: int, fixed: int | None) -> None:
         self._costs = costs

@@ -66,8 +66,9 @@ class Reclaim:
     def may_take_pins(self, sequence: Sequence) -> bool:
         """Whether `sequence` may evict pinned adapters, because waiting would not help or because it is overdue.
 
-        Waiting does not help if every other running sequence belongs to another tenant with a floor: such tenants go
-        ahead of it as long as they are below their floors. Pins are not considered when a request is accepted.
+        Waiting does not help if no other sequence runs. Nor does it help if all other running sequences belong to other
+        tenants with a floor: those tenants go ahead of it as long as they are below their floors. Pins are not
+        considered when a request is accepted.
         """
         if sequence.is_overdue:
             return True

@@ -11,7 +11,9 @@ from slora.scheduler.step_plan import StepPlan
 
 
 class Swapping:
-    """way: `auto`, `swap` or `recompute`.
+    """Plans swaps to the host and back.
+
+    way: `auto`, `swap` or `recompute`.
     num_pages_out, num_pages_in: pages swapped since the engine started.
     """
 
