@@ -18,14 +18,19 @@ __all__ = ["CpuBudget"]
 
 @dataclass(slots=True)
 class _Balance:
-    """cpu_s: CPU seconds left at time `at_s`; negative after work that used more than was left."""
+    """The balance of one tenant.
+
+    cpu_s: CPU seconds left at time `at_s`; negative after work that used more than was left.
+    """
 
     cpu_s: float
     at_s: float
 
 
 class CpuBudget:
-    """burst_s: CPU seconds of a full balance.
+    """The token buckets of all tenants for one kind of work.
+
+    burst_s: CPU seconds of a full balance.
     refill: CPU seconds added per second.
     work: the name of the work in the refusal, for example "rendering chat templates".
     clock: monotonic seconds.

@@ -31,7 +31,9 @@ def reserved_slots(num_slots: int) -> int:
 
 @dataclass(slots=True)
 class _Tenant:
-    """slot_s: seconds of slot time used, lifted when the tenant becomes active.
+    """An active tenant.
+
+    slot_s: seconds of slot time used, lifted when the tenant becomes active.
     num_held: slots that the tenant holds now.
     """
 
@@ -41,7 +43,9 @@ class _Tenant:
 
 
 class FairSlots:
-    """num_slots: how many holders run at once.
+    """Shares slots fairly among tenants.
+
+    num_slots: how many holders run at once.
     max_waiting: requests of one tenant that may wait; further ones are refused.
     work: the name of the work in the refusal, for example "chat templates to render".
     clock: monotonic seconds.
@@ -61,7 +65,7 @@ class FairSlots:
         self._max_waiting = max_waiting
         self._work = work
         self._clock = clock
-        # Only active tenants: those that hold a slot or wait for one.
+        # Only active tenants, which hold a slot or wait for one.
         self._active: dict[str, _Tenant] = {}
 
     @asynccontextmanager

@@ -81,7 +81,7 @@ _UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
 
 
 def _equal(value: Any, allowed: Any) -> bool:
-    """1 == True in Python, so equality alone would accept `n: true`."""
+    """Compares value and type, because 1 == True in Python: equality alone would accept `n: true`."""
     return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
 
 

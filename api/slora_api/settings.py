@@ -1,4 +1,4 @@
-"""The settings of `slora serve`. Those of the server are declared here, those of the engine in `slora.engine_config`.
+"""The settings of `slora serve`: the server's are declared here, and the engine's in `slora.engine_config`.
 
 The field `max_model_len` becomes the flag `--max-model-len` and the environment variable `SLORA_MAX_MODEL_LEN`. A flag
 overrides the environment, which overrides the default. No other module reads these variables.
@@ -97,7 +97,7 @@ class Settings:
 
 
 def server_setting_specs() -> tuple[SettingSpec, ...]:
-    """Returns all settings of a server, those of its engine first."""
+    """Returns all settings of a server. The engine's come first."""
     return (*setting_specs(EngineConfig), *setting_specs(Settings))
 
 

@@ -26,7 +26,9 @@ _CHUNK_BYTES = 1 << 20
 
 
 class LocalAdapters:
-    """root: the root directory; None if the server reads no local adapters.
+    """Copies adapters from below one root directory.
+
+    root: the root directory; None if the server reads no local adapters.
     max_bytes: the largest file that is copied.
 
     Raises ConfigError if the root is not a directory.

@@ -46,7 +46,7 @@ class Admission:
         return self._generations.num_taken
 
     def stop(self) -> None:
-        """Refuses new requests from now on. Those in progress continue."""
+        """Refuses new requests from now on. Requests in progress continue."""
         self.stopping = True
 
     @contextmanager

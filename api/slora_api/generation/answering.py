@@ -53,7 +53,9 @@ async def answer_request(
 
 
 async def _gather(deltas: _Deltas, prompts: Sequence[Prompt], usage: Usage) -> list[Answer]:
-    """Collects the answers to return, those of the first prompt first. All computed answers count as usage."""
+    """Collects the answers to return. The answers to the first prompt come first. All computed answers count as
+    usage.
+    """
     drawn = [[Answer() for _ in range(prompt.sampling.num_choices)] for prompt in prompts]
     answers = [answer for group in drawn for answer in group]
     async with aclosing(deltas):

@@ -51,8 +51,10 @@ class Generator:
     async def run(
         self, terms: ServiceTerms, model: ServedModel, prompts: Sequence[Prompt]
     ) -> AsyncGenerator[TextDelta, None]:
-        """Streams the answers to `prompts`, by index, as they arrive. All prompts have the same number of answers, and
-        the indexes of the first prompt's answers come first. Closing the stream early aborts all of its requests.
+        """Streams the answers to `prompts`, by index, as they arrive. Closing the stream early aborts all of its
+        requests.
+
+        All prompts have the same number of answers. The answers to the first prompt have the lowest indexes.
 
         Raises what admission and the engine raise. No request is left running then.
         """

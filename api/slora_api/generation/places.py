@@ -30,9 +30,11 @@ _LONGEST_WAIT_S = 120
 
 
 class Places:
-    """num_places: the number of places.
+    """A fixed number of places that tenants share.
+
+    num_places: the number of places.
     max_per_tenant: the most that one tenant may hold.
-    what: what the places are for, as error messages call it.
+    what: the use of the places, as error messages call it.
     tenant_limit: the setting that gives max_per_tenant, as error messages call it.
     clock: monotonic seconds.
     """

@@ -27,7 +27,7 @@ _NUM_SLOTS = 3
 
 
 class PromptEncoder:
-    """max_waiting: long prompts of one tenant that may wait for a slot."""
+    """Tokenizes and decodes prompts. max_waiting: long prompts of one tenant that may wait for a slot."""
 
     def __init__(self, tokenizer: Tokenizer, max_waiting: int) -> None:
         self.tokenizer = tokenizer

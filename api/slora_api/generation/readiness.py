@@ -9,8 +9,9 @@ __all__ = ["Readiness"]
 
 @dataclass(slots=True)
 class Readiness:
-    """stalls: child process -> a sentence for the client, for each that makes no progress. New requests are refused
-    then.
+    """The current reasons, by name.
+
+    stalls: child process -> a sentence for the client, for each that makes no progress. New requests are refused then.
     unfinished: part of the start -> a sentence, for each that is not finished, such as the demo's adapters. Requests
     are accepted meanwhile.
     """

@@ -10,7 +10,9 @@ __all__ = ["ServedModel"]
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """asked_for: the model name in the request, repeated in the answer.
+    """The result of looking up a model name for an API key.
+
+    asked_for: the model name in the request, repeated in the answer.
     adapter: the adapter version; None for the base model alone.
     label: `name@version` of the adapter.
     chat_template: the adapter's own chat template; None selects the base model's.

@@ -11,7 +11,9 @@ __all__ = ["ServiceTerms"]
 
 @dataclass(frozen=True, slots=True)
 class ServiceTerms:
-    """share: the tenant's share when the key was read.
+    """The terms of one request.
+
+    share: the tenant's share when the key was read.
     priority: order among the tenant's own requests; lower is served sooner.
     deadline_s: limit for each first token, from the request's arrival at the engine; None for no limit.
     """

@@ -39,7 +39,11 @@ _LENGTH = struct.Struct(">I")
 
 @dataclass(frozen=True, slots=True)
 class RendererSettings:
-    """special_tokens: variables that every template may use. cpu_limit_s: CPU seconds of one request."""
+    """Settings of a rendering process.
+
+    special_tokens: variables that every template may use.
+    cpu_limit_s: CPU seconds of one request.
+    """
 
     special_tokens: Mapping[str, str]
     cpu_limit_s: float
@@ -54,7 +58,9 @@ class RendererSettings:
 
 @dataclass(frozen=True, slots=True)
 class RenderedText:
-    """text: the rendered text; None if `error` gives a reason.
+    """The answer to one request.
+
+    text: the rendered text; None if `error` gives a reason.
     cpu_s: CPU seconds that the process has used since it started.
     resident_bytes: resident memory of the process after the request.
     """
@@ -73,7 +79,7 @@ class RenderedText:
 
 
 def pack_request(template: str, messages: Any = None) -> bytes:
-    """messages: None only checks that the template can be compiled."""
+    """Encodes a request. Without `messages`, the process only checks that the template can be compiled."""
     return _frame({"template": template, "messages": messages})
 
 

@@ -1,4 +1,4 @@
-"""Limits how long a peer may keep the server waiting, depending on the bytes that it sends or receives."""
+"""Limits the time for which a peer may keep the server waiting, depending on the bytes that it sends or receives."""
 
 __all__ = ["Allowance"]
 

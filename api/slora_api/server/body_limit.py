@@ -1,15 +1,15 @@
 """Bounds the body of each request while it arrives.
 
-The bounds are its size (413), its rate (408), its encoding (415), and the memory that the bodies of one tenant (429)
-and of all tenants (503) use together.
+Four properties of a body are bounded: its size (413), its rate (408), its encoding (415), and its memory. The memory
+has a bound for each tenant (429) and for all tenants together (503).
 
 The rate is limited by an `Allowance`. Only the time in which the application waits for the client counts against it. A
-client that stops sending is thus refused after 20 s, and a body takes at most 20 s plus its size limit divided by the
+client that stops sending is thus refused after 20 s. A body takes at most 20 s plus its size limit divided by the
 minimum rate.
 
 A server that closes a connection with unread bytes in its buffers sends a reset, which can discard the answer before
-the client reads it. After an answer that is sent early (401, 413, 422, ...), the rest of the body is therefore read and
-dropped for a moment before the connection is closed, as nginx does with `lingering_close`.
+the client reads it. Therefore, after an early answer (401, 413, 422, ...), the rest of the body is read and dropped for
+a moment before the connection is closed. nginx does the same with `lingering_close`.
 
 The memory of a body is held until its request ends. This module knows the routes whose bodies may be large: uploads,
 which go to disk, and generation. All other routes accept small JSON objects, which FastAPI parses in one go on the

@@ -1,6 +1,6 @@
 """Selects the environment variables that child processes receive.
 
-The engine and the loader read files that tenants uploaded, so they must not hold secrets that they do not need, such as
+The engine and the loader read files that tenants uploaded. They must not hold secrets that they do not need, such as
 the operator's key or URLs with passwords. An allow-list also excludes secrets that are unrelated to slora.
 """
 

@@ -9,7 +9,9 @@ __all__ = ["ConnectionLimits"]
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """max_connections: the most open connections.
+    """The limits of one server.
+
+    max_connections: the most open connections.
     max_per_address: the most of one client address; None keeps a quarter for other addresses.
     idle_s: how long a connection may stay open without a request. Load balancers commonly keep idle connections for 60
     s. The longer limit here lets them close the connection first.

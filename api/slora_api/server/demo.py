@@ -32,7 +32,7 @@ _RETRY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class DemoTenant:
-    """adapter: None if this tenant calls the base model."""
+    """A tenant of the demo. adapter: None if this tenant calls the base model."""
 
     name: str
     adapter: str | None

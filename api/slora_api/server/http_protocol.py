@@ -1,10 +1,10 @@
 """HTTP/1.1 on one connection: uvicorn's protocol over h11, with additional deadlines.
 
-uvicorn limits only the pause between two requests. This protocol also ends a connection
+uvicorn limits only the pause between two requests. This protocol also ends a connection in these cases:
 
-- that has no request `idle_s` after it was opened. It is closed without an answer.
-- whose request head is not complete `head_s` after its first byte (408).
-- whose client does not read what is written to it. The limit applies while the transport holds more than 64 KiB, or the
+- It has no request `idle_s` after it was opened. It is closed without an answer.
+- Its request head is not complete `head_s` after its first byte (408).
+- Its client does not read what the server writes. The limit applies while the transport holds more than 64 KiB, or the
 rest of a complete answer. The client must then read `min_read_bytes_per_s` on average, with a grace of `write_grace_s`.
 `close` would wait for a client that never reads, so the transport is aborted. The application sees a disconnect,
 cancels the work of the request and gives its place back.
@@ -64,7 +64,7 @@ class _Reader:
         self._num_buffered = 0
 
     def wait(self, now_s: float, num_buffered: int) -> None:
-        """Notes that the server waits for the client from now on to read what is buffered."""
+        """Notes that the server now waits for the client to read the buffered bytes."""
         if self._since is None:
             self._allowance.rest(now_s - self._rested_at)
             self._since, self._num_buffered = now_s, num_buffered
@@ -84,7 +84,7 @@ class _Reader:
 
 
 class HttpProtocol(H11Protocol):
-    """One connection."""
+    """uvicorn's protocol of one connection, with the deadlines of `ConnectionLimits`. It implements `Connection`."""
 
     def __init__(self, connections: Connections, config: Config, server_state: ServerState) -> None:
         super().__init__(config, server_state, app_state={})

@@ -55,7 +55,7 @@ class HttpServer(uvicorn.Server):
         self._sweeping = asyncio.create_task(self._sweep())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Closes the connections, those without a request first. Deadlines apply until the last one is closed."""
+        """Closes the connections, beginning with idle ones. Deadlines apply until the last one is closed."""
         for acceptor in self._acceptors:
             acceptor.stop()
         await super().shutdown(sockets)

@@ -129,8 +129,10 @@ class _Sockets:
 
 
 def _open_sockets(stack: AsyncExitStack, data: DataDir) -> _Sockets:
-    """Returns the paths of the sockets: in the data directory if its path is short enough and its disk has room, else
-    in a temporary directory, which remains after a kill -9.
+    """Returns the paths of the sockets.
+
+    They are in the data directory if its path is short enough and its disk has room, else in a temporary directory. A
+    kill -9 leaves the temporary directory behind.
     """
     sockets = _Sockets(data.path / "run")
     if len(os.fsencode(sockets.engine)) > _SOCKET_PATH_BYTES:

@@ -1,9 +1,9 @@
 """A name for this server that no other running server has. It is kept in the data directory across restarts.
 
-In a registry that several hosts share, a server completes what an earlier process of the same name left unfinished. Two
-running servers with one name would interfere with each other, so a copied data directory must not keep its name. The
-name is therefore stored with its place: the machine's id and the inode of the directory. A copied directory has another
-place and gets a new name. A new name is always safe, because unfinished work under the old name expires.
+In a registry that several hosts share, a server that starts ends the leases that an earlier process of the same name
+left behind. Two running servers with one name would end each other's leases, so a copied data directory must not keep
+its name. The name is therefore stored with its place: the machine's id and the inode of the directory. A copied
+directory has another place and gets a new name. A new name is always safe, because leases of the old name expire.
 """
 
 import socket

@@ -64,7 +64,9 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class _Death:
-    """exit_code: negative if a signal ended the process. reason: the child's own message, or empty."""
+    """The end of a child process. exit_code: negative if a signal ended it. reason: the child's own message, or
+    empty.
+    """
 
     exit_code: int
     reason: str

@@ -1,8 +1,8 @@
 """Decides from the heartbeats of a child process whether it is stalled. This is pure arithmetic, without processes or
 clocks.
 
-A child makes progress while it completes units of work (engine steps, pieces of adapters), while it has no work, and
-while its working threads use CPU time. CPU time distinguishes a slow step on a busy CPU from a hang: a hung device or a
+A child makes progress in three cases: it completes units of work (engine steps, pieces of adapters), it has no work, or
+its working threads use CPU time. CPU time distinguishes a slow step on a busy CPU from a hang: a hung device or a
 stopped process uses none. CPU time alone counts only for a limited time, because an endless loop uses it, too.
 
 A child that is still starting is never judged: reading weights and compiling kernels may take any time.

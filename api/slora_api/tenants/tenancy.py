@@ -88,7 +88,7 @@ _SUM_SLACK = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """created_at: Unix time in seconds."""
+    """A tenant and its share. created_at: Unix time in seconds."""
 
     name: str
     created_at: int
