@@ -151,8 +151,9 @@ class AttentionRule:
     softcap: float | None = None
 
     def count_visible(self, context: int) -> int:
-        """Number of tokens that the last token of a context sees. With window 4: 3 of a context of 3, 4 of a context of
-        9.
+        """Number of tokens that the last token of a context sees.
+
+        With window 4: 3 of a context of 3, 4 of a context of 9.
         """
         return context if self.window is None else min(context, self.window)
 

@@ -61,8 +61,9 @@ def read_rows(
 
 
 def shrink_tiles(x: Tensor, bridge: Tensor, pages: Tensor, tiles: list[TileRanks], site: LoraSite) -> None:
-    """bridge [T, max_group_rank] = x [T, in] times A, for the rows and columns of each tile. The rest stays
-    unwritten.
+    """bridge [T, max_group_rank] = x [T, in] times A, for the rows and columns of each tile.
+
+    The rest stays unwritten.
     """
     for tile in tiles:
         rank, segment = tile.groups[site.group]

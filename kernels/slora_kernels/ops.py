@@ -50,8 +50,9 @@ class Kernels(Protocol):
         """The most tokens that a LoRA tile may hold."""
 
     def warm_up(self, geometry: KVGeometry) -> float:
-        """Compiles what the first step with this geometry would otherwise compile. Returns the seconds that this
-        took.
+        """Compiles what the first step with this geometry would otherwise compile.
+
+        Returns the seconds that this took.
         """
 
     def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:

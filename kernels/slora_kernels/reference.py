@@ -281,8 +281,9 @@ def token_race(weights: Tensor, cutoffs: list[int], keys: Tensor, block: int) ->
 
 
 def _win(weights: list[int], key: int, first: int) -> int:
-    """The index of the winner of a race between `weights`. Entry i uses hash number first + i. The first of equals
-    wins.
+    """The index of the winner of a race between `weights`.
+
+    Entry i uses hash number first + i. The first of equals wins.
     """
     scores = [weight / -math.log(_uniform(key, first + i)) for i, weight in enumerate(weights)]
     return scores.index(max(scores))

@@ -1,10 +1,10 @@
 """Samples one token per row of logits: temperature, then top_k, top_p and min_p, then the random choice.
 
-The order is that of transformers (generation/utils.py, _get_logits_processor). top_p is a share of the probability mass
-that top_k left. min_p is compared with the unfiltered distribution. vLLM applies min_p before top_k and top_p, which
-only changes the mass that top_p is measured on. The parity tests compare with transformers.
+The order is that of transformers (generation/utils.py, _get_logits_processor), because the parity tests compare with
+it. top_p is a share of the probability mass that top_k left. min_p is compared with the unfiltered distribution. vLLM
+applies min_p before top_k and top_p. The only difference is the mass on which top_p is measured.
 
-All arithmetic after exp() uses integers, so sums do not depend on their order, the device or the batch. A filter keeps
+After exp(), weights are integers, so their sums do not depend on their order, the device or the batch. A filter keeps
 every token whose weight is at least a cutoff, so tokens of equal weight are kept or dropped together.
 
 The random choice is a race (the Gumbel-max trick in its exponential form). Token i finishes at time E_i / p_i. E_i is
@@ -65,8 +65,9 @@ def weigh(logits: Tensor, peaks: Tensor, temperature: Tensor) -> Tensor:
 
 
 def truncate(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Sets the weights of tokens that the filters drop to 0. top_k is int64, top_p and min_p are float32, each [B,
-    1].
+    """Sets the weights of tokens that the filters drop to 0.
+
+    top_k: int64 [B, 1]. top_p, min_p: float32 [B, 1].
     """
     cutoff = torch.maximum(_top_cutoff(weights, top_k, top_p), (min_p.double() * _ONE).ceil().long())
     return weights.masked_fill(weights < cutoff, 0)
@@ -91,8 +92,9 @@ def _winner(weights: Tensor, keys: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _uniform(keys: Tensor, numbers: Tensor) -> Tensor:
-    """Uniform float64 in (0, 1) with 52 bits: outputs `numbers` of a SplitMix64 (Steele et al., 2014) seeded with
-    `keys`.
+    """Uniform float64 in (0, 1) with 52 random bits.
+
+    They are the outputs `numbers` of a SplitMix64 (Steele et al., 2014) seeded with `keys`.
     """
     state = keys + numbers * _GOLDEN
     for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)):

@@ -191,8 +191,9 @@ class _OnlineSoftmax:
 def _attend_pass(
     work: TilePass, q: Tensor, shares: Tensor, geometry: KVGeometry, layer: int, rule: AttentionRule
 ) -> Tensor:
-    """Attention of the queries q [n, Q, Hk, G, D] of the tiles -> float32 of the same shape. `shares`: see
-    `_gather_column`.
+    """Attention of the queries q [n, Q, Hk, G, D] of the tiles -> float32 of the same shape.
+
+    `shares`: see `_gather_column`.
     """
     n, queries, kv_heads, group, head_dim = q.shape
     block_tokens, window = geometry.block_tokens, work.window

@@ -1,15 +1,15 @@
-"""Paged attention on a CPU for decode and prefill. An item is one tile of a sequence's queries and one or more KV
-heads.
+"""Paged attention on a CPU for decode and prefill.
 
-A tile walks the visible part of its context in blocks of keys, with an online softmax (arXiv 2205.14135) in base 2.
-Sums are float32. In a bfloat16 model, queries and attention weights are bfloat16, as on a GPU, because one instruction
-may compute two products. In other models they are float32.
+An item is one tile of a sequence's queries and one or more KV heads. It walks the visible part of the context in blocks
+of keys, with an online softmax (arXiv 2205.14135) in base 2. Sums are float32. In a bfloat16 model, queries and
+attention weights are bfloat16, as on a GPU, because one instruction may compute two products. In other models they are
+float32.
 
 Decode reads keys and values directly from the pages. A tile of several queries first copies each block and transposes
 its keys, so that scores are sums of whole rows.
 
-`scales` is None, or the pages viewed as bfloat16. The scales of K are applied to the scores, and those of V to the
-weights.
+`scales` is None, or the pages viewed as bfloat16. The scales of K are applied to the scores. The scales of V are
+applied to the weights.
 """
 
 import numpy as np
@@ -69,8 +69,9 @@ def count_scratch(head_dim: int) -> int:
 
 
 def count_numbers(head_dim: int) -> int:
-    """Scratch values of `operand_dtype` that a worker also needs. They include padding, because rows are read in whole
-    vectors.
+    """Scratch values of `operand_dtype` that a worker also needs.
+
+    They include padding, because rows are read in whole vectors.
     """
     return TILE_ROWS * (head_dim + BLOCK_KEYS) + 2 * BLOCK_KEYS * head_dim + 2 * LANES
 
@@ -241,7 +242,7 @@ def attend_tile(
 ) -> None:
     """Attends the queries rows [M, D] of one KV head -> sums [M, D], state [M, 3].
 
-    Row m sees the last `window` of the first before + m // group + 1 tokens, its own token included.
+    Row m belongs to the token at position before + m // group. It sees that token and the window - 1 tokens before it.
     factor: multiplies the scores. cap: the soft cap of the scores, 0 for none.
     """
     num_rows, size = rows.shape

@@ -82,8 +82,9 @@ class AttentionPlan:
         layer: int,
         norms: QueryKeyNorm | None,
     ) -> JobWords:
-        """The job that rotates q and k and writes KV. Run it before the next job is made, which may free its norm
-        weights.
+        """The job that rotates q and k and writes KV.
+
+        Run it before the next job is made, which may free its norm weights.
         """
         place = self._find_layer(pages, geometry, layer)
         turns = NOTHING if cos_sin is None else pack_rows(cos_sin)

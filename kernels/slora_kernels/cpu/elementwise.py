@@ -219,8 +219,9 @@ _NAN_SCALE, _SMALLEST_SCALE = 0x7FC0, 0x0080
 
 @compiled
 def choose_scale(largest: Int, other: Int) -> Int:
-    """Bits of the bfloat16 scale of one side (K or V), from its greatest magnitude and the other side's. See
-    `KVFormat`.
+    """Bits of the bfloat16 scale of one side (K or V), from its greatest magnitude and the other side's.
+
+    See `KVFormat`.
     """
     if max(largest, other) >= INFINITY_BITS:
         return _NAN_SCALE

@@ -91,8 +91,9 @@ class NumbaKernels:
         self._scratch = torch.empty(0)
 
     def warm_up(self, geometry: KVGeometry) -> float:
-        """Compiles all workers for the geometry's dtype and KV format, or loads them from numba's cache. Returns the
-        seconds.
+        """Compiles all workers for the geometry's dtype and KV format, or loads them from numba's cache.
+
+        Returns the seconds.
         """
         start = time.perf_counter()
         for worker in _workers(geometry.kv_format):

@@ -364,8 +364,9 @@ def magnitude(typing: Any, value: Any) -> Any:
 
 @compiled
 def find_largest(row: Array) -> Int:
-    """The greatest magnitude as the bits of a float32. It is `INFINITY_BITS` or more if any element is infinite or
-    NaN.
+    """The greatest magnitude as the bits of a float32.
+
+    It is `INFINITY_BITS` or more if any element is infinite or NaN.
     """
     largest = np.int32(0)
     for i in range(row.shape[0]):

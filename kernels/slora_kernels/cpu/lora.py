@@ -1,5 +1,6 @@
-"""Shrink and expand on a CPU. Few tokens read weights directly from the pages; for many tokens, rows of B are packed
-first.
+"""Shrink and expand on a CPU.
+
+With few tokens, the weights are read directly from the pages. With many tokens, rows of B are packed first.
 
 Shrink and expand of a site are one job. If there are many tiles, each tile is one item, and one thread shrinks and
 expands it. The adapter's rows of A and B are then read in one sweep, and no thread waits for another. If there are few

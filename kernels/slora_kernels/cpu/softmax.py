@@ -52,8 +52,9 @@ def multiply(row: Array, factor: Float) -> None:
 
 @compiled
 def soften(weights: Array, scores: Array, peak: Float) -> Float:
-    """weights = 2^(scores - peak). `weights` and `scores` may be the same array. Returns the sum of the rounded
-    weights.
+    """weights = 2^(scores - peak).
+
+    `weights` and `scores` may be the same array. Returns the sum of the rounded weights.
     """
     total = _ZERO
     for n in range(scores.shape[0]):

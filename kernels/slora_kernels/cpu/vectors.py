@@ -28,8 +28,9 @@ from slora_kernels.cpu.language import (
 
 
 def _has(feature: str) -> bool:
-    """Whether the CPU that numba compiles for has a feature. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES may name another
-    CPU.
+    """Whether the CPU that numba compiles for has a feature.
+
+    NUMBA_CPU_NAME and NUMBA_CPU_FEATURES may name another CPU.
     """
     if config.CPU_FEATURES is not None:
         return f"+{feature}" in config.CPU_FEATURES.split(",")

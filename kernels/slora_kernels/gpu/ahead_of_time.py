@@ -32,8 +32,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True, slots=True)
 class _AbsentGpu:
-    """The part of a driver that Triton needs for compiling. Triton caches compiled kernels by device, so each target is
-    a device of its own.
+    """The part of a driver that Triton needs for compiling.
+
+    Triton caches compiled kernels by device, so each target is a device of its own.
     """
 
     target: GPUTarget

@@ -30,8 +30,9 @@ NUM_WARPS = 8
 
 
 def _count_rows(geometry: KVGeometry) -> int:
-    """Rows of the product: query tokens times the heads of a group. float32 serves for checking and is not tuned for
-    speed.
+    """Rows of the product: query tokens times the heads of a group.
+
+    float32 serves for checking and is not tuned for speed.
     """
     if geometry.dtype.itemsize == 4:
         return 16

@@ -20,8 +20,9 @@ from slora_kernels.launch import Launch, dot_dtype
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Block sizes of one program. Shared memory: (num_stages - 1) * width * (rows + tokens * bytes of an element of
-    x).
+    """Block sizes of one program.
+
+    Shared memory: (num_stages - 1) * width * (rows + tokens * bytes of an element of x).
     """
 
     tokens: int

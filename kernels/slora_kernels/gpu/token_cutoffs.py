@@ -6,9 +6,10 @@ threshold is found by bisection between a value that is enough and one that is n
 they are exact in any order. The final t is the weight of some token, and all tokens of equal weight are kept.
 
 The bisection runs over the bit patterns of float32, which sort like the values. Weights lie between 1 and 2**42. That
-is 42 powers of two, with equally many bit patterns in each. A token's weight falls exponentially with its logit, so
-each pass over the row halves the powers of two in question. After a few passes few enough candidate tokens remain to
-fit registers. The program copies these candidates side by side and finishes the bisection with them alone.
+is 42 powers of two, with equally many bit patterns in each. Weights are exponential in the logits, so a power of two is
+an interval of logits, and each pass over the row halves the interval in question. After a few passes, few enough
+candidate tokens remain to fit registers. The program copies these candidates side by side and finishes the bisection
+with them alone.
 
 One program handles one row, which stays in the GPU's cache: 128,256 weights are 0.5 MB. FlashInfer bisects in the same
 way (its sampling.cuh), but in real numbers.
@@ -73,8 +74,7 @@ def _find_cutoff(
     FEW: tl.constexpr,
     PAST: tl.constexpr,
 ):
-    """Finds the greatest threshold whose tokens are enough: at least `wanted` tokens, or tokens of mass `wanted` or
-    more.
+    """Finds the greatest threshold whose tokens are enough: `wanted` tokens, or tokens of mass `wanted` if BY_MASS.
 
     low: bits of a threshold that is enough, with the count and the mass of its tokens.
     Returns the bits of the cutoff, and the count and the mass of the tokens that reach it.
