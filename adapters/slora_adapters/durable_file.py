@@ -28,7 +28,9 @@ def create_durably(path: Path, content: bytes) -> bool:
 
 
 def replace_durably(path: Path, content: bytes) -> None:
-    """Makes or replaces the file. Writing what the file holds already is a no-op, which needs no free space."""
+    """Creates or replaces the file. Writing the content that the file already has is a no-op and needs no
+    free space.
+    """
     try:
         if path.read_bytes() == content:
             return
@@ -40,7 +42,7 @@ def replace_durably(path: Path, content: bytes) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes entries that were added to or removed from the directory durable."""
+    """Makes added and removed entries of the directory durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -50,7 +52,7 @@ def sync_directory(directory: Path) -> None:
 
 @contextmanager
 def _synced_copy(path: Path, content: bytes) -> Iterator[str]:
-    """A temporary file in the same directory, removed at the end unless it was renamed."""
+    """Yields a temporary file in the same directory. It is deleted at the end unless it was renamed."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -60,7 +60,7 @@ class HeartbeatPage:
 
     @staticmethod
     def create() -> "HeartbeatPage":
-        """A page that no other process has yet. `close` closes its descriptor."""
+        """Creates a page that no other process has mapped yet. `close` closes its descriptor."""
         descriptor = os.memfd_create("slora-heartbeat")
         os.ftruncate(descriptor, _PAGE_BYTES)
         return HeartbeatPage(descriptor)

@@ -90,7 +90,7 @@ class Loader:
 
     @property
     def paces(self) -> dict[str, float]:
-        """Seconds a byte, as packed, by the tier that adapters were loaded from lately."""
+        """Recent load time in seconds per packed byte, by the tier that adapters were loaded from."""
         with self._changed:
             return {tier: pace.fetch_s(1) for tier, pace in self._paces.items()}
 

@@ -45,7 +45,7 @@ MAX_DEATHS = 3
 
 @dataclass(slots=True)
 class _Request:
-    """A version that was asked for. It stays until `poll` has delivered the answer."""
+    """A requested version. It stays until `poll` has delivered the result."""
 
     number: int
     since: float
@@ -55,7 +55,10 @@ class _Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """One connection to one run of the loader, until it has ended and no copy of it is held. kept: see `on_arena`."""
+    """One connection to one loader process. It exists until the connection has ended and no copy from it is held.
+
+    kept: the return value of `on_arena`.
+    """
 
     socket: socket.socket
     arena: ByteArray

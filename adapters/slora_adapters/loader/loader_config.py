@@ -12,8 +12,12 @@ from slora_kernels.layout import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class LoaderConfig:
-    """socket: where engines connect. store, warm: URLs for `open_store`. shape, dtype: of the base model, as the
-    engine resolved them. host_cache_bytes: of the arena that is shared with engines.
+    """Settings of a loader process.
+
+    socket: path of the Unix socket to which engines connect.
+    store, warm: URLs for `open_store`.
+    shape, dtype: shape and dtype of the base model, as the engine resolved them.
+    host_cache_bytes: size of the arena that is shared with engines.
     """
 
     socket: Path

@@ -115,7 +115,7 @@ class StoredAdapter:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Some rows of a tensor, the next ones in its file."""
+    """Consecutive rows of one tensor."""
 
     tensor: TensorSpan
     first_row: int

@@ -1,4 +1,4 @@
-"""Names that become file names and Redis keys: checked where they enter, so that none can point elsewhere."""
+"""Checks of names that become file names and Redis keys, so that no name can refer to another place."""
 
 import re
 
@@ -7,7 +7,7 @@ _MEMBER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 
 
 def check_digest(digest: str) -> str:
-    """The digest itself. Raises ValueError unless it is 64 lower-case hexadecimal digits."""
+    """Returns the digest. Raises ValueError unless it is 64 lower-case hexadecimal digits."""
     if not is_digest(digest):
         raise ValueError(f"{digest[:80]!r} is not a digest: 64 lower-case hexadecimal digits")
     return digest
@@ -18,7 +18,7 @@ def is_digest(text: str) -> bool:
 
 
 def check_member_name(name: str) -> str:
-    """The name itself. Raises ValueError unless it is a plain file name."""
+    """Returns the name. Raises ValueError unless it is a plain file name."""
     if not _MEMBER.fullmatch(name):
         raise ValueError(
             f"{name[:140]!r} cannot be a member of a blob: letters, digits, '.', '_', '-', at most 128"

@@ -1,6 +1,7 @@
-"""A Redis that must not lose what it acknowledged: how it has to be set up, and what to wait for after a write.
+"""Use of a Redis that must not lose acknowledged writes: its required settings, and the wait for its disk after a
+write.
 
-Needs the package redis, so only modules that `store_url.py` and `registry_url.py` load import this one.
+The module needs the package redis, so only modules that `store_url.py` and `registry_url.py` load import it.
 """
 
 import time
@@ -14,18 +15,21 @@ from redis.retry import Retry
 
 from slora_adapters.errors import StoreUnavailable, StoreUnfit, TryAgain
 
-# A write is refused if Redis takes longer to bring it to its disk; busy disks stall for tens of seconds.
+# A write fails if Redis needs longer to sync it to disk. Busy disks stall for tens of seconds.
 _DISK_WAIT_S = 60.0
-# One question's part of that, well within the socket's time; and the pause between two questions that do not wait.
+# _DISK_QUESTION_S: timeout of one WAITAOF, well below the socket timeout. _DISK_PAUSE_S: pause between two polls where
+# WAITAOF is not available.
 _DISK_QUESTION_S = 5.0
 _DISK_PAUSE_S = 0.01
 _CONNECT_S = 2.0
-# Longer than a question to the disk takes.
+# Longer than one WAITAOF may take.
 DURABLE_TIMEOUT_S = 20.0
 
 
 def connect(url: str, timeout_s: float, num_retries: int) -> "redis.Redis[bytes]":
-    """A client, which contacts nobody yet. timeout_s: for each answer. num_retries: of what got no answer."""
+    """Returns a client, which connects at its first command. timeout_s: timeout of each reply. num_retries: retries of
+    a command without a reply.
+    """
     return redis.Redis.from_url(
         url,
         socket_connect_timeout=_CONNECT_S,
@@ -35,8 +39,11 @@ def connect(url: str, timeout_s: float, num_retries: int) -> "redis.Redis[bytes]
 
 
 def check_settings(client: "redis.Redis[bytes]", loses: str, remedy: str) -> None:
-    """Raises StoreUnfit, naming what to set, unless this Redis keeps what it is given; StoreUnavailable if it does not
-    answer. loses, remedy: how the message begins, and what else can be done."""
+    """Raises StoreUnfit, naming the settings to change, if the settings of this Redis allow data loss. Raises
+    StoreUnavailable if it does not answer.
+
+    loses: beginning of the message. remedy: an alternative for the operator.
+    """
     with as_unavailable():
         info: dict[str, Any] = {**client.info("persistence"), **client.info("memory")}
     faults = []
@@ -51,13 +58,13 @@ def check_settings(client: "redis.Redis[bytes]", loses: str, remedy: str) -> Non
 
 
 def wait_for_disk(connection: "redis.Redis[bytes]") -> None:
-    """Waits until what this connection wrote survives the death of Redis; from Redis 7.2 on, that of its machine, too.
-    Raises StoreUnavailable if that takes too long.
+    """Waits until the writes of this connection survive a crash of Redis, and from Redis 7.2 on also a crash of its
+    machine. Raises StoreUnavailable on a timeout.
 
-    Before 7.2 Redis can't be asked to wait for its disk. `appendfsync always` answers after the disk. `everysec`
-    answers earlier: while an earlier fsync goes on, it keeps what it was told in a buffer of its own, for up to two
-    seconds, and its death loses that. So this waits until the buffer is empty, which leaves the second that everysec is
-    about for the death of the machine.
+    Before 7.2, Redis has no command that waits for its disk. With `appendfsync always`, Redis replies after the write
+    is on disk. With `everysec` it replies earlier. While an earlier fsync runs, it keeps new writes in a buffer for up
+    to two seconds, and a crash of Redis loses that buffer. So this function waits until the buffer is empty. A crash of
+    the machine can then still lose the last second of writes, as `everysec` allows.
     """
     deadline = time.monotonic() + _DISK_WAIT_S
     while not _is_kept(connection):
@@ -67,7 +74,7 @@ def wait_for_disk(connection: "redis.Redis[bytes]") -> None:
 
 @contextmanager
 def as_unavailable() -> Iterator[None]:
-    """Redis' errors as StoreUnavailable."""
+    """Raises errors of Redis as StoreUnavailable."""
     try:
         yield
     except redis.RedisError as error:
@@ -75,7 +82,7 @@ def as_unavailable() -> Iterator[None]:
 
 
 def _is_kept(connection: "redis.Redis[bytes]") -> bool:
-    """Whether all of the connection's writes are in the append-only file; waits a moment for it."""
+    """Returns whether all writes of the connection are in the append-only file. Waits briefly for it."""
     try:
         synced, _ = connection.execute_command("WAITAOF", 1, 0, int(_DISK_QUESTION_S * 1000))
         return bool(synced)
@@ -89,7 +96,7 @@ def _is_kept(connection: "redis.Redis[bytes]") -> bool:
 
 
 def _setting(client: "redis.Redis[bytes]", name: str) -> str | None:
-    """Hosted Redis often forbids CONFIG; then nobody can tell."""
+    """Returns None if the setting cannot be read; hosted Redis services often forbid CONFIG."""
     try:
         with as_unavailable():
             value: str | None = client.config_get(name).get(name)

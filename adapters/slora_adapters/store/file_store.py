@@ -1,12 +1,13 @@
-"""A durable store in a folder of local files.
+"""A durable store in a directory of local files.
 
     blobs/ab/ab12.../      one folder per digest, complete from the moment it exists
-    tmp/...                blobs being written, and deleted ones on their way out
+    tmp/...                blobs that are being written, and blobs that are being deleted
     claims/<registry>      an empty file for each registry that refers to blobs here
 
-A blob is written to a folder in tmp, every file and folder synced to disk, then renamed into place: at whatever
-instant the process or the machine dies, a blob is either whole or absent. What dead writers left in tmp is removed at
-start; living ones hold a lock on their folder, which the kernel releases when they die.
+A blob is written to a folder in tmp. All its files and the folder are synced to disk, and the folder is then renamed
+into place. So after a crash of the process or the machine, a blob is either complete or absent. Opening the store
+removes what crashed writers left in tmp. A live writer holds a lock on its folder, which the kernel releases when the
+writer dies.
 """
 
 import errno
@@ -24,14 +25,15 @@ from slora_adapters.full_disk import is_full
 from slora_adapters.store.blob_name import check_digest, check_member_name, is_digest
 from slora_adapters.store.local_blob import TIER, LocalBlob
 
-# How often a put starts over because a delete of the same digest came in between.
+# How often a put starts over because the same digest was deleted during the put.
 _MAX_ATTEMPTS = 10
 
 
 class FileStore:
-    """See `store.Store`. Several processes may share the folder. Raises StoreUnavailable if it cannot be used.
+    """Implements `store.Store` with local files. Several processes may share the directory.
 
-    A root that does not exist is made readable by its owner only; an existing one keeps its mode.
+    The constructor raises StoreUnavailable if the directory cannot be used. It creates a missing root with mode 0700,
+    and does not change the mode of an existing one.
     """
 
     tiers = (TIER,)
@@ -90,7 +92,7 @@ class FileStore:
             shutil.rmtree(trash, ignore_errors=True)
 
     def distrust(self, digest: str) -> bool:
-        """There is no other copy."""
+        """Returns False, because the store has only one copy."""
         return False
 
     def digests(self) -> Iterator[str]:
@@ -108,15 +110,15 @@ class FileStore:
             return frozenset(path.name for path in self._claims.iterdir())
 
     def check(self) -> None:
-        """Raises StoreUnavailable unless the folder is there and can be written to."""
+        """Raises StoreUnavailable unless the directory exists and is writable."""
         if not os.access(self._tmp, os.W_OK):
             raise StoreUnavailable(f"the store's folder {str(self._tmp)!r} is missing or not writable")
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Does nothing, because the store keeps nothing open."""
 
     def _check_there(self) -> None:
-        """Tells a store without a blob from a place without a store, such as a disk that is not mounted."""
+        """Raises StoreUnavailable if the store itself is missing, for example because its disk is not mounted."""
         if not self._tmp.is_dir():
             raise StoreUnavailable(f"there is no store any more in {str(self.root)!r}; is its disk mounted?")
 
@@ -124,7 +126,9 @@ class FileStore:
         return self._blobs / digest[:2] / check_digest(digest)
 
     def _publish(self, folder: Path, digest: str) -> bool:
-        """Moves a finished folder into place. False if a blob that it was replacing was deleted under its hands."""
+        """Moves a complete folder into place. Returns False if the blob that it was replacing was deleted at the same
+        time.
+        """
         place = self._folder(digest)
         place.parent.mkdir(exist_ok=True)
         sync_directory(self._blobs)
@@ -139,7 +143,9 @@ class FileStore:
 
 
 def _replace_members(folder: Path, place: Path) -> bool:
-    """Member by member: each is interchangeable with the one that it replaces, so readers may see a mixture."""
+    """Replaces each member atomically. Blobs of one digest are interchangeable, so a reader may see old and new members
+    mixed.
+    """
     try:
         for member in folder.iterdir():
             os.replace(member, place / member.name)
@@ -160,7 +166,9 @@ def _write_member(path: Path, content: Path | bytes) -> None:
 
 @contextmanager
 def _locked_folder(parent: Path) -> Iterator[Path]:
-    """A new folder that no sweep removes while we live; removed at the end, if it is still there."""
+    """Yields a new folder that no sweep removes while this process lives. It is removed at the end if it
+    still exists.
+    """
     while True:
         folder = parent / uuid.uuid4().hex
         folder.mkdir()
@@ -175,7 +183,9 @@ def _locked_folder(parent: Path) -> Iterator[Path]:
 
 
 def _try_lock(folder: Path) -> int | None:
-    """A descriptor that locks the folder; None if somebody else holds it or has just removed it."""
+    """Returns a descriptor that locks the folder; None if another process holds the lock or has just removed the
+    folder.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,24 +1,24 @@
-"""A blob in a store of objects as it is read: ranges side by side, several ahead of the reader.
+"""Reads a blob from an object store, with parallel range requests ahead of the reader.
 
-One stream from such a place is slow, however near it is, so as many as make up for it are under way while the reader
-goes on where it stopped. Who reads elsewhere gets that range alone.
+One stream from an object store is slow even at low latency. So several ranges are requested in parallel while the
+reader reads sequentially. A read at another position requests only its own range.
 """
 
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 
-# One stream from S3 brings some 50 to 90 MB/s; ranges of 8 to 16 MB side by side are what its makers advise.
+# One stream from S3 delivers about 50 to 90 MB/s. AWS recommends parallel ranges of 8 to 16 MB.
 RANGE_BYTES = 8 << 20
 _NUM_AHEAD = 8
 TIER = "objects"
 
-# Takes a member's name, start and end; returns exactly these bytes, or raises what `store.Blob.read_into` may.
+# Called with member name, start and end. Returns exactly these bytes, or raises what `store.Blob.read_into` may raise.
 ReadRange = Callable[[str, int, int], bytes]
 
 
 class ObjectBlob:
-    """See `store.Blob`. The first range of each member is asked for at once."""
+    """Implements `store.Blob`. The constructor requests the first range of each member."""
 
     tier = next_tier = TIER
 
@@ -44,7 +44,7 @@ class _MemberStream:
         self._threads = threads
         self._position = self._asked_to = 0
         self._ranges: deque[Future[bytes]] = deque()
-        self._rest = memoryview(b"")  # of the range that is being read
+        self._rest = memoryview(b"")  # unread part of the current range
         self._ask(num_ahead=1)
 
     def read_into(self, start: int, buffer: memoryview) -> None:
@@ -63,7 +63,9 @@ class _MemberStream:
             self._position += count
 
     def drop(self) -> None:
-        """Nobody reads on from here. What is on its way already comes in vain."""
+        """Cancels the requested ranges, because the reader does not continue here. The results of running requests are
+        discarded.
+        """
         while self._ranges:
             self._ranges.pop().cancel()
         self._rest = memoryview(b"")

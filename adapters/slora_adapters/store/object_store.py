@@ -1,28 +1,33 @@
-"""A durable store in any place that fsspec has a filesystem for: S3, Google Cloud Storage, Azure, SFTP, ...
+"""A durable store in any filesystem that fsspec supports: S3, Google Cloud Storage, Azure, SFTP, ...
 
-Such places rename nothing and write no two objects at once; some show a file while it is being written. So no object
-is ever written twice, and what there is follows from names alone:
+Such filesystems have no atomic rename and cannot write two objects atomically. Some show a file while it is still being
+written. So no object is ever written twice, and the state of the store follows from object names and sizes alone:
 
-    blobs/ab/ab12.../<upload>.<member>                 the members of one upload, under names that no other has
+    blobs/ab/ab12.../<upload>.<member>                 the members of one upload, under unique names
     blobs/ab/ab12.../done.<turn>.<upload>.<members>.<bytes>
-                                                       written last: that upload is whole, with so much in it
-    begun/<upload>.<digest>                            an upload or a deletion is under way
+                                                       written last: the upload is complete, with this member count
+                                                       and size
+    begun/<upload>.<digest>                            an upload or a deletion is in progress
     claims/<registry>                                  a registry refers to blobs here
-    slora-store                                        there is a store here
+    slora-store                                        marks the existence of a store
 
-A blob is the last whole upload in its folder, in the order of turns; each writer takes the turn after those that it
-finds, and removes those before the last one, which itself goes only by a deletion. So readers never see half a blob,
-two uploads of one digest never mix, and a deletion removes exactly what it found. One listing says whether a blob
-exists, and with the sizes in it a reader asks for all members at once, large ones in several ranges (`object_blob.py`).
+The blob of a digest is the last complete upload in its folder, ordered by turn. Each writer uses the turn after the
+turns that it finds, and removes the uploads before the last one. Only a deletion removes the last upload. So readers
+never see a partial blob, two uploads of one digest never mix, and a deletion removes exactly what it found. One listing
+shows whether a blob exists and how large its members are. With these sizes a reader fetches all members in parallel,
+large ones in several ranges (`object_blob.py`).
 
-The Redis store's way, a manifest that names its chunks, would be written again by each upload: only some places do
-that in one piece, and none lets a deletion say which manifest it means, so that it could strand the members of another
-one. Members named by their content would be shared between uploads, and somebody would have to count by whom.
+Two alternatives were rejected:
 
-A note in `begun` outlives its writer. A writer gives up long before its note is old; whoever opens the store or puts
-something looks at the old ones, a few at a time, and removes what they left that is not whole.
+- The Redis store's layout, a manifest that names its chunks. Each upload would overwrite the manifest, and only some
+  filesystems do that atomically. A deletion cannot say which manifest it means, so it could leave members of another
+  upload without a manifest.
+- Members named by their content. Uploads would share members, so they would need reference counts.
 
-Needs the package fsspec, so only `store_url.py` loads this module.
+A note in `begun` survives the crash of its writer. A writer gives up long before its note is old. Opening the store,
+and each put, checks a few old notes and removes the incomplete uploads that they name.
+
+The module needs the package fsspec, so only `store_url.py` imports it.
 """
 
 import re
@@ -44,12 +49,12 @@ from slora_adapters.store.blob_name import check_digest, check_member_name, is_d
 from slora_adapters.store.object_blob import TIER, ObjectBlob
 
 _NUM_THREADS = 16
-# A writer that takes longer gives up; what is older than the second is nobody's. Between them is room for clocks that
-# differ between hosts.
+# A writer that takes longer than UPLOAD_LIMIT_S gives up. An incomplete upload older than LEFTOVER_AGE_S has no writer
+# any more. The difference allows for clock skew between hosts.
 UPLOAD_LIMIT_S = 3600
 LEFTOVER_AGE_S = 24 * 3600
 _MAX_SWEPT = 16
-# How often a folder is read again that changed while it was read.
+# How often a folder is listed again if it changed while it was listed.
 _MAX_ATTEMPTS = 10
 
 _UPLOAD = "[0-9a-f]{40}"
@@ -60,10 +65,11 @@ _SECRET_OPTION = re.compile("pass|secret|token|key|sas|cred|connection", re.IGNO
 
 
 def open_object_store(url: str) -> "ObjectStore":
-    """The store at an fsspec URL; its filesystem takes options from fsspec's configuration and its own environment.
+    """Opens the store at an fsspec URL. Its filesystem reads options from fsspec's configuration and from its own
+    environment variables.
 
-    Raises ValueError for a URL that no installed package knows, StoreUnfit where nothing can be written,
-    StoreUnavailable if the place does not answer.
+    Raises ValueError for a URL that no installed package supports, StoreUnfit if it cannot be written, and
+    StoreUnavailable if it does not answer.
     """
     parts = urlsplit(url)
     scheme = parts.scheme
@@ -83,7 +89,7 @@ def open_object_store(url: str) -> "ObjectStore":
             f"a {scheme}:// store needs one more package beside slora[objects]: {error}"
         ) from None
     with _as_unavailable(scheme, _secrets(url)):
-        # Not the instance that others share: of ours a cache is switched off.
+        # Not fsspec's shared instance, because the listing cache of this instance is switched off.
         filesystem, root = url_to_fs(url, skip_instance_cache=True)
     store = ObjectStore(filesystem, root, scheme=scheme, secrets=_secrets(url))
     store.prepare()
@@ -92,7 +98,9 @@ def open_object_store(url: str) -> "ObjectStore":
 
 @dataclass(slots=True)
 class _Upload:
-    """What a folder holds of one upload. done: the name that says that it is whole; promised: members and bytes."""
+    """The objects of one upload in a folder. done: name of its `done` object, or None; promised: (members, bytes) from
+    that name.
+    """
 
     upload_id: str
     members: dict[str, int] = field(default_factory=dict)
@@ -106,10 +114,12 @@ class _Upload:
 
 
 class ObjectStore:
-    """See `store.Store`. What `put` wrote is as durable as a finished write is to the filesystem: of files on this
-    machine (`file_store.py` is for them) that is only until it loses power.
+    """Implements `store.Store` with fsspec.
 
-    root: as the filesystem wants it. secrets: never shown in an error. clock: seconds since 1970.
+    `put` is as durable as a finished write of the filesystem. For local files, which belong in `file_store.py`, that
+    does not cover a power failure.
+
+    root: root path, in the filesystem's syntax. secrets: texts that are removed from error messages. clock: Unix time.
     """
 
     tiers = (TIER,)
@@ -124,7 +134,7 @@ class ObjectStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._filesystem = filesystem
-        # A listing from memory would hide what others have put since.
+        # A cached listing would hide what other processes have written since.
         filesystem.dircache.use_listings_cache = False
         self._root = root.rstrip("/")
         self._begun = f"{self._root}/begun"
@@ -134,12 +144,12 @@ class ObjectStore:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "object-store")
 
     def prepare(self) -> None:
-        """Proves that objects can be written, listed and removed here. Raises StoreUnfit, StoreUnavailable."""
+        """Checks that objects can be written, listed and removed here. Raises StoreUnfit, StoreUnavailable."""
         with self._as_unavailable():
             try:
                 if not self._is_there(f"{self._root}/slora-store"):
                     self._write(f"{self._root}/slora-store", b"adapters of slora\n")
-                for _ in range(2):  # a listing that is remembered shows the first note again
+                for _ in range(2):  # with a cached listing, the second note does not appear
                     with self._noted("0" * 64) as upload_id:
                         if not any(name.startswith(upload_id) for name, _ in self._list(self._begun)):
                             raise self._unlisted()
@@ -196,11 +206,11 @@ class ObjectStore:
                 self._remove_uploads(digest, found)
 
     def distrust(self, digest: str) -> bool:
-        """There is no other copy."""
+        """Returns False, because the store has only one copy."""
         return False
 
     def digests(self) -> Iterator[str]:
-        """Folder by folder, of which there are at most 256: a listing is never in memory as a whole."""
+        """Lists folder by folder, at most 256 folders, so that the whole listing is never in memory."""
         with self._as_unavailable():
             self._check_there()
             shards = [name for name, _ in self._list(f"{self._root}/blobs")]
@@ -234,7 +244,9 @@ class ObjectStore:
             self._threads.submit(self._write, f"{folder}/{upload_id}.{name}", content)
             for name, content in members.items()
         ]
-        wait(writes)  # all, also if one fails: what is written later nobody would remove
+        wait(
+            writes
+        )  # wait for all, even if one fails: objects written after the cleanup would never be removed
         for write in writes:
             write.result()
         if self._age_s(upload_id) > UPLOAD_LIMIT_S:
@@ -244,7 +256,7 @@ class ObjectStore:
         self._remove_uploads(digest, self._outdone(self._settled(digest, upload_id, done)))
 
     def _settled(self, digest: str, upload_id: str, done: str) -> list[_Upload]:
-        """The digest's uploads, once ours shows there as it was written, or somebody has removed it again."""
+        """Returns the digest's uploads, once our upload is listed as complete or another process has removed it."""
         for _ in range(_MAX_ATTEMPTS):
             uploads = self._uploads(digest)
             if any(upload.upload_id == upload_id and upload.is_whole for upload in uploads):
@@ -260,7 +272,7 @@ class ObjectStore:
         )
 
     def _outdone(self, uploads: list[_Upload]) -> list[_Upload]:
-        """Those that no reader takes any more, and those that nobody finishes."""
+        """Returns the uploads that a later complete upload replaced, and incomplete uploads without a writer."""
         last = max((index for index, upload in enumerate(uploads) if upload.is_whole), default=0)
         return [
             upload
@@ -269,13 +281,15 @@ class ObjectStore:
         ]
 
     def _abandon(self, digest: str, upload_id: str) -> None:
-        """Removes what a failed upload wrote, if it can. Its note stays: a write that failed may still arrive."""
-        with suppress(Exception):  # the failure that is being raised says more
+        """Tries to remove the objects of a failed upload. Its note stays, because a write that failed here may still
+        complete.
+        """
+        with suppress(Exception):  # the error that is being raised is more useful
             own = [one for one in self._uploads(digest) if one.upload_id == upload_id]
             self._remove_uploads(digest, own)
 
     def _sweep(self) -> None:
-        """Removes what the dead left, of a few of them."""
+        """Removes what crashed writers left behind, for at most _MAX_SWEPT old notes."""
         notes = [match for name, _ in self._list(self._begun) if (match := _NOTE.fullmatch(name))]
         for match in [match for match in notes if self._is_old(match[1])][:_MAX_SWEPT]:
             upload_id, digest = match.groups()
@@ -283,7 +297,7 @@ class ObjectStore:
             self._remove(self._note(digest, upload_id))
 
     def _find(self, digest: str) -> _Upload | None:
-        """The upload that is the blob."""
+        """Returns the last complete upload of the digest; None if there is none."""
         for _ in range(_MAX_ATTEMPTS):
             uploads = self._uploads(digest)
             whole = [upload for upload in uploads if upload.is_whole]
@@ -291,11 +305,12 @@ class ObjectStore:
                 return whole[-1]
             if not any(upload.done for upload in uploads):
                 break
-            # Of files, a listing is not of one instant: it may show what is being removed and not what came instead.
+            # A listing of files is not a snapshot. It may show an upload that is being removed, and miss the upload
+            # that replaced it.
         return None
 
     def _uploads(self, digest: str) -> list[_Upload]:
-        """All that is there of a digest, in the order of turns."""
+        """Returns all uploads of a digest, complete or not, ordered by turn."""
         found: dict[str, _Upload] = {}
         for name, num_bytes in self._list(self._folder(digest)):
             if match := _DONE.fullmatch(name):
@@ -307,7 +322,7 @@ class ObjectStore:
         return sorted(found.values(), key=lambda upload: (upload.turn, upload.upload_id))
 
     def _read_range(self, path: str, start: int, end: int) -> bytes:
-        """Raises AdapterNotFound if its upload was replaced or deleted since it was listed."""
+        """Raises AdapterNotFound if the upload was replaced or deleted after it was listed."""
         try:
             piece: bytes = self._filesystem.cat_file(path, start=start, end=end)
         except FileNotFoundError:
@@ -317,7 +332,9 @@ class ObjectStore:
         return piece
 
     def _remove_uploads(self, digest: str, uploads: list[_Upload]) -> None:
-        """Each first ceases to be whole, so that none is read while it goes."""
+        """Removes uploads. The `done` object is removed first, so that no reader opens an upload while it is being
+        removed.
+        """
         folder = self._folder(digest)
         for upload in uploads:
             if upload.done:
@@ -327,7 +344,7 @@ class ObjectStore:
 
     @contextmanager
     def _noted(self, digest: str) -> Iterator[str]:
-        """The id of a new upload, noted until the block has ended well."""
+        """Yields the id of a new upload. Its note is removed only if the block ends without an error."""
         upload_id = f"{int(self._clock()):08x}{uuid.uuid4().hex}"
         note = self._note(digest, upload_id)
         self._write(note, b"begun\n")
@@ -341,7 +358,7 @@ class ObjectStore:
         return self._age_s(upload_id) > LEFTOVER_AGE_S
 
     def _age_s(self, upload_id: str) -> float:
-        """Since it began; its id says when."""
+        """Seconds since the upload began. Its id starts with that time."""
         return self._clock() - int(upload_id[:8], 16)
 
     def _folder(self, digest: str) -> str:
@@ -351,14 +368,16 @@ class ObjectStore:
         return f"{self._begun}/{upload_id}.{digest}"
 
     def _check_there(self) -> None:
-        """Tells a store without a blob from a place without a store: one that is not mounted, a bucket that is gone."""
+        """Raises StoreUnavailable if the store itself is missing, for example because it is not mounted or its bucket
+        was deleted.
+        """
         if not self._is_there(f"{self._root}/slora-store"):
             raise StoreUnavailable(
                 f"there is no store any more in the {self._scheme}:// place; was it moved?"
             )
 
     def _is_there(self, path: str) -> bool:
-        """Asks for the object itself: what filesystems say of its existence may come from memory."""
+        """Reads the object itself, because a filesystem may answer existence checks from a cache."""
         try:
             self._filesystem.cat_file(path)
         except FileNotFoundError:
@@ -366,7 +385,7 @@ class ObjectStore:
         return True
 
     def _list(self, folder: str) -> list[tuple[str, int]]:
-        """(name, bytes) of what lies in a folder."""
+        """Returns (name, bytes) of each entry of a folder."""
         try:
             entries = self._filesystem.ls(folder, detail=True)
         except FileNotFoundError:
@@ -378,7 +397,7 @@ class ObjectStore:
             self._send(path, content)
         except FileNotFoundError:
             if not self._root.startswith("/"):
-                raise  # there is no bucket, and to make one is for people
+                raise  # the bucket does not exist; only the operator creates buckets
             self._filesystem.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
             self._send(path, content)
 
@@ -405,7 +424,7 @@ def _secrets(url: str) -> tuple[str, ...]:
 
 
 def _option_secrets(options: Mapping[str, Any]) -> Iterator[str]:
-    """Values among a filesystem's options, from its URL or its configuration, that nobody should see."""
+    """Yields values of filesystem options, from the URL or the configuration, that must not appear in messages."""
     for name, value in options.items():
         if isinstance(value, Mapping):
             yield from _option_secrets(value)
@@ -414,7 +433,7 @@ def _option_secrets(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _cause(error: BaseException, secrets: tuple[str, ...]) -> str:
-    """What a backend says, without the secrets that we know of and without those that URLs carry."""
+    """Returns the backend's message without known secrets, and without credentials and query strings of URLs."""
     text = str(error)
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
@@ -429,8 +448,8 @@ def _as_unavailable(scheme: str, secrets: tuple[str, ...]) -> Iterator[None]:
         yield
     except AdapterError:
         raise
-    except Exception as error:  # the errors of fsspec's many backends have nothing else in common
-        # Not `from error`: a traceback would show what the message leaves out.
+    except Exception as error:  # fsspec's backends have no other common exception class
+        # Not `from error`, because the traceback would show the secrets that the message leaves out.
         raise StoreUnavailable(
             f"the {scheme}:// store does not answer as it should: {_cause(error, secrets)}"
         ) from None

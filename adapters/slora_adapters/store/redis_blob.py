@@ -1,11 +1,11 @@
-"""A blob in Redis as it is read: chunk after chunk over one connection, straight into the reader's memory.
+"""Reads a blob from Redis, chunk by chunk over one connection, directly into the reader's memory.
 
-While one chunk is read the next is asked for already, as long as the reader goes on where it stopped; never more than
-`_NUM_AHEAD` chunks are under way, so a slow reader makes Redis keep 8 MiB for it at most.
+While the reader reads sequentially, the next chunk is requested before the current one is fully read. At most
+`_NUM_AHEAD` chunks are requested at a time, so Redis buffers at most 8 MiB for a slow reader.
 
-redis-py reads an answer into buffers of its own before it hands it out, which takes several times as long as all else
-(measured on a Unix socket: 1.1 GB/s, and 4.3 GB/s like this). So the connection is redis-py's, and so are requests; the
-answers, strings whose lengths are known beforehand, are read from its socket here.
+redis-py copies a reply into its own buffers first, which limits throughput (measured on a Unix socket: 1.1 GB/s with
+redis-py, 4.3 GB/s with this module). So redis-py provides the connection and sends the commands, and this module reads
+the replies from its socket. The length of each reply is known in advance.
 """
 
 from bisect import bisect_right
@@ -27,7 +27,9 @@ _MAX_LINE_BYTES = 1 << 10
 
 @dataclass(slots=True)
 class _Answer:
-    """To one request: `num_bytes` of a chunk, of which `num_left` have yet to be read. begun: its first line was."""
+    """The reply to one command: `num_bytes` of a chunk, of which `num_left` are still unread. begun: whether its first
+    line was read.
+    """
 
     num_bytes: int
     num_left: int
@@ -35,8 +37,10 @@ class _Answer:
 
 
 class RedisBlob:
-    """See `store.Blob`. pool: of redis-py. prefix: of the chunks' keys; the chunks of all members are numbered through,
-    and each begins with a chunk of its own. members: (name, bytes), in that order.
+    """Implements `store.Blob`.
+
+    pool: connection pool of redis-py. prefix: prefix of the chunk keys. Chunks are numbered across all members, and
+    each member begins with a new chunk. members: (name, bytes), in the order of the chunks.
     """
 
     tier = next_tier = TIER
@@ -45,7 +49,7 @@ class RedisBlob:
         self.members = dict(members)
         self._pool = pool
         self._prefix = prefix
-        # Positions in all members laid end to end.
+        # Positions count bytes across all members, concatenated in order.
         sizes = list(self.members.values())
         self._first = dict(zip(self.members, accumulate(sizes, initial=0), strict=False))
         self._chunk_starts = [
@@ -73,7 +77,9 @@ class RedisBlob:
             raise StoreUnavailable(f"Redis broke off: {error}") from error
 
     def close(self) -> None:
-        """A connection with answers on their way is of no more use."""
+        """Returns the connection to the pool. A connection with unread replies cannot be reused, so it is disconnected
+        first.
+        """
         if self._connection is None:
             return
         connection, self._connection = self._connection, None
@@ -82,7 +88,9 @@ class RedisBlob:
         self._pool.release(connection)
 
     def _move_to(self, position: int) -> None:
-        """Only who reads on is worth asking ahead for."""
+        """Moves to `position`. Read-ahead is used only for sequential reads. Otherwise pending replies are read and
+        discarded.
+        """
         self._reads_on = position == self._position
         if self._reads_on:
             return
@@ -92,7 +100,7 @@ class RedisBlob:
         self._position = self._asked_to = position
 
     def _ask(self, end: int) -> None:
-        """For what is needed up to `end`, and for whole chunks ahead of it."""
+        """Requests the bytes up to `end`, and whole chunks ahead of it during sequential reads."""
         while self._asked_to < self._end:
             is_ahead = self._asked_to >= end
             if is_ahead and not (self._reads_on and len(self._answers) < _NUM_AHEAD):
@@ -115,14 +123,14 @@ class RedisBlob:
             self._connection.send_command("GETRANGE", key, start, stop - 1)
 
     def _receive_some(self, buffer: memoryview) -> int:
-        """Bytes of the first answer that is not read yet, as many as are there. Returns how many."""
+        """Reads available bytes of the first unread reply into `buffer`. Returns how many were read."""
         answer = self._answers[0]
         if not answer.begun:
             self._receive_length(answer)
         count = self._receive(buffer[: answer.num_left])
         answer.num_left -= count
         if not answer.num_left:
-            self._receive_line()  # nothing but its end
+            self._receive_line()  # the line end after the content
             self._answers.popleft()
         return count
 
@@ -130,7 +138,7 @@ class RedisBlob:
         line = self._receive_line()
         if line == b"$%d" % answer.num_bytes:
             answer.begun = True
-        elif line.startswith((b"$", b"_")):  # shorter, or none at all
+        elif line.startswith((b"$", b"_")):  # shorter than expected, or nil
             raise AdapterNotFound("the copy that was being read is gone from Redis")
         else:
             raise StoreUnavailable(
@@ -138,7 +146,9 @@ class RedisBlob:
             )
 
     def _receive_line(self) -> bytes:
-        """Byte by byte: what follows it belongs elsewhere. A dozen calls for 4 MiB."""
+        """Reads byte by byte, because the bytes after the line belong to the content. About a dozen calls for each 4
+        MiB.
+        """
         line = bytearray()
         byte = memoryview(bytearray(1))
         while not line.endswith(b"\r\n"):

@@ -1,20 +1,20 @@
-"""Adapters in Redis: as a durable store of its own, or as a warm tier whose contents may vanish.
+"""Adapters in Redis: as a durable store, or as a warm tier whose contents may be lost at any time.
 
-A blob is cut into chunks of 4 MiB, plain strings (one large string blocks the server for half a second, and 512 MiB
-is the end of it):
+A blob is split into chunks of 4 MiB, stored as plain strings. One large string would block the server for half a
+second, and Redis limits strings to 512 MiB:
 
     slora:{<digest>}:m               manifest, a hash: members (JSON), upload
-    slora:{<digest>}:c:<upload>:<i>  chunks, numbered through all members
-    slora:claims                     set of the registries that refer to blobs here
+    slora:{<digest>}:c:<upload>:<i>  chunks, numbered across all members
+    slora:claims                     set of registries that refer to blobs here
 
-A warm tier's keys begin with `slora:warm:{` in place of `slora:{`: it replaces, drops and lets expire as it likes, and
-what it does so must never be a blob of a durable store in the same Redis, which may be another host's.
+The keys of a warm tier begin with `slora:warm:{` in place of `slora:{`. A warm tier replaces, deletes and expires its
+blobs at any time. That must never affect a durable store in the same Redis, which may belong to another host.
 
-The braces keep a blob in one cluster slot. Each upload has chunk keys of its own, which expire; the manifest, written
-last by one script that also makes the chunks permanent (in a durable store), is what makes the blob exist. So readers
-never see half a blob, two uploads of one digest never mix, and what a dead writer left expires.
+The braces keep a blob in one cluster slot. Each upload has its own chunk keys, which expire. A script writes the
+manifest last, and makes the chunks permanent in a durable store. A blob exists only once its manifest exists. So
+readers never see a partial blob, two uploads of one digest never mix, and the chunks of a crashed writer expire.
 
-Needs the package redis, so only `store_url.py` loads this module.
+The module needs the package redis, so only `store_url.py` imports it.
 """
 
 import json
@@ -38,15 +38,15 @@ from slora_adapters.store.local_blob import LocalBlob
 from slora_adapters.store.redis_blob import CHUNK_BYTES, TIER, RedisBlob
 from slora_adapters.store.store import Blob
 
-# Time that an upload has between one chunk and the commit, before Redis clears it away.
+# TTL of a chunk before the commit: the time that an upload has to complete after writing the chunk.
 UPLOAD_EXPIRY_S = 3600
-# A warm copy that nobody reads is gone after this time.
+# TTL of a warm copy after its last use.
 WARM_EXPIRY_S = 24 * 3600
 _WARM_TIMEOUT_S = 5.0
 _CLAIMS_KEY = "slora:claims"
 
-# KEYS: manifest, then the new chunks. ARGV: members, upload, seconds to live (0: for ever), first part of chunk keys.
-# Returns 0 if a chunk is missing, else 1. The chunks that the manifest named before are deleted.
+# KEYS: the manifest, then the new chunks. ARGV: members, upload, TTL in seconds (0: no expiry), prefix of chunk keys.
+# Deletes the chunks of the previous upload. Returns 0 if a chunk is missing, else 1.
 _COMMIT = """
 for i = 2, #KEYS do
   if redis.call('EXISTS', KEYS[i]) == 0 then return 0 end
@@ -63,7 +63,8 @@ end
 return 1
 """
 
-# KEYS: manifest. ARGV: first part of chunk keys, the upload. Leaves another one, which came after whoever asks looked.
+# KEYS: the manifest. ARGV: prefix of chunk keys, the upload. Does not delete another upload, which replaced this one
+# after the caller read the manifest.
 _DELETE = """
 local old = redis.call('HMGET', KEYS[1], 'upload', 'chunks')
 if old[1] == ARGV[2] then
@@ -75,8 +76,10 @@ return 1
 
 
 def open_redis_store(url: str, *, durable: bool) -> "RedisStore":
-    """A store on the Redis at `url`. Raises StoreUnavailable if `durable` and it does not answer, StoreUnfit if it
-    could lose data; a warm tier may be down, and is not contacted here.
+    """Opens a store on the Redis at `url`.
+
+    With `durable`, raises StoreUnavailable if the Redis does not answer, and StoreUnfit if its settings allow data
+    loss. A warm tier may be unavailable, so it is not contacted here.
     """
     client = connect(url, DURABLE_TIMEOUT_S if durable else _WARM_TIMEOUT_S, num_retries=1 if durable else 0)
     if durable:
@@ -89,7 +92,7 @@ def open_redis_store(url: str, *, durable: bool) -> "RedisStore":
 
 
 class RedisStore:
-    """See `store.Store` and `store.WarmStore`."""
+    """Implements `store.Store` and `store.WarmStore` with Redis."""
 
     tiers = (TIER,)
 
@@ -128,7 +131,7 @@ class RedisStore:
                 self._delete(keys=[self._manifest_key(digest)], args=[self._chunk_prefix(digest), upload])
 
     def distrust(self, digest: str) -> bool:
-        """There is no other copy here."""
+        """Returns False, because this store has only one copy."""
         return False
 
     def digests(self) -> Iterator[str]:
@@ -155,7 +158,7 @@ class RedisStore:
         self._client.close()
 
     def _put(self, digest: str, blobs: Iterable[Blob]) -> None:
-        """Stores the members of all `blobs` as one blob."""
+        """Stores the members of all `blobs` together as one blob."""
         check_digest(digest)
         upload = uuid.uuid4().hex
         keys: list[str] = []
@@ -180,7 +183,7 @@ class RedisStore:
                 wait_for_disk(connection)
 
     def _keep_warm(self, digest: str, prefix: str, manifest: list[tuple[str, int]]) -> None:
-        """A warm copy lives for a while after its last use."""
+        """Extends the expiry of a warm copy when it is used."""
         if self._durable:
             return
         num_chunks = sum(_num_chunks(num_bytes) for _, num_bytes in manifest)
@@ -198,14 +201,16 @@ class RedisStore:
 
 
 def _local_blobs(members: Mapping[str, Path | bytes]) -> Iterator[Blob]:
-    """One after the other, so that only one file is open."""
+    """Yields the members as one blob each, so that only one file is open at a time."""
     for name, content in members.items():
         with closing(LocalBlob({check_member_name(name): content})) as blob:
             yield blob
 
 
 def _parse_manifest(raw: bytes) -> list[tuple[str, int]] | None:
-    """None for what is no manifest: somebody else has written to our Redis, and a warm tier must not break reads."""
+    """Returns None for an invalid manifest. Another program may have written the key, and a warm tier must not break
+    reads.
+    """
     try:
         entries = [(str(name), int(num_bytes)) for name, num_bytes in json.loads(raw)]
     except (ValueError, TypeError):

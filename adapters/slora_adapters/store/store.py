@@ -1,11 +1,12 @@
-"""Where adapters lie at rest: blobs of a few named members, under the digest of the adapter's arithmetic.
+"""The store interface. A store keeps blobs; a blob is a few named members under the digest of an adapter's arithmetic.
 
-A store knows no tenant, no name and no PEFT; the registry counts who refers to a blob and says when to delete it.
-Every blob ever put under one digest is interchangeable with every other (`bundle.py`), so to put a digest again is
-never a conflict: it writes as much as the first time, and replaces what is there.
+A store does not know tenants, names or PEFT. The registry tracks which versions refer to a blob and decides when it is
+deleted. All blobs that are ever put under one digest are interchangeable (`bundle.py`). So putting a digest again is
+never a conflict: it writes as much as the first time, and replaces the existing blob.
 
-A blob is read piece by piece, into memory of the reader: nothing here ever holds a whole one. Stores do not verify what
-they return; the reader does, end to end, and says `distrust` when it does not match. `store_url.py` opens them.
+A blob is read in pieces into the reader's memory, so no store holds a whole blob in memory. Stores do not verify what
+they return. The reader verifies the digest end to end, and calls `distrust` if it does not match. `store_url.py` opens
+stores.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,78 +15,83 @@ from typing import Protocol
 
 
 class Blob(Protocol):
-    """A blob that was opened: all that is read of it comes from one copy. For one thread at a time."""
+    """An open blob. All reads come from the same copy. Use it from one thread at a time."""
 
     @property
     def members(self) -> Mapping[str, int]:
-        """Bytes of each member, by name. To read one after the other, each from its begin on, is fastest."""
+        """Size in bytes of each member, by name. Reading the members one after the other, each from its start, is
+        fastest.
+        """
 
     @property
     def tier(self) -> str:
-        """The kind of place that it is read from, by which loads are measured."""
+        """The tier that the blob is read from. Load times are measured by tier."""
 
     @property
     def next_tier(self) -> str:
-        """Where it will be read from the next time, as far as one can tell."""
+        """The tier that the next read of this digest will probably use."""
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fills `buffer` with bytes [start, start + len(buffer)) of a member, which has that many.
+        """Fills `buffer` with bytes [start, start + len(buffer)) of a member. The member must have that many bytes.
 
-        Raises AdapterNotFound if the copy is gone that was opened (to open the blob again tells whether there is
-        another), StoreUnavailable.
+        Raises AdapterNotFound if the opened copy does not exist any more; opening the blob again shows whether another
+        copy exists. Raises StoreUnavailable.
         """
 
     def close(self) -> None:
-        """Ends reading, wherever it is."""
+        """Ends reading, at any position."""
 
 
 class Store(Protocol):
-    """A place for blobs. All methods may be called from several threads and processes at once; all block.
+    """A place for blobs. All methods may be called from several threads and processes at once, and all of them block.
 
-    All raise ValueError for a digest or member name that is not well-formed, StoreUnavailable when the place does not
-    answer or has no room.
+    All methods raise ValueError for a digest or member name that is not well-formed. They raise StoreUnavailable if the
+    store does not answer or has no space.
     """
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """The kinds of place that its blobs may be read from, nearest first; see `Blob.tier`."""
+        """The tiers that the store's blobs may be read from, nearest first; see `Blob.tier`."""
 
     def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
-        """Stores a blob, whole or not at all. When it returns, the blob survives a crash (a warm tier excepted)."""
+        """Stores a blob atomically. When it returns, the blob survives a crash, except in a warm tier."""
 
     def open(self, digest: str) -> Blob:
-        """The blob, for reading; the caller closes it. Raises AdapterNotFound."""
+        """Opens the blob for reading; the caller closes it. Raises AdapterNotFound."""
 
     def exists(self, digest: str) -> bool:
-        """Whether the store holds a blob."""
+        """Returns whether the store has the blob."""
 
     def delete(self, digest: str) -> None:
-        """Deletes a blob; none there is fine."""
+        """Deletes a blob; a no-op if it does not exist."""
 
     def distrust(self, digest: str) -> bool:
-        """What was read was wrong. True if another copy may be right, so that opening it again is worth it."""
+        """Reports that the content of a blob was corrupt. Returns True if another copy may be intact, so that the
+        reader should open the blob again.
+        """
 
     def digests(self) -> Iterator[str]:
-        """Every blob that the store holds, in no order."""
+        """Yields the digest of every blob in the store, in no particular order."""
 
     def claim(self, registry: str) -> None:
-        """Notes, for good, that a registry of this name refers to blobs here; again is fine. Done before its first put.
+        """Records permanently that the registry with this id refers to blobs here. Repeating it is a no-op. A registry
+        claims a store before its first put.
 
-        registry: of letters and digits.
+        registry: an id of letters and digits.
         """
 
     def claims(self) -> frozenset[str]:
-        """The registries that were ever noted."""
+        """Returns the ids of all registries that ever claimed the store."""
 
     def check(self) -> None:
         """Returns if the store answers."""
 
     def close(self) -> None:
-        """Ends background work and connections."""
+        """Ends background work and closes connections."""
 
 
 class WarmStore(Store, Protocol):
-    """A store that may stand in front of another one."""
+    """A store that can be used as a warm tier in front of another store."""
 
     def copy(self, digest: str, blob: Blob) -> None:
-        """As `put`, from a blob of another store. Raises what reading it raises."""
+        """Like `put`, with the content of a blob from another store. Raises what reading that blob raises."""

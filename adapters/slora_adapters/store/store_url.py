@@ -1,4 +1,4 @@
-"""Opens stores by URL; the only place that decides which implementations are loaded."""
+"""Opens stores by URL. Only this module chooses the implementation."""
 
 import importlib
 from pathlib import Path
@@ -10,10 +10,10 @@ from slora_adapters.store.file_store import FileStore
 from slora_adapters.store.store import Store, WarmStore
 from slora_adapters.store.tiered_store import TieredStore
 
-# fsspec has two names for files.
+# fsspec has two schemes for local files.
 _FILE_SCHEMES = ("file", "local")
 REDIS_SCHEMES = ("redis", "rediss", "unix")
-# What fsspec could open, and nobody should keep adapters in.
+# Schemes that fsspec supports but that are not usable as a store, and why.
 _NO_STORES = {
     "hf": "adapters are only read from the Hugging Face hub: slora adapter push hf://ORG/REPO",
     "http": "web pages can't be written",
@@ -25,10 +25,12 @@ _NO_STORES = {
 def open_store(url: str, warm_url: str | None = None) -> Store:
     """Opens a durable store, with an optional warm tier in front of it.
 
-    `url`: a path or file:///path; redis://, rediss://, unix:// (a Redis with append-only file and noeviction); or what
-    fsspec has a filesystem for, such as s3://bucket/folder. `warm_url`: a Redis of any settings, whose contents may
-    vanish; the durable one again stands for none. Raises ValueError for other URLs, StoreUnavailable if the durable
-    store does not answer or could lose data. A warm tier that does not answer is logged and tried again later.
+    url: a path or file:///path; redis://, rediss:// or unix:// for a Redis with append-only file and noeviction; or a
+      URL that fsspec supports, such as s3://bucket/folder.
+    warm_url: a Redis with any settings, whose contents may be lost. The same Redis as in `url` means no warm tier.
+
+    Raises ValueError for other URLs. Raises StoreUnavailable if the durable store does not answer or its settings allow
+    data loss. A warm tier that does not answer is logged, and used again later.
     """
     if warm_url is not None and urlsplit(warm_url).scheme not in REDIS_SCHEMES:
         schemes = ", ".join(f"{scheme}://" for scheme in REDIS_SCHEMES)
@@ -68,15 +70,15 @@ def _open_redis(url: str, *, durable: bool) -> WarmStore:
 
 
 def _place(url: str) -> tuple[str | None, int | None, str]:
-    """What a URL names, whoever asks."""
+    """Returns host, port and path of a URL, without credentials."""
     parts = urlsplit(url)
     return parts.hostname, parts.port, parts.path
 
 
 def load_optional(module: str, extra: str, what: str) -> Any:
-    """Imports a module that needs an optional package; `module` is its path below `slora_adapters`.
+    """Imports a module that needs an optional package. `module` is its path below `slora_adapters`.
 
-    Raises ValueError naming what to install for `what`.
+    Raises ValueError, which names the package to install for `what`.
     """
     try:
         return importlib.import_module(f"slora_adapters.{module}")

@@ -1,8 +1,8 @@
-"""A durable store with a warm tier in front: reads try the warm tier first, and never depend on it.
+"""A durable store with a warm tier in front. Reads try the warm tier first, but never depend on it.
 
-Writes and deletes are done when the durable store has done them. The warm tier is filled in the background, by what
-is put and by what is read past it; it is left alone for a few seconds after each failure, so that a dead one costs
-one timeout, not one per read.
+A write or delete is complete when the durable store has completed it. The warm tier is filled in the background, with
+blobs that are put, and with blobs that were read from the durable store. After a failure the warm tier is not used for
+a few seconds, so an unavailable warm tier does not cost one timeout per read.
 """
 
 import logging
@@ -19,19 +19,19 @@ from slora_adapters.store.store import Blob, Store, WarmStore
 logger = logging.getLogger(__name__)
 
 REST_AFTER_FAILURE_S = 5.0
-# Blobs waiting to be copied to the warm tier; beyond it, reads are not copied at all.
+# The most blobs that wait to be copied to the warm tier. Beyond this, further blobs are not copied.
 MAX_PENDING_COPIES = 8
 
 
 class TieredStore:
-    """See `store.Store`. What `exists`, `digests` and `claims` say is the durable store's word."""
+    """Implements `store.Store`. `exists`, `digests` and `claims` use only the durable store."""
 
     def __init__(self, durable: Store, warm: WarmStore, clock: Callable[[], float] = time.monotonic) -> None:
         self.durable = durable
         self.warm = warm
         self._clock = clock
         self._resting_until = float("-inf")
-        # Whether a copy that is there already is to be replaced.
+        # Digests that wait to be copied. The value says whether the copy replaces an existing warm copy.
         self._pending: dict[str, bool] = {}
         self._lock = Lock()
         self._copier = ThreadPoolExecutor(1, "warm-copy")
@@ -62,11 +62,12 @@ class TieredStore:
         try:
             self.warm.delete(digest)
         except StoreUnavailable as error:
-            # Its copy expires by itself, and nothing asks for a digest that the registry does not name.
+            # The warm copy expires by itself. Until then it is not read, because the registry has no version with this
+            # digest.
             self.rest(error)
 
     def distrust(self, digest: str) -> bool:
-        """Drops the warm copy; the durable one is worth another try if there was one."""
+        """Drops the warm copy. Returns True if there was one, because the durable copy may be intact."""
         try:
             had_copy = self.warm.exists(digest)
             self.warm.delete(digest)
@@ -85,31 +86,31 @@ class TieredStore:
         return self.durable.claims()
 
     def check(self) -> None:
-        """The durable store's word: a platform is ready without its warm tier."""
+        """Checks only the durable store, because the platform is ready without its warm tier."""
         self.durable.check()
 
     def close(self) -> None:
-        """Waits for the copy under way, if any."""
+        """Waits for the copy in progress, if any."""
         self._copier.shutdown(cancel_futures=True)
         self.warm.close()
         self.durable.close()
 
     def drain(self) -> None:
-        """Waits until everything that was to be copied to the warm tier has been, or has failed to be."""
+        """Waits until every queued copy to the warm tier has completed or failed."""
         self._copier.submit(lambda: None).result()
 
     def _warm_is_up(self) -> bool:
         return self._clock() >= self._resting_until
 
     def rest(self, error: StoreUnavailable) -> None:
-        """Stops using the warm tier for a while."""
+        """Stops using the warm tier for REST_AFTER_FAILURE_S."""
         logger.warning(
             "the warm tier does not answer and is not used for %.0f s: %s", REST_AFTER_FAILURE_S, error
         )
         self._resting_until = self._clock() + REST_AFTER_FAILURE_S
 
     def _is_warm(self, digest: str) -> bool:
-        """Whether there is a copy that can be read, at least its begin."""
+        """Returns whether the warm tier has a copy that can be opened."""
         try:
             self.warm.open(digest).close()
         except AdapterNotFound:
@@ -117,7 +118,7 @@ class TieredStore:
         return True
 
     def copy_later(self, digest: str, *, replace: bool = False) -> None:
-        """To the warm tier, in the background, unless it is too busy."""
+        """Queues a copy to the warm tier. Does nothing if the queue is full or the warm tier is not in use."""
         with self._lock:
             if digest in self._pending:
                 self._pending[digest] |= replace
@@ -128,25 +129,25 @@ class TieredStore:
         self._copier.submit(self._copy, digest)
 
     def _copy(self, digest: str) -> None:
-        with self._lock:  # first of all: a put from here on must be copied again
+        with self._lock:  # first of all, so that a put from here on is queued again
             replace = self._pending.pop(digest)
         try:
             if not replace and self._is_warm(digest):
-                return  # copied since, and perhaps being read
+                return  # copied in the meantime, and perhaps being read
             with closing(self.durable.open(digest)) as blob:
                 self.warm.copy(digest, blob)
-            if not self.durable.exists(digest):  # deleted meanwhile, here or by another process
+            if not self.durable.exists(digest):  # deleted in the meantime, by this or another process
                 self.warm.delete(digest)
         except AdapterNotFound:
-            pass  # deleted before we came to it
+            pass  # deleted before the copy started
         except StoreUnavailable as error:
             self.rest(error)
-        except Exception:  # top of a background job: a fault here must not go unseen, nor end the thread
+        except Exception:  # top of a background job: a bug must be logged and must not end the thread
             logger.exception("copying %s to the warm tier failed", digest)
 
 
 class _DurableBlob:
-    """A blob that was not in the warm tier, and is copied there when it has been read."""
+    """A blob of the durable store that the warm tier lacked. Closing it queues a copy to the warm tier."""
 
     def __init__(self, blob: Blob, tiers: TieredStore, digest: str) -> None:
         self.members = blob.members
@@ -165,7 +166,9 @@ class _DurableBlob:
 
 
 class _WarmBlob:
-    """A blob in the warm tier. Where it breaks off it is gone: whoever opens it again reads the durable one."""
+    """A blob in the warm tier. If a read fails, it raises AdapterNotFound, and opening the blob again reads the durable
+    copy.
+    """
 
     def __init__(self, blob: Blob, tiers: TieredStore, digest: str) -> None:
         self.members = blob.members
