@@ -1,16 +1,20 @@
 """The evictor: when pages are short, it chooses which idle adapter or cached prefix block is evicted.
 
+Only offered items can be evicted. An idle adapter is always offered. An idle prefix block is offered only while no idle
+block follows it; otherwise it is hidden.
+
 The eviction policy ranks the items. The evictor enforces the bounds of tenants:
 
 Floor (`min_pages`): other tenants can evict a tenant's cached items only while it owns more pages than its floor. The
 last eviction may cut into the floor by less than the size of the evicted item.
+
 Ceiling (`max_pages`): a tenant at its ceiling must evict one of its own cached pages for each page that it allocates.
 
-A pinned item is evicted only when no unpinned item can be. Then it is evicted in two cases: the caller passes
-`ignore_pins`, or its own tenant is at its ceiling. Pinned items have heaps of their own.
+A pinned item is evicted only when no unpinned item can be, and only in two cases: the caller passes `ignore_pins`, or
+its own tenant is at its ceiling. Pinned items have heaps of their own.
 
-Nearly all tenants have neither floor nor ceiling and share one heap. Each tenant with bounds has its own heap. Every
-operation costs the same however many items are idle, apart from the logarithmic heap operations.
+Nearly all tenants have neither floor nor ceiling and share one heap. Each tenant with bounds has its own heap. Apart
+from the logarithmic heap operations, the cost of an operation does not grow with the number of idle items.
 """
 
 from collections import Counter
@@ -47,7 +51,7 @@ class Evictor:
         return self._policy.rank(item, self._num_ranked, self._age)
 
     def offer(self, item: Evictable, evict: Callable[[Tenant], None], rank: float) -> None:
-        """Makes an item evictable. The item is idle, its pages are parked, and no other idle item hides it.
+        """Makes an item evictable. The item is idle, its pages are parked (`PagePool.park`), and it is not hidden.
 
         evict: `evict(taker)` evicts the item for tenant `taker`. It frees `item.pages` in the pool, and may offer items
             that this item hid.
@@ -70,16 +74,14 @@ class Evictor:
         self.withdraw(item)
 
     def withdraw(self, item: Evictable) -> None:
-        """Makes an item no longer evictable, because another item hides it or it was removed. Does nothing if it is not
+        """Makes an item no longer evictable, because it is in use again, hidden or removed. Does nothing if it is not
         offered.
         """
         if item.ticket:
             self._drop(item)
 
     def num_evictable(self, num_pages: int, tenant: Tenant, *, ignore_pins: bool) -> int:
-        """Upper bound on the cached pages that could be evicted when `tenant` allocates `num_pages`. Floors are not
-        considered.
-        """
+        """Upper bound on the pages that can be evicted when `tenant` allocates `num_pages`. Ignores floors."""
         if ignore_pins:
             return self._pool.num_cached
         own = min(tenant.pages_over_ceiling(num_pages), self._pinned_pages[tenant])
@@ -101,12 +103,13 @@ class Evictor:
         ignore_floors: bool = False,
         ignore_pins: bool = False,
     ) -> bool:
-        """Evicts items until `num_pages` pages are free and `tenant` may allocate them. Returns False if that is
-        impossible.
+        """Evicts items until `num_pages` pages are free and `tenant` may allocate them. Returns False if that can't be
+        done.
 
-        Nothing is evicted if the call fails, because the evictable pages are counted first.
-        spare: items that must not be evicted. If it has a prefix block, it must also have the idle blocks before that
-            block, which become evictable only after it.
+        The evictable pages are counted first, so a call that fails evicts nothing.
+
+        spare: items that must not be evicted. For each prefix block in `spare`, it must also contain the idle blocks
+            before that block, which become evictable only after it.
         ignore_floors: treat all other tenants as if they had no floor.
         ignore_pins: evict pinned items when no unpinned item is left.
         """

@@ -13,8 +13,8 @@ free ---------> held --------------------------> free
                  v  |
                 cached --- evict ---> free
 
-A page is owned by the tenant that it was allocated for until it is free or transferred, whichever tenants hold
-references to it.
+The tenant that a page was allocated for owns it until it is freed or transferred, even if other tenants hold references
+to it.
 
 This module does not depend on torch, adapters or sequences.
 """

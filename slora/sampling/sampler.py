@@ -40,7 +40,7 @@ def sample(
     if draws is not None:
         choice[draws.rows] = kernels.draw(edited, best, draws)
     table.advance(rows, choice)
-    # inf - inf is NaN, and NaN compares unequal to 0. `isfinite` would need twice as many operations.
+    # This is 0 only for finite numbers, because inf - inf is NaN. `isfinite` would need twice as many operations.
     is_sound = best - best == 0
     # One transfer to the host: the tokens, with -1 for rows that are not finite.
     tokens = [token if token >= 0 else None for token in torch.where(is_sound, choice, -1).tolist()]

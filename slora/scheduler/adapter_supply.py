@@ -1,4 +1,4 @@
-"""Loads adapters from the host into the pool, one slice per step beside the decoding sequences.
+"""The adapter supply: it loads adapters from the host into the pool, one slice per step beside the decoding sequences.
 
 A load allocates all pages and the slot at once, and copies the bytes over as many steps as needed. A request that was
 admitted during the load computes nothing before the last slice. Requests whose adapter is not on the host wait aside
@@ -6,7 +6,7 @@ admitted during the load computes nothing before the last slice. Requests whose 
 
     not on the host --fetch--> on the host --begin--> loading (held by the load) --last slice--> resident
 
-This module knows the waiting requests and adapter sizes. It does not depend on the batch or on KV.
+This module depends on waiting sequences and adapter sizes, but not on the batch or on KV.
 """
 
 from collections.abc import Iterator

@@ -219,9 +219,11 @@ class Admission:
         """Resolves a deadlock of beams: every running sequence is a beam that waits for a preempted beam, which finds
         no room.
 
-        Preempts one sequence of another request in favour of the next sequence in the queue. Returns False if there is
-        none to preempt. Repeated calls end: at the latest when only one search runs, and `Lifecycle` guarantees that it
-        fits.
+        Preempts a sequence of another request in favour of the next sequence in the queue. Returns False if there is
+        none to preempt.
+
+        The caller may repeat this. It ends at the latest when only one search runs, and `Lifecycle` guarantees that one
+        search fits.
         """
         sequence = self._queue.next()
         if sequence is None:

@@ -1,10 +1,10 @@
 """Host copies of the adapters that requests wait for. They are fetched in order of arrival, and held while needed.
 
 The host cache is limited, and a fetch that finds no room there fails after a while. So only as many adapters are
-fetched at a time as fit beside the held copies. Later requests are fetched for when earlier ones have moved on.
-Prefetches, which no request waits for, come last.
+fetched at a time as fit beside the held copies. The next fetch is requested when an earlier copy has been loaded or
+released. Prefetches, which no request waits for, come last.
 
-This module knows the adapter source and the waiting sequences. It does not depend on the pool or on pages.
+This module depends on the adapter source and on sequences, but not on the pool or on pages.
 """
 
 import heapq

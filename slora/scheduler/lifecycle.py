@@ -76,9 +76,7 @@ class Lifecycle:
             self._supply.release(sequence.request.adapter)
 
     def move_aside(self, sequence: Sequence) -> None:
-        """Moves a sequence out of the queue because its adapter was evicted in the meantime: the adapter is fetched
-        again.
-        """
+        """Moves a sequence out of the queue to wait for its adapter, which has been evicted and is fetched again."""
         self.leave_queue(sequence)
         self._enqueue(sequence)
 
@@ -203,8 +201,8 @@ class Lifecycle:
     def _fit(self, sequence: Sequence, adapter_pages: int) -> None:
         """Raises ContextTooLong if the sequence and its adapter together exceed the pages that its tenant may hold.
 
-        If the request has no max_tokens, its answer is shortened to what fits, but not below the tokens that it already
-        has. That can happen when its tenant's ceiling was lowered.
+        If the request has no max_tokens, its answer is shortened to what fits, but never below the tokens that it
+        already has. It may already have too many if its tenant's ceiling was lowered.
 
         Beams wait for each other, so all beams of a search must fit at the same time, each at full length and without
         shared pages. Then preempting all other users of pages always makes enough room for the last beam.

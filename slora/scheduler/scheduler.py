@@ -4,13 +4,14 @@ It does iteration-level (continuous) batching under a token budget (Orca, OSDI'2
 one step. A request can join the batch at any step.
 
 Admission: the waiting queue chooses the next sequence. If it does not fit, no later sequence is admitted before it.
-There are two exceptions. A request whose adapter is not yet on the host waits aside. A tenant at its ceiling is passed
-over.
+There are two exceptions. A request whose adapter is not yet on the host waits aside, outside the queue. A tenant at its
+ceiling is passed over.
 
 Pages come from three sources, in this order:
-1. free pages;
-2. cached pages: the evictor chooses between prefixes and idle adapters;
-3. pages of running sequences, which are preempted in the order that the queue defines.
+
+    1. free pages
+    2. cached pages; the evictor chooses between prefixes and idle adapters
+    3. pages of running sequences, which are preempted in the order that the queue defines
 
 The KV of a preempted sequence is swapped to the host or recomputed later, whichever the cost model estimates to be
 cheaper.
@@ -19,9 +20,9 @@ Forks: a request with several choices runs as one sequence until its prompt is c
 place of `max_num_seqs` per choice. Then it forks: the choices share the prompt's pages and decode independently. A
 preempted choice drops only its own page references and resumes alone.
 
-Beams: the beams of a search fork after each token. A beam that has proposed waits for the other beams and keeps its
-pages (`beams`). If every running sequence is such a waiting beam, the scheduler preempts one so that a waiting sequence
-can run.
+Beams: the beams of a search fork after each token. A beam that has proposed its continuations waits for the other beams
+and keeps its pages (`beams`). If all running sequences are waiting beams, the scheduler preempts one of another request
+so that a waiting sequence can run.
 
 If every layer has a sliding window, a sequence frees the blocks that no later token attends to.
 
@@ -366,8 +367,8 @@ class Scheduler:
 
 
 def _tell_scores(sequence: Sequence) -> StepOutput:
-    """Reports the prompt log-probabilities that this step computed. Those of a whole long prompt could exceed the size
-    of one message frame, so each step reports its own part.
+    """Reports the prompt log-probabilities that this step computed. All log-probabilities of a long prompt together
+    could exceed the size of one message frame, so each step reports its own part.
     """
     scores, sequence.scores = tuple(sequence.scores), []
     return StepOutput(sequence.request.request_id, TokenDelta((), prompt_logprobs=scores))

@@ -1,5 +1,6 @@
-"""The plan of one step, and the tokens that the step sampled. The plan has no tensors: the runner turns it into a
-batch.
+"""The plan of one step, and the tokens that the step sampled.
+
+The plan has no tensors: the runner turns it into a batch.
 """
 
 from dataclasses import dataclass, field
@@ -81,9 +82,7 @@ class StepPlan:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
     def measure_work(self, full_page_bytes: int) -> StepWork:
-        """The step's work in the units of the cost model. A chunk of one token after the prompt counts as a
-        decode row.
-        """
+        """The step's work, as the cost model counts it. A chunk of one token after the prompt is a decode row."""
         prefill_tokens = decode_rows = context_tokens = 0
         for chunk in self.chunks:
             if chunk.num_tokens == 1 and chunk.start >= chunk.sequence.num_prompt:
@@ -122,8 +121,10 @@ class StepPlan:
 
 
 class Sampled(NamedTuple):
-    """The token sampled for one entry of a chunk's `draws`; None if the logits were not finite. proposal: set for a
-    beam.
+    """The token sampled for one entry of a chunk's `draws`.
+
+    token_id: None if the logits were not finite.
+    proposal: the continuations that a beam proposes; None for other sequences.
     """
 
     token_id: int | None

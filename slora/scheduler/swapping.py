@@ -73,7 +73,9 @@ class Swapping:
             sequence.swapped = None
 
     def settle(self) -> None:
-        """Ends the step's copies, whether the step ran or was undone, and frees the host pages that it used last."""
+        """Ends the step's copies, whether the step ran or was undone, and frees the host pages that are no longer
+        needed.
+        """
         self._space.release(self._vacated)
         self._saved, self._restored, self._vacated = [], [], []
 
