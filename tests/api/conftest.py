@@ -12,7 +12,7 @@ __all__ = ["Kit", "kit", "make_redis", "redis_server", "server"]
 
 @dataclass(frozen=True)
 class Kit:
-    """A tiny base model and two adapters of it on disk; the small one reaches the embedding and the head."""
+    """A tiny base model and two adapters of it on disk. The small adapter also adapts the embedding and the head."""
 
     base: Path
     small: Path
@@ -30,7 +30,8 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
 
 @pytest.fixture(scope="session")
 def server(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server that tests share, on the default kernels: they make tenants of their own, and kill nothing."""
+    """A server that tests share, with the default kernels. Each test creates its own tenants, and no test kills a
+    process."""
     with serving(kit.base, tmp_path_factory.mktemp("server") / "data", kernels="auto") as served:
         served.wait_until_ready()
         yield served

@@ -1,4 +1,4 @@
-"""Runs an ASGI application under the HTTP server on a thread of the test's own process, on a free port."""
+"""Runs an ASGI application under the HTTP server, on a thread of the test process and on a free port."""
 
 import asyncio
 import threading
@@ -20,8 +20,10 @@ def live_server(
     at_end: Callable[[], Awaitable[None]] | None = None,
     limits: ConnectionLimits | None = None,
 ) -> Iterator[str]:
-    """The server's URL; it is stopped at the end, and its thread is gone. background: runs beside it, on its loop.
-    at_end: awaited there."""
+    """Yields the server's URL. The server and its thread are stopped at the end.
+
+    background: coroutines that run on the server's event loop. at_end: awaited on this loop at the end.
+    """
     listener = open_listener("127.0.0.1", 0)
     server = HttpServer(app, limits or ConnectionLimits(), drain_s=2)
     started = threading.Event()

@@ -1,4 +1,4 @@
-"""The whole API over a scripted engine: real routes, database, store and sockets, only the tokens are made up."""
+"""The whole API over a scripted engine. Routes, database, store and sockets are real; only the tokens are scripted."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +45,7 @@ from tests.api.live_server import live_server
 from tests.api.scripted_engine import ScriptedEngine, byte_tokenizer
 
 ADMIN_KEY = "the-operators-own-key"
-# Smaller than a server's, so that a test can fill a disk without one.
+# Smaller than a server's reserve, so that a test can fill a disk without a reserve.
 RESERVE_BYTES = 1 << 20
 FIELDS = {
     "adapter_config.json": "config",
@@ -61,14 +61,14 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def open_tenancy(database: Database, directory: Path) -> Tenancy:
-    """Tenants and keys whose secrets and journal lie in the directory."""
+    """Tenants and keys. Secrets and the revocation journal are files in `directory`."""
     journal = RevocationJournal(directory / "revocations")
     return Tenancy(database, Pepper.from_file(directory / "pepper"), journal)
 
 
 @dataclass
 class Platform:
-    """A running API. `engine` decides what is answered."""
+    """A running API. `engine` decides the answers."""
 
     url: str
     engine: ScriptedEngine
@@ -76,11 +76,11 @@ class Platform:
     directory: Path
 
     def client(self, key: str) -> httpx.Client:
-        # Reading certificates takes longer than most requests here, and there is no TLS.
+        # Loading CA certificates takes longer than most requests of these tests, and the tests use no TLS.
         return httpx.Client(base_url=self.url, headers=bearer(key), timeout=30, verify=False)
 
     def key(self, tenant: str, adapter: str | None = None) -> str:
-        """A new key; the tenant is made if need be."""
+        """Creates a key, and the tenant if it does not exist."""
         tenancy = self.services.tenancy
         if tenant not in [known.name for known in tenancy.list_tenants()]:
             tenancy.create_tenant(tenant)
@@ -89,7 +89,7 @@ class Platform:
     def upload(
         self, key: str, name: str, members: dict[str, bytes] | None = None, **fields: str
     ) -> httpx.Response:
-        """POST /v1/adapters with the files of an adapter, by their names in a PEFT directory."""
+        """Sends POST /v1/adapters with the files of an adapter, named as in a PEFT directory."""
         files = {FIELDS[file]: (file, raw) for file, raw in (members or make_members()).items()}
         with self.client(key) as client:
             return client.post("/v1/adapters", data={"name": name, **fields}, files=files)
@@ -111,8 +111,11 @@ def running_platform(
     max_lora_rank: int = 128,
     **settings: Any,
 ) -> Iterator[Platform]:
-    """The API on a free port, with its data in `directory`. follows: its engine hears of what other processes do.
-    max_lora_rank: of the engine. settings: of `Settings`."""
+    """The API on a free port, with its data in `directory`.
+
+    follows: whether the engine is told about changes of other processes. max_lora_rank: limit of the engine. settings:
+    fields of `Settings`.
+    """
     bounds = bounds or InspectionBounds()
     tokenizer = byte_tokenizer()
     chosen = replace(Settings(EngineConfig(Path("base"), max_lora_rank=max_lora_rank)), **settings)

@@ -1,4 +1,4 @@
-"""An engine that says what a test tells it to, for cases that a real one does not produce on demand."""
+"""An engine with scripted answers, for cases that a real engine does not produce on demand."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -24,8 +24,8 @@ EOS = 256
 
 
 def fast_byte_tokenizer() -> FastTokenizer:
-    """One token a byte, whose id is the byte; token 256 is the end of text."""
-    # ByteLevel's own alphabet, in the order of the bytes that its characters stand for.
+    """One token for each byte, with the byte's value as id. Token 256 is the end of text."""
+    # ByteLevel's own alphabet, ordered by the bytes that its characters stand for.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     vocabulary = {chr(byte): byte for byte in printable}
@@ -38,13 +38,13 @@ def fast_byte_tokenizer() -> FastTokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """The same, as the server loads it, with a chat template."""
+    """The same tokenizer as the server loads it, with a chat template."""
     template = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
     return Tokenizer(fast_byte_tokenizer(), {"eos_token": "<eos>"}, template)
 
 
 def deltas_of(text: bytes, reason: FinishReason = FinishReason.LENGTH) -> list[TokenDelta]:
-    """One delta a byte; the last has the reason, and with STOP an end-of-text token behind the bytes."""
+    """One delta for each byte. The last delta has the reason. With STOP, an end-of-text token follows the bytes."""
     tokens = list(text) + ([EOS] if reason is FinishReason.STOP else [])
     return [
         TokenDelta((token,), reason if at == len(tokens) - 1 else None) for at, token in enumerate(tokens)
@@ -52,7 +52,7 @@ def deltas_of(text: bytes, reason: FinishReason = FinishReason.LENGTH) -> list[T
 
 
 def trial_of(request: EngineRequest, logprob: float | None = None) -> list[TokenDelta]:
-    """One token, whose log-probability tells an adapter from the base model, unless it is given."""
+    """One token. By default, its log-probability differs between an adapter and the base model."""
     if logprob is None:
         logprob = -1.0 if request.adapter is None else -2.0
     entry = TokenLogprobs(logprob, ((65, logprob),))
@@ -61,11 +61,12 @@ def trial_of(request: EngineRequest, logprob: float | None = None) -> list[Token
 
 @dataclass
 class ScriptedEngine:
-    """An EngineClient. answers: what each request gets, in order; an exception among them is raised.
+    """An EngineClient with scripted answers.
 
-    canary: what a new adapter's trial gets, and the base model's beside it; those are no `requests`.
-    aborted: requests whose answer was closed before its end. ended: single choices that were (request id, index).
-    pins: what it was told, each time. prewarmed: what was asked for, with the share.
+    answers: the answer to each request, in order; an exception in the list is raised. canary: answers to the canary of
+    a new adapter and to the base model's run beside it; these are not in `requests`. aborted: requests whose answer was
+    closed before its end. ended: single choices that were closed early, as (request id, index). pins: the pins of each
+    message. prewarmed: the prewarmed adapters, with the share of each.
     """
 
     answers: Sequence[Sequence[TokenDelta | Exception]] = ()

@@ -1,4 +1,4 @@
-"""`slora serve` as users run it: a process of its own, with its engine and loader, on a free port and a tiny model."""
+"""Runs `slora serve` as users do: as a separate process with engine and loader, on a free port, with a tiny model."""
 
 import json
 import os
@@ -24,9 +24,10 @@ from tests.support.tiny_models import make_model, write_model
 
 ADMIN_KEY = "the-operators-own-key"
 READY_S = 120
-# The console script, without needing an installation.
+# The console script, usable without an installation.
 SLORA = (sys.executable, "-P", "-c", "from slora_api.cli.main import main; raise SystemExit(main())")
-# One token for each printable character, so that text tells exactly which tokens were generated, and an end token.
+# One token for each printable character, and an end token. The text therefore shows exactly which tokens were
+# generated.
 CHARACTERS = "".join(map(chr, range(32, 127)))
 EOS = len(CHARACTERS)
 _SIZES = {"vocab_size": EOS + 1, "num_hidden_layers": 2, "eos_token_id": EOS}
@@ -35,13 +36,13 @@ _TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content
 
 
 def write_base(directory: Path, model: str = "llama") -> None:
-    """A tiny random model with a tokenizer of one token a character and a chat template."""
+    """A tiny random model with a chat template and a tokenizer of one token per character."""
     write_model(directory, model, **_SIZES)
     write_tokenizer(directory)
 
 
 def write_tokenizer(directory: Path) -> None:
-    """One token a character, and the end token behind them."""
+    """Writes a tokenizer with one token per character, followed by the end token."""
     vocabulary = {("Ġ" if character == " " else character): at for at, character in enumerate(CHARACTERS)}
     fast = FastTokenizer(models.BPE(vocab=vocabulary, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -59,7 +60,7 @@ def write_adapter(directory: Path, *, seed: int, model: str = "llama", **lora: o
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment without what tests or a developer set for themselves."""
+    """The environment of this process, without variables that tests or developers set for themselves."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -70,7 +71,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 @dataclass
 class Served:
-    """A running server. `lines`: what it printed on standard output so far."""
+    """A running server. `lines`: its standard output so far."""
 
     process: subprocess.Popen[str]
     data_dir: Path
@@ -82,7 +83,7 @@ class Served:
         return line.split("listening on ")[1].split(";")[0]
 
     def wait_for_line(self, text: str) -> str:
-        """The first printed line that holds `text`."""
+        """The first printed line that contains `text`."""
         return wait_for(lambda: next((line for line in list(self.lines) if text in line), None), self.alive)
 
     def alive(self) -> None:
@@ -97,11 +98,11 @@ class Served:
         wait_for(lambda: ready() or None, self.alive)
 
     def client(self, key: str) -> httpx.Client:
-        # Reading certificates takes longer than most requests here, and there is no TLS.
+        # Loading CA certificates takes longer than most requests of these tests, and the tests use no TLS.
         return httpx.Client(base_url=self.url, headers=bearer(key), timeout=60, verify=False)
 
     def make_key(self, tenant: str, adapter: str | None = None) -> str:
-        """A new key, through the admin routes; the tenant is made if need be."""
+        """Creates a key through the admin routes, and the tenant if it does not exist."""
         with self.client(ADMIN_KEY) as admin:
             admin.post("/admin/tenants", json={"name": tenant})
             body = {} if adapter is None else {"adapter": adapter}
@@ -114,7 +115,7 @@ class Served:
         return next(child for child in children if module in child.cmdline())
 
     def kill_everything(self) -> None:
-        """kill -9, the children first, so that nothing of this server can finish anything."""
+        """Sends SIGKILL to the children first, then to the server, so that no process can complete any work."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         for process in (*children, self.process):
             os.kill(process.pid, signal.SIGKILL)
@@ -123,7 +124,7 @@ class Served:
 
 
 def wait_for(find: Callable[[], T | None], check: Callable[[], None] = lambda: None) -> T:
-    """What `find` returns as soon as it is not None."""
+    """Calls `find` until its result is not None, and returns the result."""
     deadline = time.monotonic() + READY_S
     while (found := find()) is None:
         check()
@@ -141,9 +142,10 @@ def serving(
     kernels: str = "torch",
     command: Sequence[str] = SLORA,
 ) -> Iterator[Served]:
-    """Starts `slora serve` on the tiny model; at the end it is stopped with SIGTERM if it still runs.
+    """Starts `slora serve` on the tiny model. At the end, stops it with SIGTERM if it still runs.
 
-    kernels: the torch path needs nothing compiled, so a start takes a second or two. command: that is `slora`.
+    kernels: the torch kernels need no compilation, so a start takes a second or two. command: the command line of
+    `slora`.
     """
     chosen = ["--port", "0", "--data-dir", str(data_dir), "--device", "cpu", "--model", str(model)]
     chosen += ["--pool-bytes", "8MiB", "--host-cache-bytes", "16MiB", "--kernels", kernels]
@@ -154,7 +156,7 @@ def serving(
 
 @contextmanager
 def running(command: Sequence[str], env: Mapping[str, str], data_dir: Path) -> Iterator[Served]:
-    """Starts a command that is a server. Its log is shown if the test fails."""
+    """Starts a server command. Prints its log if the test fails."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(env))
     served = Served(process, data_dir)
     reader = threading.Thread(target=_read_lines, args=(process, served.lines))

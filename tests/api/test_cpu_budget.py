@@ -1,4 +1,4 @@
-"""A tenant that has spent its CPU time waits until it is refilled, and no other tenant does."""
+"""A tenant that has used up its CPU budget waits until the budget is refilled. Other tenants do not wait."""
 
 import pytest
 

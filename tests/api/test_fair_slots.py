@@ -1,4 +1,4 @@
-"""Slots that tenants share: no tenant holds them all, and the one that used least is served first."""
+"""Slots that tenants share: no tenant holds all slots, and the tenant that used the least time is served first."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -69,7 +69,8 @@ def test_the_tenant_that_used_least_goes_first() -> None:
         assert not slots._active
 
     asyncio.run(main())
-    # One of the hostile tenant's may come first on a tie; all of the honest tenant's come before its others.
+    # On a tie, one call of the hostile tenant may come first. All calls of the honest tenant precede the hostile one's
+    # others.
     assert order[-2:] == ["hostile", "hostile"] and order.count("honest") == 4
 
 
@@ -109,7 +110,7 @@ def test_a_cancelled_wait_gives_its_slot_back() -> None:
 
 
 def test_a_slot_given_back_between_a_cancellation_and_its_arrival_is_not_lost() -> None:
-    """Found as a ValueError in place of the cancellation."""
+    """Born from a bug: a ValueError was raised instead of the cancellation."""
 
     async def main() -> None:
         slots = FairSlots(1, 8, "things")

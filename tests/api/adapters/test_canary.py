@@ -1,4 +1,4 @@
-"""A new adapter is tried out before anybody can call it; one that fails leaves nothing behind."""
+"""A new adapter runs as a canary before any request can call it. An adapter that fails leaves nothing behind."""
 
 import asyncio
 import math
@@ -54,7 +54,7 @@ def blobs(platform: Platform) -> list[Path]:
 
 
 def upload_with(platform: Platform, of_adapter: Trial, of_base: Trial | None = None) -> httpx.Response:
-    """What an upload is answered when the trial goes like that."""
+    """The response to an upload whose canary runs as given."""
     platform.engine.canary = lambda request: (
         of_adapter if request.adapter is not None else trial_of(request) if of_base is None else of_base
     )
@@ -139,14 +139,14 @@ def test_the_newest_version_again_is_not_tried_again(platform: Platform) -> None
     assert again.status_code == 201 and not again.json()["new_version"]
     assert again.json()["certificate"]["logprob_change"] is None
     assert len(platform.engine.forgotten) == 1
-    # With a template of its own it is another version.
+    # With its own chat template, it is another version.
     assert platform.upload(key, "x", make_members(chat_template_dot_jinja="{{ x }}")).status_code == 422
 
 
 def test_what_is_served_already_is_not_forgotten_when_it_is_tried_again(platform: Platform) -> None:
     key = platform.key("tries")
     platform.upload(key, "x")
-    # The trial's own copy goes: it was loaded whatever its tenant may hold.
+    # Only the canary's copy is removed. It was loaded regardless of what the tenant may hold in the pool.
     assert len(platform.engine.forgotten) == 1
     assert platform.upload(key, "y").status_code == 201
     platform.engine.canary = lambda request: [EngineUnavailable("it died")]
@@ -189,7 +189,7 @@ def test_tokens_whose_embedding_it_changes_are_tried_too() -> None:
 
 
 def test_a_vocabulary_without_any_ascii_is_tried_out_too() -> None:
-    """Found with such a model: the prompt was a text, which had no tokens, and each upload was a 400."""
+    """Born from such a model: the canary's prompt was text, which had no tokens, so each upload was a 400."""
     prompts: list[list[int]] = []
 
     def look(request: EngineRequest) -> Trial:
@@ -223,7 +223,7 @@ def test_an_adapter_of_the_embeddings_of_a_few_rare_tokens_has_an_effect(server:
     shape = read_model_spec(kit.base).shape("float32")
     values = np.random.default_rng(5)
     a = np.zeros((2, shape.vocab_size), np.float32)
-    # No text that anybody would try it on has these.
+    # No text that a canary would use contains these characters.
     a[:, [CHARACTERS.index("~"), CHARACTERS.index("|")]] = values.standard_normal((2, 2))
     name = "base_model.model.model.embed_tokens.lora_embedding_"
     tensors = {name + "A": a, name + "B": values.standard_normal((shape.hidden_size, 2), np.float32)}

@@ -1,4 +1,4 @@
-"""What an engine is told of changes, whoever made them."""
+"""What an engine is told about changes, whichever process made them."""
 
 import asyncio
 from collections.abc import Callable, Collection
@@ -20,7 +20,7 @@ DETAILS = AdapterDetails(2, ("q_proj",), 100)
 
 
 class Engine:
-    """versions: what it holds. One that is away is told nothing."""
+    """versions: the versions that the engine holds. It receives no messages while `is_there` is False."""
 
     def __init__(self, *versions: AdapterVersion) -> None:
         self.versions = set(versions)
@@ -33,7 +33,7 @@ class Engine:
 
 
 class Shaky(Registry):
-    """Does not answer when it is asked for the second change, nor when it is first asked who has what."""
+    """A registry that fails at the second read of changes, and at the first query for the named versions."""
 
     num_read = num_asked = 0
 
@@ -57,14 +57,15 @@ def _v(digest: str) -> AdapterVersion:
 def follow(
     registry: Registry, engine: Engine, change: Callable[[], None], is_done: Callable[[list[None]], bool]
 ) -> list[None]:
-    """Makes a change when the follower has begun, and waits. Returns the times that pins were said to have moved."""
+    """Makes a change after the follower has started, and waits. Returns one entry for each report that pins have
+    moved."""
     moved: list[None] = []
 
     async def main() -> None:
         follower = ChangeFollower(registry, engine, lambda: moved.append(None))
         running = asyncio.create_task(follower.run())
         async with asyncio.timeout(30):
-            while not moved:  # it has begun
+            while not moved:  # the follower has started
                 await asyncio.sleep(0.001)
             change()
             while not is_done(moved):

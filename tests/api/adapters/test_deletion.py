@@ -1,4 +1,4 @@
-"""What a deletion frees on a real server with a warm tier, and when: not before the last answer has ended."""
+"""What a deletion frees on a real server with a warm tier, and when: only after the last answer has ended."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""The corpus of hostile uploads against a whole server: each refused for its own reason, and nothing left of any."""
+"""Sends the corpus of hostile uploads to a real server. Each is refused for its own reason and leaves nothing
+behind."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,15 +17,15 @@ from tests.api.adapters.hostile_uploads import MAX_RANK, MAX_UPLOAD, Hostile, as
 from tests.api.conftest import Kit
 from tests.api.served import ADMIN_KEY, Served, serving
 
-# Two cores: one sends, one inspects.
+# For two cores: one sends and one inspects.
 _AT_ONCE = 3
-# What an allocator keeps of what it once needed; a body that is kept would be 100 MB.
+# Memory that an allocator may keep after use. A retained body would be 100 MB.
 _RSS_SLACK_BYTES = 48 << 20
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a server has: files with their sizes, adapters, those in the pool, memory of its processes by pid."""
+    """State of a server: file sizes, adapters, the metric of resident adapters, and memory of its processes by pid."""
 
     files: dict[Path, int]
     adapters: list[str]
@@ -40,7 +41,7 @@ class Outcome:
 
 
 def _footprint(server: Served, client: httpx.Client) -> Footprint:
-    # The database and its log grow and shrink by what is asked, too.
+    # The database and its log also grow and shrink for other reasons.
     paths = [path for path in server.data_dir.rglob("*") if path.is_file() and "slora.db" not in path.name]
     api = psutil.Process(server.process.pid)
     with server.client(ADMIN_KEY) as operator:
@@ -65,8 +66,11 @@ def _send(client: httpx.Client, one: Hostile) -> httpx.Response:
 
 @pytest.fixture(scope="module")
 def corpus(kit: Kit, soak: bool) -> dict[str, Hostile]:
-    """The soak run sends every kind; this one what the API itself refuses, and a part of what the inspection does: that
-    goes through all of it in `tests/adapters/peft/test_inspection.py`."""
+    """The soak run sends every kind. The quick run sends the kinds that the API refuses, and a quarter of the
+    inspected ones.
+
+    `tests/adapters/peft/test_inspection.py` covers all inspected kinds.
+    """
     every = kinds(read_model_spec(kit.base).shape("float32"))
     return {
         name: one for at, (name, one) in enumerate(every.items()) if soak or not one.inspected or at % 4 == 0
@@ -77,7 +81,7 @@ def corpus(kit: Kit, soak: bool) -> dict[str, Hostile]:
 def outcome(
     kit: Kit, corpus: dict[str, Hostile], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Outcome]:
-    """All of the corpus, sent to one server beside each other."""
+    """Sends the whole corpus concurrently to one server."""
     flags = (
         "--max-upload-bytes",
         str(MAX_UPLOAD),
@@ -96,7 +100,7 @@ def outcome(
                 files={field: (name, raw) for field, name, raw in as_parts(proper(shape))},
             )
             assert accepted.status_code == 201, accepted.text
-            # What the first refusals of each way in set up stays: renderers of templates, threads, buffers.
+            # The first refusals allocate memory that stays: renderers of templates, threads, buffers.
             for name in (
                 "a chat template that is none",
                 "a header that has 10 MB",

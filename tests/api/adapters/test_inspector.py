@@ -1,4 +1,4 @@
-"""The process that opens uploads: whatever becomes of it, the server says so and lives on."""
+"""The process that inspects uploads. If it crashes or is killed, the server reports this and goes on."""
 
 import asyncio
 import gzip
@@ -32,18 +32,18 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An archive that takes many seconds to unpack, and is small."""
+    """A small archive that takes many seconds to unpack."""
     path = tmp_path_factory.mktemp("slow") / "slow.tar.gz"
     info = tarfile.TarInfo("README.md")
     info.size = 100 * 64 * MIB
-    # The members of a gzip may follow each other.
+    # A gzip file may consist of several concatenated members.
     zeros = gzip.compress(bytes(64 * MIB), 1)
     path.write_bytes(gzip.compress(info.tobuf()) + zeros * 100)
     return path
 
 
 def inspect(directory: Path, source: Path, bounds: InspectionBounds, **limits: int) -> CheckedAdapter:
-    """What an inspector makes of `source`; nothing of it is left in the quarantine."""
+    """The result of inspecting `source`. Checks that nothing is left in the quarantine."""
     quarantine = directory / "quarantine"
     inspector = Inspector(Quarantine(quarantine), SHAPE, AdapterLimits(**limits), bounds)
 
@@ -62,7 +62,7 @@ def children() -> list[psutil.Process]:
 
 
 def test_what_takes_too_much_computing_is_refused(tmp_path: Path, slow: Path) -> None:
-    # 1 s for anything, and another for as many bytes as this has.
+    # 1 s for any upload, and 1 s more for the size of this archive.
     bounds = InspectionBounds(cpu_seconds=1, bytes_per_cpu_second=slow.stat().st_size)
     assert bounds.cpu_seconds_for(slow) == 2
     with pytest.raises(AdapterInvalid, match="takes more than 2 s of CPU time") as refused:
@@ -71,7 +71,7 @@ def test_what_takes_too_much_computing_is_refused(tmp_path: Path, slow: Path) ->
 
 
 def test_what_takes_too_much_memory_is_refused(tmp_path: Path) -> None:
-    # 4 MiB of JSON, each pair of brackets of which is an object of 56 bytes and more.
+    # 4 MiB of JSON. Each pair of brackets becomes an object of at least 56 bytes.
     lists = b'{"x": [' + b"[]," * ((4 * MIB - 100) // 3) + b"0]}"
     source = write_directory(tmp_path / "up", make_members() | {"tokenizer_config.json": lists})
     assert inspect(tmp_path, source, InspectionBounds()).rank == 2
@@ -81,9 +81,9 @@ def test_what_takes_too_much_memory_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_clock_alone_refuses_nothing(tmp_path: Path) -> None:
-    """Found beside two busy programs, where an honest upload ran into the limit on the clock.
+    """Born from a valid upload that reached the wall-clock limit beside two busy programs.
 
-    A stopped process uses no CPU time, like one that waits for a CPU.
+    A stopped process uses no CPU time, like a process that waits for a CPU.
     """
     source = write_directory(tmp_path / "up", make_members())
     bounds = InspectionBounds(cpu_seconds=2)
@@ -102,7 +102,7 @@ def test_the_clock_alone_refuses_nothing(tmp_path: Path) -> None:
         found[0].resume()
         return await task
 
-    # With the machine to itself an inspection takes less than a second.
+    # On an idle machine, an inspection takes less than a second.
     assert bounds.patience * bounds.cpu_seconds_for(source) >= 120
     assert asyncio.run(stop_and_go_on()).rank == 2
 
@@ -124,7 +124,7 @@ def test_a_tenant_with_many_uploads_does_not_hold_up_another(tmp_path: Path, slo
             await asyncio.sleep(0.01)
         seen = {child.pid for child in children()}
         assert await run("honest", honest) == 2
-        # Those of the hostile tenant that wait were never started, and end with their clients.
+        # The hostile tenant's waiting inspections were never started. They end with their clients.
         assert {child.pid for child in children()} <= seen
         for task in hostile:
             task.cancel()
@@ -147,7 +147,7 @@ def test_one_that_hangs_is_ended(tmp_path: Path, slow: Path) -> None:
 
 @pytest.fixture
 def killer() -> Iterator[None]:
-    """Crashes the first inspection that it sees."""
+    """Kills the first inspection process that it sees."""
     over = threading.Event()
 
     def crash() -> None:
@@ -221,7 +221,7 @@ def test_a_client_that_hangs_up_ends_its_inspection(
         assert platform.upload(key, "fine").status_code == 201
 
 
-# Inspects the archive that argv names, and says which process does.
+# Inspects the archive named in argv, and prints the pid of the inspection process.
 SERVER = """
 import asyncio, sys
 from pathlib import Path
@@ -258,7 +258,7 @@ def test_one_whose_server_is_killed_ends_with_it(tmp_path: Path, slow: Path, whe
         while when == "at work" and inspection.rlimit(resource.RLIMIT_DATA)[0] < 0:
             time.sleep(0.01)
         server.kill()
-    # Alone it would be at it for many seconds yet.
+    # Without the kill, the inspection would run for many more seconds.
     inspection.wait(5)
 
 

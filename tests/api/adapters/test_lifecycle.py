@@ -1,4 +1,4 @@
-"""What a server survives: the death of its engine, of its loader, of everything; and how it ends."""
+"""A server recovers from crashes of its engine, of its loader and of all processes. Also tests how it shuts down."""
 
 import json
 import os
@@ -23,14 +23,14 @@ from tests.api.served import ADMIN_KEY, Served, environment, serving, wait_for
 from tests.api.server.test_server import upload
 
 ENGINE, LOADER = "slora.engine.process", "slora_adapters.loader.loader_process"
-# Some seconds of work for the tiny model, its whole context.
+# Some seconds of work for the tiny model: its whole context.
 LONG = {"model": "base", "prompt": "hello", "max_tokens": 500, "temperature": 0, "ignore_eos": True}
 SHORT = LONG | {"max_tokens": 8}
 
 
 @pytest.fixture(scope="module")
 def mortal(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server whose processes tests may kill; each leaves it ready."""
+    """A server whose processes tests may kill. Each test leaves it ready."""
     with serving(kit.base, tmp_path_factory.mktemp("mortal") / "data") as served:
         served.wait_until_ready()
         yield served
@@ -56,7 +56,7 @@ def wait_until_running(served: Served, count: int) -> None:
 
 
 class Reader(threading.Thread):
-    """Sends a long request and reads its answer; `begun` is set at the first byte of it."""
+    """Sends a long request and reads its answer. `begun` is set at the first byte."""
 
     def __init__(self, served: Served, key: str, body: dict[str, Any]) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_a_killed_engine_fails_what_was_in_flight_clearly_and_comes_back(mortal:
 
 
 def read_metric(served: Served, name: str) -> float | None:
-    """None while the engine is not there."""
+    """The value of a metric, or None while the engine does not run."""
     with served.client(ADMIN_KEY) as operator:
         lines = operator.get("/metrics").text.splitlines()
     return next((float(line.split()[1]) for line in lines if line.startswith(name + " ")), None)
@@ -163,13 +163,14 @@ def test_a_pin_follows_its_name_and_its_tenants_share_and_ends_when_the_name_is_
         files = {FIELDS[path.name]: path.read_bytes() for path in kit.wide.iterdir() if path.name in FIELDS}
         moved = client.post("/v1/adapters", data={"name": "name"}, files=files)
         assert moved.status_code == 201 and moved.json()["pinned"]
-        # Once to try it out, once for the pin.
+        # One load for the canary, and one for the pin.
         wait_for_metric(mortal, "slora_adapter_loads_total", loads + 2)
         wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
         assert read_metric(mortal, "slora_pinned_adapters") == 1
         assert client.post("/v1/completions", json=SHORT | {"model": "name"}).status_code == 200
         assert read_metric(mortal, "slora_adapter_loads_total") == loads + 2
-        # It may not be lowered below what is pinned; but what is pinned may move to what takes more than it allows.
+        # The bound can't be lowered below the pinned bytes. But a pinned alias may move to a version that exceeds the
+        # bound.
         client.post("/v1/adapters/name/aliases/latest/rollback").raise_for_status()
         refused = operator.patch("/admin/tenants/moves", json={"max_pool_share": 0})
         assert refused.status_code == 409
@@ -179,7 +180,7 @@ def test_a_pin_follows_its_name_and_its_tenants_share_and_ends_when_the_name_is_
             "/admin/tenants/moves", json={"max_pool_share": int(needed) / int(whole)}
         ).raise_for_status()
         wait_for_metric(mortal, "slora_pinned_adapters_loaded", 1)
-        # Else it would be there still, and would not have to be loaded.
+        # Otherwise the version would still be loaded, and the test would not see a load.
         client.delete("/v1/adapters/name@2").raise_for_status()
         client.post("/v1/adapters", data={"name": "name"}, files=files).raise_for_status()
         wait_for_metric(mortal, "slora_pinned_adapters_loaded", 0)
@@ -237,7 +238,7 @@ def test_a_killed_loader_is_noticed_and_comes_back(mortal: Served, kit: Kit) -> 
 
 
 def test_the_loader_stands_behind_the_engine_and_a_terminals_signals_pass_both_by(mortal: Served) -> None:
-    """Niceness is between the processes of a session; signals of a terminal go to a process group."""
+    """Niceness is relative to the processes of one session. A terminal sends its signals to one process group."""
     engine, loader, server = mortal.child(ENGINE), mortal.child(LOADER), mortal.process.pid
     assert loader.nice() >= engine.nice() + 10
     assert {os.getsid(child.pid) for child in (engine, loader)} == {os.getsid(server)}

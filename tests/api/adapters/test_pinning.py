@@ -1,4 +1,4 @@
-"""Pins as the operator sees them: by name, within bounds, and told to the engine."""
+"""Pins from the operator's view: named, bounded, and reported to the engine."""
 
 import asyncio
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
 @pytest.fixture
 def platform(tmp_path: Path) -> Iterator[Platform]:
-    """Its pool has 100 pages of 1024 bytes."""
+    """A platform whose pool has 100 pages of 1024 bytes."""
     with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")])) as running:
         yield running
 
@@ -35,7 +35,7 @@ def pin_path(tenant: str, name: str) -> str:
 
 
 def upload(platform: Platform, key: str, name: str, rank: int, seed: int = 0) -> None:
-    """It takes 2 pages for each rank."""
+    """Uploads an adapter that takes 2 pages for each rank."""
     members = make_members(make_config(r=rank), make_tensors(rank, seed))
     assert platform.upload(key, name, members).status_code == 201
 
@@ -145,7 +145,7 @@ def test_what_has_outgrown_its_ceiling_hinders_no_other_change(platform: Platfor
     with platform.client(ADMIN_KEY) as admin:
         admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.04}).raise_for_status()
         admin.put(pin_path("acme", "voice")).raise_for_status()
-        # Its pin follows it.
+        # The pin follows the name to the new version.
         upload(platform, key, "voice", 3)
         for change in ({"weight": 2}, {"max_pool_share": 0.04}, {"max_pool_share": 0.05}):
             assert admin.patch("/admin/tenants/acme", json=change).status_code == 200
@@ -189,11 +189,11 @@ def test_names_for_the_same_weights_are_counted_once(platform: Platform) -> None
         assert [admin.put(pin_path("acme", name)).status_code for name in ("one", "two")] == [200, 200]
 
 
-# -- what the engine is told -------------------------------------------------------------------------------------
+# -- messages to the engine --------------------------------------------------------------------------------------
 
 
 class Overtaken(Registry):
-    """Another operator lowers the tenant's share between the start of a pin and its transaction."""
+    """A registry in which another operator lowers the tenant's share between the start of a pin and its transaction."""
 
     def __init__(self, database: Database, tenancy: Tenancy) -> None:
         super().__init__(SqliteStorage(database))
@@ -205,7 +205,8 @@ class Overtaken(Registry):
 
 
 def test_a_pin_is_checked_against_the_share_that_holds_when_it_is_made(tmp_path: Path) -> None:
-    """It once read the share before its transaction, so a share lowered in between was below the pins."""
+    """Born from a bug: the share was read before the transaction, so a share lowered in between was below the pinned
+    bytes."""
     database = Database(tmp_path / "slora.db")
     tenancy = open_tenancy(database, tmp_path)
     registry = Overtaken(database, tenancy)
@@ -220,7 +221,7 @@ def test_a_pin_is_checked_against_the_share_that_holds_when_it_is_made(tmp_path:
 
 
 class Shaky(Registry):
-    """Does not answer when it is first asked."""
+    """A registry that fails at its first query."""
 
     def __init__(self, database: Database) -> None:
         super().__init__(SqliteStorage(database))
@@ -257,10 +258,10 @@ def test_the_engine_is_told_all_pins_with_their_tenants_shares_until_it_has_hear
     async def main() -> None:
         running = asyncio.create_task(pinning.run())
         await pinning.pin("a", "one")
-        while registry.num_asked < 2:  # the database did not answer, and then the engine was not there
+        while registry.num_asked < 2:  # at first the database fails, and then the engine is not connected
             await asyncio.sleep(0.001)
         engine.ready = True
-        pinning.refresh()  # it says hello
+        pinning.refresh()  # the engine connects
         assert await told(1) == [one]
         await pinning.pin("b", "one")
         assert await told(2) == [one, two]

@@ -1,4 +1,4 @@
-"""Versions and aliases as tenants see them, over a scripted engine."""
+"""Versions and aliases from the tenants' view, over a scripted engine."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ def members(seed: int) -> dict[str, bytes]:
 
 
 def tenant_with(platform: Platform, tenant: str, num_versions: int, adapter: str | None = None) -> str:
-    """Its key; its adapter `voice` has that many versions."""
+    """Returns the key of a tenant whose adapter `voice` has `num_versions` versions."""
     key = platform.key(tenant, adapter)
     for seed in range(num_versions):
         assert platform.upload(key, "voice", members(seed)).json()["version"] == seed + 1
@@ -45,7 +45,7 @@ def put(platform: Platform, key: str, alias: str, versions: dict[str, int], **mo
 
 
 def served(platform: Platform, key: str, model: str, **fields: Any) -> str:
-    """Which version answers."""
+    """Returns the version that answers."""
     answer = post(platform, key, COMPLETIONS, {"model": model, "prompt": "x", **fields})
     assert answer.status_code == 200 and answer.json()["model"] == model, answer.text
     return answer.headers["x-slora-adapter"]
@@ -199,7 +199,7 @@ def test_what_an_alias_serves_is_deleted_by_force_only_and_its_bytes_go_with_it(
         assert served(platform, key, "voice") == "voice@3"
         assert client.delete("/v1/adapters/voice").status_code == 200
         assert client.get("/v1/adapters").json()["data"] == []
-    # Other tests' tenants have versions 1 and 2 of the same weights, and version 3 of them, too.
+    # The tenants of other tests also have versions 1, 2 and 3 with the same weights.
     assert blobs() <= before
 
 
@@ -228,7 +228,7 @@ def test_a_pin_is_an_aliass_and_covers_what_that_points_at(platform: Platform) -
 
 
 def test_every_version_of_a_canary_counts_for_the_room_that_pins_may_take(platform: Platform) -> None:
-    """The pool has 100 pages of 1024 bytes; each of these takes 40."""
+    """The pool has 100 pages of 1024 bytes. Each of these versions takes 40 pages."""
     key = platform.key("wide")
     for seed in range(2):
         wide = make_members(make_config(r=20), make_tensors(20, seed))
@@ -268,7 +268,7 @@ def test_all_that_a_reference_stands_for_is_prewarmed_with_the_tenants_share(pla
 
 @pytest.fixture
 def tenant_environment(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The command line talks to the platform, as a tenant with nothing yet; its key."""
+    """Connects the command line to the platform as a new tenant. Returns the tenant's key."""
     key = platform.key("commander")
     monkeypatch.setenv("SLORA_URL", platform.url)
     monkeypatch.setenv("SLORA_API_KEY", key)

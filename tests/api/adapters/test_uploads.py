@@ -49,7 +49,8 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 
 def kept_files(platform: Platform) -> set[Path]:
-    """Everything on disk that an upload could leave behind. The store's claim is the server's, made once."""
+    """All files that an upload could leave behind. The server itself writes the store's claim once, so it is
+    excluded."""
     store = platform.directory / "adapters"
     places = (store / "blobs", store / "tmp", platform.directory / "quarantine")
     return {path for place in places for path in place.rglob("*") if path.is_file()}
@@ -70,7 +71,7 @@ def test_an_upload_answers_201_with_what_was_understood(platform: Platform) -> N
     ranks = [2, 0, 0, 0, 0, 0, 2] * 2
     num_bytes = lay_out_adapter(SHAPE, [*ranks, 0, 0]).num_bytes
     assert certificate["pool_bytes"] == num_bytes
-    # By the scripted engine's paces, 1 ns a byte into the pool and 4 ns from a file.
+    # The scripted engine's paces: 1 ns per byte into the pool, and 4 ns per byte from a file.
     predicted = {"host": 1e-6 * num_bytes, "file": 5e-6 * num_bytes}
     assert certificate["predicted_load_ms"] == pytest.approx(predicted, rel=0.01)
     with platform.client(platform.key("first")) as client:
@@ -131,7 +132,7 @@ def test_a_tenant_keeps_no_more_versions_than_it_may(tmp_path: Path) -> None:
             assert error["code"] == "quota_exceeded" and third.headers["x-should-retry"] == "false"
             assert "have 2 versions of adapters and may have 2 (max_versions_per_tenant)" in error["message"]
         assert kept_files(platform) == before
-        # What is the newest already is no more; and another tenant has its own.
+        # Pushing the newest version again makes no new version. Another tenant gets its own version.
         assert platform.upload(key, "a", other).status_code == 201
         assert platform.upload(platform.key("other"), "c").status_code == 201
         with platform.client(key) as client:
@@ -140,7 +141,7 @@ def test_a_tenant_keeps_no_more_versions_than_it_may(tmp_path: Path) -> None:
 
 
 def blob_bytes(directory: Path) -> int:
-    """What a store keeps of an adapter of `make_members`."""
+    """The bytes that a store uses for an adapter of `make_members`."""
     source = write_directory(directory / "source", make_members())
     scratch = write_directory(directory / "scratch", {})
     return inspect(source, scratch, SHAPE, AdapterLimits()).blob_bytes
@@ -152,7 +153,7 @@ def test_a_tenants_adapters_take_no_more_bytes_than_they_may(tmp_path: Path) -> 
     with running_platform(tmp_path, engine, max_adapter_bytes_per_tenant=2 * size) as platform:
         key = platform.key("large")
         members = [make_members(tensors=make_tensors(seed=seed)) for seed in range(3)]
-        # The same weights again take nothing.
+        # Pushing the same weights again uses no storage.
         for name, number in (("a", 0), ("b", 1), ("c", 1), ("a", 1)):
             assert platform.upload(key, name, members[number]).status_code == 201
         for name in ("a", "d"):
@@ -166,7 +167,7 @@ def test_a_tenants_adapters_take_no_more_bytes_than_they_may(tmp_path: Path) -> 
 
 
 def test_chat_templates_and_generation_configs_count_for_the_quota_of_each_version(tmp_path: Path) -> None:
-    """They once counted nothing: 160 versions with 80 MB of them counted as 14 KB."""
+    """Born from a bug: extras did not count, so 160 versions with 80 MB of extras counted as 14 KB."""
     size = blob_bytes(tmp_path / "one")
     engine = ScriptedEngine([deltas_of(b"ok")])
     with running_platform(tmp_path, engine, max_adapter_bytes_per_tenant=size + 25_000) as platform:
@@ -183,7 +184,7 @@ def test_chat_templates_and_generation_configs_count_for_the_quota_of_each_versi
 
 
 def test_uploads_through_two_processes_at_once_do_not_pass_the_limit_together(tmp_path: Path) -> None:
-    """Each process once counted, tried the adapter out, and then made its version without counting again."""
+    """Born from a bug: each process checked the quota, ran the canary, and made its version without a second check."""
     both_counted = threading.Barrier(2)
 
     def wait_for_the_other(request: EngineRequest) -> list[TokenDelta]:
@@ -216,7 +217,7 @@ def test_uploads_of_one_tenant_at_once_do_not_pass_its_limit_together(tmp_path: 
         key = platform.key("racing")
 
         def take_time(request: EngineRequest) -> list[TokenDelta]:
-            # Meanwhile the others are inspected, and come to be counted while this one is not kept yet.
+            # In the meantime the other uploads are inspected. They reach their quota check before this one is stored.
             time.sleep(0.3)
             return trial_of(request)
 
@@ -452,7 +453,7 @@ def test_a_client_that_hangs_up_in_the_middle_leaves_nothing(platform: Platform)
 
     with platform.client(platform.key("gone")) as client, pytest.raises(RuntimeError):
         client.post("/v1/adapters", content=body(), headers=MULTIPART)
-    # The server is asked something else, so that it has noticed.
+    # Another request gives the server time to notice.
     assert httpx.get(platform.url + "/healthz").status_code == 200
     assert kept_files(platform) == before
 
@@ -466,12 +467,12 @@ def test_413_comes_while_an_archive_is_still_being_sent(platform: Platform) -> N
     body = NAME + part("archive", b"x" * (MAX_UPLOAD + 1), "a.zip")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         connection.sendall(request.encode() + b"%x\r\n" % len(body) + body + b"\r\n")
-        # The body is not complete, and never will be.
+        # The rest of the body is never sent.
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
 def test_slow_uploads_give_their_places_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four uploads of one byte every 20 s used to keep all other uploads out."""
+    """Born from a bug: four uploads of one byte every 20 s blocked all other uploads."""
     impatient = partial(BodyLimits, grace_s=0.5)
     monkeypatch.setattr(app, "BodyLimits", impatient)
     with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")]), max_concurrent_uploads=4) as platform:

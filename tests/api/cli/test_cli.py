@@ -1,4 +1,4 @@
-"""What `slora` says to who calls it wrongly. What its subcommands do is tested where the server is that they call."""
+"""Messages of `slora` for wrong arguments. Subcommands are tested together with the server part that they call."""
 
 import pytest
 

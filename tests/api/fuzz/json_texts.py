@@ -1,4 +1,4 @@
-"""Strategies for JSON as an attacker writes it: as text, because some of it is nested deeper than Python can write."""
+"""Strategies for hostile JSON. They generate text, because some of it is nested deeper than Python can serialize."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -65,22 +65,22 @@ _huge = st.builds(
     st.sampled_from(_COUNTS),
     st.sampled_from(_ITEMS),
 )
-# One value of a field. Large ones are rare: each costs as much as a hundred small ones.
+# One value of a field. Large values are rare, because each costs as much as a hundred small ones.
 odd_json = st.integers(0, 19).flatmap(lambda at: _deep if at == 0 else _huge if at == 1 else _small)
 
 
 def json_object(fields: dict[str, str]) -> str:
-    """fields: each value is JSON already."""
+    """A JSON object. Each value of `fields` is already JSON text."""
     return "{" + ", ".join(f"{json.dumps(name)}: {value}" for name, value in fields.items()) + "}"
 
 
 def mutated_object(
     proper: dict[str, Any], known: Sequence[str], plausible: Mapping[str, Sequence[Any]]
 ) -> st.SearchStrategy[str]:
-    """The proper object with other values in some of the known fields, now and then with a field that is not known.
+    """The valid object with other values in some of the known fields, and sometimes with an unknown field.
 
-    plausible: values by field that are accepted by themselves. Every other case has no odd value, because one odd value
-    is enough for a refusal.
+    plausible: valid values for each field. Half of the objects have no odd value, because one odd value is enough for a
+    refusal.
     """
     mild = st.fixed_dictionaries(
         {},

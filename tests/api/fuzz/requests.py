@@ -26,7 +26,7 @@ __all__ = ["HttpRequest", "http_requests", "routes"]
 _OPERATORS = ("/admin", "/metrics", "/v1/load_lora", "/v1/unload_lora")
 _ROUTERS = (adapters, admin, completions, health, models, vllm_adapters)
 _GENERATION = {"model": "default", "max_tokens": 3}
-# By path: the schema of the body, and a body that is accepted.
+# For each path, the schema of the body and an accepted body.
 _BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, {**_GENERATION, "prompt": "a"}),
     "/v1/chat/completions": (
@@ -40,7 +40,7 @@ _BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/load_lora_adapter": (LoadLoraRequest, {"lora_name": "a", "lora_path": "b"}),
     "/v1/unload_lora_adapter": (UnloadLoraRequest, {"lora_name": "a"}),
 }
-# Values that are accepted by themselves, so that their combinations reach the engine.
+# Values that are valid by themselves, so that their combinations reach the engine.
 _PLAUSIBLE: dict[str, list[Any]] = {
     "model": ["default", "small", "small@latest", "base"],
     "prompt": ["", "a b c", ["a", "b"], [1, 2, 3], [[1], [2, 3]], "a" * 400],
@@ -95,7 +95,7 @@ _queries = st.dictionaries(
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """path: with its query, as it is sent. is_operator: whether it has the admin key."""
+    """path: includes the query, as it is sent. is_operator: whether the request has the admin key."""
 
     method: str
     path: str
@@ -125,14 +125,14 @@ def _bodies(path: str) -> st.SearchStrategy[bytes]:
         st.integers(0, len(whole)),
         st.sampled_from([b"\x00", b"\xff", b"{", b'"', b"", b"\\u", b"," * 100]),
     )
-    # Mostly fields of the right object, because everything else is refused by the parser.
+    # Most bodies are objects of the right schema with changed fields, because the parser refuses everything else.
     return st.integers(0, 9).flatmap(
         lambda at: broken if at == 0 else odd_json.map(str.encode) if at == 1 else mutated
     )
 
 
 def _segments(method: str) -> st.SearchStrategy[str]:
-    # What other requests need is not deleted.
+    # Adapters that other requests need are not deleted.
     texts = [text for text in ODD_TEXTS if method != "DELETE" or not text.startswith("small")]
     return st.sampled_from([text for text in texts if text] + ["fuzzed", "prod"])
 

@@ -1,4 +1,4 @@
-"""What attackers found, each as one explicit case: refused with a 4xx that names the field, and the loop goes on."""
+"""Findings of attack tests, one case each: the request gets a 4xx that names the field, and the event loop goes on."""
 
 import json
 import tarfile
@@ -18,7 +18,7 @@ _HALF = "\ud800"
 
 @dataclass(frozen=True)
 class Finding:
-    """param: what the error names; its first segment is enough."""
+    """param: the parameter that the error names. Only its first segment is compared."""
 
     path: str
     fields: dict[str, Any]
@@ -61,7 +61,7 @@ def test_a_request_that_was_an_attack_is_refused_at_once(watched: WatchedServer,
     finding = FINDINGS[name]
     body = finding.body()
     with watched.client() as client:
-        # The first request of a kind imports what it needs.
+        # The first request of a kind imports modules, which would be measured.
         client.post(finding.path, json={"model": "default"})
         watched.begin()
         headers = {"Content-Type": "application/json"}

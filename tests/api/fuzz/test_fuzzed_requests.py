@@ -1,4 +1,4 @@
-"""Requests made at random against a real server, see `tests/api/fuzz/watched_server.py` for what must hold."""
+"""Random requests to a real server. `tests/api/fuzz/watched_server.py` lists the properties that must hold."""
 
 import socket
 import statistics
@@ -20,14 +20,14 @@ from tests.api.served import ADMIN_KEY
 
 _QUICK, _SOAK = 150, 10_000
 _WARM_UP = 20
-# Of the soak run's comparison with a stream that is alone.
+# Rounds of the soak run that compare a stream under load with the stream alone.
 _ROUNDS = 5
 _UNHEALTHY = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture)
 
 
 @contextmanager
 def fuzzing(watched: WatchedServer) -> Iterator[Callable[[int], None]]:
-    """Gives what sends so many requests, and fails for the first answer that must not be."""
+    """Yields a function that sends the given number of requests, and fails at the first wrong answer."""
     with watched.client() as tenant, watched.client(ADMIN_KEY) as operator:
 
         def send(request: HttpRequest) -> None:
@@ -54,7 +54,7 @@ def test_every_route_is_fuzzed() -> None:
 
 def test_no_request_breaks_the_server(watched: WatchedServer, soak: bool) -> None:
     with fuzzing(watched) as fuzz:
-        # What the first requests of each kind import and set up stays.
+        # The first requests of each kind import modules and allocate memory that stays.
         fuzz(_WARM_UP)
         watched.begin()
         fuzz(_SOAK if soak else _QUICK)
@@ -63,7 +63,7 @@ def test_no_request_breaks_the_server(watched: WatchedServer, soak: bool) -> Non
 
 @pytest.mark.soak
 def test_another_tenants_stream_keeps_its_pace(watched: WatchedServer, report: Callable[[str], None]) -> None:
-    """Compared with the same stream alone, in turn, because a machine's pace changes with what else runs on it."""
+    """Alternates with the same stream alone, because the machine's speed depends on its other load."""
     arguments = [watched.served.url, watched.served.make_key("victim")]
     ratios = []
     with fuzzing(watched) as fuzz, windows_of("bench.attacks.observer", Noticed, arguments) as window:
@@ -132,7 +132,7 @@ _raw_requests = st.builds(
 
 
 def test_no_bytes_break_the_server(watched: WatchedServer, soak: bool) -> None:
-    """What is no HTTP, or only nearly so, is refused or dropped, and the server answers others."""
+    """Bytes that are not HTTP, or are almost HTTP, are refused or dropped. The server still answers other clients."""
     address = urlsplit(watched.served.url)
     assert address.hostname is not None and address.port is not None
     place = (address.hostname, address.port)
@@ -141,7 +141,7 @@ def test_no_bytes_break_the_server(watched: WatchedServer, soak: bool) -> None:
         answer = b""
         with socket.create_connection(place, timeout=60) as connection, suppress(ConnectionError):
             connection.sendall(content)
-            # The end of the body may never come: the client leaves.
+            # The end of the body may never arrive, so the client closes its side.
             connection.shutdown(socket.SHUT_WR)
             while part := connection.recv(1 << 16):
                 answer += part

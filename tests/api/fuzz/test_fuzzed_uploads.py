@@ -1,4 +1,4 @@
-"""Uploads made at random against a real server, see `tests/api/fuzz/watched_server.py` for what must hold."""
+"""Random uploads to a real server. `tests/api/fuzz/watched_server.py` lists the properties that must hold."""
 
 import httpx
 from hypothesis import HealthCheck, given, settings
@@ -7,7 +7,7 @@ from tests.api.conftest import Kit
 from tests.api.fuzz.uploads import CONFIG, WEIGHTS, Upload, uploads
 from tests.api.fuzz.watched_server import WatchedServer, explain_answer
 
-# Each upload is inspected by a process of its own, which takes half a second to start.
+# A separate process inspects each upload, and its start takes half a second.
 _QUICK, _SOAK = 8, 1_000
 _UNHEALTHY = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture)
 _CHAT = {"model": "fuzzed", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
@@ -15,7 +15,7 @@ _FORM = {"Content-Type": "multipart/form-data; boundary=b"}
 
 
 def test_no_upload_breaks_the_server(watched: WatchedServer, kit: Kit, soak: bool) -> None:
-    """What is accepted answers a chat, or refuses it for a reason of the request's."""
+    """An accepted upload answers a chat, or the chat is refused for a reason in the request."""
     config, weights = (kit.small / CONFIG).read_bytes(), (kit.small / WEIGHTS).read_bytes()
 
     with watched.client() as client:

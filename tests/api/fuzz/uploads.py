@@ -1,4 +1,4 @@
-"""Strategies for uploads: the files of an adapter with faults in their contents, archives, and multipart bodies."""
+"""Strategies for uploads: adapter files with faults in their contents, archives, and multipart bodies."""
 
 import gzip
 import io
@@ -80,7 +80,7 @@ _pieces = st.sampled_from(
 
 @dataclass(frozen=True)
 class Upload:
-    """parts: (field, file name, content); raw: a whole multipart body in their place."""
+    """parts: (field, file name, content). raw: a complete multipart body, used instead of `parts`."""
 
     parts: tuple[tuple[str, str, bytes], ...] = ()
     raw: bytes | None = None
@@ -91,7 +91,7 @@ class Upload:
 
 
 def _damaged(raw: bytes) -> st.SearchStrategy[bytes]:
-    """Bytes cut, inserted or changed at one place."""
+    """The bytes with one part removed, inserted or changed."""
     return st.builds(
         lambda at, removed, inserted: raw[:at] + inserted + raw[at + removed :],
         st.integers(0, len(raw)),
@@ -112,7 +112,7 @@ def _changed(config: dict[str, Any], names: tuple[str, ...]) -> st.SearchStrateg
 
 
 def _weights(raw: bytes) -> st.SearchStrategy[bytes]:
-    """The file with another header, or damaged anywhere."""
+    """The file with another header, or with damage anywhere."""
     size = struct.unpack("<Q", raw[:8])[0]
     header, body = json.loads(raw[8 : 8 + size]), raw[8 + size :]
     name = sorted(key for key in header if key != "__metadata__")[0]
@@ -147,7 +147,7 @@ def _archives(members: dict[str, bytes]) -> st.SearchStrategy[bytes]:
 
 
 def uploads(config: bytes, weights: bytes) -> st.SearchStrategy[Upload]:
-    """config, weights: of an adapter that is accepted."""
+    """config, weights: files of an adapter that is accepted."""
     proper = {CONFIG: config, WEIGHTS: weights}
 
     def files(**changed: bytes) -> Upload:

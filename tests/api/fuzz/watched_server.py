@@ -1,9 +1,9 @@
-"""A server that is fuzzed, and the oracle: what must hold whatever was sent.
+"""A server under fuzzing, and its oracle. These properties must hold for all input:
 
-1. No 5xx but documented ones, and every error has OpenAI's form.
-2. No callback of the event loop takes more than 20 ms of CPU time.
-3. The memory of the API process is back to within 32 MiB.
-4. In soak, the p99 inter-token latency of another tenant's stream is at most twice what it is alone.
+1. There is no 5xx except documented ones, and every error has OpenAI's form.
+2. No callback of the event loop uses more than 20 ms of CPU time.
+3. The memory of the API process returns to within 32 MiB of its start.
+4. In soak, the p99 ITL of another tenant's stream is at most twice its value without load.
 """
 
 import json
@@ -24,7 +24,7 @@ from tests.support.slow_callbacks import SlowCallback
 __all__ = ["MAX_GROWTH_BYTES", "WatchedServer", "explain_answer", "watched_server"]
 
 MAX_GROWTH_BYTES = 32 << 20
-# A request may ask for a first token sooner than the engine can compute it.
+# A request may set a deadline for its first token that the engine can't meet.
 _DOCUMENTED = {(503, "deadline_missed")}
 _FIELDS = {"message", "type", "param", "code"}
 _PATIENCE_S = 120
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass
 class WatchedServer:
-    """key: of a tenant that has the adapter `small`, its default."""
+    """key: the key of a tenant whose default adapter is `small`."""
 
     served: Served
     slow_file: Path
@@ -48,14 +48,14 @@ class WatchedServer:
         return client
 
     def begin(self) -> None:
-        """From here on memory and callbacks count."""
+        """Starts the measurement of memory and callbacks."""
         self.rss_bytes = self._rss_bytes()
         self.slow.clear()
 
     def send(self, sent: object, send: Callable[[], T]) -> T:
-        """Sends a request, and notes a slow callback if the same request causes one again.
+        """Sends a request. Records a slow callback only if the same request causes one again.
 
-        CPU time is not exact on a busy virtual machine: of 10,000 small requests one seemed to take 24 ms.
+        CPU time is inexact on a busy virtual machine: one of 10,000 small requests appeared to take 24 ms.
         """
         answer, slow = self._send_watched(send)
         if slow:
@@ -69,7 +69,7 @@ class WatchedServer:
         return send(), slow_callbacks(self.slow_file, since_s)
 
     def check(self) -> None:
-        """Properties 2 and 3, for what was sent since `begin`."""
+        """Checks properties 2 and 3 for all requests since `begin`."""
         self.served.alive()
         assert not self.slow, f"{len(self.slow)} slow callbacks:\n" + "\n".join(self.slow[:5])
         limit = self.rss_bytes + MAX_GROWTH_BYTES
@@ -80,7 +80,7 @@ class WatchedServer:
 
 
 def explain_answer(status: int, content: bytes, content_type: str) -> str | None:
-    """Property 1 of one answer: what is wrong with it, or None."""
+    """Checks property 1 for one answer. Returns the fault, or None."""
     if content_type.startswith("text/event-stream"):
         events = [line[6:] for line in content.split(b"\n") if line.startswith(b"data: ")]
         if not events:

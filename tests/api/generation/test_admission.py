@@ -1,4 +1,4 @@
-"""Which requests are admitted, and what the others are told."""
+"""Which requests are admitted, and which errors the other requests get."""
 
 from contextlib import ExitStack
 
@@ -43,14 +43,14 @@ def test_a_full_server_tells_when_the_answers_of_any_tenant_make_room() -> None:
     serve(admitted, clock, "one", 30)
     with admitted.generation("one", 3), admitted.generation("two", 1), admitted.generation("three", 1):
         error = refusal(admitted, "four", 2)
-    # 30 s for each of 5 places: one comes back every 6 s, and two are wanted.
+    # An answer holds each of the 5 places for 30 s, so one place is released every 6 s. The request needs two.
     assert isinstance(error, ServerBusy) and error.retry_after_s == 12
     answer = describe_error(error)
     assert (answer.status, answer.headers["Retry-After"]) == (503, "12")
 
 
 def test_two_tenants_with_slow_answers_leave_places_to_a_third() -> None:
-    """Two tenants with 256 answers each used to hold all 512 places."""
+    """Born from a bug: two tenants with 256 answers each held all 512 places."""
     admitted = admission(Clock(), requests=512, per_tenant=256)
     with ExitStack() as stack:
         for tenant in ("one", "two"):

@@ -1,5 +1,8 @@
-"""Beam search over HTTP: found and told as transformers would, refused by name, and nothing is left of one that ends
-early. What the engine searches is the real server's; what depends on its answers alone is scripted."""
+"""Beam search over HTTP: results equal those of transformers, errors name the field, and an early end releases
+everything.
+
+Searches run on a real server. Cases that depend only on the engine's answers use a scripted engine.
+"""
 
 import json
 import socket
@@ -24,9 +27,9 @@ from tests.api.served import CHARACTERS, EOS, Served, wait_for
 from tests.api.server.test_server import connect, ids, upload
 from tests.support.oracle import LOGPROB_TOLERANCE, Oracle
 
-HELLO = "[user]hello"  # as the chat template writes it
+HELLO = "[user]hello"  # as rendered by the chat template
 SEARCH = {"use_beam_search": True, "best_of": 4}
-# 501 tokens of 4 beams: seconds of work, so that a client can leave in the midst of it.
+# 501 tokens of 4 beams take seconds, so that a client can disconnect during the search.
 LONG = {**SEARCH, "ignore_eos": True}
 
 
@@ -106,7 +109,7 @@ def test_each_prompt_of_a_list_is_searched_alone(client: openai.OpenAI, oracle: 
 
 
 def test_log_probabilities_add_up_to_the_rank(client: openai.OpenAI, oracle: Oracle) -> None:
-    """All of one length, so their sums fall from choice to choice."""
+    """All answers have the same length, so their sums decrease from choice to choice."""
     extra = {**SEARCH, "ignore_eos": True}
     told = client.completions.create(
         model="base", prompt="hello", max_tokens=8, n=4, logprobs=2, extra_body=extra
@@ -249,7 +252,7 @@ def test_a_search_that_can_not_begin_in_time_is_a_503_and_leaves_nothing(server:
 
 @pytest.fixture
 def scripted(shared: Platform) -> Platform:
-    """An engine whose answers a test chooses, for at most 8 sequences at once."""
+    """An engine with answers that the test chooses, for at most 8 sequences at once."""
     shared.engine.answers, shared.engine.hang = [found()], False
     shared.engine.requests.clear()
     shared.engine.aborted.clear()
@@ -263,7 +266,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 
 def found() -> list[TokenDelta]:
-    """What an engine tells of a search: two whole answers, the first of which was stopped."""
+    """The engine's output for a search: two complete answers. The first one ended at a stop token."""
     scores = (TokenLogprobs(-0.25, ((72, -0.25),)), TokenLogprobs(-0.5, ((105, -0.5),)))
     return [
         TokenDelta((*b"Hi", SCRIPTED_EOS), FinishReason.STOP, (*scores, scores[0]), 0, num_cached=3),
@@ -332,7 +335,8 @@ def test_an_error_of_a_search_is_a_status_since_nothing_was_told_before(
 
 
 def test_each_beam_takes_a_place_until_its_client_hangs_up(tmp_path: Path) -> None:
-    """Of 6 places a search of 4 leaves 2, though it tells one answer; who wants 7 will never find them."""
+    """Of 6 places, a search of width 4 leaves 2, although it returns one answer. A search that needs 7 places is
+    always refused."""
     engine = ScriptedEngine([[]], hang=True)
     with running_platform(tmp_path, engine, max_concurrent_per_tenant=6) as platform:
         key = platform.key("one")

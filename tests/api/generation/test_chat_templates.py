@@ -1,4 +1,5 @@
-"""Chat templates are programs of tenants: each is limited, charged to its tenant, and harms no other tenant."""
+"""Chat templates are programs of tenants. Each is limited, is charged to its tenant, and does not affect other
+tenants."""
 
 import asyncio
 import os
@@ -25,7 +26,7 @@ from tests.support.slow_callbacks import BOUND_MS, recording
 
 MESSAGES = [{"role": "user", "content": "hi ünï"}]
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = 1 %}{% endfor %}{% endfor %}"
-# Takes CPU time only where a message asks for it.
+# Uses much CPU time only for the message 'slow'.
 DEPENDS = "{% if messages[0].content == 'slow' %}" + ENDLESS + "{% endif %}done"
 SLOW_MESSAGES = [{"role": "user", "content": "slow"}]
 T = TypeVar("T")
@@ -64,7 +65,7 @@ def renderers() -> list[psutil.Process]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TemplateRenderer]]:
-    """The process of each request that was given to one."""
+    """The renderer process of each request that was sent to one, in order."""
     seen: list[TemplateRenderer] = []
     original = TemplateRenderer.ask
 
@@ -136,7 +137,7 @@ def test_a_template_that_never_ends_is_stopped_and_harms_no_other(template: str)
 
 
 def test_a_template_that_was_too_slow_once_still_renders_other_messages_and_for_others() -> None:
-    """Found as an attack: the text of the template was denied to all tenants until the server restarted."""
+    """Born from an attack: the template's text was refused for all tenants until the server restarted."""
 
     async def use(templates: ChatTemplates) -> list[str]:
         with pytest.raises(RequestRefused, match="takes more than"):
@@ -149,7 +150,7 @@ def test_a_template_that_was_too_slow_once_still_renders_other_messages_and_for_
 def test_the_clock_does_not_limit_a_rendering_that_waits_for_the_cpu(
     asked: list[TemplateRenderer],
 ) -> None:
-    """A stopped process uses no CPU time, like one on a busy machine."""
+    """A stopped process uses no CPU time, like a process on a busy machine."""
 
     async def use(templates: ChatTemplates) -> str:
         await templates.render("acme", MESSAGES, "warm")
@@ -185,7 +186,7 @@ def test_a_tenant_that_has_spent_its_cpu_time_is_refused_and_others_are_not(
 
 
 def test_a_tenant_with_many_slow_templates_does_not_hold_up_another(asked: list[TemplateRenderer]) -> None:
-    """Found as an attack: 50 chats of one tenant, first come, first served, held another tenant up for 32 s."""
+    """Born from an attack: with first come, first served, 50 chats of one tenant delayed another tenant by 32 s."""
 
     async def use(templates: ChatTemplates) -> int:
         hostile = [asyncio.create_task(templates.render("hostile", MESSAGES, ENDLESS)) for _ in range(8)]
@@ -197,12 +198,13 @@ def test_a_tenant_with_many_slow_templates_does_not_hold_up_another(asked: list[
         await asyncio.gather(*hostile, return_exceptions=True)
         return num_done
 
-    # The limit is long: the honest tenant never waited for a rendering of the other one.
+    # The time limit is long, so the honest tenant never waited for a rendering of the hostile one.
     assert with_templates(use, 300.0) == 0
 
 
 def test_renderings_of_clients_that_left_are_never_run_or_killed(asked: list[TemplateRenderer]) -> None:
-    """Found as an attack: another tenant still waited 11 s after all 40 clients of the first had hung up."""
+    """Born from an attack: another tenant waited for 11 s after all 40 clients of the hostile tenant had
+    disconnected."""
 
     async def use(templates: ChatTemplates) -> None:
         hostile = [asyncio.create_task(templates.render("hostile", MESSAGES, ENDLESS)) for _ in range(8)]
@@ -254,12 +256,12 @@ def test_a_template_that_fills_the_memory_is_refused() -> None:
 
 
 def test_memory_that_templates_needed_comes_back() -> None:
-    """Found with templates of 60 bytes that became 12 MB of text each: a process stayed at 496 MB."""
+    """Born from templates of 60 bytes that produced 12 MB of text each: a process stayed at 496 MB."""
 
     async def use(templates: ChatTemplates) -> None:
         for number in range(6):
             await templates.render(f"tenant {number}", MESSAGES, f"{{{{ 'a' * 600000{number} }}}}")
-            # Long templates, of which the compiled code is kept.
+            # Long templates, whose compiled code stays in memory.
             await templates.check(f"tenant {number}", f"{number}" + "{{ a }}" * 4_000)
         resident = [process.memory_info().rss for process in renderers()]
         assert len(resident) <= 1 and sum(resident) <= chat_templates._MAX_RESIDENT_BYTES
@@ -296,7 +298,7 @@ def test_a_process_that_died_is_replaced_and_its_request_is_tried_again(
 def test_a_process_that_stalls_is_replaced_and_its_request_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, asked: list[TemplateRenderer]
 ) -> None:
-    """Found by reading: one stall, for whatever reason, refused the template until the server restarted."""
+    """Found in review: after one stall for any reason, the template was refused until the server restarted."""
 
     async def use(templates: ChatTemplates) -> str:
         await templates.render("acme", MESSAGES, "first")
@@ -311,7 +313,7 @@ def test_a_process_that_stalls_is_replaced_and_its_request_is_tried_again(
 
 
 def test_processes_that_do_not_start_are_a_503_until_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by reading: the time limit of a start was not caught."""
+    """Found in review: the time limit of a process start was not caught."""
     clock = Clock()
 
     async def use(templates: ChatTemplates) -> str:
@@ -319,7 +321,7 @@ def test_processes_that_do_not_start_are_a_503_until_they_do(monkeypatch: pytest
             broken.setattr(chat_templates, "_START_TIMEOUT_S", 0.0)
             with pytest.raises(ServerBusy, match=r"could be started; .* Try again in 2 s") as refused:
                 await templates.render("acme", MESSAGES, "x")
-        # Until the pause is over, no further start is tried.
+        # During the pause, no further start is tried.
         with pytest.raises(ServerBusy):
             await templates.render("acme", MESSAGES, "x")
         clock.now += refused.value.retry_after_s
@@ -355,7 +357,7 @@ def test_a_rendering_that_was_cancelled_does_not_answer_the_next_one() -> None:
 
 
 def test_a_long_conversation_does_not_block_the_event_loop_in_the_base_models_template() -> None:
-    """Found with 110,000 messages, which took 1.9 s on the event loop."""
+    """Born from a request with 110,000 messages, which took 1.9 s on the event loop."""
     messages = [{"role": "user", "content": "hi"}] * 5_000
 
     async def use(templates: ChatTemplates) -> str:

@@ -1,4 +1,4 @@
-"""What the completion routes answer, byte for byte, over an engine whose tokens a test chooses."""
+"""The exact bytes of the completion routes' answers, over an engine whose tokens the test chooses."""
 
 import json
 import socket
@@ -48,7 +48,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 @pytest.fixture
 def platform(shared: Platform) -> Platform:
-    """The shared server, with an engine that has forgotten the last test."""
+    """The shared server, with its scripted engine reset."""
     engine = shared.engine
     engine.answers, engine.hang, engine.ready, engine.max_model_len = [deltas_of(b"Hi!")], False, True, 64
     engine.requests.clear()
@@ -63,7 +63,7 @@ def key(shared: Platform) -> str:
 
 
 def events(answer: httpx.Response) -> list[Any]:
-    """The JSON of each event; checks the framing on the way."""
+    """The JSON of each event. Also checks the framing."""
     assert answer.headers["content-type"].startswith("text/event-stream")
     *parts, end = answer.text.split("\n\n")
     assert end == "" and all(part.startswith("data: ") and "\n" not in part for part in parts)
@@ -177,7 +177,7 @@ def test_several_prompts_are_answered_by_index(platform: Platform, key: str) -> 
 
 
 def interleaved(*texts: bytes) -> list[TokenDelta]:
-    """The choices of one request, a token of each in turn."""
+    """The choices of one request. Each delta has one token of the next choice in turn."""
     choices = [[replace(delta, index=index) for delta in deltas_of(text)] for index, text in enumerate(texts)]
     steps = zip_longest(*choices)
     return [delta for step in steps for delta in step if delta is not None]
@@ -503,7 +503,7 @@ def test_an_unforeseen_error_is_a_500_in_the_same_form_and_the_server_lives_on(
     answer = post(platform, key, COMPLETIONS, PROMPT)
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
     assert "secret detail" not in answer.text
-    # The answer is sent before the log is written.
+    # The answer is sent before the log entry is written.
     wait_until(lambda: answer.headers["x-request-id"] in caplog.text and "ZeroDivisionError" in caplog.text)
     platform.engine.answers = [deltas_of(b"ok")]
     assert post(platform, key, COMPLETIONS, PROMPT).status_code == 200
@@ -531,7 +531,7 @@ def test_a_client_that_hangs_up_aborts_its_request(platform: Platform, key: str,
 
 
 def test_a_stream_that_is_not_read_is_aborted_and_gives_its_place_back(tmp_path: Path) -> None:
-    """Such a stream used to hold its place for as long as its connection was open."""
+    """Born from a bug: such a stream held its place as long as its connection was open."""
     engine = ScriptedEngine([[TokenDelta((65,))] * 20_000], hang=True)
     limits = ConnectionLimits(write_grace_s=0.5, sweep_s=0.05)
     with running_platform(tmp_path, engine, connection_limits=limits) as platform:
@@ -604,7 +604,7 @@ def test_another_tenants_adapter_is_as_unknown_as_one_that_nobody_has(platform: 
                 client.delete(f"/v1/adapters/{name}"),
             ]
     assert {answer.status_code for answer in answers} == {404}
-    # The name that was asked for is all that differs.
+    # The answers differ only in the requested name.
     texts = {answer.text.replace("private", "NAME").replace("nothing", "NAME") for answer in answers}
     assert len(texts) == 1
     names = ("x-request-id", "openai-processing-ms", "date")
@@ -635,7 +635,7 @@ def test_a_request_whose_adapter_is_deleted_for_a_newer_one_is_answered_by_that(
     platform.engine.answers = [[AdapterFetchFailed("forgotten", "not_found")], deltas_of(b"new")]
 
     def replace(request: EngineRequest) -> None:
-        # The name moves while the first request is on its way to the engine.
+        # The alias moves while the first request is on its way to the engine.
         platform.engine.on_request = lambda request: None
         adapter = parse_adapter({n: memoryview(raw) for n, raw in newer.items()}, SHAPE, AdapterLimits())
         database = Database(platform.directory / "slora.db")
@@ -706,7 +706,7 @@ def test_an_adapters_own_template_and_sampling_defaults_are_used(platform: Platf
     assert (second.sampling.temperature, second.sampling.max_tokens) == (1.0, 2)
     assert (base.sampling.temperature, base.sampling.stop_token_ids) == (1.0, ())
     assert first.sampling.repetition_penalty == second.sampling.repetition_penalty == 1.05
-    # The least that a file asks for gives way to the most that a request leaves.
+    # The request's maximum overrides a larger minimum of the generation config.
     assert (first.sampling.min_tokens, second.sampling.min_tokens) == (3, 2)
 
 
@@ -739,7 +739,7 @@ def test_metrics_keep_vllms_names_and_show_routes_not_paths(platform: Platform, 
     ):
         assert name in lines, name
     assert "some-name" not in text
-    # What the scripted engine says of its prefix cache and its swap space.
+    # The scripted engine's statistics of its prefix cache and its swap space.
     for line in (
         'vllm:prefix_cache_queries_total{model_name="base"} 90.0',
         'vllm:prefix_cache_hits_total{model_name="base"} 32.0',
@@ -752,7 +752,7 @@ def test_metrics_keep_vllms_names_and_show_routes_not_paths(platform: Platform, 
         'slora_cost_seconds{work="decode"} 0.002',
     ):
         assert line in text.splitlines(), line
-    # The scripted engine: 30 of 100 pages held.
+    # In the scripted engine, 30 of 100 pages are held.
     assert 'vllm:kv_cache_usage_perc{model_name="base"} 0.3' in text
 
 

@@ -1,6 +1,6 @@
-"""Answers as large as the bounds allow are written in slices, so that the event loop serves others between them.
+"""The largest possible answers are written in slices, so that the event loop serves other requests in between.
 
-Before, all choices repeated the prompt's scores, and 244 MB of JSON were written in one go, which took 8 s.
+Born from a bug: all choices repeated the prompt's log-probabilities, and 244 MB of JSON were written at once in 8 s.
 """
 
 import gc
@@ -31,7 +31,7 @@ def recorder() -> Iterator[Recorder]:
 def shared(recorder: Recorder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     engine = ScriptedEngine(max_model_len=4096, max_num_seqs=128)
     with running_platform(tmp_path_factory.mktemp("data"), engine) as running:
-        # As the server does: a full collection would visit all that the tests have imported.
+        # The server does the same. Otherwise a full collection would visit all imported modules of the tests.
         gc.collect()
         gc.freeze()
         yield running
@@ -55,7 +55,7 @@ def scored_prompt() -> TokenDelta:
 
 
 def answers(num_tokens: int) -> list[TokenDelta | Exception]:
-    """`num_tokens` of each choice, all in one delta, as a beam search gives them."""
+    """`num_tokens` tokens for each choice, all in one delta, as a beam search returns them."""
     return [
         TokenDelta((97,) * num_tokens, FinishReason.LENGTH, (ENTRY,) * num_tokens, index=index)
         for index in range(CHOICES)

@@ -1,4 +1,4 @@
-"""Places: what is kept for tenants that hold none, and how long a refused request is told to wait."""
+"""Places: how many are reserved for tenants that hold none, and the retry time that a refused request gets."""
 
 from contextlib import ExitStack
 
@@ -10,7 +10,7 @@ from slora_api.generation.places import Places
 
 
 class Clock:
-    """Time as a test wants it."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 100.0

@@ -1,4 +1,4 @@
-"""`echo` and `prompt_logprobs`: what an answer says of its own prompt, in OpenAI's form and in vLLM's."""
+"""`echo` and `prompt_logprobs`: the prompt's log-probabilities in an answer, in OpenAI's form and in vLLM's."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 @pytest.fixture
 def platform(shared: Platform) -> Platform:
-    """The shared server, with an engine that has forgotten the last test."""
+    """The shared server, with its scripted engine reset."""
     shared.engine.answers = [deltas_of(b"Hi!")]
     shared.engine.requests.clear()
     shared.engine.aborted.clear()
@@ -39,7 +39,8 @@ def key(shared: Platform) -> str:
 
 
 def scored(prompt: bytes, answer: bytes) -> list[TokenDelta | Exception]:
-    """The prompt's scores in two pieces, as two steps bring them; token t has -t / 10 and "z" is likeliest."""
+    """The prompt's log-probabilities in two deltas, as from two steps. Token t has -t / 10, and "z" is the most
+    probable."""
     scores = [
         None,
         *(TokenLogprobs(-at / 10, ((ord("z"), -0.05), (EOS, -0.07))) for at in range(1, len(prompt))),
@@ -91,7 +92,7 @@ def test_each_choice_of_each_prompt_has_its_own_echo(platform: Platform, key: st
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_an_echo_begin_with_null(platform: Platform, key: str, stream: bool) -> None:
     prompt, end = "aéb", "<eos>"
-    # The end token is no part of the text, and the second byte of é completes what the first began.
+    # The end token is not part of the text. The second byte of é completes the character.
     token_ids = [EOS, *prompt.encode()]
     platform.engine.answers = [scored(bytes(5), b"xy")]
     answer = post(platform, key, COMPLETIONS, body_of(token_ids, logprobs=1, stream=stream))

@@ -11,7 +11,7 @@ from tests.api.scripted_engine import byte_tokenizer
 
 
 class CountedTokenizer:
-    """A tokenizer that notes the characters of each call and the thread that it ran on, and may be held back."""
+    """A tokenizer that records the characters and the thread of each call. A test can block it."""
 
     def __init__(self) -> None:
         self._inner = byte_tokenizer()
@@ -91,7 +91,7 @@ def test_one_tenant_leaves_a_slot_for_another_and_waits_in_a_bounded_queue() -> 
         other = asyncio.create_task(encode(tokenizer, [text], encoder, "other"))
         await asyncio.sleep(0)
         tokenizer.go.set()
-        # It is not behind the queue of the other tenant.
+        # The other tenant's prompt does not wait for this queue.
         assert len(await other) == 1
         for result in await asyncio.gather(*greedy, return_exceptions=True):
             assert isinstance(result, list | TenantBusy)

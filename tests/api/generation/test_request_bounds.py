@@ -1,6 +1,6 @@
-"""One request, accepted or refused, never keeps the event loop busy: its work is bounded before it is done.
+"""No single request, accepted or refused, blocks the event loop: its work is bounded before it starts.
 
-Each of these requests stalled the server for seconds, or was answered 500, before the bounds existed.
+Born from bugs: without the bounds, each of these requests stalled the server for seconds or was answered with a 500.
 """
 
 import gc
@@ -31,9 +31,9 @@ def recorder() -> Iterator[Recorder]:
 def shared(recorder: Recorder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     engine = ScriptedEngine(max_model_len=CONTEXT, max_num_seqs=128, answers=[deltas_of(b"Hi!")])
     with running_platform(tmp_path_factory.mktemp("data"), engine) as running:
-        # What is imported or compiled at the first request is not measured.
+        # Imports and compilation at the first request are not measured.
         assert post(running, running.key("warm"), COMPLETIONS, PROMPT).status_code == 200
-        # As the server does: a full collection would visit all that the tests have imported.
+        # The server does the same. Otherwise a full collection would visit all imported modules of the tests.
         gc.collect()
         gc.freeze()
         yield running
@@ -42,7 +42,7 @@ def shared(recorder: Recorder, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture
 def platform(shared: Platform, recorder: Recorder) -> Platform:
-    """The shared server, with an engine and a recorder that have forgotten the last test."""
+    """The shared server, with its scripted engine and its recorder reset."""
     shared.engine.answers = [deltas_of(b"Hi!")]
     shared.engine.requests.clear()
     recorder.found.clear()
@@ -151,14 +151,14 @@ def test_the_largest_prompts_that_are_accepted_do_not_stop_the_loop(
     ],
 )
 def test_no_number_of_any_field_is_a_server_error(platform: Platform, key: str, field: str) -> None:
-    """A top_k of 2^64 or more was a 500: no message to the engine can carry it."""
+    """Born from a bug: a top_k of 2^64 or more was a 500, because no message to the engine can carry it."""
     for value in (2**31, 2**63, 2**64, -(2**63), -(2**64), 10**60, 1e308, -1e308, math.nan, math.inf):
         for path, body in ((COMPLETIONS, PROMPT), (CHAT, MESSAGES | {"logprobs": True})):
             name = {"logprobs": "top_logprobs"}.get(field, field) if path == CHAT else field
             raw = json.dumps(body | {name: value}).encode()
             with platform.client(key) as client:
                 answer = client.post(path, content=raw, headers={"Content-Type": "application/json"})
-            # A seed or a count of 2^31 may be in range.
+            # A seed or a count of 2^31 may be valid.
             if answer.status_code != 200:
                 error = answer.json()["error"]
                 assert (answer.status_code, error["param"]) == (400, name), (value, error)

@@ -77,8 +77,10 @@ def test_tokens_that_a_stop_string_cuts_off_are_not_shown() -> None:
 
 
 def test_tokens_are_told_with_their_own_share_of_the_text() -> None:
-    """Born from a bug: a token by itself has no leading space, so tokens behind a stop string were shown, and offsets
-    fell behind by one for each word."""
+    """Born from a bug: a token decoded alone has no leading space.
+
+    Tokens after a stop string were therefore returned, and each word shifted the offsets by one.
+    """
     fast = byte_fallback()
     tokenizer = Tokenizer(fast, {}, None)
     token_ids = tokenizer.encode(" h h h 🎉 w w h", add_special_tokens=False)

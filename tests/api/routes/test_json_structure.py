@@ -1,4 +1,4 @@
-"""The count of a body's values is the same however its bytes are divided, and never below the true number."""
+"""The count of a body's JSON values does not depend on how its bytes are split, and is never below the true number."""
 
 import json
 from typing import Any
@@ -21,7 +21,8 @@ WIDE = JsonBounds(10**6, members=10**6)
 
 
 def num_values(value: Any) -> int:
-    """Values by the count of the reader: items and brackets, one of each container's items being in its bracket."""
+    """The number of values as the reader counts them: items and brackets. A container's first item is counted with
+    its bracket."""
     if isinstance(value, list | dict):
         items = list(value.values()) if isinstance(value, dict) else value
         return 1 + sum(num_values(item) - 1 for item in items) + max(1, len(items))
@@ -66,7 +67,7 @@ def test_a_body_over_a_bound_is_refused_with_the_field_and_the_limit(
 ) -> None:
     with pytest.raises(BadRequest, match=words) as caught:
         count(raw, size, JsonBounds(100, members=50, bare_bytes=1000))
-    # A part may end before the field's first comma.
+    # A chunk may end before the field's first comma.
     assert caught.value.param in (param, None)
 
 

@@ -1,4 +1,4 @@
-"""Lists over HTTP: in pages, all of which the command line walks, and models as OpenAI's clients ask for them."""
+"""Lists over HTTP: pages, the command line's walk over all pages, and models in the form that OpenAI clients expect."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -30,7 +30,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 @pytest.fixture(scope="module")
 def registry(platform: Platform) -> Iterator[Registry]:
-    """The platform's own, without the uploads that it takes to fill it."""
+    """The platform's own registry, so that a test can fill it without uploads."""
     database = Database(platform.directory / "slora.db")
     yield Registry(SqliteStorage(database))
     database.close()
@@ -38,7 +38,7 @@ def registry(platform: Platform) -> Iterator[Registry]:
 
 @pytest.fixture(scope="module")
 def key(platform: Platform, registry: Registry) -> str:
-    """Of a tenant with many names, one of which has many versions, and an alias."""
+    """The key of a tenant with many names. One name has many versions and an alias."""
     for number, name in enumerate(NAMES):
         registry.put(name, AdapterVersion("t", f"{number:064x}"), DETAILS)
         registry.put("many", AdapterVersion("t", f"{number:064x}"), DETAILS)
@@ -54,7 +54,7 @@ def client(platform: Platform, key: str) -> Iterator[httpx.Client]:
 
 
 def walk(client: httpx.Client, path: str, called: str, **params: Any) -> list[list[Any]]:
-    """What the items of each page are called."""
+    """The names of the items on each page."""
     pages = []
     while True:
         page = client.get(path, params=params).raise_for_status().json()
@@ -102,7 +102,7 @@ def test_models_come_all_at_once_unless_a_limit_says_how_many(client: httpx.Clie
 
 
 def test_openais_client_sees_every_model(platform: Platform, registry: Registry) -> None:
-    """More than a page of any other list has: it asks once, whatever is said of there being more."""
+    """The list is longer than a page of other lists, because OpenAI's client requests only one page."""
     for number in range(110):
         registry.put(f"name-{number}", AdapterVersion("crowd", "1" * 64), DETAILS)
     with openai.OpenAI(base_url=platform.url + "/v1", api_key=platform.key("crowd")) as client:

@@ -1,4 +1,4 @@
-"""vLLM's two routes, and that they lead nowhere but below the directory that the operator has named."""
+"""vLLM's two routes for adapters. They reach only paths below the directory that the operator configured."""
 
 import os
 from collections.abc import Iterator

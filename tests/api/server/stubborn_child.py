@@ -1,4 +1,4 @@
-"""A child process that does as its first argument says; started by the tests of the supervisor."""
+"""A child process that behaves as its first argument says. The tests of the supervisor start it."""
 
 import argparse
 import asyncio
@@ -21,7 +21,7 @@ def end_with_stdin() -> None:
 
 
 def compute_a_little() -> None:
-    """A slow step on a busy machine: a tenth of a core, and nothing is ever completed."""
+    """Simulates a slow step on a busy machine: it uses a tenth of a core and completes nothing."""
     while True:
         since = time.thread_time()
         while time.thread_time() - since < 0.02:

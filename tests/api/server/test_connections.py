@@ -1,4 +1,4 @@
-"""Which connections make room for new ones, and which new ones are refused."""
+"""Which connections are closed to make room for new ones, and which new connections are refused."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from slora_api.server.connections import Connections
 
 @dataclass(eq=False)
 class Fake:
-    """A connection that does nothing."""
+    """A connection without any behaviour."""
 
     host: str
     idle_since: float | None = None
@@ -54,7 +54,7 @@ def test_an_address_at_its_limit_replaces_its_own_connections_only() -> None:
     connections = Connections(ConnectionLimits(max_connections=8))
     mine = [Fake("10.0.0.1") for _ in range(5)]
     fill(connections, Fake("10.0.0.2", 1.0), *mine, Fake("10.0.0.1", 5.0), Fake("10.0.0.1"))
-    # Six of eight are the limit, and the idle one has gone for the last.
+    # The limit is six of eight connections. The idle one was closed for the last new one.
     reason = connections.find_room("10.0.0.1")
     assert reason is not None and "has 6 connections" in reason and "may have 6" in reason
     assert len(connections) == 7 and connections.find_room("10.0.0.3") is None
@@ -78,7 +78,7 @@ def test_a_full_server_closes_idle_connections_by_the_batch() -> None:
 
 
 def test_a_search_that_found_nothing_idle_is_not_repeated_before_the_next_sweep() -> None:
-    """Each refused connection would cost a search of all."""
+    """Otherwise each refused connection would cost a search of all connections."""
     connections = Connections(ConnectionLimits(max_connections=2, max_per_address=2))
     busy = [Fake("10.0.0.1"), Fake("10.0.0.2")]
     fill(connections, *busy)

@@ -1,10 +1,13 @@
-"""A server that is killed at any step of a change: what it answered holds, what it did not answer is done whole or not
-at all, and nothing stays behind that nobody refers to.
+"""Kills a server at any step of a change. Acknowledged changes persist, and other changes are atomic.
 
-The steps are those of the API process: each change of a file or a folder and each process that is started, which are
-audit events of Python, each statement that writes to the database, the moment behind a commit, and, of a registry in
-Redis, both sides of each script that writes there. The server is the product's, with its engine and its loader; all
-that is added is that it dies where it is told to, and each one that starts finds what the one before left.
+After a crash, no unreferenced data remains. These are the steps of the API process:
+- each change of a file or folder and each process start (audit events of Python),
+- each statement that writes to the database,
+- the moment after a commit,
+- for a registry in Redis, both sides of each script that writes there.
+
+The server is the production server with its engine and its loader. The test only adds the crash. Each new server starts
+with the data that the previous one left.
 """
 
 import io
@@ -32,7 +35,8 @@ from tests.api.conftest import Kit
 from tests.api.served import ADMIN_KEY, Served, environment, serving, wait_for
 from tests.api.server.test_server import upload
 
-# Dies before the DIE_AT-th step after the file ARMED has appeared; each step until then is a line of the file STEPS.
+# A process that dies before the DIE_AT-th step after the file ARMED appears. It writes a line to the file STEPS for
+# each step before.
 MORTAL = """
 import os, signal, sqlite3, sys
 from redis import Redis
@@ -92,7 +96,8 @@ NEVER = 1 << 30
 
 @dataclass
 class Crashes:
-    """Servers on one data directory, one after the other. registry: its URL, or empty for the database there."""
+    """Consecutive servers on one data directory. registry: URL of the registry, or empty for the directory's
+    database."""
 
     base: Path
     folder: Path
@@ -104,7 +109,7 @@ class Crashes:
 
     @contextmanager
     def life(self, die_at: int = NEVER) -> Iterator[Served]:
-        """A server that dies at a step of what `ask` sends it."""
+        """A server that dies at step `die_at` of the change that `ask` sends."""
         (self.folder / "armed").unlink(missing_ok=True)
         env = environment(
             SLORA_ADMIN_KEY=ADMIN_KEY,
@@ -121,7 +126,7 @@ class Crashes:
     def ask(
         self, served: Served, client: httpx.Client, change: "Change", number: int
     ) -> httpx.Response | None:
-        """The answer; None if the server dies over it."""
+        """The response to a change, or None if the server died during it."""
         (self.folder / "armed").touch()
         try:
             return change.do(client, number)
@@ -132,19 +137,22 @@ class Crashes:
             (self.folder / "armed").unlink()
 
     def steps(self) -> list[str]:
-        """Of the last server."""
+        """The steps of the last server."""
         return (self.folder / "steps").read_text().splitlines()
 
     def files(self, *below: str) -> list[str]:
-        """Everything below a folder of the data directory."""
+        """All files below a folder of the data directory."""
         return sorted(str(path.relative_to(self.data)) for path in self.data.joinpath(*below).rglob("*"))
 
     def blobs(self) -> set[str]:
         return {path.name for path in (self.data / "adapters" / "blobs").glob("*/*")}
 
     def check_nothing_is_left(self, served: Served) -> None:
-        """Of what the dead server did: soon but for what it may have been storing, and that when its time is up. In a
-        store that others may use it takes a day; here, whoever waits for none."""
+        """Checks that no data of the dead server's unfinished changes remains.
+
+        Unfinished uploads are deleted only when their reservation expires. In a shared store this takes a day, so the
+        check uses a later clock.
+        """
         assert self.files("quarantine") == []
         with ExitStack() as stack:
             database = stack.enter_context(closing(Database(self.data / "slora.db")))
@@ -172,15 +180,17 @@ def answer_of(client: httpx.Client, model: str) -> tuple[str, str]:
 
 
 def field(client: httpx.Client, path: str, name: str) -> Any:
-    """Of what is at a path; None if nothing is."""
+    """A field of the JSON at `path`, or None if the server answers with a 404."""
     answer = client.get(path)
     return None if answer.status_code == 404 else answer.raise_for_status().json()[name]
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is done to the thing of some number. look: what shows whether it was done. status: of the answer, and of the
-    answer to doing it again."""
+    """A change of the numbered object. look: reads the state that shows whether the change was made.
+
+    status: the expected status of the change, and of the same change when it is repeated after success.
+    """
 
     do: Callable[[httpx.Client, int], httpx.Response]
     look: Callable[[httpx.Client, int], Any]
@@ -239,7 +249,7 @@ def changes(pushed: bytes) -> dict[str, Change]:
 
 
 def with_alpha(adapter: Path, folder: Path, alpha: int) -> Path:
-    """Another adapter: it has another scale."""
+    """A copy of the adapter with another scale, which makes it a different adapter."""
     copy = shutil.copytree(adapter, folder / f"alpha-{alpha}")
     config = json.loads((copy / "adapter_config.json").read_text())
     (copy / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": alpha}))
@@ -247,7 +257,7 @@ def with_alpha(adapter: Path, folder: Path, alpha: int) -> Path:
 
 
 def prepare(served: Served, key: str, kit: Kit, folder: Path, count: int) -> None:
-    """What there is to be changed: `count` of each, or as many aliases as a name may have."""
+    """Creates the objects to be changed: `count` of each kind, but at most as many aliases as a name may have."""
     with served.client(key) as client:
 
         def point(path: str, versions: dict[str, int]) -> None:
@@ -264,13 +274,13 @@ def prepare(served: Served, key: str, kit: Kit, folder: Path, count: int) -> Non
 
 
 def spread(count: int, few: int) -> list[int]:
-    """A few of so many."""
+    """`few` evenly spaced numbers below `count`."""
     return [round((at + 0.5) / few * count) for at in range(few)]
 
 
 @dataclass(frozen=True)
 class Death:
-    """Of a server, before a step of one change."""
+    """The death of a server before step `die_at` of one change."""
 
     kind: str
     number: int
@@ -278,7 +288,7 @@ class Death:
 
 
 def plan(num_steps: Mapping[str, int], kinds: Collection[str], *, soak: bool) -> list[Death]:
-    """At every step, or at a few of changes of some kinds."""
+    """One death at every step in soak, otherwise deaths at a few steps of the given kinds of changes."""
     return [
         Death(kind, number + 1, die_at)
         for kind, count in num_steps.items()
@@ -288,7 +298,10 @@ def plan(num_steps: Mapping[str, int], kinds: Collection[str], *, soak: bool) ->
 
 
 def check_after(client: httpx.Client, death: Death, change: Change, new: tuple[str, str]) -> bool:
-    """Whether the change was made, for it was or was not, and can be made now. new: what a pushed adapter answers."""
+    """Checks that the change was made completely or not at all, and that it can be made now.
+
+    Returns whether it was made. new: the expected answer of a pushed adapter.
+    """
     model = f"new-{death.number}"
     found = change.look(client, death.number)
     assert found in (change.before, change.after)
@@ -299,7 +312,7 @@ def check_after(client: httpx.Client, death: Death, change: Change, new: tuple[s
     assert change.look(client, death.number) == change.after
     if death.kind == "push":
         assert again.json()["new_version"] == (found is None) and answer_of(client, model) == new
-        # So that there are no such weights before the next one.
+        # Deletes the weights, so that the next push stores them again.
         client.delete(f"/v1/adapters/{model}").raise_for_status()
     return bool(found == change.after)
 
@@ -324,7 +337,7 @@ def test_a_change_killed_at_any_step_is_made_whole_or_not_at_all(
                 num_steps[kind] = len(crashes.steps()) - sum(num_steps.values())
             new, old = answer_of(client, "new-0"), answer_of(client, "voice@1")
             client.delete("/v1/adapters/new-0").raise_for_status()
-    # With fewer there would be steps that are not seen.
+    # A lower number would mean that some steps are not recorded.
     assert num_steps["push"] > (18 if url else 25) and num_steps["move"] == (2 if url else 6), num_steps
     assert min(num_steps["delete a version"], num_steps["delete a name"]) > (8 if url else 12), num_steps
     deaths = plan(num_steps, ("push", "delete a name") if url else kinds, soak=soak)

@@ -1,4 +1,4 @@
-"""`slora serve --demo DIR` makes tenants and keys, and prints a curl line for each."""
+"""`slora serve --demo DIR` creates tenants and keys, and prints a curl line for each."""
 
 import json
 import shlex
@@ -29,7 +29,7 @@ def start_command(demo: Path, data_dir: Path) -> list[str]:
 
 
 def run_curl_lines(served: Served) -> dict[str, str]:
-    """Sends what each printed curl line says; the answers by tenant."""
+    """Sends the request of each printed curl line. Returns the answers by tenant."""
     served.wait_for_line("# tenant wide")
     served.wait_until_ready()
     answers = {}
@@ -69,7 +69,7 @@ def test_readiness_waits_for_the_demos_adapters_even_if_the_engine_dies_meanwhil
         wait_for(lambda: "demo" in httpx.get(served.url + "/readyz", verify=False).text or None, served.alive)
         served.child("slora.engine.process").kill()
         served.wait_until_ready()
-        # Born from a fault: the adapters appeared seconds after /readyz was 200.
+        # Born from a fault: the adapters appeared only seconds after /readyz returned 200.
         for tenant, key in json.loads((data_dir / "demo-keys.json").read_text()).items():
             with served.client(key) as client:
                 body = {"model": "default", "prompt": "hello", "max_tokens": 1}

@@ -1,4 +1,4 @@
-"""The demo as a newcomer gets it: `slora serve --demo demo`, default kernels, one key for each tenant."""
+"""The demo as a new user runs it: `slora serve --demo demo` with default kernels, and one key for each tenant."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ PROMPT = "the quick brown fox"
 MAX_TOKENS = 160
 LOWEST_ACCURACY = 0.95
 NUM_SENTENCES = 40
-NUM_JUDGED = 8  # of these, against peft: one teacher-forced pass each, the slow part
+NUM_JUDGED = 8  # of these are compared with peft; each needs one slow teacher-forced pass
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_the_same_prompt_is_answered_by_each_keys_own_adapter(demo: Served, keys
 
 
 def test_an_empty_answer_in_a_terminal_is_explained(demo: Served, keys: dict[str, str]) -> None:
-    """This model was trained on chat messages alone, and ends at once after anything else."""
+    """The demo model was trained only on chat messages. After any other text it ends its answer at once."""
 
     def complete(*options: str) -> subprocess.CompletedProcess[str]:
         variables = {"SLORA_URL": demo.url, "SLORA_API_KEY": keys["upper"]}
@@ -99,10 +99,10 @@ def test_unseen_sentences_are_answered_right_and_as_peft_answers_them(
 
 
 def judge(answered: list[tuple[tuple[str, str], str]]) -> Verdict:
-    """Every answer, its end token included, against transformers + peft."""
+    """Compares every answer, including its end token, with transformers + peft."""
     tokenizer = Tokenizer.from_directory(DEMO / "model")
     eos = read_model_spec(DEMO / "model").eos_token_ids[0]
-    # A prefix, because peft makes modules of these names and `double` is already a method of every module.
+    # The prefix is needed because peft adds modules with these names, and every module already has a method `double`.
     oracle = Oracle(DEMO / "model", {f"task_{name}": DEMO / "adapters" / name for name in ADAPTERS})
     verdict = Verdict()
     for (tenant, sentence), answer in answered:

@@ -20,7 +20,7 @@ SCRIPT = (
 
 
 def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
-    """A server that was started with a soft limit of 256 used to stop at 256 connections."""
+    """Born from a bug: a server started with a soft limit of 256 accepted no more than 256 connections."""
     command = ["bash", "-c", 'ulimit -Sn 100; exec "$@"', "bash", sys.executable, "-c", SCRIPT]
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -40,7 +40,7 @@ def test_connections_leave_descriptors_for_the_rest_of_the_server(
 def test_a_server_with_few_descriptors_answers_beside_hundreds_of_idle_connections(
     kit: Kit, tmp_path: Path
 ) -> None:
-    """/healthz was unreachable for 135 s, and the log grew by 264 MB."""
+    """Born from a bug: /healthz was unreachable for 135 s, and the log grew by 264 MB."""
     log = tmp_path / "log"
     limited = ("bash", "-c", f'ulimit -n 256; exec "$@" 2> {log}', "bash", *SLORA)
     with serving(kit.base, tmp_path / "data", command=limited) as served, ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""What `slora serve` tells its engine process."""
+"""The settings that `slora serve` passes to its engine process."""
 
 import json
 from dataclasses import fields

@@ -1,4 +1,5 @@
-"""A server on a full disk answers, revokes keys, and refuses changes by name; it starts there, too."""
+"""A server on a full disk answers requests, revokes keys, and refuses changes with a named reason. It can also
+start."""
 
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from tests.api.served import serving
 from tests.support.file_limit import largest_file
 
 PROMPT = {"model": "base", "prompt": "hello"}
-# The journal of revocations lies below it; everything that grows does not.
+# The revocation journal is smaller than this limit. Every file that grows is larger.
 LIMIT = 16_000
 
 
@@ -37,7 +38,7 @@ def read_metric(admin: httpx.Client) -> str:
 
 
 def test_a_key_that_is_revoked_on_a_full_disk_opens_nothing_from_then_on(platform: Platform) -> None:
-    """The answer was a 503, and the key still worked."""
+    """Born from a bug: the answer was a 503, and the key still worked."""
     kept, revoked = platform.key("kept"), platform.key("revoked")
     key_id = revoked.split("_")[1]
     with platform.client(ADMIN_KEY) as admin, largest_file(LIMIT):
@@ -121,7 +122,7 @@ def test_on_a_full_disk_changes_are_refused_by_name_until_there_is_room(platform
 
 
 def test_adapters_can_be_deleted_from_a_disk_that_is_almost_full(platform: Platform) -> None:
-    """That makes room. It needs a little itself, which the log of the database often has."""
+    """A deletion frees space, but it needs some itself. The database's log often has that space."""
     key = platform.key("acme")
     assert platform.upload(key, "a").status_code == 201
     platform.services.reserve.report_full()
@@ -131,7 +132,7 @@ def test_adapters_can_be_deleted_from_a_disk_that_is_almost_full(platform: Platf
     assert not list((platform.directory / "adapters" / "blobs").glob("*/*"))
 
 
-# `slora` in a process that finds no room, whose children do: the loader's memory counts as a file.
+# `slora` in a process that cannot grow any file. Its children can, because the loader's shared memory counts as a file.
 ON_A_FULL_DISK = f"""
 import asyncio, functools, resource
 from slora_api.cli.main import main
@@ -145,7 +146,7 @@ raise SystemExit(main())
 
 
 def test_a_server_starts_on_a_full_disk_after_a_kill_and_after_a_clean_stop(kit: Kit, tmp_path: Path) -> None:
-    """It did not start, and its message was about the adapter store."""
+    """Born from a bug: the server did not start, and its error message blamed the adapter store."""
     data, command = tmp_path / "data", (sys.executable, "-P", "-c", ON_A_FULL_DISK)
     with serving(kit.base, data) as first:
         kept, revoked = first.make_key("kept"), first.make_key("revoked")

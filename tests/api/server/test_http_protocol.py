@@ -1,4 +1,4 @@
-"""Deadlines of a connection, over real sockets, scaled down."""
+"""Timeouts of a connection, over real sockets, with short limits."""
 
 import asyncio
 import socket
@@ -15,7 +15,7 @@ from slora_api.server.connection_limits import ConnectionLimits
 from tests.api.live_server import live_server
 from tests.api.server.test_acceptor import connect, is_closed, wait_until
 
-# A patient client is never ended by these, and an impatient test waits for less than a second.
+# Long enough that a patient client never exceeds these limits, and short enough that a test waits less than a second.
 LIMITS = ConnectionLimits(
     idle_s=1.0, head_s=0.5, write_grace_s=0.5, min_read_bytes_per_s=1 << 20, sweep_s=0.05
 )
@@ -23,7 +23,7 @@ PART = bytes(1 << 16)
 
 
 class Writer:
-    """An application that answers /endless with bytes for ever, /large with 4 MiB, and all else at once."""
+    """An application that sends bytes on /endless for ever and 4 MiB on /large. It answers other paths at once."""
 
     def __init__(self) -> None:
         self.num_parts = 0
@@ -65,7 +65,7 @@ def request(url: str, path: str, stack: ExitStack) -> socket.socket:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What is sent until the end; a reset is an end."""
+    """All bytes until the end of the connection. A reset counts as the end."""
     connection.settimeout(30)
     received = b""
     try:
@@ -77,11 +77,11 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def test_a_stream_that_is_never_read_is_ended_and_its_work_is_cancelled(app: Writer, url: str) -> None:
-    """Four such streams used to hold all places for 90 s."""
+    """Born from a bug: four such streams held all places for 90 s."""
     with ExitStack() as stack:
         streams = [request(url, "/endless", stack) for _ in range(4)]
         wait_until(lambda: app.num_disconnected == 4)
-        # The kernel of the client has buffered some; the server itself hardly any.
+        # The client's kernel has buffered some data. The server has buffered hardly any.
         assert app.num_parts < 4 * 200
         assert all(len(read_all(stream)) < 200 * len(PART) for stream in streams)
 
@@ -98,7 +98,7 @@ def test_a_stream_that_is_read_goes_on_for_longer_than_the_grace(app: Writer, ur
 
 
 def test_the_rest_of_a_complete_answer_is_not_kept_for_a_client_that_does_not_read(url: str) -> None:
-    """Closing the connection at the end of its pause used to wait for the client for ever."""
+    """Born from a bug: closing the connection after its timeout waited for the client for ever."""
     with ExitStack() as stack:
         silent = request(url, "/large", stack)
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -108,7 +108,7 @@ def test_the_rest_of_a_complete_answer_is_not_kept_for_a_client_that_does_not_re
 
 
 def is_ended(connection: socket.socket) -> bool:
-    """Whether the server has reset the connection, whatever of the answer is still unread here."""
+    """Whether the server has reset the connection, even if a part of the answer is still unread on this side."""
     state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
     return state == 7  # TCP_CLOSE
 

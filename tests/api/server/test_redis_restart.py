@@ -1,4 +1,4 @@
-"""Redis as the only store, killed again and again while tenants upload and ask: what they were told stays true."""
+"""Redis as the only store, killed repeatedly while tenants upload and send requests. Acknowledged uploads persist."""
 
 import itertools
 import random
@@ -17,13 +17,14 @@ from tests.api.platform import FIELDS
 from tests.api.served import Served, serving, wait_for
 from tests.redis_server import DURABLE, RedisServer
 
-# Room for two of the adapters that are uploaded (16 pages of 10 KiB each) and what runs; on the host for one.
+# The pool has room for two of the uploaded adapters (16 pages of 10 KiB each) and the running sequences. The host has
+# room for one.
 SMALL = ("--pool-bytes", "450KiB", "--host-cache-bytes", "160KiB")
 SHORT = {"prompt": "hi", "max_tokens": 2, "temperature": 0}
 
 
 class Asker(threading.Thread):
-    """Calls `ask` until it is stopped; `check` raises what that raised."""
+    """Calls `ask` repeatedly until it is stopped. `check` raises the exception of a failed call."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
         super().__init__()
@@ -48,10 +49,10 @@ class Asker(threading.Thread):
 
 
 class Tenant:
-    """Uploads adapters that differ in a number, and asks for them. acknowledged: digests by name, as each 201 said.
+    """Uploads adapters that differ in one number, and sends requests to them.
 
-    num_uploads_refused, num_loads_refused: with the word that the store does not answer now. num_resident: answers of
-    the adapter that is in the pool all the time, of which no request is refused.
+    acknowledged: digests by name, from each 201 response. num_uploads_refused, num_loads_refused: refusals because the
+    store does not answer. num_resident: answers of an adapter that stays in the pool. Its requests are never refused.
     """
 
     def __init__(self, served: Served, kit: Kit) -> None:
@@ -67,7 +68,7 @@ class Tenant:
         return self._served.client(self._key)
 
     def upload(self) -> None:
-        """The next adapter, or again the one that was refused."""
+        """Uploads the next adapter, or repeats the refused upload."""
         number = len(self.acknowledged)
         tensors = self._members["adapter_model.safetensors"][:-4] + struct.pack("<f", 0.01 + number)
         members = {**self._members, "adapter_model.safetensors": tensors}
@@ -82,16 +83,16 @@ class Tenant:
             self.num_uploads_refused += 1
 
     def read(self) -> None:
-        """Lists all adapters and asks for one of them: it is served as listed, or the store is away.
+        """Lists all adapters and sends a request to one: its digest is as listed, or the store is unavailable.
 
-        They take turns, so that whichever comes next has left pool and host again.
+        The adapters take turns, so that each one was evicted from the pool and from the host before its next turn.
         """
         with self.client() as client:
             listed = client.get("/v1/adapters").raise_for_status().json()["data"]
             self.ask(client, listed[next(self._turns) % len(listed)])
 
     def ask(self, client: httpx.Client, adapter: dict[str, Any]) -> bool:
-        """Whether it is served."""
+        """Returns whether the request was answered."""
         answer = client.post("/v1/completions", json=SHORT | {"model": adapter["name"]})
         if answer.status_code == 200:
             assert adapter["digest"] == f"sha256:{answer.headers['x-slora-adapter-digest']}"
@@ -127,7 +128,8 @@ def check_refusal(answer: httpx.Response) -> None:
 
 @contextmanager
 def asking(*asks: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """All of them at once, each on a thread; what is yielded raises what any of them has raised."""
+    """Calls all functions repeatedly, each on its own thread. Yields a function that raises an exception of any
+    thread."""
     askers = [Asker(ask) for ask in asks]
     for asker in askers:
         asker.start()
@@ -161,7 +163,7 @@ def test_a_redis_that_is_killed_again_and_again_loses_no_upload_and_stops_nobody
                 wait_for_more(lambda: len(tenant.acknowledged), check)
                 if kill % 2:
                     time.sleep(draw.random())
-                else:  # in the midst of the next upload
+                else:  # during the next upload
                     wait_for_a_write(redis_server, check)
                 redis_server.kill()
                 wait_for_more(lambda: tenant.num_loads_refused, check)
@@ -184,7 +186,7 @@ def wait_for_more(count: Callable[[], int], check: Callable[[], None], more: int
 
 
 def wait_for_a_write(redis_server: RedisServer, check: Callable[[], None]) -> None:
-    """Until a key comes that was not there."""
+    """Waits until Redis has a new key."""
     with redis_server.client() as client:
         num_keys = client.dbsize()
         while client.dbsize() == num_keys:

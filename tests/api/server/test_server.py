@@ -1,4 +1,4 @@
-"""The whole system as users meet it: the official client, the command line and peft's own answers as the judge."""
+"""The whole system as users see it: OpenAI's client, the command line, and a comparison with peft's answers."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def connect(server: Served, key: str) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def key(server: Served, kit: Kit) -> str:
-    """A tenant with both adapters; `small` is its key's default."""
+    """The key of a tenant with both adapters. Its default adapter is `small`."""
     made = server.make_key("acme", "small")
     for name in ("small", "wide"):
         assert upload(server, made, name, kit.small.parent / name).status_code == 201
@@ -61,7 +61,7 @@ def ids(text: str) -> list[int]:
 
 
 def greedy_tokens(client: openai.OpenAI, model: str, prompt: str) -> list[int]:
-    """The tokens themselves: the end token, which is ignored here, is no part of the text."""
+    """The generated tokens. The end token is ignored here and is not part of the text."""
     answer = client.completions.create(
         model=model, prompt=prompt, max_tokens=24, temperature=0, logprobs=0, extra_body={"ignore_eos": True}
     )
@@ -374,7 +374,7 @@ def test_a_certificate_predicts_loads_from_how_they_went_and_how_large_the_adapt
     first = upload(server, key, "small", kit.small).json()["certificate"]
     assert all(milliseconds > 0 for milliseconds in first["predicted_load_ms"].values())
     upload(server, key, "wide", kit.wide)
-    # What is there already is loaded no more, so that both are told by the same paces.
+    # A cached adapter is not loaded again. Load both now, so that both certificates use the same measured paces.
     certificates = [
         upload(server, key, path.name, path).json()["certificate"] for path in (kit.small, kit.wide)
     ]

@@ -1,4 +1,4 @@
-"""Two servers never have one name, though their data directories are copies of each other."""
+"""Two servers never have the same name, even if one data directory is a copy of the other."""
 
 import shutil
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_a_copied_data_directory_gets_another_name(tmp_path: Path) -> None:
 def test_the_same_directory_on_another_machine_gets_another_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cloned volume has the same inodes."""
+    """A cloned volume has the same inodes, so the machine must be part of the check."""
     monkeypatch.setattr("slora_api.server.server_name._read_machine_id", lambda: "one")
     name = read_server_name(tmp_path / "server-name")
     monkeypatch.setattr("slora_api.server.server_name._read_machine_id", lambda: "other")
@@ -35,7 +35,7 @@ def test_the_same_directory_on_another_machine_gets_another_name(
 
 @pytest.mark.parametrize("content", ["", "0" * 32, "a\nb\nc"])
 def test_a_file_without_a_place_is_replaced(tmp_path: Path, content: str) -> None:
-    """Earlier releases wrote the bare name, and such a file may be a copy."""
+    """Earlier releases wrote only the name. Such a file may be a copy."""
     (tmp_path / "server-name").write_text(content)
     name = read_server_name(tmp_path / "server-name")
     assert name != content and read_server_name(tmp_path / "server-name") == name

@@ -1,4 +1,4 @@
-"""Several API processes that share a registry: what one of them does, the others do from then on."""
+"""API processes that share a registry: after one process makes a change, the other processes apply it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -25,7 +25,7 @@ COMPLETIONS = "/v1/completions"
 
 @dataclass
 class Servers:
-    """Two of them, and the key of one tenant at each."""
+    """Two servers, and the key of one tenant for each server."""
 
     first: Platform
     second: Platform
@@ -38,7 +38,7 @@ class Servers:
         return AdapterVersion("acme", answer.json()["digest"].removeprefix("sha256:"))
 
     def ask(self, model: str) -> Any:
-        """The second one's answer."""
+        """The second server's response."""
         return post(self.second, self.keys[1], COMPLETIONS, {"model": model, "prompt": "hi"})
 
     def answers_as(self, model: str, label: str) -> Callable[[], bool | None]:
@@ -66,7 +66,7 @@ def on_redis(tmp_path: Path, redis_server: RedisServer) -> Iterator[Servers]:
 
 @pytest.fixture(params=["sqlite", "redis"])
 def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Servers]:
-    """On one host with one data directory, or on two with data directories of their own."""
+    """Two servers on one host with one data directory, or on two hosts with separate data directories."""
     if request.param == "redis":
         yield request.getfixturevalue("on_redis")
     else:
@@ -126,7 +126,7 @@ def test_while_redis_is_away_known_names_are_answered_and_the_others_are_when_it
     assert servers.ask("known").headers["x-slora-adapter"] == "known@1"
     upload = servers.first.upload(servers.keys[0], "late", make_members())
     assert (upload.status_code, upload.json()["error"]["code"]) == (503, "store_unavailable")
-    later = servers.ask("unknown")  # by now the servers know that it is away
+    later = servers.ask("unknown")  # now the servers know that Redis is unavailable
     assert not any("127.0.0.1" in answer.text for answer in (refused, upload, later))
     redis_server.start()
     wait_for(servers.answers_as("unknown", "unknown@1"))
@@ -140,7 +140,7 @@ def test_while_redis_is_away_known_names_are_answered_and_the_others_are_when_it
 def test_what_was_deleted_while_nobody_could_hear_of_it_is_forgotten_after_all(
     on_redis: Servers, redis_server: RedisServer
 ) -> None:
-    """The history of changes is another one when the server is back: what its engine holds is looked up."""
+    """Redis has lost its change history, so each server looks up every adapter that its engine holds."""
     servers = on_redis
     gone, kept = servers.upload("gone"), servers.upload("kept", seed=1)
     for name in ("gone", "kept"):
@@ -158,7 +158,7 @@ def test_what_was_deleted_while_nobody_could_hear_of_it_is_forgotten_after_all(
 def test_a_request_whose_adapter_was_replaced_elsewhere_is_answered_by_the_new_one(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
-    """Even if it was looked up before this process heard of it."""
+    """Holds even if the request's lookup ran before this process read the change."""
     engine = ScriptedEngine([deltas_of(b"ok")])
     settings = {"registry": redis_server.url, "store": str(tmp_path / "store")}
     with running_platform(tmp_path, engine, **settings) as platform, ExitStack() as stack:

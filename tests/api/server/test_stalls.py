@@ -1,4 +1,4 @@
-"""An engine or a loader that hangs, as on a device that no longer answers."""
+"""An engine or a loader that hangs, as on a device that no longer responds."""
 
 import json
 import signal
@@ -26,7 +26,7 @@ def served(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
 
 
 def wait_until_not_ready(served: Served) -> str:
-    """What /readyz says then."""
+    """Waits, and returns the body of /readyz."""
 
     def look() -> str | None:
         answer = httpx.get(served.url + "/readyz", verify=False)
@@ -44,7 +44,7 @@ def wait_for_successor(served: Served, module: str, hung: psutil.Process) -> Non
 def test_a_hung_engine_fails_readiness_and_those_in_flight_and_is_started_again(
     served: Served, report: Callable[[str], None]
 ) -> None:
-    """Born from a fault: requests hung for ever, and /readyz stayed 200."""
+    """Born from a fault: requests hung for ever, and /readyz still returned 200."""
     module = "slora.engine.process"
     engine, key = served.child(module), served.make_key("hung-engine")
     with served.client(key) as client:

@@ -1,4 +1,4 @@
-"""`slora serve --store`: which place it is decides nothing that a client could see."""
+"""`slora serve --store`: clients see no difference between stores."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from tests.support import shared_files
 
 
 def with_far_files(folder: Path) -> dict[str, str]:
-    """An environment in which a package brings fsspec the filesystem of shared://, as s3fs brings that of s3://."""
+    """An environment with a package that adds shared:// to fsspec, as s3fs adds s3://."""
     shutil.copy(shared_files.__file__, folder / "far_files.py")
     about = folder / "far_files-1.0.dist-info"
     about.mkdir()

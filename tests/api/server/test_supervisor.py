@@ -1,4 +1,4 @@
-"""Child processes that die, refuse to start, or hang."""
+"""Child processes that crash, refuse to start, or hang."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ ENVIRONMENT = pass_on(os.environ, ENGINE_VARIABLES)
 
 
 class Watched:
-    """A supervisor of one child that behaves as told, and what it reported."""
+    """A supervisor of one child with the given behaviour, and the supervisor's reports."""
 
     def __init__(self, behaviour: str, folder: Path, restart_after_s: float = 60.0) -> None:
         self._told = folder / "told"
@@ -31,7 +31,7 @@ class Watched:
         return self.supervisor.pids.get("child")
 
     async def wait_until_ready(self) -> int:
-        """The child's pid, once the supervisor can know that it is ready."""
+        """Waits until the supervisor can know that the child is ready. Returns the child's pid."""
         await wait_until(self._told.exists)
         self._told.unlink()
         assert self.pid is not None
@@ -69,7 +69,7 @@ def _import_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_child_that_can_never_start_ends_the_server_with_its_reason_and_exit_code(
     behaviour: str, num_restarts: int, words: str, tmp_path: Path
 ) -> None:
-    """Born from a fault: a model that crashed while it started was started again for ever."""
+    """Born from a fault: a model that crashed during its start was restarted for ever."""
     watched = Watched(behaviour, tmp_path)
     with pytest.raises(ChildRefused) as refused:
         asyncio.run(watched.supervisor.run())
@@ -107,7 +107,8 @@ def _is_stalled(watched: Watched) -> Callable[[], bool]:
 
 @pytest.mark.parametrize("hang", ["stopped", "hangs"])
 def test_a_hung_child_is_reported_then_killed_and_started_again(hang: str, tmp_path: Path) -> None:
-    """Stopped as a whole, as by a hung device, or only its working thread hangs while its socket thread answers."""
+    """Either the whole process is stopped, as by a hung device, or only its worker thread hangs and its socket
+    thread answers."""
     watched = Watched("idle" if hang == "stopped" else "hangs", tmp_path, restart_after_s=4.0)
 
     async def main() -> None:
@@ -152,7 +153,7 @@ def test_a_child_that_stops_for_a_moment_is_reported_and_lives_on(tmp_path: Path
 
 
 def test_children_get_only_the_variables_that_they_need() -> None:
-    """Born from a fault: children were given SLORA_REGISTRY with the password in its URL."""
+    """Born from a fault: children received SLORA_REGISTRY, which has the password in its URL."""
     secrets = {"SLORA_REGISTRY": "redis://:secret@host", "SLORA_ADMIN_KEY": "k", "DATABASE_PASSWORD": "p"}
     cloud = {"AWS_SECRET_ACCESS_KEY": "a", "FSSPEC_S3_ENDPOINT_URL": "https://minio", "HTTPS_PROXY": "p"}
     harmless = {"PATH": "/bin", "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0", "LC_ALL": "C"}

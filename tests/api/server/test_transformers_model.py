@@ -1,4 +1,4 @@
-"""A model of transformers' own classes behind the whole platform: processes without torch learn its shape, too."""
+"""A model of transformers' own classes behind the whole platform. Processes without torch know its shape too."""
 
 from pathlib import Path
 

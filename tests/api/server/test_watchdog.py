@@ -1,4 +1,5 @@
-"""What counts as progress of a child process, second by second, without a process or a clock."""
+"""What the watchdog counts as progress of a child process. Time is simulated in seconds, without a process or a
+clock."""
 
 from collections.abc import Iterable
 
@@ -44,7 +45,8 @@ def test_a_hung_worker_thread_stalls_although_the_socket_thread_beats() -> None:
 
 
 def test_a_slow_step_that_computes_is_no_stall() -> None:
-    """A prefill on two cores beside ten busy programs: it gets a twentieth of one core, and completes nothing."""
+    """Simulates a prefill on two cores beside ten busy programs. It uses a twentieth of a core and completes
+    nothing."""
     slow = (beat(n, computing_s=n * POLL_S * 0.05) for n in polls(300))
     watchdog = observe(Watchdog(60), slow)
     assert not watchdog.is_stalled and not watchdog.is_hopeless

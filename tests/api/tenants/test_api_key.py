@@ -46,7 +46,7 @@ def test_the_pepper_is_made_once_and_readable_by_its_owner_only(tmp_path: Path) 
 
 
 def test_a_pepper_that_found_no_room_is_made_by_the_next_start(tmp_path: Path) -> None:
-    """It once left an empty file behind, with which no server started any more."""
+    """Born from a bug: a full disk left an empty pepper file, with which no server could start any more."""
     with largest_file(0), pytest.raises(OSError, match="File too large"):
         Pepper.from_file(tmp_path / "pepper")
     assert Pepper.from_file(tmp_path / "pepper").digest("a key")

@@ -19,7 +19,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 
 def walk(routes: Iterable[object]) -> Iterator[APIRoute]:
-    """Every route; newer FastAPI keeps an included router whole, older ones copy its routes."""
+    """Yields every route. Newer FastAPI versions keep an included router whole, older ones copy its routes."""
     for route in routes:
         if isinstance(route, APIRoute):
             yield route
@@ -28,7 +28,7 @@ def walk(routes: Iterable[object]) -> Iterator[APIRoute]:
 
 
 def routes(platform: Platform) -> list[tuple[str, str]]:
-    """Method and path of every route, with something for each parameter."""
+    """Method and path of every route, with a value for each path parameter."""
     found = list(walk(make_router(platform.services).routes))
     assert len(found) >= 15
     return [

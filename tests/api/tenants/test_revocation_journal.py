@@ -1,4 +1,4 @@
-"""An entry holds at once in every process of the host, needs no room, and survives a restart."""
+"""A journal entry takes effect at once in every process of the host, needs no disk space, and survives a restart."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 from slora_api.tenants.revocation_journal import MAX_ENTRIES, RevocationJournal
 from tests.support.file_limit import largest_file
 
-# Answers, for each id on its input, whether it is revoked.
+# For each key id on its input, prints whether it is revoked.
 READER = """
 import sys
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_an_entry_is_seen_by_another_process_at_once_though_the_disk_is_full(tmp
 
         assert not is_revoked("aaaaaaaa")
         size = path.stat().st_size
-        with largest_file(size):  # nothing may grow
+        with largest_file(size):  # no file may grow
             assert journal.add("aaaaaaaa") and journal.add("bbbbbbbb")
         assert is_revoked("aaaaaaaa") and is_revoked("bbbbbbbb") and not is_revoked("cccccccc")
         journal.remove(["aaaaaaaa"])

@@ -1,4 +1,4 @@
-"""Shares of tenants: what the operator sets is what the very next request is served by."""
+"""Shares of tenants: an operator's change applies to the next request."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_a_tenant_has_the_default_share_until_it_is_given_another(admin: httpx.C
         200,
         DEFAULT | {"weight": 2.0, "min_pool_share": 0.1},
     )
-    # What is not named stays as it is.
+    # Fields that are not named keep their values.
     again = admin.patch("/admin/tenants/plain", json={"max_pool_share": 0.5, "priority": -5, "weight": None})
     expected = {"weight": 2.0, "min_pool_share": 0.1, "max_pool_share": 0.5, "priority": -5}
     assert share_of(again.json()) == expected
@@ -172,7 +172,7 @@ def test_tenants_of_an_older_release_get_the_default_share(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("adapter", ["default", "default@prod", "default@3", "base@prod", "base@1"])
 def test_a_key_for_an_adapter_that_can_never_exist_is_refused(admin: httpx.Client, adapter: str) -> None:
-    """It was once made, and then each of its requests was a 404."""
+    """Born from a bug: the key was created, and then each of its requests was a 404."""
     admin.post("/admin/tenants", json={"name": "keyed"})
     refused = admin.post("/admin/tenants/keyed/keys", json={"adapter": adapter})
     error = refused.json()["error"]
