@@ -15,7 +15,9 @@ DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 
 
 def list_json(found: Sequence[Json], called: str, limit: int | None = None) -> Json:
-    """found: the items of the page, and one more if there is a next page.
+    """Makes the JSON of one page.
+
+    found: the items of the page, and one more if there is a next page.
     called: the field that identifies an item.
     """
     data = found[:limit]

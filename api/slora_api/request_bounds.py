@@ -99,8 +99,8 @@ class RequestBounds:
     def of(settings: Settings, info: EngineInfo, longest_token_chars: int) -> "RequestBounds":
         """Derives the bounds from the settings, the engine and the tokenizer.
 
-        longest_token_chars: characters of the tokenizer's longest token. A longer text than the context times this
-        cannot fit. Worked example: 131,072 tokens of at most 16 characters are 2,097,152 characters.
+        longest_token_chars: characters of the tokenizer's longest token. A text with more characters than max_model_len
+        times this number cannot fit. Worked example: 131,072 tokens of at most 16 characters are 2,097,152 characters.
         """
         request_tokens = max(_MAX_REQUEST_TOKENS, info.max_model_len)
         return RequestBounds(

@@ -1,5 +1,4 @@
-"""Runs a new adapter once before any request can use it. Its output must be finite and must differ from the base
-model's.
+"""Runs a new adapter once before any request can use it. Its output must be finite and differ from the base model's.
 
 The canary sends the engine one request with the adapter and one without, over the same short prompt. It compares the
 log-probabilities of the prompt's tokens and of the most probable tokens at each position. Both requests belong to an
@@ -8,8 +7,8 @@ upload costs other tenants about twenty tokens.
 
 The prompt is made of token ids rather than of text, because a vocabulary need not contain any given text.
 
-On GPUs the rounding depends on the batch, so two runs of the base model may differ in the last digits. There, an
-adapter with a smaller effect than that passes. Adapters whose factors are all zero were refused earlier, by inspection.
+On GPUs the rounding depends on the batch, so two runs of the base model may differ in the last digits. An adapter whose
+effect is smaller than this difference may then pass. Inspection has already refused adapters whose factors are zero.
 """
 
 import asyncio

@@ -27,7 +27,7 @@ __all__ = ["InspectionBounds", "Inspector"]
 
 # Only what Python needs to start. A process that opens untrusted files receives no secret.
 _PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
-# One thread, because the cores serve requests.
+# One thread per inspection, because the other cores serve requests.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 # A config of 1 MiB and two texts of 256 KiB. JSON may need six bytes for each byte of these.
 _MAX_ANSWER_BYTES = 16 << 20

@@ -122,7 +122,7 @@ class ModelCatalog:
 
         user: if an alias splits requests between versions, the same user always gets the same version. None chooses at
         random.
-        is_doubtful: skip the cached entry, because the version that it gave is deleted.
+        is_doubtful: drop the cached entry first, because the store does not have the version that it gave.
 
         Raises ModelNotFound, and StoreUnavailable for a name that is not cached while the registry does not answer.
         """

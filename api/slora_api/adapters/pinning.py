@@ -1,15 +1,16 @@
 """Pins adapters on the operator's order, checks the bounds of pins, and sends all pins to the engine.
 
 The database holds the pins. The engine receives the complete list when it connects, and after each change of a pin, of
-a pinned alias, or of a tenant's share. One task reads and sends the list, so the engine always has the latest one.
+a pinned alias, or of a tenant's share. Only one task reads and sends the list, so an old list never replaces a newer
+one.
 
 A pin belongs to an alias; a bare name means its alias `latest`. All versions that the alias points at are pinned,
 including both sides of a split. After a push, move or rollback, the pin applies to the new targets. A version that no
 pinned alias points at can be evicted again. A single version cannot be pinned; create an alias for it.
 
-Pins may use at most half of the pool, and those of one tenant at most its max_pool_share. Both are checked when a pin
-is made, and the second one also when max_pool_share is lowered. Moving a pinned alias to larger weights is not refused.
-The engine then keeps to the bounds: it loads versions beyond them on request, like any other adapter.
+Pins may use at most half of the pool, and those of one tenant at most its max_pool_share. Both bounds are checked when
+a pin is made. The second one is also checked when max_pool_share is lowered. Moving a pinned alias to larger weights is
+not refused. The engine then keeps to the bounds: it loads versions beyond them on request, like any other adapter.
 """
 
 import asyncio

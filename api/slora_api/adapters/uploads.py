@@ -27,7 +27,7 @@ from slora_api.errors import BadRequest
 
 __all__ = ["Upload", "Uploads"]
 
-# Multipart field -> the file that it becomes.
+# Multipart field -> the name of the file in the quarantine.
 _FILES: Mapping[str, str] = {
     "config": CONFIG_NAME,
     "weights": TENSORS_NAME,
@@ -44,7 +44,7 @@ _LARGE_FILES = ("weights", _ARCHIVE)
 _TEXTS = ("name", "base_fingerprint")
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _MAX_TEXT_BYTES = 256
-# Everything but the weights; tokenizer configs that list every added token reach a few hundred kilobytes.
+# Limit of every file but weights and archive. Tokenizer configs that list all added tokens have some hundred kilobytes.
 _MAX_SMALL_FILE_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 1024
 # Bytes handed to the parsing thread at once. The thread's round trip costs 50 us, which is small beside this much data.

@@ -28,7 +28,9 @@ class AnswerSize:
     param: str = "logprobs"
 
     def answer_room(self, bounds: RequestBounds, num_prompts: int, prompt_tokens: int) -> int:
-        """Returns the most tokens per answer that the bounds allow. prompt_tokens: tokens of all prompts together."""
+        """Returns the most tokens per answer that the bounds allow, and at least 1. prompt_tokens: tokens of all
+        prompts together.
+        """
         answers = self.num_choices * num_prompts
         room = (bounds.answer_tokens - self._echoed(prompt_tokens)) // answers
         if self.logprobs is not None:
@@ -37,7 +39,10 @@ class AnswerSize:
         return max(1, room)
 
     def check(self, bounds: RequestBounds, prompt_tokens: int, answer_tokens: int) -> None:
-        """answer_tokens: sum over the prompts of the tokens of one answer to each. Raises BadRequest."""
+        """Raises BadRequest if the answer would exceed a bound.
+
+        prompt_tokens: tokens of all prompts together. answer_tokens: sum of the tokens of one answer to each prompt.
+        """
         drawn = self.num_choices * answer_tokens
         tokens = drawn + self._echoed(prompt_tokens)
         if tokens > bounds.answer_tokens:

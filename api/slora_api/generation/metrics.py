@@ -70,7 +70,7 @@ class Metrics:
         self._whole_answer.labels(self._model).observe(seconds)
 
     def answered(self, route: str, status: int, seconds: float) -> None:
-        """route: the pattern of the route. The path would make one label value for each adapter name."""
+        """Counts one answer. route: the route's pattern; the path would make one label value for each adapter name."""
         self._http.labels(route, str(status)).inc()
         self._http_seconds.labels(route).observe(seconds)
 

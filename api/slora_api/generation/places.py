@@ -1,13 +1,14 @@
 """Places that tenants take and give back: for answers, for uploads, and for bytes of request bodies.
 
-Some places are reserved for tenants that hold none. A tenant that holds places gets more only while a quarter of all,
-and at least two, stay free. A tenant that holds none may use these too, but one request of it takes at most half of the
-free places. So two tenants never hold all places, and each further tenant leaves some for the next.
+A reserve of a quarter of all places, and at least two, is kept for tenants that hold none. A tenant that holds places
+gets more only while the reserve stays free. A tenant that holds none may take half of the free places with one request,
+or all but the reserve if that is more. So two tenants never hold all places, and each further tenant leaves some for
+the next.
 
 The wait for a free place is estimated from the average time that places are held. Each place that is given back moves
 the average by a sixteenth. N taken places are expected back evenly over that time. Example: places are held for 20 s on
-average and 40 are taken, so one is free in 20 / 40 s. If answers take longer than before, the estimate is too short;
-the client then retries too soon and is refused again.
+average and 40 are taken, so one is free in 20 / 40 s. If answers take longer than before, the estimate is too short.
+The client then retries too soon and is refused again.
 
 This module knows no HTTP. It runs on one event loop and needs no lock.
 """

@@ -107,7 +107,9 @@ def _sampling(
     logprobs: int | None,
     scores: int | None,
 ) -> SamplingParams:
-    """max_tokens: None while it is not known yet.
+    """Makes the sampling parameters of a request from its fields and the model's defaults.
+
+    max_tokens: None while it is not known yet.
     scores: number of most probable tokens to list for each token of the prompt.
     """
     values = defaults.cut_to(max_tokens).said()

@@ -26,7 +26,7 @@ class ServedModel:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Response headers that identify the adapter version. They stay valid when the alias moves later."""
+        """Response headers that identify the adapter version that answered, even if its alias moves later."""
         if self.adapter is None or self.label is None:
             return {}
         return {"x-slora-adapter": self.label, "x-slora-adapter-digest": self.adapter.digest}

@@ -1,4 +1,4 @@
-"""Streams of answer text: token deltas become text with the tokens that it consists of.
+"""Converts the engine's token deltas to streams of text, in which each delta of text carries its tokens.
 
 Each prompt has one stream, and the streams of a request are merged into one. Closing a stream early, or cancelling a
 task that waits for it, aborts its request in the engine.

@@ -62,7 +62,7 @@ async def delete_adapter(
 
 @router.post("/v1/adapters/{reference}/prewarm", status_code=status.HTTP_202_ACCEPTED)
 async def prewarm_adapter(reference: str, key: CurrentKey, services: Wired) -> dict[str, Any]:
-    """Repeat the request to see how far the load has progressed."""
+    """Starts to load the adapter and answers where it is now. Repeat the request to follow the progress."""
     return await services.catalog.prewarm(key, reference)
 
 

@@ -101,8 +101,8 @@ class Supervisor:
         """Raises ChildRefused if a child can never work. The other children are then stopped."""
         tasks = [asyncio.create_task(self._keep_alive(child)) for child in self._children]
         try:
-            # Not gather: it ends with the first task that is cancelled, and a second cancellation would then leave the
-            # other child before it has ended.
+            # asyncio.gather would end with the first cancelled task. A second cancellation would then abandon the other
+            # child before it has ended.
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
