@@ -1,4 +1,4 @@
-"""Which devices compute with float8 e4m3, and what is said of those that do not."""
+"""Which devices support float8 e4m3, and the errors for devices that do not."""
 
 import torch
 
@@ -6,17 +6,20 @@ from slora.errors import ConfigError
 
 __all__ = ["check_float8_kv", "knows_float8"]
 
-# Ada and later.
+# The compute capability of Ada. Later GPUs support e4m3 too.
 _LEAST_CAPABILITY = (8, 9)
 
 
 def knows_float8(device: torch.device) -> bool:
-    """Of a GPU: whether numbers in e4m3 are widened there. AMD's are, in software where the hardware knows another."""
+    """Whether a GPU can convert e4m3 numbers.
+
+    AMD GPUs can; where their hardware has another e4m3, software converts.
+    """
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
 
 
 def check_float8_kv(device: torch.device) -> None:
-    """Raises ConfigError for a GPU on which attention can't read KV in fp8. A CPU can."""
+    """Raises ConfigError if attention on this GPU can't read KV in fp8. A CPU always can."""
     if device.type != "cuda":
         return
     name = torch.cuda.get_device_name(device)

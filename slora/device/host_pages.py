@@ -1,8 +1,9 @@
-"""Pages of the host's memory, for the KV of sequences that gave way. Bytes only: whose they are, `SwapSpace` says.
+"""Pages of host memory for the KV of preempted sequences. `SwapSpace` decides which sequence owns a page.
 
-Taken from the system in slabs, each when one of its pages is first asked for. A CPU would get by with one allocation,
-since Linux gives untouched memory no frames. Memory that is pinned for a GPU costs all of its frames at once, though,
-much of it for who never swaps; seconds of waiting if it is tens of GiB; and torch rounds it up to a power of two.
+The pages are allocated in slabs, each one when its first page is used. On a CPU, a single allocation would do, because
+Linux gives no frames to untouched memory. Memory that is pinned for a GPU needs all of its frames at once. Pinning tens
+of GiB at start would take seconds, and most of it might never be used. torch also rounds a pinned size up to a power of
+two.
 """
 
 import torch
@@ -12,12 +13,12 @@ from slora.device.huge_pages import empty_tensor
 
 __all__ = ["HostPages"]
 
-# Long enough for huge pages, short enough to be pinned within one step.
+# Large enough for huge pages, and small enough to be pinned within one step.
 _SLAB_BYTES = 64 << 20
 
 
 class HostPages:
-    """`num_pages` pages of `page_bytes`. is_pinned: for copies from and to a GPU, which then need not wait."""
+    """`num_pages` pages of `page_bytes` each. is_pinned: for copies to and from a GPU, which are then asynchronous."""
 
     def __init__(self, num_pages: int, page_bytes: int, *, is_pinned: bool) -> None:
         self._num_pages = num_pages
@@ -30,7 +31,7 @@ class HostPages:
         return self._num_pages
 
     def __getitem__(self, page: int) -> Tensor:
-        """uint8 [page_bytes], the page itself. Raises IndexError beyond the last one."""
+        """Returns the page itself, uint8 [page_bytes]. Raises IndexError for a page that does not exist."""
         if not 0 <= page < self._num_pages:
             raise IndexError(f"page {page} of the host; there are {self._num_pages}")
         slab, row = divmod(page, self._slab_pages)

@@ -1,8 +1,8 @@
-"""Adapters that come in beside a step that does not need them: copied while the device computes for others.
+"""Copies adapters to the GPU while it computes a step that does not need them.
 
-The step is launched first, then the copies are, on a stream of their own: the host may wait for memory that is not
-pinned, and the device goes on. They begin when all that came before the step is done, because their pages were somebody
-else's until then, and the next step waits for them.
+The step is launched first. The copies are launched after it, on a stream of their own, so a host that waits for
+unpinned memory does not delay the step. A copy starts when all work before the step is done, because that work may
+still use the copy's target pages. The next step waits for the copies.
 """
 
 from collections.abc import Callable
@@ -16,20 +16,20 @@ __all__ = ["CudaLoadStream", "LoadStream", "split_loads"]
 
 
 class LoadStream(Protocol):
-    """A step marks, and copies if something comes beside it; the next one waits first."""
+    """A step calls `mark`, and then `copy` if adapters load in parallel. The next step calls `wait` first."""
 
     def mark(self) -> None:
-        """Copies may begin when the device has come as far as this."""
+        """Marks the point in the device's work from which copies may start."""
 
     def copy(self, work: Callable[[], None]) -> None:
-        """Launches copies that wait for the mark and for nothing later."""
+        """Launches copies that wait for the mark, but not for later work."""
 
     def wait(self) -> None:
-        """What is launched from here on finds all copies done."""
+        """Makes all later work wait for the copies."""
 
 
 class CudaLoadStream:
-    """See `LoadStream`. Of the current stream of the device."""
+    """A `LoadStream` for work on the device's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,7 +50,7 @@ class CudaLoadStream:
 
 
 def split_loads(plan: StepPlan) -> tuple[list[AdapterLoad], list[AdapterLoad]]:
-    """(those into slots that the step computes with, those that may come beside it)."""
+    """Splits a step's loads into (loads of slots that the step uses, loads that may run in parallel)."""
     used = {chunk.slot for chunk in plan.chunks}
     needed: list[AdapterLoad] = []
     beside: list[AdapterLoad] = []

@@ -1,7 +1,9 @@
-"""The LoRA work of a step as tiles: runs of rows that share an adapter and its weight, cut to what kernels take.
+"""Cuts the LoRA work of a step into tiles, which are runs of rows with the same adapter and weight.
 
-The embedding and all linears see every token of the step, the output head only the rows that sample; whoever adapts
-neither embedding nor head costs nothing there. Knows no tensor: `StepBatch` uploads the tiles.
+The kernels limit the length of a tile.
+
+All tokens of a step pass the embedding and the linears, but only sampling rows pass the output head. An adapter that
+changes neither embedding nor head costs nothing there. This module uses no tensors: `StepBatch` uploads the tiles.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,14 +23,17 @@ class Tile(NamedTuple):
 
 
 class StepTiles(NamedTuple):
-    """Tiles of decode rows first. What a row is says its own chunk, not who is beside it: its bits follow from that."""
+    """The tiles of a step, with decode rows first.
+
+    Whether a row is a decode row depends on its own chunk only. So the bits of its result do not depend on the batch.
+    """
 
     tiles: list[Tile]
     num_decodes: int
 
 
 def cut_token_tiles(chunks: Sequence[Chunk], limits: TileLimits) -> StepTiles:
-    """Over the step's tokens. A decode row is the only one of its chunk."""
+    """Cuts the step's tokens into tiles. A decode row is the only row of its chunk."""
     if limits.decode_tokens is None:
         return StepTiles(list(_cut([(_adapter(c), c.num_tokens) for c in chunks], limits.tokens)), 0)
     decodes = [(_adapter(c) if c.num_tokens == 1 else None, c.num_tokens) for c in chunks]
@@ -38,7 +43,7 @@ def cut_token_tiles(chunks: Sequence[Chunk], limits: TileLimits) -> StepTiles:
 
 
 def cut_head_tiles(chunks: Sequence[Chunk], limits: TileLimits) -> StepTiles:
-    """Over the rows that sample, of those adapters that reach the head: decode rows, all of them."""
+    """Cuts the sampling rows into tiles, for adapters that change the output head. All of them are decode rows."""
     runs = [(_adapter(c) if _reach(c).head else None, len(c.draws)) for c in chunks if c.draws]
     if limits.decode_tokens is None:
         return StepTiles(list(_cut(runs, limits.tokens)), 0)
@@ -47,17 +52,17 @@ def cut_head_tiles(chunks: Sequence[Chunk], limits: TileLimits) -> StepTiles:
 
 
 def cut_rows(adapter: tuple[int, float], num_rows: int, tile_tokens: int) -> list[Tile]:
-    """Over rows that all belong to one slot and weight."""
+    """Cuts rows that all have the same slot and weight."""
     return list(_cut([(adapter, num_rows)], tile_tokens))
 
 
 def max_rows(tiles: Sequence[Tile]) -> int:
-    """Of the longest tile."""
+    """The number of rows of the longest tile."""
     return max(tile.num_rows for tile in tiles)
 
 
 def join_reaches(chunks: Sequence[Chunk]) -> LoraReach:
-    """What the adapters of the step reach, all together."""
+    """The union of the parts of the model that the step's adapters change."""
     reaches = [_reach(chunk) for chunk in chunks]
     return LoraReach(
         max((reach.max_group_rank for reach in reaches), default=0),
@@ -79,7 +84,7 @@ def _adapter(chunk: Chunk) -> tuple[int, float] | None:
 
 
 def _cut(runs: Sequence[tuple[tuple[int, float] | None, int]], tile_tokens: int) -> Iterator[Tile]:
-    """Runs come ordered by adapter and weight; rows of the base, None, are in no tile."""
+    """Cuts runs that are sorted by adapter and weight. Rows of the base model (None) are in no tile."""
     first = 0
     for adapter, members in groupby(runs, lambda run: run[0]):
         end = first + sum(rows for _, rows in members)

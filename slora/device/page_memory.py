@@ -1,10 +1,10 @@
-"""The pool's bytes: one allocation for KV blocks and adapters alike, and the tables that find adapters in it.
+"""The bytes of the page pool: one allocation for KV blocks and adapters, and the tables that locate adapters in it.
 
-`PagePool` says whose a page is; this module only holds and writes bytes. A KV block and a slice of an adapter are
-found the same way, by page id through an int32 table.
+`PagePool` decides which owner has a page; this module only stores and writes bytes. KV blocks and slices of adapters
+are both located by page id, through an int32 table.
 
-An adapter may come in slices, one a step, so that a large one stalls nobody. Until its last slice is here its slot
-holds no adapter at all: neither the coming one nor the one before.
+An adapter may be loaded in slices, one per step, so that a large adapter does not stall other requests. Until its last
+slice is loaded, its slot holds no adapter: neither the new one nor the previous one.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from slora_kernels.layout import ModelShape
 
 
 class _SlotContent(NamedTuple):
-    """Pages [0, num_pages) of the adapter that has moved in under this generation of the slot."""
+    """Pages [0, num_pages) of the adapter that was loaded under this generation of the slot."""
 
     generation: int
     num_pages: int
@@ -29,9 +29,10 @@ class _SlotContent(NamedTuple):
 
 
 class PageMemory:
-    """pages: uint8 [num_pages, num_layers * page_bytes]. tables: one row for each adapter slot.
+    """The pool's pages and the adapters' tables on one device.
 
-    host_pages: `num_host_pages` of the same size in the host's memory, pinned if `device` is a GPU.
+    pages: uint8 [num_pages, num_layers * page_bytes]. tables: one row per adapter slot.
+    host_pages: `num_host_pages` pages of the same size in host memory, pinned if `device` is a GPU.
     """
 
     def __init__(
@@ -54,9 +55,9 @@ class PageMemory:
         self._slots: dict[int, _SlotContent] = {}
 
     def load(self, load: AdapterLoad) -> None:
-        """Copies a slice of an adapter into its pages; with the last one, points its slot's tables at them.
+        """Copies a slice of an adapter into its pages. After the last slice, points the slot's tables at the pages.
 
-        Raises RuntimeError for a slice that does not follow the one before it.
+        Raises RuntimeError for a slice that does not follow the previous one.
         """
         resident, end = load.resident, load.first_page + load.num_pages
         before = self._slots.pop(resident.slot, None)
@@ -72,9 +73,9 @@ class PageMemory:
         self._slots[resident.slot] = _SlotContent(resident.generation, end, load.is_last)
 
     def write(self, pages: list[int], content: Tensor) -> None:
-        """Copies `content`, uint8 [n] of the host, into the pages one after the other. The last may stay part empty.
+        """Copies `content`, uint8 [n] in host memory, into the pages in order. The last page may be filled in part.
 
-        From pinned memory a GPU reads it in the order of its other work: before that is somebody else's again, `wait`.
+        A GPU copies from pinned memory asynchronously. Call `wait` before the memory of `content` is reused.
         """
         whole, rest = divmod(len(content), self.full_page_bytes)
         body = content[: whole * self.full_page_bytes].view(whole, self.full_page_bytes)
@@ -84,7 +85,7 @@ class PageMemory:
             self.pages[pages[whole], :rest].copy_(content[whole * self.full_page_bytes :], non_blocking=True)
 
     def wait(self) -> None:
-        """Until a GPU has done all that it was given, on whichever stream."""
+        """Waits until a GPU has finished all launched work, on all streams."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -94,20 +95,20 @@ class PageMemory:
         self.pages.index_copy_(0, targets, self.pages.index_select(0, sources))
 
     def swap_out(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies pages (page, page of the host), all layers of them. A GPU does it in the order of its other work.
+        """Copies pages (page, host page), all layers of them. On a GPU the copies are asynchronous, in stream order.
 
-        Page by page: a page is one stretch of memory, and gathering many of them first would take as much again.
+        Pages are copied one by one: each is contiguous, and gathering many of them would need as much memory again.
         """
         for page, host_page in pairs:
             self.host_pages[host_page].copy_(self.pages[page], non_blocking=True)
 
     def swap_in(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies pages (page of the host, page) back. See `swap_out`."""
+        """Copies pages (host page, page) back. See `swap_out`."""
         for host_page, page in pairs:
             self.pages[page].copy_(self.host_pages[host_page], non_blocking=True)
 
     def holds(self, slot: int, generation: int) -> bool:
-        """Whether the slot has the adapter that the work was planned for, all of it."""
+        """Whether the slot holds the whole adapter that this generation was planned for."""
         content = self._slots.get(slot)
         return content is not None and content.is_complete and content.generation == generation
 

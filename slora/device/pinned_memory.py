@@ -1,4 +1,4 @@
-"""Memory of the host that others own, pinned for a GPU: copies from it run beside the GPU's other work."""
+"""Pins host memory of another owner for a GPU, so that copies from it run in parallel with kernels."""
 
 import logging
 from typing import Any
@@ -12,17 +12,20 @@ __all__ = ["PinnedMemory"]
 
 _log = logging.getLogger(__name__)
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all of a process' contexts
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process.
 
 
 class PinnedMemory:
-    """Pins `memory` until nobody refers to this object. A system that refuses is a warning: copies are slower then."""
+    """Pins `memory` for the lifetime of this object.
+
+    If the system refuses, it logs a warning, and copies are slower.
+    """
 
     def __init__(self, memory: ByteArray) -> None:
         refusal = _pin(memory)
         self.is_pinned = refusal is None
         if self.is_pinned:
-            finalize(self, _unpin, memory)  # which also keeps it mapped until then
+            finalize(self, _unpin, memory)  # The finalizer also keeps the memory mapped until then.
         else:
             _log.warning(
                 "the host cache (%d bytes) is not pinned for the GPU, so loading adapters takes longer: %s",
@@ -32,10 +35,10 @@ class PinnedMemory:
 
 
 def _pin(memory: ByteArray) -> str | None:
-    """Why not; None if it is."""
+    """Pins the memory. Returns None, or the reason why it failed."""
     try:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError) as error:  # no driver, or no CUDA in this torch
+    except (RuntimeError, AssertionError) as error:  # No driver, or a torch without CUDA.
         return str(error)
     result = runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)
     return None if result == runtime.cudaError.success else str(result)

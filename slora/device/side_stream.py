@@ -1,8 +1,9 @@
-"""Work that runs beside the base's matmuls: shrink, which reads what they read and writes nothing of theirs.
+"""Runs LoRA shrinks in parallel with the base's matmuls. A shrink reads the same input and writes none of their
+outputs.
 
-In decode a linear is bound by reading its weights and leaves multiprocessors idle while it begins and ends; a shrink is
-a few microseconds of latency, which is then gone from the step. In chunks both are bound by arithmetic, and there is
-nothing to hide behind. Fork and join are events, so a graph records them as it does launches.
+A decode linear is bound by reading its weights and leaves multiprocessors idle at its beginning and end. A shrink has a
+latency of a few microseconds, which the matmul hides. With prefill chunks both are bound by arithmetic, so there is
+nothing to gain. Fork and join are events, so a CUDA graph records them like launches.
 """
 
 from collections.abc import Callable
@@ -15,21 +16,23 @@ __all__ = ["CudaSideStream", "SideStream"]
 
 
 class SideStream(Protocol):
-    """One fork at a time, joined before the next one."""
+    """One fork at a time: each is joined before the next one."""
 
     def fork(self, work: Callable[[], Tensor]) -> Tensor:
-        """Launches work that finds done all that was launched before, and runs beside what is launched from here on.
-        Nobody may read its result, or write to what it reads, before `join`."""
+        """Launches work that waits for all earlier work and runs in parallel with later work.
+
+        Until `join`, do not read the result of the work, and do not write to its inputs.
+        """
 
     def join(self) -> None:
-        """What is launched from here on finds the work done."""
+        """Makes all later work wait for the forked work."""
 
 
 class CudaSideStream:
-    """See `SideStream`. Beside whatever stream of the device is current, and in whatever graph that records.
+    """A `SideStream` next to the device's current stream, also while a CUDA graph records that stream.
 
-    What the work allocates is given back before the next fork, which waits for its last reader: so this stream's memory
-    needs no record of the other's use.
+    Memory that the work allocates is freed before the next fork, and that fork waits for its last reader. So the
+    allocator needs no record of its use on the other stream.
     """
 
     def __init__(self, device: torch.device) -> None:

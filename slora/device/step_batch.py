@@ -1,6 +1,6 @@
-"""A plan as tensors: flat tokens without padding, block tables, and the LoRA work as tiles.
+"""A step plan as tensors: flat tokens without padding, block tables, and the LoRA work as tiles.
 
-Built once a step and read by every layer. Everything travels to the device in one copy.
+It is built once per step and read by every layer. All arrays are copied to the device together.
 """
 
 from collections.abc import Iterator
@@ -31,13 +31,15 @@ IntArray = npt.NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """token_ids: int64 [T]. sample_rows: int64 [B'], the tokens whose hidden states become logits, in chunk order,
-    one row for each sequence of `sampling`: a token that several choices begin after is in it several times.
+    """The tensors of one step.
 
-    Behind them come the rows of `prompts`: tokens of prompts whose log-probabilities were asked for.
-
-    lora is None when nobody in the batch has an adapter; rows of the bare base are in no tile. adapts_embedding: if any
-    adapter of the batch does. head_lora: tiles over the rows of `sampling`, None when no adapter reaches the head.
+    token_ids: int64 [T].
+    sample_rows: int64 [B'], the tokens whose hidden states become logits, in chunk order. There is one row per sequence
+    of `sampling`, so a token after which several choices begin occurs several times. The rows of `prompts` follow:
+    prompt tokens whose logprobs were requested.
+    lora: None if no sequence of the batch has an adapter. Rows of the base model are in no tile.
+    adapts_embedding: whether an adapter of the batch changes the embedding.
+    head_lora: tiles over the rows of `sampling`; None if no adapter changes the output head.
     """
 
     token_ids: Tensor
@@ -51,7 +53,7 @@ class StepBatch:
 
     @staticmethod
     def build(plan: StepPlan, memory: PageMemory, limits: TileLimits, long_rows: int = 0) -> "StepBatch":
-        """Raises RuntimeError if a chunk was planned for an adapter that has since left its slot.
+        """Builds the batch. Raises RuntimeError if a slot no longer holds the adapter that a chunk was planned for.
 
         long_rows: the row of the rotary table at which the positions of long sequences begin.
         """
@@ -149,7 +151,7 @@ def _kv_slots(positions: IntArray, counts: IntArray, block_tables: IntArray, blo
 def tile_prompt_rows(
     sequence: Sequence, num_rows: int, tile_tokens: int, device: torch.device
 ) -> LoraTiles | None:
-    """Rows of one sequence, for the output head; None if its adapter does not reach that."""
+    """Tiles for prompt rows of one sequence at the output head. None if its adapter does not change the head."""
     resident = sequence.resident
     if resident is None or not resident.reach.head:
         return None
@@ -159,14 +161,14 @@ def tile_prompt_rows(
 
 
 def _join_tiles(cut: StepTiles, tensors: Iterator[Tensor], max_group_rank: int) -> LoraTiles | None:
-    """tensors: of which the next are those of `cut` on the device."""
+    """Builds LoraTiles from `cut`. tensors: the device copies of the tile arrays; the next two belong to `cut`."""
     if not cut.tiles:
         return None
     return LoraTiles(next(tensors), next(tensors), max_group_rank, max_rows(cut.tiles), cut.num_decodes)
 
 
 def _tile_arrays(tiles: list[Tile]) -> list[IntArray | npt.NDArray[np.float32]]:
-    """int32 [num_tiles, 3] and float32 [num_tiles] of `LoraTiles`; nothing where there are no tiles."""
+    """The arrays of `LoraTiles`: int32 [num_tiles, 3] and float32 [num_tiles]. Empty list if there are no tiles."""
     if not tiles:
         return []
     rows = np.array([tile[:3] for tile in tiles], np.int32)
@@ -174,7 +176,7 @@ def _tile_arrays(tiles: list[Tile]) -> list[IntArray | npt.NDArray[np.float32]]:
 
 
 def _upload(arrays: list[IntArray | npt.NDArray[np.float32]], device: torch.device) -> list[Tensor]:
-    """To the device in one copy: the arrays lie one after the other at 8-byte steps in one pinned buffer."""
+    """Copies the arrays to the device in one transfer, from one pinned buffer with 8-byte alignment."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     offsets = np.cumsum([0] + [-(-array.nbytes // 8) * 8 for array in arrays])

@@ -1,4 +1,4 @@
-"""Measured load times of adapters, which tell a tenant the cold start to expect of an adapter outside the pool."""
+"""Measured load times of adapters. They predict the cold start of an adapter that is not in the pool."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Routes the engine's outputs to the coroutines that await them, with one queue per unfinished request.
 
-Both engine clients use this class: RemoteEngine behind a socket, and LocalEngine beside the event loop.
+Both engine clients use this class: RemoteEngine behind a socket, and LocalEngine in the same process.
 """
 
 import asyncio

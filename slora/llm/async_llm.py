@@ -32,8 +32,8 @@ __all__ = ["AsyncLLM"]
 class AsyncLLM:
     """A model with its page pool. Further settings are passed as keywords; `EngineConfig` lists them.
 
-    The constructor loads the model and blocks until it is loaded. In a running server, use
-    `await asyncio.to_thread(AsyncLLM, ...)`.
+    The constructor loads the model and blocks until it is loaded. In a running server, use `await
+    asyncio.to_thread(AsyncLLM, ...)`.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ _COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What answers a prompt: the base model, or one version of an adapter with its template and defaults."""
+    """The model that answers a prompt: the base, or one version of an adapter with its template and defaults."""
 
     version: AdapterVersion | None
     chat_template: str | None

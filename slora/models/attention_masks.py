@@ -17,7 +17,7 @@ __all__ = ["MaskFunction", "MaskRecord", "describe_mask_difference"]
 # Returns whether a query sees a key, from the indices of batch, head, query and key. All are tensors.
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# Distances at which a mask may change, beside the lengths in the config.
+# Distances at which a mask may change, in addition to the lengths in the config.
 _COMMON_DISTANCES = tuple(1 << exponent for exponent in range(21))
 
 

@@ -1,4 +1,4 @@
-"""Our decoder over flat tokens: fused qkv and gate_up, paged attention, and LoRA beside each linear.
+"""Our decoder over flat tokens: fused qkv and gate_up, paged attention, and LoRA on each linear.
 
 It serves every family that `ModelConfig` can describe. The families differ in data only, which is read when the weights
 are loaded. One forward pass computes prefill chunks and decode rows of many sequences. There is no batch axis, only the
@@ -104,9 +104,7 @@ class Decoder:
         return _Forward(self.config, batch, memory, kernels, deltas).run(self._layers, hidden, self._norm)
 
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
-        """Computes logits [N, vocab_size] from hidden states [N, H]. deltas: LoRA at the output head, for these
-        rows.
-        """
+        """Computes logits [N, vocab_size] from hidden states [N, H]. deltas: LoRA at the output head."""
         logits = multiply(hidden, self._lm_head)
         deltas.add(logits, hidden, self._shape.head_site)
         softcap = self.config.final_softcap

@@ -140,7 +140,7 @@ _NEUTRAL: Mapping[str, object] = {
     "use_mrope": False,
     "use_sliding_window": False,
 }
-# Fields of a multi-part config beside the part that describes the decoder.
+# Fields of a multi-part config outside the part that describes the decoder.
 _PARTS = {
     "boi_token_id",
     "boi_token_index",

@@ -15,7 +15,7 @@ class LoraDeltas:
     """The LoRA work of one step.
 
     tiles: the rows and their adapters; with None nothing is added to any row.
-    side: the stream that runs shrinks beside the base's matmuls; with None they run after the matmuls.
+    side: the stream that runs shrinks in parallel with the base's matmuls; with None they run after the matmuls.
     """
 
     def __init__(
@@ -49,8 +49,9 @@ class LoraDeltas:
             self._kernels.expand(out, bridge, self._pages, site, self._step)
 
     def add_embedding(self, out: Tensor, token_ids: Tensor, site: LoraSite) -> None:
-        """out [T, H] += scale * (columns of A for token_ids [T])^T B^T. Called before the model scales its
-        embeddings.
+        """out [T, H] += scale * (columns of A for token_ids [T])^T B^T.
+
+        Called before the model scales its embeddings.
         """
         if self._step is not None:
             bridge = self._kernels.look_up(token_ids, self._pages, site, self._step, out.dtype)

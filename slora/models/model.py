@@ -28,9 +28,7 @@ class Model(Protocol):
         """Writes the step's KV into its pages. Returns hidden states [B', H] of the rows that become logits."""
 
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
-        """Computes logits [N, vocab_size] from hidden states [N, H]. deltas: LoRA at the output head, for these
-        rows.
-        """
+        """Computes logits [N, vocab_size] from hidden states [N, H]. deltas: LoRA at the output head."""
 
 
 @runtime_checkable

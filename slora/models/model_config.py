@@ -88,8 +88,9 @@ class ModelConfig:
 
     @property
     def rope_switch(self) -> int | None:
-        """The longest sequence, in tokens, that uses longrope's short factors. None if no rope has two sets of
-        factors.
+        """The longest sequence, in tokens, that uses longrope's short factors.
+
+        None if no rope has two sets of factors.
         """
         scalings = (rope.scaling for rope in self.ropes)
         return next((s.original_max_positions for s in scalings if isinstance(s, LongRopeScaling)), None)

@@ -1,9 +1,9 @@
 """Checks at start that a transformers model gives the same answers through our pages as by itself.
 
 Two random prompts are computed with transformers' plain attention, and then through the pages in two ways. First each
-prompt is alone in a step. Then each runs in chunks beside the other prompt, with its last token as a decode step. If
-tokens of different sequences mix outside attention (convolutions, recurrent state, a batch index used as a position),
-an answer changes.
+prompt is alone in a step. Then each runs in chunks batched with the other prompt, with its last token as a decode step.
+If tokens of different sequences mix outside attention (convolutions, recurrent state, a batch index used as a
+position), an answer changes.
 
 A model may change its arithmetic at each length in its config (windows, chunks, floors). A prompt longer than a
 realistic length would take minutes on a CPU, so only lengths up to `_MOST_CROSSED` tokens are tested as they are. For
@@ -120,7 +120,7 @@ def run_through_pages(
     prompts: Tokens[list[int]],
     long_rows: int = 0,
 ) -> dict[str, list[Tensor]]:
-    """The logits [vocab_size] after each prompt, keyed by how they were computed: alone, or in chunks beside others.
+    """The logits [vocab_size] after each prompt, keyed by how they were computed: alone, or in chunks with others.
 
     long_rows: the row of the rotary table at which the positions of long sequences begin.
     """

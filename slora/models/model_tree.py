@@ -59,7 +59,7 @@ _COUNTS = (
 # of the batch, so one request would change the answers of others.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# Arguments of attention functions, beside query, key and value, that do not change the result.
+# Arguments of attention functions, other than query, key and value, that do not change the result.
 _HARMLESS = ("position_ids", "use_cache", "dropout", "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
@@ -88,9 +88,7 @@ class ModelTree:
 
 
 class _Record:
-    """Records one forward pass: the attention calls in order, and the linears that projected all tokens exactly
-    once.
-    """
+    """Records one forward pass: attention calls in order, and linears that projected all tokens exactly once."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []

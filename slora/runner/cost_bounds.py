@@ -1,7 +1,7 @@
 """Lower and upper bounds of each cost, derived from the model's FLOPs and bytes. No estimate may leave these bounds.
 
-The bounds are not predictions. They exclude what noise can produce, such as decoding rows that cost nothing. The
-fastest machine assumed here is faster, and the slowest is slower, than any that runs this engine.
+The bounds are not predictions. They exclude results of noise, such as a cost of zero for a decoding row. The fastest
+machine assumed here is faster, and the slowest is slower, than any that runs this engine.
 """
 
 import os

@@ -159,8 +159,9 @@ class _Bench:
         return self._time_step(chunks)
 
     def _time_prefill(self, enough_s: float) -> tuple[int, float]:
-        """Doubles the prefill until it takes `enough_s` seconds or is as large as allowed. Returns (tokens,
-        seconds).
+        """Doubles the prefill until it takes `enough_s` seconds or is as large as allowed.
+
+        Returns (tokens, seconds).
         """
         num_tokens = min(16, self._prefill_tokens)
         seconds = self._time_step(self._prefill(num_tokens))

@@ -8,7 +8,7 @@ second it fits the costs to these timings by median regression of a linear model
 
     minimize the sum over timings of  weight * |measured - predicted| / predicted,  least <= cost <= most
 
-The median makes the fit robust: beside busy programs, the same step took from 2 to 500 ms (median 33 ms). Least squares
+The median makes the fit robust: on a busy machine, the same step took from 2 to 500 ms (median 33 ms). Least squares
 followed the fastest or the slowest of these timings, depending on the divisor. The weight of a timing halves every 30
 seconds, so the costs follow the machine within a minute.
 

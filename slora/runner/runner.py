@@ -170,7 +170,7 @@ class Runner:
     def _move_pages(self, plan: StepPlan) -> list[AdapterLoad]:
         """Swaps pages out, copies shared pages, swaps pages in and loads adapters, in this order.
 
-        A page is read before another step overwrites it. Returns the loads that may run beside the step.
+        A page is read before another step overwrites it. Returns the loads that may run in parallel with the step.
         """
         if self._load_stream is not None:
             self._load_stream.wait()

@@ -1,7 +1,7 @@
-"""The tokens of one request become its answer, piece by piece and whole: one collector for `LLM`, `AsyncLLM`, the API.
+"""Collects the tokens of one request into its answer. `LLM`, `AsyncLLM` and the API use the same collector.
 
-Stop strings are matched here, outside the engine: whoever feeds an `Answer` ends the engine's work on a choice as soon
-as a delta of it has a finish_reason. Knows no engine and no HTTP.
+Stop strings are matched here, outside the engine. When a delta of a choice has a finish_reason, the caller must end
+that choice in the engine. This module uses neither the engine nor HTTP.
 """
 
 from collections.abc import AsyncGenerator, Callable
@@ -19,7 +19,7 @@ __all__ = ["Answer", "Choice", "Completion", "CompletionDelta", "stream_answer"]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer to a prompt. `token_ids` includes the token that stopped it; `text` does not."""
+    """One answer to a prompt. `token_ids` includes the stop token; `text` does not."""
 
     text: str
     token_ids: list[int]
@@ -29,11 +29,12 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt with its answers, as many as SamplingParams.n; with best_of, the likeliest first.
+    """A prompt with its `n` answers. With best_of, they are sorted by log-probability, the most probable one first.
 
-    text, token_ids, finish_reason and logprobs are the first answer's. prompt_logprobs: None unless asked for.
-    num_cached_tokens: of the prompt, whose KV was found in the prefix cache. Two completions that say the same are
-    equal, whatever was found.
+    text, token_ids, finish_reason, logprobs: those of the first answer.
+    prompt_logprobs: None unless requested.
+    num_cached_tokens: number of prompt tokens whose KV was found in the prefix cache. It is ignored when two
+    completions are compared.
     """
 
     prompt_token_ids: list[int]
@@ -60,11 +61,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class CompletionDelta:
-    """What is new in answer `choice` to prompt `index`; the last one of each answer has a finish_reason.
+    """The new part of answer `choice` to prompt `index`. The last delta of each answer has a finish_reason.
 
-    text may lag behind token_ids: it is given once no later token can change it. prompt_logprobs: of the next tokens of
-    the prompt, in deltas of their own, before the answer. num_cached_tokens: of the prompt, told once, with the first
-    token of answer 0.
+    text: text that no later token can change; it may lag behind token_ids.
+    prompt_logprobs: of the next prompt tokens. They come in deltas of their own, before the answer.
+    num_cached_tokens: number of cached prompt tokens, sent once, with the first token of answer 0.
     """
 
     index: int
@@ -78,10 +79,10 @@ class CompletionDelta:
 
 
 class Answer:
-    """What one request has produced so far. Without a tokenizer there are tokens but no text.
+    """The state of one request's answer. Without a tokenizer it has tokens but no text.
 
-    request: what the engine is to be asked. It may ask for log-probabilities that the caller did not, to tell which
-    answers are the best.
+    request: the request to send to the engine. It may ask for logprobs that the caller did not request, which best_of
+    needs to rank the answers.
     """
 
     def __init__(self, request: EngineRequest, tokenizer: Tokenizer | None, index: int = 0) -> None:
@@ -104,15 +105,15 @@ class Answer:
         return all(choice.reason is not None for choice in self._choices)
 
     def wants(self, choice: int) -> bool:
-        """Whether that choice goes on. Tokens that come later were on their way when a stop string ended it."""
+        """Whether the choice is unfinished. Tokens may still arrive after a stop string has ended it."""
         return self._choices[choice].reason is None
 
     def is_cut(self, choice: int) -> bool:
-        """Whether a stop string ended its text. Tokens may then have been computed whose text is not shown."""
+        """Whether a stop string ended the text. The text of later tokens is not shown."""
         return self._choices[choice].is_cut
 
     def take(self, delta: TokenDelta) -> CompletionDelta:
-        """Takes the next tokens in. With a finish_reason, no more of that choice may come: the engine is to end it."""
+        """Adds the next tokens. If the result has a finish_reason, the caller must end this choice in the engine."""
         choice = self._choices[delta.index]
         text = choice.take(delta)
         self._scores.extend(delta.prompt_logprobs)
@@ -139,7 +140,7 @@ class Answer:
 
 
 class _ChoiceSoFar:
-    """reason: why it is over; None while it goes on."""
+    """The state of one choice. reason: why the choice ended; None while it is unfinished."""
 
     def __init__(self, detokenizer: Detokenizer | None) -> None:
         self.reason: FinishReason | None = None
@@ -154,11 +155,11 @@ class _ChoiceSoFar:
 
     @property
     def logprob(self) -> float:
-        """Of all its tokens together."""
+        """The sum over all tokens."""
         return sum(entry.logprob for entry in self._logprobs)
 
     def take(self, delta: TokenDelta) -> str:
-        """The text that is now certain."""
+        """Adds a delta and returns the text that no later token can change."""
         assert self.reason is None, "a choice that is over spoke again"
         text = self._read(delta)
         self.reason = FinishReason.STOP if self.is_cut else delta.finish_reason
@@ -175,7 +176,7 @@ class _ChoiceSoFar:
     def _read(self, delta: TokenDelta) -> str:
         if self._detokenizer is None:
             return ""
-        # The token that stopped the answer is computed and counted, but is no part of its text.
+        # The stop token is computed and counted, but it is not part of the text.
         num_shown = len(delta.token_ids) - (delta.finish_reason is FinishReason.STOP)
         text = self._detokenizer.push(delta.token_ids[:num_shown])
         if delta.finish_reason is not None:
@@ -186,11 +187,12 @@ class _ChoiceSoFar:
 async def stream_answer(
     deltas: AsyncGenerator[TokenDelta, None], answer: Answer, end_choice: Callable[[str, int], None]
 ) -> AsyncGenerator[CompletionDelta, None]:
-    """The answer as the engine's `deltas` come in.
+    """Yields the answer as the engine's `deltas` arrive.
 
-    `end_choice`, the engine's, is called with request id and index when a stop string ends one choice and others go
-    on. The deltas are closed, which aborts the request, when nothing more is wanted, and when this iterator is closed
-    or cancelled.
+    end_choice: called with request id and choice index when a stop string ends one choice while others continue.
+
+    The deltas are closed, which aborts the request, when the answer is complete or when this iterator is closed or
+    cancelled.
     """
     async with aclosing(deltas):
         async for delta in deltas:
@@ -203,6 +205,6 @@ async def stream_answer(
 
 
 def _with_logprobs(sampling: SamplingParams) -> SamplingParams:
-    """The best are chosen by the log-probabilities of their tokens, wanted or not."""
+    """Requests logprobs if best_of needs them to rank the answers."""
     wanted = sampling.num_choices > sampling.n and sampling.logprobs is None
     return replace(sampling, logprobs=0) if wanted else sampling

@@ -1,7 +1,7 @@
-"""Compiles chat templates: Jinja in a sandbox, with the names and extensions that transformers offers them.
+"""Compiles chat templates: Jinja in a sandbox, with the names and extensions that transformers provides.
 
-Templates come from checkpoints and from uploads, so they are untrusted programs. The sandbox keeps them away from
-Python's objects. It limits neither time nor memory: a server renders templates of tenants in a process of its own.
+Templates come from checkpoints and from uploads, so they are untrusted programs. The sandbox blocks access to Python's
+objects. It limits neither time nor memory, so a server renders tenants' templates in a separate process.
 """
 
 import json
@@ -19,14 +19,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 __all__ = ["compile_chat_template"]
 
-# What may be kept, counted in characters of source. Compiled code takes up to a hundred times the memory of its source.
+# Limit of the compiled templates that are kept, in characters of source. Compiled code needs up to a hundred times the
+# memory of its source.
 _MAX_KEPT_CHARS = 1 << 19
-# A template takes some memory however short it is.
+# A template counts as at least this many characters, because even a short one needs some memory.
 _MIN_CHARS = 1_000
 
 
 class _GenerationMark(Extension):
-    """`{% generation %}` ... `{% endgeneration %}` marks the model's words for training; here it is only its body."""
+    """Renders the body of `{% generation %}` ... `{% endgeneration %}`, which marks the model's words for training."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
@@ -36,7 +37,7 @@ class _GenerationMark(Extension):
 
 
 class _UnfoldedCode(CodeGenerator):
-    """Leaves constant expressions to the rendering: 60 bytes of source can stand for gigabytes of text."""
+    """Evaluates constant expressions only when rendering, because 60 bytes of source can produce gigabytes of text."""
 
     def _output_child_to_const(
         self, node: nodes.Expr, frame: Frame, finalize: CodeGenerator._FinalizeInfo
@@ -48,7 +49,8 @@ class _UnfoldedCode(CodeGenerator):
 
 class _Environment(ImmutableSandboxedEnvironment):
     code_generator_class = _UnfoldedCode
-    # Python folds the product of two constants in the generated code. An intercepted operator becomes a call there.
+    # Python itself folds products of constants in the generated code. An intercepted operator becomes a call, which it
+    # does not fold.
     intercepted_binops = frozenset({"*"})
 
     def __init__(self) -> None:
@@ -61,7 +63,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _CompiledTemplates:
-    """The most recently used templates. Their number and the length of their sources are bounded."""
+    """The most recently used templates, bounded in number and in total length of source."""
 
     def __init__(self) -> None:
         self._environment = _Environment()
@@ -101,7 +103,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which a prompt must not contain."""
+    """Replaces Jinja's own filter, which escapes HTML; prompts must not contain HTML escapes."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -111,7 +113,7 @@ _compiled = _CompiledTemplates()
 
 
 def compile_chat_template(source: str) -> jinja2.Template:
-    """Compiles a template, or finds it among those compiled lately: compiling a long one takes milliseconds.
+    """Compiles a template, or returns it from the cache: compiling a long template takes milliseconds.
 
     Raises jinja2.TemplateSyntaxError for a template that does not parse.
     """

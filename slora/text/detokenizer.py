@@ -1,7 +1,7 @@
-"""One answer's text as its tokens arrive, without ever sending what a later token could change.
+"""Detokenizes one answer as its tokens arrive, and never returns text that a later token could change.
 
-Two things may hold text back: a decoder that needs more tokens to know it, and a tail that may be the beginning of a
-stop string. The cost of a token depends neither on the length of the answer nor on the length of the stop strings.
+Text is held back in two cases: the decoder needs more tokens to know it, or it may be the beginning of a stop string.
+The cost of a token depends neither on the length of the answer nor on the length of the stop strings.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ __all__ = ["Detokenizer"]
 
 
 class Detokenizer:
-    """`stopped` turns true when a stop string was found; the text before it is all there is.
+    """Detokenizes one answer. `stopped` becomes true when a stop string is found; the text ends before it.
 
-    All that `push` and `flush` return, joined, is `tokenizer.decode` of all tokens up to the first stop string,
-    however many tokens each `push` gets.
+    The joined results of `push` and `flush` equal `tokenizer.decode` of all tokens, up to the first stop string. They
+    do not depend on how many tokens each `push` gets.
 
-    min_tokens: a stop string that ends in the text of the first min_tokens tokens is ordinary text, as in vLLM
-    (v1/engine/detokenizer.py). One that begins there and ends later counts.
+    min_tokens: a stop string that ends within the text of the first min_tokens tokens is ordinary text, as in vLLM
+    (v1/engine/detokenizer.py). One that begins there and ends later stops the answer.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[StopString] = (), min_tokens: int = 0) -> None:
@@ -27,11 +27,11 @@ class Detokenizer:
         self._decoder = tokenizer.start_decoding()
         self._stops = StopMatcher(stops)
         self._num_immune_tokens = min_tokens if stops else 0
-        self._immune_chars = 0  # of the text that the decoder has not given yet
-        self._held = ""  # given by the decoder, held back because it may begin a stop string
+        self._immune_chars = 0  # Number of immune characters that the decoder has not returned yet.
+        self._held = ""  # Decoded text that may be the beginning of a stop string.
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Takes tokens in and returns the text that is now certain; nothing after a stop string."""
+        """Adds tokens and returns the text that is now certain. Returns nothing after a stop string."""
         if self.stopped:
             return ""
         num_immune = min(self._num_immune_tokens, len(token_ids))
@@ -46,7 +46,7 @@ class Detokenizer:
         return sent + self._pass_stops(self._decoder.push(token_ids[num_immune:]))
 
     def flush(self) -> str:
-        """The rest, when no more tokens come: what was held back and did not become a stop string."""
+        """Returns the remaining text after the last token, unless a stop string has ended the answer."""
         if self.stopped:
             return ""
         text = self._decoder.finish()
@@ -56,7 +56,7 @@ class Detokenizer:
         return sent if self.stopped else sent + self._held
 
     def _pass_stops(self, text: str) -> str:
-        """Appends decoded text. Returns what is certain of the text that has not been sent."""
+        """Appends decoded text and returns the unsent text that is now certain."""
         found = self._stops.search(text, self._immune_chars)
         self._immune_chars = max(0, self._immune_chars - len(text))
         known = self._held + text

@@ -1,8 +1,8 @@
-"""The sampling defaults in a generation_config.json, used for each field that a request leaves out.
+"""Reads the sampling defaults in a generation_config.json, which fill the fields that a request leaves out.
 
-The base model may bring such a file, and so may an adapter; the adapter's values win, field by field. A field that
-this server does not honour is refused unless it has its neutral value. So no adapter is served differently from how it
-was tuned.
+The base model may have such a file, and so may an adapter. For each field, the adapter's value takes precedence. A
+field that this server does not support is refused unless it has its neutral value. So no adapter is served differently
+from how it was tuned.
 """
 
 import json
@@ -21,12 +21,12 @@ __all__ = ["GenerationDefaults", "read_generation_defaults", "read_model_default
 
 _log = logging.getLogger(__name__)
 
-# Counts above this fit neither int32 tensors nor any context.
+# Counts above this limit fit neither int32 tensors nor any context.
 _MAX_COUNT = 2**31 - 1
-# How much of a refused value an error message repeats.
+# Number of characters of a refused value that an error message shows.
 _SHOWN_CHARS = 80
 
-# Fields of transformers' GenerationConfig that change the tokens -> their neutral values. null is always neutral.
+# Fields of transformers' GenerationConfig that change the tokens, with their neutral values. null is always neutral.
 _UNHONOURED: Mapping[str, tuple[Any, ...]] = {
     "encoder_repetition_penalty": (1,),
     "no_repeat_ngram_size": (0,),
@@ -58,7 +58,9 @@ _UNHONOURED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """None: the file does not set it. stop_token_ids end an answer, as the model's own end-of-text tokens do."""
+    """The defaults of one file; None for a field that the file does not set. stop_token_ids end an answer, like the
+    model's end-of-text tokens.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -71,7 +73,7 @@ class GenerationDefaults:
     min_tokens: int | None = None
 
     def over(self, base: "GenerationDefaults") -> "GenerationDefaults":
-        """These defaults; fields that they do not set are taken from `base`."""
+        """Returns these defaults, with fields that they do not set taken from `base`."""
         own = {name: value for name, value in self.said().items() if name not in ("stop", "stop_token_ids")}
         stops = self.stop_token_ids or base.stop_token_ids, self.stop or base.stop
         return replace(base, **own, stop_token_ids=stops[0], stop=stops[1])
@@ -111,7 +113,7 @@ def _count(config: Mapping[str, Any], name: str) -> int | None:
 
 
 def _several(config: Mapping[str, Any], name: str, kind: type) -> tuple[Any, ...]:
-    """One value or a list of values: transformers writes eos_token_id and stop_strings in both ways."""
+    """Reads one value or a list of values; transformers writes eos_token_id and stop_strings in both forms."""
     value = config.get(name)
     items = value if isinstance(value, list) else [] if value is None else [value]
     if any(not isinstance(item, kind) or isinstance(item, bool) for item in items):
@@ -148,9 +150,9 @@ def _shown(value: object) -> str:
 
 
 def read_generation_defaults(text: str | None, vocab_size: int | None = None) -> GenerationDefaults:
-    """The defaults in the JSON text of a generation_config.json. Raises ValueError naming the field.
+    """Parses the JSON text of a generation_config.json. Raises ValueError naming the field.
 
-    vocab_size: token ids must be below it; None accepts every id that an int32 holds.
+    vocab_size: token ids must be below it. None accepts every id that fits an int32.
     """
     config = json.loads(text) if text else {}
     if not isinstance(config, dict):
@@ -172,7 +174,7 @@ def read_generation_defaults(text: str | None, vocab_size: int | None = None) ->
 
 
 def read_model_defaults(directory: Path) -> GenerationDefaults:
-    """The base model's defaults. A field that is not honoured is logged. Raises ConfigError for a broken file."""
+    """Reads the base model's defaults and logs each unsupported field. Raises ConfigError for a damaged file."""
     path = directory / GENERATION_NAME
     text = path.read_text() if path.is_file() else None
     for reason in refuse_unhonoured(text):
@@ -192,9 +194,9 @@ def _check_ranges(defaults: GenerationDefaults) -> None:
 
 
 def refuse_unhonoured(text: str | None, vocab_size: int | None = None) -> list[Reason]:
-    """A reason for each field that is malformed, out of range, or not honoured by this server.
+    """Returns a reason for each field that is malformed, out of range or not supported by this server.
 
-    vocab_size: as `read_generation_defaults` takes it.
+    vocab_size: as in `read_generation_defaults`.
     """
     try:
         read_generation_defaults(text, vocab_size)

@@ -1,12 +1,12 @@
-"""Decodes tokens as they arrive, to exactly the text that decoding all of them at once gives.
+"""Decodes tokens as they arrive. The joined text equals the text of decoding all tokens at once.
 
 A decoder of the `tokenizers` library is a chain of steps over the strings of all tokens. Here each step is a stage that
-takes the strings piece by piece and passes on what no later token can change: one string for each token, in order, even
-if it is empty. The cost of a token does not grow with the number of tokens before it.
+reads the strings piece by piece and passes on the part that no later token can change. It passes on one string per
+token, in order, even if the string is empty. The cost of a token does not grow with the number of earlier tokens.
 
-Three stages hold text back. `ByteLevel` holds the bytes of an incomplete character. `ByteFallback` holds a whole run of
-byte tokens until another token ends it, because one invalid byte turns every byte of its run into U+FFFD. `BPEDecoder`
-holds one token, because it treats the last one differently.
+Three stages hold text back. `ByteLevel` holds the bytes of an incomplete character. `ByteFallback` holds a run of byte
+tokens until another token ends it, because one invalid byte turns every byte of its run into U+FFFD. `BPEDecoder` holds
+one token, because it decodes the last token differently.
 """
 
 import codecs
@@ -26,7 +26,7 @@ __all__ = ["DecoderChain", "IncrementalDecoder", "TokenWidths"]
 _log = logging.getLogger(__name__)
 
 _REPLACEMENT = "\ufffd"
-# How `ByteFallback` recognises a byte token. Rust's parser of hexadecimal numbers accepts a plus sign.
+# The pattern by which `ByteFallback` recognizes a byte token. Rust's hexadecimal parser accepts a plus sign.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
 
 Spec = dict[str, Any]
@@ -34,17 +34,17 @@ Spec = dict[str, Any]
 
 class _Stage(Protocol):
     def push(self, pieces: Iterable[str]) -> list[str]:
-        """The strings that are certain now that these have arrived."""
+        """Adds strings and returns the strings that are now certain."""
 
     def finish(self, *, drop_incomplete: bool) -> list[str]:
-        """The strings that remain when no more arrive; drop_incomplete leaves out an incomplete last character."""
+        """Returns the remaining strings after the last one. drop_incomplete leaves out an incomplete last character."""
 
     def clone(self) -> Self:
-        """An independent stage in the same state."""
+        """Returns an independent stage in the same state."""
 
 
 class _EachToken:
-    """Maps every string by itself; the first may be treated differently from the others."""
+    """Maps every string independently. The first string may be mapped differently from the others."""
 
     def __init__(self, first: Callable[[str], str], later: Callable[[str], str]) -> None:
         self._first = first
@@ -68,7 +68,7 @@ class _EachToken:
 
 
 class _AllButLast:
-    """Maps every string by itself; the last one is treated differently, so it waits for the next."""
+    """Maps every string independently. The last string is mapped differently, so each one waits for the next."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -92,7 +92,7 @@ class _AllButLast:
 
 
 class _ByteRuns:
-    """`ByteFallback`: a run of byte tokens is its text in UTF-8, or one U+FFFD for each byte if it is invalid."""
+    """`ByteFallback`: a run of byte tokens becomes its UTF-8 text, or one U+FFFD per byte if it is invalid."""
 
     def __init__(self, run: bytes | bytearray = b"") -> None:
         self._run = bytearray(run)
@@ -116,7 +116,7 @@ class _ByteRuns:
 
 
 class _ByteLevel:
-    """`ByteLevel`: each character of a token is one byte; together they are one text in UTF-8."""
+    """`ByteLevel`: each character of a token is one byte, and all bytes together are UTF-8 text."""
 
     def __init__(self, incomplete: bytes = b"") -> None:
         self._incomplete = incomplete
@@ -138,7 +138,7 @@ class _ByteLevel:
 
 
 class _StripStart:
-    """`Strip` behind a step that makes one string of all: removes up to `count` leading characters of the text."""
+    """`Strip` after a step that joins all strings: removes up to `count` leading characters of the whole text."""
 
     def __init__(self, char: str, count: int) -> None:
         self._char = char
@@ -161,7 +161,7 @@ class _StripStart:
 
 
 class _WholeText:
-    """A chain that has no stages here: everything waits for the last token."""
+    """A chain without streaming stages: the text is decoded only after the last token."""
 
     def __init__(self, decoder: Decoder, pieces: Iterable[str] = ()) -> None:
         self._decoder = decoder
@@ -181,7 +181,7 @@ class _WholeText:
 
 
 class DecoderChain:
-    """The stages of one tokenizer's decoder, as they are before the first token."""
+    """The stages of one tokenizer's decoder, in their initial state."""
 
     def __init__(self, tokenizer: FastTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -190,49 +190,58 @@ class DecoderChain:
         self._stages = _make_stages(tokenizer.decoder)
 
     def start(self) -> "IncrementalDecoder":
-        """A decoder for a new text."""
+        """Returns a decoder for a new text."""
         return IncrementalDecoder(self, [stage.clone() for stage in self._stages])
 
     def read_pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """The strings that the decoder gets: special tokens and ids outside the vocabulary have none."""
+        """The strings that the decoder gets. Special tokens and ids outside the vocabulary have none."""
         pieces = map(self._tokenizer.id_to_token, token_ids)
         return [piece for piece in pieces if piece is not None and piece not in self._special]
 
 
 class IncrementalDecoder:
-    """One text. Its `push`es and the last `finish`, joined, are what decoding all of its tokens at once gives."""
+    """Decodes one text.
+
+    The joined results of `push` and the final `finish` equal decoding all of its tokens at once.
+    """
 
     def __init__(self, chain: DecoderChain, stages: list[_Stage]) -> None:
         self._chain = chain
         self._stages = stages
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain now that these tokens have arrived."""
+        """Adds tokens and returns the text that is now certain."""
         return "".join(self.push_pieces(self._chain.read_pieces(token_ids)))
 
     def push_pieces(self, pieces: list[str]) -> list[str]:
-        """The same for tokens as `DecoderChain.read_pieces` has them; one string for each that is certain, in order."""
+        """Like `push`, for the strings of `DecoderChain.read_pieces`.
+
+        Returns one string per certain token, in order.
+        """
         for stage in self._stages:
             pieces = stage.push(pieces)
         return pieces
 
     def finish(self) -> str:
-        """The text that was held back, when no more tokens arrive."""
+        """Returns the text that was held back, after the last token."""
         return "".join(self.finish_pieces())
 
     def finish_pieces(self) -> list[str]:
-        """The same, one string for each token that was held back; a last one may hold an incomplete character."""
+        """Like `finish`, with one string per token that was held back.
+
+        The last one may hold an incomplete character.
+        """
         return _finish(self._stages, drop_incomplete=False)
 
     def count_complete(self) -> int:
-        """Characters that are held back although all of their bytes have arrived."""
+        """Number of characters that are held back although all of their bytes have arrived."""
         return sum(map(len, _finish([stage.clone() for stage in self._stages], drop_incomplete=True)))
 
 
 class TokenWidths:
-    """Divides one text among its tokens: the characters of each, in order, as soon as they are certain.
+    """Divides one text among its tokens: the number of characters of each token, in order, as soon as it is certain.
 
-    A special token has none; the last of the tokens that make up a character has all of it.
+    A special token has no characters. If several tokens form one character, the last of them gets it.
     """
 
     def __init__(self, chain: DecoderChain) -> None:
@@ -241,7 +250,7 @@ class TokenWidths:
         self._is_visible: deque[bool] = deque()
 
     def push(self, token_ids: Sequence[int]) -> list[int]:
-        """The widths of the next tokens, which may have come earlier than these."""
+        """Adds tokens and returns the widths that are now certain. They may belong to tokens of earlier calls."""
         pieces = []
         for token_id in token_ids:
             own = self._chain.read_pieces([token_id])
@@ -250,7 +259,7 @@ class TokenWidths:
         return self._take(self._decoder.push_pieces(pieces))
 
     def finish(self) -> list[int]:
-        """The widths of the tokens that remain. An incomplete character at the end is in none of them."""
+        """Returns the widths of the remaining tokens. An incomplete character at the end belongs to none of them."""
         return self._take(self._decoder.finish_pieces())
 
     def _take(self, pieces: Iterable[str]) -> list[int]:
@@ -268,7 +277,7 @@ def _finish(stages: list[_Stage], *, drop_incomplete: bool) -> list[str]:
 
 
 def _make_stages(decoder: Decoder | None) -> list[_Stage]:
-    if decoder is None:  # the library puts a space between any two tokens
+    if decoder is None:  # Without a decoder, the library puts a space between any two tokens.
         return [_EachToken(str, lambda piece: f" {piece}")]
     stages: list[_Stage] = []
     is_one_string = False
@@ -326,12 +335,12 @@ def _pattern(spec: Spec) -> str | Regex:
 
 
 def _by_token(decoder: Decoder) -> _EachToken:
-    """A step of the library that reads nothing of the other tokens but whether there is one before."""
+    """Wraps a decoder step of the library that treats the first token differently and ignores all other tokens."""
     return _EachToken(lambda piece: decoder.decode([piece]), lambda piece: decoder.decode(["", piece]))
 
 
 def _decode_run(run: bytes | bytearray) -> Iterator[str]:
-    """The text of each byte: of a character's last byte, the character."""
+    """Yields the text of each byte. The last byte of a character yields the character, the others an empty string."""
     try:
         text = run.decode("utf-8")
     except UnicodeDecodeError:
@@ -343,13 +352,13 @@ def _decode_run(run: bytes | bytearray) -> Iterator[str]:
 
 
 def _complete(run: bytes | bytearray) -> bytes | bytearray:
-    """The run without the first bytes of a character that may still be completed."""
+    """The run without the first bytes of a character that later bytes may complete."""
     _, length = codecs.utf_8_decode(run, "replace", False)
     return run[:length]
 
 
 def _make_byte_table() -> dict[str, int]:
-    """GPT-2's: a printable byte is its own Latin-1 character, the others follow from U+0100 on in their order."""
+    """GPT-2's byte table: a printable byte is its own Latin-1 character. The others follow from U+0100 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -359,7 +368,7 @@ _BYTE_OF = _make_byte_table()
 
 
 def _bytes_of(piece: str) -> bytes:
-    """A token with a character outside the alphabet, such as an added one, is plain text."""
+    """A token with a character outside the byte alphabet, such as an added token, is plain text."""
     try:
         return bytes([_BYTE_OF[char] for char in piece])
     except KeyError:

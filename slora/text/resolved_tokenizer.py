@@ -1,11 +1,12 @@
-"""The tokenizer that transformers makes of a model directory, which is the one that adapters are trained with.
+"""Finds the tokenizer that transformers builds from a model directory. Adapters are trained with it.
 
-transformers 5 does not always use tokenizer.json as it is. A class such as LlamaTokenizer takes only the vocabulary
-from it and builds the rest itself, and settings of tokenizer_config.json change what is put around a text. Which class
-and which settings count, the installed transformers decides, so it is asked. It is not asked where the directory is as
-transformers 5 saves it, because then the answer is tokenizer.json.
+transformers 5 does not always use tokenizer.json as it is. A class such as LlamaTokenizer reads only the vocabulary
+from it and builds the rest itself. Settings of tokenizer_config.json change the special tokens that are put around a
+text. The installed version of transformers decides which class and settings apply, so this module runs it. A directory
+in the format that transformers 5 saves does not need this, because there tokenizer.json is used as it is.
 
-Knows no torch: a process without it has a program with transformers (`slora.text.transformers_tokenizer`) answer.
+This module does not import torch. A process without torch runs a program with transformers
+(`slora.text.transformers_tokenizer`).
 """
 
 import importlib
@@ -27,13 +28,13 @@ __all__ = ["SPECIAL_NAMES", "ResolvedTokenizer", "resolve_tokenizer"]
 _log = logging.getLogger(__name__)
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-# Importing transformers and torch on a busy machine.
+# Enough to import transformers and torch on a busy machine.
 _TIMEOUT_S = 300
-# The classes that read tokenizer.json as it is.
+# The classes that use tokenizer.json as it is.
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 # Files of older versions of transformers that add special tokens.
 _OLD_FILES = ("special_tokens_map.json", "added_tokens.json")
-# Keys of tokenizer_config.json that change neither how the plain classes encode nor how they decode.
+# Keys of tokenizer_config.json that do not change how the plain classes encode and decode.
 _HARMLESS_KEYS = frozenset(
     {
         *SPECIAL_NAMES,
@@ -62,8 +63,10 @@ _HARMLESS_KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ResolvedTokenizer:
-    """serialized: in the format of tokenizer.json. special_tokens: what chat templates may use by name.
+    """A tokenizer as transformers builds it.
 
+    serialized: the tokenizer in the format of tokenizer.json.
+    special_tokens: the special tokens that chat templates may use by name.
     splits_special_tokens: a special token in a text is encoded as its characters.
     """
 
@@ -75,9 +78,9 @@ class ResolvedTokenizer:
 def resolve_tokenizer(
     directory: Path, config: Mapping[str, Any], as_saved: FastTokenizer
 ) -> ResolvedTokenizer | None:
-    """None if transformers uses tokenizer.json, read into `as_saved`, as it is, or can't say.
+    """The tokenizer that transformers builds. None if it equals tokenizer.json (`as_saved`), or can't be read.
 
-    config: what tokenizer_config.json says.
+    config: the content of tokenizer_config.json.
     """
     if _is_plain(directory, config, as_saved):
         return None
@@ -105,7 +108,7 @@ def _named_tokens(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _contents(value: object) -> Iterator[str]:
-    """A token may be a text or an object; several are a list, or an object by name."""
+    """Yields the texts of tokens. One token is a string or an object; several are a list, or an object by name."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):

@@ -1,7 +1,7 @@
-"""Finds the first of several strings in a text that arrives in pieces, in time linear in the text.
+"""Finds the first of several strings in a text that arrives in pieces, in time linear in the text's length.
 
-Each string is matched by its own Knuth-Morris-Pratt automaton, whose state is carried from piece to piece. The tables
-grow only as far as a text has matched, so a request costs nothing for stop strings that its answers never begin.
+Each string has its own Knuth-Morris-Pratt automaton, whose state is kept between pieces. Its table grows only as far as
+the text has matched, so a stop string that never begins to match costs nothing.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ __all__ = ["StopMatcher", "StopString"]
 
 
 class StopString:
-    """A string with its table of borders, which all texts that are searched for it share.
+    """A string with its table of borders. All searches for this string share the table.
 
-    A border of a text is a shorter text that it both begins and ends with. `_borders[n]` is the length of the longest
-    border of the first n characters.
+    A border of a text is a shorter text that is both its beginning and its end. `_borders[n]` is the length of the
+    longest border of the first n characters.
     """
 
     def __init__(self, text: str) -> None:
@@ -21,14 +21,14 @@ class StopString:
         self._borders = [0, 0]
 
     def advance(self, matched: int, char: str) -> int:
-        """Characters of the string that the text ends with behind `char`, if before it they were `matched`."""
+        """Returns the number of matched characters after `char`, if `matched` characters matched before it."""
         text = self.text
         while matched and text[matched] != char:
             matched = self.longest_border(matched)
         return matched + (text[matched] == char)
 
     def longest_border(self, length: int) -> int:
-        """Of the first `length` characters, at least one."""
+        """Length of the longest border of the first `length` characters. length must be at least one."""
         borders = self._borders
         while len(borders) <= length:
             known = len(borders) - 1
@@ -37,7 +37,7 @@ class StopString:
 
 
 class StopMatcher:
-    """One text's search. Matches that end within the first `immune` characters of a piece are passed over."""
+    """Searches one text. Matches that end within the first `immune` characters of a piece are ignored."""
 
     def __init__(self, strings: Sequence[StopString]) -> None:
         self._strings = strings
@@ -45,13 +45,14 @@ class StopMatcher:
 
     @property
     def num_open(self) -> int:
-        """Characters at the end of the text that may be the beginning of a match."""
+        """Number of characters at the end of the text that may be the beginning of a match."""
         return max(self._matched, default=0)
 
     def search(self, piece: str, immune: int = 0) -> tuple[int, int] | None:
-        """The next piece of the text; returns where in it the first match ends, and the match's length.
+        """Searches the next piece of the text. Returns the end of the first match in this piece, and the match's
+        length.
 
-        Of several that end at the same character, the longest counts. After a match the search is over.
+        If several strings end at the same character, the longest one counts. After a match the search is over.
         """
         first: tuple[int, int] | None = None
         for index, string in enumerate(self._strings):
@@ -61,10 +62,13 @@ class StopMatcher:
         return first
 
     def _find(self, index: int, string: StopString, piece: str, immune: int) -> int | None:
-        """The end of the first match of this string in the piece; its automaton is then where the piece ends."""
+        """The end of the first match of this string in the piece, or None.
+
+        Without a match, the automaton's state is saved.
+        """
         text, matched, at = string.text, self._matched[index], 0
         while at < len(piece):
-            if matched == 0:  # most of a text is passed over at the speed of `str.find`
+            if matched == 0:  # Most of a text is skipped at the speed of `str.find`.
                 at = piece.find(text[0], at)
                 if at < 0:
                     break

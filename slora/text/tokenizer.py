@@ -1,7 +1,8 @@
-"""Text to token ids and back, and chat templates, without torch: the API process must stay light.
+"""Converts text to token ids and back, and renders chat templates. Does not import torch, to keep the API process
+small.
 
-Built on `tokenizers`, which reads the checkpoint's tokenizer.json. Chat templates are Jinja, rendered in a sandbox
-with the same names that transformers offers them (they come from checkpoints and from uploads: untrusted).
+Uses the `tokenizers` library, which reads the checkpoint's tokenizer.json. Chat templates are untrusted Jinja from
+checkpoints and uploads. They are rendered in a sandbox, with the same names that transformers provides.
 """
 
 import json
@@ -17,7 +18,7 @@ from slora.text.chat_template import compile_chat_template
 from slora.text.incremental_decoder import DecoderChain, IncrementalDecoder, TokenWidths
 from slora.text.resolved_tokenizer import SPECIAL_NAMES, resolve_tokenizer
 
-# What the Python under a template may raise: "{0}".format() an IndexError, a macro that calls itself a RecursionError.
+# Errors of Python code that a template runs: "{0}".format() raises IndexError, a recursive macro RecursionError.
 _TEMPLATE_FAILURES = (
     jinja2.TemplateError,
     TypeError,
@@ -30,7 +31,10 @@ _TEMPLATE_FAILURES = (
 
 
 class Tokenizer:
-    """`chat_template` is None when the checkpoint brings none: then it can complete but not chat."""
+    """A checkpoint's tokenizer.
+
+    `chat_template` is None if the checkpoint has none; then it can complete but not chat.
+    """
 
     def __init__(
         self, fast: FastTokenizer, special_tokens: Mapping[str, str], chat_template: str | None
@@ -44,7 +48,7 @@ class Tokenizer:
 
     @staticmethod
     def from_directory(directory: Path) -> "Tokenizer":
-        """The tokenizer as transformers makes it of this directory (`resolve_tokenizer`).
+        """Builds the tokenizer that transformers would build from this directory (`resolve_tokenizer`).
 
         Raises ConfigError if there is no readable tokenizer.json, or if tokenizer_config.json is damaged.
         """
@@ -56,7 +60,7 @@ class Tokenizer:
             )
         try:
             fast = FastTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for every damage
+        except Exception as error:  # The library raises bare Exception.
             raise ConfigError(f"{path} is no tokenizer: {error}") from error
         config = _read_config(directory / "tokenizer_config.json")
         special_tokens: Mapping[str, str] = _special_tokens(config)
@@ -71,53 +75,62 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
-        """What chat templates may use by name, such as bos_token."""
+        """The special tokens that chat templates may use by name, such as bos_token."""
         return self._special_tokens
 
     @property
     def added_token_ids(self) -> frozenset[int]:
-        """Ids beside the plain vocabulary: end of text, roles, padding and reserved ids."""
+        """Ids outside the plain vocabulary: end of text, roles, padding and reserved ids."""
         return frozenset(self._fast.get_added_tokens_decoder())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """add_special_tokens: what tokenizer.json puts around a text (a BOS, mostly); off for a rendered chat.
+        """Encodes a text. Releases the GIL while it tokenizes, which the library's `encode` does not.
 
-        Releases the interpreter lock while it tokenizes, which `encode` of the library does not.
+        add_special_tokens: adds the special tokens of tokenizer.json, such as BOS; false for a rendered chat.
         """
         ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of the text alone. Does not copy their ids, which would hold the interpreter lock."""
+        """The number of tokens of the text alone. Does not copy the ids, which would hold the GIL."""
         return len(self._fast.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def encode_chat(self, rendered: str) -> list[int]:
-        """What a chat template wrote; it writes the special tokens itself. Raises RequestRefused if that is nothing."""
+        """Encodes a rendered chat, which already contains its special tokens.
+
+        Raises RequestRefused if it has no tokens.
+        """
         ids = self.encode(rendered, add_special_tokens=False)
         if not ids:
             raise RequestRefused("The chat template made an empty prompt of these messages.", "messages")
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens. An incomplete character shows as U+FFFD."""
+        """Decodes to text without special tokens. An incomplete character becomes U+FFFD."""
         text: str = self._fast.decode(list(token_ids), skip_special_tokens=True)
         return text
 
     def decode_long(self, token_ids: Sequence[int]) -> str:
-        """The same for a thread: `decode` holds the interpreter lock (29 ms for 210,000 ids), and this does not."""
+        """Like `decode`, but releases the GIL, which `decode` holds for 29 ms for 210,000 ids. Call it on a thread."""
         text: str = self._fast.decode_batch([list(token_ids)], skip_special_tokens=True)[0]
         return text
 
     def start_decoding(self) -> IncrementalDecoder:
-        """Decodes the tokens of one text as they arrive, to what `decode` gives for all of them."""
+        """Returns a decoder for the tokens of one text as they arrive.
+
+        Its joined text equals `decode` of all tokens.
+        """
         return self._decoder_chain.start()
 
     def start_measuring(self) -> TokenWidths:
-        """Divides the text of tokens among them as they arrive."""
+        """Returns an object that divides the text of arriving tokens among them."""
         return TokenWidths(self._decoder_chain)
 
     def measure(self, token_ids: Sequence[int]) -> list[int]:
-        """For each token, the characters of `decode(token_ids)` that are its own; together they are all of them."""
+        """For each token, the number of characters of `decode(token_ids)` that belong to it.
+
+        Their sum is the text's length.
+        """
         widths = self.start_measuring()
         found = widths.push(token_ids) + widths.finish()
         if found:
@@ -125,7 +138,7 @@ class Tokenizer:
         return found
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, special ones included: what logprobs show."""
+        """The text of one token, special tokens included, as logprobs show it."""
         text: str = self._fast.decode([token_id], skip_special_tokens=False)
         return text
 
@@ -136,9 +149,9 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Renders a conversation; `template` (an adapter's own) replaces the checkpoint's.
+        """Renders a conversation. `template`, an adapter's own, replaces the checkpoint's.
 
-        Raises RequestRefused when there is no template, or when it refuses these messages.
+        Raises RequestRefused when there is no template, or when the template refuses these messages.
         """
         source = template or self.chat_template
         if source is None:
@@ -157,7 +170,10 @@ class Tokenizer:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Many tokenizers have none: then there are no special tokens to name, and no template."""
+    """Reads tokenizer_config.json.
+
+    Many tokenizers have none; then there are no named special tokens and no template.
+    """
     if not path.is_file():
         return {}
     try:
@@ -180,7 +196,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja wins; tokenizer_config.json holds a text or a list of named ones."""
+    """chat_template.jinja takes precedence. tokenizer_config.json holds one template, or a list of named templates."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         return path.read_text()

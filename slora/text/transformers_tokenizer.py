@@ -1,4 +1,4 @@
-"""Asks transformers for the tokenizer of a model directory.
+"""Reads the tokenizer that transformers builds from a model directory.
 
     python -P -m slora.text.transformers_tokenizer DIR      prints a ResolvedTokenizer as JSON
 
@@ -23,10 +23,10 @@ __all__ = ["read_tokenizer"]
 
 
 def read_tokenizer(directory: Path) -> ResolvedTokenizer:
-    """Raises ConfigError if transformers can't read it, or uses a tokenizer that is no tokenizer.json inside."""
+    """Raises ConfigError if transformers can't read the tokenizer, or if it is not based on a tokenizer.json."""
     try:
         found = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # each tokenizer class raises what it likes
+    except Exception as error:  # Each class raises its own errors.
         raise ConfigError(f"{directory}: transformers can't read the tokenizer: {error}") from error
     if not isinstance(found, PreTrainedTokenizerFast):
         kind = type(found).__name__
@@ -42,7 +42,10 @@ def read_tokenizer(directory: Path) -> ResolvedTokenizer:
 
 
 def _serialize(backend: Tokenizer) -> str:
-    """With the special tokens that the backend hides: it goes on hiding one that was added again as an ordinary one."""
+    """Serializes the backend and marks every special token that it hides as special.
+
+    The backend also hides a special token that was added again as an ordinary token, although its entry is not special.
+    """
     fields = json.loads(backend.to_str())
     for token in fields["added_tokens"]:
         token_ids = [token["id"]]
@@ -52,7 +55,7 @@ def _serialize(backend: Tokenizer) -> str:
 
 
 def main() -> int:
-    """Prints the tokenizer, or why there is none."""
+    """Prints the tokenizer, or the reason why there is none."""
     parser = argparse.ArgumentParser(description="Read a tokenizer as transformers does.")
     parser.add_argument("directory", type=Path)
     options = parser.parse_args()

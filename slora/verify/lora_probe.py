@@ -1,6 +1,6 @@
-"""What our kernels add at each site of a model: one packed adapter, loaded into pages as the engine loads it.
+"""Computes what our kernels add at each site of a model, for one packed adapter in pages as the engine loads it.
 
-For looking at an adapter by itself: no base weights take part. Inputs are random, the same for whoever asks again.
+This tests an adapter by itself, without base weights. The inputs are random but the same in every call.
 """
 
 from collections.abc import Iterator
@@ -21,15 +21,15 @@ from slora_kernels.ops import Kernels
 
 __all__ = ["probe_adapter", "probe_inputs"]
 
-# More than one token, and no power of two: so is a real batch.
+# More than one token, and not a power of two, like a real batch.
 _TOKENS = 5
 _BLOCK_TOKENS = 16
 
 
 def probe_inputs(shape: ModelShape, site: LoraSite, dtype: torch.dtype) -> Tensor:
-    """[T, in] of a standard normal, rounded to `dtype`; for the embedding one-hot rows of random tokens.
+    """[T, in] of a standard normal distribution, rounded to `dtype`. For the embedding: one-hot rows of random tokens.
 
-    A site's own, whoever asks and whenever.
+    The inputs depend on the site only, so they are the same in every call.
     """
     random = torch.Generator().manual_seed(site.group)
     if site == shape.embedding_site:
@@ -48,7 +48,7 @@ def probe_adapter(
     *,
     weight: float = 1.0,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Each adapted module, and float32 [T, out]: what is added to its output for the `probe_inputs` of its site.
+    """Yields each adapted module with float32 [T, out]: what LoRA adds to its output for the site's `probe_inputs`.
 
     packed: in `dtype`, for a model of `shape`. weight: a factor on the adapter's scale.
     """
@@ -72,14 +72,14 @@ def probe_adapter(
 
 
 def _load(packed: PackedAdapter, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> PageMemory:
-    """Pages for this adapter alone, and one slot that points at them."""
+    """Creates pages for this adapter alone, and one slot that points to them."""
     page_bytes = shape.num_layers * shape.page_bytes(_BLOCK_TOKENS)
     num_pages = -(-packed.layout.num_bytes // page_bytes)
     geometry = KVGeometry(
         shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim, _BLOCK_TOKENS, dtype
     )
     memory = PageMemory(geometry, shape, page_bytes, num_pages, 1, num_pages, device)
-    # Back to front: an order that only the page table knows.
+    # In reverse order, so that a kernel that ignores the page table fails.
     pages = list(range(num_pages - 1, -1, -1))
     resident = Resident(
         AdapterVersion("", ""), Tenant(""), 0, 1, pages, packed.layout.num_bytes, packed.layout.reach

@@ -1,6 +1,6 @@
-"""transformers + peft as the judge of what we serve: the same base, the same adapter directory, their arithmetic.
+"""The reference for what we serve: transformers and peft compute the same base model with the same adapter directory.
 
-This is the only module that imports peft, which is an extra (slora[verify]).
+Only this module imports peft, which is an optional dependency (slora[verify]).
 """
 
 import warnings
@@ -23,7 +23,10 @@ _PREFIX = "base_model.model."
 
 
 class PeftOracle:
-    """`notes`: what peft warned of when it loaded the adapter. Raises NotComparable with what either said."""
+    """The model in transformers and peft. Raises NotComparable with the error of either library.
+
+    notes: warnings of peft while it loaded the adapter.
+    """
 
     def __init__(self, model: Path, adapter: Path, dtype: torch.dtype, device: torch.device) -> None:
         with warnings.catch_warnings(record=True) as caught:
@@ -45,8 +48,10 @@ class PeftOracle:
 
     @torch.inference_mode()
     def logits(self, prompt: Sequence[int], answer: Sequence[int], *, adapted: bool) -> Tensor:
-        """float32 [T, vocab_size] of T tokens of prompt and answer: row t says what comes after token t, with the
-        adapter or without; of an answer, as it was when that token was the last."""
+        """float32 [T, vocab_size] for T tokens of prompt and answer. Row t holds the logits of the token after token t.
+
+        adapted: with the adapter or without. A row of the answer is computed as it was when its token was the last one.
+        """
         if adapted:
             return force_answer(self._forward, prompt, answer, self._rope_switch)
         with self._model.disable_adapter():
@@ -54,10 +59,13 @@ class PeftOracle:
 
     @torch.inference_mode()
     def delta(self, path: str, inputs: Tensor) -> Tensor:
-        """float32 [T, out]: what peft adds to the output of module `path` for `inputs` [T, in], one-hot for tokens."""
+        """float32 [T, out]: what peft adds to the output of module `path` for `inputs` [T, in].
+
+        For an embedding, one-hot rows.
+        """
         layer = self._layers[path]
         weight: Tensor = layer.get_delta_weight(_NAME).float().cpu()
-        # Of embeddings, and of GPT-2's Conv1D, weights are [in, out].
+        # Weights of embeddings and of GPT-2's Conv1D are [in, out].
         is_in_out = isinstance(layer, Embedding) or layer.fan_in_fan_out
         return inputs.float() @ (weight if is_in_out else weight.T)
 
@@ -67,9 +75,9 @@ class PeftOracle:
 
 
 def find_rope_switch(config: PreTrainedConfig) -> int | None:
-    """The most tokens of a sequence that uses longrope's short factors; None where nothing switches.
+    """The longest sequence, in tokens, that uses longrope's short factors. None if nothing switches.
 
-    As transformers reads it: where the switch is must be the judge's own finding, not ours.
+    Read from transformers' config, because the reference must not depend on our own parser.
     """
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     by_layer_type = [table for table in rope.values() if isinstance(table, dict)]
@@ -87,11 +95,13 @@ def force_answer(
     answer: Sequence[int],
     rope_switch: int | None,
 ) -> Tensor:
-    """[T, vocab_size] of T tokens of prompt and answer: row t says what comes after token t.
+    """[T, vocab_size] for T tokens of prompt and answer. Row t holds the logits of the token after token t.
 
-    forward: one pass over tokens, [their number, vocab_size]. Longrope turns all of a sequence by its length, so what
-    was drawn from at most `rope_switch` tokens is judged by a pass over no more: with a switch of 48, a prompt of 40
-    and an answer of 20, rows 0 to 47 are from a pass over 48 tokens, rows 48 to 59 from one over 60.
+    forward: one pass over tokens, which returns [number of tokens, vocab_size].
+
+    Longrope rotates all tokens of a sequence by its present length. So a token that was sampled at a length of at most
+    `rope_switch` must be compared with a pass over no more tokens. Worked example: with a switch of 48, a prompt of 40
+    and an answer of 20, rows 0 to 47 come from a pass over 48 tokens and rows 48 to 59 from one over 60.
     """
     tokens = [*prompt, *answer]
     logits = forward(tokens)
@@ -104,7 +114,7 @@ def _load(model: Path, adapter: Path, dtype: torch.dtype) -> PeftModel:
     transformers_logging.disable_progress_bar()
     try:
         base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True)
-        # autocast_adapter_dtype would hold 16-bit adapters in float32, which is for training.
+        # autocast_adapter_dtype would hold 16-bit adapters in float32, which is meant for training.
         return PeftModel.from_pretrained(base, adapter, _NAME, autocast_adapter_dtype=False)
     except (OSError, RuntimeError, TypeError, ValueError, LookupError) as error:
         raise NotComparable(f"transformers and peft can't load {adapter} on {model}: {error}") from error

@@ -1,7 +1,8 @@
-"""What a comparison with peft found, and whether that is equal: by tokens, by log-probabilities, module by module.
+"""The result of a comparison with peft: token by token, by log-probability and module by module.
 
-Tokens are judged as the project's own tests judge them: the same, or the judge was undecided. The finer measures have
-limits that rounding never reaches and a wrong scale always does. Knows no model and no tensor.
+Tokens pass if they are the same, or if the reference is undecided between them; the project's tests use the same rule.
+The finer measures have limits that rounding never reaches and that a wrong scale always exceeds. This module uses
+neither models nor tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,9 +13,11 @@ __all__ = ["TOLERANCES", "ModuleCheck", "PromptCheck", "Tolerance", "Verificatio
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Differences that rounding explains. logprob: of one token, in nats. delta: of a module's output, relative to its
-    largest entry. margin: log-probability between the judge's two best tokens below which either is right.
-    excused: of all tokens, the share that may differ for that reason; one always may, because few are judged.
+    """The differences that rounding explains.
+
+    logprob: of one token, in nats. delta: of a module's output, relative to its largest entry.
+    margin: if the reference's two most probable tokens differ by less log-probability than this, either one passes.
+    excused: share of all tokens that may differ for that reason. One token always may, because few are compared.
     """
 
     logprob: float
@@ -23,8 +26,8 @@ class Tolerance:
     excused: float
 
 
-# Measured on tiny models and the demo: 1e-5 and 1e-6 in float32; in bfloat16, where both sides round after each
-# operation, 0.04 and 0.005, and 0 to 2 tokens of 64: two best tokens are often as near as that.
+# Measured on tiny models and the demo. float32: 1e-5 for logprob and 1e-6 for delta. bfloat16, where both sides round
+# after each operation: 0.04 and 0.005, and 0 to 2 of 64 tokens, because the two best tokens are often that close.
 TOLERANCES: Mapping[str, Tolerance] = {
     "float32": Tolerance(1e-3, 1e-4, 1e-4, 1e-3),
     "float16": Tolerance(0.1, 1e-2, 0.2, 0.05),
@@ -34,7 +37,10 @@ TOLERANCES: Mapping[str, Tolerance] = {
 
 @dataclass(frozen=True, slots=True)
 class ModuleCheck:
-    """path: from the model's root. deviation: of our delta from peft's, relative to the largest entry of peft's."""
+    """The comparison of one module. path: from the model's root.
+
+    deviation: the largest difference between our delta and peft's, relative to the largest entry of peft's delta.
+    """
 
     path: str
     rank: int
@@ -44,11 +50,12 @@ class ModuleCheck:
 
 @dataclass(frozen=True, slots=True)
 class PromptCheck:
-    """One answer. wrong: tokens that peft would not have chosen; excused: those where it was undecided.
+    """One answer.
 
-    logprob, peft_logprob: mean over the answer's tokens; deviation: the largest of one token.
-    effect: KL divergence of the adapter's next-token distributions from the base's, mean over all tokens, in nats.
-    changed: share of tokens after which the adapter's favourite is another than the base's.
+    wrong: tokens that peft would not have chosen. excused: differing tokens where peft was undecided.
+    logprob, peft_logprob: mean over the answer's tokens. deviation: the largest difference of one token.
+    effect: KL divergence of the adapter's next-token distributions from the base's, in nats, mean over all tokens.
+    changed: share of tokens after which the argmax with the adapter differs from the argmax of the base.
     """
 
     prompt: str | None
@@ -65,8 +72,10 @@ class PromptCheck:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """only_here, only_peft: modules that one side adapts and the other does not. not_served: what else lies in the
-    directory. problems: why it is not equal; none if it is. warnings: what an author should know anyway.
+    """The result for one adapter.
+
+    only_here, only_peft: modules that only one side adapts. not_served: other files in the directory.
+    problems: why the two sides are not equal; empty if they are. warnings: further facts for the adapter's author.
     """
 
     dtype: str
@@ -88,7 +97,7 @@ class Verification:
 def find_problems(
     modules: Sequence[ModuleCheck], prompts: Sequence[PromptCheck], only: Sequence[str], limit: Tolerance
 ) -> list[str]:
-    """Why the two sides are not equal; nothing if they are. only: paths of modules that one side alone adapts."""
+    """Returns why the two sides are not equal, or an empty list. only: paths of modules that only one side adapts."""
     problems = [f"{path} is adapted by one side only" for path in only]
     off = sorted(
         (check for check in modules if not check.deviation <= limit.delta), key=lambda check: -check.deviation

@@ -1,8 +1,8 @@
-"""Is an adapter served as its author means it? Our answers and deltas beside those of transformers + peft.
+"""Checks that an adapter is served as trained: compares our answers and deltas with those of transformers and peft.
 
-Greedy answers of the whole engine are scored by the judge, token by token; and what each adapted module adds to its
-output is computed by both for the same inputs, which names a module that is wrong. Both sides run one after the other,
-so that one copy of the base is in memory at a time.
+The reference scores greedy answers of the whole engine, token by token. Both sides also compute what each adapted
+module adds to its output for the same inputs, which identifies a wrong module. The two sides run one after the other,
+so that only one copy of the base model is in memory at a time.
 """
 
 import gc
@@ -34,15 +34,15 @@ from slora_kernels.layout import ModelShape
 
 __all__ = ["Judge", "Question", "verify_adapter"]
 
-# On both sides of a page's 16 tokens, and longer than two.
+# Lengths on both sides of a page's 16 tokens, and one longer than two pages.
 _DEFAULT_LENGTHS = (1, 7, 17, 40)
-# Nats: below it an adapter might as well not be there.
+# In nats. Below this value the adapter has no effect.
 _NO_EFFECT = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked of both sides. prompts: texts; none asks random tokens. max_lora_rank: the server's limit."""
+    """The input of a comparison. prompts: texts; if empty, random tokens. max_lora_rank: the server's limit."""
 
     model: Path
     directory: Path
@@ -54,7 +54,7 @@ class Question:
 
 
 class Judge(Protocol):
-    """peft's side (`PeftOracle`)."""
+    """The reference side (`PeftOracle`)."""
 
     notes: tuple[str, ...]
 
@@ -71,7 +71,7 @@ OpenJudge = Callable[[Path, Path, torch.dtype, torch.device], Judge]
 
 @dataclass(frozen=True, slots=True)
 class _Ours:
-    """What this engine says: answers, and deltas by the path of the module."""
+    """The results of this engine: answers, and deltas by the path of the module."""
 
     answers: list[Completion]
     deltas: dict[str, Tensor]
@@ -82,9 +82,11 @@ class _Ours:
 def verify_adapter(
     question: Question, open_judge: OpenJudge, served: LoraAdapter | None = None
 ) -> Verification:
-    """Compares. served: what this engine serves, if not the directory itself (to see what a difference looks like).
+    """Compares this engine with the reference.
 
-    Raises ConfigError for the model, AdapterNotFound or AdapterInvalid with all reasons for the adapter.
+    served: an adapter to serve instead of the directory, to test that a difference is found.
+
+    Raises ConfigError for the model. Raises AdapterNotFound, or AdapterInvalid with all reasons, for the adapter.
     """
     spec = read_model_spec(question.model)
     dtype_name = spec.resolve_dtype(question.dtype)
@@ -123,7 +125,7 @@ def verify_adapter(
 def _answer(
     question: Question, served: LoraAdapter, adapter: Adapter, shape: ModelShape, dtype: str
 ) -> _Ours:
-    """Our side; the model is gone when this returns."""
+    """Computes this engine's side. The model is freed before this function returns."""
     llm = LLM(question.model, dtype=dtype, device=question.device, max_lora_rank=question.max_lora_rank)
     drawn = _random_prompts(llm.info.vocab_size, llm.info.max_model_len, question.max_tokens)
     prompts: Sequence[Prompt] = question.prompts or drawn
@@ -142,7 +144,7 @@ def _answer(
 
 
 def _random_prompts(vocab_size: int, max_len: int, max_tokens: int) -> list[list[int]]:
-    """Any tokens will do: two programs that agree on noise agree on text."""
+    """Random tokens are sufficient: two programs that agree on them also agree on text."""
     rng = random.Random(0)
     room = max(1, max_len - max_tokens)
     return [[rng.randrange(vocab_size) for _ in range(min(length, room))] for length in _DEFAULT_LENGTHS]
@@ -169,9 +171,9 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _compare_answer(judge: Judge, answer: Completion, text: str | None, margin: float) -> PromptCheck:
-    """By teacher forcing: the judge reads prompt and answer at once, with the adapter and without."""
+    """Compares by teacher forcing: the reference reads prompt and answer at once, with the adapter and without."""
     prompt, tokens = answer.prompt_token_ids, torch.tensor(answer.token_ids)
-    read = answer.token_ids[:-1]  # what comes after the last was not asked
+    read = answer.token_ids[:-1]  # Nothing was sampled after the last token.
     adapted = judge.logits(prompt, read, adapted=True).log_softmax(dim=-1)
     base = judge.logits(prompt, read, adapted=False).log_softmax(dim=-1)
     rows = adapted[len(prompt) - 1 :]
@@ -209,5 +211,5 @@ def _warnings(prompts: Sequence[PromptCheck], question: Question) -> list[str]:
 
 
 def _unserved_files(directory: Path) -> tuple[str, ...]:
-    """What lies beside an adapter and plays no part when it is served."""
+    """Other files in the adapter's directory, which serving does not use."""
     return tuple(sorted(path.name for path in directory.iterdir() if path.name not in MEMBER_NAMES))

@@ -1,6 +1,7 @@
 """`slora adapter verify`: the comparison of `verifier.py` on the command line, as a table or as JSON.
 
-Exit code 0: served as peft means it; 1: not; 2: it cannot be served, or not be compared, and every reason is printed.
+Exit code 0: the adapter is served as peft computes it. 1: it is not. 2: it can't be served or compared, and every
+reason is printed.
 """
 
 import argparse
@@ -24,7 +25,7 @@ _MOST_ROWS = 12
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Compares, prints, and returns the exit code."""
+    """Compares, prints the result and returns the exit code."""
     try:
         found = verify_adapter(_question(arguments), PeftOracle)
     except AdapterInvalid as error:
@@ -90,7 +91,7 @@ def _page(found: Verification, arguments: argparse.Namespace) -> Iterable[str]:
 
 
 def _by_module(modules: Sequence[ModuleCheck]) -> Iterable[list[str]]:
-    """A row for each name such as self_attn.q_proj."""
+    """One row per module name, such as self_attn.q_proj."""
     groups: dict[str, list[ModuleCheck]] = {}
     for check in modules:
         groups.setdefault(_split(check.path)[1], []).append(check)
@@ -102,7 +103,7 @@ def _by_module(modules: Sequence[ModuleCheck]) -> Iterable[list[str]]:
 
 
 def _by_layer(modules: Sequence[ModuleCheck]) -> Iterable[list[str]]:
-    """A row for each layer, or of a deep model for those that deviate most."""
+    """One row per layer. For a deep model, only the layers that deviate most."""
     worst: dict[str, ModuleCheck] = {}
     for check in modules:
         layer, _ = _split(check.path)
@@ -133,7 +134,7 @@ def _by_prompt(found: Verification) -> Iterable[list[str]]:
 
 
 def _split(path: str) -> tuple[str, str]:
-    """model.layers.3.self_attn.q_proj -> ("3", "self_attn.q_proj"); of what is in no layer, ("-", the path)."""
+    """model.layers.3.self_attn.q_proj -> ("3", "self_attn.q_proj"). A module outside the layers: ("-", path)."""
     match = _LAYER.fullmatch(path)
     return (match["layer"], match["module"]) if match else ("-", path)
 
@@ -144,7 +145,7 @@ def _span(values: Sequence[float]) -> str:
 
 
 def _table(heads: list[str], rows: Iterable[list[str]]) -> Iterable[str]:
-    """Columns as wide as their widest cell; the first to the left, numbers to the right."""
+    """Aligns columns to their widest cell, the first one left and the others right."""
     cells: list[list[Any]] = [heads, *rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]
     for row in cells:

@@ -1,7 +1,7 @@
-"""Tells one base model from another by its weights, without reading them all: what an adapter was trained on must be
-what it is served on, whatever the two directories are called.
+"""Identifies a base model by a sample of its weights. An adapter must be served on the weights that it was trained on.
 
-Knows no config and no tokenizer: models of equal weights have the same fingerprint, however they are cut into files.
+Directory names do not matter, nor do config and tokenizer. Models with equal weights have the same fingerprint, no
+matter how they are split into files.
 """
 
 import hashlib
@@ -16,16 +16,16 @@ from slora.weights.safetensors_file import StoredTensor
 __all__ = ["fingerprint"]
 
 _VERSION = 1
-# Of each tensor, spread evenly over it, so many pieces of so many bytes. Training moves nearly every number of a
-# tensor, and of 1 KiB of bfloat16 some 500 are seen; an 8B model takes 5000 small reads.
+# From each tensor, 16 pieces of 64 bytes are read, evenly spread. Training changes nearly every number of a tensor, and
+# 1 KiB of bfloat16 contains some 500 numbers. An 8B model needs 5000 small reads.
 _NUM_PIECES = 16
 _PIECE_BYTES = 64
 
 
 def fingerprint(directory: Path) -> str:
-    """64 lower-case hexadecimal digits: SHA-256 over every tensor's name, dtype, shape and pieces of its bytes.
+    """64 lower-case hexadecimal digits: SHA-256 over every tensor's name, dtype, shape and sampled bytes.
 
-    Raises ConfigError if there is no checkpoint. A change of a few single numbers may go unseen.
+    Raises ConfigError if there is no checkpoint. A change of a few single numbers may go undetected.
     """
     checkpoint = Checkpoint(directory)
     by_file: dict[Path, list[StoredTensor]] = defaultdict(list)
@@ -43,7 +43,7 @@ def fingerprint(directory: Path) -> str:
 
 
 def _line(tensor: StoredTensor, file: int) -> bytes:
-    """What goes into the hash for one tensor; its own digest, so that lines are of a form that can't be mistaken."""
+    """The line that is hashed for one tensor. It holds a digest of the sampled bytes, so lines can't be confused."""
     size = tensor.num_bytes
     last = max(0, size - _PIECE_BYTES)
     # Worked example: of 2048 bytes the pieces begin at 0, 132, 264, ..., 1984.

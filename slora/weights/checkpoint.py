@@ -1,4 +1,4 @@
-"""Finds a checkpoint's tensors in its safetensors files, sharded or not. Reads headers only, and unpickles nothing."""
+"""Finds a checkpoint's tensors in its safetensors files, sharded or not. Reads only headers and unpickles nothing."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _SINGLE = "model.safetensors"
 
 
 class Checkpoint:
-    """The tensors of a model directory by name. Raises ConfigError for whatever is missing or damaged."""
+    """The tensors of a model directory by name. Raises ConfigError for a missing or damaged file or tensor."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -33,7 +33,10 @@ class Checkpoint:
         return self._directory
 
     def find(self, name: str, shape: tuple[int, ...] | None = None) -> StoredTensor:
-        """Where the tensor `name` lies; its shape must be `shape`, if that is known."""
+        """Locates the tensor `name`.
+
+        Raises ConfigError if it is missing, or if its shape differs from a given `shape`.
+        """
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ConfigError(f"{self._directory} has no tensor {name!r}, which its config.json calls for")

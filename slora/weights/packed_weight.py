@@ -1,8 +1,12 @@
-"""Weights laid out once, when they are loaded, in the blocks that a CPU's matmul library (oneDNN) multiplies by.
+"""Weights packed at load time into the blocks of the CPU's matmul library (oneDNN).
 
-It takes plain rows as well, but then brings them into blocks in every call. Measured with two AVX-512 cores on the
-linears of a 110M model, ms plain and packed: bfloat16 8.9 / 5.6 for one row, 17.2 / 14.5 for 64, 113 / 91 for 512;
-float32 18.5 / 8.4, 122 / 28, 456 / 187. In bfloat16 a row is then the same bits alone and among any number.
+oneDNN also accepts plain rows, but then it packs them in every call. Measured with two AVX-512 cores on the linears of
+a 110M model, in ms, plain / packed:
+
+    bfloat16    8.9 / 5.6 for 1 row    17.2 / 14.5 for 64 rows    113 / 91 for 512 rows
+    float32    18.5 / 8.4 for 1 row    122 / 28 for 64 rows       456 / 187 for 512 rows
+
+In bfloat16, a packed row also has the same bits in batches of any size.
 """
 
 from dataclasses import dataclass
@@ -10,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# For which number of rows the blocks are cut; those for many serve one as well, those for one do not serve many.
+# The number of rows that the blocks are optimized for. Blocks for many rows also suit one row, but not vice versa.
 _ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """blocks: of a weight [out, in], opaque; as many bytes as it had."""
+    """blocks: the packed form of a weight [out, in]. It is opaque and has as many bytes as the weight."""
 
     blocks: Tensor
 
@@ -27,7 +31,7 @@ class PackedWeight:
 
 
 def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
-    """The same weight, packed where that can be; the caller drops the plain one."""
+    """Packs a weight if this machine supports that; otherwise returns it unchanged. The caller drops the plain one."""
     if not _can_pack(weight):
         return weight
     return PackedWeight(torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS))

@@ -1,24 +1,24 @@
-"""Weights as 8-bit numbers with a scale for each row: how a row is rounded, and to what.
+"""Quantizes weights to 8-bit numbers with one scale per row.
 
-Symmetric, the largest magnitude of a row becoming the largest number: 127 steps of equal size in int8, in float8 e4m3
-steps that grow with the number, up to 448. The scale is the only thing that is not 8 bits: 4 bytes a row.
+The quantization is symmetric: the largest magnitude of a row becomes the largest number of the format. int8 has 127
+steps of equal size. In float8 e4m3 the steps grow with the number, up to 448. The scale adds 4 bytes per row.
 """
 
 import torch
 from torch import Tensor
 
-# By the name that settings give it: the type of the numbers and the largest of them.
+# Keyed by the name in the settings: the dtype of the numbers, and the largest of them.
 FORMS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 
 
 def quantize_rows(rows: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor]:
-    """float32 [N, K], which is overwritten -> (numbers of `form` [N, K], scales float32 [N]).
+    """Quantizes float32 [N, K], which is overwritten, to numbers of `form` [N, K] and float32 scales [N].
 
-    A row that is not finite has a scale that is not finite.
+    A row with NaN or infinity gets a scale that is not finite.
     """
     largest = dict(FORMS.values())[form]
     scales = rows.abs().amax(dim=1).div_(largest)
-    # A row of zeros: any scale will do. A scale that underflows would divide by zero.
+    # A row of zeros can have any scale. A scale that underflows would divide by zero.
     scales.masked_fill_(scales < torch.finfo(torch.float32).tiny, 1.0)
     rows.div_(scales[:, None]).clamp_(-largest, largest)
     return (rows.round_() if form == torch.int8 else rows).to(form), scales

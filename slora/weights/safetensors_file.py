@@ -1,8 +1,10 @@
-"""Where each tensor of a safetensors file lies, read from the header alone.
+"""Locates each tensor of a safetensors file from its header alone.
 
-The format: 8 bytes little-endian length of the header; the header, a JSON object name -> {dtype, shape, data_offsets};
-then the tensors' bytes. Reads no tensor and knows no model: whoever wants the bytes reads them from `offset` straight
-to where they belong. Stricter than the reference reader in one thing: a name may occur only once.
+The format: 8 bytes with the header's length, little-endian; the header, a JSON object name -> {dtype, shape,
+data_offsets}; the bytes of the tensors.
+
+No tensor is read here: a caller reads its bytes from `offset` directly to their final place. This parser is stricter
+than the reference reader in one point: a name may occur only once.
 """
 
 import json
@@ -14,10 +16,10 @@ from typing import Any
 
 from slora.errors import ConfigError
 
-# The reference reader's bound. A tensor takes about 100 bytes of it.
+# The reference reader's limit. A tensor needs about 100 bytes of the header.
 _MAX_HEADER_BYTES = 100_000_000
 
-# Bytes of one element. What is not listed here is of no use as a weight.
+# Bytes of one element. Other dtypes can't be used as weights.
 ELEMENT_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -40,12 +42,15 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one index of the first axis."""
+        """Bytes of one row, which is one index of the first axis."""
         return math.prod(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """The tensors of a file. Raises ConfigError naming file and tensor for one that is damaged or not safetensors."""
+    """Reads the tensors of a file.
+
+    Raises ConfigError naming file and tensor if the file is damaged or not safetensors.
+    """
     try:
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
@@ -94,7 +99,7 @@ def _parse(path: Path, name: str, entry: object, start: int) -> StoredTensor:
 
 
 def _check_cover(path: Path, tensors: list[StoredTensor], start: int, file_bytes: int) -> None:
-    """The tensors must follow each other without hole or overlap up to the end of the file."""
+    """Checks that the tensors follow each other without gap or overlap, up to the end of the file."""
     position = start
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes)):
         if tensor.offset != position:

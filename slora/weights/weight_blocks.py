@@ -1,8 +1,9 @@
-"""Reads blocks of rows from files into memory: a few threads side by side, each through a stretch of a file.
+"""Reads blocks of rows from files into memory. A few threads run in parallel, each on its own part of a file.
 
-What can be read straight into its weight is; the rest passes through one small buffer a thread. Measured on two busy
-cores, 2 GB in bfloat16 from a disk of 2 GB/s: stretches with an open file each, 2.3 s; threads that share one open
-file, 4 s; 2 or 8 threads, 3.2 s.
+A block is read directly into its weight where possible. Otherwise it passes through one small buffer per thread.
+
+Measured on two busy cores, 2 GB in bfloat16 from a disk of 2 GB/s: 2.3 s with one open file per part; 4 s with threads
+that share one open file; 3.2 s with 2 or 8 threads.
 """
 
 import os
@@ -22,14 +23,14 @@ from slora.weights.weight_source import WeightSource
 from slora.weights.weight_target import WeightTarget
 
 _THREADS = 4
-# What a thread reads in one go. Asking the system for all of it ahead (WILLNEED) cost more than it brought: 1.9 to
-# 2.4 s for 2 GB from a disk of 2.4 GB/s, where plain reads took 1.3 to 1.4 s.
+# The bytes that a thread reads from one file before it takes the next part. Prefetching all of it with WILLNEED was
+# slower: 1.9 to 2.4 s for 2 GB from a disk of 2.4 GB/s, where plain reads took 1.3 to 1.4 s.
 _STRETCH_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class RowBlock:
-    """Rows [first_row, first_row + num_rows) of a stored tensor and of what it fills."""
+    """Rows [first_row, first_row + num_rows) of a stored tensor and of its target."""
 
     source: WeightSource
     target: WeightTarget
@@ -46,14 +47,14 @@ class RowBlock:
 
 
 def read_blocks(blocks: list[RowBlock], device: torch.device) -> Iterator[int]:
-    """Reads all blocks, in the order in which they lie on the disk; yields the bytes of each stretch that is done."""
+    """Reads all blocks in the order of the disk. Yields the number of bytes of each finished part."""
     largest = max((block.num_bytes for block in blocks), default=0)
     buffers: SimpleQueue[Tensor] = SimpleQueue()
     for _ in range(_THREADS):
         buffers.put(torch.empty(largest, dtype=torch.uint8, pin_memory=device.type == "cuda"))
     threads = torch.get_num_threads()
     with ExitStack() as stack:
-        # Rounding runs in our threads; torch must not start a team of its own in each of them.
+        # Our own threads do the rounding, so torch must not start a thread pool in each of them.
         torch.set_num_threads(1)
         stack.callback(torch.set_num_threads, threads)
         executor = ThreadPoolExecutor(_THREADS, "slora-weights")
@@ -62,7 +63,7 @@ def read_blocks(blocks: list[RowBlock], device: torch.device) -> Iterator[int]:
 
 
 def _cut_stretches(blocks: list[RowBlock]) -> list[list[RowBlock]]:
-    """Blocks that follow each other in one file, `_STRETCH_BYTES` of them at a time."""
+    """Groups blocks that follow each other in one file, up to `_STRETCH_BYTES` per group."""
     stretches: list[list[RowBlock]] = []
     end: tuple[Path, int] | None = None
     for block in sorted(blocks, key=lambda block: (block.source.stored.path, block.offset)):
@@ -75,7 +76,7 @@ def _cut_stretches(blocks: list[RowBlock]) -> list[list[RowBlock]]:
 
 
 def _read_stretch(stretch: list[RowBlock], buffers: SimpleQueue[Tensor]) -> int:
-    """Through a file of its own: the system reads ahead of each open file that it finds read in order."""
+    """Reads one part through its own open file, because the kernel prefetches per open file that is read in order."""
     with stretch[0].source.stored.path.open("rb") as file:
         for block in stretch:
             _read_block(block, file.fileno(), buffers)
@@ -100,7 +101,7 @@ def _read_block(block: RowBlock, file: int, buffers: SimpleQueue[Tensor]) -> Non
 
 
 def read_into(rows: Tensor, stored: StoredTensor, file: int, offset: int) -> None:
-    """Fills contiguous `rows` of a CPU from byte `offset` of the file."""
+    """Fills contiguous `rows` in CPU memory from byte `offset` of the file."""
     assert rows.is_contiguous(), rows.stride()
     memory = rows.view(-1).view(torch.uint8).numpy().data
     done = 0

@@ -1,11 +1,10 @@
-"""Reads a checkpoint's bytes straight to where they are served: each row once, nothing twice in memory.
+"""Reads a checkpoint's bytes directly into the weights that are served: each row once, and nothing twice in memory.
 
-Weights are allocated first, fused where the decoder wants them fused; then a few threads read all files side by side,
-in blocks of rows, each into its own place of its weight. What cannot be read in place (another dtype, a GPU, 8-bit
-numbers to be made) passes through one small buffer a thread. Nothing is mapped, so that the files' pages never count
-as this process's memory.
+Weights are allocated first, fused as the decoder needs them. Then a few threads read all files in parallel, in blocks
+of rows. Blocks that can't be read in place (another dtype, a GPU, quantization) pass through one small buffer per
+thread. Files are not memory-mapped, so their pages never count as memory of this process.
 
-Knows no model: which tensors there are and what they are fused into is the decoder's business.
+The decoder decides which tensors exist and how they are fused; this module knows no model.
 """
 
 import logging
@@ -30,17 +29,21 @@ from slora.weights.weight_target import PlainTarget, QuantizedTarget, WeightTarg
 
 _log = logging.getLogger(__name__)
 
-# Bytes of a block, unless one row is longer. Rounding it to 8 bits takes about six times as much for a moment.
+# Bytes of a block, unless one row is longer. Quantizing a block needs about six times as much memory for a moment.
 _BLOCK_BYTES = 2 << 20
-# What some checkpoints hold and no arithmetic needs: tables computed from the config, scales of activations and KV.
+# Tensors of some checkpoints that are not needed: tables computed from the config, and scales of activations and KV.
 _HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$|\.(input|output|k|v|q|kv)_scale$")
 Weight = Tensor | QuantizedWeight
 
 
 class WeightReader:
-    """`vector` reads at once; `matrix` and `linear` give memory that `read` fills. Raises ConfigError.
+    """Reads the weights of one checkpoint.
 
-    form: what `linear` rounds weights to, None for not at all. block: see WeightSource, for all quantized tensors.
+    `vector` reads at once. `matrix` and `linear` allocate memory that `read` fills.
+
+    form: the dtype that `linear` quantizes to; None: no quantization. block: the ScaleBlock of all quantized tensors.
+
+    Raises ConfigError for a tensor that is missing, damaged or not supported.
     """
 
     def __init__(
@@ -61,19 +64,19 @@ class WeightReader:
         self._claimed: set[str] = set()
 
     def vector(self, name: str, width: int) -> Tensor:
-        """A norm or a bias [width]."""
+        """Reads a norm or a bias [width]."""
         return self._read_now(self._find(name, (width,))).to(self.device, self.dtype)
 
     def matrix(self, name: str, num_rows: int, width: int) -> Tensor:
-        """An embedding or a head [num_rows, width], in the served dtype whatever it is stored in."""
+        """Allocates an embedding or a head [num_rows, width] in the served dtype, whatever its stored dtype is."""
         weight = empty_tensor((num_rows, width), self.dtype, self.device)
         self._fill(self._source(name, (num_rows, width)), PlainTarget(weight))
         return weight
 
     def linear(self, parts: Sequence[tuple[str, int]], width: int) -> Weight:
-        """Tensors (name, rows) of `width` columns, one below the other in one weight.
+        """Allocates one weight for several tensors (name, number of rows) of `width` columns, one below the other.
 
-        It is quantized if the form asks for it, or if all parts are stored with a scale for each row.
+        It is quantized if `form` is set, or if all parts are stored with one scale per row.
         """
         sources = [self._source(name, (num_rows, width)) for name, num_rows in parts]
         num_rows = sum(num_rows for _, num_rows in parts)
@@ -94,7 +97,7 @@ class WeightReader:
         return weight
 
     def is_absent_or_same(self, name: str, other: str) -> bool:
-        """Whether a tensor is not there, or holds the bytes of another: then it is not needed."""
+        """Whether tensor `name` is absent or has the same bytes as `other`. In both cases it is not needed."""
         self._claimed.add(name)
         if name not in self._checkpoint:
             return True
@@ -102,11 +105,14 @@ class WeightReader:
         return one.dtype == two.dtype and one.shape == two.shape and _same_bytes(one, two)
 
     def leave_out(self, beginnings: tuple[str, ...]) -> None:
-        """Tensors whose names begin so belong to a part of the model that is not served."""
+        """Skips tensors with these prefixes, which belong to parts of the model that are not served."""
         self._claimed.update(name for name in self._checkpoint if name.startswith(beginnings))
 
     def read(self) -> None:
-        """Fills what `matrix` and `linear` gave out. Refuses a checkpoint that holds more than was asked for."""
+        """Fills the memory from `matrix` and `linear`.
+
+        Raises ConfigError if the checkpoint holds tensors that were not requested.
+        """
         self._refuse_unread()
         start = time.perf_counter()
         total = sum(block.num_bytes for block in self._blocks)

@@ -1,4 +1,4 @@
-"""A weight as the checkpoint holds it: numbers, or 8-bit numbers that mean something only with their scales."""
+"""A weight as the checkpoint stores it: plain numbers, or 8-bit numbers with scales."""
 
 from dataclasses import dataclass
 
@@ -13,15 +13,16 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8,
 }  # fmt: skip
 QUANTIZED = ("I8", "F8_E4M3")
-# A scale for each square of so many rows and columns.
+# The number of rows and columns of a block that shares one scale.
 ScaleBlock = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """scales: None, float32 [N] for the rows, or float32 [N / block rows, K / block columns], rounded up.
+    """A stored weight and its scales.
 
-    packed_width: K of int8 numbers that are stored four to an int32, each 128 greater; None: they are stored as such.
+    scales: None; or float32 [N], one per row; or float32 [N / block rows, K / block columns], rounded up.
+    packed_width: K, if int8 numbers are stored four to an int32, each increased by 128. None: numbers are not packed.
     """
 
     stored: StoredTensor
@@ -38,12 +39,12 @@ class WeightSource:
         return self.scales is not None and self.block is None
 
     def decode(self, first_row: int, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Stored rows [n, K] from `first_row` on -> rows, and the float32 [n] that they are still to be times.
+        """Decodes stored rows [n, K] from `first_row` on.
 
-        Rows may be overwritten.
+        Returns the rows, and float32 [n] scales that are not yet applied. The argument `rows` may be overwritten.
         """
         if self.packed_width is not None:
-            # 128 more or less is the topmost bit; words are little-endian, so bytes are in the order of the columns.
+            # Adding or subtracting 128 flips the top bit. Words are little-endian, so the bytes are in column order.
             rows = rows.bitwise_xor_(-128)[:, : self.packed_width]
         if self.scales is None:
             return rows, None
@@ -56,7 +57,7 @@ class WeightSource:
 
 
 def spread_scales(stored: StoredTensor, scales: Tensor, block: ScaleBlock | None) -> Tensor:
-    """The scales of a stored weight as `WeightSource` wants them, from one for all, one for each row, or blocks."""
+    """Returns the scales in the form that `WeightSource` needs, from one per tensor, one per row, or blocks."""
     num_rows, num_columns = stored.shape
     if block is not None:
         wanted = (-(-num_rows // block[0]), -(-num_columns // block[1]))

@@ -1,4 +1,4 @@
-"""Where a checkpoint's rows go: into a weight of the served dtype, or rounded to 8-bit numbers on the way."""
+"""Destinations of a checkpoint's rows: a weight in the served dtype, or a weight that is quantized while it is read."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,12 +14,12 @@ class WeightTarget(Protocol):
     """The rows of a weight that one tensor of the checkpoint fills, block by block."""
 
     def memory(self, dtype: torch.dtype) -> Tensor | None:
-        """These rows, if bytes of `dtype` may be read straight into them."""
+        """The memory of these rows, if bytes of `dtype` may be read directly into it; otherwise None."""
 
     def write(self, first_row: int, rows: Tensor, scales: Tensor | None) -> bool:
-        """Takes rows [n, K], times scales float32 [n] if given; rows may be overwritten, and are used again afterwards.
+        """Writes rows [n, K], multiplied by scales float32 [n] if given. Returns False if a number is not finite.
 
-        False if a number in them turned out not to be finite.
+        The rows may be overwritten, and the caller reuses their memory.
         """
 
 
@@ -39,7 +39,7 @@ class PlainTarget:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTarget:
-    """Numbers stored in the form wanted are taken as they are; others are rounded, on the GPU if there is one."""
+    """Copies numbers that are already stored in the target format. Quantizes all others, on the GPU if there is one."""
 
     weight: QuantizedWeight
 
