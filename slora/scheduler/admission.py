@@ -71,7 +71,7 @@ class Admission:
         self._load_pages = 0  # adapter pages that this step may still load
 
     def continue_loads(self, plan: StepPlan) -> None:
-        """Continues the adapter loads under way: one slice per step beside decoding sequences, or all at once if none
+        """Continues the loads under way: one slice per step beside decoding sequences, or all at once if no sequence
         decodes.
         """
         num_waiting = sum(one.resident is not None and not one.resident.is_loaded for one in self._batch)
@@ -106,7 +106,7 @@ class Admission:
                 break
 
     def _needs(self, sequence: Sequence, budget: int) -> _Needs:
-        """The pages of its first chunk and of its adapter, and the tokens that they cover."""
+        """What the sequence needs to be admitted now: the pages of its first chunk and of its adapter."""
         self._lifecycle.switch_rope(sequence)
         swapped, block_tokens = sequence.swapped, self._config.footprint.block_tokens
         num_found = self._prefixes.count(sequence) if swapped is None else 0

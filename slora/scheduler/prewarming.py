@@ -28,7 +28,7 @@ _MAX_REMEMBERED = 4096
 
 
 class Prewarming:
-    """Serves step by step, after all running and waiting requests."""
+    """Handles prewarm requests in each step, after all running and waiting requests."""
 
     def __init__(
         self, memory: UnifiedMemory, supply: AdapterSupply, reclaim: Reclaim, batch: RunningBatch

@@ -1,4 +1,4 @@
-"""Makes pages free: idle items are evicted first, then running sequences are preempted."""
+"""Reclaim: makes pages free. It evicts idle items first, then it preempts running sequences."""
 
 from slora.kv_footprint import KVFootprint
 from slora.pool.residency import Resident
@@ -15,7 +15,7 @@ _LOOK_AHEAD = 8
 
 
 class Reclaim:
-    """Serves step by step. Its list of the next sequences (`upcoming`) is computed at most once per step."""
+    """Evicts and preempts on behalf of the step being planned. `begin_step` resets its list of the next sequences."""
 
     def __init__(
         self,
@@ -45,11 +45,15 @@ class Reclaim:
         return self._next
 
     def make_room(self, num_pages: int, sequence: Sequence, *, over_pins: bool = False) -> bool:
-        """Makes room by eviction only. Adapters of the next sequences are evicted after all others; floors and pins
-        protect longer still.
+        """Makes room for `sequence` by eviction only. Returns False if that can't be done.
 
-        If no other sequence runs, floors of other tenants are ignored. Floors protect whole adapters, so the pages
-        beside them may be fewer than admission promised the request, and it would wait forever.
+        Idle adapters of the next sequences are evicted only after all other unprotected items. Items that a floor or a
+        pin protects come last.
+
+        If no other sequence runs, floors of other tenants are ignored. Floors are enforced in whole adapters, so the
+        pages beside them can be fewer than the request was accepted for. Without this exception the request would wait
+        forever.
+
         over_pins: pinned adapters may be evicted.
         """
         tenant = sequence.tenant
