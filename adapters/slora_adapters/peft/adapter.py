@@ -1,7 +1,6 @@
-"""An adapter that passed validation: for each adapted linear its two factors and the scale, plus what lies
-beside them.
+"""A validated adapter: the two factors and the scale of each adapted linear, and its extras.
 
-Knows no pages and no files: tensors are views over whatever memory they were read from, and keep it alive.
+The adapter has no pages and no files. Its tensors are views of the memory that they were read from, and keep it alive.
 """
 
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from slora_kernels.layout import ModelShape
 
 
 class Factor(Protocol):
-    """What is known of a tensor before its bytes are there. dtype: as files name it."""
+    """The description of a tensor, available before its bytes are read. dtype: the safetensors name."""
 
     @property
     def name(self) -> str: ...
@@ -34,7 +33,7 @@ AnyFactor = TypeVar("AnyFactor", bound=Factor)
 class LoraPair(Generic[AnyFactor]):
     """The delta of one linear: `scale * b @ a`, with a [rank, in width] and b [out width, rank].
 
-    path: of the module, from the model's root, as PEFT's patterns see it.
+    path: path of the module from the model's root, as PEFT's patterns match it.
     """
 
     path: str
@@ -49,9 +48,7 @@ class LoraPair(Generic[AnyFactor]):
 
 @dataclass(frozen=True, slots=True)
 class AdapterExtras:
-    """Texts that travel with an adapter without changing its arithmetic: a Jinja chat template; JSON of
-    sampling defaults.
-    """
+    """Texts of an adapter that do not change its arithmetic: a Jinja chat template, and sampling defaults as JSON."""
 
     chat_template: str | None = None
     generation_config: str | None = None
@@ -59,10 +56,10 @@ class AdapterExtras:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """`digest` identifies the arithmetic (`digest.py`); `extras` are not part of it.
+    """A validated adapter. `digest` identifies the arithmetic (`digest.py`), and does not cover `extras`.
 
-    has_copies: whether its file holds the base's own embedding or head, too, which nobody needs any more.
-    is_sorted: whether the tensors lie in that file in the order of their names.
+    has_copies: whether its file also has the base model's own embedding or head, which are not needed any more.
+    is_sorted: whether the tensors in that file are in name order.
     """
 
     config: PeftConfig
@@ -78,7 +75,7 @@ class Adapter:
 
     @property
     def target_modules(self) -> tuple[str, ...]:
-        """Names such as "q_proj" that at least one layer adapts, in the model's order."""
+        """The names, such as "q_proj", that at least one layer adapts, in the model's order."""
         names = (self.pairs[module_id].path.rpartition(".")[2] for module_id in sorted(self.pairs))
         return tuple(dict.fromkeys(names))
 
@@ -87,10 +84,10 @@ class Adapter:
         return sum(pair.a.values.nbytes + pair.b.values.nbytes for pair in self.pairs.values())
 
     def ranks(self, shape: ModelShape) -> list[int]:
-        """Rank of each module of the base, 0 where not adapted: what `lay_out_adapter` takes."""
+        """Returns the rank of each module of the base model, 0 where not adapted, as `lay_out_adapter` expects."""
         return list_ranks(self.pairs, shape)
 
 
 def list_ranks(pairs: Mapping[ModuleId, LoraPair[Any]], shape: ModelShape) -> list[int]:
-    """Rank of each module of the base, 0 where not adapted."""
+    """Returns the rank of each module of the base model, 0 where not adapted."""
     return [pair.rank if (pair := pairs.get(m)) else 0 for m in range(shape.num_modules)]

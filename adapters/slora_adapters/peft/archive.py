@@ -1,11 +1,11 @@
-"""Unpacks an archive of a PEFT directory (zip, tar, tar.gz) into files with names of our own.
+"""Unpacks an archive of a PEFT directory (zip, tar, tar.gz) into files with fixed names.
 
-An archive is an untrusted program for its reader: names that lead elsewhere, links, devices, false sizes, a megabyte
-that becomes a terabyte. So only files that an adapter may have are ever created, directly in the given directory. All
-else is skipped, or is a reason to refuse the whole archive. The bytes that come out are counted, whatever the headers
-say, and the headers are bounded before they are parsed.
+An archive is untrusted. It may contain names that lead outside the directory, links, devices, false sizes, or a
+megabyte that expands to a terabyte. So only files that an adapter may have are created, directly in the given
+directory. Any other member is skipped, or is a reason to refuse the whole archive. The decompressed bytes are counted,
+whatever the headers say, and the headers are limited before they are parsed.
 
-Knows nothing of the contents of the files.
+This module does not interpret the contents of the files.
 """
 
 import gzip
@@ -28,17 +28,17 @@ __all__ = ["MAX_MEMBERS", "unpack"]
 
 MAX_MEMBERS = 1024
 _MAX_NAME_CHARS = 255
-# Room in a decompressed archive for skipped members and for headers, beside the tensors.
+# Space in a decompressed archive for skipped members and headers, in addition to the tensors.
 _OTHER_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
-# The list of members at the end of a zip: enough for more than MAX_MEMBERS with long names.
+# Limit on the list of members at the end of a zip. It suffices for more than MAX_MEMBERS members with long names.
 _MAX_ZIP_READ_BYTES = 1 << 20
 _ARCHIVE_SUFFIXES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar", ".jar", ".whl")
 _ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _ENCRYPTED = 0x1
 _S_IFMT, _S_IFREG, _S_IFDIR, _S_IFLNK = 0o170000, 0o100000, 0o040000, 0o120000
 
-# What the standard library and `read_tar` raise for a broken archive. Errors of the disk are not among them.
+# Exceptions that the standard library and `read_tar` raise for a broken archive. Disk errors are not among them.
 _BROKEN = (
     EOFError,
     NotImplementedError,
@@ -55,8 +55,11 @@ class _Readable(Protocol):
 
 
 class _Member(Protocol):
-    """One entry of an archive. name: exactly as the archive spells it. oddity: its kind if it is neither a file nor a
-    directory; None otherwise."""
+    """One entry of an archive.
+
+    name: the name exactly as the archive spells it. oddity: its kind if it is neither a file nor a directory; None
+    otherwise.
+    """
 
     @property
     def name(self) -> str: ...
@@ -72,7 +75,7 @@ class _Member(Protocol):
 def unpack(archive: Path, directory: Path, max_tensor_bytes: int) -> None:
     """Writes the adapter's files in `archive` to `directory`, which must exist and be empty.
 
-    The files may lie at the top of the archive or in one folder. max_tensor_bytes: the limit of the tensor file.
+    The files may be at the top of the archive or in one folder. max_tensor_bytes: limit on the size of the tensor file.
     Raises AdapterInvalid for any other archive; some files may have been written by then.
     """
     unpacker = _Unpacker(directory, max_tensor_bytes)
@@ -101,7 +104,7 @@ def _members(file: BinaryIO, max_bytes: int) -> Iterator[_Member]:
 
 
 class _Unpacker:
-    """What has been taken out of one archive so far."""
+    """Extracts the members of one archive and remembers which members it has seen."""
 
     def __init__(self, directory: Path, max_tensor_bytes: int) -> None:
         self._directory = directory
@@ -157,7 +160,7 @@ class _Unpacker:
 
 
 def _check_name(name: str) -> tuple[str, ...]:
-    """The path in the archive, part by part."""
+    """Returns the parts of the path in the archive."""
     fault = _name_fault(name)
     if fault is not None:
         _refuse("archive_name", f"the archive's member {_quote(name)} {fault}")
@@ -169,7 +172,7 @@ def _name_fault(name: str) -> str | None:
         return f"has a name of {len(name)} characters; at most {_MAX_NAME_CHARS} are accepted"
     strange = next((character for character in name if not " " <= character <= "~"), None)
     if strange is not None:
-        # Only ASCII, because what looks the same need not be the same: a Cyrillic letter, a composed accent.
+        # Only ASCII, because different characters can look the same: a Cyrillic letter, a composed accent.
         known = unicodedata.name(strange, "a control character or no character at all")
         return f"has U+{ord(strange):04X} ({known}) in its name; use ASCII letters"
     if "\\" in name:
@@ -198,7 +201,7 @@ class _ZipMember:
 
     @property
     def name(self) -> str:
-        # zipfile's `filename` may be cut at a NUL, or replaced by an extra field.
+        # `filename` of zipfile may be truncated at a NUL, or replaced by an extra field.
         return self.info.orig_filename
 
     @property
@@ -227,7 +230,9 @@ class _ZipMember:
 
 
 class _BoundedReads:
-    """A file for zipfile, which reads the list of all members at once, however long the file says that it is."""
+    """A file for zipfile that limits each read. zipfile reads the list of all members at once, with the size that the
+    archive states.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable

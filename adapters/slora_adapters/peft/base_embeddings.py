@@ -1,10 +1,12 @@
-"""Copies of the base model's embedding or head inside an adapter: accepted if they are the base's own numbers.
+"""Checks copies of the base model's embedding or head inside an adapter. Only exact copies are accepted.
 
-PEFT saves both modules beside an adapter that targets either (`save_embedding_layers="auto"`), trained or not; a head
-such as Phi's or CTRL's comes with its bias. When PEFT loads the adapter, the copies replace the base's. Where they
-differ, the adapter was trained on another base or with tokens added, and would need a matrix of its own. So each copy
-is compared with the checkpoint, in the dtype that it was saved in. Afterwards it is neither part of the digest nor
-stored.
+PEFT saves both modules with an adapter that targets either of them (`save_embedding_layers="auto"`), trained or not. A
+head such as Phi's or CTRL's has a bias, which is saved too. When PEFT loads the adapter, the copies replace the base
+model's weights. If they differ, the adapter was trained on another base model or with added tokens, and would need its
+own matrix.
+
+So each copy is compared with the checkpoint, in the dtype in which the copy was saved. An accepted copy is neither part
+of the digest nor stored.
 """
 
 import json
@@ -22,21 +24,21 @@ from slora_kernels.layout import ModelShape
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# The names of the three formats as files have them, and as conversions take them.
+# Safetensors dtype name -> the name that `convert` expects.
 _SERVED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Rows compared at a time, so that a conversion takes little memory and the first difference ends it.
+# Rows compared at a time, so that a conversion needs little memory and stops at the first difference.
 _ROWS = 1024
 
 
 def find_copies(tensors: Mapping[str, StoredTensor], shape: ModelShape) -> frozenset[str]:
-    """The names of those tensors that are called like the base's embedding or head."""
+    """Returns the names of the tensors that are named like the base model's embedding or head."""
     return frozenset(name for name in tensors if parse_copy_name(name, shape) is not None)
 
 
 def refuse_other_copies(
     copies: Iterable[StoredTensor], shape: ModelShape, base_directory: Path | None
 ) -> Iterable[Reason]:
-    """A reason for each copy that is not the parameter in the base's checkpoint, or cannot be compared with it."""
+    """Yields a reason for each copy that differs from the base model's parameter, or cannot be compared with it."""
     for tensor in copies:
         why = _compare(tensor, shape, base_directory)
         if why is not None:
@@ -73,13 +75,13 @@ def _compare(tensor: StoredTensor, shape: ModelShape, base_directory: Path | Non
 
 
 def _read_base(directory: Path, name: str, expected: tuple[int, ...], shape: ModelShape) -> StoredTensor:
-    """A parameter of the embedding or the head. Raises ValueError if the checkpoint does not hold it."""
+    """Returns a parameter of the embedding or the head. Raises ValueError if the checkpoint does not have it."""
     found: dict[str, StoredTensor] = {}
     for file in _list_files(directory):
         found |= read_shaped(map_file(file), expected)
     own = _pick(found, name)
     if name == f"{shape.head_path}.weight":
-        # Some heads are saved under an old name; one that is not there at all is tied to the embedding.
+        # Some heads are saved under an older name. A head that the checkpoint lacks is tied to the embedding.
         embedding = _pick(found, f"{shape.embedding_path}.weight")
         others = [matrix for matrix in found.values() if matrix is not embedding]
         own = own or (others[0] if len(others) == 1 else embedding)
@@ -89,7 +91,9 @@ def _read_base(directory: Path, name: str, expected: tuple[int, ...], shape: Mod
 
 
 def _pick(found: Mapping[str, StoredTensor], name: str) -> StoredTensor | None:
-    """Some checkpoints, GPT-2's among them, begin names behind the first dot: what a class without a head saves."""
+    """Finds a tensor by its name, or by its name without the first part. Checkpoints saved from a class without a head,
+    such as GPT-2's, lack that part.
+    """
     return found.get(name) or found.get(name.partition(".")[2])
 
 

@@ -1,14 +1,16 @@
-"""The files of an adapter as stores keep them: the blob that a digest names.
+"""The files of an adapter as stores keep them: the blob of a digest.
 
-A blob holds two members: the config, rewritten from the fields that change the arithmetic, and the tensor file: as it
-was uploaded if its tensors lie in the order of names and are all needed, else written anew, in that order, without what
-PEFT copied into it from the base model. So whoever reads a blob from its begin to its end has the tensors in the order
-in which they are hashed.
+A blob has two members: the config and the tensor file. The config is rewritten from the fields that change the
+arithmetic. The uploaded tensor file is kept if its tensors are in name order and all of them are needed. Otherwise it
+is rewritten in name order, without the weights that PEFT copied into it from the base model. So a reader that reads a
+blob sequentially gets the tensors in the order in which they are hashed.
 
-Its key is the digest of the arithmetic (`digest.py`), not of the bytes: whoever reads a blob (`stored_adapter.py`)
-recomputes that digest from what it read, and so checks exactly what it is about to serve. Every blob of one digest
-computes the same, so tenants who upload the same weights share one at rest; what is theirs alone (names, chat template,
-sampling defaults, where they trained) is not in it but in the registry.
+The key of a blob is the digest of the arithmetic (`digest.py`), not of the bytes. The reader of a blob
+(`stored_adapter.py`) recomputes that digest from the bytes that it read, and so verifies exactly what it is about to
+serve.
+
+All blobs of one digest compute the same, so tenants that upload the same weights share one stored blob. Data of one
+tenant (names, chat template, sampling defaults, origin) is kept in the registry, not in the blob.
 """
 
 import json
@@ -24,11 +26,11 @@ Members = Mapping[str, Path | bytes]
 
 
 def bundle(adapter: Adapter, directory: Path | str, scratch: Path) -> Members:
-    """The members to put into a store, for an adapter that `read_adapter` read from `directory`.
+    """Returns the members to put into a store, for an adapter that `read_adapter` read from `directory`.
 
-    scratch: another directory, for a tensor file that has to be written anew.
+    scratch: another directory, for a tensor file that has to be rewritten.
     """
-    # Not sorted: the order of patterns decides which one wins.
+    # Not sorted: the order of patterns decides which pattern wins.
     config = json.dumps(adapter.config.to_json(), indent=1).encode()
     if adapter.has_copies or not adapter.is_sorted:
         factors = [tensor for pair in adapter.pairs.values() for tensor in (pair.a, pair.b)]

@@ -1,7 +1,7 @@
-"""What was found in an adapter that passed every check, for its owner to compare with what was meant.
+"""The certificate of an adapter that passed every check. Its owner compares it with what was intended.
 
-An adapter that covers half of the modules that its training touched, or whose norm is zero, is valid and yet wrong;
-here that can be seen.
+An adapter that covers only half of the modules that its training changed, or whose norm is zero, is valid but wrong.
+The certificate shows that.
 """
 
 from collections.abc import Mapping
@@ -18,14 +18,16 @@ from slora_kernels.layout import ModelShape, lay_out_adapter
 
 __all__ = ["Certificate", "ModuleSummary", "certify", "delta_norm"]
 
-# Columns multiplied at a time: 128 ranks of them in float64 are 8 MB.
+# Columns multiplied at a time: at rank 128 they are 8 MB in float64.
 _COLUMNS = 1 << 13
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleSummary:
-    """All modules of one name, such as q_proj. adapted: in how many of `total` layers. max_norm: the greatest Frobenius
-    norm of their deltas."""
+    """All modules with one name, such as q_proj.
+
+    adapted: number of adapted layers, of `total`. max_norm: the greatest Frobenius norm of their deltas.
+    """
 
     adapted: int
     total: int
@@ -36,10 +38,12 @@ class ModuleSummary:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """modules: by name, in the model's order. base_modules: how many the base model has. pool_bytes: what the adapter
-    takes of the page pool.
+    """A summary of an accepted adapter.
 
-    base_name: what the config calls its base model, without folders; None if it says nothing.
+    modules: summaries by module name, in the model's order.
+    base_modules: number of adaptable modules of the base model.
+    pool_bytes: size of the adapter in the page pool.
+    base_name: the config's name for the base model, without folders; None if the config has none.
     """
 
     modules: Mapping[str, ModuleSummary]
@@ -53,12 +57,12 @@ class Certificate:
 
     @staticmethod
     def from_plain(fields: Mapping[str, Any]) -> "Certificate":
-        """From what `dataclasses.asdict` gives, after it was JSON."""
+        """Reads the output of `dataclasses.asdict` after a round trip through JSON."""
         modules = {name: ModuleSummary(**summary) for name, summary in fields["modules"].items()}
         return Certificate(**{**fields, "modules": modules})
 
     def to_json(self) -> dict[str, Any]:
-        """As /v1/adapters shows it."""
+        """Returns the form that /v1/adapters shows."""
         return {
             "modules_adapted": self.adapted,
             "modules_total": self.base_modules,
@@ -68,7 +72,7 @@ class Certificate:
 
 
 def certify(adapter: Adapter, shape: ModelShape, base_name: str | None) -> Certificate:
-    """The certificate of a valid adapter."""
+    """Returns the certificate of a valid adapter."""
     by_name: dict[str, list[LoraPair[StoredTensor] | None]] = {}
     for module_id, module in enumerate(shape.modules):
         by_name.setdefault(module.path.rpartition(".")[2], []).append(adapter.pairs.get(module_id))
@@ -83,21 +87,24 @@ def certify(adapter: Adapter, shape: ModelShape, base_name: str | None) -> Certi
 
 def _summarise(found: list[LoraPair[StoredTensor]], total: int) -> ModuleSummary:
     ranks = [pair.rank for pair in found]
-    # To a few digits: it is for people, and the last ones depend on the machine's arithmetic.
+    # Four significant digits: the number is for people, and further digits depend on the machine's arithmetic.
     norm = float(f"{max(map(delta_norm, found)):.4g}")
     return ModuleSummary(len(found), total, min(ranks), max(ranks), norm)
 
 
 def delta_norm(pair: LoraPair[StoredTensor]) -> float:
-    """The Frobenius norm of scale * B A, without making that matrix: |BA|^2 = trace((B'B)(AA')), both [rank, rank]."""
+    """Returns the Frobenius norm of scale * B A without computing that matrix.
+
+    It uses |BA|^2 = trace((B'B)(AA')), where both factors are [rank, rank].
+    """
     a = _gram(pair.a.values, pair.a.dtype)
     b = _gram(pair.b.values.T, pair.b.dtype)
-    # Rounding may leave a square just below zero.
+    # Rounding may leave a square slightly below zero.
     return abs(pair.scale) * float(np.sqrt(max(0.0, float(np.sum(a * b)))))
 
 
 def _gram(rows: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float64]:
-    """rows @ rows.T of [rank, width], in float64: squares of what float32 holds would overflow in it."""
+    """Returns rows @ rows.T of [rank, width], in float64, because squares of float32 values may overflow in float32."""
     gram = np.zeros((len(rows), len(rows)))
     for start in range(0, rows.shape[1], _COLUMNS):
         block = _widen(rows[:, start : start + _COLUMNS], dtype)

@@ -1,7 +1,6 @@
-"""An adapter that passed every check, as whoever publishes it needs to know it: without its tensors.
+"""An adapter that passed every check, without its tensors, as `Catalog.publish` needs it.
 
-Tensors of people whom nobody vets are opened in a process of their own (`inspection_process.py`); this is what comes
-out of it.
+Untrusted tensors are opened only in a separate process (`inspection_process.py`), which returns this summary.
 """
 
 from collections.abc import Mapping
@@ -26,13 +25,15 @@ _NUM_EMBEDDED_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class CheckedAdapter:
-    """rank: the greatest of any module. tensor_bytes: as they were uploaded. config: as a store keeps it.
+    """The result of an inspection.
 
-    blob_bytes: what a store keeps in all, the header of the tensor file and the config included.
-
-    embedded_tokens: a few whose embedding it changes most; none if it does not adapt the embedding.
-
-    tensors: the file of theirs that a store keeps; whoever made it says how long it lies there.
+    rank: the greatest rank of any module.
+    tensor_bytes: size of the uploaded factors.
+    blob_bytes: size of the blob in a store, including the config and the header of the tensor file.
+    config: the config as a store keeps it.
+    tensors: path of the tensor file to store. The caller of the inspection decides how long the file exists.
+    embedded_tokens: ids of a few tokens whose embeddings the adapter changes most; empty if it does not adapt the
+      embedding.
     """
 
     digest: str
@@ -48,12 +49,12 @@ class CheckedAdapter:
 
     @property
     def members(self) -> Members:
-        """What to put into a store."""
+        """The members to put into a store."""
         return {CONFIG_NAME: self.config.encode(), TENSORS_NAME: self.tensors}
 
     @staticmethod
     def from_plain(fields: Mapping[str, Any]) -> "CheckedAdapter":
-        """From what `dataclasses.asdict` gives, after it was JSON with paths as texts."""
+        """Reads the output of `dataclasses.asdict` after a round trip through JSON, with paths as strings."""
         return CheckedAdapter(
             **{
                 **fields,
@@ -69,9 +70,9 @@ class CheckedAdapter:
 def summarise(
     adapter: Adapter, directory: Path, scratch: Path, shape: ModelShape, base_name: str | None = None
 ) -> CheckedAdapter:
-    """What is known of an adapter that `read_adapter` read from `directory`.
+    """Summarises an adapter that `read_adapter` read from `directory`.
 
-    scratch: another directory, for a tensor file that has to be written anew.
+    scratch: another directory, for a tensor file that has to be rewritten.
     """
     members = bundle(adapter, directory, scratch)
     config, tensors = members[CONFIG_NAME], members[TENSORS_NAME]
@@ -91,7 +92,7 @@ def summarise(
 
 
 def _find_embedded_tokens(adapter: Adapter, shape: ModelShape) -> tuple[int, ...]:
-    """Training changes the columns of the tokens that it saw; the others' are zero, as they began."""
+    """Training changes only the columns of A for tokens that it saw; other columns keep their initial zeros."""
     pair = adapter.pairs.get(shape.embedding_module)
     if pair is None:
         return ()

@@ -1,12 +1,11 @@
-"""What makes two adapters the same weights: SHA-256 over everything that changes the arithmetic, and nothing
-else.
+"""The digest of an adapter's weights: SHA-256 over everything that changes the arithmetic, and nothing else.
 
-First the config's fields, as sorted JSON; pattern tables as lists of pairs, since their order decides which
-pattern wins. Then each tensor in the order of names: a line of JSON `[name, dtype, shape]`, then its bytes.
-Every part tells its own length, so no two different adapters feed the hash the same bytes.
+The hash covers the config's fields as sorted JSON. Pattern tables are lists of pairs, because their order decides which
+pattern wins. Then follows each tensor in name order: a line of JSON `[name, dtype, shape]`, then its bytes. Every part
+has a known length, so two different adapters never hash the same bytes.
 
-Not in it: who trained the adapter, on which files, the safetensors metadata, the chat template. Two uploads
-that differ only there are the same version of weights.
+The hash does not cover provenance, file names, safetensors metadata or the chat template. Two uploads that differ only
+there have the same digest.
 """
 
 import hashlib
@@ -21,9 +20,11 @@ DIGEST_VERSION = 1
 
 
 class AdapterHash:
-    """The digest while the tensors come, in the order of names: `describe(tensor)`, then its bytes, in pieces of any
-    size. Several pieces at a time are hashed as one: other threads run meanwhile, and each change between them costs as
-    much as hashing tens of KB.
+    """Computes the digest incrementally. Call it with the tensors in name order: `describe(tensor)`, then the tensor's
+    bytes, in pieces of any size.
+
+    Pass several pieces to one `update`. Each call lets other threads run, and each thread switch costs as much as
+    hashing tens of KB.
     """
 
     def __init__(self, config: PeftConfig) -> None:
@@ -32,7 +33,7 @@ class AdapterHash:
 
     @staticmethod
     def describe(tensor: Factor) -> bytes:
-        """What goes before its bytes."""
+        """Returns the line that is hashed before the tensor's bytes."""
         return _line([tensor.name, tensor.dtype, list(tensor.shape)])
 
     def update(self, *pieces: bytes | memoryview) -> None:
@@ -43,7 +44,9 @@ class AdapterHash:
 
 
 def adapter_digest(config: PeftConfig, tensors: Mapping[str, StoredTensor]) -> str:
-    """64 lower-case hexadecimal digits. `tensors`: all of the file's, by their names in the file."""
+    """Returns the digest, 64 lower-case hexadecimal digits. `tensors`: all tensors of the adapter, by their names in
+    the file.
+    """
     digest = AdapterHash(config)
     for name in sorted(tensors):
         digest.update(AdapterHash.describe(tensors[name]))

@@ -1,4 +1,4 @@
-"""Tells whether an adapter's directory still holds the files that were read from it, without reading them again."""
+"""Detects whether an adapter's directory has changed since its files were read, without reading them again."""
 
 import os
 import time
@@ -10,17 +10,17 @@ from slora_adapters.peft.peft_directory import MEMBER_NAMES
 
 __all__ = ["DirectoryState"]
 
-# A file system stamps changes with a clock that is slower than its writes: a second on the coarsest. Two writes within
-# one tick look alike, so a file that has only just changed proves nothing.
+# A file system's timestamps may be as coarse as one second. Two writes within one tick have the same timestamp, so a
+# recently changed file proves nothing.
 _TICK_NS = 2_000_000_000
 
-# Device, inode, size, time of the last write, time of the last change to the inode. The last one cannot be set back.
+# Device, inode, size, mtime, ctime. A program cannot set the ctime back.
 _FileState = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryState:
-    """The state of every file that changes what an adapter answers. Take it before the files are read."""
+    """The state of every file that affects an adapter's output. Take it before the files are read."""
 
     files: tuple[_FileState | None, ...]
     taken_ns: int
@@ -31,7 +31,7 @@ class DirectoryState:
         return cls(tuple(_file_state(directory / name) for name in MEMBER_NAMES), taken_ns)
 
     def proves_unchanged(self, earlier: "DirectoryState") -> bool:
-        """Whether no file has changed since the earlier state was taken; False also where that is not certain."""
+        """Returns whether no file has changed since the earlier state was taken. Returns False if that is uncertain."""
         return self.files == earlier.files and earlier._is_settled()
 
     def _is_settled(self) -> bool:
@@ -42,6 +42,6 @@ class DirectoryState:
 def _file_state(path: Path) -> _FileState | None:
     try:
         found = os.stat(path)
-    except OSError:  # reading the directory tells why
+    except OSError:  # a later read of the directory reports the error
         return None
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -1,6 +1,6 @@
-"""The optional text files of an adapter: chat template, sampling defaults, and the tokenizer's list of added tokens.
+"""The optional text files of an adapter: chat template, sampling defaults, and the tokenizer's added tokens.
 
-This module keeps the texts as they are. It renders no template and loads no tokenizer.
+This module returns the texts unchanged. It does not render templates or load tokenizers.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,14 +16,14 @@ ADDED_TOKENS_NAME = "added_tokens.json"
 GENERATION_NAME = "generation_config.json"
 EXTRA_NAMES = (TEMPLATE_NAME, TOKENIZER_NAME, ADDED_TOKENS_NAME, GENERATION_NAME)
 
-# Tokenizer configs list every added token of the base: Llama 3's is 50 KB, others reach a few hundred.
+# Tokenizer configs list every added token of the base model. Llama 3's is 50 KB, and others are a few hundred KB.
 MAX_TOKENIZER_BYTES = 4 << 20
 
 
 def read_extras(
     members: Mapping[str, memoryview], limits: AdapterLimits
 ) -> tuple[AdapterExtras, list[Reason]]:
-    """The extras among an adapter's files, and a reason for each fault in them."""
+    """Returns the extras among an adapter's files, and a reason for each error in them."""
     reasons: list[Reason] = []
     tokenizer = _read_json(members, TOKENIZER_NAME, MAX_TOKENIZER_BYTES, reasons)
     reasons += _refuse_added_tokens(tokenizer.get("added_tokens_decoder"), limits)
@@ -88,7 +88,9 @@ def _too_long(what: str, num_bytes: int, limits: AdapterLimits) -> Reason:
 
 
 def _refuse_added_tokens(table: object, limits: AdapterLimits) -> Iterable[Reason]:
-    """Saved tokenizers repeat the base's own special tokens, so only ids beyond its vocabulary are added ones."""
+    """Refuses token ids beyond the base model's vocabulary. Ids inside it are not added tokens, because saved
+    tokenizers repeat the base model's special tokens.
+    """
     if limits.vocab_size is None or not isinstance(table, dict):
         return
     beyond = [key for key in table if _token_id(key) >= limits.vocab_size]

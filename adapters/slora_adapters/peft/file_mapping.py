@@ -1,11 +1,11 @@
-"""Files as memory, without reading them first."""
+"""Memory mapping of files."""
 
 import mmap
 from pathlib import Path
 
 
 def map_file(path: Path) -> memoryview:
-    """A read-only view of a file's bytes; it stays valid when the file is unlinked or replaced."""
+    """Returns a read-only view of a file's bytes. It stays valid when the file is unlinked or replaced."""
     with path.open("rb") as file:
         if file.seek(0, 2) == 0:
             return memoryview(b"")

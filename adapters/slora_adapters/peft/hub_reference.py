@@ -1,6 +1,6 @@
-"""The name of an adapter on the Hugging Face hub: hf://ORG/REPO[@REVISION][/FOLDER].
+"""References to adapters on the Hugging Face hub: hf://ORG/REPO[@REVISION][/FOLDER].
 
-The hub is a place to import adapters from. slora only reads it. `hub_snapshot.download` fetches what a reference names.
+slora only imports adapters from the hub. `hub_snapshot.download` downloads the adapter that a reference names.
 """
 
 import re
@@ -11,14 +11,17 @@ __all__ = ["HubReference"]
 
 _PREFIX = "hf://"
 _WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.))*"
-# refs/pr/1 is written refs%2Fpr%2F1.
+# A revision such as refs/pr/1 is written refs%2Fpr%2F1.
 _REFERENCE = re.compile(rf"({_WORD}/{_WORD})(?:@([^/@]+))?(?:/({_WORD}(?:/{_WORD})*))?/?", re.ASCII)
 _REVISION = re.compile(rf"{_WORD}(?:/{_WORD})*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class HubReference:
-    """revision: a branch, a tag or a commit; None is the main branch. folder: of the adapter in the repository."""
+    """A reference to an adapter on the hub.
+
+    revision: a branch, a tag or a commit; None is the main branch. folder: the adapter's folder in the repository.
+    """
 
     repo: str
     revision: str | None = None
@@ -26,7 +29,9 @@ class HubReference:
 
     @staticmethod
     def parse(text: str) -> "HubReference | None":
-        """None for what does not begin with hf://. Raises ValueError for what does and is no reference."""
+        """Returns None if the text does not begin with hf://. Raises ValueError if the text begins with hf:// but is
+        not a valid reference.
+        """
         if not text.startswith(_PREFIX):
             return None
         match = _REFERENCE.fullmatch(text.removeprefix(_PREFIX))
@@ -44,5 +49,5 @@ class HubReference:
 
     @property
     def name(self) -> str:
-        """The default name of the adapter: its folder, or else its repository."""
+        """The default name of the adapter: the last part of its folder, or of its repository."""
         return (self.folder or self.repo).rsplit("/", 1)[-1]

@@ -48,7 +48,7 @@ def download(reference: HubReference) -> HubSnapshot:
             allow_patterns=[prefix + name for name in MEMBER_NAMES],
             library_name="slora",
         )
-    # The cache calls the folder of a snapshot by its commit.
+    # The cache names the folder of a snapshot after its commit.
     pinned = replace(reference, revision=Path(root).name)
     directory = Path(root) / prefix
     missing = [name for name in (CONFIG_NAME, TENSORS_NAME) if not (directory / name).is_file()]
@@ -81,10 +81,10 @@ def _explained(reference: HubReference) -> Iterator[None]:
             f"the hub is out of reach, and this machine's cache does not hold {reference}: "
             + _first_line(error.__cause__ or error)
         ) from error
-    except Exception as error:  # its HTTP library, and so what that raises, differs from release to release
+    except Exception as error:  # the client's HTTP library, and so its exceptions, differ between releases
         raise StoreUnavailable(f"the hub did not give us {reference}: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:
-    """Its errors go on with links to documentation."""
+    """Returns only the first line, because the client's messages continue with links to documentation."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

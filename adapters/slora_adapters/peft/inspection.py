@@ -22,9 +22,9 @@ _MAX_BASE_NAME_CHARS = 256
 
 
 def inspect(source: Path, scratch: Path, shape: ModelShape, limits: AdapterLimits) -> CheckedAdapter:
-    """The adapter in `source`, a PEFT directory or an archive of one.
+    """Checks and summarises the adapter in `source`, a PEFT directory or an archive of one.
 
-    scratch: an empty directory for all that is written; the result may lie there. Raises AdapterInvalid.
+    scratch: an empty directory for all output; the result may refer to files in it. Raises AdapterInvalid.
     """
     directory = source
     if source.is_file():
@@ -37,7 +37,9 @@ def inspect(source: Path, scratch: Path, shape: ModelShape, limits: AdapterLimit
 
 
 def _refuse_without_effect(adapter: Adapter) -> None:
-    """PEFT initialises B with zeros, so an adapter that was saved before training has no effect."""
+    """Refuses an adapter in which every module has a zero factor. PEFT initialises B with zeros, so this happens when
+    an adapter is saved before training.
+    """
     factors = ((pair.a.values, pair.b.values) for pair in adapter.pairs.values())
     if all(0 in map(largest_magnitude_bits, pair) for pair in factors):
         message = (
@@ -48,7 +50,9 @@ def _refuse_without_effect(adapter: Adapter) -> None:
 
 
 def _read_base_name(directory: Path) -> str | None:
-    """The config's name for the base model that the adapter was trained on; of a path its last part."""
+    """Returns the config's name for the base model that the adapter was trained on. Of a path, it returns the last
+    part.
+    """
     raw = (directory / CONFIG_NAME).read_bytes()
     name = parse_object(raw, source=CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES).get("base_model_name_or_path")
     if not isinstance(name, str):

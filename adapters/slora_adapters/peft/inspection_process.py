@@ -1,8 +1,8 @@
-"""Inspects one adapter in a process of its own: `slora_adapters.peft.inspection_process JSON`, one line of JSON back.
+"""Inspects one adapter in its own process: `slora_adapters.peft.inspection_process JSON`. It prints one line of JSON.
 
-Untrusted files are opened here first. Whatever they do to memory, time or the interpreter ends with this process. The
-kernel limits its memory and CPU time. It dies with the server that waits for it, because the next server empties the
-quarantine. It inherits no secret, writes only to its scratch directory, and opens no connection.
+This process is the first to open untrusted files, so their damage to memory, time or the interpreter ends with it. The
+kernel limits its memory and CPU time. The process dies with the server that waits for it, because the next server
+empties the quarantine. It inherits no secret, writes only to its scratch directory, and opens no connection.
 """
 
 import ctypes
@@ -26,17 +26,17 @@ from slora_kernels.layout import ModelShape
 __all__ = ["InspectionTask", "OutOfMemory", "decode_answer", "main"]
 
 _PR_SET_PDEATHSIG = 1
-# Behind the processes that serve requests on the same cores.
+# Lower priority than the processes that serve requests on the same cores.
 _NICE = 10
 
 
 class OutOfMemory(Exception):
-    """The inspection exceeded its limit on memory."""
+    """The inspection exceeded its memory limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class InspectionTask:
-    """What to inspect, and within which bounds. source, scratch, shape, limits: as `inspect` has them.
+    """What to inspect, and the limits of the process. source, scratch, shape, limits: arguments of `inspect`.
 
     memory_bytes: limit on private memory; mapped files are not counted. cpu_seconds: limit on CPU time. parent: id of
     the process that waits for the answer.
@@ -101,8 +101,9 @@ def _answer(task: InspectionTask) -> dict[str, object]:
 
 
 def decode_answer(line: bytes) -> CheckedAdapter:
-    """The adapter in a process's answer. Raises what the answer reports: AdapterInvalid, OutOfMemory or OSError; and
-    ValueError if it is not an answer."""
+    """Returns the adapter in the answer of an inspection process. Raises the error that the answer reports:
+    AdapterInvalid, OutOfMemory or OSError. Raises ValueError if the line is not an answer.
+    """
     answer: Mapping[str, Any] = json.loads(line)
     if "reasons" in answer:
         raise AdapterInvalid(tuple(Reason(*reason) for reason in answer["reasons"]))

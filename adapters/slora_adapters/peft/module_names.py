@@ -1,4 +1,4 @@
-"""How PEFT's files name the modules of a base model. Which modules there are, the base model's shape says."""
+"""Parses the tensor names of PEFT files into modules of a base model. The base model's shape lists the modules."""
 
 import re
 from collections.abc import Mapping
@@ -6,11 +6,12 @@ from functools import cache
 
 from slora_kernels.layout import ModelShape
 
-# One adaptable module: its row in tables with a module axis, and in `ModelShape.modules`.
+# Index of an adaptable module in `ModelShape.modules`, and in every table with a module axis.
 ModuleId = int
 
-# PEFT writes the first form. It also loads the adapter's name, "default", before `.weight`; transformers' own
-# integration loads names without the prefix. An embedding's factors are parameters, not modules with a weight.
+# PEFT writes the form with the prefix and without "default". It also loads names with the adapter's name, "default",
+# before `.weight`. transformers' integration loads names without the prefix. The factors of an embedding are
+# parameters, so their names have no `.weight`.
 _PREFIX = r"(?:base_model\.model\.)?"
 _LINEAR_FACTOR = re.compile(rf"{_PREFIX}(?P<path>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight", re.DOTALL)
 _EMBEDDING_FACTOR = re.compile(
@@ -20,7 +21,7 @@ _COPY = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:\.base_layer)?\.(?P<parameter>wei
 
 
 def parse_factor_name(tensor_name: str, shape: ModelShape) -> tuple[ModuleId, str] | None:
-    """Which module a tensor belongs to, and whether it is "A" or "B"; None if the name is unknown."""
+    """Returns the module of a tensor, and whether the tensor is "A" or "B"; None if the name is unknown."""
     match = _EMBEDDING_FACTOR.fullmatch(tensor_name)
     if match is not None:
         return (shape.embedding_module, match["factor"]) if match["path"] == shape.embedding_path else None
@@ -30,7 +31,9 @@ def parse_factor_name(tensor_name: str, shape: ModelShape) -> tuple[ModuleId, st
 
 
 def parse_copy_name(tensor_name: str, shape: ModelShape) -> str | None:
-    """The base's parameter if the tensor is called like a whole one of the embedding or the head, else None."""
+    """Returns the base model's parameter if the tensor has the name of a whole embedding or head parameter,
+    else None.
+    """
     match = _COPY.fullmatch(tensor_name)
     if match is None:
         return None

@@ -1,24 +1,25 @@
 """Matches module names against regular expressions from untrusted files, in bounded time.
 
-A PEFT config may carry regular expressions, and Python's matcher can be made to run for years by a short one
-(`(a+)+$`). This one tracks the set of all positions that a prefix of the pattern can reach, as bits of one
-integer: no backtracking, cost about (length of pattern) x (length of name). It answers only "does it match",
-for which greedy and lazy repeats are the same. Python's own parser reads the pattern, so the syntax is
-Python's; back-references, look-behind, inline flags and possessive repeats are refused.
+A PEFT config may contain regular expressions, and a short one (`(a+)+$`) can make Python's matcher run for years. This
+matcher tracks the set of all positions that a prefix of the pattern can reach, as bits of one integer. It never
+backtracks, and its cost is about (length of pattern) x (length of name).
+
+It only decides whether a pattern matches, so greedy and lazy repeats are equivalent. Python's own parser reads the
+pattern, so the syntax is Python's. Back-references, look-behind, inline flags and possessive repeats are refused.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-# Python's own regex parser: private by name, but unchanged in 3.11 to 3.14; its public alias warns since
-# 3.11.
+# Python's own regex parser. Its name is private, but it is unchanged in 3.11 to 3.14. Its public alias has emitted a
+# deprecation warning since 3.11.
 from re import _constants as ops  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
 MAX_PATTERN_CHARS = 8192
-# Set operations, of a microsecond or two, for all matches of an adapter together. The longest patterns in the wild
-# take some 100 for one name, so 60 000 for the linears of an 80-layer model.
+# Set operations, of a microsecond or two each, for all matches of one adapter. The longest patterns in practice need
+# about 100 per name, so 60 000 for the linears of an 80-layer model.
 MAX_STEPS = 500_000
 MAX_DEPTH = 50
 
@@ -36,7 +37,9 @@ _CATEGORIES: dict[Any, Callable[[str], bool]] = {
 
 
 class StepBudget:
-    """What matching may still cost. One is shared by all patterns of an adapter, which may have very many."""
+    """The remaining steps of matching. All patterns of an adapter share one budget, because an adapter may have very
+    many patterns.
+    """
 
     __slots__ = ("left",)
 
@@ -44,14 +47,14 @@ class StepBudget:
         self.left = steps
 
     def spend(self, steps: int) -> None:
-        """Raises ValueError when nothing is left."""
+        """Raises ValueError when the budget is exceeded."""
         self.left -= steps
         if self.left < 0:
             raise ValueError("the pattern takes too long to match; simplify its repeats")
 
 
 class NamePattern:
-    """A regular expression over module names. Raises ValueError if malformed or using a refused feature."""
+    """A regular expression over module names. Raises ValueError if it is malformed or uses a refused feature."""
 
     __slots__ = ("_budget", "_nodes")
 
@@ -71,16 +74,16 @@ class NamePattern:
         _refuse_exotic(self._nodes)
 
     def matches_whole(self, name: str) -> bool:
-        """What `re.fullmatch` answers. Raises ValueError if the pattern takes too many steps."""
+        """Returns whether `re.fullmatch` would match. Raises ValueError if the pattern needs too many steps."""
         return bool(_Match(name, self._budget).advance(self._nodes, 1) >> len(name) & 1)
 
     def matches_start(self, name: str) -> bool:
-        """What `re.match` answers. Raises ValueError if the pattern takes too many steps."""
+        """Returns whether `re.match` would match. Raises ValueError if the pattern needs too many steps."""
         return _Match(name, self._budget).advance(self._nodes, 1) != 0
 
 
 class _Match:
-    """One run over one name. A mask has bit p set when position p, before character p, can be reached."""
+    """One match against one name. Bit p of a mask is set if position p, before character p, can be reached."""
 
     __slots__ = ("budget", "name", "where")
 
@@ -116,7 +119,7 @@ class _Match:
     def _repeat(self, least: int, most: int, nodes: Sequence[_Node], *, mask: _Mask) -> _Mask:
         for _ in range(least):
             after = self.advance(nodes, mask)
-            if after == mask:  # more rounds change nothing: the repeated part is empty, or saturated
+            if after == mask:  # fixed point: the repeated part is empty, or more rounds reach nothing new
                 break
             mask = after
             if not mask:
@@ -137,7 +140,7 @@ class _Match:
         return kept
 
     def _positions(self, op: Any, argument: Any) -> _Mask:
-        # A class of characters is a list of items, which the parsed pattern keeps, so that its id stays its own.
+        # A character class is a list of items. The parsed pattern keeps the list alive, so its id is a unique key.
         key = (op, id(argument) if op is ops.IN else argument)
         if key not in self.where:
             self.budget.spend(10 * len(argument) if op is ops.IN else 1)

@@ -1,8 +1,7 @@
-"""Conversions between the three floating-point formats of weights, in numpy, by round to nearest, ties to
-even.
+"""Conversions between the three floating-point formats of weights, in numpy, with round to nearest, ties to even.
 
-numpy has no bfloat16: its values are uint16 bit patterns here. Formats go by safetensors' names (F32, F16,
-BF16) for what files hold and by torch's (float32, float16, bfloat16) for what the engine serves.
+numpy has no bfloat16, so its values are uint16 bit patterns here. File formats have the names of safetensors (F32, F16,
+BF16). Served dtypes have the names of torch (float32, float16, bfloat16).
 """
 
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ import numpy.typing as npt
 
 Values = npt.NDArray[Any]
 
-# What a served dtype is stored as in numpy.
+# The numpy type in which values of a served dtype are stored.
 STORAGE: Mapping[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
@@ -22,19 +21,19 @@ STORAGE: Mapping[str, np.dtype[Any]] = {
 
 # Magnitude bits of infinity in each format.
 _INFINITY_BITS = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
-# The least float32 magnitude, as bits, that rounds to infinity in a served dtype: 65520 is half-way between
-# float16's largest number, 65504, and the next power of two; for bfloat16 likewise.
+# The smallest float32 magnitude, as bits, that rounds to infinity in a served dtype. 65520 is half-way between
+# float16's largest number, 65504, and the next power of two; bfloat16 is analogous.
 _ROUNDS_TO_INFINITY = {"float32": 0x7F80_0000, "float16": 0x477F_F000, "bfloat16": 0x7F7F_8000}
 
-# Elements worked on at a time: a block and its temporaries stay in the second-level cache, and are small enough that
-# the C library reuses their memory instead of mapping fresh pages. The scan for non-finite numbers runs at 7.8 GB/s
-# instead of 0.55, conversions several times as fast.
+# Elements per block. A block and its temporaries stay in the L2 cache, and are small enough that the C library reuses
+# their memory instead of mapping new pages. The scan for non-finite numbers runs at 7.8 GB/s instead of 0.55 GB/s, and
+# conversions are several times as fast.
 _BLOCK = 1 << 14
 
 
 def largest_magnitude_bits(values: Values) -> int:
-    """The greatest magnitude in `values`, as a bit pattern of its own format; non-finite numbers sort above
-    all.
+    """Returns the greatest magnitude in `values`, as a bit pattern of the same format. Infinity and NaN are greater
+    than every finite number.
     """
     bits = np.ascontiguousarray(values).reshape(-1).view(f"u{values.dtype.itemsize}")
     magnitude = bits.dtype.type((1 << (8 * values.dtype.itemsize - 1)) - 1)
@@ -43,19 +42,19 @@ def largest_magnitude_bits(values: Values) -> int:
 
 
 def is_finite(dtype: str, magnitude_bits: int) -> bool:
-    """Whether a tensor of file format `dtype`, whose largest magnitude is `magnitude_bits`, has only finite
-    numbers.
+    """Returns whether a tensor of file format `dtype` has only finite numbers. magnitude_bits: its largest
+    magnitude.
     """
     return magnitude_bits < _INFINITY_BITS[dtype]
 
 
 def may_overflow(dtype: str, served: str) -> bool:
-    """Whether some finite number of file format `dtype` is too large for the dtype `served`."""
+    """Returns whether a finite number of file format `dtype` can overflow in the dtype `served`."""
     return (dtype, served) in (("F32", "float16"), ("F32", "bfloat16"), ("BF16", "float16"))
 
 
 def fits(dtype: str, magnitude_bits: int, served: str) -> bool:
-    """Whether finite numbers of file format `dtype` stay finite when rounded to the dtype `served`."""
+    """Returns whether finite numbers of file format `dtype` stay finite when rounded to the dtype `served`."""
     if not may_overflow(dtype, served):
         return True
     float32_bits = magnitude_bits << 16 if dtype == "BF16" else magnitude_bits
@@ -63,9 +62,9 @@ def fits(dtype: str, magnitude_bits: int, served: str) -> bool:
 
 
 def convert(values: Values, dtype: str, served: str) -> Values:
-    """Finite `values` of file format `dtype` in the dtype `served`; what is too large becomes infinity.
+    """Converts finite `values` of file format `dtype` to the dtype `served`. Values that overflow become infinity.
 
-    The result has the type of `STORAGE[served]`, and is `values` itself when nothing needs to change.
+    The result has the type `STORAGE[served]`. It is `values` itself if no conversion is needed.
     """
     if (dtype, served) in _UNCHANGED:
         return values
@@ -87,10 +86,11 @@ def _widen(block: Values, dtype: str) -> npt.NDArray[np.float32]:
 
 
 def _widen_half(bits: Values) -> npt.NDArray[np.float32]:
-    """Exact for all finite numbers, subnormal ones too, and seven times as fast as numpy's own conversion.
+    """Converts float16 bits to float32. Exact for all finite numbers including subnormals, and seven times as fast as
+    numpy.
 
-    Shifted into the places of a float32, the bits are the right number times 2**-112: the difference of the two
-    exponents' biases.
+    Shifted to the bit positions of a float32, the bits are the correct number times 2**-112. That is the difference of
+    the two exponent biases.
     """
     wide = bits.astype("<u4")
     magnitude = ((wide & np.uint32(0x7FFF)) << np.uint32(13)).view("<f4") * np.float32(2.0**112)
@@ -108,8 +108,8 @@ def _narrow(single: npt.NDArray[np.float32], served: str) -> Values:
 
 def _round_to_bfloat16(single: npt.NDArray[np.float32]) -> Values:
     bits = single.view("<u4")
-    # Adding just under half of the last kept place, plus one if that place is odd, carries exactly when the nearest
-    # number, or of two equally near the even one, is the upper. In place: 31 us for a block, 135 us otherwise.
+    # Add just under half of the last kept bit, plus one if that bit is odd. This carries exactly when round to nearest,
+    # ties to even, rounds up. In place: 31 us per block instead of 135 us.
     rounded = bits >> np.uint32(16)
     rounded &= np.uint32(1)
     rounded += np.uint32(0x7FFF)

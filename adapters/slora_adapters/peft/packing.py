@@ -1,8 +1,7 @@
-"""Writes an adapter in the byte order that the kernels read (`slora_kernels.layout`), converted to the served
-dtype.
+"""Packs an adapter in the byte order that the kernels read (`slora_kernels.layout`), converted to the served dtype.
 
-A's rows of a linear group lie one after another, then each module's B transposed; every row is padded with
-zeros to whole segments. What comes out needs no further work: loading it into the pool is copying pages.
+The A rows of a linear group are stored one after another, followed by each module's B, transposed. Every row is padded
+with zeros to whole segments. Loading a packed adapter into the page pool only copies pages.
 """
 
 from collections.abc import Mapping
@@ -23,7 +22,11 @@ ByteArray = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """scales: float32 [num_modules], 0 where not adapted. buffer: uint8 [layout.num_bytes], possibly shared memory."""
+    """A packed adapter.
+
+    scales: float32 [num_modules], 0 for modules that are not adapted. buffer: uint8 [layout.num_bytes], possibly shared
+    memory.
+    """
 
     layout: AdapterLayout
     scales: npt.NDArray[np.float32]
@@ -39,7 +42,7 @@ def pack(adapter: Adapter, shape: ModelShape, dtype: str) -> PackedAdapter:
 def pack_into(
     adapter: Adapter, shape: ModelShape, dtype: str, layout: AdapterLayout, buffer: ByteArray
 ) -> PackedAdapter:
-    """Overwrites all of `buffer`; see `Packer`, and what it raises."""
+    """Packs into `buffer` and overwrites all of it. Raises what `Packer` raises."""
     packer = Packer(adapter.pairs, shape, dtype, layout, buffer)
     for pair in adapter.pairs.values():
         packer.write(pair.a, 0, pair.a.values)
@@ -48,11 +51,13 @@ def pack_into(
 
 
 class Packer:
-    """Writes an adapter's tensors into `buffer`, uint8 [layout.num_bytes], aligned to 4 bytes: rows at a time, in any
-    order. When all are written nothing of its old content is left.
+    """Writes an adapter's tensors into a buffer, some rows at a time, in any order.
 
-    `dtype` is "float32", "float16" or "bfloat16". scales: float32 [num_modules], 0 where not adapted. Raises ValueError
-    if `shape` is for another element size.
+    buffer: uint8 [layout.num_bytes], aligned to 4 bytes. It is completely overwritten once all tensors are written.
+    dtype: "float32", "float16" or "bfloat16".
+    scales: float32 [num_modules], 0 for modules that are not adapted.
+
+    Raises ValueError if `shape` is for another element size.
     """
 
     def __init__(
@@ -85,8 +90,9 @@ class Packer:
                     self._places[pair.b.name] = _Place(next(rows), width, pair.path, is_transposed=True)
 
     def write(self, tensor: Factor, first_row: int, values: npt.NDArray[Any]) -> None:
-        """`values`: rows of a tensor, from `first_row` on, as its file has them. Raises AdapterInvalid if one of them
-        overflows."""
+        """Writes rows of a tensor, starting at `first_row`. `values` has the rows as the file stores them. Raises
+        AdapterInvalid if a value overflows.
+        """
         place = self._places[tensor.name]
         _check_overflow(tensor, values, place.path, self._dtype)
         served = convert(values, tensor.dtype, self._dtype)
@@ -102,7 +108,9 @@ class Packer:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """rows: [rank, width and padding], where a tensor belongs. is_transposed: it is a B, [width, rank]."""
+    """Where a tensor is written. rows: [rank, width and padding]. is_transposed: whether the tensor is a B, [width,
+    rank].
+    """
 
     rows: npt.NDArray[Any]
     width: int
@@ -113,7 +121,7 @@ class _Place:
 def _places(
     site: LoraSite, module_id: ModuleId, width: int, shape: ModelShape, layout: AdapterLayout
 ) -> tuple[slice, slice]:
-    """Where a module's rows of A and of B transposed lie in the buffer, in bytes."""
+    """Returns the byte ranges of a module's A rows and of its transposed B in the buffer."""
     a_segments, b_segments = shape.row_segments(site.in_width), shape.row_segments(width)
     rank, first_row, b_start = (int(n) for n in layout.modules[module_id])
     a_start = int(layout.groups[site.group, 1]) + first_row * a_segments

@@ -1,16 +1,18 @@
-"""Reads adapter_config.json as PEFT writes it, keeping only what decides the arithmetic, and refusing what we
-lack.
+"""Parses adapter_config.json as PEFT writes it. Keeps the fields that change the arithmetic, and refuses unsupported
+variants.
 
-PEFT's LoraConfig is a long list of variants. Each key falls into one of four kinds: read here (rank, scale,
-targets); without effect on a trained adapter's arithmetic (dropout, how it was initialised, who trained it);
-a variant that this server does not compute, refused by name when it is switched on; unknown, refused unless
-it is empty, because nobody can tell whether it changes the arithmetic.
+PEFT's LoraConfig has many variants. Each key is one of four kinds:
 
-Matching rules are PEFT's own (0.21): patterns for ranks and alphas are `(.*\\.)?(pattern)$`, the first that
-matches wins; targets in a list match a whole dotted suffix of the module's name; a string is a regular
-expression over the whole name, or "all-linear".
+- A key that this module reads: rank, scale, targets.
+- A key without effect on the arithmetic of a trained adapter: dropout, initialisation, provenance.
+- A variant that this server does not compute. It is refused by name when it is switched on.
+- An unknown key. It is refused unless it is empty, because it might change the arithmetic.
 
-Knows names of modules, but no base model's shape and no tensors.
+The matching rules are PEFT's own (0.21). Patterns for ranks and alphas become `(.*\\.)?(pattern)$`, and the first match
+wins. Targets in a list match a whole dotted suffix of the module's name. A target string is a regular expression over
+the whole name, or "all-linear".
+
+This module knows module names, but neither the base model's shape nor tensors.
 """
 
 import re
@@ -28,10 +30,10 @@ MAX_PATTERNS = 2048
 MAX_LIST_ENTRIES = 8192
 ALL_LINEAR = "all-linear"
 
-# No effect on the arithmetic of a trained adapter: provenance, training, and how weights were initialised.
+# Keys without effect on the arithmetic of a trained adapter: provenance, training, and initialisation of weights.
 _HARMLESS = frozenset(
     {
-        "fan_in_fan_out",  # says how the base stores its weight; A and B lie the same way either way
+        "fan_in_fan_out",  # layout of the base weight; it does not change the layout of A and B
         "auto_mapping",
         "base_model_name_or_path",
         "corda_config",
@@ -67,7 +69,7 @@ _READ = frozenset(
     }
 )
 
-# Variants that compute something else than W x + scale * B (A x), and why each is refused when switched on.
+# Variants that compute something else than W x + scale * B (A x), with the reason in the error message.
 _VARIANTS: Mapping[str, str] = {
     "use_dora": "DoRA rescales the base weight by trained magnitudes",
     "lora_bias": "it adds a bias to B",
@@ -85,8 +87,8 @@ _VARIANTS: Mapping[str, str] = {
     "monteclora_config": "Monteclora samples its weights",
 }
 
-# Values of init_lora_weights that leave the base model as it is; the others subtract B A from the base weight
-# or quantise it, and PEFT does so again whenever it loads the adapter.
+# Values of init_lora_weights that do not change the base model. The other values subtract B A from the base weight or
+# quantise it, and PEFT repeats that whenever it loads the adapter.
 _HARMLESS_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 _BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
@@ -97,10 +99,10 @@ _PLAIN_PATTERN = re.compile(r"(?:[\w.^-]|\\[.dw-])*\Z", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """The fields of a LoraConfig that decide which modules are adapted, with what rank and scale.
+    """The fields of a LoraConfig that decide which modules are adapted, with which rank and scale.
 
-    Patterns keep the file's order, because the first that matches wins. ensure_weight_tying is accepted only where it
-    does nothing, and so is not part of the JSON.
+    Patterns keep the file's order, because the first match wins. ensure_weight_tying is accepted only where it has no
+    effect, so it is not part of the JSON.
     """
 
     rank: int
@@ -115,7 +117,7 @@ class PeftConfig:
     ensure_weight_tying: bool = False
 
     def to_json(self) -> dict[str, object]:
-        """The same fields in PEFT's own names, normalised: equal configs give equal JSON."""
+        """Returns the same fields under PEFT's names, normalised: equal configs give equal JSON."""
         return {
             "peft_type": "LORA",
             "r": self.rank,
@@ -135,7 +137,9 @@ def _jsonable(names: tuple[str, ...] | str) -> list[str] | str:
 
 
 def parse_peft_config(raw: bytes | memoryview) -> tuple[PeftConfig | None, list[Reason]]:
-    """The config, or None when it is too broken to go on, and every reason to refuse it (none: accepted)."""
+    """Returns the config, or None if a field cannot be read, and every reason to refuse it. An accepted config has no
+    reasons.
+    """
     try:
         fields = parse_object(raw, source=CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
     except ValueError as error:
@@ -206,7 +210,9 @@ def _refuse_bad_combination(config: PeftConfig) -> Iterable[Reason]:
 
 
 class _FieldReader:
-    """Reads fields one by one; a wrong one becomes a reason and a placeholder, so that all are looked at."""
+    """Reads fields one by one. An invalid field adds a reason and reads as a placeholder, so that all fields are
+    checked.
+    """
 
     def __init__(self, fields: Mapping[str, object], reasons: list[Reason]) -> None:
         self.fields = fields
@@ -257,7 +263,7 @@ class _FieldReader:
         return targets
 
     def names(self, key: str) -> tuple[str, ...] | str:
-        """Names are sorted and unique, as PEFT makes a set of them."""
+        """Returns sorted, unique names, because PEFT treats them as a set."""
         value = self.fields.get(key) or []
         if isinstance(value, str):
             if value.lower() == ALL_LINEAR and key == "target_modules":
@@ -312,12 +318,12 @@ def _short(value: object) -> str:
 
 
 def pattern_regex(pattern: str) -> str:
-    """PEFT's regular expression for a key of rank_pattern or alpha_pattern."""
+    """Returns PEFT's regular expression for a key of rank_pattern or alpha_pattern."""
     return rf"(.*\.)?({pattern})$"
 
 
 class PatternTable(Generic[Value]):
-    """The first pattern that matches a module's name decides its value, otherwise the default does."""
+    """Maps a module name to the value of the first pattern that matches it, or to the default."""
 
     def __init__(self, patterns: Iterable[tuple[str, Value]], default: Value, budget: StepBudget) -> None:
         self.default = default
@@ -332,9 +338,8 @@ class PatternTable(Generic[Value]):
 
 
 def _start_matcher(pattern: str, budget: StepBudget) -> Callable[[str], object]:
-    # Without repeats or groups of its own a pattern cannot backtrack badly. EVA writes one such pattern per
-    # module, and several hundred patterns times several hundred modules is where the slower matcher would be
-    # felt.
+    # A pattern without repeats or groups of its own cannot backtrack exponentially. EVA writes one such pattern per
+    # module. For several hundred patterns times several hundred modules, the slower matcher would be noticeable.
     if _PLAIN_PATTERN.match(pattern):
         return re.compile(pattern_regex(pattern)).match
     return NamePattern(pattern_regex(pattern), budget).matches_start

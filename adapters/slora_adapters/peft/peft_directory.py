@@ -1,7 +1,7 @@
-"""Reads an adapter as PEFT saves it, from a directory or from a bundle of named byte strings.
+"""Reads an adapter as PEFT saves it, from a directory or from named byte strings.
 
-Only four kinds of file are ever opened: the config, the safetensors file, and the texts that may lie beside
-them. Pickles (`adapter_model.bin` and the like) are refused by name and never opened.
+Only four kinds of file are opened: the config, the safetensors file, and the optional texts beside them. Pickles
+(`adapter_model.bin` and similar) are refused by name and never opened.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,20 +20,20 @@ from slora_adapters.peft.validation import check_values, validate
 from slora_kernels.layout import ModelShape
 
 TENSORS_NAME = "adapter_model.safetensors"
-# Everything that may be uploaded as part of an adapter.
+# All files that an upload of an adapter may contain.
 MEMBER_NAMES = (CONFIG_NAME, TENSORS_NAME, *EXTRA_NAMES)
 _CONVERT = "save the adapter with save_pretrained(directory, safe_serialization=True)"
-# Protocols 2 to 5, and the zip that newer torch puts around its pickle.
+# Pickle protocols 2 to 5, and the zip format in which newer torch stores its pickle.
 _PICKLE_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-# An adapter that breaks one rule often breaks it in every layer.
+# An adapter that breaks a rule often breaks it in every layer.
 MAX_REASONS_PER_CODE = 3
 
 
 def read_adapter(directory: Path | str, shape: ModelShape, limits: AdapterLimits) -> Adapter:
-    """The adapter in a PEFT directory; its tensors are views over the mapped file.
+    """Reads the adapter in a PEFT directory. Its tensors are views of the mapped file.
 
-    Raises AdapterNotFound if there is no such directory, AdapterInvalid with every reason to refuse the
+    Raises AdapterNotFound if the directory does not exist. Raises AdapterInvalid with every reason to refuse the
     adapter.
     """
     directory = Path(directory)
@@ -48,7 +48,7 @@ def read_adapter(directory: Path | str, shape: ModelShape, limits: AdapterLimits
 
 
 def parse_adapter(members: Mapping[str, memoryview], shape: ModelShape, limits: AdapterLimits) -> Adapter:
-    """The adapter in a bundle of files, by name. Raises AdapterInvalid with every reason to refuse it."""
+    """Reads the adapter in a set of files, by name. Raises AdapterInvalid with every reason to refuse it."""
     reasons: list[Reason] = []
     config = _parse_config(members.get(CONFIG_NAME), reasons)
     tensors = _parse_tensors(members.get(TENSORS_NAME), limits, reasons)
@@ -60,7 +60,9 @@ def parse_adapter(members: Mapping[str, memoryview], shape: ModelShape, limits: 
 def assemble_adapter(
     raw_config: bytes, tensors: Mapping[str, StoredTensor], shape: ModelShape, limits: AdapterLimits
 ) -> Adapter:
-    """An adapter whose tensors are in memory, by the same rules. Raises AdapterInvalid with every reason."""
+    """Builds an adapter from tensors in memory, by the same rules. Raises AdapterInvalid with every reason to refuse
+    it.
+    """
     reasons: list[Reason] = []
     config = _parse_config(memoryview(raw_config), reasons)
     return _assemble(config, tensors, AdapterExtras(), reasons, shape, limits)
@@ -95,7 +97,9 @@ def _assemble(
 
 
 def refuse_pickles(names: Iterable[str]) -> list[Reason]:
-    """A reason for each file name that is a pickle: unpickling runs whatever code the file's author chose."""
+    """Returns a reason for each file name that is a pickle, because unpickling executes arbitrary code from
+    the file.
+    """
     return [
         Reason("pickle", f"{name[:120]!r} is a pickle, which is never loaded; {_CONVERT}")
         for name in names
@@ -146,5 +150,9 @@ def _parse_tensors(
 
 
 def _looks_pickled(raw: memoryview) -> bool:
-    """Whether it begins as torch.save does; a header's length may do so, too, but then fits into the file."""
+    """Returns whether the file begins like the output of torch.save.
+
+    The length field of a valid safetensors header may begin with the same bytes, but then the header fits into the
+    file.
+    """
     return bytes(raw[:4]).startswith(_PICKLE_STARTS) and int.from_bytes(raw[:8], "little") > len(raw)

@@ -8,7 +8,7 @@ import json
 import re
 from typing import NoReturn
 
-# Every surrogate, alone or in a pair, is written as such an escape: UTF-8 cannot encode it.
+# JSON contains a surrogate only as such an escape, alone or in a pair, because UTF-8 cannot encode it.
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 

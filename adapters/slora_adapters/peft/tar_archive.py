@@ -1,10 +1,10 @@
-"""Reads the members of a tar in one pass, with a bound on everything before the next member's content.
+"""Reads the members of a tar in one pass, with a limit on all headers before each member's content.
 
-The formats are POSIX ustar and pax, GNU tar's long names, and tars of before POSIX. Python's `tarfile` is not used for
-uploads: it recurses once for each header in a row, and it parses headers of any length and in any number. Here they
-are counted before they are read, so the work grows with the content of the members alone.
+Supported formats are POSIX ustar and pax, GNU tar's long names, and pre-POSIX tars. Uploads are not read with Python's
+`tarfile`, because it recurses once for each consecutive header, and parses headers of any length and number. Here
+headers are counted before they are read, so the work is proportional to the content of the members.
 
-Sizes and names are read, never believed: what a name means is for the caller to decide.
+Sizes and names in headers are not trusted. The caller decides what a name means.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,12 +17,12 @@ from slora_adapters.errors import AdapterInvalid, Reason
 __all__ = ["TarMember", "read_tar"]
 
 _BLOCK_BYTES = 512
-# Two blocks of zeros end a tar.
+# A tar ends with two blocks of zeros.
 _END_BYTES = 2 * _BLOCK_BYTES
 _CHUNK_BYTES = 1 << 20
-# A member has at most four headers that extend its own: a long name, a long link, a pax header and a global one.
+# A member has at most four extension headers: a long name, a long link, a pax header and a global one.
 _MAX_EXTENSIONS = 8
-# Names, times and attributes take some hundred bytes for each member; macOS adds a few kilobytes.
+# Names, times and attributes need a few hundred bytes per member; macOS adds a few kilobytes.
 _MAX_EXTENSION_BYTES = 64 << 10
 _MAX_EXTENSION_BYTES_IN_ALL = 1 << 20
 
@@ -55,7 +55,7 @@ class _Readable(Protocol):
 
 
 class _Bytes:
-    """The bytes of a tar after decompression: counted, and at most `max_bytes`."""
+    """The bytes of a tar after decompression. They are counted, and limited to `max_bytes`."""
 
     def __init__(self, file: _Readable, max_bytes: int) -> None:
         self.position = 0
@@ -63,7 +63,7 @@ class _Bytes:
         self._max_bytes = max_bytes
 
     def read(self, size: int) -> bytes:
-        """At most `size` bytes; none at the end."""
+        """Returns at most `size` bytes, and no bytes at the end of the tar."""
         chunk = self._file.read(size)
         self.position += len(chunk)
         if self.position > self._max_bytes:
@@ -88,7 +88,7 @@ class _Bytes:
 
 
 class _Content:
-    """The content of one member. left: bytes that have not been read."""
+    """The content of one member. left: number of bytes that have not been read."""
 
     def __init__(self, source: _Bytes, size: int) -> None:
         self.size = size
@@ -107,8 +107,10 @@ class _Content:
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """One member. oddity: what it is if it is neither a file nor a directory. Its content must be read before the next
-    member is."""
+    """One member. Its content must be read before the next member is requested.
+
+    oddity: its kind if it is neither a file nor a directory; None otherwise.
+    """
 
     name: str
     size: int
@@ -123,7 +125,7 @@ class TarMember:
 
 @dataclass(slots=True)
 class _Extension:
-    """What headers before a member say of it. None: nothing."""
+    """The fields of the next member that extension headers override. None means not overridden."""
 
     name: str | None = None
     size: int | None = None
@@ -131,10 +133,10 @@ class _Extension:
 
 
 def read_tar(file: _Readable, max_bytes: int) -> Iterator[TarMember]:
-    """The members in `file`, which is read forward only.
+    """Yields the members in `file`, which is only read forward.
 
-    max_bytes: the most that the whole may take. Raises ValueError for what is no tar or ends too early, and
-    AdapterInvalid for more than the bounds.
+    max_bytes: limit on the decompressed size of the whole tar. Raises ValueError if the file is not a tar or is
+    truncated, and AdapterInvalid if it exceeds a limit.
     """
     source = _Bytes(file, max_bytes)
     extensions = _Extensions(source)
@@ -152,7 +154,7 @@ def read_tar(file: _Readable, max_bytes: int) -> Iterator[TarMember]:
 
 
 class _Extensions:
-    """Reads the headers that extend the next member's own."""
+    """Reads the extension headers before a member's own header."""
 
     def __init__(self, source: _Bytes) -> None:
         self._source = source
@@ -183,7 +185,7 @@ class _Extensions:
             self._apply(_read_pax(content), is_global=kind == _GLOBAL_PAX)
 
     def take(self) -> _Extension:
-        """What has been read since the last member."""
+        """Returns the extensions that were read since the last member."""
         taken, self._next, self._num_in_row = self._next, _Extension(), 0
         return taken
 
@@ -201,7 +203,7 @@ class _Extensions:
 
 
 def _read_header(source: _Bytes) -> bytes | None:
-    """The next block; None at a block of zeros, which ends the tar."""
+    """Returns the next header block; None at a block of zeros, which ends the tar."""
     start = source.position
     try:
         header = source.read_exactly(_BLOCK_BYTES)
@@ -223,7 +225,9 @@ def _read_header(source: _Bytes) -> bytes | None:
 
 
 def _check_end(source: _Bytes) -> None:
-    """The block of zeros has been read; nothing but zeros may follow it, and one more block of them must."""
+    """Checks the end of the tar after the first block of zeros: at least one more block of zeros must follow, and
+    nothing else.
+    """
     end = source.position - _BLOCK_BYTES
     while chunk := source.read(_CHUNK_BYTES):
         if chunk.strip(b"\0"):
@@ -249,13 +253,13 @@ def _make_member(source: _Bytes, header: bytes, size: int, extension: _Extension
         oddity = _ODDITIES[b"S"]
     elif not is_directory and kind not in _FILE_TYPES:
         oddity = _ODDITIES.get(kind, "of an unknown kind")
-    # Only files have content, whatever the header of another kind says.
+    # Only files have content, even if the header of another kind gives a size.
     has_content = kind in _FILE_TYPES and not is_directory
     return TarMember(name, size, is_directory, oddity, _Content(source, size if has_content else 0))
 
 
 def _read_number(field: bytes) -> int:
-    """Octal digits, or for what these cannot express a sign byte and a number in base 256."""
+    """Parses octal digits, or a sign byte and a base-256 number, which is used where octal digits do not fit."""
     if field[0] in (0x80, 0xFF):
         value = int.from_bytes(field[1:], "big")
         return value if field[0] == 0x80 else value - (1 << 8 * (len(field) - 1))
@@ -266,7 +270,9 @@ def _read_number(field: bytes) -> int:
 
 
 def _read_pax(content: bytes) -> dict[bytes, bytes]:
-    """The records of a pax header: `length key=value` and a line feed each, where the length counts all of it."""
+    """Parses the records of a pax header. Each record is `length key=value` and a line feed; the length counts the
+    whole record.
+    """
     records: dict[bytes, bytes] = {}
     position = 0
     while position < len(content) and content[position]:

@@ -1,7 +1,6 @@
-"""Which modules of the base a PEFT config names: the rule by which PEFT places adapters, applied to names
-alone.
+"""Finds the modules of a base model that a PEFT config targets, by PEFT's own rules on module names.
 
-An adapter that names a module which the base lacks, or nothing at all, is refused: served, it would silently
+An adapter that targets a module that the base model lacks, or no module at all, is refused. Served, it would silently
 answer like the base model.
 """
 
@@ -18,10 +17,12 @@ from slora_kernels.layout import ModelShape
 def resolve_targets(
     config: PeftConfig, shape: ModelShape, budget: StepBudget
 ) -> tuple[frozenset[ModuleId], list[Reason]]:
-    """The modules that the config adapts in a base of this shape, and why they cannot be served."""
+    """Returns the modules that the config adapts in a base model of this shape, and the reasons to refuse
+    the config.
+    """
     reasons = list(_refuse_names(config, shape)) if isinstance(config.target_modules, tuple) else []
     reasons += _refuse_layers(config, shape.num_layers)
-    # As in PEFT: all linear layers are those of the layers; the output head must be named.
+    # As in PEFT, "all-linear" means the linears of the layers. The output head must be named.
     candidates = shape.embedding_module if config.target_modules == ALL_LINEAR else shape.num_modules
     try:
         is_target, is_excluded = _target_rule(config, budget), _name_rule(config.exclude_modules, budget)
@@ -55,7 +56,7 @@ def _target_rule(config: PeftConfig, budget: StepBudget) -> Callable[[str], bool
     matches = _name_rule(targets, budget)
     if isinstance(targets, str) or config.layers_to_transform is None:
         return matches
-    # As in PEFT: a full name is taken whatever its layer; the layer filter holds for suffixes.
+    # As in PEFT, a full module name matches in any layer. The layer filter applies only to suffixes.
     full_names, layers = frozenset(targets), frozenset(config.layers_to_transform)
     return lambda name: (
         name in full_names or (_find_layer(name, config.layers_pattern) in layers and matches(name))
@@ -63,7 +64,9 @@ def _target_rule(config: PeftConfig, budget: StepBudget) -> Callable[[str], bool
 
 
 def _find_layer(name: str, patterns: tuple[str, ...]) -> int | None:
-    """PEFT's rule: the first number that follows one of the patterns; without patterns, any dotted name."""
+    """Returns the layer number by PEFT's rule: the first number after one of the patterns. Without patterns, any dotted
+    name may precede the number.
+    """
     for head in [rf"(?:^|.*?\.){pattern}" for pattern in patterns] or [r".*?\.[^.]*"]:
         match = re.match(rf"{head}\.(?P<layer>\d+)\.", name)
         if match is not None:
@@ -72,7 +75,9 @@ def _find_layer(name: str, patterns: tuple[str, ...]) -> int | None:
 
 
 def _name_rule(names: Sequence[str] | str, budget: StepBudget) -> Callable[[str], bool]:
-    """PEFT's rule: a string is a regular expression over the whole name, a list holds dotted suffixes."""
+    """Returns PEFT's matching rule: a string is a regular expression over the whole name, and a list has dotted
+    suffixes.
+    """
     if isinstance(names, str):
         return NamePattern(names, budget).matches_whole
     wanted = frozenset(names)

@@ -1,11 +1,13 @@
-"""Reads one safetensors file from bytes, strictly, without copying; writes what was read.
+"""Reads safetensors files strictly and without copying, and writes them.
 
-The format: 8 bytes little-endian length of the header; the header, a JSON object name -> {dtype, shape,
-data_offsets}; then the tensors' bytes, which the offsets must cover exactly, with no hole, overlap or
-remainder. Beyond what the reference reader checks, keys must be unique (it lets the last one win), the header
-must stay below 1 MiB (it allows 100 MB), and only the three dtypes of LoRA weights are known.
+The format: 8 bytes with the little-endian length of the header; the header, a JSON object name -> {dtype, shape,
+data_offsets}; then the tensors' bytes. The offsets must cover these bytes exactly, without a hole, an overlap or a
+remainder.
 
-Does not know what the tensors mean. bfloat16 has no numpy type, so its values come as uint16 bit patterns.
+The checks are stricter than the reference reader's. Keys must be unique (the reference reader uses the last one). The
+header must stay below 1 MiB (the reference reader allows 100 MB). Only the three dtypes of LoRA weights are accepted.
+
+This module does not interpret the tensors. numpy has no bfloat16 type, so BF16 values are read as uint16 bit patterns.
 """
 
 import json
@@ -19,13 +21,13 @@ import numpy.typing as npt
 
 from slora_adapters.peft.strict_json import parse_object
 
-# The header's length.
+# Size of the field that has the header's length.
 PREFIX_BYTES = 8
 MAX_HEADER_BYTES = 1 << 20
-# A base model's, whose file may hold every expert of every layer: what the reference reader allows.
+# Limit for a base model's header, which may list every expert of every layer. It is the reference reader's limit.
 MAX_BASE_HEADER_BYTES = 100_000_000
 
-# Safetensors name -> the numpy type that the values are viewed as.
+# Safetensors dtype name -> the numpy type that views the values.
 DTYPES: Mapping[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -35,9 +37,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as it lies in the file: `values` is a read-only view, uint16 bit patterns when `dtype` is
-    BF16.
-    """
+    """A tensor with its content. `values` is a read-only view of the file; for BF16 it holds uint16 bit patterns."""
 
     name: str
     dtype: str
@@ -50,7 +50,9 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpan:
-    """A tensor that a header describes. It takes bytes [start, end) of the body, which begins behind the header."""
+    """A tensor as a header describes it. Its content is bytes [start, end) of the body, which begins after
+    the header.
+    """
 
     name: str
     dtype: str
@@ -64,13 +66,17 @@ class TensorSpan:
 
 
 def read_tensors(raw: bytes | memoryview) -> dict[str, StoredTensor]:
-    """All tensors of a safetensors file, by name, in the order of their bytes. Raises ValueError: what is wrong."""
+    """Returns all tensors of a safetensors file, by name, in the order of their bytes. Raises ValueError for an invalid
+    file.
+    """
     header, body = _split(raw, MAX_HEADER_BYTES)
     return {name: _view(span, body) for name, span in parse_spans(header, len(body)).items()}
 
 
 def measure_header(prefix: bytes | memoryview, file_bytes: int, max_bytes: int = MAX_HEADER_BYTES) -> int:
-    """Bytes of the header, from the `PREFIX_BYTES` before it. Raises ValueError if no such file begins like this."""
+    """Returns the size of the header, from the first `PREFIX_BYTES` of the file. Raises ValueError if it is too large
+    or does not fit into the file.
+    """
     if file_bytes < PREFIX_BYTES:
         raise ValueError(f"the file is {file_bytes} bytes long, too short for a safetensors header")
     header_bytes = int.from_bytes(prefix, "little")
@@ -83,7 +89,7 @@ def measure_header(prefix: bytes | memoryview, file_bytes: int, max_bytes: int =
 
 
 def parse_spans(header: bytes | memoryview, body_bytes: int) -> dict[str, TensorSpan]:
-    """What a header says of the body behind it, by name, in the order of their bytes. Raises ValueError."""
+    """Returns the tensors that a header describes, by name, in the order of their bytes. Raises ValueError."""
     entries = parse_object(header, source="the header", max_bytes=MAX_HEADER_BYTES)
     _check_metadata(entries.pop("__metadata__", None))
     spans = [_parse_entry(name, entry) for name, entry in entries.items()]
@@ -93,7 +99,8 @@ def parse_spans(header: bytes | memoryview, body_bytes: int) -> dict[str, Tensor
 
 
 def read_shaped(raw: bytes | memoryview, shape: tuple[int, ...]) -> dict[str, StoredTensor]:
-    """The tensors of this shape in a base model's file, by name; the others may be many and of any dtype.
+    """Returns the tensors with this shape in a base model's file, by name. The file may have many other tensors of any
+    dtype.
 
     Raises ValueError.
     """
@@ -108,7 +115,7 @@ def read_shaped(raw: bytes | memoryview, shape: tuple[int, ...]) -> dict[str, St
 
 
 def tensor_file_parts(tensors: Iterable[StoredTensor]) -> Iterator[bytes]:
-    """A safetensors file of these tensors, in the order of their names; piece by piece, one tensor's bytes at most."""
+    """Yields the pieces of a safetensors file with these tensors in name order. A piece is at most one tensor."""
     ordered = sorted(tensors, key=lambda tensor: tensor.name)
     ends = list(accumulate(tensor.values.nbytes for tensor in ordered))
     header = {
@@ -127,7 +134,7 @@ def tensor_file_parts(tensors: Iterable[StoredTensor]) -> Iterator[bytes]:
 
 
 def _split(raw: bytes | memoryview, max_header_bytes: int) -> tuple[memoryview, memoryview]:
-    """Header and body of a file."""
+    """Returns header and body of a file."""
     view = memoryview(raw).cast("B").toreadonly()
     body_start = PREFIX_BYTES + measure_header(view[:PREFIX_BYTES], len(view), max_header_bytes)
     return view[PREFIX_BYTES:body_start], view[body_start:]

@@ -1,8 +1,8 @@
-"""Turns a config and a file of tensors into an `Adapter`, or says every reason why not.
+"""Matches a config with tensors, and returns the LoRA pairs or every reason to refuse the adapter.
 
-Strict on purpose: what PEFT would load with a warning (tensors that the config does not name, modules without
-tensors) is refused here, because served it would answer like the base model, or half like it, with no error
-anywhere.
+The checks are stricter than PEFT's. PEFT loads some adapters with only a warning: tensors that the config does not
+name, or modules without tensors. Served, such an adapter would answer fully or partly like the base model without any
+error, so it is refused.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from slora_adapters.peft.targeting import resolve_targets
 from slora_adapters.peft.tensor_file import StoredTensor
 from slora_kernels.layout import LinearShape, ModelShape
 
-# Parts of tensor names that PEFT gives to things that this server does not serve.
+# Parts of tensor names that PEFT uses for features that this server does not support.
 _FOREIGN_TENSORS: Sequence[tuple[str, str, str]] = (
     ("lora_magnitude_vector", "use_dora", "DoRA magnitudes"),
     ("lora_embedding_", "embeddings", "an adapter on an embedding that the base model does not have"),
@@ -31,9 +31,9 @@ _FOREIGN_TENSORS: Sequence[tuple[str, str, str]] = (
 def validate(
     config: PeftConfig, tensors: Mapping[str, AnyFactor], shape: ModelShape, limits: AdapterLimits
 ) -> tuple[dict[ModuleId, LoraPair[AnyFactor]], list[Reason]]:
-    """The adapter's pairs and every reason to refuse it that does not lie in its numbers (`check_values`).
+    """Returns the adapter's pairs, and every reason to refuse it except reasons in its values (see `check_values`).
 
-    Pairs are complete only if there is no reason.
+    The pairs are complete only if there is no reason.
     """
     factors, reasons = _sort_factors(tensors, shape)
     budget = StepBudget()
@@ -60,9 +60,9 @@ def validate(
 
 
 def check_values(tensors: Iterable[StoredTensor], limits: AdapterLimits) -> Iterable[Reason]:
-    """Reasons to refuse numbers: those that are none, and those that the server's dtype can't hold.
+    """Yields reasons to refuse values: NaN, infinity, and values that overflow in the served dtype.
 
-    Once for each upload: whoever loads weights by their digest has the numbers that were scanned then.
+    Values are checked once per upload. A later load verifies the digest, so its values are the checked ones.
     """
     for tensor in tensors:
         magnitude = largest_magnitude_bits(tensor.values)
