@@ -2,7 +2,8 @@
 
 A connection without a request uses a descriptor and serves no client, so it is closed first. A connection is idle until
 the whole head of a request has arrived. It is idle again when the answer is complete, or when the rest of the body is
-only dropped. A client without an API key never gets further than that, so it cannot keep other clients out.
+only dropped. A client without an API key cannot keep a connection busy by this rule, so it cannot keep other clients
+out.
 
 If the server is full when a new connection arrives, a batch of idle connections is closed. They are chosen from the
 address with the most connections, the longest idle first. An address at its own limit replaces only its own idle

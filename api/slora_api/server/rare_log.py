@@ -13,7 +13,7 @@ _PERIOD_S = 60.0
 
 class OncePerMinute(logging.Filter):
     """Passes a warning if none with the same format string has passed in the last minute. The next one that passes
-    states how many were suppressed. Errors always pass, because the server itself is at fault.
+    states how many were suppressed. Errors always pass, because they are faults of the server itself.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

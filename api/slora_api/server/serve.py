@@ -329,7 +329,8 @@ async def _serve(settings: Settings) -> None:
         services = await _open_services(stack, settings, model, data, pepper, client)
         if settings.demo:
             services.generator.readiness.unfinished[_DEMO] = "the demo's adapters are being published"
-        # Created after every step that can fail: a new key is shown only once, and a start that fails would lose it.
+        # Created after the steps that may refuse to start: a new key is shown only once, and a failed start would lose
+        # it.
         admin_key = open_admin_key(settings.admin_key, data.path, pepper)
         supervisor = Supervisor(
             _children(settings, model, data, sockets),

@@ -3,9 +3,9 @@
 This process holds the other end of each child's standard input. However this process ends, even by kill -9, the
 children read end-of-file and exit. They log to this process's standard error.
 
-Each child shares a page of memory with the supervisor and writes its heartbeat there (see `watchdog`). When a child
-stalls, /readyz fails at once. If the stall lasts for `restart_after_s`, the child is killed and restarted. Its clients
-then see its socket close.
+Each child shares a page of memory with the supervisor and writes its heartbeat there. When the watchdog finds a stall,
+/readyz fails. If the stall lasts for `restart_after_s`, the child is killed and restarted. Its clients then see its
+socket close.
 
 A child that can never work is not restarted: the server exits with the reason. The child reports this by its exit code,
 or it dies several times without ever having been ready.
