@@ -150,8 +150,9 @@ class EngineConfig:
         return None if num_bytes is None else max(1, num_bytes // full_page_bytes)
 
     def token_budget(self, device_type: str) -> int:
-        """The most tokens that one step computes. On a CPU, 512 tokens keep every core busy; more would only delay
-        decoding sequences.
+        """The most tokens that one step computes.
+
+        On a CPU, 512 tokens keep every core busy; more would only delay decoding sequences.
         """
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens

@@ -33,8 +33,9 @@ class KVFootprint:
         return min(whole, (in_sight + self.block_tokens - 2) // self.block_tokens + 1)
 
     def chunk_tokens(self, num_tokens: int, num_pages: int) -> int:
-        """The most tokens to compute at a time so that a sequence of `num_tokens` holds at most `num_pages` pages. Less
-        than 1 if that is impossible.
+        """The most tokens to compute at a time so that a sequence of `num_tokens` holds at most `num_pages` pages.
+
+        Less than 1 if that is impossible.
         """
         if self.pages(num_tokens, num_tokens) <= num_pages:
             return num_tokens

@@ -95,8 +95,9 @@ class BlockTable:
         return False
 
     def copy_on_write(self, token: int, kv: KVCache, tenant: Tenant) -> tuple[int, int]:
-        """Replaces the shared page of `token` by a new page that `tenant` owns. Returns (source, target), whose bytes
-        the caller copies. The source keeps its name; the target has none.
+        """Replaces the shared page of `token` by a new page that `tenant` owns.
+
+        Returns (source, target), whose bytes the caller copies. The source keeps its name; the target has none.
         """
         index = token // self.block_tokens
         source = int(self._array[index])

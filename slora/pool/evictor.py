@@ -44,8 +44,9 @@ class Evictor:
         self._pinned_pages: Counter[Tenant] = Counter()
 
     def rank(self, item: Evictable) -> float:
-        """The eviction rank of an item that becomes idle now. An item that can be offered only later keeps this
-        rank.
+        """The eviction rank of an item that becomes idle now.
+
+        An item that can be offered only later keeps this rank.
         """
         self._num_ranked += 1
         return self._policy.rank(item, self._num_ranked, self._age)
@@ -74,8 +75,9 @@ class Evictor:
         self.withdraw(item)
 
     def withdraw(self, item: Evictable) -> None:
-        """Makes an item no longer evictable, because it is in use again, hidden or removed. Does nothing if it is not
-        offered.
+        """Makes an item no longer evictable, because it is in use again, hidden or removed.
+
+        Does nothing if it is not offered.
         """
         if item.ticket:
             self._drop(item)
@@ -103,8 +105,9 @@ class Evictor:
         ignore_floors: bool = False,
         ignore_pins: bool = False,
     ) -> bool:
-        """Evicts items until `num_pages` pages are free and `tenant` may allocate them. Returns False if that can't be
-        done.
+        """Evicts items until `num_pages` pages are free and `tenant` may allocate them.
+
+        Returns False if that can't be done.
 
         The evictable pages are counted first, so a call that fails evicts nothing.
 

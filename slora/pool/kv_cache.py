@@ -68,8 +68,9 @@ class CachedBlock:
         return self.pages[0]
 
     def reload_s(self, costs: Costs) -> float:
-        """Seconds to recompute the block. Loading its adapter is not counted: a request that reuses the block needs the
-        adapter anyway.
+        """Seconds to recompute the block.
+
+        Loading its adapter is not counted: a request that reuses the block needs the adapter anyway.
         """
         return costs.prefill_s(self._num_tokens)
 
@@ -119,8 +120,9 @@ class KVCache:
         self._pool.retain(pages)
 
     def release(self, pages: list[int]) -> None:
-        """Drops one reference from each page. `pages` are in token order. A named page without references becomes
-        cached; an unnamed one becomes free.
+        """Drops one reference from each page.
+
+        `pages` are in token order. A named page without references becomes cached; an unnamed one becomes free.
         """
         unnamed = []
         # Start at the end: only a block that no idle block follows is offered to the evictor. In token order each block
@@ -147,8 +149,9 @@ class KVCache:
     # -- names --------------------------------------------------------------------------------------------------
 
     def name(self, page: int, key: bytes, parent: bytes | None, adapter: AdapterVersion | None) -> None:
-        """Names the completely computed block in the held page `page`. Does nothing if the key already has a page: one
-        copy is enough.
+        """Names the completely computed block in the held page `page`.
+
+        Does nothing if the key already has a page: one copy is enough.
 
         parent: key of the block before it.
         adapter: the adapter that computed the block.
@@ -163,8 +166,9 @@ class KVCache:
             self._by_adapter.setdefault(adapter, {})[key] = block
 
     def match(self, keys: list[bytes], first_needed: Callable[[int], int]) -> int:
-        """Returns the largest n such that blocks [first_needed(n), n) are all present. keys: keys of all leading
-        blocks.
+        """Returns the largest n such that blocks [first_needed(n), n) are all present.
+
+        keys: keys of all leading blocks.
 
         first_needed(n) is less than n and never decreases as n grows. Without a window it is 0. With a window, blocks
         that no later token attends to need not be present.
@@ -186,8 +190,9 @@ class KVCache:
         return longest
 
     def acquire(self, keys: list[bytes]) -> list[int]:
-        """Adds a reference to each named block and returns the pages. keys: keys of exactly the blocks that are
-        needed.
+        """Adds a reference to each named block and returns the pages.
+
+        keys: keys of exactly the blocks that are needed.
         """
         blocks = [self._by_key[key] for key in keys]
         for block in blocks:
@@ -200,8 +205,9 @@ class KVCache:
         return [block.page for block in blocks]
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """Removes the names of blocks whose content is invalid, so that no later request finds them. Sequences that use
-        them keep their pages.
+        """Removes the names of blocks whose content is invalid, so that no later request finds them.
+
+        Sequences that use them keep their pages.
         """
         for key in keys:
             block = self._by_key.get(key)
@@ -250,8 +256,9 @@ class KVCache:
         return self._pool.is_cached(block.page)
 
     def _fall_idle(self, block: CachedBlock) -> None:
-        """Called after the page was parked. The block is ranked now, even if blocks that follow it hide it from
-        eviction for long.
+        """Called after the page was parked.
+
+        The block is ranked now, even if blocks that follow it hide it from eviction for long.
         """
         if self._common is not None and block.adapter is None:
             self._pool.transfer(block.page, self._common)

@@ -26,8 +26,9 @@ from slora.pool.tenant import Tenant
 
 
 class PagePool:
-    """Reference counts of `num_pages` pages. The caller makes room before it allocates: running out of pages here is a
-    bug.
+    """Reference counts of `num_pages` pages.
+
+    The caller makes room before it allocates: running out of pages here is a bug.
     """
 
     def __init__(self, num_pages: int) -> None:

@@ -95,8 +95,9 @@ class Resident:
         return f"Resident({self.version}, slot {self.slot}, {len(self.pages)} pages, {self.num_users} users)"
 
     def reload_s(self, costs: Costs) -> float:
-        """Seconds to fetch the adapter to the host, as measured lately, and to load it. A fetch from the host cache
-        takes almost no time.
+        """Seconds to fetch the adapter to the host, as measured lately, and to load it.
+
+        A fetch from the host cache takes almost no time.
         """
         return self.fetch_s + costs.load_s(self.num_bytes)
 
@@ -133,14 +134,16 @@ class Residency:
         return bool(self._free_slots)
 
     def can_make_room(self, spare: Collection[Resident] = ()) -> bool:
-        """Whether a slot is free or can be freed. Idle adapters that are evicted for their pages in the meantime do not
-        change the answer.
+        """Whether a slot is free or can be freed.
+
+        Idle adapters that are evicted for their pages in the meantime do not change the answer.
         """
         return bool(self._free_slots) or any(resident not in spare for resident in self._idle.values())
 
     def make_room(self, taker: Tenant, spare: Collection[Resident] = ()) -> bool:
-        """Frees a slot if none is free, by evicting the idle adapter with the lowest rank. Never evicts `spare`.
-        Returns False if that is impossible.
+        """Frees a slot if none is free, by evicting the idle adapter with the lowest rank.
+
+        Never evicts `spare`. Returns False if that is impossible.
 
         Pinned adapters, and adapters below a tenant's floor, are evicted only if there is no other idle adapter. They
         are not protected beyond that: shares do not cover slots, and a request must not wait for the slot of a tenant
@@ -167,8 +170,9 @@ class Residency:
         reach: LoraReach,
         fetch_s: float = 0.0,
     ) -> Resident:
-        """Allocates a slot and pages to the adapter; its load holds them. The caller has made room and fills
-        the pages.
+        """Allocates a slot and pages to the adapter; its load holds them.
+
+        The caller has made room and fills the pages.
         """
         assert version not in self._residents, f"{version} is already resident"
         slot = self._free_slots.pop()
@@ -179,8 +183,9 @@ class Residency:
         return resident
 
     def advance_load(self, resident: Resident, num_pages: int) -> None:
-        """Counts `num_pages` more loaded pages. After the last page the adapter is loaded and the load is no longer a
-        user.
+        """Counts `num_pages` more loaded pages.
+
+        After the last page the adapter is loaded and the load is no longer a user.
         """
         assert resident.is_loading, f"{resident.version} is not being loaded"
         resident.num_loaded += num_pages
@@ -193,8 +198,9 @@ class Residency:
             self._end_load(resident)
 
     def abandon_load(self, resident: Resident) -> None:
-        """Ends a load that failed or is no longer needed. The adapter is evicted now, or when its last user releases
-        it.
+        """Ends a load that failed or is no longer needed.
+
+        The adapter is evicted now, or when its last user releases it.
         """
         assert resident.is_loading, f"{resident.version} is not being loaded"
         resident.forgotten = True
@@ -239,8 +245,9 @@ class Residency:
             self._evict(resident, None)
 
     def was_pushed_out(self, version: AdapterVersion) -> bool:
-        """Whether its last eviction was for another tenant that owned more pages than its share at that time. If so,
-        its own tenant did not cause the reload. Remembered until the adapter is loaded again.
+        """Whether its last eviction was for another tenant that owned more pages than its share at that time.
+
+        If so, its own tenant did not cause the reload. Remembered until the adapter is loaded again.
         """
         return version in self._pushed_out
 
@@ -267,7 +274,10 @@ class Residency:
         self.release(resident)
 
     def _evict(self, resident: Resident, taker: Tenant | None) -> None:
-        """taker: tenant that needs the pages or the slot; None if the adapter was deleted or its load was abandoned."""
+        """Evicts an idle adapter.
+
+        taker: tenant that needs the pages or the slot; None if the adapter was deleted or its load was abandoned.
+        """
         # Check this before the pages are freed: a tenant without pages does not count in the shares.
         if taker is not None and taker is not resident.tenant and self._tenants.is_over_share(taker):
             self._remember_pushed_out(resident.version)

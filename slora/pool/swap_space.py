@@ -7,8 +7,9 @@ from collections.abc import Iterable
 
 
 class SwapSpace:
-    """Each of `num_pages` host pages is free or belongs to one sequence. Callers check `num_free` before they
-    allocate.
+    """Each of `num_pages` host pages is free or belongs to one sequence.
+
+    Callers check `num_free` before they allocate.
     """
 
     def __init__(self, num_pages: int) -> None:

@@ -50,8 +50,9 @@ class Tenant:
         return self.min_pages > 0 or self.max_pages is not None
 
     def charge(self, tokens: float) -> None:
-        """Adds `tokens` / weight to `service`. Worked example: 30 tokens cost a tenant of weight 2 as much as 15 tokens
-        cost a tenant of weight 1.
+        """Adds `tokens` / weight to `service`.
+
+        Worked example: 30 tokens cost a tenant of weight 2 as much as 15 tokens cost a tenant of weight 1.
         """
         self.service += tokens / self.share.weight
 

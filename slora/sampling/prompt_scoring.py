@@ -24,8 +24,9 @@ _BLOCK_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Consecutive tokens of a step to score. The row of token `first_token + i` of the step scores `targets[i]`, the
-    token after it.
+    """Consecutive tokens of a step to score.
+
+    The row of token `first_token + i` of the step scores `targets[i]`, the token after it.
     """
 
     sequence: Sequence

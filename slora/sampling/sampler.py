@@ -83,8 +83,9 @@ def _logprobs(logits: Tensor, choice: Tensor, rows: SamplingRows) -> dict[int, T
 def _proposals(
     logits: Tensor, edited: Tensor, rows: SamplingRows, told: dict[int, TokenLogprobs]
 ) -> dict[int, Proposal]:
-    """Proposals by row of the batch, for the rows that are beams. told: log-probabilities of the rows that ask for
-    them.
+    """Proposals by row of the batch, for the rows that are beams.
+
+    told: log-probabilities of the rows that ask for them.
 
     Rows with equal numbers of proposals share one top-k, so the order of equal values does not depend on other rows.
     """

@@ -100,8 +100,9 @@ class SamplingRows:
 
 
 class SamplingTable:
-    """Rows 0 to num_rows - 1, on the host. The token counts (`seen`) are allocated on `device` when the first row needs
-    them.
+    """Rows 0 to num_rows - 1, on the host.
+
+    The token counts (`seen`) are allocated on `device` when the first row needs them.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -183,8 +184,9 @@ class SamplingTable:
         return self._seen[torch.from_numpy(rows.rows[index]).to(self.device)]
 
     def advance(self, rows: SamplingRows, tokens: Tensor) -> None:
-        """Moves every row to its next position, and counts its new token if the row has penalties. tokens:
-        int64 [B].
+        """Moves every row to its next position, and counts its new token if the row has penalties.
+
+        tokens: int64 [B].
         """
         self._positions[rows.rows] += 1
         index = rows.wanting(Want.PENALTIES)
@@ -204,8 +206,9 @@ class SamplingTable:
 
 
 class _TokenEdits:
-    """By row, the tokens whose logits are edited. Biases apply at all positions. Stop tokens are barred (minus
-    infinity) before a given position.
+    """By row, the tokens whose logits are edited.
+
+    Biases apply at all positions. Stop tokens are barred (minus infinity) before a given position.
     """
 
     def __init__(self, num_rows: int) -> None:

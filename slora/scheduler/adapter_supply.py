@@ -65,8 +65,9 @@ class AdapterSupply:
         return self._host.leave(sequence, version)
 
     def retain(self, version: AdapterVersion) -> None:
-        """Counts one more sequence that is ready to run on the adapter. A copy in the host cache stays there until
-        `release`.
+        """Counts one more sequence that is ready to run on the adapter.
+
+        A copy in the host cache stays there until `release`.
         """
         self._host.retain(version)
 
@@ -74,8 +75,9 @@ class AdapterSupply:
         self._host.release(version)
 
     def prefetch(self, version: AdapterVersion) -> None:
-        """Fetches an adapter to the host that no request waits for. Does nothing if the host cache has no room beside
-        the adapters that requests need.
+        """Fetches an adapter to the host that no request waits for.
+
+        Does nothing if the host cache has no room beside the adapters that requests need.
         """
         self._host.prefetch(version)
 
@@ -90,8 +92,9 @@ class AdapterSupply:
     # -- loads ------------------------------------------------------------------------------------------------------
 
     def begin(self, version: AdapterVersion, tenant: Tenant) -> Resident:
-        """Starts a load: takes the copy in the host cache and allocates pages and a slot. The caller has made room for
-        both.
+        """Starts a load: takes the copy in the host cache and allocates pages and a slot.
+
+        The caller has made room for both.
         """
         packed = self._host.take(version)
         num_bytes = packed.layout.num_bytes
@@ -108,8 +111,9 @@ class AdapterSupply:
         return resident
 
     def advance(self, plan: StepPlan, num_pages: int) -> int:
-        """Plans slices of the loads under way, oldest first, at most `num_pages` pages. Returns how many of these are
-        left.
+        """Plans slices of the loads under way, oldest first, at most `num_pages` pages.
+
+        Returns how many of these are left.
         """
         for resident, load in self._loading.items():
             count = min(num_pages, len(resident.pages) - load.num_planned)
@@ -126,8 +130,9 @@ class AdapterSupply:
         return resident.is_loaded or self._loading[resident].num_planned == len(resident.pages)
 
     def settle(self, plan: StepPlan) -> None:
-        """Called after a step has run. Each load whose last slice it copied ends, and the copy in the host cache is
-        released.
+        """Called after a step has run.
+
+        Each load whose last slice it copied ends, and the copy in the host cache is released.
         """
         for load in plan.loads:
             self._residency.advance_load(load.resident, load.num_pages)
@@ -135,8 +140,10 @@ class AdapterSupply:
                 self._end(load.resident)
 
     def distrust(self, plan: StepPlan) -> set[Resident]:
-        """Called after a step has failed. Abandons every load that the step was to advance, and returns these
-        residents. Each is evicted when its last user releases it.
+        """Called after a step has failed.
+
+        Abandons every load that the step was to advance, and returns these residents. Each is evicted when its last
+        user releases it.
         """
         residents = {load.resident for load in plan.loads}
         for resident in residents:

@@ -128,8 +128,10 @@ class Admission:
         return _Needs(num_found, num_tokens, num_held, new_pages, new_pages + taken, loads)
 
     def _most_held(self, sequence: Sequence, num_computed: int) -> int:
-        """The tokens whose pages cover all that an overdue sequence needs at once until its next token. With a sliding
-        window these are fewer than all of its tokens: it then allocates one new page for each page that it frees.
+        """The tokens whose pages cover all that an overdue sequence needs at once until its next token.
+
+        With a sliding window these are fewer than all of its tokens: it then allocates one new page for each page that
+        it frees.
         """
         footprint, num_tokens = self._config.footprint, len(sequence.token_ids)
         first_block = footprint.first_token_seen(num_computed) // footprint.block_tokens
@@ -137,8 +139,9 @@ class Admission:
         return min(num_tokens, most_blocks * footprint.block_tokens)
 
     def _take(self, sequence: Sequence, needs: _Needs, plan: StepPlan) -> bool:
-        """Acquires what the sequence needs and already is in the pool, and makes room for the rest. On failure it
-        acquires nothing.
+        """Acquires what the sequence needs and already is in the pool, and makes room for the rest.
+
+        On failure it acquires nothing.
         """
         tenant, residency = sequence.tenant, self._memory.residency
         within_floor = tenant.num_pages + needs.new_pages <= tenant.min_pages
@@ -177,8 +180,9 @@ class Admission:
         return True
 
     def _start(self, sequence: Sequence, needs: _Needs, plan: StepPlan) -> int:
-        """Adds the sequence to the batch. Returns the number of its tokens that this step computes: 0 while its adapter
-        is loading.
+        """Adds the sequence to the batch.
+
+        Returns the number of its tokens that this step computes: 0 while its adapter is loading.
         """
         version = sequence.request.adapter
         if version is not None and sequence.resident is None:
@@ -204,8 +208,9 @@ class Admission:
         return needs.num_tokens
 
     def _load(self, version: AdapterVersion, tenant: Tenant, plan: StepPlan) -> Resident:
-        """Starts loading an adapter. Its load is charged to `tenant`, unless the adapter was evicted for a tenant that
-        exceeded its share.
+        """Starts loading an adapter.
+
+        Its load is charged to `tenant`, unless the adapter was evicted for a tenant that exceeded its share.
         """
         self._memory.residency.make_room(tenant)
         is_charged = not self._memory.residency.was_pushed_out(version)
@@ -237,8 +242,9 @@ class Admission:
         return True
 
     def load_ahead(self, plan: StepPlan) -> int:
-        """Loads adapters of the next sequences in the queue into pages that no running sequence needs soon. Returns how
-        many adapter pages this step may still load.
+        """Loads adapters of the next sequences in the queue into pages that no running sequence needs soon.
+
+        Returns how many adapter pages this step may still load.
         """
         free_pages = self._memory.pool.num_free - len(self._batch)
         if self._load_pages <= 0 or free_pages <= 0 or not len(self._queue):

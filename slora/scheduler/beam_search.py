@@ -26,8 +26,9 @@ from slora.sampling_params import SamplingParams
 
 
 class Proposal(NamedTuple):
-    """The most probable continuations of one beam, best first. They include at least `width` that do not end the beam,
-    and every continuation that ranks before these.
+    """The most probable continuations of one beam, best first.
+
+    They include at least `width` that do not end the beam, and every continuation that ranks before these.
 
     token_ids: one per continuation.
     scores: log-probability plus the request's edits of the token's logit; a continuation with minus infinity is never

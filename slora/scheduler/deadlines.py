@@ -20,14 +20,16 @@ class Deadlines:
 
     @property
     def next_s(self) -> float | None:
-        """The earliest latest-admission time in the heap; its sequence may have been admitted since. None if the heap
-        is empty.
+        """The earliest latest-admission time in the heap; its sequence may have been admitted since.
+
+        None if the heap is empty.
         """
         return self._heap[0][0] if self._heap else None
 
     def missed(self, now: float) -> list[Sequence]:
-        """Sequences past their latest admission time that neither run nor have generated a token. Each is returned
-        once.
+        """Sequences past their latest admission time that neither run nor have generated a token.
+
+        Each is returned once.
         """
         late = []
         while self._heap and self._heap[0][0] <= now:

@@ -49,8 +49,9 @@ class HostCopies:
             self._ask()
 
     def leave(self, sequence: Sequence, version: AdapterVersion) -> bool:
-        """Ends the wait of a sequence. Returns False if it was not waiting. The fetch continues, because the next
-        request may use it.
+        """Ends the wait of a sequence.
+
+        Returns False if it was not waiting. The fetch continues, because the next request may use it.
         """
         group = self._awaiting.get(version, [])
         if sequence not in group:
@@ -76,8 +77,9 @@ class HostCopies:
         return come
 
     def collect(self) -> Iterator[tuple[Fetched | FetchFailed, list[Sequence]]]:
-        """The fetches that ended, each with the sequences that waited for it. After each item, the copy is released
-        unless the caller has retained it.
+        """The fetches that ended, each with the sequences that waited for it.
+
+        After each item, the copy is released unless the caller has retained it.
         """
         for fetch in self._source.poll():
             self._asked.discard(fetch.version)
@@ -98,8 +100,9 @@ class HostCopies:
         self._ask()
 
     def retain(self, version: AdapterVersion) -> None:
-        """Counts one more sequence that will run on the adapter. The copy is released earlier if a load has moved the
-        adapter to the pool.
+        """Counts one more sequence that will run on the adapter.
+
+        The copy is released earlier if a load has moved the adapter to the pool.
         """
         self._users[version] += 1
 
@@ -142,8 +145,9 @@ class HostCopies:
                 self._source.request(version)
 
     def _has_room(self) -> bool:
-        """Whether the host cache has room for one more fetch. Half of it is left for gaps between copies, and for
-        adapters that are larger than any before.
+        """Whether the host cache has room for one more fetch.
+
+        Half of it is left for gaps between copies, and for adapters that are larger than any before.
         """
         capacity = self._source.capacity_bytes
         if capacity is None or not (self._asked or self._copies):

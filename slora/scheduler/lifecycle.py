@@ -32,8 +32,9 @@ from slora_adapters.version import AdapterVersion
 
 
 class Lifecycle:
-    """Every unfinished sequence is in `unfinished`. It is also in exactly one of: the batch, the queue, or aside in
-    `supply`.
+    """Every unfinished sequence is in `unfinished`.
+
+    It is also in exactly one of: the batch, the queue, or aside in `supply`.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class Lifecycle:
         self.unfinished.add(sequence)
 
     def collect_fetches(self) -> Iterator[StepOutput]:
-        """Moves sequences whose adapter has been fetched to the queue. Yields an error output for each sequence that
-        can't run.
+        """Moves sequences whose adapter has been fetched to the queue.
+
+        Yields an error output for each sequence that can't run.
         """
         for fetch, sequences in self._supply.collect():
             for sequence in sequences:
@@ -81,8 +83,9 @@ class Lifecycle:
         self._enqueue(sequence)
 
     def switch_rope(self, sequence: Sequence) -> None:
-        """Restarts a sequence that has become longer than `rope_switch` tokens. Keys that were rotated with the short
-        factors can't be used with queries that are rotated with the long factors.
+        """Restarts a sequence that has become longer than `rope_switch` tokens.
+
+        Keys that were rotated with the short factors can't be used with queries that are rotated with the long factors.
         """
         switch = self._rope_switch
         if switch is None or sequence.is_long or len(sequence.token_ids) <= switch:
@@ -94,8 +97,9 @@ class Lifecycle:
         self._swapping.drop(sequence)
 
     def join(self, sequence: Sequence, parent: Sequence) -> None:
-        """Adds a fork of `parent` to the batch. It shares the KV of `parent`, and already has its row of the sampling
-        table.
+        """Adds a fork of `parent` to the batch.
+
+        It shares the KV of `parent`, and already has its row of the sampling table.
         """
         sequence.blocks = parent.blocks.fork(self._memory.kv)
         sequence.num_computed, sequence.num_named = parent.num_computed, parent.num_named
@@ -107,8 +111,10 @@ class Lifecycle:
         self.batch.join(sequence)
 
     def back_to_queue(self, sequence: Sequence) -> ContextTooLong | None:
-        """Moves a running sequence back to the queue. Returns an error if it can't be queued because its tenant's
-        ceiling was lowered; the caller then ends the request.
+        """Moves a running sequence back to the queue.
+
+        Returns an error if it can't be queued because its tenant's ceiling was lowered; the caller then ends the
+        request.
         """
         sequence.note_preemption()
         self._give_back(sequence)
@@ -182,8 +188,9 @@ class Lifecycle:
             assert not search.is_ready, "all beams wait for each other"
 
     def _enqueue(self, sequence: Sequence) -> None:
-        """Queues the sequence if its adapter is in the pool or on the host; otherwise it waits aside. Raises
-        ContextTooLong if it can never run.
+        """Queues the sequence if its adapter is in the pool or on the host; otherwise it waits aside.
+
+        Raises ContextTooLong if it can never run.
         """
         version = sequence.request.adapter
         adapter_pages = 0 if version is None else self._supply.num_pages(version)

@@ -59,8 +59,9 @@ class _Wish:
 
 
 class Pins:
-    """Loads and keeps pinned adapters. In each step, running and waiting requests go first. Times are on the
-    scheduler's clock.
+    """Loads and keeps pinned adapters.
+
+    In each step, running and waiting requests go first. Times are on the scheduler's clock.
     """
 
     def __init__(
@@ -181,8 +182,9 @@ class Pins:
         return self._residency.find(version) is None
 
     def _bring_from_host(self, plan: StepPlan, num_pages: int) -> list[AdapterVersion]:
-        """Starts loading adapters that are on the host and fit. Returns the adapters that fit but are not on
-        the host.
+        """Starts loading adapters that are on the host and fit.
+
+        Returns the adapters that fit but are not on the host.
         """
         missing = []
         spare, num_wanted_soon = self._spare(), self._batch.num_pages_wanted_soon

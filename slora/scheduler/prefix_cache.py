@@ -42,8 +42,9 @@ class PrefixCache:
         sequence.num_named = num_blocks
 
     def count_hits(self, sequence: Sequence) -> None:
-        """Called when the sequence is first admitted. Prompt tokens found in the cache are neither computed nor
-        charged.
+        """Called when the sequence is first admitted.
+
+        Prompt tokens found in the cache are neither computed nor charged.
         """
         self.num_queries += sequence.num_prompt
         sequence.num_cached = sequence.num_charged = min(sequence.num_computed, sequence.num_prompt)

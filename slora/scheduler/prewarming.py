@@ -66,8 +66,9 @@ class Prewarming:
                 self._remember(version)
 
     def load(self, fetched: Iterable[Fetched | FetchFailed]) -> None:
-        """Starts loading fetched adapters that fit into free pages. fetched: ended prefetches since the last step; the
-        caller releases their copies.
+        """Starts loading fetched adapters that fit into free pages.
+
+        fetched: ended prefetches since the last step; the caller releases their copies.
         """
         for fetch in fetched:
             if fetch.version not in self._wanted:

@@ -87,15 +87,17 @@ class Reclaim:
         return any(one.is_overdue for one in (*self._batch, *self.upcoming))
 
     def victim(self, num_pages: int, tenant: Tenant) -> Sequence:
-        """The sequence to preempt so that `tenant` gets `num_pages`. For a tenant at its ceiling it is one of the
-        tenant's own.
+        """The sequence to preempt so that `tenant` gets `num_pages`.
+
+        For a tenant at its ceiling it is one of the tenant's own.
         """
         own_limit = tenant.exceeds(num_pages)
         return self._queue.victim(s for s in self._batch if s.tenant is tenant or not own_limit)
 
     def preempt(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Preempts a sequence: it returns to the queue with its tokens but without pages. If it can't be queued again,
-        its request ends.
+        """Preempts a sequence: it returns to the queue with its tokens but without pages.
+
+        If it can't be queued again, its request ends.
         """
         self.num_preemptions += 1
         # The last token of a beam is recomputed, because its proposal must be made again.

@@ -41,8 +41,9 @@ class RunningBatch:
         sequence.row = self._free_rows.pop()
 
     def join(self, sequence: Sequence) -> None:
-        """Adds a sequence that has a row. The list stays sorted by arrival; nearly always the sequence is the
-        newest.
+        """Adds a sequence that has a row.
+
+        The list stays sorted by arrival; nearly always the sequence is the newest.
         """
         place = len(self._sequences)
         while place > 0 and sequence < self._sequences[place - 1]:

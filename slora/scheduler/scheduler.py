@@ -137,8 +137,9 @@ class Scheduler:
 
     @property
     def next_due_s(self) -> float | None:
-        """The time, on the clock of `schedule`, at which `schedule` must be called even without new events. None: no
-        such time.
+        """The time, on the clock of `schedule`, at which `schedule` must be called even without new events.
+
+        None: no such time.
         """
         times = (self._deadlines.next_s, self.pins.next_try_s)
         return min((time for time in times if time is not None), default=None)
@@ -159,8 +160,9 @@ class Scheduler:
         self._lifecycle.abort(request_id, index)
 
     def set_pins(self, versions: Iterable[AdapterVersion]) -> None:
-        """Replaces the set of pinned adapters. Pinned adapters are loaded before their first request and stay in the
-        pool.
+        """Replaces the set of pinned adapters.
+
+        Pinned adapters are loaded before their first request and stay in the pool.
         """
         self.pins.want(versions)
 
@@ -367,16 +369,20 @@ class Scheduler:
 
 
 def _tell_scores(sequence: Sequence) -> StepOutput:
-    """Reports the prompt log-probabilities that this step computed. All log-probabilities of a long prompt together
-    could exceed the size of one message frame, so each step reports its own part.
+    """Reports the prompt log-probabilities that this step computed.
+
+    All log-probabilities of a long prompt together could exceed the size of one message frame, so each step reports its
+    own part.
     """
     scores, sequence.scores = tuple(sequence.scores), []
     return StepOutput(sequence.request.request_id, TokenDelta((), prompt_logprobs=scores))
 
 
 def _by_slot(chunk: Chunk) -> tuple[int, float, int]:
-    """The sort key of chunks. Chunks of the base model come last, so that the LoRA tiles cover a prefix of the batch's
-    tokens. All tokens of a tile have the same adapter weight.
+    """The sort key of chunks.
+
+    Chunks of the base model come last, so that the LoRA tiles cover a prefix of the batch's tokens. All tokens of a
+    tile have the same adapter weight.
     """
     slot = chunk.slot if chunk.slot is not None else 1 << 31
     return (slot, chunk.sequence.request.adapter_weight, chunk.sequence.arrival)

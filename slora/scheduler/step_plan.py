@@ -109,8 +109,10 @@ class StepPlan:
         self.chunks.append(Chunk(sequence, start, num_tokens, samples, slot, generation, forks))
 
     def withdraw(self, sequence: Sequence) -> bool:
-        """Removes a preempted sequence from the plan. Returns whether its pages hold all KV that it has computed. They
-        don't if this plan was to copy or swap content into one of them.
+        """Removes a preempted sequence from the plan.
+
+        Returns whether its pages hold all KV that it has computed. They don't if this plan was to copy or swap content
+        into one of them.
         """
         self.chunks[:] = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
         self.started[:] = [one for one in self.started if one is not sequence]

@@ -39,7 +39,9 @@ class Swapping:
 
     def save(self, sequence: Sequence, plan: StepPlan) -> None:
         """Plans to copy the sequence's computed KV to the host, if that is cheaper than recomputing and the host has
-        room. The sequence keeps its pages until the caller releases them.
+        room.
+
+        The sequence keeps its pages until the caller releases them.
         """
         blocks = sequence.blocks
         # Skip pages that were allocated for a chunk that was never computed because the adapter was still loading.
@@ -80,8 +82,10 @@ class Swapping:
         self._saved, self._restored, self._vacated = [], [], []
 
     def distrust(self) -> list[Sequence]:
-        """Called after a step has failed. Returns the sequences whose KV it should have restored. The sequences that it
-        should have saved recompute their KV.
+        """Called after a step has failed.
+
+        Returns the sequences whose KV it should have restored. The sequences that it should have saved recompute their
+        KV.
         """
         for sequence in self._saved:
             self.drop(sequence)

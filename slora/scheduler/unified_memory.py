@@ -28,8 +28,9 @@ class UnifiedMemory:
         )
 
     def could_free(self, num_pages: int, tenant: Tenant, *, ignore_pins: bool = False) -> bool:
-        """Whether eviction could at best give `tenant` this many pages. A quick check before anything is acquired or
-        evicted.
+        """Whether eviction could at best give `tenant` this many pages.
+
+        A quick check before anything is acquired or evicted.
 
         ignore_pins: pinned adapters may be evicted, too.
         """
