@@ -152,7 +152,7 @@ class Loader:
     def _run(self, version: AdapterVersion) -> None:
         try:
             result = self._load(version)
-        except Exception:  # top of a thread's loop: a bug must fail this load, not hang it
+        except Exception:  # top of a thread: a bug must fail this load, not block its requests
             logger.exception("loading %s of %s failed", version.digest, version.tenant)
             result = FetchFailed(
                 version, "unavailable", "the adapter could not be loaded; the server's log says why"

@@ -187,7 +187,7 @@ class LoaderClient:
                     run = _shake_hands(connection)
                     connection.settimeout(None)
                     self._serve(replace(run, kept=self._on_arena(run.arena)))
-            except (OSError, BrokenFrame) as error:  # timeouts are OSErrors
+            except (OSError, BrokenFrame) as error:  # a timeout is an OSError, too
                 logger.debug("no loader at %s: %s", self._path, error)
             except LoaderMismatch as error:
                 logger.error("%s", error)

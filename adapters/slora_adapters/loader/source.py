@@ -175,7 +175,7 @@ class DirectorySource:
     def _finish(self, version: AdapterVersion, since: float) -> None:
         try:
             result = self._load(version, since)
-        except Exception as error:  # top of a thread's loop: a bug must fail this request, not hang it
+        except Exception as error:  # top of a thread: a bug must fail this request, not block it
             logger.exception("loading adapter %s failed", version.digest)
             result = FetchFailed(version, "unavailable", f"the adapter could not be loaded: {error}")
         with self._lock:

@@ -35,10 +35,11 @@ class HubSnapshot:
 
 
 def download(reference: HubReference) -> HubSnapshot:
-    """Downloads the files of one adapter into the local cache of the hub's client, unless the cache holds them.
+    """Downloads the files of one adapter into the local cache of the hub's client, unless the cache has them.
 
-    Raises AdapterNotFound if the hub does not have the adapter or refuses access to it, StoreUnavailable if the hub is
-    out of reach and the cache does not hold the adapter, and ValueError if the reference cannot exist.
+    Raises AdapterNotFound if the hub does not have the adapter or refuses access to it. Raises StoreUnavailable if the
+    hub does not answer and the cache does not have the adapter. Raises ValueError if the reference is not valid on the
+    hub.
     """
     prefix = f"{reference.folder}/" if reference.folder else ""
     with _explained(reference):

@@ -75,7 +75,8 @@ def _bound(task: InspectionTask) -> None:
     os.nice(_NICE)
     # A core file could fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The soft limit sends SIGXCPU, which the server recognises; the hard one SIGKILL, which can have any cause.
+    # The soft limit sends SIGXCPU, which the server recognises. The hard limit sends SIGKILL, which can also have other
+    # causes.
     resource.setrlimit(resource.RLIMIT_CPU, (task.cpu_seconds, task.cpu_seconds + 5))
     # Not RLIMIT_AS, which also counts mapped files such as the base model's.
     resource.setrlimit(resource.RLIMIT_DATA, (task.memory_bytes, task.memory_bytes))

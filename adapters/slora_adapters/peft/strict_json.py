@@ -1,7 +1,8 @@
-"""Reads JSON objects from untrusted files: unique keys, no NaN, no lone surrogates, and a bound on their length.
+"""Parses JSON objects from untrusted files: unique keys, no NaN, no lone surrogates, and a limit on their length.
 
 Python's own reader keeps the last of two equal keys, so two programs could read one file differently. It also accepts
-NaN and lone surrogates, which later fail wherever the value is written as JSON or UTF-8. Here each is an error.
+NaN and lone surrogates, which fail later when the value is written as JSON or UTF-8. This module raises ValueError for
+each of these.
 """
 
 import json
@@ -13,7 +14,7 @@ _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_object(raw: bytes | memoryview, *, source: str, max_bytes: int) -> dict[str, object]:
-    """The JSON object in `raw`. Raises ValueError, naming `source`, if `raw` holds anything else."""
+    """Returns the JSON object in `raw`. Raises ValueError, naming `source`, if `raw` is anything else."""
     if len(raw) > max_bytes:
         raise ValueError(f"{source} is {len(raw)} bytes long; at most {max_bytes} are accepted")
     try:

@@ -197,7 +197,7 @@ class NamedAdapter:
             self._set(alias, after, one.updated_at if after.state == one.history.state else now)
 
     def _check_unused(self, reference: str, number: int | None) -> None:
-        """Raises AdapterInUse while an alias points at what is to be deleted.
+        """Raises AdapterInUse while an alias points at the version or name that the caller wants to delete.
 
         Deleting a whole name ignores `latest`, because `latest` is deleted with the name.
         """

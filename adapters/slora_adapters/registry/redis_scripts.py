@@ -114,10 +114,10 @@ return answers
 #
 #   {'stale'}: the data from which the change was computed has changed since.
 #   {'lost'}: the reservation has expired.
-#   {'kept', digests ...}: the change is written; the tenant has no version with these digests any more.
+#   {'kept', digests ...}: the change is written. The tenant has no version with these digests any more.
 #
-# Every check runs before the first write. Deletions run before additions: a full Redis lets a script continue whose
-# first write frees memory, and refuses other scripts at their first write.
+# Every check runs before the first write. Deletions run before additions: a full Redis lets a script continue if its
+# first write is a deletion. It refuses any other script at its first write.
 SAVE = """
 local P = 'slora:registry:'
 local plan = cjson.decode(ARGV[1])

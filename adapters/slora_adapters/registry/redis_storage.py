@@ -14,9 +14,8 @@ same weights begins during the drop.
 - The lease ends earlier if the crashed server restarts. By then the store has executed the drop or never will, or the
   drop affects only the copy that the crashed process saw.
 
-A drop takes milliseconds, or minutes if the store does not answer. One race remains: a process that is frozen for
-longer than LEASE_S in the middle of a drop, and then resumes, could delete a blob that was uploaded after the lease
-expired.
+A drop takes milliseconds, or minutes if the store does not answer. One race remains. A process may freeze during a drop
+for longer than LEASE_S and then resume. It could then delete a blob that was uploaded after the lease expired.
 
 The feed's cursor includes the run id of the Redis server. A Redis that was killed may have lost changes that readers
 had seen but that were not yet acknowledged to the writer. Those readers must look everything up again.

@@ -383,7 +383,7 @@ class Registry:
         self._storage.close()
 
     def _find(self, tenant: str, wanted: AdapterReference) -> AdapterRecord | Rollout:
-        """Raises AdapterNotFound."""
+        """Returns the record or rollout that a reference means, from the cache if possible. Raises AdapterNotFound."""
         key = (tenant, wanted.name)
 
         def ask() -> AdapterRecord | Rollout | None:
@@ -397,7 +397,7 @@ class Registry:
         return found
 
     def _find_extras(self, tenant: str, record: AdapterRecord) -> AdapterExtras | None:
-        """None if the version has been deleted since the record was read."""
+        """Returns None if the version was deleted after the record was read."""
         if not record.extras.digest:
             return NO_EXTRAS
         key = (tenant, record.name)

@@ -84,7 +84,7 @@ class Store(Protocol):
         """Returns the ids of all registries that ever claimed the store."""
 
     def check(self) -> None:
-        """Returns if the store answers."""
+        """Raises StoreUnavailable if the store does not answer."""
 
     def close(self) -> None:
         """Ends background work and closes connections."""

@@ -38,7 +38,7 @@ def open_store(url: str, warm_url: str | None = None) -> Store:
     durable = _open_durable(url)
     if warm_url is None or _place(warm_url) == _place(
         url
-    ):  # a second copy in the same memory would be no nearer
+    ):  # a second copy in the same Redis would not be faster to read
         return durable
     tiers = TieredStore(durable, _open_redis(warm_url, durable=False))
     try:
