@@ -22,7 +22,8 @@ def live_server(
 ) -> Iterator[str]:
     """Yields the server's URL. The server and its thread are stopped at the end.
 
-    background: coroutines that run on the server's event loop. at_end: awaited on this loop at the end.
+    background: coroutines that run on the server's event loop.
+    at_end: awaited on this loop at the end.
     """
     listener = open_listener("127.0.0.1", 0)
     server = HttpServer(app, limits or ConnectionLimits(), drain_s=2)

@@ -113,8 +113,9 @@ def running_platform(
 ) -> Iterator[Platform]:
     """The API on a free port, with its data in `directory`.
 
-    follows: whether the engine is told about changes of other processes. max_lora_rank: limit of the engine. settings:
-    fields of `Settings`.
+    follows: whether the engine is told about changes of other processes.
+    max_lora_rank: limit of the engine.
+    settings: fields of `Settings`.
     """
     bounds = bounds or InspectionBounds()
     tokenizer = byte_tokenizer()

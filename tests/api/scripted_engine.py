@@ -63,10 +63,12 @@ def trial_of(request: EngineRequest, logprob: float | None = None) -> list[Token
 class ScriptedEngine:
     """An EngineClient with scripted answers.
 
-    answers: the answer to each request, in order; an exception in the list is raised. canary: answers to the canary of
-    a new adapter and to the base model's run beside it; these are not in `requests`. aborted: requests whose answer was
-    closed before its end. ended: single choices that were closed early, as (request id, index). pins: the pins of each
-    message. prewarmed: the prewarmed adapters, with the share of each.
+    answers: the answer to each request, in order; an exception in the list is raised.
+    canary: answers to the canary of a new adapter and to the base model's run beside it; these are not in `requests`.
+    aborted: requests whose answer was closed before its end.
+    ended: single choices that were closed early, as (request id, index).
+    pins: the pins of each message.
+    prewarmed: the prewarmed adapters, with the share of each.
     """
 
     answers: Sequence[Sequence[TokenDelta | Exception]] = ()

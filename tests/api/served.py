@@ -144,8 +144,8 @@ def serving(
 ) -> Iterator[Served]:
     """Starts `slora serve` on the tiny model. At the end, stops it with SIGTERM if it still runs.
 
-    kernels: the torch kernels need no compilation, so a start takes a second or two. command: the command line of
-    `slora`.
+    kernels: the torch kernels need no compilation, so a start takes a second or two.
+    command: the command line of `slora`.
     """
     chosen = ["--port", "0", "--data-dir", str(data_dir), "--device", "cpu", "--model", str(model)]
     chosen += ["--pool-bytes", "8MiB", "--host-cache-bytes", "16MiB", "--kernels", kernels]

@@ -38,8 +38,8 @@ def adapter_files(directory: Path) -> dict[str, bytes]:
 class Hub:
     """A server with repositories. It maps (repository, commit) to files, and (repository, ref) to commits.
 
-    failing: HTTP status and error code that the server returns for every request about a repository. asked: requested
-    paths, in order.
+    failing: HTTP status and error code that the server returns for every request about a repository.
+    asked: requested paths, in order.
     """
 
     url: str = ""

@@ -6,11 +6,10 @@ from slora.scheduler.step_plan import Sampled, StepPlan
 
 
 def poison(engine: Engine, byte: int = 0xFF) -> None:
-    """From now on, fills the free pages of the pool and of the host before each step is scheduled, and again before
-    it runs.
+    """From now on, the free pages of the pool and of the host are filled twice in each step.
 
-    The second fill spares pages that the plan still reads. A page that is swapped out in a step is already free in its
-    plan.
+    The first fill runs before the step is scheduled, the second before it runs. The second one spares pages that the
+    plan still reads: a page that is swapped out in a step is already free in its plan.
     """
     poisoner = _Poisoner(engine, byte)
     engine.step = poisoner.step  # type: ignore[method-assign]

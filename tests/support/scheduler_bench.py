@@ -46,8 +46,9 @@ class BrokenStep(Exception):
 class SchedulerBench:
     """choose: samples the token of a sequence; None stands for logits that are not finite.
 
-    beam_model: the model whose log-probabilities beams propose tokens by, if `choose` returns any token. host_pages:
-    the capacity of the host for adapter copies, in pages. options: fields of SchedulerConfig.
+    beam_model: the model whose log-probabilities beams propose tokens by, if `choose` returns any token.
+    host_pages: the capacity of the host for adapter copies, in pages.
+    options: fields of SchedulerConfig.
     """
 
     def __init__(
@@ -110,8 +111,9 @@ class SchedulerBench:
     ) -> Sequence:
         """Adds one request. Raises ContextTooLong.
 
-        longest: the limit that applies if max_tokens is None. beams: the width of a beam search. tokens: the prompt's
-        token ids, used instead of the length `prompt`.
+        longest: the limit that applies if max_tokens is None.
+        beams: the width of a beam search.
+        tokens: the prompt's token ids, used instead of the length `prompt`.
         """
         sampling = SamplingParams(max_tokens=max_tokens, n=n)
         if beams is not None:

@@ -54,7 +54,8 @@ class SlowCallback:
 class _LoopThread:
     """A thread that runs an event loop: its clocks and the callback that it runs now.
 
-    running_since: when the current callback started. sampled: stack lines at which the callback was seen.
+    running_since: when the current callback started.
+    sampled: stack lines at which the callback was seen.
     """
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ def _digest(members: dict[str, bytes]) -> str:
 
 
 class CountingBlob(LocalBlob):
-    """Records the position of each read, and lets a test change the blob in between."""
+    """Records the position, the size and the buffer of each read of the tensors file."""
 
     def __init__(self, members: dict[str, bytes]) -> None:
         super().__init__(members)

@@ -41,9 +41,10 @@ BIG = secrets.token_bytes(CHUNK_BYTES + RANGE_BYTES + 17)  # three chunks, two r
 class Place:
     """The location of a store.
 
-    open: opens the store. A second call opens it again, as another process would. lose: makes it unavailable. urls: the
-    URLs with which another process can call `open_store`; empty if it can't. mixes: a blob may have members from
-    several puts.
+    open: opens the store. A second call opens it again, as another process would.
+    lose: makes it unavailable.
+    urls: the URLs with which another process can call `open_store`; empty if it can't.
+    mixes: a blob may have members from several puts.
     """
 
     open: Callable[[], Store]

@@ -35,7 +35,8 @@ Members = dict[str, bytes]
 class Hostile:
     """words: words in the error's message that no other kind has. code: code of the error, or of one of its reasons.
 
-    parts: (field, file name, content) of a multipart body. raw: complete headers and body, used instead of `parts`.
+    parts: (field, file name, content) of a multipart body.
+    raw: complete headers and body, used instead of `parts`.
     inspected: the inspection refuses the upload, not the API around it.
     """
 

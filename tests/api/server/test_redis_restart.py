@@ -51,8 +51,9 @@ class Asker(threading.Thread):
 class Tenant:
     """Uploads adapters that differ in one number, and sends requests to them.
 
-    acknowledged: digests by name, from each 201 response. num_uploads_refused, num_loads_refused: refusals because the
-    store does not answer. num_resident: answers of an adapter that stays in the pool. Its requests are never refused.
+    acknowledged: digests by name, from each 201 response.
+    num_uploads_refused, num_loads_refused: refusals because the store does not answer.
+    num_resident: answers of an adapter that stays in the pool. Its requests are never refused.
     """
 
     def __init__(self, served: Served, kit: Kit) -> None:

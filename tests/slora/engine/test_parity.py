@@ -105,8 +105,8 @@ def test_longrope_is_short_up_to_its_switch_and_long_beyond_whoever_crosses_it(
     switch = ModelConfig.from_directory(kit.directory).rope_switch
     assert switch == 48
     rng = random.Random(7)
-    # For an answer of 20 tokens, these prompt lengths end it before the switch, at it or one token after it, let it
-    # cross the switch, or begin it there or after it.
+    # Answers have 20 tokens. With these prompt lengths, an answer ends before the switch, at it or one token after it,
+    # crosses the switch, or begins at it or after it.
     lengths = (3, switch - 20, switch - 19, switch - 18, switch - 10, switch - 1, switch, switch + 1, 75)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths] * 2
     work = Work(prompts, [None] * len(lengths) + ["rslora"] * len(lengths))
