@@ -1,4 +1,4 @@
-"""The API process's view of the engine: it sends requests and receives token streams over the engine's Unix socket.
+"""The API's client of the engine. It sends requests and receives token streams over the engine's Unix socket.
 
 Routes depend on the protocol `EngineClient`. `RemoteEngine` implements it over the socket. When the engine dies, the
 socket closes at once: `RemoteEngine` fails all unfinished requests with EngineUnavailable and reconnects as soon as an
@@ -48,7 +48,7 @@ class EngineClient(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """Raises EngineUnavailable before the first connection."""
+        """Fixed facts of the engine. Raises EngineUnavailable before the first connection."""
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """Yields the tokens of the answer as the engine generates them. Closing the iterator early aborts the request.
@@ -61,7 +61,7 @@ class EngineClient(Protocol):
         """Ends one choice of a request; its other choices continue. Ending a finished or unknown choice is a no-op."""
 
     async def stats(self) -> EngineStats:
-        """Raises EngineUnavailable."""
+        """Returns the engine's present statistics. Raises EngineUnavailable."""
 
     async def forget(self, version: AdapterVersion) -> None:
         """Tells the engine that an adapter was deleted. A no-op when no engine is connected."""

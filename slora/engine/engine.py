@@ -1,7 +1,7 @@
 """The engine takes requests and returns tokens, one step at a time: schedule, run, postprocess.
 
-Single-threaded: all methods must be called from the thread that built the engine. Sockets and API keys are outside this
-module.
+Single-threaded: all methods must be called from the thread that built the engine. This module uses neither sockets nor
+API keys.
 """
 
 import secrets
@@ -167,7 +167,7 @@ class Engine:
         return self._scheduler.prewarm(version)
 
     def step(self) -> list[StepOutput]:
-        """Computes one step. A request whose computation fails ends alone; the others of the step are computed.
+        """Computes one step. A request that fails ends alone; the other requests of the step are computed.
 
         Raises DeviceFailed when the device is lost. The engine must not be used after that.
         """

@@ -151,7 +151,7 @@ class EngineServer:
         """Sends the outputs of one step: one frame for each API process that has any.
 
         A choice that arrives whole, as in beam search, gets a frame of its own. All choices of a beam search together
-        could exceed the frame limit.
+        could exceed the limit of one frame.
         """
         rows: dict[int, list[Any]] = {}
         for output in outputs:

@@ -123,8 +123,7 @@ class EngineWorker:
     def _next(self, engine: Engine, waiting_s: float | None) -> Command | None:
         """Returns the next command, or None if there is none.
 
-        It waits only while the engine has no work: for `waiting_s`, and no longer than until a deadline or retry is
-        due.
+        It waits only while the engine has no work: for `waiting_s`, or until a deadline or retry is due.
         """
         due_s = engine.next_due_in_s
         if due_s is not None:

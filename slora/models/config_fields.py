@@ -75,7 +75,7 @@ class ConfigFields:
         return value
 
     def texts(self, name: str) -> tuple[str, ...] | None:
-        """None when the field is left out."""
+        """Returns None if the field is absent."""
         values = self._fields.get(name)
         if values is None:
             return None
@@ -106,7 +106,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Raises OSError, or ConfigError if the file does not hold a JSON object."""
+    """Reads a JSON file. Raises OSError, or ConfigError if the file does not hold a JSON object."""
     try:
         value = json.loads(path.read_text())
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Our decoder over flat tokens: fused qkv and gate_up, paged attention, and LoRA on each linear.
 
-It serves every family that `ModelConfig` can describe. The families differ in data only, which is read when the weights
+It serves every family that `ModelConfig` can describe. The families differ only in data, which is read when the weights
 are loaded. One forward pass computes prefill chunks and decode rows of many sequences. There is no batch axis, only the
 tokens of the step. Sequences, adapters and pages appear only as the batch's tables.
 """
@@ -131,8 +131,9 @@ class _Forward:
         self._deltas = deltas
 
     def run(self, layers: list[DecoderLayer], residual: Tensor, last_norm: Tensor) -> Tensor:
-        """Runs all layers. residual [T, H] is overwritten. Returns normalized hidden states [B', H] of the rows in
-        `sample_rows`.
+        """Runs all layers. residual [T, H] is overwritten.
+
+        Returns normalized hidden states [B', H] of the rows in `sample_rows`.
         """
         kernels, eps = self._kernels, self._eps
         hidden = kernels.rms_norm(residual, layers[0].attention_norm, eps)

@@ -1,4 +1,4 @@
-"""Which layers use full attention and which a sliding window, from config.json or from the model's family."""
+"""Finds the layers with full attention and those with a sliding window, from config.json or the model's family."""
 
 from slora.models.config_fields import ConfigFields
 from slora.models.model_family import WindowRule
@@ -23,9 +23,7 @@ def read_layer_types(fields: ConfigFields, rule: WindowRule, num_layers: int) ->
 def read_windows(
     fields: ConfigFields, rule: WindowRule, layer_types: tuple[str, ...], max_positions: int
 ) -> tuple[int | None, ...]:
-    """For each layer, how many tokens a token sees, itself included, as transformers counts them. None: all earlier
-    tokens.
-    """
+    """The window of each layer: how many tokens a token sees, itself included. None: all earlier tokens."""
     if SLIDING not in layer_types:
         return (None,) * len(layer_types)
     window = fields.optional_whole("sliding_window")

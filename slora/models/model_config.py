@@ -31,8 +31,7 @@ class ModelConfig:
 
     ropes, rope_of_layer: the model's different rotary embeddings, and the index into them for each layer.
     window_of_layer: how many tokens a token of the layer sees, itself included; None: all earlier tokens.
-    attention_softcap, final_softcap: s -> softcap * tanh(s / softcap), of scaled scores and of logits. None: no
-    softcap.
+    attention_softcap, final_softcap: scaled scores and logits s become softcap * tanh(s / softcap). None: no softcap.
     embedding_scale: factor on embeddings, after it is rounded to the model's dtype. None: no factor.
     qk_norm: RMSNorm of each query and key head before rotation.
     post_norms: norms also after attention and after the MLP, before their outputs are added to the residual.

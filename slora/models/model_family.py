@@ -1,7 +1,7 @@
 """The facts that a `model_type` implies and config.json does not contain: one entry per family.
 
-The facts come from transformers' configuration and modeling files. No code compares a family's name; it reads these
-fields, or the ModelConfig that is built from them.
+The facts come from transformers' configuration and modeling files. No code depends on a family's name. The code reads
+these fields, or the ModelConfig that is built from them.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The facts about a model that engine, API and loader need, whether our decoder or transformers computes it.
+"""The facts about a model that engine, API and loader need, for our decoder and for transformers models alike.
 
 This module does not import torch, because the API and loader processes read it too. For a model that our decoder does
 not support, a separate program with torch (`slora.models.model_tree`) finds the facts once.

@@ -51,8 +51,9 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """Each wavelength has a factor of its own, and another one in sequences beyond the original context (arXiv
-    2402.13753).
+    """LongRoPE (arXiv 2402.13753): each wavelength has a factor for short sequences and another for long ones.
+
+    Sequences longer than the original context are long.
     """
 
     short_factors: tuple[float, ...]

@@ -199,9 +199,7 @@ class TransformersDecoder:
 
     @torch.inference_mode()
     def reference_logits(self, token_ids: list[int]) -> Tensor:
-        """float32 logits [vocab_size] of the token that follows `token_ids`, by transformers' plain attention without
-        pages.
-        """
+        """float32 logits [vocab_size] after `token_ids`, with transformers' plain attention and without pages."""
         self._model.set_attn_implementation("eager")
         try:
             logits: Tensor = self._model(

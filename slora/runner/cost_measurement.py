@@ -90,8 +90,8 @@ def measure_costs(
 ) -> CostModel:
     """Measures all costs. Takes about a second, and far less where steps are short.
 
-    No page may be in use yet: the measurement writes to many pages and leaves them zeroed. max_tokens, max_rows: the
-    most tokens and sequences of a step.
+    No page may be in use yet: the measurement writes to many pages and leaves them zeroed.
+    max_tokens, max_rows: the most tokens and sequences of a step.
     """
     bench = _Bench(run, memory, max_tokens, max_rows, max_model_len)
     try:
@@ -171,7 +171,7 @@ class _Bench:
         return num_tokens, seconds
 
     def _prefill(self, num_tokens: int) -> list[Chunk]:
-        """A prefill of `num_tokens`, cut into several sequences where one may not be so long.
+        """A prefill of `num_tokens` tokens, cut into several sequences if one sequence may not be that long.
 
         Only one of the sequences samples a token, as one decoding row does.
         """

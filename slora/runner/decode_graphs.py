@@ -3,9 +3,9 @@
 Before a replay, a decode step is padded to a recorded number of rows and copied into static buffers. Padding rows have
 a context length of 0, a KV slot of -1 and LoRA tiles without tokens, so they touch no page.
 
-Adapters do not need graphs of their own. The adapters of a step are named in the buffers and in the slot tables, on the
-device. Another adapter in a slot changes no launch argument. Only a higher rank does, in powers of two. So there are
-graphs with and without LoRA, but no graph per adapter.
+Adapters do not need graphs of their own. The buffers and the slot tables, both on the device, name the adapters of a
+step. Another adapter in a slot changes no launch argument. A higher rank does, in powers of two. So there are graphs
+with and without LoRA, but no graph per adapter.
 
 Steps with prefill chunks are bound by arithmetic and run without graphs. Only `capture_cuda` uses CUDA.
 """
@@ -38,8 +38,8 @@ class StepShape:
     """The properties of a step that decide its launches.
 
     rows: padded number of sequences. context: upper bound of the longest context, in tokens.
-    rank: upper bound of the total rank at one site. tile_tokens: upper bound of the tokens in a tile. Without adapters,
-    rank and tile_tokens are 0.
+    rank: upper bound of the total rank at one site; 0 without adapters.
+    tile_tokens: upper bound of the tokens in a tile; 0 without adapters.
     """
 
     rows: int
@@ -53,8 +53,8 @@ class DecodeGraphs:
 
     forward: the model's forward pass, which returns hidden states [B', H].
     capture: runs a function and returns another that repeats its work on the same tensors.
-    max_rows: the most sequences of a step. max_context: the most tokens of one sequence, which sets the block tables'
-    width.
+    max_rows: the most sequences of a step.
+    max_context: the most tokens of one sequence. It sets the width of the block tables.
     """
 
     def __init__(

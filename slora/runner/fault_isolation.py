@@ -32,7 +32,7 @@ class PagesNotMoved(SloraError):
 
 class StepRunner(Protocol):
     def run(self, plan: StepPlan) -> list[Sampled]:
-        """One token for each draw of the chunks, in order. Raises PagesNotMoved, or the computation's error."""
+        """One token per sequence in the chunks' `draws`, in order. Raises PagesNotMoved, or the computation's error."""
 
     def probe(self) -> None:
         """Computes a token of the base model, independently of all requests. Raises DeviceFailed if that fails."""
@@ -42,7 +42,7 @@ class StepRunner(Protocol):
 class StepResult:
     """The outcome of a step.
 
-    sampled: one token for each draw of the chunks that were computed, in order.
+    sampled: one token per sequence in the `draws` of the chunks that were computed, in order.
     culprits: chunks that fail when they are computed alone.
     given_up: chunks that were not isolated within the limit of runs.
     """
@@ -53,14 +53,14 @@ class StepResult:
 
 
 class FaultIsolation:
-    """most_runs: the most additional runs for one failed step."""
+    """Runs steps and isolates the chunks that fail. most_runs: the most additional runs for one failed step."""
 
     def __init__(self, runner: StepRunner, most_runs: int = _MOST_RUNS) -> None:
         self._runner = runner
         self._most_runs = most_runs
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Raises PagesNotMoved or DeviceFailed."""
+        """Runs a step and isolates failing chunks. Raises PagesNotMoved or DeviceFailed."""
         try:
             return StepResult(self._runner.run(plan))
         except Exception as error:

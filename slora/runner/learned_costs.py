@@ -1,6 +1,6 @@
 """Learns the cost model from the engine's steps.
 
-A start on a busy machine gives wrong first measurements; learning from each step corrects them within a minute.
+On a busy machine, the measurements at start are wrong. Learning from each step corrects them within a minute.
 
 Computing, swapping and loading are timed separately, because a copy of microseconds would be lost in the noise of
 computing. The learner keeps the latest timings of each kind of step, such as decode steps of 8 to 15 rows. Once a
@@ -12,10 +12,10 @@ The median makes the fit robust: on a busy machine, the same step took from 2 to
 followed the fastest or the slowest of these timings, depending on the divisor. The weight of a timing halves every 30
 seconds, so the costs follow the machine within a minute.
 
-Keeping timings of each kind separates costs that the latest steps alone can't tell apart. For example, the costs of
-steps and of rows can't be separated while the batch stays the same. A cost that no step uses keeps its estimate. A
-decoding row costs at least as much as a token of prefill, because it does all of that work. Without this rule the fit
-could shift time between the cost of a row and the cost of its context.
+Timings of several kinds are needed to separate the costs. For example, the cost of a step and the cost of a row can't
+be separated while the batch stays the same. A cost that no step uses keeps its estimate. A decoding row costs at least
+as much as a token of prefill, because it does all of that work. Without this rule the fit could shift time between the
+cost of a row and the cost of its context.
 
 The same steps and times give the same costs. Clocks and tensors are outside this module.
 """
@@ -54,8 +54,9 @@ Matrix = npt.NDArray[np.float64]
 
 
 class _Timing(NamedTuple):
-    """One timing. units: how often each cost occurred, in the order of CostModel. seconds: their total time. at_s: the
-    clock.
+    """One timing.
+
+    units: how often each cost occurred, in the order of CostModel. seconds: their total time. at_s: time of the timing.
     """
 
     units: tuple[int, ...]

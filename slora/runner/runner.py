@@ -54,8 +54,8 @@ class Runner:
     """The model and the bytes of the page pool on one device.
 
     num_swap_pages: number of host pages for swapped KV.
-    swap_s, load_s: seconds that the last step needed to swap pages and to load adapters. On a GPU, only the time to
-    launch the copies.
+    swap_s, load_s: seconds that the last step needed to swap pages and to load adapters. On a GPU they include only the
+    launch of the copies.
     """
 
     def __init__(self, config: EngineConfig, model: ModelSpec, load: LoadModel = load_model) -> None:
@@ -97,24 +97,24 @@ class Runner:
         self._graphs = self._make_graphs(config)
 
     def learn_costs(self) -> LearnedCosts:
-        """Measures the costs and returns a model that learns from them on. No page may be in use: measuring writes to
-        many.
+        """Measures the costs of steps and returns a cost model that learns from later steps.
+
+        No page may be in use: measuring writes to many pages.
         """
         on_gpu = self.device.type != "cpu"
         bounds = bound_costs(self._shape, self.full_page_bytes, self._geometry.block_tokens, on_gpu=on_gpu)
         return LearnedCosts(self.measure_costs(), bounds)
 
     def measure_costs(self) -> CostModel:
-        """Measures the costs of steps and copies. No page may be in use: measuring writes to many."""
+        """Measures the costs of steps and copies. No page may be in use: measuring writes to many pages."""
         return measure_costs(self.run, self.memory, *self._largest_step, self.max_model_len)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Sampled]:
-        """Runs one step. Returns one token for each of the chunks' `draws`, in order. Prompt logprobs are stored on the
-        sequences.
+        """Runs one step. Returns one token for each sequence in the chunks' `draws`, in order.
 
-        When this function returns or raises, the host's copies of the loaded adapters are no longer read. Raises
-        PagesNotMoved, or the error of the computation.
+        Prompt logprobs are stored on the sequences. When this function returns or raises, the host's copies of the
+        loaded adapters are no longer read. Raises PagesNotMoved, or the error of the computation.
         """
         try:
             with _moving_pages():
@@ -170,7 +170,8 @@ class Runner:
     def _move_pages(self, plan: StepPlan) -> list[AdapterLoad]:
         """Swaps pages out, copies shared pages, swaps pages in and loads adapters, in this order.
 
-        A page is read before another step overwrites it. Returns the loads that may run in parallel with the step.
+        In this order every page is read before another copy overwrites it. Returns the loads that may run in parallel
+        with the step.
         """
         if self._load_stream is not None:
             self._load_stream.wait()

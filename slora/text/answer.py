@@ -191,8 +191,8 @@ async def stream_answer(
 
     end_choice: called with request id and choice index when a stop string ends one choice while others continue.
 
-    The deltas are closed, which aborts the request, when the answer is complete or when this iterator is closed or
-    cancelled.
+    When the answer is complete, or when this iterator is closed or cancelled, the deltas are closed. That aborts the
+    request.
     """
     async with aclosing(deltas):
         async for delta in deltas:

@@ -58,8 +58,9 @@ _UNHONOURED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """The defaults of one file; None for a field that the file does not set. stop_token_ids end an answer, like the
-    model's end-of-text tokens.
+    """The defaults of one file. A field that the file does not set is None.
+
+    stop_token_ids: they end an answer, like the model's end-of-text tokens.
     """
 
     temperature: float | None = None
@@ -88,7 +89,7 @@ class GenerationDefaults:
         return SamplingParams(**self.cut_to(max_tokens).said() | {"max_tokens": max_tokens})
 
     def cut_to(self, max_tokens: int | None) -> "GenerationDefaults":
-        """Lowers min_tokens to `max_tokens`, because a request's maximum wins over a file's minimum."""
+        """Lowers min_tokens to `max_tokens`, because a request's maximum takes precedence over a file's minimum."""
         if max_tokens is None or self.min_tokens is None:
             return self
         return replace(self, min_tokens=min(self.min_tokens, max_tokens))

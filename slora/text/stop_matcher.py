@@ -21,7 +21,7 @@ class StopString:
         self._borders = [0, 0]
 
     def advance(self, matched: int, char: str) -> int:
-        """Returns the number of matched characters after `char`, if `matched` characters matched before it."""
+        """Returns how many characters match after `char` is read, if `matched` characters matched before."""
         text = self.text
         while matched and text[matched] != char:
             matched = self.longest_border(matched)
@@ -49,8 +49,7 @@ class StopMatcher:
         return max(self._matched, default=0)
 
     def search(self, piece: str, immune: int = 0) -> tuple[int, int] | None:
-        """Searches the next piece of the text. Returns the end of the first match in this piece, and the match's
-        length.
+        """Searches the next piece of the text. Returns (end of the first match in this piece, length of the match).
 
         If several strings end at the same character, the longest one counts. After a match the search is over.
         """

@@ -1,8 +1,8 @@
-"""Converts text to token ids and back, and renders chat templates. Does not import torch, to keep the API process
-small.
+"""Converts text to token ids and back, and renders chat templates.
 
-Uses the `tokenizers` library, which reads the checkpoint's tokenizer.json. Chat templates are untrusted Jinja from
-checkpoints and uploads. They are rendered in a sandbox, with the same names that transformers provides.
+This module does not import torch, to keep the API process small. It uses the `tokenizers` library, which reads the
+checkpoint's tokenizer.json. Chat templates are untrusted Jinja from checkpoints and uploads. They are rendered in a
+sandbox, with the same names that transformers provides.
 """
 
 import json
