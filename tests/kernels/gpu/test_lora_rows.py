@@ -91,7 +91,7 @@ def test_a_decode_row_gets_the_same_bits_alone_and_in_any_batch(dtype: torch.dty
 def test_what_is_in_no_tile_is_neither_read_nor_written() -> None:
     """The bridge holds uninitialised memory in the base model's rows and in the columns past a rank.
 
-    Nothing initialises the unused entries of the tile list either.
+    Padding tiles in the list have no tokens, and their weights are NaN.
     """
     scene, sizes = build(torch.float32, DEVICE), with_rows(16, 1)
     tiles, site = mix(scene), scene.shape.layer_sites(1)[QKV]
