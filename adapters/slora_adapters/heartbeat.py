@@ -24,8 +24,10 @@ _MOST_REASON_BYTES = _PAGE_BYTES - _REASON_AT
 
 
 class Progress(NamedTuple):
-    """num_completed: units of work since the start, such as engine steps or pieces of an adapter. is_busy: whether the
-    child has work now.
+    """What a child has done so far.
+
+    num_completed: units of work since the start, such as engine steps or pieces of an adapter.
+    is_busy: whether the child has work now.
     """
 
     num_completed: int

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AdapterVersion:
-    """digest: the lower-case hexadecimal SHA-256 that `digest.py` defines."""
+    """The weights of one tenant. digest: the lower-case hexadecimal SHA-256 that `digest.py` defines."""
 
     tenant: str
     digest: str

@@ -4,17 +4,18 @@ The arena is a memfd of fixed size. Each adapter gets one contiguous region, ali
 written once and then only read. A reader holds a pin on the region. An unpinned adapter stays cached until its space is
 needed. Regions never move, so a reader needs only an offset.
 
-Eviction minimizes the expected reload time. The loss of a region is its reload time divided by the number of cache uses
-since its last use. This estimate assumes that the next use is as far in the future as the last use is in the past
-(hyperbolic caching, Blankstein et al. 2017, for one use each). Among adapters with the same reload time, the least
-recently used one is evicted.
+Eviction removes the regions with the smallest total loss. The loss of a region is its reload time divided by the number
+of cache uses since its last use. It assumes that the next use is as far in the future as the last use is in the past.
+This is hyperbolic caching (Blankstein et al. 2017) for one use each. Among adapters with the same reload time, the
+least recently used one is evicted.
 
-A tenant's share is the arena size divided by the number of tenants with adapters in it. Adapters of a tenant that does
-not exceed its share are spared. So a tenant that loads more adapters than fit evicts its own adapters.
+A tenant's share is the arena size divided by the number of tenants with adapters in it, including the tenant that needs
+space. Adapters of a tenant that does not exceed its share are spared. So a tenant that loads more adapters than fit
+evicts its own adapters.
 
 Worked example: tenant A has 60 of 100 MB, tenant B has 20 MB, and A needs 30 MB more. A share is 50 MB, so A's adapters
-are evicted, even though B's have been idle for longer. One adapter of A with 30 MB takes 20 ms to load and was last
-used 10 uses ago: its loss is 20 / 10 = 2 ms per use. Another takes 300 ms and was last used 100 uses ago: its loss is 3
+are evicted, even though B's have been idle for longer. One adapter of A with 30 MB needs 20 ms to load and was last
+used 10 uses ago: its loss is 20 / 10 = 2 ms per use. Another needs 300 ms and was last used 100 uses ago: its loss is 3
 ms per use. The first one is evicted.
 
 The cache accesses no store and no socket, and does no locking; its owner must hold a lock.

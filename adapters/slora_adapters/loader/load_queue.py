@@ -13,8 +13,11 @@ from slora_adapters.version import AdapterVersion
 
 
 class LoadQueue:
-    """num_places: loads that may run at once. share: loads that one tenant may run while others wait. alone: loads that
-    one tenant may run while no other tenant waits.
+    """The requested loads that wait, and the number of running loads of each tenant.
+
+    num_places: loads that may run at once.
+    share: loads that one tenant may run while others wait.
+    alone: loads that one tenant may run while no other tenant waits.
     """
 
     def __init__(self, num_places: int, share: int, alone: int) -> None:

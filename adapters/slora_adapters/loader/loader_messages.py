@@ -49,7 +49,7 @@ def decode_hello(message: Message) -> Hello:
 
 
 def encode_call(op: str, version: AdapterVersion, number: int = 0) -> Message:
-    """op: "load", "release" or "forget"."""
+    """Encodes a message of a client. op: "load", "release" or "forget"."""
     return {"op": op, "version": [version.tenant, version.digest], "number": number}
 
 
@@ -59,7 +59,7 @@ def decode_version(message: Message) -> AdapterVersion:
 
 
 def encode_loaded(entry: CachedAdapter, number: int, paces: Mapping[str, float]) -> Message:
-    """paces: current value of `Loader.paces`."""
+    """Encodes the reply to a successful load. paces: current value of `Loader.paces`."""
     return {
         "op": "loaded",
         "version": [entry.version.tenant, entry.version.digest],

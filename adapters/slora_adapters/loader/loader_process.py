@@ -1,7 +1,7 @@
 """The loader process: `slora_adapters.loader.loader_process --config JSON`. It loads adapters on demand over a Unix
 socket.
 
-Each process creates its own arena. An engine that outlives the loader keeps its mapping of the old arena, so it can
+Each process creates its own arena. An engine that outlives the loader keeps its mapping of the old arena. So it can
 never use offsets of one arena to read another.
 
 The process exits when its standard input is closed, so it never outlives its parent. It prints nothing on standard

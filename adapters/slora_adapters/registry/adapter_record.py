@@ -1,8 +1,7 @@
 """Plain values of the registry: versions of names, and aliases with the versions that they point at.
 
-A record does not contain the texts of its extras, which may take half a megabyte each, because lists, changes and
-comparisons load many records at once. Only a request reads the texts, and only the texts of its own version
-(`Registry.serve`).
+A record does not contain the texts of its extras. A text may have half a megabyte, and lists, changes and comparisons
+load many records at once. Only a request reads the texts, and only the texts of its own version (`Registry.serve`).
 """
 
 import hashlib

@@ -24,8 +24,8 @@ from slora_adapters.version import AdapterVersion
 logger = logging.getLogger(__name__)
 
 
-# How long a shared store keeps a blob that no version refers to. A day is longer than an operator's mistake stays
-# unnoticed, such as a registry restored from an old backup or a wrong Redis of the same name.
+# How long a shared store keeps a blob that no version refers to. Operators notice a mistake within a day, such as a
+# registry restored from an old backup, or a wrong Redis of the same name.
 SHARED_GRACE_S = 24 * 3600.0
 
 

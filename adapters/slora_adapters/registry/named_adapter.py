@@ -211,7 +211,7 @@ class NamedAdapter:
 
 
 def make_rollout(one: Alias, alias: str, records: Mapping[int, AdapterRecord]) -> Rollout:
-    """records: must contain at least the versions that the alias points at."""
+    """Builds the rollout of an alias. `records` must contain at least the versions that the alias points at."""
     state = one.history.state
     return Rollout(
         alias,

@@ -1,8 +1,8 @@
 """Conversion between rows of the registry's SQLite tables and values.
 
-A function that takes a connection runs inside a transaction that its caller has begun, and handles the versions and
-aliases of one name of a tenant. This module has no rules: `named_adapter.py` and `sqlite_storage.py` decide what may be
-written, and when.
+Functions with a `connection` argument run inside a transaction that the caller has begun. They handle the versions and
+aliases of one name of a tenant. This module has no rules: `named_adapter.py` and `sqlite_storage.py` decide when
+something is written.
 """
 
 import json
@@ -90,7 +90,7 @@ ONE_ROLLOUT = f"{_ROLLOUTS} WHERE a.tenant = ? AND a.name = ? AND a.alias = ? {_
 OF_NAME = f"{_ROLLOUTS} WHERE a.tenant = ? AND a.name = ? {_BY_ALIAS}"
 PINNED = f"{_ROLLOUTS} WHERE a.pinned {_BY_ALIAS}"
 
-# Pages. The primary key's index finds the rows after a key, so the cost of a page does not depend on its position or on
+# Pages. The primary key's index finds the rows after a key. So the cost of a page does not depend on its position or on
 # the table size. The key after which a page begins need not exist any more.
 _NAME_PAGE = (
     "SELECT own.* FROM adapter_names page "

@@ -5,8 +5,8 @@ the indexes (which tenants have a digest, which aliases are pinned), and an entr
 `sqlite_storage.py` implements the storage for one host, `redis_storage.py` for several.
 
 A process reads the feed from a cursor on. The cursor identifies the last change that the process knows, and is valid
-while the feed contains that change. The answer has `resync` set if that change is too old, or belongs to another
-history, because the database was replaced or lost its last changes.
+while the feed contains that change. Otherwise the answer has `resync` set. That happens if the change is too old, or if
+the database was replaced or lost its last changes.
 """
 
 from collections.abc import Callable, Collection, Sequence

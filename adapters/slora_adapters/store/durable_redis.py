@@ -58,12 +58,12 @@ def check_settings(client: "redis.Redis[bytes]", loses: str, remedy: str) -> Non
 
 
 def wait_for_disk(connection: "redis.Redis[bytes]") -> None:
-    """Waits until the writes of this connection survive a crash of Redis, and from Redis 7.2 on also a crash of its
-    machine. Raises StoreUnavailable on a timeout.
+    """Waits until the writes of this connection survive a crash of Redis. From Redis 7.2 on, they also survive a crash
+    of its machine. Raises StoreUnavailable on a timeout.
 
     Before 7.2, Redis has no command that waits for its disk. With `appendfsync always`, Redis replies after the write
-    is on disk. With `everysec` it replies earlier. While an earlier fsync runs, it keeps new writes in a buffer for up
-    to two seconds, and a crash of Redis loses that buffer. So this function waits until the buffer is empty. A crash of
+    is on disk. With `everysec` it replies earlier. While an earlier fsync runs, Redis keeps new writes in a buffer for
+    up to two seconds. A crash of Redis loses that buffer. So this function waits until the buffer is empty. A crash of
     the machine can then still lose the last second of writes, as `everysec` allows.
     """
     deadline = time.monotonic() + _DISK_WAIT_S
