@@ -165,7 +165,7 @@ class LocalEngine:
             if loop is not None:  # None: the request was aborted meanwhile.
                 batches[loop].append(output)
         for loop, batch in batches.items():
-            with suppress(RuntimeError):  # The loop is closed, so its requests ended.
+            with suppress(RuntimeError):  # Closed loop: its requests have ended.
                 loop.call_soon_threadsafe(partial(self._put, batch))
 
     def _put(self, outputs: list[StepOutput]) -> None:

@@ -261,8 +261,7 @@ class EngineProcess:
     async def _serve(self) -> None:
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
-            # Ctrl-C in a terminal reaches this process too. It is ignored, because the parent decides when this process
-            # ends.
+            # SIGINT is ignored: Ctrl-C in a terminal reaches this process too, but its parent decides when it ends.
             self._loop.add_signal_handler(number, stopped.set if number == signal.SIGTERM else _ignore)
         beating = asyncio.create_task(self._heartbeat.run(self._worker.measure))
         engine = await self._started

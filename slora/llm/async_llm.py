@@ -82,9 +82,9 @@ class AsyncLLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: AdapterLike | None = None
     ) -> AsyncGenerator[CompletionDelta, None]:
-        """Like `generate`, but yields the answer in deltas. best_of above n is refused.
+        """Like `generate`, but yields the answer in deltas.
 
-        Errors are raised at the first await.
+        A best_of above n is refused. Errors are raised at the first await.
         """
         return self._stream(lambda: self._intake.answers([prompt], params, adapter))
 

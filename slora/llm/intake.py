@@ -1,6 +1,6 @@
 """Turns prompts, conversations and adapters of a library user into engine requests, each with an `Answer` to fill.
 
-`LLM` and `AsyncLLM` share this class, so both accept and refuse the same input with the same messages. It is
+`LLM` and `AsyncLLM` share this class, so both accept and refuse the same input with the same messages. The class is
 thread-safe. It uses the model's files and the host's adapters, but no engine.
 """
 

@@ -81,10 +81,10 @@ class LLM:
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, adapters: Adapters = None
     ) -> Iterator[CompletionDelta]:
-        """Like `generate`, but yields each answer in deltas. A delta's `index` is its prompt's, its `choice` is one of
-        n.
+        """Like `generate`, but yields each answer in deltas.
 
-        Also raises RequestRefused for best_of above n. Closing or dropping the iterator aborts unfinished requests.
+        A delta's `index` is that of its prompt, and its `choice` is the number of the answer, from 0 to n - 1. Also
+        raises RequestRefused for best_of above n. Closing or dropping the iterator aborts unfinished requests.
         """
         return self._stream(_streamable(self._intake.answers(as_prompts(prompts), params, adapters)))
 

@@ -38,7 +38,10 @@ class TensorAdapter:
 
 @dataclass(frozen=True, slots=True, init=False)
 class LoraAdapter:
-    """weight: a factor on the adapter's own scale. 0 gives the base model, 0.5 half of the adapter's change."""
+    """An adapter and the weight with which a request uses it.
+
+    weight: a factor on the adapter's own scale. 0 gives the base model, 0.5 half of the adapter's change.
+    """
 
     content: Path | HubReference | TensorAdapter
     weight: float

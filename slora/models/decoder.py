@@ -78,8 +78,7 @@ class Decoder:
         self._embedding_scale = None if scale is None else torch.tensor(scale).to(self.device, self.dtype)
         self._layers = [loader.layer(index) for index in range(config.num_layers)]
         self._norm = loader.norm(f"{config.stored_root}.norm", config.hidden_size)
-        # As in transformers: a stored head that differs from the embedding is used, even if config.json says that they
-        # are tied.
+        # As in transformers: a stored head that differs from the embedding is used, even if config.json ties them.
         head_name = f"{config.stored_root.removesuffix('model')}lm_head.weight"
         tied = config.tie_word_embeddings and reader.is_absent_or_same(head_name, embedding_name)
         head = self._embedding if tied else reader.matrix(head_name, config.vocab_size, config.hidden_size)
@@ -88,8 +87,7 @@ class Decoder:
         # One at a time, because packing holds a second copy of the layer for a moment.
         for index in range(config.num_layers):
             self._layers[index] = self._layers[index].packed()
-        # A tied head must also stay unpacked for the embedding lookup. A large one is not worth a second copy in
-        # memory.
+        # The embedding lookup needs an unpacked copy of a tied head. A large one is not worth a second, packed copy.
         self._lm_head = pack_weight(head) if not tied or head.nbytes <= _LARGE_HEAD_BYTES else head
 
     def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:

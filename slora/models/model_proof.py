@@ -143,8 +143,7 @@ def run_through_pages(
         return list(model.logits(hidden, LoraDeltas(None, memory, kernels))) if len(hidden) else []
 
     alone = [run(_cut(sequence_of(prompt), [len(prompt)]))[0] for prompt in prompts]
-    # The first prompt comes after other prompts from its second chunk on; the other prompts do from their first chunk
-    # on.
+    # The batch order changes: the first prompt leads in the first and third step and comes last in the second one.
     pieces = [_cut(sequence_of(prompt), [len(prompt) // 2, len(prompt) - 1]) for prompt in prompts]
     steps = [
         [each[0] for each in pieces],

@@ -76,8 +76,10 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class ModelTree:
-    """The structure of a model. calls: the attention calls, one per layer, in order. layers_path: path of the module
-    list that holds the layers. linears: names and sizes of the linears within a layer.
+    """The structure of a model.
+
+    calls: the attention calls, one per layer, in order. linears: names and sizes of the linears within a layer.
+    layers_path: path of the module list that holds the layers.
     """
 
     calls: tuple[AttentionCall, ...]

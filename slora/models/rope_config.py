@@ -39,6 +39,7 @@ class YarnScaling:
 
     Below beta_slow turns it is multiplied by `factor`. Above beta_fast turns it is kept. Between them it is
     interpolated.
+
     truncate: the bounds are rounded to whole dimensions.
     """
 
@@ -66,8 +67,9 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """One rotary embedding. rotary_dim: number of a head's first dimensions that are rotated. attention_factor:
-    multiplies the cosines and sines.
+    """One rotary embedding.
+
+    rotary_dim: number of a head's first dimensions that are rotated. attention_factor: multiplies cosines and sines.
     """
 
     theta: float

@@ -25,9 +25,9 @@ _FORMS: dict[object, Form] = {"int": "int8", "float": "fp8"}
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
-    """How a checkpoint stores its quantized weights. block: rows and columns that share a scale.
+    """How a checkpoint stores its quantized weights.
 
-    None: one scale per row or per tensor.
+    block: rows and columns that share a scale. None: one scale per row or per tensor.
     """
 
     method: str

@@ -25,7 +25,7 @@ Work = Callable[[], Tensor]
 
 # Padding rows cost little, because all rows share the read of the weights.
 _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-# The longest context decides how many programs attention launches. Beyond a few thousand tokens that number is
+# The longest context decides how many programs attention launches. Beyond a few thousand tokens, their number is
 # constant.
 _SHORT_CONTEXT = 512
 # Smaller ranks and smaller tiles launch the same programs as these.

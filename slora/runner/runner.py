@@ -122,7 +122,7 @@ class Runner:
             try:
                 computed = self._compute(plan)
             finally:
-                # Also after a failed computation, because later slices of the same adapter build on this one.
+                # Also after a failed computation, because the next slices of these adapters must follow these slices.
                 with _moving_pages():
                     self._load_beside(beside)
             return [] if computed is None else self._draw(*computed)

@@ -60,7 +60,7 @@ class Tokenizer:
             )
         try:
             fast = FastTokenizer.from_file(str(path))
-        except Exception as error:  # The library raises bare Exception.
+        except Exception as error:  # For any damage, the library raises bare Exception.
             raise ConfigError(f"{path} is no tokenizer: {error}") from error
         config = _read_config(directory / "tokenizer_config.json")
         special_tokens: Mapping[str, str] = _special_tokens(config)

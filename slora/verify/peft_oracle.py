@@ -1,4 +1,4 @@
-"""The reference for what we serve: transformers and peft compute the same base model with the same adapter directory.
+"""The reference side of a verification: transformers and peft compute the same base model with the same adapter.
 
 Only this module imports peft, which is an optional dependency (slora[verify]).
 """
@@ -59,9 +59,9 @@ class PeftOracle:
 
     @torch.inference_mode()
     def delta(self, path: str, inputs: Tensor) -> Tensor:
-        """float32 [T, out]: what peft adds to the output of module `path` for `inputs` [T, in].
+        """float32 [T, out]: what peft adds to the output of module `path`.
 
-        For an embedding, one-hot rows.
+        inputs: [T, in]; for an embedding, one-hot rows.
         """
         layer = self._layers[path]
         weight: Tensor = layer.get_delta_weight(_NAME).float().cpu()
