@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from slora.errors import SloraError
 from slora_adapters.heartbeat import HeartbeatPage
+from slora_api.server.run_queue import RunQueue
 from slora_api.server.watchdog import Watchdog
 
 __all__ = ["Child", "ChildRefused", "Supervisor"]
@@ -153,12 +154,15 @@ class Supervisor:
     async def _watch(self, child: Child, process: Process, page: HeartbeatPage) -> None:
         """Reports a stall while it lasts, and kills the child if it lasts too long."""
         watchdog = Watchdog(self._restart_after_s, child.waits_for_others)
+        run_queue = RunQueue(process.pid)
         looked_at = time.monotonic()
         while not watchdog.is_hopeless:
             await asyncio.sleep(_POLL_S)
             now = time.monotonic()
-            # If this process itself was delayed, the elapsed time says nothing about the child.
-            watchdog.observe(page.read(), min(now - looked_at, 2 * _POLL_S))
+            # If this process itself was delayed, the elapsed time says nothing about the child. The same holds for time
+            # that the child's threads spent waiting for a CPU.
+            elapsed_s = min(now - looked_at, 2 * _POLL_S)
+            watchdog.observe(page.read(), max(0.0, elapsed_s - run_queue.pop_wait_s()))
             looked_at = now
             if watchdog.is_stalled:
                 if child.name not in self._stalls:
