@@ -3,8 +3,9 @@
 oneDNN also accepts plain rows, but then it packs them in every call. Measured with two AVX-512 cores on the linears of
 a 110M model, in ms, plain / packed:
 
-    bfloat16    8.9 / 5.6 for 1 row    17.2 / 14.5 for 64 rows    113 / 91 for 512 rows
-    float32    18.5 / 8.4 for 1 row    122 / 28 for 64 rows       456 / 187 for 512 rows
+    rows              1             64          512
+    bfloat16     8.9 / 5.6    17.2 / 14.5    113 / 91
+    float32     18.5 / 8.4     122 / 28      456 / 187
 
 In bfloat16, a packed row also has the same bits in batches of any size.
 """
