@@ -1,8 +1,8 @@
 """Chooses which requested adapter load runs next.
 
-Tenants are served round robin. While other tenants wait, a tenant runs at most its share of loads at once. A tenant
-alone in the queue may run more loads, but one slot stays free for the next tenant. The loads of one tenant run in
-first-come, first-served order.
+Tenants are served round robin, each up to its share of running loads. If every waiting tenant already runs its share,
+the tenant with the fewest running loads may start more, up to a higher limit. One slot then stays free for the next
+tenant. The loads of one tenant run in first-come, first-served order.
 
 The queue does no locking.
 """
@@ -16,8 +16,8 @@ class LoadQueue:
     """The requested loads that wait, and the number of running loads of each tenant.
 
     num_places: loads that may run at once.
-    share: loads that one tenant may run while others wait.
-    alone: loads that one tenant may run while no other tenant waits.
+    share: loads that each tenant may run.
+    alone: loads that one tenant may run if no waiting tenant runs less than its share.
     """
 
     def __init__(self, num_places: int, share: int, alone: int) -> None:

@@ -137,8 +137,9 @@ def _jsonable(names: tuple[str, ...] | str) -> list[str] | str:
 
 
 def parse_peft_config(raw: bytes | memoryview) -> tuple[PeftConfig | None, list[Reason]]:
-    """Returns the config, or None if a field cannot be read, and every reason to refuse it. An accepted config has no
-    reasons.
+    """Returns the config, and every reason to refuse it. An accepted config has no reasons.
+
+    The config is None if the file or a field cannot be read.
     """
     try:
         fields = parse_object(raw, source=CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)

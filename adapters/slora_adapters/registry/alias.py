@@ -1,7 +1,7 @@
 """Which versions of a name an alias points at, by weight, and which of these versions a user gets.
 
-A user keeps a version as long as the weight of that version does not shrink. Raising a canary from 10 to 20 percent
-moves a tenth of the users to the canary, and moves no user away from it.
+A user keeps a version as long as the weight of that version does not shrink. Raising the weight of a new version from
+10 to 20 percent moves a tenth of the users to it. It moves no user away from it.
 
 This is weighted rendezvous hashing (Thaler and Ravishankar 1998; the logarithm is from Schindelhauer and Schomaker
 2005). Each version gets a pseudo-random score for the user, and the version with the highest score is chosen.
@@ -100,7 +100,7 @@ def check_targets(targets: Targets) -> Targets:
 def choose_target(targets: Targets, salt: str, user: str) -> int:
     """Returns the version for `user`. Each version gets the percentage of all users that is its weight.
 
-    salt: unique to the alias, so that the canaries of different aliases select different users.
+    salt: unique to the alias, so that the splits of different aliases select different users.
     """
     if len(targets) == 1:
         return next(iter(targets))

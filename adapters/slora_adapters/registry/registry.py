@@ -12,8 +12,8 @@ version of any tenant refers to may be deleted, but only through `collect`. A co
 reserved the digest first, so its blob is kept.
 
 A pin belongs to an alias (to `latest` if a bare name is pinned). Every version that a pinned alias points at is kept in
-the page pool of every engine, before any request needs it. So the pin follows pushes, moves and rollbacks, covers both
-sides of a canary rollout, and ends when the alias is deleted.
+the page pool of every engine, before any request needs it. So the pin follows pushes, moves and rollbacks, and covers
+all versions of a split. It ends when the alias is deleted.
 
 This module does not access the store or any weights; `catalog.py` combines registry and store. It does not know how
 names are stored (see `registry_storage.py`) or whether a tenant exists.
