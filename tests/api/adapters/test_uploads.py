@@ -475,10 +475,11 @@ def test_slow_uploads_give_their_places_back(tmp_path: Path, monkeypatch: pytest
     """Born from a bug: four uploads of one byte every 20 s blocked all other uploads."""
     impatient = partial(BodyLimits, grace_s=0.5)
     monkeypatch.setattr(app, "BodyLimits", impatient)
-    with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")]), max_concurrent_uploads=4) as platform:
+    engine = ScriptedEngine([deltas_of(b"ok")])
+    with running_platform(tmp_path, engine, max_concurrent_uploads=4) as platform, ExitStack() as sockets:
         host, port = platform.url.removeprefix("http://").split(":")
-        keys = [platform.key(tenant) for tenant in ("one", "one", "two", "three")]
-        slow = [socket.create_connection((host, int(port)), timeout=20) for _ in keys]
+        keys = [platform.key(tenant) for tenant in ("one", "two", "three", "four")]
+        slow = [sockets.enter_context(socket.create_connection((host, int(port)), timeout=60)) for _ in keys]
         for connection, key in zip(slow, keys, strict=True):
             head = f"POST /v1/adapters HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
             head += "Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 100000\r\n\r\n"
@@ -488,7 +489,6 @@ def test_slow_uploads_give_their_places_back(tmp_path: Path, monkeypatch: pytest
             while not answer.endswith(b"}}"):
                 answer += connection.recv(10_000)
             assert answer.startswith(b"HTTP/1.1 408") and b"request_too_slow" in answer
-            connection.close()
         assert platform.upload(platform.key("honest"), "x").status_code == 201
         assert not any((platform.directory / "quarantine").iterdir())
 
