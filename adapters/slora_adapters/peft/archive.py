@@ -226,6 +226,9 @@ class _ZipMember:
         return None
 
     def open(self) -> AbstractContextManager[_Readable]:
+        # zipfile shifts the stated offsets by the data before the archive, and does not check the sum.
+        if self.info.header_offset < 0:
+            raise zipfile.BadZipFile(f"File {self.name!r} begins before the archive")
         return self.archive.open(self.info)
 
 

@@ -920,6 +920,11 @@ def _zips(make: Maker) -> dict[str, Hostile]:
         "zip: damaged bytes": _archived(
             _flip_stored(members), "Bad CRC-32 for file 'adapter_model", "archive_malformed"
         ),
+        "zip: a directory said to begin later than it does": _archived(
+            proper[:-6] + struct.pack("<L", struct.unpack("<L", proper[-6:-2])[0] + 10) + proper[-2:],
+            "begins before the archive",
+            "archive_malformed",
+        ),
         "zip: cut": _archived(proper[:-30], "File is not a zip file", "archive_malformed"),
         "zip: cut in the middle": _archived(
             proper[: len(proper) // 2], "broken: File is not a zip", "archive_malformed"

@@ -1,6 +1,7 @@
 """Random uploads to a real server. `tests/api/fuzz/watched_server.py` lists the properties that must hold."""
 
 import httpx
+import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.api.conftest import Kit
@@ -14,6 +15,8 @@ _CHAT = {"model": "fuzzed", "messages": [{"role": "user", "content": "a"}], "max
 _FORM = {"Content-Type": "multipart/form-data; boundary=b"}
 
 
+# Hypothesis prints the failing example, which may be long.
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")
 def test_no_upload_breaks_the_server(watched: WatchedServer, kit: Kit, soak: bool) -> None:
     """An accepted upload answers a chat, or the chat is refused for a reason in the request."""
     config, weights = (kit.small / CONFIG).read_bytes(), (kit.small / WEIGHTS).read_bytes()
