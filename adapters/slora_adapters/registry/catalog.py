@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from slora_adapters.errors import StoreUnavailable
-from slora_adapters.peft.checked_adapter import CheckedAdapter
+from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.registry.reference import check_adapter_name
 from slora_adapters.registry.registry import AdapterDetails, HoldingsCheck, Publication, Registry, Removal
 from slora_adapters.store.store import Store

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slora_adapters.errors import AdapterInvalid, Reason
+from slora_adapters.inspection.checked_adapter import CheckedAdapter
+from slora_adapters.inspection.inspection_process import InspectionTask, OutOfMemory, decode_answer
 from slora_adapters.limits import AdapterLimits
-from slora_adapters.peft.checked_adapter import CheckedAdapter
-from slora_adapters.peft.inspection_process import InspectionTask, OutOfMemory, decode_answer
 from slora_api.adapters.quarantine import Quarantine
 from slora_api.errors import InspectionFailed
 from slora_api.fair_slots import FairSlots
@@ -123,7 +123,7 @@ class Inspector:
 
 
 async def _start(task: InspectionTask) -> Process:
-    arguments = ("-P", "-m", "slora_adapters.peft.inspection_process", task.to_json())
+    arguments = ("-P", "-m", "slora_adapters.inspection.inspection_process", task.to_json())
     environment = _ENVIRONMENT | {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     return await asyncio.create_subprocess_exec(
         sys.executable, *arguments, stdin=DEVNULL, stdout=PIPE, limit=_MAX_ANSWER_BYTES, env=environment

@@ -29,8 +29,8 @@ from slora_adapters.errors import (
     BadAdapterName,
     StoreUnavailable,
 )
+from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.peft.adapter import AdapterExtras
-from slora_adapters.peft.checked_adapter import CheckedAdapter
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.reference import check_adapter_name, parse_reference
 from slora_adapters.registry.registry import RESERVATION_S, AdapterRecord, Holdings, Publication, Rollout

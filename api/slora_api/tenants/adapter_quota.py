@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from slora_adapters.peft.checked_adapter import CheckedAdapter
+from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.registry.adapter_record import ExtrasSummary
 from slora_adapters.registry.registry import Holdings
 from slora_api.errors import QuotaExceeded

@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 
 from slora.request import EngineRequest, TokenDelta
 from slora.weights.base_fingerprint import fingerprint
+from slora_adapters.inspection.inspection import inspect
 from slora_adapters.limits import AdapterLimits
-from slora_adapters.peft.inspection import inspect
 from slora_api.adapters.quarantine import Quarantine
 from slora_api.server import app
 from slora_api.server.body_limit import BodyLimits

@@ -6,10 +6,10 @@
 from pathlib import Path
 
 from slora_adapters.errors import AdapterInvalid, Reason
+from slora_adapters.inspection.archive import unpack
+from slora_adapters.inspection.checked_adapter import CheckedAdapter, summarise
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.adapter import Adapter
-from slora_adapters.peft.archive import unpack
-from slora_adapters.peft.checked_adapter import CheckedAdapter, summarise
 from slora_adapters.peft.number_format import largest_magnitude_bits
 from slora_adapters.peft.peft_config import CONFIG_NAME, MAX_CONFIG_BYTES
 from slora_adapters.peft.peft_directory import read_adapter

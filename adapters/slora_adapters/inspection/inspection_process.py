@@ -1,4 +1,4 @@
-"""Inspects one adapter in its own process: `slora_adapters.peft.inspection_process JSON`. It prints one line of JSON.
+"""Inspects one adapter in its own process: `slora_adapters.inspection.inspection_process JSON` prints a line of JSON.
 
 This process is the first to open untrusted files, so their damage to memory, time or the interpreter ends with it. The
 kernel limits its memory and CPU time. The process dies with the server that waits for it, because the next server
@@ -18,9 +18,9 @@ from typing import Any
 
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.full_disk import is_full
+from slora_adapters.inspection.checked_adapter import CheckedAdapter
+from slora_adapters.inspection.inspection import inspect
 from slora_adapters.limits import AdapterLimits
-from slora_adapters.peft.checked_adapter import CheckedAdapter
-from slora_adapters.peft.inspection import inspect
 from slora_kernels.layout import ModelShape
 
 __all__ = ["InspectionTask", "OutOfMemory", "decode_answer", "main"]

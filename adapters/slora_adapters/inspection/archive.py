@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import IO, BinaryIO, NoReturn, Protocol, cast
 
 from slora_adapters.errors import AdapterInvalid, Reason
+from slora_adapters.inspection.tar_archive import read_tar
 from slora_adapters.peft.extras import MAX_TOKENIZER_BYTES
 from slora_adapters.peft.peft_directory import MEMBER_NAMES, TENSORS_NAME, refuse_pickles
-from slora_adapters.peft.tar_archive import read_tar
 
 __all__ = ["MAX_MEMBERS", "unpack"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from slora_adapters.inspection.certificate import Certificate, certify
 from slora_adapters.peft.adapter import Adapter, AdapterExtras
 from slora_adapters.peft.bundle import Members, bundle
-from slora_adapters.peft.certificate import Certificate, certify
 from slora_adapters.peft.number_format import convert
 from slora_adapters.peft.peft_config import CONFIG_NAME
 from slora_adapters.peft.peft_directory import TENSORS_NAME
