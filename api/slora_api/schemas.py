@@ -91,10 +91,7 @@ def _drop_unsupported(body: Any, unsupported: Mapping[str, tuple[Any, ...]]) -> 
         return body
     for name, neutral in unsupported.items():
         value = body.get(name)
-        # 1 == True in Python, so equality alone would accept `n: true`.
-        if value is not None and not any(
-            value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral
-        ):
+        if value is not None and not any(_equal(value, one) for one in neutral):
             accepted = " or ".join([*(repr(value) for value in neutral), "null"])
             raise PydanticCustomError(
                 "unsupported_parameter",
