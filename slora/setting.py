@@ -48,7 +48,7 @@ class Kind(Protocol):
     def accepted(self) -> str: ...
 
     def read(self, text: str) -> Any:
-        """Parses the text of a flag or variable. Raises ValueError if it is not accepted."""
+        """Parses the text of a flag or variable. The caller checks the value with `admits`. Raises ValueError."""
 
     def admits(self, value: Any) -> bool:
         """Whether a value that was passed from Python is accepted."""
@@ -94,10 +94,7 @@ class Whole:
         return f"a whole number from {self.lowest} to {self.highest}"
 
     def read(self, text: str) -> int:
-        value = int(text)
-        if not self.admits(value):
-            raise ValueError(self.accepted)
-        return value
+        return int(text)
 
     def admits(self, value: Any) -> bool:
         if not isinstance(value, int) or isinstance(value, bool):
@@ -121,10 +118,7 @@ class ByteSize:
         unit = _UNITS.get(match[2].lower()) if match else None
         if match is None or unit is None:
             raise ValueError(self.accepted)
-        value = math.floor(float(match[1]) * unit)
-        if not self.admits(value):
-            raise ValueError(self.accepted)
-        return value
+        return math.floor(float(match[1]) * unit)
 
     def admits(self, value: Any) -> bool:
         return Whole(self.lowest).admits(value)
@@ -141,10 +135,7 @@ class Seconds:
         return f"a number of seconds, {self.lowest:g} or more"
 
     def read(self, text: str) -> float:
-        value = float(text)
-        if not self.admits(value):
-            raise ValueError(self.accepted)
-        return value
+        return float(text)
 
     def admits(self, value: Any) -> bool:
         return isinstance(value, int | float) and self.lowest <= value < math.inf
@@ -161,8 +152,6 @@ class Choice:
         return f"{', '.join(self.names[:-1])} or {self.names[-1]}"
 
     def read(self, text: str) -> str:
-        if not self.admits(text):
-            raise ValueError(self.accepted)
         return text
 
     def admits(self, value: Any) -> bool:
@@ -247,10 +236,14 @@ class SettingSpec:
 
     def parse(self, text: str, source: str) -> Any:
         """Reads `text`, which came from `source` (a flag or a variable). Raises SettingRefused."""
+        refusal = SettingRefused(f"{source} is {text!r}; it must be {self.kind.accepted}")
         try:
-            return self.kind.read(text)
+            value = self.kind.read(text)
         except ValueError:
-            raise SettingRefused(f"{source} is {text!r}; it must be {self.kind.accepted}") from None
+            raise refusal from None
+        if not self.kind.admits(value):
+            raise refusal
+        return value
 
 
 def setting_specs(owner: type) -> tuple[SettingSpec, ...]:
