@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # `slora serve` sets the same value. It is read when torch is loaded. Beside other busy programs, waiting threads that
 # spin made the test run ten times as long.
@@ -18,10 +18,21 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     assert "triton" not in sys.modules, "triton was imported before TRITON_INTERPRET=1 could be set"
     os.environ["TRITON_INTERPRET"] = "1"
 
-# No deadline: machines differ in speed, and a slow one must not fail a test. The quick run has ten minutes on two
-# cores. The soak run covers more examples.
-settings.register_profile("test", deadline=None, stateful_step_count=50, max_examples=25)
-settings.register_profile("soak", deadline=None, stateful_step_count=200, max_examples=1000)
+# No deadline and no health check of the speed: machines differ, and a slow one must not fail a test. The quick run
+# tries the same examples each time, so that a failure belongs to the change. The soak run tries new ones.
+_SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)
+settings.register_profile(
+    "test",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=_SLOW,
+    stateful_step_count=50,
+    max_examples=25,
+)
+settings.register_profile(
+    "soak", deadline=None, suppress_health_check=_SLOW, stateful_step_count=200, max_examples=1000
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

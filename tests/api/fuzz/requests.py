@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 from fastapi.routing import APIRoute
 from hypothesis import strategies as st
+from hypothesis.vendor.pretty import RepresentationPrinter
 
 from slora_api.routes import adapters, admin, completions, health, models, vllm_adapters
 from slora_api.schemas import (
@@ -106,6 +107,9 @@ class HttpRequest:
     def __repr__(self) -> str:
         body = self.body if len(self.body) < 500 else self.body[:300] + b"... %d bytes" % len(self.body)
         return f"HttpRequest({self.method} {self.path[:300]} {self.headers} {body!r})"
+
+    def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:
+        printer.text(repr(self))
 
 
 def routes() -> list[tuple[str, str]]:

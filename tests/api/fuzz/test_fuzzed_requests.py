@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis.vendor.pretty import RepresentationPrinter
 
 from bench.attacks.observer import Noticed
 from bench.attacks.window import windows_of
@@ -84,6 +85,9 @@ class RawRequest:
 
     def __repr__(self) -> str:
         return f"RawRequest({self.content[:300]!r}, {len(self.content)} bytes)"
+
+    def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:
+        printer.text(repr(self))
 
 
 _raw_requests = st.builds(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
+from hypothesis.vendor.pretty import RepresentationPrinter
 
 from tests.api.fuzz.json_texts import odd_json
 
@@ -88,6 +89,9 @@ class Upload:
     def __repr__(self) -> str:
         shown = [(field, content[:300]) for field, _, content in self.parts]
         return f"Upload({shown}, raw={None if self.raw is None else self.raw[:300]!r})"
+
+    def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:
+        printer.text(repr(self))
 
 
 def _damaged(raw: bytes) -> st.SearchStrategy[bytes]:
