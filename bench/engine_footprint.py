@@ -20,7 +20,7 @@ from bench.table import Row
 from bench.workload import prompts
 from slora import SamplingParams
 from slora.engine.client import RemoteEngine
-from slora.models.model_spec import read_model_spec
+from slora.models.model_spec_reader import read_model_spec
 from slora.request import EngineRequest
 from slora_adapters.loader.loader_config import LoaderConfig
 

@@ -19,7 +19,7 @@ from bench.table import Row
 from bench.workload import RANKS, prompts, write_adapter, write_model
 from slora.engine.engine import Engine
 from slora.engine_config import EngineConfig
-from slora.models.model_spec import read_model_spec
+from slora.models.model_spec_reader import read_model_spec
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
 from slora_adapters.loader.source import DirectorySource

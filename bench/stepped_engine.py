@@ -8,7 +8,7 @@ from typing import Any
 from slora import SamplingParams
 from slora.engine.engine import Engine
 from slora.engine_config import EngineConfig
-from slora.models.model_spec import read_model_spec
+from slora.models.model_spec_reader import read_model_spec
 from slora.request import EngineRequest, StepOutput
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.peft_directory import read_adapter

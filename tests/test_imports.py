@@ -109,6 +109,7 @@ LIGHT = [
     "slora.text.generation_defaults",
     "slora.models.model_config",
     "slora.models.model_spec",
+    "slora.models.model_spec_reader",
     "slora.engine.open_streams",
     "slora.request",
     "slora.sampling_params",

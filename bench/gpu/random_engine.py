@@ -21,7 +21,8 @@ from bench.made_weights import MadeWeights
 from slora.engine.engine import Engine
 from slora.engine_config import EngineConfig
 from slora.models.decoder import Decoder
-from slora.models.model_spec import ModelSpec, read_model_spec
+from slora.models.model_spec import ModelSpec
+from slora.models.model_spec_reader import read_model_spec
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
 from slora_adapters.loader.source import Fetched, FetchFailed

@@ -35,7 +35,7 @@ from slora.engine.messages import (
 from slora.engine.worker import Abort, Add, AskStats, EngineWorker, Forget, Prewarm, SetPins, Stop, Wake
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError, RequestRefused
-from slora.models.model_spec import read_model_spec
+from slora.models.model_spec_reader import read_model_spec
 from slora.request import StepOutput
 from slora.runner.runner import resolve_device
 from slora_adapters.heartbeat import Heartbeat

@@ -17,7 +17,7 @@ from jinja2 import TemplateSyntaxError
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError, RequestRefused
 from slora.llm.lora_adapter import AdapterPath, LoraAdapter, TensorAdapter
-from slora.models.model_spec import read_model_spec
+from slora.models.model_spec_reader import read_model_spec
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
 from slora.surrogate import refuse_surrogate

@@ -19,7 +19,7 @@ from torch import Tensor
 from slora.llm.intake import Prompt, read_content
 from slora.llm.llm import LLM
 from slora.llm.lora_adapter import LoraAdapter
-from slora.models.model_spec import read_model_spec
+from slora.models.model_spec_reader import read_model_spec
 from slora.sampling_params import SamplingParams
 from slora.text.answer import Completion
 from slora.verify.lora_probe import probe_adapter, probe_inputs

@@ -14,7 +14,8 @@ from slora.engine_config import EngineConfig
 from slora.errors import ConfigError
 from slora.models.model import Model, ReferenceModel, load_model
 from slora.models.model_proof import prove_model, run_through_pages
-from slora.models.model_spec import ModelSpec, read_model_spec
+from slora.models.model_spec import ModelSpec
+from slora.models.model_spec_reader import read_model_spec
 from slora_kernels.batch import KVGeometry
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.kv_format import KVFormat

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from slora.cost_model import CostModel
 from slora.engine.engine import Engine
 from slora.engine_config import EngineConfig
-from slora.models.model_spec import read_model_spec
+from slora.models.model_spec_reader import read_model_spec
 from slora.request import EngineRequest, FinishReason, StepOutput, TokenLogprobs
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.source import AdapterSource, DirectorySource

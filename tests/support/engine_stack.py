@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from slora.engine.client import RemoteEngine
-from slora.models.model_spec import read_model_spec
+from slora.models.model_spec_reader import read_model_spec
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.loader_config import LoaderConfig
 from slora_adapters.peft.bundle import bundle

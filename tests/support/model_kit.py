@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slora.models.model_spec import read_model_spec
+from slora.models.model_spec_reader import read_model_spec
 from slora_kernels.kv_format import KVFormat
 from tests.support.oracle import Oracle
 from tests.support.peft_adapters import FUSED_KINDS, KINDS, WHOLE_KINDS, make_adapter

@@ -23,7 +23,7 @@ from typing import Any
 
 from slora.engine.client import RemoteEngine
 from slora.errors import ConfigError, SloraError
-from slora.models.model_spec import read_model_spec
+from slora.models.model_spec_reader import read_model_spec
 from slora.setting import SettingRefused
 from slora.text.generation_defaults import read_model_defaults
 from slora.text.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from slora.errors import (
     RequestRefused,
     StepFailed,
 )
-from slora.models.model_spec import read_model_spec
+from slora.models.model_spec_reader import read_model_spec
 from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slora.device.page_memory import PageMemory
-from slora.models.model_spec import read_model_spec
+from slora.models.model_spec_reader import read_model_spec
 from slora.pool.residency import Resident
 from slora.pool.tenant import Tenant
 from slora.scheduler.step_plan import AdapterLoad

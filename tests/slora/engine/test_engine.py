@@ -9,7 +9,7 @@ from slora.engine.engine import Engine
 from slora.engine.pin import Pin
 from slora.engine_config import EngineConfig
 from slora.errors import AdapterFetchFailed, ConfigError, ContextTooLong, RequestRefused
-from slora.models.model_spec import read_model_spec
+from slora.models.model_spec_reader import read_model_spec
 from slora.request import EngineRequest, FinishReason
 from slora.runner.runner import Runner
 from slora.sampling_params import SamplingParams

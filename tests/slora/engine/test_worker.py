@@ -10,7 +10,7 @@ from slora.engine.info import EngineStats
 from slora.engine.pin import Pin
 from slora.engine.worker import Abort, Add, AskStats, EngineWorker, Forget, SetPins, Stop, Wake
 from slora.errors import DeadlineMissed, RequestRefused
-from slora.models.model_spec import read_model_spec
+from slora.models.model_spec_reader import read_model_spec
 from slora.pool.tenant import Tenant
 from slora.request import EngineRequest, StepOutput
 from slora.sampling_params import SamplingParams

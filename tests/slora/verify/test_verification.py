@@ -12,7 +12,7 @@ from peft import LoraConfig
 from safetensors.numpy import load_file
 
 from slora import LoraAdapter
-from slora.models.model_spec import read_model_spec
+from slora.models.model_spec_reader import read_model_spec
 from slora.verify.peft_oracle import PeftOracle
 from slora.verify.verification import TOLERANCES, Verification
 from slora.verify.verifier import Question, verify_adapter
