@@ -1,6 +1,7 @@
 """The storages of registries. Every test of the registry's contract runs on each storage."""
 
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from slora_adapters.database.database import Database
 from slora_adapters.registry.redis_storage import open_redis_storage
+from slora_adapters.registry.registry import Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.registry.sqlite_storage import SqliteStorage
 from tests.redis_server import RedisServer
@@ -40,6 +42,16 @@ def open_storage(request: pytest.FixtureRequest, tmp_path: Path):
     url = empty(request.getfixturevalue("shared_redis")) if request.param == "redis" else ""
     with ExitStack() as stack:
         yield OpenStorage(stack, tmp_path / "slora.db", url)
+
+
+@contextmanager
+def reserved(registry: Registry, digest: str) -> Iterator[str]:
+    """Holds a reservation, as an upload does between its blob and its version."""
+    reservation = registry.reserve(digest)
+    try:
+        yield reservation
+    finally:
+        registry.release(reservation)
 
 
 def empty(server: RedisServer) -> str:

@@ -18,12 +18,14 @@ from slora_adapters.registry.registry_url import open_registry
 from slora_adapters.store.store_url import open_store
 from slora_api.adapters.aliases import Aliases
 from slora_api.adapters.base_identity import BaseIdentity
+from slora_api.adapters.base_model import BaseModelInfo
 from slora_api.adapters.canary import Canary
 from slora_api.adapters.change_follower import ChangeFollower
 from slora_api.adapters.inspector import InspectionBounds, Inspector
 from slora_api.adapters.local_adapters import LocalAdapters
-from slora_api.adapters.model_catalog import BaseModel, ModelCatalog
+from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.pinning import Pinning
+from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import Quarantine
 from slora_api.adapters.uploads import Uploads
 from slora_api.generation.admission import Admission
@@ -128,16 +130,16 @@ def running_platform(
         max_lora_rank=chosen.engine.max_lora_rank, max_tensor_bytes=chosen.max_upload_bytes, vocab_size=257
     )
     quarantine = Quarantine(directory / "quarantine", reserve)
-    inspector = Inspector(quarantine, SHAPE, limits, bounds)
-    base = BaseModel("base", BaseIdentity(directory / "base", ("base", "tiny-base")), GenerationDefaults(), 1)
+    inspector = Inspector(SHAPE, limits, bounds)
+    base = BaseModelInfo(
+        "base", BaseIdentity(directory / "base", ("base", "tiny-base")), GenerationDefaults(), 1
+    )
     quota = AdapterQuota(chosen.max_versions_per_tenant, chosen.max_adapter_bytes_per_tenant)
     journal = RevocationJournal(directory / "revocations")
     tenancy, registry = Tenancy(database, pepper, journal), open_registry(chosen.registry, database)
     pinning = Pinning(registry, tenancy, engine)
     adapters = Catalog(registry, open_store(chosen.store or str(directory / "adapters")))
-    catalog = ModelCatalog(
-        base, adapters, templates, engine, pinning, inspector, quota, Canary(engine, tokenizer)
-    )
+    canary = Canary(engine, tokenizer)
     admission = Admission(
         max_requests=chosen.max_concurrent_requests,
         max_per_tenant=chosen.max_concurrent_per_tenant,
@@ -147,7 +149,8 @@ def running_platform(
         chosen,
         reserve,
         tenancy,
-        catalog,
+        ModelCatalog(base, adapters, engine, pinning),
+        Publisher(base, quarantine, inspector, templates, quota, adapters, canary, engine, pinning),
         Aliases(registry, pinning),
         pinning,
         ChangeFollower(registry, engine, pinning.refresh),

@@ -1,9 +1,9 @@
-"""Publishes and deletes adapters in registry and store, in an order that keeps both consistent after a crash.
+"""Adds and deletes adapters in registry and store, in an order that keeps both consistent after a crash.
 
-`publish` reserves the digest, stores the blob durably, runs the canary, and then creates the version. A failure before
-the last step deletes the blob again, unless another version refers to it. A crash before the last step leaves an
-unreferenced blob, which `sweep` deletes. A crash after the last step leaves nothing to clean up. `withdraw` deletes the
-versions first, and then drops the blobs that no other version refers to.
+An adapter is added in two steps. `store_blob` reserves the digest and stores the blob durably. `commit` creates the
+version. Between the two, engines can load the adapter, but no request can name it. A failure between the two calls
+`discard`. A crash leaves an unreferenced blob, which `sweep` deletes after the reservation has expired. `withdraw`
+deletes the versions first, and then drops the blobs that no other version refers to.
 
 Only a registry knows which versions refer to a blob. So each registry claims the store before it writes there. In a
 store that several registries have claimed, nothing is ever dropped: a blob that this registry does not know may belong
@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
-from slora_adapters.registry.reference import check_adapter_name
 from slora_adapters.registry.registry import AdapterDetails, HoldingsCheck, Publication, Registry, Removal
 from slora_adapters.store.store import Store
 from slora_adapters.version import AdapterVersion
@@ -30,7 +29,7 @@ SHARED_GRACE_S = 24 * 3600.0
 
 
 class Catalog:
-    """The operations of an API process on adapters. All calls block; `publish` takes as long as storing the blob.
+    """The operations of an API process on adapters. All calls block; `store_blob` takes as long as the store.
 
     grace_s: how long a blob must have been unreferenced, as seen by `sweep`, before it is dropped. The constructor
     raises StoreUnavailable if the store cannot be claimed.
@@ -52,24 +51,33 @@ class Catalog:
         self._unneeded_since: dict[str, float] = {}
         store.claim(registry.registry)
 
-    def publish(
+    def store_blob(self, adapter: CheckedAdapter) -> str:
+        """Stores the blob of an adapter that passed every check, and returns the reservation that protects it.
+
+        The blob is durable on return. Pass the reservation to `commit` or `discard`. The duration does not reveal
+        whether another tenant has stored the same weights before. Raises StoreUnavailable.
+        """
+        reservation = self.registry.reserve(adapter.digest)
+        try:
+            self.store.put(adapter.digest, adapter.members)
+        except BaseException:
+            # The store or the sweep cleans up after a failed `put`. `collect` would wait for an unreachable store with
+            # the database locked.
+            self.registry.release(reservation)
+            raise
+        return reservation
+
+    def commit(
         self,
         tenant: str,
         name: str,
         adapter: CheckedAdapter,
-        try_out: Callable[[AdapterVersion], None] = lambda version: None,
+        reservation: str,
         check: HoldingsCheck = lambda holdings: None,
     ) -> Publication:
-        """Stores an adapter that passed every check, as the next version of the tenant's name.
-
-        try_out: called when engines can load the adapter but no request can name it yet. If `try_out` raises, the
-        adapter is deleted again. check: see `Registry.put`.
-
-        When `publish` returns, blob and version are durable. Its duration and result do not reveal whether another
-        tenant has stored the same weights before. Raises BadAdapterName and StoreUnavailable.
+        """Creates the next version of the tenant's name from a stored blob, durably. See `Registry.put`, which also
+        describes `check`.
         """
-        check_adapter_name(name)
-        version = AdapterVersion(tenant, adapter.digest)
         details = AdapterDetails(
             adapter.rank,
             adapter.target_modules,
@@ -77,21 +85,13 @@ class Catalog:
             adapter.certificate.pool_bytes,
             adapter.blob_bytes,
         )
-        is_stored = False
-        try:
-            with self.registry.reservation(version.digest) as reservation:
-                self.store.put(version.digest, adapter.members)
-                is_stored = True
-                try_out(version)
-                return self.registry.put(
-                    name, version, details, adapter.extras, reservation=reservation, check=check
-                )
-        except BaseException:
-            # The store or the sweep cleans up after a failed `put`. `collect` would wait for an unreachable store with
-            # the database locked.
-            if is_stored:
-                self._drop_orphan(version.digest)
-            raise
+        version = AdapterVersion(tenant, adapter.digest)
+        return self.registry.put(name, version, details, adapter.extras, reservation=reservation, check=check)
+
+    def discard(self, adapter: CheckedAdapter, reservation: str) -> None:
+        """Releases the reservation, and drops the stored blob unless a version or another upload needs it."""
+        self.registry.release(reservation)
+        self._drop_orphan(adapter.digest)
 
     def withdraw(self, tenant: str, reference: str, *, force: bool = False) -> Removal:
         """Deletes a version or a name, and the weights that no other version needs. Raises what `Registry.delete`

@@ -274,7 +274,7 @@ class RedisStorage:
                 time.sleep(_PAUSE_S)
         return f"{digest}/{reservation}"
 
-    def give_back(self, reservation: str) -> None:
+    def release(self, reservation: str) -> None:
         digest, _, token = reservation.partition("/")
         with as_unavailable():
             self._writer.zrem(name_key("reserved", digest), token)

@@ -21,8 +21,8 @@ names are stored (see `registry_storage.py`) or whether a tenant exists.
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from slora_adapters.errors import BadAdapterName, BadAlias, StoreUnavailable
@@ -339,17 +339,16 @@ class Registry:
         """Returns whether a version of any tenant, or an upload in progress, needs the blob."""
         return self._storage.is_referenced(digest, self._clock())
 
-    @contextmanager
-    def reservation(self, digest: str) -> Iterator[str]:
-        """Protects a blob from `collect` while it is stored but no version refers to it yet. Yields the id to pass to
-        `put`.
+    def reserve(self, digest: str) -> str:
+        """Protects a blob from `collect` while no version refers to it yet. Returns the reservation, which `put` or
+        `release` ends. It expires after RESERVATION_S.
         """
-        reservation = self._storage.reserve(check_digest(digest), self._clock())
-        try:
-            yield reservation
-        finally:
-            with suppress(StoreUnavailable):  # the reservation then expires by itself
-                self._storage.give_back(reservation)
+        return self._storage.reserve(check_digest(digest), self._clock())
+
+    def release(self, reservation: str) -> None:
+        """Ends a reservation; a no-op if it has ended before. If the storage does not answer, it expires by itself."""
+        with suppress(StoreUnavailable):
+            self._storage.release(reservation)
 
     def collect(self, digest: str, drop: Callable[[str], None]) -> bool:
         """Calls `drop(digest)` if no version refers to the blob and no upload has reserved it. Returns whether `drop`

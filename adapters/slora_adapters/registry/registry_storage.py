@@ -156,9 +156,9 @@ class RegistryStorage(Protocol):
     # -- blobs ------------------------------------------------------------------------------------------------------
 
     def reserve(self, digest: str, now: float) -> str:
-        """Protects the digest from `collect`, until `give_back` is called or RESERVATION_S have passed."""
+        """Protects the digest from `collect`, until `release` is called or RESERVATION_S have passed."""
 
-    def give_back(self, reservation: str) -> None:
+    def release(self, reservation: str) -> None:
         """Releases a reservation; a no-op if it does not exist any more."""
 
     def collect(self, digest: str, drop: Callable[[str], None], now: float) -> bool:

@@ -132,7 +132,7 @@ class SqliteStorage:
     ) -> tuple[T, Change]:
         with self._database.transaction() as connection:
             if reservation is not None:
-                _give_back(connection, reservation, now)
+                _release(connection, reservation, now)
             before = load_name(connection, key, ())
             after = before.copy()
             result = edit(after, Holdings(*connection.execute(HOLDINGS, (key[0], digest)).fetchone()))
@@ -156,7 +156,7 @@ class SqliteStorage:
             )
         return reservation
 
-    def give_back(self, reservation: str) -> None:
+    def release(self, reservation: str) -> None:
         with self._database.transaction(even_if_full=True) as connection:
             connection.execute("DELETE FROM adapter_reservations WHERE reservation = ?", (reservation,))
 
@@ -202,7 +202,7 @@ _CHANGES = (
 )
 
 
-def _give_back(connection: Connection, reservation: str, now: float) -> None:
+def _release(connection: Connection, reservation: str, now: float) -> None:
     """Releases a reservation. Raises `reservation_lost` if it has expired or does not exist."""
     query = "DELETE FROM adapter_reservations WHERE reservation = ? RETURNING expires_at"
     row = connection.execute(query, (reservation,)).fetchone()

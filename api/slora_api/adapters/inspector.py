@@ -9,8 +9,6 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.inspection.inspection_process import InspectionTask, OutOfMemory, decode_answer
 from slora_adapters.limits import AdapterLimits
-from slora_api.adapters.quarantine import Quarantine
 from slora_api.errors import InspectionFailed
 from slora_api.fair_slots import FairSlots
 from slora_kernels.layout import ModelShape
@@ -58,12 +55,9 @@ class InspectionBounds:
 
 
 class Inspector:
-    """Inspects adapters for a base model of `shape` within `limits`. It writes only to the quarantine."""
+    """Inspects adapters for a base model of `shape` within `limits`."""
 
-    def __init__(
-        self, quarantine: Quarantine, shape: ModelShape, limits: AdapterLimits, bounds: InspectionBounds
-    ) -> None:
-        self._quarantine = quarantine
+    def __init__(self, shape: ModelShape, limits: AdapterLimits, bounds: InspectionBounds) -> None:
         self._shape = shape
         self._limits = limits
         self._bounds = bounds
@@ -71,17 +65,14 @@ class Inspector:
             _NUM_INSPECTORS, _MAX_WAITING, "uploads to inspect", num_reserved=_NUM_RESERVED
         )
 
-    @asynccontextmanager
-    async def inspect(self, tenant: str, source: Path) -> AsyncIterator[CheckedAdapter]:
-        """Inspects the adapter in `source`, a PEFT directory or an archive of one. Its files exist for the duration of
-        the context.
+    async def inspect(self, tenant: str, source: Path, scratch: Path) -> CheckedAdapter:
+        """Inspects the adapter in `source`, a PEFT directory or an archive of one. Writes only to the empty folder
+        `scratch`, which may then hold the adapter's tensor file.
 
         Raises AdapterInvalid with every reason, InspectionFailed, DiskFull, or TenantBusy.
         """
-        async with self._quarantine.folder() as scratch:
-            async with self._slots.hold(tenant):
-                adapter = await self._inspect(source, scratch)
-            yield adapter
+        async with self._slots.hold(tenant):
+            return await self._inspect(source, scratch)
 
     async def _inspect(self, source: Path, scratch: Path) -> CheckedAdapter:
         bounds = self._bounds

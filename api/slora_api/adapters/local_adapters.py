@@ -17,7 +17,7 @@ from pathlib import Path
 from slora.errors import ConfigError
 from slora_adapters.full_disk import is_full
 from slora_adapters.peft.peft_directory import MEMBER_NAMES
-from slora_api.adapters.quarantine import Quarantine
+from slora_api.adapters.quarantine import Quarantine, StagedUpload
 from slora_api.errors import BadRequest, Forbidden
 
 __all__ = ["LocalAdapters"]
@@ -42,7 +42,7 @@ class LocalAdapters:
         self._max_bytes = max_bytes
 
     @asynccontextmanager
-    async def copy(self, path: str) -> AsyncIterator[Path]:
+    async def copy(self, name: str, path: str) -> AsyncIterator[StagedUpload]:
         """Copies the PEFT directory at `path`, which is absolute or relative to the root. The copy exists for the
         duration of the context.
 
@@ -55,7 +55,7 @@ class LocalAdapters:
             )
         async with self._quarantine.folder() as directory:
             await asyncio.to_thread(_copy_members, self._root, path, directory, self._max_bytes)
-            yield directory
+            yield StagedUpload(name, directory)
 
 
 def _copy_members(root: Path, path: str, directory: Path, max_bytes: int) -> None:

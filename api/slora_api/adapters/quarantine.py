@@ -10,15 +10,29 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.errors import DiskFull
 from slora_adapters.full_disk import is_full
 
-__all__ = ["Quarantine"]
+__all__ = ["Quarantine", "StagedUpload"]
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedUpload:
+    """An upload whose files are on the disk and have not been checked.
+
+    source: a directory with the files of a PEFT adapter, or an archive file.
+    base_fingerprint: fingerprint of the base model that the adapter was trained on; None if the client sent none.
+    """
+
+    name: str
+    source: Path
+    base_fingerprint: str | None = None
 
 
 class Quarantine:

@@ -11,7 +11,6 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,10 +21,10 @@ from slora_adapters.errors import AdapterInvalid
 from slora_adapters.peft.extras import GENERATION_NAME, TEMPLATE_NAME, TOKENIZER_NAME
 from slora_adapters.peft.peft_config import CONFIG_NAME
 from slora_adapters.peft.peft_directory import TENSORS_NAME, refuse_pickles
-from slora_api.adapters.quarantine import Quarantine
+from slora_api.adapters.quarantine import Quarantine, StagedUpload
 from slora_api.errors import BadRequest
 
-__all__ = ["Upload", "Uploads"]
+__all__ = ["Uploads"]
 
 # Multipart field -> the name of the file in the quarantine.
 _FILES: Mapping[str, str] = {
@@ -49,19 +48,6 @@ _MAX_SMALL_FILE_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 1024
 # Bytes handed to the parsing thread at once. The thread's round trip costs 50 us, which is small beside this much data.
 _CHUNK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """One received upload.
-
-    source: a directory with the files of a PEFT adapter, or an archive file.
-    base_fingerprint: fingerprint of the base model that the adapter was trained on; None if the client sent none.
-    """
-
-    name: str
-    source: Path
-    base_fingerprint: str | None
 
 
 class _Part:
@@ -199,7 +185,7 @@ class Uploads:
         self._quarantine = quarantine
 
     @asynccontextmanager
-    async def receive(self, content_type: str, stream: AsyncIterator[bytes]) -> AsyncIterator[Upload]:
+    async def receive(self, content_type: str, stream: AsyncIterator[bytes]) -> AsyncIterator[StagedUpload]:
         """Receives the upload in `stream`. Its files exist for the duration of the context.
 
         Raises BadRequest, AdapterInvalid, and what `stream` raises.
@@ -216,7 +202,7 @@ class Uploads:
             finally:
                 receiver.close()
             fingerprint = _read_fingerprint(receiver.texts.get("base_fingerprint"))
-            yield Upload(receiver.texts["name"], receiver.source, fingerprint)
+            yield StagedUpload(receiver.texts["name"], receiver.source, fingerprint)
 
 
 async def _receive(receiver: _Receiver, stream: AsyncIterator[bytes]) -> None:

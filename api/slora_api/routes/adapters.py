@@ -3,12 +3,10 @@
 A reference is `name`, `name@3` for a version or `name@prod` for an alias, as in the field `model` of a request.
 """
 
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, status
 
-from slora_api.generation.sse import unless_disconnected
 from slora_api.listing import DEFAULT_LIMIT
 from slora_api.routes.services import Wired
 from slora_api.schemas import AliasMove, Limit, VersionNumber
@@ -27,14 +25,7 @@ async def upload_adapter(request: Request, key: CurrentKey, services: Wired) -> 
     with services.generator.admission.upload(key.tenant):
         content_type = request.headers.get("content-type", "")
         async with services.uploads.receive(content_type, request.stream()) as upload:
-            return await services.catalog.publish(
-                key.tenant,
-                upload.name,
-                upload.source,
-                upload.base_fingerprint,
-                # If the client hangs up, its inspection is cancelled, whether it waits or runs.
-                partial(unless_disconnected, request.receive),
-            )
+            return await services.publisher.publish(key.tenant, upload, request.receive)
 
 
 @router.get("/v1/adapters")

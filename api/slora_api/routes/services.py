@@ -13,6 +13,7 @@ from slora_api.adapters.change_follower import ChangeFollower
 from slora_api.adapters.local_adapters import LocalAdapters
 from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.pinning import Pinning
+from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.uploads import Uploads
 from slora_api.fair_slots import FairSlots
 from slora_api.generation.chat_templates import ChatTemplates
@@ -38,6 +39,7 @@ class Services:
     reserve: DiskReserve
     tenancy: Tenancy
     catalog: ModelCatalog
+    publisher: Publisher
     aliases: Aliases
     pinning: Pinning
     follower: ChangeFollower

@@ -4,7 +4,7 @@ Loading publishes an adapter from a directory below `lora_root` as the next vers
 so it need not be loaded again after a restart. Unloading deletes the name.
 """
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
 from slora_api.errors import BadRequest
@@ -18,11 +18,13 @@ router = APIRouter(prefix="/v1")
 
 
 @router.post("/load_lora_adapter")
-async def load_lora_adapter(body: LoadLoraRequest, _operator: Operator, services: Wired) -> PlainTextResponse:
+async def load_lora_adapter(
+    request: Request, body: LoadLoraRequest, _operator: Operator, services: Wired
+) -> PlainTextResponse:
     tenant = _tenant(services, body.tenant)
     with services.generator.admission.upload(tenant):
-        async with services.local_adapters.copy(body.lora_path) as directory:
-            loaded = await services.catalog.publish(tenant, body.lora_name, directory)
+        async with services.local_adapters.copy(body.lora_name, body.lora_path) as upload:
+            loaded = await services.publisher.publish(tenant, upload, request.receive)
     return PlainTextResponse(f"Success: {loaded['name']}@{loaded['version']} of tenant {tenant} is loaded.")
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from slora.errors import ConfigError, EngineUnavailable
 from slora_adapters.durable_file import replace_durably
-from slora_api.adapters.model_catalog import ModelCatalog
+from slora_api.adapters.publisher import Publisher
+from slora_api.adapters.quarantine import StagedUpload
 from slora_api.errors import Conflict
 from slora_api.tenants.api_key import make_key
 from slora_api.tenants.tenancy import Tenancy
@@ -87,7 +88,7 @@ def _make_tenants(tenancy: Tenancy, keys_path: Path, adapters: Iterable[str]) ->
 
 
 async def set_up_demo(
-    adapters: Sequence[Path], tenancy: Tenancy, catalog: ModelCatalog, keys_path: Path
+    adapters: Sequence[Path], tenancy: Tenancy, publisher: Publisher, keys_path: Path
 ) -> list[DemoTenant]:
     """Creates the demo's tenants, API keys and adapters if they do not exist yet. Needs a running engine, as all
     uploads do.
@@ -95,16 +96,16 @@ async def set_up_demo(
     names = [path.name for path in adapters]
     tenants = await asyncio.to_thread(_make_tenants, tenancy, keys_path, names)
     for path in adapters:
-        await _publish(path, catalog)
+        await _publish(path, publisher)
     return tenants
 
 
-async def _publish(path: Path, catalog: ModelCatalog) -> None:
+async def _publish(path: Path, publisher: Publisher) -> None:
     """Publishes one adapter. If the engine dies meanwhile, retries until a new engine accepts the adapter."""
     is_told = False
     while True:
         try:
-            await catalog.publish(path.name, path.name, path)
+            await publisher.publish(path.name, StagedUpload(path.name, path))
         except EngineUnavailable as error:
             if not is_told:
                 logger.warning("the demo's adapter %s has to wait: %s", path.name, error)

@@ -38,12 +38,14 @@ from slora_adapters.registry.registry_url import open_registry
 from slora_adapters.store.store_url import open_store
 from slora_api.adapters.aliases import Aliases
 from slora_api.adapters.base_identity import BaseIdentity
+from slora_api.adapters.base_model import DEFAULT_MODEL, BaseModelInfo
 from slora_api.adapters.canary import Canary
 from slora_api.adapters.change_follower import ChangeFollower
 from slora_api.adapters.inspector import InspectionBounds, Inspector
 from slora_api.adapters.local_adapters import LocalAdapters
-from slora_api.adapters.model_catalog import DEFAULT_MODEL, BaseModel, ModelCatalog
+from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.pinning import Pinning
+from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import Quarantine
 from slora_api.adapters.uploads import Uploads
 from slora_api.generation.admission import Admission
@@ -108,9 +110,9 @@ class _Model:
             base_directory=self.directory,
         )
 
-    def base(self) -> BaseModel:
+    def base(self) -> BaseModelInfo:
         identity = BaseIdentity(self.directory, (self.name, self.directory.resolve().name))
-        return BaseModel(self.name, identity, read_model_defaults(self.directory), int(time.time()))
+        return BaseModelInfo(self.name, identity, read_model_defaults(self.directory), int(time.time()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,14 +229,16 @@ async def _open_services(
     tenancy = Tenancy(database, pepper, journal)
     pinning = Pinning(registry, tenancy, client)
     quarantine = Quarantine(data.quarantine, reserve)
-    inspector = Inspector(quarantine, model.shape, model.limits, InspectionBounds())
+    inspector = Inspector(model.shape, model.limits, InspectionBounds())
     quota = AdapterQuota(settings.max_versions_per_tenant, settings.max_adapter_bytes_per_tenant)
     canary = Canary(client, model.tokenizer)
+    base = model.base()
     return Services(
         settings,
         reserve,
         tenancy,
-        ModelCatalog(model.base(), adapters, templates, client, pinning, inspector, quota, canary),
+        ModelCatalog(base, adapters, client, pinning),
+        Publisher(base, quarantine, inspector, templates, quota, adapters, canary, client, pinning),
         Aliases(registry, pinning),
         pinning,
         ChangeFollower(registry, client, pinning.refresh),
@@ -267,7 +271,7 @@ async def _announce(services: Services, data: DataDir, url: str, admin_key: Admi
     tenants: Sequence[DemoTenant] = ()
     if adapters:
         try:
-            tenants = await set_up_demo(adapters, services.tenancy, services.catalog, data.demo_keys)
+            tenants = await set_up_demo(adapters, services.tenancy, services.publisher, data.demo_keys)
         except DiskFull as error:
             logger.error("the demo is not set up: %s", error)
     services.generator.readiness.unfinished.pop(_DEMO, None)
@@ -344,7 +348,7 @@ async def _serve(settings: Settings) -> None:
             services.pinning.run(),
             services.follower.run(),
             DiskWatch(services.reserve, services.tenancy).run(),
-            services.catalog.sweep(),
+            services.publisher.sweep(),
             _announce(services, data, _url(listener), admin_key),
         ]
         server = HttpServer(make_app(services, admin_key), limits, settings.drain_seconds)

@@ -17,7 +17,7 @@ from slora_adapters.registry.sqlite_storage import SqliteStorage
 from slora_adapters.store.file_store import FileStore
 from tests.adapters.blobs import read_members
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, write_directory
-from tests.adapters.registry_places import OpenStorage
+from tests.adapters.registry_places import OpenStorage, reserved
 from tests.redis_server import RedisServer
 
 
@@ -28,7 +28,8 @@ def catalog(tmp_path: Path, open_storage: OpenStorage) -> Catalog:
 
 def _publish(catalog: Catalog, folder: Path, tenant: str = "t1", name: str = "a", **what) -> Publication:
     write_directory(folder, make_members(**what))
-    return catalog.publish(tenant, name, inspect(folder, folder, SHAPE, AdapterLimits()))
+    adapter = inspect(folder, folder, SHAPE, AdapterLimits())
+    return catalog.commit(tenant, name, adapter, catalog.store_blob(adapter))
 
 
 def test_a_published_adapter_can_be_fetched_and_has_its_digest(catalog: Catalog, tmp_path: Path) -> None:
@@ -89,17 +90,17 @@ def test_weights_that_somebody_else_has_cost_the_work_of_new_ones(
 ) -> None:
     """Otherwise the duration of an upload would reveal whether another tenant has the same weights."""
     store = RecordedStore(tmp_path / "store")
-    catalog, tried = Catalog(Registry(open_storage()), store), []
+    catalog = Catalog(Registry(open_storage()), store)
     write_directory(tmp_path / "up", make_members())
     work = []
     for tenant in ("t1", "t2"):
         adapter = inspect(tmp_path / "up", tmp_path / "up", SHAPE, AdapterLimits())
         before, inode = list(store.calls), _inodes(store)
-        assert catalog.publish(tenant, "a", adapter, tried.append).is_new
-        work.append((store.calls[len(before) :], len(tried), len(_inodes(store) - inode)))
-    (calls, _, num_files), again = work
+        assert catalog.commit(tenant, "a", adapter, catalog.store_blob(adapter)).is_new
+        work.append((store.calls[len(before) :], len(_inodes(store) - inode)))
+    (calls, num_files), again = work
     assert [name for name, _ in calls] == ["put"] and calls[0][1] > 0 and num_files == 2
-    assert again == (calls, 2, num_files), "each file was written anew"
+    assert again == (calls, num_files), "each file was written anew"
 
 
 def _inodes(store: FileStore) -> set[int]:
@@ -117,16 +118,24 @@ def test_a_blob_goes_with_the_last_version_that_has_it(catalog: Catalog, tmp_pat
     assert list(catalog.store.digests()) == []
 
 
-def test_a_bad_name_stores_nothing(catalog: Catalog, tmp_path: Path) -> None:
+def test_discarding_an_upload_drops_its_blob_unless_another_upload_needs_it(
+    catalog: Catalog, tmp_path: Path
+) -> None:
+    write_directory(tmp_path / "1", make_members())
+    adapter = inspect(tmp_path / "1", tmp_path / "1", SHAPE, AdapterLimits())
+    reservations = [catalog.store_blob(adapter) for _ in range(2)]
+    catalog.discard(adapter, reservations[0])
+    assert list(catalog.store.digests()) == [adapter.digest]
     with pytest.raises(BadAdapterName):
-        _publish(catalog, tmp_path / "1", name="No Good")
+        catalog.commit("t1", "No Good", adapter, reservations[1])
+    catalog.discard(adapter, reservations[1])
     assert list(catalog.store.digests()) == []
 
 
 def test_sweep_drops_what_a_crash_left_and_nothing_else(catalog: Catalog, tmp_path: Path) -> None:
     kept = _publish(catalog, tmp_path / "1").record.version.digest
     catalog.store.put("e" * 64, {"a": b"left by a crash"})
-    with catalog.registry.reservation("f" * 64):
+    with reserved(catalog.registry, "f" * 64):
         catalog.store.put("f" * 64, {"a": b"being uploaded"})
         assert catalog.sweep() == 1
         assert sorted(catalog.store.digests()) == sorted([kept, "f" * 64])
@@ -147,7 +156,7 @@ def test_what_nobody_refers_to_is_dropped_when_it_was_so_for_the_time_of_grace(
         return sorted(digest[0] for digest in catalog.store.digests())
 
     assert left_at(0.0) == ["e", "f"]
-    with registry.reservation("f" * 64):
+    with reserved(registry, "f" * 64):
         assert left_at(5.0) == ["e", "f"]
     assert left_at(9.75) == ["e", "f"]
     assert left_at(10.0) == ["f"], "one of them was needed meanwhile"

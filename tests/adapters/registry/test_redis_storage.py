@@ -19,6 +19,7 @@ from slora_adapters.registry.redis_storage import open_redis_storage
 from slora_adapters.registry.registry import AdapterDetails, AdapterRecord, Registry
 from slora_adapters.registry.registry_url import open_registry
 from slora_adapters.version import AdapterVersion
+from tests.adapters.registry_places import reserved
 from tests.redis_server import RedisServer
 
 D1, D2 = "1" * 64, "2" * 64
@@ -329,7 +330,7 @@ def test_an_upload_begins_only_when_the_drop_of_its_weights_has_ended(open_regis
         order.append("dropped")
 
     def upload() -> None:
-        with uploader.reservation(D1) as reservation:
+        with reserved(uploader, D1) as reservation:
             order.append("uploaded")
             uploader.put("a", _v(), DETAILS, reservation=reservation)
 
@@ -337,7 +338,7 @@ def test_an_upload_begins_only_when_the_drop_of_its_weights_has_ended(open_regis
     threads[0].start()
     assert has_begun.wait(WAIT_S)
     assert not uploader.collect(D1, order.append), "somebody does already"
-    with uploader.reservation(D2):
+    with reserved(uploader, D2):
         pass  # a reservation of other weights is not blocked
     threads[1].start()
     may_end.set()
@@ -362,15 +363,15 @@ def test_weights_whose_drop_did_not_come_back_are_not_taken_for_a_while(
         registry.collect(D1, fail)
     with (
         pytest.raises(StoreUnavailable, match="the same weights are being deleted"),
-        registry.reservation(D1),
+        reserved(registry, D1),
     ):
         pass
     deadline = time.monotonic() + WAIT_S
-    reserved = False
-    while not reserved:
+    is_reserved = False
+    while not is_reserved:
         assert time.monotonic() < deadline
-        with suppress(StoreUnavailable), registry.reservation(D1):
-            reserved = True
+        with suppress(StoreUnavailable), reserved(registry, D1):
+            is_reserved = True
 
 
 def test_a_drop_that_a_server_died_of_is_over_when_that_server_is_back(
@@ -386,7 +387,7 @@ def test_a_drop_that_a_server_died_of_is_over_when_that_server_is_back(
 
     def may_upload(registry: Registry, digest: str) -> bool:
         try:
-            with registry.reservation(digest):
+            with reserved(registry, digest):
                 return True
         except StoreUnavailable:
             return False
@@ -428,7 +429,7 @@ def test_an_upload_whose_reservation_redis_has_lost_is_refused(
     server: RedisServer, open_registries: Open
 ) -> None:
     registry = open_registries()
-    with server.client() as client, registry.reservation(D1) as reservation:
+    with server.client() as client, reserved(registry, D1) as reservation:
         client.delete(f"slora:registry:reserved:{D1}")
         assert registry.collect(D1, lambda digest: None)
         with pytest.raises(StoreUnavailable, match="upload again"):

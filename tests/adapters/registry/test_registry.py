@@ -24,7 +24,7 @@ from slora_adapters.registry.registry import (
     Rollout,
 )
 from slora_adapters.version import AdapterVersion
-from tests.adapters.registry_places import OpenStorage
+from tests.adapters.registry_places import OpenStorage, reserved
 
 D1, D2, D3 = "1" * 64, "2" * 64, "3" * 64
 DETAILS = AdapterDetails(8, ("q_proj", "down_proj"), 4096, 8192, 4400)
@@ -220,7 +220,7 @@ def test_collect_drops_only_what_nobody_refers_to(registry: Registry) -> None:
     dropped: list[str] = []
     registry.put("a", _v("t1"), DETAILS)
     assert not registry.collect(D1, dropped.append)
-    with registry.reservation(D2):
+    with reserved(registry, D2):
         assert not registry.collect(D2, dropped.append)
     assert registry.collect(D2, dropped.append)
     registry.delete("t1", "a")
@@ -228,17 +228,16 @@ def test_collect_drops_only_what_nobody_refers_to(registry: Registry) -> None:
     assert dropped == [D2, D1]
 
 
-def test_a_reservation_ends_with_its_put_or_its_block_or_its_time(registry: Registry, clock: Clock) -> None:
-    with registry.reservation(D1) as reservation:
+def test_a_reservation_ends_with_its_put_or_its_release_or_its_time(registry: Registry, clock: Clock) -> None:
+    with reserved(registry, D1) as reservation:
         registry.put("a", _v("t1"), DETAILS, reservation=reservation)
     registry.delete("t1", "a")
     assert registry.collect(D1, lambda digest: None)
-    with pytest.raises(KeyError), registry.reservation(D1):
-        raise KeyError
+    registry.release(registry.reserve(D1))
     assert registry.collect(D1, lambda digest: None)
-    with registry.reservation(D1) as reservation:
+    with reserved(registry, D1) as reservation:
         clock.now += RESERVATION_S
-        assert registry.collect(D1, lambda digest: None), "its upload has crashed, as far as anybody knows"
+        assert registry.collect(D1, lambda digest: None), "the registry takes its upload for crashed"
         with pytest.raises(StoreUnavailable, match="took too long"):
             registry.put("a", _v("t1"), DETAILS, reservation=reservation)
     assert registry.list("t1") == []

@@ -2,7 +2,10 @@
 
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -26,13 +29,14 @@ from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.version import AdapterVersion
 from slora_api.adapters.canary import CANARY_TENANT, Canary, choose_prompt
+from slora_api.adapters.publisher import _MAX_WRITERS
 from slora_api.errors import InspectionFailed
 from tests.adapters.hand_made import make_config, make_members, make_tensors
 from tests.api.adapters.hostile_uploads import as_parts
 from tests.api.conftest import Kit
 from tests.api.platform import Platform, running_platform
 from tests.api.scripted_engine import EOS, ScriptedEngine, byte_tokenizer, deltas_of, trial_of
-from tests.api.served import CHARACTERS, Served, write_adapter
+from tests.api.served import CHARACTERS, Served, wait_for, write_adapter
 
 OTHER = make_members(tensors=make_tensors(seed=4))
 Trial = Sequence[TokenDelta | Exception]
@@ -165,6 +169,38 @@ def test_without_an_engine_nothing_is_accepted(platform: Platform) -> None:
     answer = platform.upload(platform.key("tries"), "new")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
     assert answer.headers["Retry-After"] and blobs(platform) == []
+
+
+@dataclass
+class SlowCanaries(ScriptedEngine):
+    """The canaries of all tenants but `fast` wait for `go_on`. num_waiting: how many wait."""
+
+    go_on: threading.Event = field(default_factory=threading.Event)
+    num_waiting: int = 0
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        if request.adapter is not None and request.adapter.tenant != "fast":
+            self.num_waiting += 1
+            while not self.go_on.is_set():
+                await asyncio.sleep(0.01)
+        async for delta in super().generate(request):
+            yield delta
+
+
+def test_uploads_that_wait_for_their_canaries_do_not_hold_up_another(tmp_path: Path) -> None:
+    engine, num_slow = SlowCanaries([deltas_of(b"ok")]), _MAX_WRITERS + 1
+    with (
+        running_platform(tmp_path, engine, max_concurrent_uploads=2 * num_slow) as platform,
+        ThreadPoolExecutor(num_slow) as threads,
+    ):
+        keys = [platform.key(f"slow-{number}") for number in range(num_slow)]
+        slow = [threads.submit(platform.upload, key, "x") for key in keys]
+        try:
+            wait_for(lambda: engine.num_waiting == num_slow or None)
+            assert platform.upload(platform.key("fast"), "x").status_code == 201
+        finally:
+            engine.go_on.set()
+        assert [upload.result().status_code for upload in slow] == [201] * num_slow
 
 
 def test_a_trial_that_does_not_end_is_given_up(tmp_path: Path) -> None:

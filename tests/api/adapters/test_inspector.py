@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +22,6 @@ from slora_adapters.errors import AdapterInvalid
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.limits import AdapterLimits
 from slora_api.adapters.inspector import InspectionBounds, Inspector
-from slora_api.adapters.quarantine import Quarantine
 from slora_api.errors import InspectionFailed
 from tests.adapters.hand_made import SHAPE, make_members, write_directory
 from tests.api.platform import running_platform
@@ -42,19 +42,14 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def make_scratch(directory: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=directory))
+
+
 def inspect(directory: Path, source: Path, bounds: InspectionBounds, **limits: int) -> CheckedAdapter:
-    """The result of inspecting `source`. Checks that nothing is left in the quarantine."""
-    quarantine = directory / "quarantine"
-    inspector = Inspector(Quarantine(quarantine), SHAPE, AdapterLimits(**limits), bounds)
-
-    async def run() -> CheckedAdapter:
-        async with inspector.inspect("acme", source) as adapter:
-            return adapter
-
-    try:
-        return asyncio.run(run())
-    finally:
-        assert list(quarantine.iterdir()) == []
+    """The result of inspecting `source`."""
+    inspector = Inspector(SHAPE, AdapterLimits(**limits), bounds)
+    return asyncio.run(inspector.inspect("acme", source, make_scratch(directory)))
 
 
 def children() -> list[psutil.Process]:
@@ -87,14 +82,10 @@ def test_the_clock_alone_refuses_nothing(tmp_path: Path) -> None:
     """
     source = write_directory(tmp_path / "up", make_members())
     bounds = InspectionBounds(cpu_seconds=2)
-    inspector = Inspector(Quarantine(tmp_path / "quarantine"), SHAPE, AdapterLimits(), bounds)
-
-    async def run() -> CheckedAdapter:
-        async with inspector.inspect("acme", source) as adapter:
-            return adapter
+    inspector = Inspector(SHAPE, AdapterLimits(), bounds)
 
     async def stop_and_go_on() -> CheckedAdapter:
-        task = asyncio.create_task(run())
+        task = asyncio.create_task(inspector.inspect("acme", source, make_scratch(tmp_path)))
         while not (found := children()):
             await asyncio.sleep(0.005)
         found[0].suspend()
@@ -109,14 +100,11 @@ def test_the_clock_alone_refuses_nothing(tmp_path: Path) -> None:
 
 def test_a_tenant_with_many_uploads_does_not_hold_up_another(tmp_path: Path, slow: Path) -> None:
     limits = AdapterLimits(max_tensor_bytes=1 << 40)
-    inspector = Inspector(
-        Quarantine(tmp_path / "quarantine"), SHAPE, limits, InspectionBounds(cpu_seconds=600)
-    )
+    inspector = Inspector(SHAPE, limits, InspectionBounds(cpu_seconds=600))
     honest = write_directory(tmp_path / "up", make_members())
 
     async def run(tenant: str, source: Path) -> int:
-        async with inspector.inspect(tenant, source) as adapter:
-            return adapter.rank
+        return (await inspector.inspect(tenant, source, make_scratch(tmp_path))).rank
 
     async def main() -> None:
         hostile = [asyncio.create_task(run("hostile", slow)) for _ in range(6)]
@@ -175,23 +163,18 @@ def test_one_that_crashes_is_a_503_and_the_next_upload_goes_through(tmp_path: Pa
 
 
 def test_a_client_that_leaves_takes_its_inspection_along(tmp_path: Path, slow: Path) -> None:
-    quarantine = Quarantine(tmp_path / "quarantine")
     limits = AdapterLimits(max_tensor_bytes=1 << 40)
-    inspector = Inspector(quarantine, SHAPE, limits, InspectionBounds())
+    inspector = Inspector(SHAPE, limits, InspectionBounds())
 
     async def leave() -> None:
-        async def run() -> None:
-            async with inspector.inspect("acme", slow):
-                pass
-
-        task = asyncio.create_task(run())
+        task = asyncio.create_task(inspector.inspect("acme", slow, make_scratch(tmp_path)))
         while not children():
             await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(leave())
-    assert children() == [] and list((tmp_path / "quarantine").iterdir()) == []
+    assert children() == []
 
 
 def test_a_client_that_hangs_up_ends_its_inspection(
@@ -219,6 +202,7 @@ def test_a_client_that_hangs_up_ends_its_inspection(
             )
         assert cancelled.wait(60) and children() == []
         assert platform.upload(key, "fine").status_code == 201
+        assert not any((platform.directory / "quarantine").iterdir())
 
 
 # Inspects the archive named in argv, and prints the pid of the inspection process.
@@ -228,14 +212,11 @@ from pathlib import Path
 import psutil
 from slora_adapters.limits import AdapterLimits
 from slora_api.adapters.inspector import InspectionBounds, Inspector
-from slora_api.adapters.quarantine import Quarantine
 from tests.adapters.hand_made import SHAPE
 
 async def run():
-    quarantine = Quarantine(Path(sys.argv[1]))
-    inspector = Inspector(quarantine, SHAPE, AdapterLimits(max_tensor_bytes=1 << 40), InspectionBounds())
-    async with inspector.inspect("acme", Path(sys.argv[2])):
-        pass
+    inspector = Inspector(SHAPE, AdapterLimits(max_tensor_bytes=1 << 40), InspectionBounds())
+    await inspector.inspect("acme", Path(sys.argv[2]), Path(sys.argv[1]))
 
 async def main():
     task = asyncio.create_task(run())
@@ -251,7 +232,7 @@ asyncio.run(main())
 @pytest.mark.parametrize("when", ["as it starts", "at work"])
 def test_one_whose_server_is_killed_ends_with_it(tmp_path: Path, slow: Path, when: str) -> None:
     path = os.pathsep.join(sys.path)
-    command = [sys.executable, "-P", "-c", SERVER, str(tmp_path / "quarantine"), str(slow)]
+    command = [sys.executable, "-P", "-c", SERVER, str(tmp_path), str(slow)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}) as server:
         assert server.stdout is not None
         inspection = psutil.Process(int(server.stdout.readline()))
@@ -268,14 +249,10 @@ def test_it_runs_within_its_bounds_and_with_none_of_the_servers_secrets(
     monkeypatch.setenv("SLORA_ADMIN_KEY", "secret")
     limits = AdapterLimits(max_tensor_bytes=1 << 40)
     bounds = InspectionBounds(memory_bytes=300 * MIB, cpu_seconds=50, bytes_per_cpu_second=1 << 40)
-    inspector = Inspector(Quarantine(tmp_path / "quarantine"), SHAPE, limits, bounds)
+    inspector = Inspector(SHAPE, limits, bounds)
 
     async def look() -> tuple[dict[str, str], list[tuple[int, int]], int]:
-        async def run() -> None:
-            async with inspector.inspect("acme", slow):
-                pass
-
-        task = asyncio.create_task(run())
+        task = asyncio.create_task(inspector.inspect("acme", slow, make_scratch(tmp_path)))
         try:
             while not (found := children()) or found[0].rlimit(resource.RLIMIT_DATA)[0] < 0:
                 await asyncio.sleep(0.01)

@@ -1,0 +1,21 @@
+"""What the API knows about the base model."""
+
+from dataclasses import dataclass
+
+from slora.text.generation_defaults import GenerationDefaults
+from slora_api.adapters.base_identity import BaseIdentity
+
+__all__ = ["DEFAULT_MODEL", "BaseModelInfo"]
+
+# A request with this model name uses the default adapter of its API key.
+DEFAULT_MODEL = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModelInfo:
+    """The base model, which all tenants share. created_at: Unix time at which this server started."""
+
+    name: str
+    identity: BaseIdentity
+    defaults: GenerationDefaults
+    created_at: int

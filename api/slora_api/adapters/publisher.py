@@ -1,0 +1,202 @@
+"""Publishes an upload: inspect it, store its blob, try it out on the engine, and commit the version.
+
+The route has staged the files in the quarantine before. `Publisher.publish` is the rest of the flow, from top to
+bottom. The table says what is durable after each step, and what a crash leaves. A step that fails cleans up at once.
+
+| step      | durable afterwards        | a crash leaves                   | cleaned up by                       |
+|-----------|---------------------------|----------------------------------|-------------------------------------|
+| 1 stage   | nothing                   | files in the quarantine          | the next start                      |
+| 2 inspect | nothing                   | files in the quarantine          | the next start                      |
+| 3 store   | the blob, its reservation | a blob that no version refers to | `sweep`, after the reservation ends |
+| 4 canary  | the blob, its reservation | a blob that no version refers to | `sweep`, after the reservation ends |
+| 5 commit  | the blob, the version     | nothing                          |                                     |
+
+The blob is stored before the canary, because the engine loads the adapter from the store as it loads any other. No
+request can name the adapter before the commit.
+
+Blocking calls run on asyncio's default threads. At most `_MAX_WRITERS` of these threads write to the store or create
+versions for uploads, so that a slow store leaves threads for everything else. No thread waits for the canary.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
+
+from starlette.types import Receive
+
+from slora.engine.client import EngineClient
+from slora.errors import EngineUnavailable
+from slora.text.generation_defaults import refuse_unhonoured
+from slora_adapters.errors import AdapterInvalid, StoreUnavailable
+from slora_adapters.inspection.checked_adapter import CheckedAdapter
+from slora_adapters.registry.catalog import Catalog
+from slora_adapters.registry.reference import check_adapter_name
+from slora_adapters.registry.registry import RESERVATION_S, Holdings
+from slora_adapters.version import AdapterVersion
+from slora_api.adapters.adapter_json import version_json
+from slora_api.adapters.base_model import DEFAULT_MODEL, BaseModelInfo
+from slora_api.adapters.canary import Canary
+from slora_api.adapters.inspector import Inspector
+from slora_api.adapters.pinning import Pinning
+from slora_api.adapters.quarantine import Quarantine, StagedUpload
+from slora_api.errors import BadRequest
+from slora_api.generation.chat_templates import ChatTemplates
+from slora_api.generation.sse import unless_disconnected
+from slora_api.tenants.adapter_quota import AdapterQuota
+
+__all__ = ["Publisher"]
+
+_log = logging.getLogger(__name__)
+
+# As many as uploads that are inspected at once. asyncio has at least five default threads.
+_MAX_WRITERS = 4
+
+Json = dict[str, Any]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Publisher:
+    """Publishes the uploads of all tenants. Runs on one event loop."""
+
+    def __init__(
+        self,
+        base: BaseModelInfo,
+        quarantine: Quarantine,
+        inspector: Inspector,
+        templates: ChatTemplates,
+        quota: AdapterQuota,
+        adapters: Catalog,
+        canary: Canary,
+        client: EngineClient,
+        pinning: Pinning,
+    ) -> None:
+        self._base = base
+        self._quarantine = quarantine
+        self._inspector = inspector
+        self._templates = templates
+        self._quota = quota
+        self._adapters = adapters
+        self._canary = canary
+        self._client = client
+        self._pinning = pinning
+        self._writers = asyncio.Semaphore(_MAX_WRITERS)
+        # A lock exists only while an upload of its tenant uses it.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def publish(self, tenant: str, upload: StagedUpload, receive: Receive | None = None) -> Json:
+        """Makes the upload the next version of its name, and returns the version with its certificate.
+
+        receive: the ASGI channel of the client. If the client hangs up, the inspection is cancelled. After the
+        inspection, the upload always runs to its end.
+
+        If the newest version is the same adapter, it is returned with `new_version` False. An upload whose answer was
+        lost can therefore be sent again. Raises EngineUnavailable, BadRequest, AdapterInvalid with all reasons,
+        InspectionFailed, QuotaExceeded, StoreUnavailable.
+        """
+        self._check_name(upload.name)
+        if not self._client.ready:
+            # Checked before the work, too: without an engine no adapter can be tried out.
+            raise EngineUnavailable(
+                "the engine is starting, and no adapter is accepted untried; upload it again"
+            )
+        async with self._quarantine.folder() as scratch:
+            inspection = self._inspector.inspect(tenant, upload.source, scratch)
+            adapter = await (inspection if receive is None else unless_disconnected(receive, inspection))
+            base = await self._base.identity.compare(upload.base_fingerprint, adapter.certificate.base_name)
+            await self._check_extras(tenant, adapter)
+            # One upload of a tenant at a time, so that one tenant never has all writers or several canaries.
+            async with self._locks.setdefault(tenant, asyncio.Lock()):
+                answer, effect = await self._store_and_commit(tenant, upload.name, adapter)
+        certificate = adapter.certificate.to_json() | {
+            "base": base,
+            "logprob_change": effect,
+            "predicted_load_ms": await self._predict_load_ms(adapter),
+        }
+        return answer | {"certificate": certificate}
+
+    async def sweep(self) -> None:
+        """Deletes blobs that crashed uploads left in the store, until cancelled. It runs on a thread, because it looks
+        at every blob.
+
+        It runs at the start and then every `RESERVATION_S`. Within that time, an upload has finished or its reservation
+        has expired.
+        """
+        while True:
+            try:
+                await asyncio.to_thread(self._adapters.sweep)
+            except StoreUnavailable as error:
+                _log.error("what nobody refers to stays in the store until the next time: %s", error)
+            await asyncio.sleep(RESERVATION_S)
+
+    def _check_name(self, name: str) -> None:
+        if name in (DEFAULT_MODEL, self._base.name):
+            raise BadRequest(f"`{name}` is the name of something else here; choose another.", "name")
+        check_adapter_name(name)
+
+    async def _check_extras(self, tenant: str, adapter: CheckedAdapter) -> None:
+        reasons = refuse_unhonoured(adapter.extras.generation_config, self._client.info.vocab_size)
+        if adapter.extras.chat_template is not None:
+            reasons += await self._templates.check(tenant, adapter.extras.chat_template)
+        if reasons:
+            raise AdapterInvalid(tuple(reasons))
+
+    async def _store_and_commit(
+        self, tenant: str, name: str, adapter: CheckedAdapter
+    ) -> tuple[Json, float | None]:
+        """Returns the version, and the change of log-probabilities that the canary found.
+
+        If the newest version is the same adapter, the change is None: that version was tried out when it was uploaded.
+        """
+        registry = self._adapters.registry
+        newest = await asyncio.to_thread(registry.newest, tenant, name)
+        is_new = newest is None or not newest.holds(AdapterVersion(tenant, adapter.digest), adapter.extras)
+        # Read before the store, because other uploads of the tenant must not change it. See `_try_out`.
+        holdings = await asyncio.to_thread(registry.holdings, tenant, adapter.digest)
+
+        def check_quota(holdings: Holdings) -> None:
+            self._quota.check(holdings, name, adapter)
+
+        if is_new:
+            # Checked here to save work, and again in the transaction that creates the version.
+            check_quota(holdings)
+        reservation = await self._write(self._adapters.store_blob, adapter)
+        try:
+            effect = await self._try_out(tenant, adapter, holdings) if is_new else None
+            published = await self._write(
+                self._adapters.commit, tenant, name, adapter, reservation, check_quota
+            )
+        except BaseException:
+            await self._write(self._adapters.discard, adapter, reservation)
+            raise
+        if published.moved_pin:
+            self._pinning.refresh()
+        aliases = await asyncio.to_thread(registry.aliases, tenant, name)
+        return version_json(published.record, aliases) | {"new_version": published.is_new}, effect
+
+    async def _try_out(self, tenant: str, adapter: CheckedAdapter, holdings: Holdings) -> float:
+        """Runs the canary. It loads the adapter without regard to the tenant's share of the pool. The engine therefore
+        drops the adapter afterwards, unless the tenant had these weights before.
+        """
+        version = AdapterVersion(tenant, adapter.digest)
+        try:
+            return await self._canary.try_out(version, adapter.embedded_tokens)
+        finally:
+            if holdings.weights_bytes is None:
+                with suppress(EngineUnavailable):
+                    await self._client.forget(version)
+
+    async def _predict_load_ms(self, adapter: CheckedAdapter) -> dict[str, float | None] | None:
+        """Predicts load times from recent loads; see `LoadPaces.load_ms`. None if the engine has just died."""
+        try:
+            paces = (await self._client.stats()).load_paces
+        except EngineUnavailable:
+            return None
+        return paces.load_ms(adapter.certificate.pool_bytes, self._adapters.store.tiers)
+
+    async def _write(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        async with self._writers:
+            return await asyncio.to_thread(call, *args, **kwargs)
