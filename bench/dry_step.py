@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.made_weights import MadeWeights
+from slora.device.device_memory import DeviceMemory
 from slora.device.lora_tiles import cut_rows, max_rows
-from slora.device.page_memory import PageMemory
 from slora.device.step_batch import StepBatch
 from slora.models.decoder import Decoder
 from slora.models.lora_deltas import LoraDeltas
@@ -92,7 +92,7 @@ class MetaModel:
         page_bytes = self.shape.page_bytes(_BLOCK_TOKENS) * self.shape.num_layers
         linears = self.shape.num_modules - 2
         layout = lay_out_adapter(self.shape, [step.rank] * linears + [0, 0])
-        memory = PageMemory(
+        memory = DeviceMemory(
             self._geometry, self.shape, page_bytes, 2, 1, -(-layout.num_bytes // page_bytes), _META
         )
         batch = _make_batch(step, kernels.tile_limits, layout.reach.max_group_rank)

@@ -12,7 +12,7 @@ from bench.simulation import Setup, Simulation
 from bench.table import Row
 from bench.traces import TraceRequest
 from slora.pool.page_pool import PagePool
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 
 NUM_TENANTS = 200
 OUTPUT_TOKENS = 4000
@@ -56,7 +56,7 @@ def page_rows(repeats: int) -> list[Row]:
     rows: list[Row] = []
     for num_pages in (1_000, 100_000):
         for count in (1, 32):
-            pool, tenant = PagePool(num_pages), Tenant("tenant")
+            pool, tenant = PagePool(num_pages), TenantAccount("tenant")
             start = time.perf_counter()
             for _ in range(repeats):
                 pool.release(pool.allocate(count, tenant))

@@ -98,7 +98,7 @@ class SharingMeter:
 
 def _count(group: list[Sequence]) -> Blocks:
     """Of one request; blocks that are given back don't occur here."""
-    held = len({page for sequence in group for page in sequence.blocks.held})
+    held = len({page for sequence in group for page in sequence.blocks.held_pages})
     return Blocks(held, sum(sequence.blocks.num_pages for sequence in group))
 
 

@@ -18,7 +18,7 @@ class SloraEngine:
 
     def generate(self, run: answering.Run) -> int:
         for thread in threading.enumerate():
-            if thread.name == "slora-touch":  # it takes what time others leave: here, none for a minute
+            if thread.name == "slora-prefault":  # it takes what time others leave: here, none for a minute
                 thread.join()
         self._stepped.add(run.prompts, run.adapters, run.output_tokens)
         return self._stepped.finish()

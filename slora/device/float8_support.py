@@ -4,13 +4,13 @@ import torch
 
 from slora.errors import ConfigError
 
-__all__ = ["check_float8_kv", "knows_float8"]
+__all__ = ["check_float8_kv", "supports_float8"]
 
 # The compute capability of Ada. Later GPUs support e4m3 too.
 _LEAST_CAPABILITY = (8, 9)
 
 
-def knows_float8(device: torch.device) -> bool:
+def supports_float8(device: torch.device) -> bool:
     """Whether a GPU can convert e4m3 numbers.
 
     AMD GPUs can; where their hardware has another e4m3, software converts.

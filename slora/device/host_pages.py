@@ -1,9 +1,9 @@
 """Pages of host memory for the KV of preempted sequences. `SwapSpace` decides which sequence owns a page.
 
 The pages are allocated in slabs, each one when its first page is used. On a CPU, a single allocation would do, because
-Linux gives no frames to untouched memory. Memory that is pinned for a GPU needs all of its frames at once. Pinning tens
-of GiB at start would take seconds, and most of it might never be used. torch also rounds a pinned size up to a power of
-two.
+Linux gives no frames to untouched memory. Memory that is page-locked for a GPU needs all of its frames at once. Locking
+tens of GiB at start would take seconds, and most of it might never be used. torch also rounds a page-locked size up to
+a power of two.
 """
 
 import torch
@@ -13,17 +13,20 @@ from slora.device.huge_pages import empty_tensor
 
 __all__ = ["HostPages"]
 
-# Large enough for huge pages, and small enough to be pinned within one step.
+# Large enough for huge pages, and small enough to be page-locked within one step.
 _SLAB_BYTES = 64 << 20
 
 
 class HostPages:
-    """`num_pages` pages of `page_bytes` each. is_pinned: for copies to and from a GPU, which are then asynchronous."""
+    """`num_pages` pages of `page_bytes` each.
 
-    def __init__(self, num_pages: int, page_bytes: int, *, is_pinned: bool) -> None:
+    is_page_locked: for copies to and from a GPU, which are then asynchronous.
+    """
+
+    def __init__(self, num_pages: int, page_bytes: int, *, is_page_locked: bool) -> None:
         self._num_pages = num_pages
         self._page_bytes = page_bytes
-        self._is_pinned = is_pinned
+        self._is_page_locked = is_page_locked
         self._slab_pages = max(1, _SLAB_BYTES // page_bytes)
         self._slabs: dict[int, Tensor] = {}
 
@@ -41,6 +44,6 @@ class HostPages:
 
     def _take_slab(self, slab: int) -> Tensor:
         shape = (min(self._slab_pages, self._num_pages - slab * self._slab_pages), self._page_bytes)
-        if self._is_pinned:
+        if self._is_page_locked:
             return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         return empty_tensor(shape, torch.uint8, torch.device("cpu"))

@@ -1,7 +1,7 @@
 """Copies adapters to the GPU while it computes a step that does not need them.
 
 The step is launched first. The copies are launched after it, on a stream of their own, so a host that waits for
-unpinned memory does not delay the step. A copy starts when all work before the step is done, because that work may
+pageable memory does not delay the step. A copy starts when all work before the step is done, because that work may
 still use the copy's target pages. The next step waits for the copies.
 """
 

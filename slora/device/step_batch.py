@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slora.device.device_memory import DeviceMemory
 from slora.device.lora_tiles import (
     StepTiles,
     Tile,
@@ -20,7 +21,6 @@ from slora.device.lora_tiles import (
     join_reaches,
     max_rows,
 )
-from slora.device.page_memory import PageMemory
 from slora.sampling.prompt_scoring import PromptRows, find_prompt_rows
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, StepPlan
@@ -52,7 +52,7 @@ class StepBatch:
     prompts: list[PromptRows]
 
     @staticmethod
-    def build(plan: StepPlan, memory: PageMemory, limits: TileLimits, long_rows: int = 0) -> "StepBatch":
+    def build(plan: StepPlan, memory: DeviceMemory, limits: TileLimits, long_rows: int = 0) -> "StepBatch":
         """Builds the batch. Raises RuntimeError if a slot no longer holds the adapter that a chunk was planned for.
 
         long_rows: the row of the rotary table at which the positions of long sequences begin.
@@ -176,7 +176,7 @@ def _tile_arrays(tiles: list[Tile]) -> list[IntArray | npt.NDArray[np.float32]]:
 
 
 def _upload(arrays: list[IntArray | npt.NDArray[np.float32]], device: torch.device) -> list[Tensor]:
-    """Copies the arrays to the device in one transfer, from one pinned buffer with 8-byte alignment."""
+    """Copies the arrays to the device in one transfer, from one page-locked buffer with 8-byte alignment."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     offsets = np.cumsum([0] + [-(-array.nbytes // 8) * 8 for array in arrays])

@@ -9,7 +9,7 @@ import time
 
 from slora.adapter_place import AdapterPlace
 from slora.cost_model import CostModel, StepTimes
-from slora.device.huge_pages import touch
+from slora.device.huge_pages import prefault
 from slora.engine.info import EngineInfo, EngineStats
 from slora.engine.load_paces import LoadPaces
 from slora.engine.pin import Pin
@@ -60,10 +60,10 @@ class Engine:
         self._learned: LearnedCosts | None = None
         if costs is None:
             self._learned = self._runner.learn_costs()
-        # Without pool_bytes the pool is a share of free memory. Touching it at once could take memory that other
+        # Without pool_bytes the pool is a share of free memory. Prefaulting it at once could take memory that other
         # programs need.
         if config.pool_bytes is not None:
-            touch(self._runner.memory.pages)
+            prefault(self._runner.memory.pages)
         num_pages = len(self._runner.memory.pages)
         budget = config.token_budget(self._runner.device.type)
         scheduler = SchedulerConfig(

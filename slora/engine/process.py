@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slora.adapter_place import AdapterPlace
-from slora.device.pinned_memory import PinnedMemory
+from slora.device.page_locked_memory import PageLockedMemory
 from slora.engine.engine import Engine
 from slora.engine.messages import (
     Message,
@@ -318,7 +318,7 @@ class EngineProcess:
 def _connect_loader(config: ProcessConfig, notify: Callable[[], None]) -> LoaderClient:
     """Raises ConfigError if the machine does not have the configured device."""
     if resolve_device(config.engine.device).type == "cuda":
-        return LoaderClient(config.loader_socket, notify=notify, on_arena=PinnedMemory)
+        return LoaderClient(config.loader_socket, notify=notify, on_arena=PageLockedMemory)
     return LoaderClient(config.loader_socket, notify=notify)
 
 

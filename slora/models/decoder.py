@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slora.device.page_memory import PageMemory
+from slora.device.device_memory import DeviceMemory
 from slora.device.side_stream import CudaSideStream, SideStream
 from slora.device.step_batch import StepBatch
 from slora.models.lora_deltas import LoraDeltas
@@ -90,7 +90,7 @@ class Decoder:
         # The embedding lookup needs an unpacked copy of a tied head. A large one is not worth a second, packed copy.
         self._lm_head = pack_weight(head) if not tied or head.nbytes <= _LARGE_HEAD_BYTES else head
 
-    def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:
+    def forward(self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels) -> Tensor:
         """Writes the step's KV into its pages. Returns the hidden states [B', H] of the rows in `sample_rows`."""
         only_decodes = batch.attention.max_query == 1
         deltas = LoraDeltas(batch.lora, memory, kernels, self._side if only_decodes else None)
@@ -116,7 +116,7 @@ class _Forward:
         self,
         config: ModelConfig,
         batch: StepBatch,
-        memory: PageMemory,
+        memory: DeviceMemory,
         kernels: Kernels,
         deltas: LoraDeltas,
     ) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from slora.device.page_memory import PageMemory
+from slora.device.device_memory import DeviceMemory
 from slora.device.side_stream import SideStream
 from slora_kernels.batch import LoraTiles
 from slora_kernels.layout import LoraSite
@@ -19,7 +19,7 @@ class LoraDeltas:
     """
 
     def __init__(
-        self, tiles: LoraTiles | None, memory: PageMemory, kernels: Kernels, side: SideStream | None = None
+        self, tiles: LoraTiles | None, memory: DeviceMemory, kernels: Kernels, side: SideStream | None = None
     ) -> None:
         self._pages = memory.pages
         self._kernels = kernels

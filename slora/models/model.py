@@ -8,8 +8,8 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from slora.device.float8_support import knows_float8
-from slora.device.page_memory import PageMemory
+from slora.device.device_memory import DeviceMemory
+from slora.device.float8_support import supports_float8
 from slora.device.step_batch import StepBatch
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError
@@ -24,7 +24,7 @@ from slora_kernels.ops import Kernels
 
 
 class Model(Protocol):
-    def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:
+    def forward(self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels) -> Tensor:
         """Writes the step's KV into its pages. Returns hidden states [B', H] of the rows that become logits."""
 
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
@@ -79,7 +79,7 @@ def _open_weights(
             f"quantization is {name}, but this checkpoint is stored as {by_row}, and rounding twice loses more than "
             f"either; leave it at auto, or give the unquantized model"
         )
-    if "fp8" in (name, by_row) and device.type == "cuda" and not knows_float8(device):
+    if "fp8" in (name, by_row) and device.type == "cuda" and not supports_float8(device):
         raise ConfigError("weights in fp8 need a GPU of compute capability 8.9 or later; choose int8")
     form = None if name == "auto" or by_row is not None else FORMS[name][0]
     return WeightReader(Checkpoint(config.model), dtype, device, form=form, block=block)

@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slora.device.page_memory import PageMemory
+from slora.device.device_memory import DeviceMemory
 from slora.device.step_batch import StepBatch
 from slora.errors import ConfigError
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model import Model, ReferenceModel
 from slora.models.model_spec import ModelSpec
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
 from slora.scheduler.sequence import Sequence
@@ -127,7 +127,7 @@ def run_through_pages(
     num_pages = 2 * sum(-(-len(prompt) // geometry.block_tokens) for prompt in prompts)
     dtype_name = str(geometry.dtype).removeprefix("torch.")
     page_bytes = geometry.num_layers * geometry.layout.num_bytes
-    memory = PageMemory(geometry, spec.shape(dtype_name), page_bytes, num_pages, 1, 1, device)
+    memory = DeviceMemory(geometry, spec.shape(dtype_name), page_bytes, num_pages, 1, 1, device)
     # All bits set: reading a page before it is written gives NaN.
     memory.pages.fill_(0xFF)
     free = iter(range(num_pages))
@@ -156,7 +156,7 @@ def run_through_pages(
 
 def _sequence(prompt: list[int], free_pages: Iterator[int], geometry: KVGeometry) -> Sequence:
     request = EngineRequest("check", "", prompt, None, SamplingParams(temperature=0.0))
-    sequence = Sequence(request, Tenant("check"), 1, frozenset(), 0, geometry.block_tokens)
+    sequence = Sequence(request, TenantAccount("check"), 1, frozenset(), 0, geometry.block_tokens)
     sequence.blocks.extend([next(free_pages) for _ in range(sequence.blocks.pages_missing(len(prompt)))])
     return sequence
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
-from slora.device.page_memory import PageMemory
+from slora.device.device_memory import DeviceMemory
 from slora.device.step_batch import StepBatch
 from slora.errors import ConfigError
 from slora.models.config_lengths import find_lengths, shortened
@@ -35,7 +35,7 @@ _ATTENTION = "slora_paged"
 class _Step:
     """The inputs that all layers of one forward pass share. deltas: LoRA for the tokens of the step."""
 
-    memory: PageMemory
+    memory: DeviceMemory
     kernels: Kernels
     attention: AttentionStep
     deltas: LoraDeltas
@@ -167,7 +167,7 @@ class TransformersDecoder:
         self._place_attention()
         self._place_lora()
 
-    def forward(self, batch: StepBatch, memory: PageMemory, kernels: Kernels) -> Tensor:
+    def forward(self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels) -> Tensor:
         """Writes the step's KV into its pages. Returns hidden states [B', H] of the rows that become logits."""
         step = _Step(
             memory,

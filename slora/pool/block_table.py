@@ -1,7 +1,8 @@
 """The block table of one sequence: the pages that hold its KV blocks, in order.
 
 Forked sequences share the pages of their common tokens, and each sequence has its own reference. A shared page is never
-written: it is copied first (copy-on-write). A named page is never written either, because other requests may read it at
+written: it is copied first (copy-on-write). A page with a key is never written either, because other requests may read
+    it at
 any time.
 
 With a sliding window, blocks that no later token attends to are freed while the sequence runs. Their entries are never
@@ -12,7 +13,7 @@ sequence.
 import numpy as np
 
 from slora.pool.kv_cache import KVCache
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora_kernels.layout import Int32Array
 
 
@@ -39,7 +40,7 @@ class BlockTable:
         return self._array[: self.num_pages]
 
     @property
-    def held(self) -> list[int]:
+    def held_pages(self) -> list[int]:
         pages: list[int] = self._array[self.num_freed : self.num_pages].tolist()
         return pages
 
@@ -60,7 +61,7 @@ class BlockTable:
     def fork(self, kv: KVCache) -> "BlockTable":
         """A new table of the same pages, with its own references."""
         table = BlockTable(self.block_tokens)
-        kv.retain(self.held)
+        kv.retain(self.held_pages)
         table.extend(self.pages.tolist())
         table.num_freed = self.num_freed
         return table
@@ -82,7 +83,7 @@ class BlockTable:
             self.num_freed = end
             self._fill_freed()
 
-    def must_copy(self, token: int, kv: KVCache) -> bool:
+    def needs_copy(self, token: int, kv: KVCache) -> bool:
         """Whether the page that the KV of `token` would be written to is shared."""
         index = token // self.block_tokens
         if not self.num_freed <= index < self.num_pages:
@@ -90,14 +91,14 @@ class BlockTable:
         page = int(self._array[index])
         if kv.is_shared(page):
             return True
-        # Each token is written once, and a block is named only after its last token was written.
-        assert not kv.is_named(page), f"token {token} would be written into page {page}, which has a name"
+        # Each token is written once, and a block is inserted only after its last token was written.
+        assert not kv.has_key(page), f"token {token} would be written into page {page}, which has a key"
         return False
 
-    def copy_on_write(self, token: int, kv: KVCache, tenant: Tenant) -> tuple[int, int]:
+    def copy_on_write(self, token: int, kv: KVCache, tenant: TenantAccount) -> tuple[int, int]:
         """Replaces the shared page of `token` by a new page that `tenant` owns.
 
-        Returns (source, target), whose bytes the caller copies. The source keeps its name; the target has none.
+        Returns (source, target), whose bytes the caller copies. The source keeps its key; the target has none.
         """
         index = token // self.block_tokens
         source = int(self._array[index])
@@ -109,7 +110,7 @@ class BlockTable:
 
     def release(self, kv: KVCache) -> None:
         """Releases every page and empties the table."""
-        kv.release(self.held)
+        kv.release(self.held_pages)
         self.num_pages = self.num_freed = 0
 
     def _fill_freed(self) -> None:

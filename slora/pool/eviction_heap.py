@@ -5,71 +5,71 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from slora.pool.eviction_policy import Evictable
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 
-# With fewer live offers than this, removing dead offers is not worth a sweep.
+# With fewer live candidates than this, removing stale ones is not worth a sweep.
 _FEW = 64
 
 
-class Offer(NamedTuple):
-    """One evictable item in the heap. `evict(taker)` evicts the item for the tenant that needs its pages.
+class Candidate(NamedTuple):
+    """One evictable item in the heap. `evict(requester)` evicts the item for the tenant that needs its pages.
 
-    Tickets are unique, so comparing two offers never compares items.
+    Tickets are unique, so comparing two candidates never compares items.
     """
 
     rank: float
     ticket: int
     item: Evictable
-    evict: Callable[[Tenant], None]
+    evict: Callable[[TenantAccount], None]
 
     @property
     def is_live(self) -> bool:
-        """Whether the offer is still valid. A withdrawn item has no ticket (0) or a newer one."""
+        """False if the item has been removed since: it then has no ticket (0) or a newer one."""
         return self.item.ticket == self.ticket
 
 
 class EvictionHeap:
-    """Withdrawn offers stay in the heap until they reach its top (lazy deletion) or outnumber the live ones."""
+    """Removed candidates stay in the heap until they reach its top (lazy deletion) or outnumber the live ones."""
 
-    __slots__ = ("_offers", "num_live")
+    __slots__ = ("_candidates", "num_live")
 
     def __init__(self) -> None:
         self.num_live = 0
-        self._offers: list[Offer] = []
+        self._candidates: list[Candidate] = []
 
-    def push(self, offer: Offer) -> None:
-        heapq.heappush(self._offers, offer)
+    def push(self, candidate: Candidate) -> None:
+        heapq.heappush(self._candidates, candidate)
         self.num_live += 1
 
-    def lowest(self) -> Offer | None:
-        offers = self._offers
-        while offers:
-            offer = offers[0]
-            if offer.is_live:
-                return offer
-            heapq.heappop(offers)
+    def peek(self) -> Candidate | None:
+        candidates = self._candidates
+        while candidates:
+            candidate = candidates[0]
+            if candidate.is_live:
+                return candidate
+            heapq.heappop(candidates)
         return None
 
-    def pop(self) -> Offer:
-        """Removes the offer that `lowest` just returned. It still counts as live until `drop` is called."""
-        return heapq.heappop(self._offers)
+    def pop(self) -> Candidate:
+        """Removes the candidate that `peek` just returned. It still counts as live until `count_removed` is called."""
+        return heapq.heappop(self._candidates)
 
-    def put_back(self, offer: Offer) -> None:
-        """Pushes an offer again after `pop`, whether it is still live or not."""
-        heapq.heappush(self._offers, offer)
+    def push_back(self, candidate: Candidate) -> None:
+        """Pushes a candidate again after `pop`, whether it is still live or not."""
+        heapq.heappush(self._candidates, candidate)
 
-    def drop(self) -> None:
-        """Counts one offer less, after the caller has cleared its item's ticket."""
+    def count_removed(self) -> None:
+        """Counts one live candidate less, after the caller has cleared its item's ticket."""
         self.num_live -= 1
-        if len(self._offers) > 2 * self.num_live + _FEW:
-            self._offers = self.live()
-            heapq.heapify(self._offers)
+        if len(self._candidates) > 2 * self.num_live + _FEW:
+            self._candidates = self.live_candidates()
+            heapq.heapify(self._candidates)
 
-    def live(self) -> list[Offer]:
-        return [offer for offer in self._offers if offer.is_live]
+    def live_candidates(self) -> list[Candidate]:
+        return [candidate for candidate in self._candidates if candidate.is_live]
 
-    def check(self) -> None:
-        live = self.live()
-        assert len(live) == self.num_live, f"{len(live)} offers stand, counted {self.num_live}"
-        # Offers that a search put back are added to those that a sweep leaves.
-        assert len(self._offers) <= 3 * self.num_live + _FEW, "dead offers pile up"
+    def check_invariants(self) -> None:
+        live = self.live_candidates()
+        assert len(live) == self.num_live, f"{len(live)} candidates are live, counted {self.num_live}"
+        # Candidates that a search pushed back are added to those that a sweep leaves.
+        assert len(self._candidates) <= 3 * self.num_live + _FEW, "stale candidates pile up"

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from slora.cost_model import Costs
 from slora.errors import ConfigError
-from slora.pool.reuse_share import ReuseShare
-from slora.pool.tenant import Tenant
+from slora.pool.reuse_rate import ReuseRate
+from slora.pool.tenant_account import TenantAccount
 
 
 class Content(Enum):
@@ -24,14 +24,14 @@ class Content(Enum):
 class Evictable(Protocol):
     """An idle adapter, or the last idle block of a cached prefix."""
 
-    ticket: int  # identifies its offer in the evictor's heap; 0: not offered
+    ticket: int  # identifies its entry in the evictor's heap; 0: not a candidate
 
     @property
     def content(self) -> Content: ...
 
     @property
     def is_pinned(self) -> bool:
-        """Changes only while the item is not offered."""
+        """Changes only while the item is not a candidate."""
         ...
 
     @property
@@ -40,11 +40,11 @@ class Evictable(Protocol):
         ...
 
     @property
-    def tenant(self) -> Tenant:
+    def tenant(self) -> TenantAccount:
         """The tenant that owns the pages."""
         ...
 
-    def reload_s(self, costs: Costs) -> float:
+    def restore_s(self, costs: Costs) -> float:
         """Seconds to restore the content after an eviction."""
         ...
 
@@ -63,7 +63,7 @@ class EvictionPolicy(Protocol):
         """
         ...
 
-    def learn(self, item: Evictable, *, was_used: bool) -> None:
+    def record_outcome(self, item: Evictable, *, was_used: bool) -> None:
         """Records the outcome of a ranked item: it was used again, or it was evicted."""
         ...
 
@@ -76,7 +76,7 @@ class LeastRecentlyUsed:
     def rank(self, item: Evictable, tick: int, age: float) -> float:
         return tick
 
-    def learn(self, item: Evictable, *, was_used: bool) -> None:
+    def record_outcome(self, item: Evictable, *, was_used: bool) -> None:
         """Nothing to learn."""
 
 
@@ -84,9 +84,9 @@ class ExpectedCost:
     """GreedyDual-Size (Cao and Irani, 1997) with expected costs.
 
     The rank is the age plus the expected restore cost per freed page. The expected cost is the seconds to restore the
-    item times the reuse share of its kind (adapters or prefixes).
+    item times the reuse rate of its kind (adapters or prefixes).
 
-    The age makes items that have been idle for long rank below newer ones. The reuse share keeps a kind that is rarely
+    The age makes items that have been idle for long rank below newer ones. The reuse rate keeps a kind that is rarely
     reused, such as prefixes of prompts that are all different, from evicting the other kind.
 
     Worked example: an adapter of 40 pages that loads in 20 ms ranks 0.0005 above the age if every adapter is reused. A
@@ -97,14 +97,14 @@ class ExpectedCost:
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
-        self._shares = {content: ReuseShare() for content in Content}
+        self._reuse_rates = {content: ReuseRate() for content in Content}
 
     def rank(self, item: Evictable, tick: int, age: float) -> float:
-        expected_s = self._shares[item.content].value * item.reload_s(self._costs)
+        expected_s = self._reuse_rates[item.content].value * item.restore_s(self._costs)
         return age + expected_s / max(1, len(item.pages))
 
-    def learn(self, item: Evictable, *, was_used: bool) -> None:
-        self._shares[item.content].count(was_used=was_used)
+    def record_outcome(self, item: Evictable, *, was_used: bool) -> None:
+        self._reuse_rates[item.content].record(was_used=was_used)
 
 
 class SizeAware:
@@ -115,7 +115,7 @@ class SizeAware:
     def rank(self, item: Evictable, tick: int, age: float) -> float:
         return age + 1 / max(1, len(item.pages))
 
-    def learn(self, item: Evictable, *, was_used: bool) -> None:
+    def record_outcome(self, item: Evictable, *, was_used: bool) -> None:
         """Nothing to learn."""
 
 

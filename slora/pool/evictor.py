@@ -1,7 +1,7 @@
 """The evictor: when pages are short, it chooses which idle adapter or cached prefix block is evicted.
 
-Only offered items can be evicted. An idle adapter is always offered. An idle prefix block is offered only while no idle
-block follows it; otherwise it is hidden.
+Only candidates can be evicted. An idle adapter is always a candidate. An idle prefix block is a candidate only while no
+idle block follows it; otherwise it is hidden.
 
 The eviction policy ranks the items. The evictor enforces the bounds of tenants:
 
@@ -20,16 +20,16 @@ from the logarithmic heap operations, the cost of an operation does not grow wit
 from collections import Counter
 from collections.abc import Callable, Collection
 
-from slora.pool.eviction_heap import EvictionHeap, Offer
+from slora.pool.eviction_heap import Candidate, EvictionHeap
 from slora.pool.eviction_policy import Evictable, EvictionPolicy
 from slora.pool.page_pool import PagePool
-from slora.pool.tenant import Tenant, Tenants
+from slora.pool.tenant_account import TenantAccount, TenantAccounts
 
 
 class Evictor:
-    """Invariant: evicting all offered items, one after the other, eventually makes every cached page of `pool` free."""
+    """Invariant: evicting all candidates, one after the other, eventually makes every cached page of `pool` free."""
 
-    def __init__(self, pool: PagePool, tenants: Tenants, policy: EvictionPolicy) -> None:
+    def __init__(self, pool: PagePool, tenants: TenantAccounts, policy: EvictionPolicy) -> None:
         self.num_evictions = 0
         self._pool = pool
         self._tenants = tenants
@@ -40,67 +40,69 @@ class Evictor:
         self._common = EvictionHeap()
         self._bounded = tenants.bounded
         self._heaps = {tenant: EvictionHeap() for tenant in tenants.bounded}
-        self._pinned: dict[Tenant, EvictionHeap] = {}
-        self._pinned_pages: Counter[Tenant] = Counter()
+        self._pinned: dict[TenantAccount, EvictionHeap] = {}
+        self._pinned_pages: Counter[TenantAccount] = Counter()
 
     def rank(self, item: Evictable) -> float:
         """The eviction rank of an item that becomes idle now.
 
-        An item that can be offered only later keeps this rank.
+        A hidden item keeps this rank until it becomes a candidate.
         """
         self._num_ranked += 1
         return self._policy.rank(item, self._num_ranked, self._age)
 
-    def offer(self, item: Evictable, evict: Callable[[Tenant], None], rank: float) -> None:
-        """Makes an item evictable. The item is idle, its pages are parked (`PagePool.park`), and it is not hidden.
+    def add(self, item: Evictable, evict: Callable[[TenantAccount], None], rank: float) -> None:
+        """Makes an item a candidate. The item is idle, its pages are cached, and it is not hidden.
 
-        evict: `evict(taker)` evicts the item for tenant `taker`. It frees `item.pages` in the pool, and may offer items
-            that this item hid.
+        evict: `evict(requester)` evicts the item for tenant `requester`. It frees `item.pages` in the pool, and
+            may add items that this item hid.
         """
-        assert item.ticket == 0, f"{item!r} is offered already"
+        assert item.ticket == 0, f"{item!r} is a candidate already"
         self._last_ticket += 1
         item.ticket = self._last_ticket
-        self._heap_of(item).push(Offer(rank, item.ticket, item, evict))
+        self._heap_of(item).push(Candidate(rank, item.ticket, item, evict))
         if item.is_pinned:
             self._pinned_pages[item.tenant] += len(item.pages)
 
-    def reuse(self, item: Evictable) -> None:
-        """Called when a ranked item is used again, whether it was offered or hidden."""
-        self._policy.learn(item, was_used=True)
-        self.withdraw(item)
+    def record_reuse(self, item: Evictable) -> None:
+        """Called when a ranked item is used again, whether it was a candidate or hidden."""
+        self._policy.record_outcome(item, was_used=True)
+        self.remove(item)
 
-    def give_up(self, item: Evictable) -> None:
+    def record_eviction(self, item: Evictable) -> None:
         """Called when an item is evicted for a resource other than its pages, such as its slot."""
-        self._policy.learn(item, was_used=False)
-        self.withdraw(item)
+        self._policy.record_outcome(item, was_used=False)
+        self.remove(item)
 
-    def withdraw(self, item: Evictable) -> None:
-        """Makes an item no longer evictable, because it is in use again, hidden or removed.
+    def remove(self, item: Evictable) -> None:
+        """Removes a candidate that is in use again, hidden or deleted.
 
-        Does nothing if it is not offered.
+        Does nothing if the item is not a candidate.
         """
         if item.ticket:
-            self._drop(item)
+            self._mark_removed(item)
 
-    def num_evictable(self, num_pages: int, tenant: Tenant, *, ignore_pins: bool) -> int:
+    def num_evictable(self, num_pages: int, tenant: TenantAccount, *, ignore_pins: bool) -> int:
         """Upper bound on the pages that can be evicted when `tenant` allocates `num_pages`. Ignores floors."""
         if ignore_pins:
             return self._pool.num_cached
         own = min(tenant.pages_over_ceiling(num_pages), self._pinned_pages[tenant])
         return self._pool.num_cached - self._pinned_pages.total() + own
 
-    def could_make_room(self, num_pages: int, tenant: Tenant, spare: Collection[Evictable] = ()) -> bool:
+    def can_make_room(
+        self, num_pages: int, tenant: TenantAccount, protected: Collection[Evictable] = ()
+    ) -> bool:
         """Whether `make_room` with these arguments would succeed. Evicts nothing."""
-        if num_pages == 0 or self._is_there(num_pages, tenant):
+        if num_pages == 0 or self._has_room(num_pages, tenant):
             return True
-        self._follow_shares()
-        return self._is_enough(num_pages, tenant, frozenset(spare), ignore_floors=False, ignore_pins=False)
+        self._rebuild_heaps()
+        return self._can_free(num_pages, tenant, frozenset(protected), ignore_floors=False, ignore_pins=False)
 
     def make_room(
         self,
         num_pages: int,
-        tenant: Tenant,
-        spare: Collection[Evictable] = (),
+        tenant: TenantAccount,
+        protected: Collection[Evictable] = (),
         *,
         ignore_floors: bool = False,
         ignore_pins: bool = False,
@@ -111,33 +113,35 @@ class Evictor:
 
         The evictable pages are counted first, so a call that fails evicts nothing.
 
-        spare: items that must not be evicted. For each prefix block in `spare`, it must also contain the idle blocks
-            before that block, which become evictable only after it.
+        protected: items that must not be evicted. For each prefix block in `protected`, it must also contain the idle
+            blocks before that block, which become evictable only after it.
         ignore_floors: treat all other tenants as if they had no floor.
         ignore_pins: evict pinned items when no unpinned item is left.
         """
-        if num_pages == 0 or self._is_there(num_pages, tenant):
+        if num_pages == 0 or self._has_room(num_pages, tenant):
             return True
-        self._follow_shares()
-        spared = frozenset(spare)  # count each item once
-        if not self._is_enough(
-            num_pages, tenant, spared, ignore_floors=ignore_floors, ignore_pins=ignore_pins
+        self._rebuild_heaps()
+        protected_items = frozenset(protected)  # count each item once
+        if not self._can_free(
+            num_pages, tenant, protected_items, ignore_floors=ignore_floors, ignore_pins=ignore_pins
         ):
             return False
-        search = _Search(tenant, spared, ignore_floors=ignore_floors)
-        enough = self._pay_own(num_pages, search) and self._free(num_pages, search, ignore_pins=ignore_pins)
+        search = _Search(tenant, protected_items, ignore_floors=ignore_floors)
+        enough = self._evict_own(num_pages, search) and self._evict_any(
+            num_pages, search, ignore_pins=ignore_pins
+        )
         search.end()
         return enough
 
-    def check(self) -> None:
-        """Proves that every offered item can be evicted and is in the heap of its owner."""
-        self._follow_shares()
-        pinned_pages: Counter[Tenant] = Counter()
+    def check_invariants(self) -> None:
+        """Proves that every candidate can be evicted and is in the heap of its owner."""
+        self._rebuild_heaps()
+        pinned_pages: Counter[TenantAccount] = Counter()
         for heap in (self._common, *self._heaps.values(), *self._pinned.values()):
-            heap.check()
-            for item in (offer.item for offer in heap.live()):
+            heap.check_invariants()
+            for item in (candidate.item for candidate in heap.live_candidates()):
                 assert all(self._pool.is_cached(page) for page in item.pages), (
-                    f"{item!r} is offered and not idle"
+                    f"{item!r} is a candidate and not idle"
                 )
                 assert all(self._pool.owner(page) is item.tenant for page in item.pages), (
                     f"{item!r} is another's"
@@ -147,22 +151,22 @@ class Evictor:
                     pinned_pages[item.tenant] += len(item.pages)
         assert pinned_pages == self._pinned_pages, "pages of pins are miscounted"
 
-    def _is_there(self, num_pages: int, tenant: Tenant) -> bool:
+    def _has_room(self, num_pages: int, tenant: TenantAccount) -> bool:
         return num_pages <= self._pool.num_free and not tenant.pages_over_ceiling(num_pages)
 
-    def _is_enough(
+    def _can_free(
         self,
         num_pages: int,
-        tenant: Tenant,
-        spared: frozenset[Evictable],
+        tenant: TenantAccount,
+        protected_items: frozenset[Evictable],
         *,
         ignore_floors: bool,
         ignore_pins: bool,
     ) -> bool:
         """Whether a lower bound of the evictable pages is enough."""
-        kept: Counter[Tenant] = Counter()
+        kept: Counter[TenantAccount] = Counter()
         pinned = self._pinned_pages.copy()
-        for item in spared:
+        for item in protected_items:
             if item.pages and self._pool.is_cached(item.pages[0]):
                 kept[item.tenant] += len(item.pages)
                 pinned[item.tenant] -= len(item.pages) if item.is_pinned else 0
@@ -181,16 +185,16 @@ class Evictor:
                 freed -= max(0, other.num_cached - kept[other] - above_floor)
         return num_pages <= self._pool.num_free + freed
 
-    def _pay_own(self, num_pages: int, search: "_Search") -> bool:
+    def _evict_own(self, num_pages: int, search: "_Search") -> bool:
         """Evicts the tenant's own items until `num_pages` more pages stay within its ceiling."""
-        tenant = search.taker
+        tenant = search.requester
         pinned = [self._pinned[tenant]] if tenant in self._pinned else []
         while tenant.pages_over_ceiling(num_pages):
             if not (self._evict_lowest([self._heaps[tenant]], search) or self._evict_lowest(pinned, search)):
                 return False
         return True
 
-    def _free(self, num_pages: int, search: "_Search", *, ignore_pins: bool) -> bool:
+    def _evict_any(self, num_pages: int, search: "_Search", *, ignore_pins: bool) -> bool:
         heaps = [self._common, *self._heaps.values()]
         pinned = [*self._pinned.values()] if ignore_pins else []
         while self._pool.num_free < num_pages:
@@ -202,20 +206,20 @@ class Evictor:
         heap = search.lowest(heaps)
         if heap is None:
             return False
-        offer = heap.pop()
-        self._drop(offer.item)
-        # The age never decreases. Because of floors and spared items, the evicted item is not always the one with the
-        # lowest rank.
-        self._age = max(self._age, offer.rank)
+        candidate = heap.pop()
+        self._mark_removed(candidate.item)
+        # The age never decreases. Because of floors and protected items, the evicted item is not always the one with
+        # the lowest rank.
+        self._age = max(self._age, candidate.rank)
         self.num_evictions += 1
-        self._policy.learn(offer.item, was_used=False)
-        offer.evict(search.taker)
+        self._policy.record_outcome(candidate.item, was_used=False)
+        candidate.evict(search.requester)
         return True
 
-    def _drop(self, item: Evictable) -> None:
-        """Marks the item as no longer offered."""
+    def _mark_removed(self, item: Evictable) -> None:
+        """Marks the item as no longer a candidate."""
         item.ticket = 0
-        self._heap_of(item).drop()
+        self._heap_of(item).count_removed()
         if item.is_pinned:
             self._pinned_pages[item.tenant] -= len(item.pages)
 
@@ -223,59 +227,65 @@ class Evictor:
         if item.is_pinned:
             return self._pinned.setdefault(item.tenant, EvictionHeap())
         if self._bounded is not self._tenants.bounded:
-            self._follow_shares()
+            self._rebuild_heaps()
         return self._heaps.get(item.tenant, self._common)
 
-    def _follow_shares(self) -> None:
+    def _rebuild_heaps(self) -> None:
         """Sorts all items into heaps again after a tenant got its first floor or ceiling, or lost its last."""
         if self._bounded is self._tenants.bounded:
             return
-        offers = [offer for heap in (self._common, *self._heaps.values()) for offer in heap.live()]
+        candidates = [
+            candidate
+            for heap in (self._common, *self._heaps.values())
+            for candidate in heap.live_candidates()
+        ]
         self._bounded = self._tenants.bounded
         self._common = EvictionHeap()
         self._heaps = {tenant: EvictionHeap() for tenant in self._bounded}
-        for offer in offers:
-            self._heaps.get(offer.item.tenant, self._common).push(offer)
+        for candidate in candidates:
+            self._heaps.get(candidate.item.tenant, self._common).push(candidate)
 
 
 class _Search:
-    """The state of one `make_room` call: the tenant that takes the pages, the spared items and the offers passed over
-    so far.
+    """The state of one `make_room` call: the tenant that needs the pages, the protected items, and the candidates
+    skipped so far.
     """
 
-    __slots__ = ("_ignores_floors", "_passed_over", "_spared", "taker")
+    __slots__ = ("_ignores_floors", "_protected", "_skipped", "requester")
 
-    def __init__(self, taker: Tenant, spared: frozenset[Evictable], *, ignore_floors: bool) -> None:
-        self.taker = taker
+    def __init__(
+        self, requester: TenantAccount, protected_items: frozenset[Evictable], *, ignore_floors: bool
+    ) -> None:
+        self.requester = requester
         self._ignores_floors = ignore_floors
-        self._spared = spared
-        self._passed_over: list[tuple[EvictionHeap, Offer]] = []
+        self._protected = protected_items
+        self._skipped: list[tuple[EvictionHeap, Candidate]] = []
 
     def lowest(self, heaps: list[EvictionHeap]) -> EvictionHeap | None:
-        """The heap whose lowest offer is evicted next."""
+        """The heap whose lowest candidate is evicted next."""
         best: EvictionHeap | None = None
-        best_offer: Offer | None = None
+        best_candidate: Candidate | None = None
         for heap in heaps:
-            offer = self._lowest_of(heap)
-            if offer is not None and (best_offer is None or offer < best_offer):
-                best, best_offer = heap, offer
+            candidate = self._lowest_of(heap)
+            if candidate is not None and (best_candidate is None or candidate < best_candidate):
+                best, best_candidate = heap, candidate
         return best
 
     def end(self) -> None:
-        for heap, offer in self._passed_over:
-            heap.put_back(offer)
+        for heap, candidate in self._skipped:
+            heap.push_back(candidate)
 
-    def _lowest_of(self, heap: EvictionHeap) -> Offer | None:
-        offer = heap.lowest()
-        while offer is not None and not self._may_leave(offer.item):
-            self._passed_over.append((heap, heap.pop()))
-            offer = heap.lowest()
-        return offer
+    def _lowest_of(self, heap: EvictionHeap) -> Candidate | None:
+        candidate = heap.peek()
+        while candidate is not None and not self._is_evictable(candidate.item):
+            self._skipped.append((heap, heap.pop()))
+            candidate = heap.peek()
+        return candidate
 
-    def _may_leave(self, item: Evictable) -> bool:
-        # A tenant's pages above its floor only shrink during a search, so an offer that was passed over stays
+    def _is_evictable(self, item: Evictable) -> bool:
+        # A tenant's pages above its floor only shrink during a search, so a candidate that was skipped stays
         # ineligible.
         owner = item.tenant
         return (
-            owner.is_above_floor or owner is self.taker or self._ignores_floors
-        ) and item not in self._spared
+            owner.is_above_floor or owner is self.requester or self._ignores_floors
+        ) and item not in self._protected

@@ -1,14 +1,14 @@
 """The pages of the pool that hold KV: pages that sequences use, and cached prefix blocks kept for reuse.
 
-A block that is computed completely gets a name: the key of its content (`prefix_key`). When a named page loses its last
-reference it becomes cached; an unnamed page becomes free. A later request with the same content finds the block by its
-key.
+A block that is computed completely is inserted under the key of its content (`prefix_key`). When a page with a key
+loses its last reference it becomes cached; a page without a key becomes free. A later request with the same content
+finds the block by its key.
 
-       allocate         name                release (last)            evict, forget
-    ------------> held -------> held, named --------------> cached ----------------------> free
+       allocate        insert                release (last)            evict, remove_adapter
+    ------------> held -------> held with key -------------> cached ----------------------> free
                    |             |        ^                   |
     free <---------+<------------+        +------ acquire ----+
-           release     discard
+           release    invalidate
 
 A cached block can be evicted only while no cached block follows it. So a prefix is evicted from its end, the rest of it
 stays usable, and eventually every cached page can be evicted. With a sliding window a sequence frees early blocks, so a
@@ -25,14 +25,14 @@ from slora.cost_model import Costs
 from slora.pool.eviction_policy import Content
 from slora.pool.evictor import Evictor
 from slora.pool.page_pool import PagePool
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora_adapters.version import AdapterVersion
 
 
-class CachedBlock:
-    """A page whose content has a name, in use or idle.
+class PrefixBlock:
+    """A page whose content has a key, in use or idle.
 
-    parent: key of the block before it, named or not; None for a first block.
+    parent: key of the block before it, inserted or not; None for a first block.
     tenant: owner of the page; other tenants may use it if the scope is public.
     rank, ticket: set for the evictor.
     """
@@ -47,7 +47,7 @@ class CachedBlock:
         page: int,
         key: bytes,
         parent: bytes | None,
-        tenant: Tenant,
+        tenant: TenantAccount,
         adapter: AdapterVersion | None,
         num_tokens: int,
     ) -> None:
@@ -61,13 +61,13 @@ class CachedBlock:
         self.ticket = 0
 
     def __repr__(self) -> str:
-        return f"CachedBlock({self.key.hex()[:8]}, page {self.page} of {self.tenant.name!r})"
+        return f"PrefixBlock({self.key.hex()[:8]}, page {self.page} of {self.tenant.name!r})"
 
     @property
     def page(self) -> int:
         return self.pages[0]
 
-    def reload_s(self, costs: Costs) -> float:
+    def restore_s(self, costs: Costs) -> float:
         """Seconds to recompute the block.
 
         Loading its adapter is not counted: a request that reuses the block needs the adapter anyway.
@@ -79,9 +79,9 @@ class KVCache:
     """Every reference to a KV page is acquired and released here.
 
     block_tokens: tokens per page.
-    enabled: whether prefixes are cached; if not, no block gets a name.
-    common: with a public prefix cache, the tenant that owns the idle blocks of the base model. If a tenant with a floor
-        owned them, its protected blocks could hide evictable blocks of other tenants.
+    enabled: whether prefixes are cached; if not, no block is inserted.
+    public_owner: with a public prefix cache, the tenant that owns the idle blocks of the base model. If a tenant with
+        a floor owned them, its protected blocks could hide evictable blocks of other tenants.
     num_evictions: blocks evicted to free their pages.
     """
 
@@ -92,27 +92,27 @@ class KVCache:
         block_tokens: int,
         *,
         enabled: bool = True,
-        common: Tenant | None = None,
+        public_owner: TenantAccount | None = None,
     ) -> None:
         self._block_tokens = block_tokens
-        self._common = common
+        self._public_owner = public_owner
         self.enabled = enabled
         self.num_evictions = 0
         self._pool = pool
         self._evictor = evictor
-        self._by_key: dict[bytes, CachedBlock] = {}
-        self._by_page: dict[int, CachedBlock] = {}
-        # A dict keeps the order of naming. The order of a set would differ between runs, and so would the pages that
+        self._by_key: dict[bytes, PrefixBlock] = {}
+        self._by_page: dict[int, PrefixBlock] = {}
+        # A dict keeps the order of insertion. The order of a set would differ between runs, and so would the pages that
         # are allocated next.
-        self._by_adapter: dict[AdapterVersion, dict[bytes, CachedBlock]] = {}
+        self._by_adapter: dict[AdapterVersion, dict[bytes, PrefixBlock]] = {}
         # Number of idle blocks that directly follow the block with this key. It is stored by key because the block
         # itself may be evicted and recomputed.
         self._num_idle_children: dict[bytes, int] = {}
 
     # -- references ---------------------------------------------------------------------------------------------
 
-    def allocate(self, count: int, tenant: Tenant) -> list[int]:
-        """Allocates pages without a name, each with one reference. The caller has made room."""
+    def allocate(self, count: int, tenant: TenantAccount) -> list[int]:
+        """Allocates pages without a key, each with one reference. The caller has made room."""
         return self._pool.allocate(count, tenant)
 
     def retain(self, pages: Iterable[int]) -> None:
@@ -122,34 +122,35 @@ class KVCache:
     def release(self, pages: list[int]) -> None:
         """Drops one reference from each page.
 
-        `pages` are in token order. A named page without references becomes cached; an unnamed one becomes free.
+        `pages` are in token order. A page with a key and without references becomes cached; one without a key becomes
+        free.
         """
-        unnamed = []
-        # Start at the end: only a block that no idle block follows is offered to the evictor. In token order each block
-        # would be offered and withdrawn again at once.
+        without_key = []
+        # Start at the end: only a block that no idle block follows is a candidate for eviction. In token order each
+        # block would be added and removed again at once.
         for page in reversed(pages):
             block = self._by_page.get(page)
             if block is None:
-                unnamed.append(page)
+                without_key.append(page)
             elif self._pool.is_shared(page):
                 self._pool.release([page])
             else:
-                self._pool.park([page])
-                self._fall_idle(block)
-        self._pool.release(unnamed)
+                self._pool.cache([page])
+                self._become_idle(block)
+        self._pool.release(without_key)
 
     def is_shared(self, page: int) -> bool:
         """Whether a held page has more than one reference. A shared page must not be written."""
         return self._pool.is_shared(page)
 
-    def is_named(self, page: int) -> bool:
-        """Whether other requests can find the page by its content. A named page must not be written."""
+    def has_key(self, page: int) -> bool:
+        """Whether other requests can find the page by its content. Such a page must not be written."""
         return page in self._by_page
 
-    # -- names --------------------------------------------------------------------------------------------------
+    # -- keys ---------------------------------------------------------------------------------------------------
 
-    def name(self, page: int, key: bytes, parent: bytes | None, adapter: AdapterVersion | None) -> None:
-        """Names the completely computed block in the held page `page`.
+    def insert(self, page: int, key: bytes, parent: bytes | None, adapter: AdapterVersion | None) -> None:
+        """Inserts the completely computed block in the held page `page`.
 
         Does nothing if the key already has a page: one copy is enough.
 
@@ -158,9 +159,9 @@ class KVCache:
         """
         if not self.enabled or key in self._by_key:
             return
-        assert page not in self._by_page, f"{self._by_page[page]!r} can't have a second name"
-        assert not self._pool.is_cached(page), f"page {page} is cached without a name"
-        block = CachedBlock(page, key, parent, self._pool.owner(page), adapter, self._block_tokens)
+        assert page not in self._by_page, f"{self._by_page[page]!r} can't have a second key"
+        assert not self._pool.is_cached(page), f"page {page} is cached without a key"
+        block = PrefixBlock(page, key, parent, self._pool.owner(page), adapter, self._block_tokens)
         self._by_key[key] = self._by_page[page] = block
         if adapter is not None:
             self._by_adapter.setdefault(adapter, {})[key] = block
@@ -190,22 +191,22 @@ class KVCache:
         return longest
 
     def acquire(self, keys: list[bytes]) -> list[int]:
-        """Adds a reference to each named block and returns the pages.
+        """Adds a reference to each block and returns the pages.
 
         keys: keys of exactly the blocks that are needed.
         """
         blocks = [self._by_key[key] for key in keys]
         for block in blocks:
             if self._is_idle(block):
-                self._evictor.reuse(block)
-                self._pool.unpark(block.pages)
+                self._evictor.record_reuse(block)
+                self._pool.acquire(block.pages)
                 self._leave_idle(block)
             else:
                 self._pool.retain(block.pages)
         return [block.page for block in blocks]
 
-    def discard(self, keys: Iterable[bytes]) -> None:
-        """Removes the names of blocks whose content is invalid, so that no later request finds them.
+    def invalidate(self, keys: Iterable[bytes]) -> None:
+        """Removes the keys of blocks whose content is invalid, so that no later request finds them.
 
         Sequences that use them keep their pages.
         """
@@ -214,8 +215,8 @@ class KVCache:
             if block is not None:
                 self._remove(block)
 
-    def forget(self, adapter: AdapterVersion) -> None:
-        """Removes the names of all blocks of a deleted adapter. Idle blocks become free."""
+    def remove_adapter(self, adapter: AdapterVersion) -> None:
+        """Removes the keys of all blocks of a deleted adapter. Idle blocks become free."""
         # Newest first: the newest blocks are at the ends of their prefixes.
         for block in list(self._by_adapter.get(adapter, {}).values())[::-1]:
             self._remove(block)
@@ -223,25 +224,28 @@ class KVCache:
     # -- proof --------------------------------------------------------------------------------------------------
 
     def cached_pages(self) -> Iterator[int]:
-        """The cached KV pages, for `PagePool.check`."""
+        """The cached KV pages, for `PagePool.check_invariants`."""
         return (page for page, block in self._by_page.items() if self._is_idle(block))
 
-    def check(self) -> None:
-        """Proves that names, idle blocks and offers are consistent. Raises AssertionError with the first mismatch."""
-        self._check_names()
+    def check_invariants(self) -> None:
+        """Proves that keys, idle blocks and eviction candidates are consistent.
+
+        Raises AssertionError with the first mismatch.
+        """
+        self._check_keys()
         idle = [block for block in self._by_page.values() if self._is_idle(block)]
         counted = Counter(block.parent for block in idle if block.parent is not None)
         assert counted == self._num_idle_children, "idle blocks that follow a block do not add up"
         for block in self._by_page.values():
             is_end = self._is_idle(block) and not counted[block.key]
             assert bool(block.ticket) == is_end, (
-                f"{block!r} is {'the end of a prefix and not ' * is_end}offered to the evictor"
+                f"{block!r} is {'the end of a prefix and not ' * is_end}a candidate for eviction"
             )
 
-    def _check_names(self) -> None:
+    def _check_keys(self) -> None:
         assert len(self._by_key) == len(self._by_page), "a key has no page of its own"
-        named = Counter(block.adapter for block in self._by_page.values() if block.adapter is not None)
-        assert named == {adapter: len(blocks) for adapter, blocks in self._by_adapter.items()}, (
+        keyed = Counter(block.adapter for block in self._by_page.values() if block.adapter is not None)
+        assert keyed == {adapter: len(blocks) for adapter, blocks in self._by_adapter.items()}, (
             "an adapter's blocks do not add up"
         )
         for page, block in self._by_page.items():
@@ -252,31 +256,31 @@ class KVCache:
 
     # -- idle blocks --------------------------------------------------------------------------------------------
 
-    def _is_idle(self, block: CachedBlock) -> bool:
+    def _is_idle(self, block: PrefixBlock) -> bool:
         return self._pool.is_cached(block.page)
 
-    def _fall_idle(self, block: CachedBlock) -> None:
-        """Called after the page was parked.
+    def _become_idle(self, block: PrefixBlock) -> None:
+        """Called after the page was cached.
 
         The block is ranked now, even if blocks that follow it hide it from eviction for long.
         """
-        if self._common is not None and block.adapter is None:
-            self._pool.transfer(block.page, self._common)
-            block.tenant = self._common
+        if self._public_owner is not None and block.adapter is None:
+            self._pool.transfer(block.page, self._public_owner)
+            block.tenant = self._public_owner
         block.rank = self._evictor.rank(block)
         if block.key not in self._num_idle_children:
-            self._offer(block)
+            self._add_candidate(block)
         if block.parent is None:
             return
         count = self._num_idle_children.get(block.parent, 0)
         self._num_idle_children[block.parent] = count + 1
         parent = self._by_key.get(block.parent)
         if parent is not None:
-            self._evictor.withdraw(parent)
+            self._evictor.remove(parent)
 
-    def _leave_idle(self, block: CachedBlock) -> None:
+    def _leave_idle(self, block: PrefixBlock) -> None:
         """Called when the block's page is no longer cached."""
-        self._evictor.withdraw(block)
+        self._evictor.remove(block)
         if block.parent is None:
             return
         count = self._num_idle_children[block.parent] - 1
@@ -286,17 +290,17 @@ class KVCache:
         del self._num_idle_children[block.parent]
         parent = self._by_key.get(block.parent)
         if parent is not None and self._is_idle(parent):
-            self._offer(parent)
+            self._add_candidate(parent)
 
-    def _offer(self, block: CachedBlock) -> None:
-        self._evictor.offer(block, partial(self._evict, block), block.rank)
+    def _add_candidate(self, block: PrefixBlock) -> None:
+        self._evictor.add(block, partial(self._evict, block), block.rank)
 
-    def _evict(self, block: CachedBlock, taker: Tenant) -> None:
+    def _evict(self, block: PrefixBlock, requester: TenantAccount) -> None:
         self.num_evictions += 1
         self._remove(block)
 
-    def _remove(self, block: CachedBlock) -> None:
-        """Removes the block's name, and frees its page if the block is idle."""
+    def _remove(self, block: PrefixBlock) -> None:
+        """Removes the block's key, and frees its page if the block is idle."""
         del self._by_key[block.key], self._by_page[block.page]
         if block.adapter is not None:
             blocks = self._by_adapter[block.adapter]

@@ -1,4 +1,4 @@
-"""The page pool: which pages are free, held or cached, and which tenant owns each. The bytes live in `PageMemory`.
+"""The page pool: which pages are free, held or cached, and which tenant owns each. The bytes live in `DeviceMemory`.
 
 A page is in exactly one state:
 
@@ -9,7 +9,7 @@ A page is in exactly one state:
       allocate          release (last reference)
 free ---------> held --------------------------> free
                  |  ^
-            park |  | unpark
+           cache |  | acquire
                  v  |
                 cached --- evict ---> free
 
@@ -22,7 +22,7 @@ This module does not depend on torch, adapters or sequences.
 from collections import Counter
 from collections.abc import Iterable
 
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 
 
 class PagePool:
@@ -36,7 +36,7 @@ class PagePool:
         # A stack: the page freed last is reused first, while its bytes are still in the CPU caches.
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
-        self._owners: list[Tenant | None] = [None] * num_pages  # None: free
+        self._owners: list[TenantAccount | None] = [None] * num_pages  # None: free
         self._num_cached = 0
 
     @property
@@ -51,7 +51,7 @@ class PagePool:
     def num_held(self) -> int:
         return self.num_pages - len(self._free) - self._num_cached
 
-    def owner(self, page: int) -> Tenant:
+    def owner(self, page: int) -> TenantAccount:
         """The tenant that owns a held or cached page."""
         owner = self._owners[page]
         assert owner is not None, f"page {page} is free"
@@ -64,7 +64,7 @@ class PagePool:
     def is_cached(self, page: int) -> bool:
         return self._references[page] == 0 and self._owners[page] is not None
 
-    def allocate(self, count: int, tenant: Tenant) -> list[int]:
+    def allocate(self, count: int, tenant: TenantAccount) -> list[int]:
         """Takes `count` free pages for `tenant`, each with one reference."""
         free = self._free
         assert count <= len(free), f"{count} pages wanted, {len(free)} free: make room first"
@@ -99,7 +99,7 @@ class PagePool:
                 owners[page] = None
                 free.append(page)
 
-    def park(self, pages: Iterable[int]) -> None:
+    def cache(self, pages: Iterable[int]) -> None:
         """Drops the only reference of each page but keeps its bytes: held becomes cached."""
         references, owners = self._references, self._owners
         for page in pages:
@@ -111,7 +111,7 @@ class PagePool:
             owner.num_cached += 1
             self._num_cached += 1
 
-    def unpark(self, pages: Iterable[int]) -> None:
+    def acquire(self, pages: Iterable[int]) -> None:
         """Gives each cached page one reference: cached becomes held."""
         references, owners = self._references, self._owners
         for page in pages:
@@ -121,7 +121,7 @@ class PagePool:
             owner.num_cached -= 1
             self._num_cached -= 1
 
-    def transfer(self, page: int, tenant: Tenant) -> None:
+    def transfer(self, page: int, tenant: TenantAccount) -> None:
         """Makes `tenant` the owner of a cached page."""
         owner = self._owners[page]
         assert owner is not None and not self._references[page], f"page {page} is not cached"
@@ -143,7 +143,9 @@ class PagePool:
             self._num_cached -= 1
             free.append(page)
 
-    def check(self, held: Iterable[int], cached: Iterable[int], tenants: Iterable[Tenant] = ()) -> None:
+    def check_invariants(
+        self, held: Iterable[int], cached: Iterable[int], tenants: Iterable[TenantAccount] = ()
+    ) -> None:
         """Proves that every page is accounted for. Raises AssertionError with the first mismatch.
 
         held: every reference of every user; a page with two references appears twice.
@@ -170,7 +172,7 @@ class PagePool:
             f"{len(self._free)} free + {num_in_use} held + {num_kept} cached != {self.num_pages}"
         )
 
-    def _check_tenants(self, kept: list[int], tenants: Iterable[Tenant]) -> None:
+    def _check_tenants(self, kept: list[int], tenants: Iterable[TenantAccount]) -> None:
         owned = Counter(owner for owner in self._owners if owner is not None)
         num_cached = Counter(self._owners[page] for page in kept)
         for tenant in {*owned, *tenants}:

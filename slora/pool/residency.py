@@ -1,8 +1,8 @@
 """Residency: which adapters are in the pool, their pages, their slots in the kernels' tables, and their users.
 
-An adapter with users is held; its load is its first user. An adapter without users is cached and offered to the evictor
-until its pages or its slot are needed. The generation of a slot grows each time the slot gets another adapter. So work
-that was planned for a previous adapter of the slot can be told apart from work for the current one.
+An adapter with users is held; its load is its first user. An adapter without users is cached, and a candidate for
+eviction until its pages or its slot are needed. The generation of a slot grows each time the slot gets another adapter.
+So work that was planned for a previous adapter of the slot can be told apart from work for the current one.
 
             advance_load, to the end        last release
     loading ------------------> in use ------------------> idle --- evicted, for pages or a slot ---> gone
@@ -22,12 +22,12 @@ from slora.cost_model import Costs
 from slora.pool.eviction_policy import Content
 from slora.pool.evictor import Evictor
 from slora.pool.page_pool import PagePool
-from slora.pool.tenant import Tenant, Tenants
+from slora.pool.tenant_account import TenantAccount, TenantAccounts
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LoraReach
 
-# The most adapters that `was_pushed_out` remembers; the oldest are dropped.
-_MAX_PUSHED_OUT = 4096
+# The most adapters that `was_displaced` remembers; the oldest are dropped.
+_MAX_DISPLACED = 4096
 
 
 class Resident:
@@ -38,6 +38,7 @@ class Resident:
     num_loaded: number of leading pages whose bytes are loaded.
     is_loading: True until its last page is loaded or its load is abandoned.
     is_loaded: whether steps may compute with it.
+    evict_on_release: it is evicted when its last user releases it, because it was deleted or its load was abandoned.
     is_pinned: it is evicted only as a last resort.
     rank: its eviction rank while it is idle.
     """
@@ -45,8 +46,8 @@ class Resident:
     content = Content.ADAPTER
 
     __slots__ = (
+        "evict_on_release",
         "fetch_s",
-        "forgotten",
         "generation",
         "is_loaded",
         "is_loading",
@@ -66,7 +67,7 @@ class Resident:
     def __init__(
         self,
         version: AdapterVersion,
-        tenant: Tenant,
+        tenant: TenantAccount,
         slot: int,
         generation: int,
         pages: list[int],
@@ -86,7 +87,7 @@ class Resident:
         self.num_loaded = 0
         self.is_loading = True
         self.is_loaded = False
-        self.forgotten = False
+        self.evict_on_release = False
         self.is_pinned = False
         self.ticket = 0
         self.rank = 0.0
@@ -94,7 +95,7 @@ class Resident:
     def __repr__(self) -> str:
         return f"Resident({self.version}, slot {self.slot}, {len(self.pages)} pages, {self.num_users} users)"
 
-    def reload_s(self, costs: Costs) -> float:
+    def restore_s(self, costs: Costs) -> float:
         """Seconds to fetch the adapter to the host, as measured lately, and to load it.
 
         A fetch from the host cache takes almost no time.
@@ -108,7 +109,7 @@ class Residency:
     num_pinned, num_pinned_pages: adapters that are pinned and their pages, idle or held.
     """
 
-    def __init__(self, pool: PagePool, evictor: Evictor, tenants: Tenants, num_slots: int) -> None:
+    def __init__(self, pool: PagePool, evictor: Evictor, tenants: TenantAccounts, num_slots: int) -> None:
         self.num_evictions = 0
         self.num_pinned = self.num_pinned_pages = 0
         self._pool = pool
@@ -118,7 +119,7 @@ class Residency:
         self._idle: dict[AdapterVersion, Resident] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._generations = [0] * num_slots
-        self._pushed_out: OrderedDict[AdapterVersion, None] = OrderedDict()
+        self._displaced: OrderedDict[AdapterVersion, None] = OrderedDict()
 
     def __iter__(self) -> Iterator[Resident]:
         return iter(self._residents.values())
@@ -133,17 +134,17 @@ class Residency:
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
 
-    def can_make_room(self, spare: Collection[Resident] = ()) -> bool:
+    def can_free_slot(self, protected: Collection[Resident] = ()) -> bool:
         """Whether a slot is free or can be freed.
 
         Idle adapters that are evicted for their pages in the meantime do not change the answer.
         """
-        return bool(self._free_slots) or any(resident not in spare for resident in self._idle.values())
+        return bool(self._free_slots) or any(resident not in protected for resident in self._idle.values())
 
-    def make_room(self, taker: Tenant, spare: Collection[Resident] = ()) -> bool:
+    def ensure_free_slot(self, requester: TenantAccount, protected: Collection[Resident] = ()) -> bool:
         """Frees a slot if none is free, by evicting the idle adapter with the lowest rank.
 
-        Never evicts `spare`. Returns False if that is impossible.
+        Never evicts `protected`. Returns False if that is impossible.
 
         Pinned adapters, and adapters below a tenant's floor, are evicted only if there is no other idle adapter. They
         are not protected beyond that: shares do not cover slots, and a request must not wait for the slot of a tenant
@@ -151,20 +152,20 @@ class Residency:
         """
         if self._free_slots:
             return True
-        idle = [resident for resident in self._idle.values() if resident not in spare]
+        idle = [resident for resident in self._idle.values() if resident not in protected]
         if not idle:
             return False
         idle = [resident for resident in idle if not resident.is_pinned] or idle
-        open_to_all = [resident for resident in idle if _may_take(taker, resident)]
+        open_to_all = [resident for resident in idle if _may_evict(requester, resident)]
         lowest = min(open_to_all or idle, key=lambda resident: resident.rank)
-        self._evictor.give_up(lowest)
-        self._evict(lowest, taker)
+        self._evictor.record_eviction(lowest)
+        self._evict(lowest, requester)
         return True
 
-    def admit(
+    def allocate(
         self,
         version: AdapterVersion,
-        tenant: Tenant,
+        tenant: TenantAccount,
         num_pages: int,
         num_bytes: int,
         reach: LoraReach,
@@ -194,7 +195,7 @@ class Residency:
         )
         if resident.num_loaded == len(resident.pages):
             resident.is_loaded = True
-            self._pushed_out.pop(resident.version, None)
+            self._displaced.pop(resident.version, None)
             self._end_load(resident)
 
     def abandon_load(self, resident: Resident) -> None:
@@ -203,14 +204,14 @@ class Residency:
         The adapter is evicted now, or when its last user releases it.
         """
         assert resident.is_loading, f"{resident.version} is not being loaded"
-        resident.forgotten = True
+        resident.evict_on_release = True
         self._end_load(resident)
 
     def acquire(self, resident: Resident) -> None:
         if resident.num_users == 0:
             del self._idle[resident.version]
-            self._evictor.reuse(resident)
-            self._pool.unpark(resident.pages)
+            self._evictor.record_reuse(resident)
+            self._pool.acquire(resident.pages)
         resident.num_users += 1
 
     def release(self, resident: Resident) -> None:
@@ -218,13 +219,13 @@ class Residency:
         resident.num_users -= 1
         if resident.num_users:
             return
-        self._pool.park(resident.pages)
+        self._pool.cache(resident.pages)
         self._idle[resident.version] = resident
-        if resident.forgotten:
+        if resident.evict_on_release:
             self._evict(resident, None)
         else:
             resident.rank = self._evictor.rank(resident)
-            self._offer(resident)
+            self._add_candidate(resident)
 
     def pin(self, resident: Resident) -> None:
         assert not resident.is_pinned, f"{resident.version} is pinned already"
@@ -234,22 +235,22 @@ class Residency:
         assert resident.is_pinned, f"{resident.version} is not pinned"
         self._set_pinned(resident, is_pinned=False)
 
-    def forget(self, version: AdapterVersion) -> None:
-        """Drops a deleted adapter: it is evicted now, or when its last user releases it."""
-        self._pushed_out.pop(version, None)
+    def remove(self, version: AdapterVersion) -> None:
+        """Removes a deleted adapter: it is evicted now, or when its last user releases it."""
+        self._displaced.pop(version, None)
         resident = self._residents.get(version)
         if resident is None:
             return
-        resident.forgotten = True
+        resident.evict_on_release = True
         if resident.num_users == 0:
             self._evict(resident, None)
 
-    def was_pushed_out(self, version: AdapterVersion) -> bool:
+    def was_displaced(self, version: AdapterVersion) -> bool:
         """Whether its last eviction was for another tenant that owned more pages than its share at that time.
 
         If so, its own tenant did not cause the reload. Remembered until the adapter is loaded again.
         """
-        return version in self._pushed_out
+        return version in self._displaced
 
     def held_pages(self) -> Iterator[int]:
         return (page for r in self._residents.values() if r.num_users for page in r.pages)
@@ -258,30 +259,34 @@ class Residency:
         return (page for r in self._idle.values() for page in r.pages)
 
     def _set_pinned(self, resident: Resident, *, is_pinned: bool) -> None:
-        is_offered = resident.ticket != 0
-        self._evictor.withdraw(resident)
+        is_candidate = resident.ticket != 0
+        self._evictor.remove(resident)
         resident.is_pinned = is_pinned
         self.num_pinned += 1 if is_pinned else -1
         self.num_pinned_pages += len(resident.pages) if is_pinned else -len(resident.pages)
-        if is_offered:
-            self._offer(resident)
+        if is_candidate:
+            self._add_candidate(resident)
 
-    def _offer(self, resident: Resident) -> None:
-        self._evictor.offer(resident, partial(self._evict, resident), resident.rank)
+    def _add_candidate(self, resident: Resident) -> None:
+        self._evictor.add(resident, partial(self._evict, resident), resident.rank)
 
     def _end_load(self, resident: Resident) -> None:
         resident.is_loading = False
         self.release(resident)
 
-    def _evict(self, resident: Resident, taker: Tenant | None) -> None:
+    def _evict(self, resident: Resident, requester: TenantAccount | None) -> None:
         """Evicts an idle adapter.
 
-        taker: tenant that needs the pages or the slot; None if the adapter was deleted or its load was abandoned.
+        requester: tenant that needs the pages or the slot; None if the adapter was deleted or its load was abandoned.
         """
         # Check this before the pages are freed: a tenant without pages does not count in the shares.
-        if taker is not None and taker is not resident.tenant and self._tenants.is_over_share(taker):
-            self._remember_pushed_out(resident.version)
-        self._evictor.withdraw(resident)
+        if (
+            requester is not None
+            and requester is not resident.tenant
+            and self._tenants.is_over_share(requester)
+        ):
+            self._record_displaced(resident.version)
+        self._evictor.remove(resident)
         if resident.is_pinned:
             self._set_pinned(resident, is_pinned=False)
         del self._idle[resident.version]
@@ -290,12 +295,12 @@ class Residency:
         self._free_slots.append(resident.slot)
         self.num_evictions += 1
 
-    def _remember_pushed_out(self, version: AdapterVersion) -> None:
-        self._pushed_out[version] = None
-        if len(self._pushed_out) > _MAX_PUSHED_OUT:
-            self._pushed_out.popitem(last=False)
+    def _record_displaced(self, version: AdapterVersion) -> None:
+        self._displaced[version] = None
+        if len(self._displaced) > _MAX_DISPLACED:
+            self._displaced.popitem(last=False)
 
 
-def _may_take(taker: Tenant, resident: Resident) -> bool:
+def _may_evict(requester: TenantAccount, resident: Resident) -> bool:
     owner = resident.tenant
-    return owner is taker or owner.is_above_floor
+    return owner is requester or owner.is_above_floor

@@ -36,7 +36,7 @@ class SwapSpace:
             self._is_free[page] = True
             self._free.append(page)
 
-    def check(self, held: Iterable[int]) -> None:
+    def check_invariants(self, held: Iterable[int]) -> None:
         """Proves that every host page is either free or owned by exactly one sequence. Raises AssertionError otherwise.
 
         held: every host page that a sequence owns.

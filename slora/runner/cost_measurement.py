@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from slora.cost_model import CostModel
-from slora.device.page_memory import PageMemory
-from slora.pool.tenant import Tenant
+from slora.device.device_memory import DeviceMemory
+from slora.pool.tenant_account import TenantAccount
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
 from slora.scheduler.sequence import Sequence
@@ -86,7 +86,11 @@ class _Timings:
 
 
 def measure_costs(
-    run: Callable[[StepPlan], object], memory: PageMemory, max_tokens: int, max_rows: int, max_model_len: int
+    run: Callable[[StepPlan], object],
+    memory: DeviceMemory,
+    max_tokens: int,
+    max_rows: int,
+    max_model_len: int,
 ) -> CostModel:
     """Measures all costs. Takes about a second, and far less where steps are short.
 
@@ -118,7 +122,7 @@ class _Bench:
     def __init__(
         self,
         run: Callable[[StepPlan], object],
-        memory: PageMemory,
+        memory: DeviceMemory,
         max_tokens: int,
         max_rows: int,
         max_model_len: int,
@@ -182,7 +186,7 @@ class _Bench:
     def _chunk(self, row: int, context_tokens: int, num_tokens: int, *, samples: bool) -> Chunk:
         """The chunk of the last `num_tokens` tokens of a sequence of `context_tokens`."""
         request = EngineRequest("measured", "", [0] * context_tokens, None, SamplingParams())
-        sequence = Sequence(request, Tenant("measured"), 1, frozenset(), 0, self._block_tokens)
+        sequence = Sequence(request, TenantAccount("measured"), 1, frozenset(), 0, self._block_tokens)
         sequence.row = row
         num_blocks = sequence.blocks.pages_missing(context_tokens)
         sequence.blocks.extend([(row * num_blocks + n) % self._num_scratch for n in range(num_blocks)])

@@ -115,7 +115,7 @@ def capture_cuda(device: torch.device) -> Callable[[Work], Work]:
             work()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads pin memory during the capture. With this mode, their calls do not invalidate it.
+        # Other threads page-lock memory during the capture. With this mode, their calls do not invalidate it.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = work()
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from slora.cost_model import CostModel
+from slora.device.device_memory import DeviceMemory
 from slora.device.float8_support import check_float8_kv
 from slora.device.load_stream import CudaLoadStream, LoadStream, split_loads
-from slora.device.page_memory import PageMemory
 from slora.device.step_batch import StepBatch, tile_prompt_rows
 from slora.engine_config import EngineConfig, free_ram_bytes
 from slora.errors import ConfigError, DeviceFailed
@@ -22,7 +22,7 @@ from slora.models.lora_deltas import LoraDeltas
 from slora.models.model import LoadModel, ReferenceModel, load_model
 from slora.models.model_proof import prove_model
 from slora.models.model_spec import ModelSpec
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.request import EngineRequest
 from slora.runner.cost_bounds import bound_costs
 from slora.runner.cost_measurement import measure_costs
@@ -134,7 +134,7 @@ class Runner:
     def probe(self) -> None:
         """Computes a token of the base model on two pages of its own. Raises DeviceFailed if that fails."""
         try:
-            memory = PageMemory(
+            memory = DeviceMemory(
                 self._geometry, self._shape, self.full_page_bytes, 2, 1, self._max_adapter_pages, self.device
             )
             memory.pages.zero_()
@@ -223,8 +223,8 @@ class Runner:
         tiles = tile_prompt_rows(sequence, len(hidden), self.kernels.tile_limits.tokens, self.device)
         return self._model.logits(hidden, LoraDeltas(tiles, self.memory, self.kernels))
 
-    def _memory(self, num_pages: int, num_host_pages: int = 0) -> PageMemory:
-        return PageMemory(
+    def _memory(self, num_pages: int, num_host_pages: int = 0) -> DeviceMemory:
+        return DeviceMemory(
             self._geometry,
             self._shape,
             self.full_page_bytes,
@@ -305,7 +305,7 @@ class Runner:
 def _trial_chunk(block_tokens: int) -> Chunk:
     """A chunk of one token on page 0, for a sequence without a request."""
     request = EngineRequest("trial", "", [0], None, SamplingParams(top_p=0.9))
-    sequence = Sequence(request, Tenant("trial"), 1, frozenset(), 0, block_tokens)
+    sequence = Sequence(request, TenantAccount("trial"), 1, frozenset(), 0, block_tokens)
     sequence.blocks.extend([0])
     return Chunk(sequence, 0, 1, samples=True, slot=None, generation=None)
 

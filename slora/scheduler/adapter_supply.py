@@ -12,7 +12,7 @@ This module depends on waiting sequences and adapter sizes, but not on the batch
 from collections.abc import Iterator
 
 from slora.pool.residency import Residency, Resident
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.scheduler.host_copies import HostCopies
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import AdapterLoad, StepPlan
@@ -91,14 +91,14 @@ class AdapterSupply:
 
     # -- loads ------------------------------------------------------------------------------------------------------
 
-    def begin(self, version: AdapterVersion, tenant: Tenant) -> Resident:
+    def begin(self, version: AdapterVersion, tenant: TenantAccount) -> Resident:
         """Starts a load: takes the copy in the host cache and allocates pages and a slot.
 
         The caller has made room for both.
         """
         packed = self._host.take(version)
         num_bytes = packed.layout.num_bytes
-        resident = self._residency.admit(
+        resident = self._residency.allocate(
             version,
             tenant,
             self.pages_of(packed),
@@ -153,7 +153,7 @@ class AdapterSupply:
 
     def forget(self, version: AdapterVersion) -> None:
         """Drops a deleted adapter that no unfinished request names."""
-        self._residency.forget(version)
+        self._residency.remove(version)
         self._host.forget(version)
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ slice of the adapter is loaded. Meanwhile later sequences can be admitted.
 from typing import NamedTuple
 
 from slora.pool.residency import Resident
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.scheduler.adapter_supply import AdapterSupply
 from slora.scheduler.charges import Charges
 from slora.scheduler.lifecycle import Lifecycle
@@ -85,7 +85,7 @@ class Admission:
 
         There are two exceptions: a tenant at its ceiling is passed over, and a tenant below its floor goes ahead.
         """
-        passed_over: set[Tenant] = set()
+        passed_over: set[TenantAccount] = set()
         while budget > 0 and len(self._queue):
             sequence = self._queue.next(passed_over)
             if sequence is None or sequence.num_choices > self._batch.num_free_places:
@@ -95,7 +95,7 @@ class Admission:
                 self._lifecycle.move_aside(sequence)
                 continue
             needs = self._needs(sequence, budget)
-            if sequence.tenant.exceeds(needs.most_pages):
+            if sequence.tenant.would_exceed_ceiling(needs.most_pages):
                 passed_over.add(sequence.tenant)
             elif self._take(sequence, needs, plan):
                 budget -= self._start(sequence, needs, plan)
@@ -161,7 +161,7 @@ class Admission:
             residency.acquire(resident)
         if needs.num_found:
             self._prefixes.adopt(sequence, needs.num_found)
-        has_room = not needs.loads or residency.can_make_room()
+        has_room = not needs.loads or residency.can_free_slot()
         over_pins = False
         while has_room and not self._reclaim.make_room(needs.new_pages, sequence, over_pins=over_pins):
             others = [s for s in self._batch if s.tenant is not tenant and s.tenant.is_above_floor]
@@ -207,13 +207,13 @@ class Admission:
         self._charges.prompt(sequence, needs.num_tokens)
         return needs.num_tokens
 
-    def _load(self, version: AdapterVersion, tenant: Tenant, plan: StepPlan) -> Resident:
+    def _load(self, version: AdapterVersion, tenant: TenantAccount, plan: StepPlan) -> Resident:
         """Starts loading an adapter.
 
         Its load is charged to `tenant`, unless the adapter was evicted for a tenant that exceeded its share.
         """
-        self._memory.residency.make_room(tenant)
-        is_charged = not self._memory.residency.was_pushed_out(version)
+        self._memory.residency.ensure_free_slot(tenant)
+        is_charged = not self._memory.residency.was_displaced(version)
         resident = self._supply.begin(version, self._memory.tenants.find(version.tenant))
         if is_charged:
             self._charges.load(tenant, resident.num_bytes)
@@ -254,7 +254,7 @@ class Admission:
             if version is None or sequence not in self._queue or self._supply.find(version) is not None:
                 continue
             num_pages = self._supply.num_pages(version)
-            if num_pages is None or num_pages > free_pages or sequence.tenant.exceeds(num_pages):
+            if num_pages is None or num_pages > free_pages or sequence.tenant.would_exceed_ceiling(num_pages):
                 continue
             if self._load_pages <= 0 or not self._memory.residency.has_free_slot:
                 break

@@ -6,7 +6,7 @@ could be prefilled in the same time.
 """
 
 from slora.cost_model import Costs
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
 
 _PROMPT_PRICE = 1.0
@@ -29,6 +29,6 @@ class Charges:
         """Charges one sampled token."""
         sequence.tenant.charge(_OUTPUT_PRICE)
 
-    def load(self, tenant: Tenant, num_bytes: int) -> None:
+    def load(self, tenant: TenantAccount, num_bytes: int) -> None:
         """Charges the load of an adapter into the pool."""
         tenant.charge(_PROMPT_PRICE * self._costs.tokens(self._costs.load_s(num_bytes)))

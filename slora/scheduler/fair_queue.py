@@ -1,8 +1,9 @@
 """Weighted fair queueing between tenants with virtual token counters (VTC, Sheng et al., OSDI'24).
 
-Each tenant has a counter of the service that it received, divided by its weight (`Tenant.service`). The tenant with the
-smallest counter is served next. So two tenants that always have waiting requests each get their share, however many
-requests or adapters the other one uses. Within a tenant, the request's own priority counts first, then arrival.
+Each tenant has a counter of the service that it received, divided by its weight (`TenantAccount.service`). The tenant
+with the smallest counter is served next. So two tenants that always have waiting requests each get their share,
+however many requests or adapters the other one uses. Within a tenant, the request's own priority counts first, then
+arrival.
 
 The lift rule: an idle tenant earns no credit. When it sends a request again, its counter is raised to the smallest
 counter among the waiting tenants. If no tenant waits, it is raised to the counter of the last tenant that waited. Only
@@ -16,7 +17,7 @@ import heapq
 from collections.abc import Collection, Iterable
 from itertools import islice
 
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
 
 _Entry = tuple[int, Sequence]
@@ -26,7 +27,7 @@ class FairQueue:
     """One heap per tenant with waiting sequences. `next` looks at each of these tenants once."""
 
     def __init__(self) -> None:
-        self._heaps: dict[Tenant, list[_Entry]] = {}
+        self._heaps: dict[TenantAccount, list[_Entry]] = {}
         self._members: set[Sequence] = set()
         # Priority class -> `service` of the tenant that was its last to have waiting sequences.
         self._last_service: dict[int, float] = {}
@@ -61,8 +62,8 @@ class FairQueue:
         while heap[0][1] not in self._members:
             heapq.heappop(heap)
 
-    def next(self, passed_over: Collection[Tenant] = ()) -> Sequence | None:
-        tenants: Iterable[Tenant] = self._heaps
+    def next(self, passed_over: Collection[TenantAccount] = ()) -> Sequence | None:
+        tenants: Iterable[TenantAccount] = self._heaps
         if passed_over:
             tenants = [tenant for tenant in tenants if tenant not in passed_over]
         tenant = min(tenants, key=_turn, default=None)
@@ -84,7 +85,9 @@ class FairQueue:
         requests' own priority decides. Overdue sequences come last in their class.
         """
         candidates = list(running)
-        held: dict[Tenant, int] = {s.tenant: s.tenant.num_pages - s.tenant.num_cached for s in candidates}
+        held: dict[TenantAccount, int] = {
+            s.tenant: s.tenant.num_pages - s.tenant.num_cached for s in candidates
+        }
         weights = sum(tenant.share.weight for tenant in held.keys() | self._heaps.keys())
         page_share = sum(held.values()) / weights  # pages per unit of weight
         over_share = {tenant for tenant, pages in held.items() if pages >= tenant.share.weight * page_share}
@@ -99,7 +102,7 @@ class FairQueue:
         tenant = max(candidates, key=standing).tenant
         return max((one for one in candidates if one.tenant is tenant), key=_yields)
 
-    def _lift(self, tenant: Tenant) -> None:
+    def _lift(self, tenant: TenantAccount) -> None:
         # Only its own class counts: a tenant of a later class that starves has so small a counter that it would lock
         # out its equals for long.
         group = tenant.share.priority
@@ -107,7 +110,7 @@ class FairQueue:
         tenant.service = max(tenant.service, min(services, default=self._last_service.get(group, 0.0)))
 
 
-def _turn(tenant: Tenant) -> tuple[int, float]:
+def _turn(tenant: TenantAccount) -> tuple[int, float]:
     return tenant.share.priority, tenant.service
 
 

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Collection, Iterable
 
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
 
 
@@ -30,7 +30,7 @@ class FifoQueue:
             self._members.remove(sequence)
             sequence.tenant.num_waiting -= 1
 
-    def next(self, passed_over: Collection[Tenant] = ()) -> Sequence | None:
+    def next(self, passed_over: Collection[TenantAccount] = ()) -> Sequence | None:
         while self._heap and self._heap[0] not in self._members:
             heapq.heappop(self._heap)
         if not self._heap:

@@ -214,7 +214,7 @@ class Lifecycle:
         Beams wait for each other, so all beams of a search must fit at the same time, each at full length and without
         shared pages. Then preempting all other users of pages always makes enough room for the last beam.
         """
-        footprint, most = self._footprint, self._memory.tenants.most_pages(sequence.tenant)
+        footprint, most = self._footprint, self._memory.tenants.page_limit(sequence.tenant)
         width = 1 if sequence.search is None else sequence.search.width
         room = (most - adapter_pages) // width
         open_ended = sequence.request.sampling.max_tokens is None
@@ -269,4 +269,4 @@ class Lifecycle:
         """Removes a deleted adapter from pool and host once no unfinished request names it."""
         if self.unfinished.lets_go(version):
             self._supply.forget(version)
-            self._memory.kv.forget(version)
+            self._memory.kv.remove_adapter(version)

@@ -223,15 +223,15 @@ class Pins:
         return (
             self._residency.num_pinned_pages + num_pages <= self._most_pages
             and self._memory.could_free(num_pages + num_wanted_soon, tenant)
-            and self._residency.can_make_room(spare)
-            and self._evictor.could_make_room(num_pages, tenant, spare)
+            and self._residency.can_free_slot(spare)
+            and self._evictor.can_make_room(num_pages, tenant, spare)
         )
 
     def _load(self, version: AdapterVersion, spare: set[Resident]) -> Resident:
         tenant, num_pages = self._memory.tenants.find(version.tenant), self._supply.num_pages(version)
         assert num_pages is not None, f"{version} is not on the host"
         has_pages = self._evictor.make_room(num_pages, tenant, spare)
-        has_slot = self._residency.make_room(tenant, spare)
+        has_slot = self._residency.ensure_free_slot(tenant, spare)
         assert has_pages and has_slot, f"there was room for {version}"
         resident = self._supply.begin(version, tenant)
         self._residency.pin(resident)

@@ -59,7 +59,7 @@ class PrefixCache:
         keys, pages = sequence.block_keys, sequence.blocks.pages
         for index in range(max(sequence.num_named, sequence.blocks.num_freed), end):
             parent = keys[index - 1] if index else None
-            self._kv.name(int(pages[index]), keys[index], parent, sequence.request.adapter)
+            self._kv.insert(int(pages[index]), keys[index], parent, sequence.request.adapter)
         sequence.num_named = end
 
     def _extend_keys(self, sequence: Sequence, num_blocks: int) -> None:

@@ -2,7 +2,7 @@
 
 from slora.kv_footprint import KVFootprint
 from slora.pool.residency import Resident
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.scheduler.adapter_supply import AdapterSupply
 from slora.scheduler.lifecycle import Lifecycle
 from slora.scheduler.sequence import Sequence
@@ -86,12 +86,12 @@ class Reclaim:
         """Whether an overdue sequence runs or is next. Then no adapter is loaded for a pin or for prewarming."""
         return any(one.is_overdue for one in (*self._batch, *self.upcoming))
 
-    def victim(self, num_pages: int, tenant: Tenant) -> Sequence:
+    def victim(self, num_pages: int, tenant: TenantAccount) -> Sequence:
         """The sequence to preempt so that `tenant` gets `num_pages`.
 
         For a tenant at its ceiling it is one of the tenant's own.
         """
-        own_limit = tenant.exceeds(num_pages)
+        own_limit = tenant.would_exceed_ceiling(num_pages)
         return self._queue.victim(s for s in self._batch if s.tenant is tenant or not own_limit)
 
     def preempt(self, sequence: Sequence, plan: StepPlan) -> None:

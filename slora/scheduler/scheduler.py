@@ -238,7 +238,7 @@ class Scheduler:
             for fork in chunk.forks:
                 self._batch.unseat(fork)
             if not chunk.sequence.done:  # done if another choice of its request was dropped, too
-                self.memory.kv.discard(chunk.sequence.block_keys)
+                self.memory.kv.invalidate(chunk.sequence.block_keys)
                 outputs.append(self._lifecycle.end(chunk.sequence, error))
         return outputs
 
@@ -259,7 +259,7 @@ class Scheduler:
         targets = {target for _, target in plan.copies}
         for sequence in self._batch:
             is_trusted = sequence.resident not in residents and sequence not in restored
-            if sequence.done or (is_trusted and targets.isdisjoint(sequence.blocks.held)):
+            if sequence.done or (is_trusted and targets.isdisjoint(sequence.blocks.held_pages)):
                 continue
             sequence.num_broken_steps += 1
             if sequence.num_broken_steps >= _MOST_BROKEN_STEPS:
@@ -317,7 +317,7 @@ class Scheduler:
         """
         blocks, start, kv = sequence.blocks, sequence.num_computed, self.memory.kv
         self._reclaim.free_behind_window(sequence)
-        missing, copied = blocks.pages_missing(start + num_tokens), blocks.must_copy(start, kv)
+        missing, copied = blocks.pages_missing(start + num_tokens), blocks.needs_copy(start, kv)
         if not missing and not copied:  # the common case: a decoding sequence whose last block has room
             return True
         while not self._reclaim.make_room(missing + copied, sequence):
@@ -327,7 +327,7 @@ class Scheduler:
             if not sequence.is_running:
                 return False
             # After another choice was preempted, this sequence may be the only user of the page.
-            copied = blocks.must_copy(start, kv)
+            copied = blocks.needs_copy(start, kv)
         if copied:
             plan.copies.append(blocks.copy_on_write(start, kv, sequence.tenant))
         blocks.extend(kv.allocate(missing, sequence.tenant))
@@ -341,7 +341,9 @@ class Scheduler:
 
     def _take(self, sequence: Sequence, sampled: Sampled) -> list[StepOutput]:
         if sampled.token_id is None:
-            self.memory.kv.discard(sequence.block_keys)  # no other request may reuse the KV that led to NaN
+            self.memory.kv.invalidate(
+                sequence.block_keys
+            )  # no other request may reuse the KV that led to NaN
             adapter = sequence.request.adapter
             name = f"adapter {adapter.digest}" if adapter else "the base model"
             error = RequestFailed(f"the logits of {name} were not finite on this prompt")

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from slora.pool.block_table import BlockTable
 from slora.pool.residency import Resident
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.request import EngineRequest, TokenLogprobs
 from slora.sampling_params import choice_seed
 from slora.scheduler.beam_search import BeamSearch
@@ -93,7 +93,7 @@ class Sequence:
     def __init__(
         self,
         request: EngineRequest,
-        tenant: Tenant,
+        tenant: TenantAccount,
         max_tokens: int,
         stop_ids: frozenset[int],
         seed: int,

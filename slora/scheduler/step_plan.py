@@ -116,7 +116,7 @@ class StepPlan:
         """
         self.chunks[:] = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
         self.started[:] = [one for one in self.started if one is not sequence]
-        own, count = set(sequence.blocks.held), len(self.copies) + len(self.swaps_in)
+        own, count = set(sequence.blocks.held_pages), len(self.copies) + len(self.swaps_in)
         for pairs in (self.copies, self.swaps_in):
             pairs[:] = [pair for pair in pairs if pair[1] not in own]
         return len(self.copies) + len(self.swaps_in) == count

@@ -46,7 +46,7 @@ class Swapping:
         blocks = sequence.blocks
         # Skip pages that were allocated for a chunk that was never computed because the adapter was still loading.
         num_computed = -(-sequence.num_computed // blocks.block_tokens) - blocks.num_freed
-        pages = blocks.held[: max(0, num_computed)]
+        pages = blocks.held_pages[: max(0, num_computed)]
         if not pages or len(pages) > self._space.num_free or not self._pays(sequence, len(pages)):
             return
         host_pages = self._space.allocate(len(pages))
@@ -93,7 +93,7 @@ class Swapping:
 
     def check(self, waiting: list[Sequence]) -> None:
         swapped = [sequence.swapped for sequence in waiting if sequence.swapped is not None]
-        self._space.check([*self._vacated, *(page for one in swapped for page in one.host_pages)])
+        self._space.check_invariants([*self._vacated, *(page for one in swapped for page in one.host_pages)])
 
     def _pays(self, sequence: Sequence, num_pages: int) -> bool:
         if self._way == "auto":

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable
 from typing import Protocol
 
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
 
 
@@ -20,7 +20,7 @@ class WaitingQueue(Protocol):
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence that was admitted, moved aside or ended."""
 
-    def next(self, passed_over: Collection[Tenant] = ()) -> Sequence | None:
+    def next(self, passed_over: Collection[TenantAccount] = ()) -> Sequence | None:
         """The sequence to admit next, ignoring the tenants in `passed_over`."""
 
     def upcoming(self, count: int) -> list[Sequence]:

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slora.device.page_memory import PageMemory
+from slora.device.device_memory import DeviceMemory
 from slora.pool.residency import Resident
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.scheduler.step_plan import AdapterLoad
 from slora_adapters.peft.packing import PackedAdapter
 from slora_adapters.version import AdapterVersion
@@ -71,18 +71,18 @@ def probe_adapter(
         yield from ((module, delta) for module, delta in deltas if packed.layout.modules[module, 0])
 
 
-def _load(packed: PackedAdapter, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> PageMemory:
+def _load(packed: PackedAdapter, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> DeviceMemory:
     """Creates pages for this adapter alone, and one slot that points to them."""
     page_bytes = shape.num_layers * shape.page_bytes(_BLOCK_TOKENS)
     num_pages = -(-packed.layout.num_bytes // page_bytes)
     geometry = KVGeometry(
         shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim, _BLOCK_TOKENS, dtype
     )
-    memory = PageMemory(geometry, shape, page_bytes, num_pages, 1, num_pages, device)
+    memory = DeviceMemory(geometry, shape, page_bytes, num_pages, 1, num_pages, device)
     # In reverse order, so that a kernel that ignores the page table fails.
     pages = list(range(num_pages - 1, -1, -1))
     resident = Resident(
-        AdapterVersion("", ""), Tenant(""), 0, 1, pages, packed.layout.num_bytes, packed.layout.reach
+        AdapterVersion("", ""), TenantAccount(""), 0, 1, pages, packed.layout.num_bytes, packed.layout.reach
     )
     memory.load(AdapterLoad(resident, packed, 0, num_pages))
     return memory

@@ -10,7 +10,7 @@ from slora.cost_model import CostModel
 from slora.pool.eviction_policy import Content
 from slora.pool.evictor import Evictor
 from slora.pool.page_pool import PagePool
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 
 
 class IdleBlock:
@@ -19,7 +19,7 @@ class IdleBlock:
     content = Content.PREFIX
     is_pinned = False
 
-    def __init__(self, page: int, tenant: Tenant, parent: "IdleBlock | None") -> None:
+    def __init__(self, page: int, tenant: TenantAccount, parent: "IdleBlock | None") -> None:
         self.pages = [page]
         self.tenant = tenant
         self.parent = parent
@@ -32,7 +32,7 @@ class IdleBlock:
     def is_idle(self) -> bool:
         return self.is_here and self.num_users == 0
 
-    def reload_s(self, costs: CostModel) -> float:
+    def restore_s(self, costs: CostModel) -> float:
         return costs.prefill_s(16)
 
     def chain(self) -> "list[IdleBlock]":
@@ -51,7 +51,7 @@ class IdleBlocks:
     def __iter__(self) -> Iterator[IdleBlock]:
         return iter(self._blocks)
 
-    def extend(self, parent: IdleBlock | None, count: int, tenant: Tenant) -> list[IdleBlock]:
+    def extend(self, parent: IdleBlock | None, count: int, tenant: TenantAccount) -> list[IdleBlock]:
         """Adds `count` blocks after `parent`, each with one user. The pool must have free pages for them."""
         chain = []
         for page in self._pool.allocate(count, tenant):
@@ -63,8 +63,8 @@ class IdleBlocks:
     def acquire(self, block: IdleBlock) -> None:
         assert block.is_here
         if block.is_idle:
-            self._evictor.reuse(block)
-            self._pool.unpark(block.pages)
+            self._evictor.record_reuse(block)
+            self._pool.acquire(block.pages)
             self._unhide(block.parent)
         block.num_users += 1
 
@@ -72,22 +72,22 @@ class IdleBlocks:
         block.num_users -= 1
         if block.num_users:
             return
-        self._pool.park(block.pages)
+        self._pool.cache(block.pages)
         if block.parent is not None:
             block.parent.num_idle_children += 1
-            self._evictor.withdraw(block.parent)
+            self._evictor.remove(block.parent)
         self._offer_if_open(block)
 
     def _offer_if_open(self, block: IdleBlock) -> None:
         if block.is_idle and not block.num_idle_children:
-            self._evictor.offer(block, partial(self._evict, block), self._evictor.rank(block))
+            self._evictor.add(block, partial(self._evict, block), self._evictor.rank(block))
 
     def _unhide(self, parent: IdleBlock | None) -> None:
         if parent is not None:
             parent.num_idle_children -= 1
             self._offer_if_open(parent)
 
-    def _evict(self, block: IdleBlock, taker: Tenant) -> None:
+    def _evict(self, block: IdleBlock, taker: TenantAccount) -> None:
         self._pool.evict(block.pages)
         block.is_here = False
         self._blocks.remove(block)

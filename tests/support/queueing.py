@@ -1,6 +1,6 @@
 """Waiting sequences for tests of queues. They are never computed."""
 
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
 from slora.scheduler.sequence import Sequence
@@ -11,15 +11,15 @@ BLOCK_TOKENS = 4
 NO_SHARE = TenantShare()
 
 
-def make_tenant(name: str, share: TenantShare = NO_SHARE, service: float = 0.0) -> Tenant:
-    tenant = Tenant(name)
+def make_tenant(name: str, share: TenantShare = NO_SHARE, service: float = 0.0) -> TenantAccount:
+    tenant = TenantAccount(name)
     tenant.share = share
     tenant.service = service
     return tenant
 
 
 def make_sequence(
-    tenant: Tenant, priority: int = 0, prompt: int = 1, adapter: AdapterVersion | None = None
+    tenant: TenantAccount, priority: int = 0, prompt: int = 1, adapter: AdapterVersion | None = None
 ) -> Sequence:
     """Each sequence arrives after all sequences that were made before it."""
     sampling = SamplingParams(max_tokens=1)

@@ -295,7 +295,7 @@ class SchedulerBench:
         assert sequence.blocks.num_pages * BLOCK_TOKENS >= end
         switch = self.config.rope_switch
         assert sequence.is_long == (switch is not None and len(sequence.token_ids) > switch)
-        held, entries = sequence.blocks.held, sequence.blocks.pages.tolist()
+        held, entries = sequence.blocks.held_pages, sequence.blocks.pages.tolist()
         assert set(entries) == set(held), "an entry is no page of the sequence"
         # A sequence that waits for its adapter holds pages for its first chunk, which may be shortened later. An
         # overdue sequence holds all pages that it will ever need.

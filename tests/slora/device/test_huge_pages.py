@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from slora.device.huge_pages import empty_tensor, touch
+from slora.device.huge_pages import empty_tensor, prefault
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ def test_touching_brings_all_of_the_memory_and_changes_nothing_in_it() -> None:
     tensor = empty_tensor((96 << 20,), torch.uint8, CPU)
     tensor[5 << 20] = 7
     before = resident_bytes()
-    thread = touch(tensor)
+    thread = prefault(tensor)
     assert thread is not None
     tensor[50 << 20] = 9  # written while the mapping runs
     thread.join()
@@ -31,4 +31,4 @@ def test_touching_brings_all_of_the_memory_and_changes_nothing_in_it() -> None:
 
 
 def test_what_is_small_is_left_alone() -> None:
-    assert touch(torch.empty(1000)) is None
+    assert prefault(torch.empty(1000)) is None

@@ -12,7 +12,7 @@ from slora.device.step_batch import StepBatch
 from slora.engine.engine import Engine
 from slora.errors import DeviceFailed, RequestFailed
 from slora.pool.residency import Resident
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import AdapterLoad
@@ -120,10 +120,10 @@ def move_another_in(engine: Engine, kit: ModelKit, slot: int) -> None:
     shape = engine.info.shape
     packed = pack(read_adapter(kit.adapters["rslora"], shape, AdapterLimits()), shape, "float32")
     num_pages = -(-packed.layout.num_bytes // engine.info.full_page_bytes)
-    pages = engine._scheduler.memory.pool.allocate(num_pages, Tenant("t"))
+    pages = engine._scheduler.memory.pool.allocate(num_pages, TenantAccount("t"))
     resident = Resident(
         AdapterVersion("t", "other"),
-        Tenant("t"),
+        TenantAccount("t"),
         slot,
         1 << 40,
         pages,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from slora.engine.engine import Engine
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import StepPlan
@@ -79,7 +79,7 @@ def test_poison_shows_whoever_reads_a_page_that_is_free(kits: Kits) -> None:
     step(engine, answers)
     assert answers["r"].error is None
     (sequence,) = engine._scheduler._batch
-    engine._scheduler.memory.pool._free.append(sequence.blocks.held[0])
+    engine._scheduler.memory.pool._free.append(sequence.blocks.held_pages[0])
     step(engine, answers)
     assert "not finite" in str(answers["r"].error)
 
@@ -89,7 +89,7 @@ def test_what_a_plan_still_reads_is_spared_and_the_rest_is_not(kits: Kits) -> No
     engine, _ = start(kits)
     memory, host = engine._runner.memory, engine._scheduler.swapping._space
     poison(engine)
-    leaving, source, target, coming = pages = engine._scheduler.memory.pool.allocate(4, Tenant("t"))
+    leaving, source, target, coming = pages = engine._scheduler.memory.pool.allocate(4, TenantAccount("t"))
     for number, page in enumerate(pages):
         memory.pages[page] = number
     for host_page in (1, 2, 3):

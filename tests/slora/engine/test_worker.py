@@ -11,7 +11,7 @@ from slora.engine.pin import Pin
 from slora.engine.worker import Abort, Add, AskStats, EngineWorker, Forget, SetPins, Stop, Wake
 from slora.errors import DeadlineMissed, RequestRefused
 from slora.models.model_spec_reader import read_model_spec
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.request import EngineRequest, StepOutput
 from slora.sampling_params import SamplingParams
 from slora_adapters.loader.source import DirectorySource
@@ -95,7 +95,7 @@ def test_a_lost_page_ends_the_worker_when_it_is_idle(kit: ModelKit) -> None:
     worker, told = make_worker()
     source, _ = make_source(kit)
     engine = make_engine(kit, source, 100)
-    engine._scheduler.memory.pool.allocate(1, Tenant("lost"))
+    engine._scheduler.memory.pool.allocate(1, TenantAccount("lost"))
     worker.post(Add(ask("r")))
     with pytest.raises(AssertionError, match="counted references differ"):
         worker.run(engine)

@@ -7,20 +7,20 @@ from slora.pool.eviction_policy import LeastRecentlyUsed
 from slora.pool.evictor import Evictor
 from slora.pool.kv_cache import KVCache
 from slora.pool.page_pool import PagePool
-from slora.pool.tenant import Tenant, Tenants
+from slora.pool.tenant_account import TenantAccount, TenantAccounts
 
 BLOCK = 4
 
 
-class House:
+class Setup:
     """A pool of one tenant and a prefix cache. Blocks are in the cache only if a test names them."""
 
     def __init__(self, num_pages: int) -> None:
         self.pool = PagePool(num_pages)
-        tenants = Tenants(num_pages)
+        tenants = TenantAccounts(num_pages)
         evictor = Evictor(self.pool, tenants, LeastRecentlyUsed())
         self.kv = KVCache(self.pool, evictor, BLOCK)
-        self.tenant: Tenant = tenants.find("a")
+        self.tenant: TenantAccount = tenants.find("a")
 
     def table(self, num_pages: int) -> BlockTable:
         table = BlockTable(BLOCK)
@@ -37,8 +37,8 @@ class BlockTableMachine(RuleBasedStateMachine):
 
     @initialize(num_pages=st.integers(1, 16))
     def start(self, num_pages: int) -> None:
-        house = House(num_pages)
-        self.pool, self.kv, self.tenant = house.pool, house.kv, house.tenant
+        setup = Setup(num_pages)
+        self.pool, self.kv, self.tenant = setup.pool, setup.kv, setup.tenant
         self.tables: dict[int, BlockTable] = {}
         self.written: dict[int, list[int]] = {}
         self.bytes: dict[tuple[int, int], int] = {}
@@ -58,9 +58,9 @@ class BlockTableMachine(RuleBasedStateMachine):
         name = self._choose(data)
         table, start = self.tables[name], len(self.written[name])
         missing = table.pages_missing(start + num_tokens)
-        if missing + table.must_copy(start, self.kv) > self.pool.num_free:
+        if missing + table.needs_copy(start, self.kv) > self.pool.num_free:
             return
-        if table.must_copy(start, self.kv):
+        if table.needs_copy(start, self.kv):
             source, target = table.copy_on_write(start, self.kv, self.tenant)
             for offset in range(BLOCK):
                 self.bytes[target, offset] = self.bytes.get((source, offset), -1)
@@ -99,82 +99,84 @@ class BlockTableMachine(RuleBasedStateMachine):
 
     @invariant()
     def everybody_reads_what_was_written_and_no_page_leaks(self) -> None:
-        self.pool.check([page for table in self.tables.values() for page in table.held], [])
+        self.pool.check_invariants([page for table in self.tables.values() for page in table.held_pages], [])
         for name, table in self.tables.items():
             marks, freed = self.written[name], table.num_freed * BLOCK
             pages = table.pages.tolist()
             assert len(pages) == -(-len(marks) // BLOCK)
             found = [self.bytes[pages[token // BLOCK], token % BLOCK] for token in range(freed, len(marks))]
             assert found == marks[freed:]
-            assert not table.held or set(pages) == set(table.held), "an entry is no page of the sequence"
+            assert not table.held_pages or set(pages) == set(table.held_pages), (
+                "an entry is no page of the sequence"
+            )
 
 
 TestBlockTable = BlockTableMachine.TestCase
 
 
 def test_a_copy_of_the_first_page_held_stands_in_for_those_before_it() -> None:
-    house = House(5)
-    table = house.table(3)
-    table.free_before(9, house.kv)
-    other = table.fork(house.kv)
-    source, target = table.copy_on_write(9, house.kv, house.tenant)
+    setup = Setup(5)
+    table = setup.table(3)
+    table.free_before(9, setup.kv)
+    other = table.fork(setup.kv)
+    source, target = table.copy_on_write(9, setup.kv, setup.tenant)
     assert table.pages.tolist() == [target] * 3 and other.pages.tolist() == [source] * 3
-    house.pool.check([target, source], [])
+    setup.pool.check_invariants([target, source], [])
 
 
 def test_a_copy_belongs_to_the_tenant_that_writes_it() -> None:
-    house = House(5)
-    table, writer = house.table(1), Tenant("writer")
-    _, target = table.fork(house.kv).copy_on_write(0, house.kv, writer)
-    assert house.pool.owner(target) is writer
+    setup = Setup(5)
+    table, writer = setup.table(1), TenantAccount("writer")
+    _, target = table.fork(setup.kv).copy_on_write(0, setup.kv, writer)
+    assert setup.pool.owner(target) is writer
 
 
 def test_a_named_page_that_others_share_keeps_its_name_and_the_copy_has_none() -> None:
-    house = House(5)
-    table = house.table(1)
-    house.kv.name(int(table.pages[0]), b"key", None, None)
-    fork = table.fork(house.kv)
-    assert fork.must_copy(3, house.kv)
-    source, target = fork.copy_on_write(3, house.kv, house.tenant)
-    assert house.kv.is_named(source) and not house.kv.is_named(target)
-    fork.release(house.kv)
-    table.release(house.kv)
-    house.pool.check([], cached=[source])
+    setup = Setup(5)
+    table = setup.table(1)
+    setup.kv.insert(int(table.pages[0]), b"key", None, None)
+    fork = table.fork(setup.kv)
+    assert fork.needs_copy(3, setup.kv)
+    source, target = fork.copy_on_write(3, setup.kv, setup.tenant)
+    assert setup.kv.has_key(source) and not setup.kv.has_key(target)
+    fork.release(setup.kv)
+    table.release(setup.kv)
+    setup.pool.check_invariants([], cached=[source])
 
 
 def test_writing_into_a_page_that_others_can_find_is_an_error() -> None:
-    house = House(5)
-    table = house.table(2)
-    house.kv.name(int(table.pages[0]), b"key", None, None)
-    assert not table.must_copy(4, house.kv)
-    with pytest.raises(AssertionError, match=r"token 3 would be written into page \d, which has a name"):
-        table.must_copy(3, house.kv)
+    setup = Setup(5)
+    table = setup.table(2)
+    setup.kv.insert(int(table.pages[0]), b"key", None, None)
+    assert not table.needs_copy(4, setup.kv)
+    with pytest.raises(AssertionError, match=r"token 3 would be written into page \d, which has a key"):
+        table.needs_copy(3, setup.kv)
 
 
 @pytest.mark.parametrize("num_freed", [0, 1, 20])
 def test_pages_are_adopted_behind_blocks_that_nothing_looks_back_on(num_freed: int) -> None:
-    house = House(5)
+    setup = Setup(5)
     table = BlockTable(BLOCK)
-    first, second = house.kv.allocate(2, house.tenant)
+    first, second = setup.kv.allocate(2, setup.tenant)
     table.adopt(num_freed, [first, second])
     assert table.pages.tolist() == [first] * num_freed + [first, second]
-    assert table.held == [first, second]
+    assert table.held_pages == [first, second]
     assert table.pages_missing((num_freed + 2) * BLOCK + 1) == 1
-    table.release(house.kv)
-    house.pool.check([], [])
+    table.release(setup.kv)
+    setup.pool.check_invariants([], [])
 
 
 def test_a_table_that_adopted_nothing_but_freed_blocks_points_at_the_next_page_that_it_gets() -> None:
-    house = House(5)
+    setup = Setup(5)
     table = BlockTable(BLOCK)
     table.adopt(2, [])
-    assert (table.num_pages, table.held) == (2, [])
-    (page,) = house.kv.allocate(1, house.tenant)
+    assert (table.num_pages, table.held_pages) == (2, [])
+    (page,) = setup.kv.allocate(1, setup.tenant)
     table.extend([page])
     assert table.pages.tolist() == [page] * 3
 
 
 def test_a_table_that_has_pages_cannot_adopt_others() -> None:
-    table = House(5).table(1)
+    table = Setup(5).table(1)
     with pytest.raises(AssertionError, match="a table of 1 pages can't adopt others"):
         table.adopt(0, [3])

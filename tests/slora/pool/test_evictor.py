@@ -20,7 +20,7 @@ from slora.pool.eviction_policy import (
 from slora.pool.evictor import Evictor
 from slora.pool.page_pool import PagePool
 from slora.pool.residency import Residency, Resident
-from slora.pool.tenant import Tenant, Tenants
+from slora.pool.tenant_account import TenantAccount, TenantAccounts
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LoraReach
@@ -52,7 +52,7 @@ class PoolOfTenants(RuleBasedStateMachine):
     )
     def start(self, num_pages: int, num_slots: int, policy: str) -> None:
         self.pool = PagePool(num_pages)
-        self.tenants = Tenants(num_pages)
+        self.tenants = TenantAccounts(num_pages)
         self.evictor = Evictor(self.pool, self.tenants, make_policy(policy, COSTS))
         self.residency = Residency(self.pool, self.evictor, self.tenants, num_slots)
         self.blocks = IdleBlocks(self.pool, self.evictor)
@@ -73,7 +73,7 @@ class PoolOfTenants(RuleBasedStateMachine):
         ]
         end = data.draw(st.none() | st.sampled_from(ends)) if ends else None
         chain = end.chain() if end is not None else []
-        if self._make_room(count, tenant, spare=chain):
+        if self._make_room(count, tenant, protected=chain):
             for block in chain:
                 self.blocks.acquire(block)
             self.sequences.append(chain + self.blocks.extend(end, count, tenant))
@@ -101,14 +101,14 @@ class PoolOfTenants(RuleBasedStateMachine):
     @rule(name=names, number=st.integers(0, 2), num_pages=counts, data=st.data())
     def an_adapter_is_wanted(self, name: str, number: int, num_pages: int, data: st.DataObject) -> None:
         version, tenant = AdapterVersion(name, f"digest{number}"), self.tenants.find(name)
-        spare = self._some_idle(data)
-        residents = [item for item in spare if isinstance(item, Resident)]
-        if self.residency.find(version) or not self.residency.can_make_room(residents):
+        protected = self._some_idle(data)
+        residents = [item for item in protected if isinstance(item, Resident)]
+        if self.residency.find(version) or not self.residency.can_free_slot(residents):
             return
-        if self._make_room(num_pages, tenant, spare):
-            assert self.residency.make_room(tenant, residents), "a slot was promised"
+        if self._make_room(num_pages, tenant, protected):
+            assert self.residency.ensure_free_slot(tenant, residents), "a slot was promised"
             assert all(self.residency.find(resident.version) is resident for resident in residents)
-            resident = self.residency.admit(version, tenant, num_pages, num_pages * 1000, REACH)
+            resident = self.residency.allocate(version, tenant, num_pages, num_pages * 1000, REACH)
             assert resident.num_users == 1 and not resident.is_loaded
 
     @precondition(lambda self: any(resident.is_loading for resident in self.residency))
@@ -139,7 +139,7 @@ class PoolOfTenants(RuleBasedStateMachine):
     @rule(data=st.data())
     def an_adapter_is_deleted(self, data: st.DataObject) -> None:
         resident = data.draw(st.sampled_from(list(self.residency)))
-        self.residency.forget(resident.version)
+        self.residency.remove(resident.version)
         assert (self.residency.find(resident.version) is None) == (resident.num_users == 0)
 
     @precondition(lambda self: len(self.residency) > 0)
@@ -174,28 +174,28 @@ class PoolOfTenants(RuleBasedStateMachine):
     def _make_room(
         self,
         num_pages: int,
-        tenant: Tenant,
-        spare: Collection[Evictable] = (),
+        tenant: TenantAccount,
+        protected: Collection[Evictable] = (),
         *,
         ignore_floors: bool = False,
         ignore_pins: bool = False,
     ) -> bool:
         owned = {other: other.num_pages for other in self.tenants}
-        largest: dict[Tenant, int] = defaultdict(int)
+        largest: dict[TenantAccount, int] = defaultdict(int)
         for item in self._idle():
             largest[item.tenant] = max(largest[item.tenant], len(item.pages))
-        spared_pages = [page for item in spare for page in item.pages if self.pool.is_cached(page)]
+        protected_pages = [page for item in protected for page in item.pages if self.pool.is_cached(page)]
         num_evictions, pinned = self.evictor.num_evictions, [one for one in self._idle() if one.is_pinned]
         to_pay = tenant.pages_over_ceiling(num_pages)
         promised = self._surely_freed(
-            tenant, spare, to_pay, ignore_floors=ignore_floors, ignore_pins=ignore_pins
+            tenant, protected, to_pay, ignore_floors=ignore_floors, ignore_pins=ignore_pins
         )
         at_best = self.pool.num_free + self.evictor.num_evictable(num_pages, tenant, ignore_pins=ignore_pins)
-        own_idle = tenant.num_cached - sum(self.pool.owner(page) is tenant for page in spared_pages)
+        own_idle = tenant.num_cached - sum(self.pool.owner(page) is tenant for page in protected_pages)
         in_reach = to_pay <= own_idle and num_pages <= self.pool.num_free + promised
-        could = self.evictor.could_make_room(num_pages, tenant, spare)
+        could = self.evictor.can_make_room(num_pages, tenant, protected)
         if self.evictor.make_room(
-            num_pages, tenant, spare, ignore_floors=ignore_floors, ignore_pins=ignore_pins
+            num_pages, tenant, protected, ignore_floors=ignore_floors, ignore_pins=ignore_pins
         ):
             assert could or ignore_floors or ignore_pins
             assert num_pages <= self.pool.num_free
@@ -206,17 +206,17 @@ class PoolOfTenants(RuleBasedStateMachine):
         else:
             assert self.evictor.num_evictions == num_evictions, "something was evicted in vain"
             assert not in_reach and not could, "there was room to make"
-        self._check_that_pins_left_last(pinned, tenant, spare, ignore_pins=ignore_pins)
+        self._check_that_pins_left_last(pinned, tenant, protected, ignore_pins=ignore_pins)
         for other, before in owned.items():
             if other is not tenant and other.num_pages < before and not ignore_floors:
                 assert other.num_pages > other.min_pages - largest[other], "a floor was cut into deeply"
-        assert all(self.pool.is_cached(page) for page in spared_pages), "a spared item left"
+        assert all(self.pool.is_cached(page) for page in protected_pages), "a protected item left"
         return num_pages <= self.pool.num_free and not tenant.pages_over_ceiling(num_pages)
 
     def _surely_freed(
         self,
-        taker: Tenant,
-        spare: Collection[Evictable],
+        requester: TenantAccount,
+        protected: Collection[Evictable],
         to_pay: int,
         *,
         ignore_floors: bool,
@@ -224,31 +224,31 @@ class PoolOfTenants(RuleBasedStateMachine):
     ) -> int:
         """The number of pages that eviction surely frees before every other tenant is at its floor.
 
-        to_pay: the taker's own cached pages that it must give up.
+        to_pay: the requester's own cached pages that it must give up.
         """
         freed = 0
         for owner in self.tenants:
-            idle = [item for item in self._idle() if item.tenant is owner and item not in spare]
+            idle = [item for item in self._idle() if item.tenant is owner and item not in protected]
             num_pages = sum(len(item.pages) for item in idle if ignore_pins or not item.is_pinned)
             allowed = num_pages if ignore_floors else max(0, owner.num_pages - owner.min_pages)
-            freed += max(num_pages, to_pay) if owner is taker else min(num_pages, allowed)
+            freed += max(num_pages, to_pay) if owner is requester else min(num_pages, allowed)
         return freed
 
     def _check_that_pins_left_last(
         self,
         pinned: list[Resident | IdleBlock],
-        taker: Tenant,
-        spare: Collection[Evictable],
+        requester: TenantAccount,
+        protected: Collection[Evictable],
         *,
         ignore_pins: bool,
     ) -> None:
         left = [one for one in pinned if not one.ticket]
-        others = [one for one in self._idle() if not one.is_pinned and one not in spare]
-        if any(one.tenant is taker for one in left):
-            assert not any(one.tenant is taker for one in others), "it had something else to pay with"
-        if any(one.tenant is not taker for one in left):
+        others = [one for one in self._idle() if not one.is_pinned and one not in protected]
+        if any(one.tenant is requester for one in left):
+            assert not any(one.tenant is requester for one in others), "it had something else to pay with"
+        if any(one.tenant is not requester for one in left):
             assert ignore_pins
-            assert not any(one.tenant is taker or one.tenant.is_above_floor for one in others), (
+            assert not any(one.tenant is requester or one.tenant.is_above_floor for one in others), (
                 "something else could have left"
             )
 
@@ -260,12 +260,12 @@ class PoolOfTenants(RuleBasedStateMachine):
         """Some idle items. A block is listed with the blocks before it, up to one that was evicted."""
         idle = self._idle()
         chosen = data.draw(st.lists(st.sampled_from(idle), unique=True, max_size=3)) if idle else []
-        spare: list[Evictable] = []
+        protected: list[Evictable] = []
         for item in chosen:
-            spare += (
+            protected += (
                 [block for block in item.chain() if block.is_here] if isinstance(item, IdleBlock) else [item]
             )
-        return spare
+        return protected
 
     @invariant()
     def every_page_is_in_one_state_and_every_count_adds_up(self) -> None:
@@ -273,8 +273,8 @@ class PoolOfTenants(RuleBasedStateMachine):
         # A block holds one page reference, whatever the number of its users. IdleBlock counts its users itself.
         held = [*dict.fromkeys(used), *self.residency.held_pages()]
         cached = [page for item in self._idle() for page in item.pages]
-        self.pool.check(held, cached, self.tenants)
-        self.evictor.check()
+        self.pool.check_invariants(held, cached, self.tenants)
+        self.evictor.check_invariants()
         assert sum(tenant.num_pages for tenant in self.tenants) == self.pool.num_pages - self.pool.num_free
         assert sum(tenant.num_cached for tenant in self.tenants) == self.pool.num_cached
         for resident in self.residency:
@@ -301,11 +301,11 @@ class PoolOfTenants(RuleBasedStateMachine):
 TestPoolOfTenants = PoolOfTenants.TestCase
 
 
-class Guest:
+class FakeItem:
     """An idle item of any size."""
 
     def __init__(
-        self, name: str, pages: list[int], tenant: Tenant, reload_s: float, content: Content
+        self, name: str, pages: list[int], tenant: TenantAccount, restore_s: float, content: Content
     ) -> None:
         self.name = name
         self.content = content
@@ -313,115 +313,115 @@ class Guest:
         self.tenant = tenant
         self.ticket = 0
         self.is_pinned = False
-        self._reload_s = reload_s
+        self._restore_s = restore_s
 
     def __repr__(self) -> str:
         return self.name
 
-    def reload_s(self, costs: CostModel) -> float:
-        return self._reload_s
+    def restore_s(self, costs: CostModel) -> float:
+        return self._restore_s
 
 
-class House:
-    """A pool of 100 pages with idle items of any size. `left` lists the evicted items in order."""
+class Setup:
+    """A pool of 100 pages with idle items of any size. `evicted` lists the evicted items in order."""
 
     def __init__(self, policy: EvictionPolicy | None = None) -> None:
         self.pool = PagePool(100)
-        self.tenants = Tenants(100)
+        self.tenants = TenantAccounts(100)
         self.evictor = Evictor(self.pool, self.tenants, policy or LeastRecentlyUsed())
-        self.left: list[str] = []
-        self.takers: list[Tenant] = []
+        self.evicted: list[str] = []
+        self.requesters: list[TenantAccount] = []
 
-    def guest(
+    def add_item(
         self,
         name: str,
         num_pages: int,
         tenant: str = "owner",
-        reload_s: float = 1.0,
+        restore_s: float = 1.0,
         content: Content = Content.ADAPTER,
         *,
         is_pinned: bool = False,
-    ) -> Guest:
+    ) -> FakeItem:
         owner = self.tenants.find(tenant)
-        guest = Guest(name, self.pool.allocate(num_pages, owner), owner, reload_s, content)
-        guest.is_pinned = is_pinned
-        self.pool.park(guest.pages)
-        self.offer(guest)
-        return guest
+        item = FakeItem(name, self.pool.allocate(num_pages, owner), owner, restore_s, content)
+        item.is_pinned = is_pinned
+        self.pool.cache(item.pages)
+        self.add(item)
+        return item
 
-    def offer(self, guest: Guest) -> None:
-        self.evictor.offer(guest, partial(self._leave, guest), self.evictor.rank(guest))
+    def add(self, item: FakeItem) -> None:
+        self.evictor.add(item, partial(self._evict, item), self.evictor.rank(item))
 
-    def need(
-        self, num_free: int, tenant: str = "taker", spare: Collection[Evictable] = (), **options: bool
+    def make_room(
+        self, num_free: int, tenant: str = "requester", protected: Collection[Evictable] = (), **options: bool
     ) -> bool:
-        return self.evictor.make_room(num_free, self.tenants.find(tenant), spare, **options)
+        return self.evictor.make_room(num_free, self.tenants.find(tenant), protected, **options)
 
-    def _leave(self, guest: Guest, taker: Tenant) -> None:
-        self.pool.evict(guest.pages)
-        self.left.append(guest.name)
-        self.takers.append(taker)
+    def _evict(self, item: FakeItem, requester: TenantAccount) -> None:
+        self.pool.evict(item.pages)
+        self.evicted.append(item.name)
+        self.requesters.append(requester)
 
 
 def test_with_lru_the_one_that_fell_idle_first_leaves_first() -> None:
-    house = House()
-    first, _, _ = house.guest("x", 10), house.guest("y", 20), house.guest("z", 30)
-    house.evictor.withdraw(first)
-    house.offer(first)
-    assert house.need(70)
-    assert house.left == ["y", "z"]
-    assert house.takers == [house.tenants.find("taker")] * 2
+    setup = Setup()
+    first, _, _ = setup.add_item("x", 10), setup.add_item("y", 20), setup.add_item("z", 30)
+    setup.evictor.remove(first)
+    setup.add(first)
+    assert setup.make_room(70)
+    assert setup.evicted == ["y", "z"]
+    assert setup.requesters == [setup.tenants.find("requester")] * 2
 
 
 def test_with_costs_the_one_whose_pages_are_cheapest_to_bring_back_leaves_first() -> None:
-    house = House(ExpectedCost(COSTS))
-    house.guest("dear", 10, reload_s=5.0)
-    house.guest("cheap", 10, reload_s=1.0)
-    house.guest("large and dear", 40, reload_s=8.0)
-    assert house.need(100)
-    assert house.left == ["cheap", "large and dear", "dear"]
+    setup = Setup(ExpectedCost(COSTS))
+    setup.add_item("dear", 10, restore_s=5.0)
+    setup.add_item("cheap", 10, restore_s=1.0)
+    setup.add_item("large and dear", 40, restore_s=8.0)
+    assert setup.make_room(100)
+    assert setup.evicted == ["cheap", "large and dear", "dear"]
 
 
 def test_with_costs_what_is_idle_for_long_gives_way_to_what_is_new() -> None:
-    house = House(ExpectedCost(COSTS))
-    house.guest("old and dear", 10, reload_s=50.0)
+    setup = Setup(ExpectedCost(COSTS))
+    setup.add_item("old and dear", 10, restore_s=50.0)
     for number in range(8):
-        house.guest(f"cheap {number}", 10, reload_s=10.0)
-        assert house.need(90), "one of two leaves"
+        setup.add_item(f"cheap {number}", 10, restore_s=10.0)
+        assert setup.make_room(90), "one of two leaves"
     # Its lead is 2.5 s per page, half of 5. Each eviction reduces it by 4/8, 4/9, 4/10, ..., since no item is used
     # again.
-    assert house.left.index("old and dear") == 6
+    assert setup.evicted.index("old and dear") == 6
 
 
 def test_with_costs_a_kind_that_nobody_comes_back_for_leaves_before_a_cheaper_one() -> None:
-    house = House(ExpectedCost(COSTS))
+    setup = Setup(ExpectedCost(COSTS))
     for number in range(100):
-        house.guest(f"prefix {number}", 10, content=Content.PREFIX)
-        assert house.need(100)
-    house.left.clear()
-    house.guest("another prefix", 10, reload_s=10.0, content=Content.PREFIX)
-    house.guest("adapter", 10, reload_s=1.0)
-    assert house.need(90)
-    assert house.left == ["another prefix"], "10 s with a chance of 4% against 1 s with one of a half"
+        setup.add_item(f"prefix {number}", 10, content=Content.PREFIX)
+        assert setup.make_room(100)
+    setup.evicted.clear()
+    setup.add_item("another prefix", 10, restore_s=10.0, content=Content.PREFIX)
+    setup.add_item("adapter", 10, restore_s=1.0)
+    assert setup.make_room(90)
+    assert setup.evicted == ["another prefix"], "10 s with a chance of 4% against 1 s with one of a half"
 
 
 def test_with_costs_a_kind_that_is_used_again_each_time_stays_before_a_dearer_one() -> None:
-    house = House(ExpectedCost(COSTS))
-    prefix = house.guest("prefix", 10, reload_s=1.0, content=Content.PREFIX)
+    setup = Setup(ExpectedCost(COSTS))
+    prefix = setup.add_item("prefix", 10, restore_s=1.0, content=Content.PREFIX)
     for _ in range(100):
-        house.evictor.reuse(prefix)
-        house.offer(prefix)
-    house.guest("adapter", 10, reload_s=1.8)
-    assert house.need(90)
-    assert house.left == ["adapter"], "1.8 s with a chance of a half against 1 s that is almost certain"
+        setup.evictor.record_reuse(prefix)
+        setup.add(prefix)
+    setup.add_item("adapter", 10, restore_s=1.8)
+    assert setup.make_room(90)
+    assert setup.evicted == ["adapter"], "1.8 s with a chance of a half against 1 s that is almost certain"
 
 
 def test_by_size_the_larger_one_leaves_first() -> None:
-    house = House(SizeAware())
-    house.guest("small", 2)
-    house.guest("large", 20)
-    assert house.need(80)
-    assert house.left == ["large"]
+    setup = Setup(SizeAware())
+    setup.add_item("small", 2)
+    setup.add_item("large", 20)
+    assert setup.make_room(80)
+    assert setup.evicted == ["large"]
 
 
 def test_a_policy_that_there_is_none_of_is_refused() -> None:
@@ -431,178 +431,182 @@ def test_a_policy_that_there_is_none_of_is_refused() -> None:
 
 
 def test_nothing_is_evicted_when_all_of_it_would_not_be_enough() -> None:
-    house = House()
-    house.guest("x", 10)
-    house.pool.allocate(60, house.tenants.find("runs"))
-    assert not house.need(41)
-    assert house.left == []
-    assert house.need(40)
+    setup = Setup()
+    setup.add_item("x", 10)
+    setup.pool.allocate(60, setup.tenants.find("runs"))
+    assert not setup.make_room(41)
+    assert setup.evicted == []
+    assert setup.make_room(40)
 
 
-def test_what_is_spared_stays_and_is_not_counted_on() -> None:
-    house = House()
-    spared = house.guest("spared", 10)
-    house.guest("other", 20)
-    assert not house.need(91, spare=[spared])
-    assert house.left == []
-    assert house.need(90, spare=[spared])
-    assert house.left == ["other"]
-    assert house.need(100), "it is there for the next one"
-    assert house.left == ["other", "spared"]
+def test_what_is_protected_stays_and_is_not_counted_on() -> None:
+    setup = Setup()
+    protected = setup.add_item("protected", 10)
+    setup.add_item("other", 20)
+    assert not setup.make_room(91, protected=[protected])
+    assert setup.evicted == []
+    assert setup.make_room(90, protected=[protected])
+    assert setup.evicted == ["other"]
+    assert setup.make_room(100), "it is there for the next one"
+    assert setup.evicted == ["other", "protected"]
 
 
 def test_others_take_from_a_tenant_while_it_is_above_its_floor_and_no_longer() -> None:
-    house = House()
-    house.tenants.set_share("owner", TenantShare(min_share=0.25))
+    setup = Setup()
+    setup.tenants.set_share("owner", TenantShare(min_share=0.25))
     for number in range(4):
-        house.guest(f"{number}", 10)
-    assert not house.need(76), "15 of 40 pages are above the floor"
-    assert house.left == []
-    assert house.need(75)
-    assert house.left == ["0", "1"], "the second one cut into the floor: 20 pages are left"
-    assert not house.need(81)
-    assert house.need(100, tenant="owner"), "its own pages are its own to give up"
+        setup.add_item(f"{number}", 10)
+    assert not setup.make_room(76), "15 of 40 pages are above the floor"
+    assert setup.evicted == []
+    assert setup.make_room(75)
+    assert setup.evicted == ["0", "1"], "the second one cut into the floor: 20 pages are left"
+    assert not setup.make_room(81)
+    assert setup.make_room(100, tenant="owner"), "its own pages are its own to give up"
 
 
-def test_above_a_floor_what_is_spared_is_not_counted_on() -> None:
-    house = House()
-    house.tenants.set_share("owner", TenantShare(min_share=0.25))
-    spared = [house.guest("large", 12), house.guest("small", 3)]
-    house.guest("other", 20)
-    assert not house.need(76, spare=spared), "10 are above the floor"
-    assert not house.need(86, spare=spared)
-    assert house.left == []
-    house.tenants.set_share("owner", TenantShare(min_share=0.1))
-    assert not house.need(86, spare=spared), "25 are above the floor, but 15 of the 35 are spared"
-    assert house.left == []
-    assert house.need(85, spare=spared)
-    assert house.left == ["other"]
+def test_above_a_floor_what_is_protected_is_not_counted_on() -> None:
+    setup = Setup()
+    setup.tenants.set_share("owner", TenantShare(min_share=0.25))
+    protected = [setup.add_item("large", 12), setup.add_item("small", 3)]
+    setup.add_item("other", 20)
+    assert not setup.make_room(76, protected=protected), "10 are above the floor"
+    assert not setup.make_room(86, protected=protected)
+    assert setup.evicted == []
+    setup.tenants.set_share("owner", TenantShare(min_share=0.1))
+    assert not setup.make_room(86, protected=protected), (
+        "25 are above the floor, but 15 of the 35 are protected"
+    )
+    assert setup.evicted == []
+    assert setup.make_room(85, protected=protected)
+    assert setup.evicted == ["other"]
 
 
-def test_a_large_item_that_is_spared_does_not_stand_in_the_way_of_small_ones() -> None:
-    house = House()
-    house.tenants.set_share("owner", TenantShare(min_share=0.2))
-    spared = house.guest("large", 12)
+def test_a_large_item_that_is_protected_does_not_stand_in_the_way_of_small_ones() -> None:
+    setup = Setup()
+    setup.tenants.set_share("owner", TenantShare(min_share=0.2))
+    protected = setup.add_item("large", 12)
     for number in range(14):
-        house.guest(f"{number}", 1)
-    assert not house.need(81, spare=[spared])
-    assert house.need(80, spare=[spared])
-    assert house.left == ["0", "1", "2", "3", "4", "5"]
+        setup.add_item(f"{number}", 1)
+    assert not setup.make_room(81, protected=[protected])
+    assert setup.make_room(80, protected=[protected])
+    assert setup.evicted == ["0", "1", "2", "3", "4", "5"]
 
 
 def test_a_tenant_at_its_ceiling_pays_with_its_own_pages_though_others_are_idle_for_longer() -> None:
-    house = House()
-    house.guest("other's", 10, tenant="other")
-    house.tenants.set_share("owner", TenantShare(max_share=0.2))
-    house.guest("own 1", 10)
-    house.guest("own 2", 10)
-    assert house.need(5, tenant="owner")
-    assert house.left == ["own 1"]
-    assert not house.need(21, tenant="owner"), "it may never hold more than 20"
-    assert house.left == ["own 1"], "nor does it pay for what it can't have"
+    setup = Setup()
+    setup.add_item("other's", 10, tenant="other")
+    setup.tenants.set_share("owner", TenantShare(max_share=0.2))
+    setup.add_item("own 1", 10)
+    setup.add_item("own 2", 10)
+    assert setup.make_room(5, tenant="owner")
+    assert setup.evicted == ["own 1"]
+    assert not setup.make_room(21, tenant="owner"), "it may never hold more than 20"
+    assert setup.evicted == ["own 1"], "nor does it pay for what it can't have"
 
 
 def test_a_tenant_below_its_ceiling_takes_what_has_been_idle_for_longest() -> None:
-    house = House()
-    house.guest("other's", 60, tenant="other")
-    house.tenants.set_share("owner", TenantShare(max_share=0.6))
-    house.guest("own", 20)
-    assert house.need(30, tenant="owner")
-    assert house.left == ["other's"]
+    setup = Setup()
+    setup.add_item("other's", 60, tenant="other")
+    setup.tenants.set_share("owner", TenantShare(max_share=0.6))
+    setup.add_item("own", 20)
+    assert setup.make_room(30, tenant="owner")
+    assert setup.evicted == ["other's"]
 
 
 def test_what_is_pinned_stays_and_is_not_counted_on_unless_pins_are_ignored_and_nothing_else_is_left() -> (
     None
 ):
-    house = House()
-    pinned = house.guest("pinned", 10, is_pinned=True)
-    house.guest("other", 20)
-    assert not house.need(91) and house.left == []
-    assert house.need(90, spare=[pinned]) and house.left == ["other"], "spared and pinned, it is counted once"
-    house.guest("newer", 20)
-    assert house.need(91, ignore_pins=True)
-    assert house.left == ["other", "newer", "pinned"]
+    setup = Setup()
+    pinned = setup.add_item("pinned", 10, is_pinned=True)
+    setup.add_item("other", 20)
+    assert not setup.make_room(91) and setup.evicted == []
+    assert setup.make_room(90, protected=[pinned]) and setup.evicted == ["other"], (
+        "protected and pinned, it is counted once"
+    )
+    setup.add_item("newer", 20)
+    assert setup.make_room(91, ignore_pins=True)
+    assert setup.evicted == ["other", "newer", "pinned"]
 
 
 def test_a_floor_protects_a_pin_of_its_tenant_from_those_who_ignore_pins() -> None:
-    house = House()
-    house.tenants.set_share("owner", TenantShare(min_share=0.1))
-    house.guest("pinned", 10, is_pinned=True)
-    assert not house.need(91, ignore_pins=True)
-    assert not house.need(91, ignore_floors=True)
-    assert house.left == []
-    assert house.need(91, ignore_pins=True, ignore_floors=True)
+    setup = Setup()
+    setup.tenants.set_share("owner", TenantShare(min_share=0.1))
+    setup.add_item("pinned", 10, is_pinned=True)
+    assert not setup.make_room(91, ignore_pins=True)
+    assert not setup.make_room(91, ignore_floors=True)
+    assert setup.evicted == []
+    assert setup.make_room(91, ignore_pins=True, ignore_floors=True)
 
 
 def test_at_its_ceiling_a_tenant_pays_with_its_own_pins_when_it_has_nothing_else() -> None:
-    house = House()
-    house.tenants.set_share("owner", TenantShare(max_share=0.3))
-    house.guest("pinned", 10, is_pinned=True)
-    house.guest("theirs", 10, tenant="other", is_pinned=True)
-    house.guest("own", 10)
-    assert house.need(20, tenant="owner") and house.left == ["own"]
-    assert house.need(21, tenant="owner") and house.left == ["own", "pinned"]
-    assert not house.need(31, tenant="owner")
+    setup = Setup()
+    setup.tenants.set_share("owner", TenantShare(max_share=0.3))
+    setup.add_item("pinned", 10, is_pinned=True)
+    setup.add_item("theirs", 10, tenant="other", is_pinned=True)
+    setup.add_item("own", 10)
+    assert setup.make_room(20, tenant="owner") and setup.evicted == ["own"]
+    assert setup.make_room(21, tenant="owner") and setup.evicted == ["own", "pinned"]
+    assert not setup.make_room(31, tenant="owner")
 
 
 def test_what_could_leave_at_best_is_without_pins_save_those_that_a_tenant_would_pay_with() -> None:
-    house = House()
-    owner, taker = house.tenants.find("owner"), house.tenants.find("taker")
-    house.tenants.set_share("owner", TenantShare(max_share=0.3))
-    house.guest("pinned", 20, is_pinned=True)
-    house.guest("other", 10, tenant="other")
-    evictor = house.evictor
-    assert [evictor.num_evictable(count, taker, ignore_pins=False) for count in (10, 99)] == [10, 10]
+    setup = Setup()
+    owner, requester = setup.tenants.find("owner"), setup.tenants.find("requester")
+    setup.tenants.set_share("owner", TenantShare(max_share=0.3))
+    setup.add_item("pinned", 20, is_pinned=True)
+    setup.add_item("other", 10, tenant="other")
+    evictor = setup.evictor
+    assert [evictor.num_evictable(count, requester, ignore_pins=False) for count in (10, 99)] == [10, 10]
     assert [evictor.num_evictable(count, owner, ignore_pins=False) for count in (10, 15, 99)] == [10, 15, 30]
-    assert evictor.num_evictable(10, taker, ignore_pins=True) == 30
+    assert evictor.num_evictable(10, requester, ignore_pins=True) == 30
 
 
 def test_what_a_tenant_pays_at_its_ceiling_counts_towards_what_it_wants() -> None:
-    house = House()
-    house.tenants.set_share("owner", TenantShare(max_share=0.3))
-    pinned = house.guest("pinned", 10, is_pinned=True)
-    house.guest("theirs", 10, tenant="other", is_pinned=True)
-    house.pool.allocate(20, house.tenants.find("owner"))
-    house.pool.allocate(60, house.tenants.find("other"))
-    assert not house.need(1, tenant="other"), "what is pinned leaves for nobody else"
-    assert not house.need(1, tenant="owner", spare=[pinned])
-    assert house.need(10, tenant="owner") and house.left == ["pinned"]
+    setup = Setup()
+    setup.tenants.set_share("owner", TenantShare(max_share=0.3))
+    pinned = setup.add_item("pinned", 10, is_pinned=True)
+    setup.add_item("theirs", 10, tenant="other", is_pinned=True)
+    setup.pool.allocate(20, setup.tenants.find("owner"))
+    setup.pool.allocate(60, setup.tenants.find("other"))
+    assert not setup.make_room(1, tenant="other"), "what is pinned leaves for nobody else"
+    assert not setup.make_room(1, tenant="owner", protected=[pinned])
+    assert setup.make_room(10, tenant="owner") and setup.evicted == ["pinned"]
 
 
 def test_a_share_that_comes_later_holds_for_what_is_idle_already() -> None:
-    house = House()
-    house.guest("x", 10)
-    house.guest("y", 10, tenant="other")
-    house.tenants.set_share("owner", TenantShare(min_share=0.1))
-    assert not house.need(91)
-    assert house.left == []
-    assert house.need(90)
-    assert house.left == ["y"]
-    house.tenants.set_share("owner", TenantShare())
-    assert house.need(100)
-    assert house.left == ["y", "x"]
+    setup = Setup()
+    setup.add_item("x", 10)
+    setup.add_item("y", 10, tenant="other")
+    setup.tenants.set_share("owner", TenantShare(min_share=0.1))
+    assert not setup.make_room(91)
+    assert setup.evicted == []
+    assert setup.make_room(90)
+    assert setup.evicted == ["y"]
+    setup.tenants.set_share("owner", TenantShare())
+    assert setup.make_room(100)
+    assert setup.evicted == ["y", "x"]
 
 
 def test_what_is_withdrawn_does_not_leave() -> None:
-    house = House()
-    used = house.guest("used", 10)
-    house.guest("idle", 10)
-    house.evictor.withdraw(used)
-    house.pool.unpark(used.pages)
-    assert not house.need(91)
-    assert house.need(90)
-    assert house.left == ["idle"]
-    house.evictor.withdraw(used)
+    setup = Setup()
+    used = setup.add_item("used", 10)
+    setup.add_item("idle", 10)
+    setup.evictor.remove(used)
+    setup.pool.acquire(used.pages)
+    assert not setup.make_room(91)
+    assert setup.make_room(90)
+    assert setup.evicted == ["idle"]
+    setup.evictor.remove(used)
     assert used.ticket == 0
 
 
 def test_withdrawn_offers_do_not_pile_up() -> None:
-    house = House()
-    guests = [house.guest(f"{number}", 1) for number in range(50)]
+    setup = Setup()
+    items = [setup.add_item(f"{number}", 1) for number in range(50)]
     for _ in range(100):
-        for guest in guests:
-            house.evictor.withdraw(guest)
-            house.offer(guest)
-    house.evictor.check()
-    assert house.need(100)
-    assert house.left == [guest.name for guest in guests]
+        for item in items:
+            setup.evictor.remove(item)
+            setup.add(item)
+    setup.evictor.check_invariants()
+    assert setup.make_room(100)
+    assert setup.evicted == [item.name for item in items]

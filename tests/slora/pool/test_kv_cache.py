@@ -15,7 +15,7 @@ from slora.pool.evictor import Evictor
 from slora.pool.kv_cache import KVCache
 from slora.pool.page_pool import PagePool
 from slora.pool.prefix_key import extend_keys, root_key
-from slora.pool.tenant import Tenant, Tenants
+from slora.pool.tenant_account import TenantAccount, TenantAccounts
 from slora_adapters.version import AdapterVersion
 
 BLOCK = 2
@@ -49,7 +49,7 @@ class Running:
     """A sequence whose tokens [0, num_computed) are computed. Its blocks from num_named on are not yet in the cache."""
 
     root: Root
-    tenant: Tenant
+    tenant: TenantAccount
     token_ids: list[int]
     blocks: BlockTable = field(default_factory=lambda: BlockTable(BLOCK))
     num_computed: int = 0
@@ -85,7 +85,7 @@ class PrefixMachine(RuleBasedStateMachine):
     )
     def start(self, num_pages: int, window: int | None, policy: str, is_public: bool) -> None:
         self.pool = PagePool(num_pages)
-        self.tenants = Tenants(num_pages)
+        self.tenants = TenantAccounts(num_pages)
         self.evictor = Evictor(self.pool, self.tenants, make_policy(policy, COSTS))
         self.kv = KVCache(self.pool, self.evictor, BLOCK)
         self.footprint = KVFootprint(BLOCK, window)
@@ -147,7 +147,7 @@ class PrefixMachine(RuleBasedStateMachine):
         fork = parent.fork(self.kv)
         fork.token_ids[start:] = [token_id]
         fork.num_computed, fork.num_named = start, min(fork.num_named, start // BLOCK)
-        assert fork.blocks.must_copy(start, self.kv)
+        assert fork.blocks.needs_copy(start, self.kv)
         assert self._compute(fork, 1)
         self.running.append(fork)
 
@@ -175,14 +175,14 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_sequence_is_not_trusted(self, data: st.DataObject) -> None:
         sequence = self._choose(data)
-        self.kv.discard(sequence.keys())
+        self.kv.invalidate(sequence.keys())
         chains = [sequence.chain(end) for end in range(BLOCK, len(sequence.token_ids) + 1, BLOCK)]
         self.named = {chain: page for chain, page in self.named.items() if chain not in chains}
 
     @rule(tenant=st.sampled_from("ab"), digest=st.sampled_from("xy"))
     def an_adapter_is_deleted(self, tenant: str, digest: str) -> None:
         adapter = AdapterVersion(tenant, digest)
-        self.kv.forget(adapter)
+        self.kv.remove_adapter(adapter)
         self.named = {chain: page for chain, page in self.named.items() if chain[0].adapter != adapter}
 
     @rule(num_pages=st.integers(0, 6), tenant=st.sampled_from("ab"))
@@ -228,21 +228,21 @@ class PrefixMachine(RuleBasedStateMachine):
         """Computes tokens as the scheduler does. Returns False, and allocates nothing, if there is no room."""
         start, blocks = sequence.num_computed, sequence.blocks
         blocks.free_before(self.footprint.first_token_seen(start), self.kv)
-        missing, copied = blocks.pages_missing(start + num_tokens), blocks.must_copy(start, self.kv)
+        missing, copied = blocks.pages_missing(start + num_tokens), blocks.needs_copy(start, self.kv)
         if not self._make_room(missing + copied, sequence.tenant):
             return False
         if copied:
             source, target = blocks.copy_on_write(start, self.kv, sequence.tenant)
             for offset in range(BLOCK):
                 self.content[target, offset] = self.content[source, offset]
-            assert not self.kv.is_named(target)
+            assert not self.kv.has_key(target)
         fresh = self.kv.allocate(missing, sequence.tenant)
         self.content.update({(page, offset): None for page in fresh for offset in range(BLOCK)})
         blocks.extend(fresh)
         sequence.num_computed = start + num_tokens
         for token in range(start, sequence.num_computed):
             page = int(blocks.pages[token // BLOCK])
-            assert not self.kv.is_shared(page) and not self.kv.is_named(page)
+            assert not self.kv.is_shared(page) and not self.kv.has_key(page)
             self.content[page, token % BLOCK] = sequence.chain(token + 1)
         return True
 
@@ -250,11 +250,11 @@ class PrefixMachine(RuleBasedStateMachine):
         keys, pages, end = sequence.keys(), sequence.blocks.pages, sequence.num_computed // BLOCK
         for index in range(max(sequence.num_named, sequence.blocks.num_freed), end):
             page = int(pages[index])
-            self.kv.name(page, keys[index], keys[index - 1] if index else None, sequence.root.adapter)
+            self.kv.insert(page, keys[index], keys[index - 1] if index else None, sequence.root.adapter)
             self.named.setdefault(sequence.chain((index + 1) * BLOCK), page)
         sequence.num_named = end
 
-    def _make_room(self, num_pages: int, tenant: Tenant) -> bool:
+    def _make_room(self, num_pages: int, tenant: TenantAccount) -> bool:
         before = {chain for chain, page in self.named.items() if self.pool.is_cached(page)}
         num_evictions = self.kv.num_evictions
         has_room = self.evictor.make_room(num_pages, tenant)
@@ -280,18 +280,18 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_reference_is_lost_and_nothing_unnamed_is_kept(self) -> None:
-        held = Counter(page for sequence in self.running for page in sequence.blocks.held)
-        self.kv.check()
-        self.evictor.check()
-        self.pool.check(held.elements(), self.kv.cached_pages(), self.tenants)
+        held = Counter(page for sequence in self.running for page in sequence.blocks.held_pages)
+        self.kv.check_invariants()
+        self.evictor.check_invariants()
+        self.pool.check_invariants(held.elements(), self.kv.cached_pages(), self.tenants)
         assert set(self.kv.cached_pages()) == set(self.named.values()) - set(held)
-        assert all(self.kv.is_named(page) for page in self.named.values())
+        assert all(self.kv.has_key(page) for page in self.named.values())
 
     @invariant()
     def no_page_is_shared_across_scopes_or_adapters(self) -> None:
         roots: dict[int, set[Root]] = {}
         for sequence in self.running:
-            for page in sequence.blocks.held:
+            for page in sequence.blocks.held_pages:
                 roots.setdefault(page, set()).add(sequence.root)
         for (root, _), page in self.named.items():
             roots.setdefault(page, set()).add(root)
@@ -317,12 +317,12 @@ class PrefixMachine(RuleBasedStateMachine):
 TestPrefixes = PrefixMachine.TestCase
 
 
-class House:
+class Setup:
     """A pool of 20 pages with chains of named blocks. Keys are derived from two letters for each block."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.pool = PagePool(20)
-        self.tenants = Tenants(20)
+        self.tenants = TenantAccounts(20)
         self.evictor = Evictor(self.pool, self.tenants, LeastRecentlyUsed())
         self.kv = KVCache(self.pool, self.evictor, 16, enabled=enabled)
         self.tenant = self.tenants.find("a")
@@ -332,7 +332,7 @@ class House:
         pages = self.kv.allocate(len(names), self.tenant)
         for index, page in enumerate(pages):
             parent = names[:index].encode() if index else None
-            self.kv.name(page, names[: index + 1].encode(), parent, adapter)
+            self.kv.insert(page, names[: index + 1].encode(), parent, adapter)
         return pages
 
     def keep(self, names: str, adapter: AdapterVersion | None = None) -> None:
@@ -348,99 +348,99 @@ class House:
         assert self.evictor.make_room(self.pool.num_free + count, self.tenant)
 
     def check(self, held: list[int]) -> None:
-        self.pool.check(held, self.kv.cached_pages(), self.tenants)
-        self.kv.check()
-        self.evictor.check()
+        self.pool.check_invariants(held, self.kv.cached_pages(), self.tenants)
+        self.kv.check_invariants()
+        self.evictor.check_invariants()
 
 
 @pytest.fixture
-def house() -> House:
-    return House()
+def setup() -> Setup:
+    return Setup()
 
 
-def test_a_prefix_that_somebody_computed_is_found_and_brought_back_to_use(house: House) -> None:
-    pages = house.compute("abc")
-    house.kv.release(pages)
-    assert (house.pool.num_cached, house.found("abd"), house.found("abc"), house.found("xbc")) == (3, 2, 3, 0)
-    assert house.kv.acquire(house.keys("ab")) == pages[:2]
-    house.check(held=pages[:2])
-    assert house.pool.num_cached == 1
+def test_a_prefix_that_somebody_computed_is_found_and_brought_back_to_use(setup: Setup) -> None:
+    pages = setup.compute("abc")
+    setup.kv.release(pages)
+    assert (setup.pool.num_cached, setup.found("abd"), setup.found("abc"), setup.found("xbc")) == (3, 2, 3, 0)
+    assert setup.kv.acquire(setup.keys("ab")) == pages[:2]
+    setup.check(held=pages[:2])
+    assert setup.pool.num_cached == 1
 
 
-def test_a_block_that_is_in_use_is_shared_not_copied(house: House) -> None:
-    pages = house.compute("ab")
-    assert house.kv.acquire(house.keys("ab")) == pages
-    assert all(house.kv.is_shared(page) for page in pages)
-    house.kv.release(pages)
-    house.check(held=pages)
+def test_a_block_that_is_in_use_is_shared_not_copied(setup: Setup) -> None:
+    pages = setup.compute("ab")
+    assert setup.kv.acquire(setup.keys("ab")) == pages
+    assert all(setup.kv.is_shared(page) for page in pages)
+    setup.kv.release(pages)
+    setup.check(held=pages)
 
 
-def test_who_computes_a_known_block_again_keeps_a_page_of_its_own_that_nobody_finds(house: House) -> None:
-    first, second = house.compute("ab"), house.compute("ab")
-    assert not any(house.kv.is_named(page) for page in second)
-    assert house.kv.acquire(house.keys("ab")) == first
-    house.kv.release(second)
-    assert house.pool.num_cached == 0
-    house.check(held=first * 2)
+def test_who_computes_a_known_block_again_keeps_a_page_of_its_own_that_nobody_finds(setup: Setup) -> None:
+    first, second = setup.compute("ab"), setup.compute("ab")
+    assert not any(setup.kv.has_key(page) for page in second)
+    assert setup.kv.acquire(setup.keys("ab")) == first
+    setup.kv.release(second)
+    assert setup.pool.num_cached == 0
+    setup.check(held=first * 2)
 
 
-def test_a_prefix_leaves_from_its_end(house: House) -> None:
-    house.keep("abcd")
+def test_a_prefix_leaves_from_its_end(setup: Setup) -> None:
+    setup.keep("abcd")
     for num_left in (3, 2, 1, 0):
-        house.evict(1)
-        assert (house.pool.num_cached, house.found("abcd")) == (num_left, num_left)
-        house.check(held=[])
-    assert house.kv.num_evictions == 4
+        setup.evict(1)
+        assert (setup.pool.num_cached, setup.found("abcd")) == (num_left, num_left)
+        setup.check(held=[])
+    assert setup.kv.num_evictions == 4
 
 
-def test_a_branch_in_use_lets_the_idle_one_beside_it_leave_and_keeps_what_both_share(house: House) -> None:
-    house.keep("abcd")
-    house.keep("abx")
-    used = house.kv.acquire(house.keys("abx"))
-    house.evict(2)
-    assert (house.found("abcd"), house.found("abx")) == (2, 3)
-    assert not house.evictor.make_room(house.pool.num_free + 1, house.tenant)
-    house.check(held=used)
+def test_a_branch_in_use_lets_the_idle_one_beside_it_leave_and_keeps_what_both_share(setup: Setup) -> None:
+    setup.keep("abcd")
+    setup.keep("abx")
+    used = setup.kv.acquire(setup.keys("abx"))
+    setup.evict(2)
+    assert (setup.found("abcd"), setup.found("abx")) == (2, 3)
+    assert not setup.evictor.make_room(setup.pool.num_free + 1, setup.tenant)
+    setup.check(held=used)
 
 
 def test_a_block_behind_the_window_may_leave_while_later_ones_are_used_and_both_meet_again(
-    house: House,
+    setup: Setup,
 ) -> None:
-    pages = house.compute("abcd")
-    house.kv.release(pages[:2])
-    house.evict(1)
-    assert house.found("abcd") == 1, "of the idle ones b stood at the end"
-    house.evict(1)
-    house.kv.release(pages[2:])
-    assert house.found("abcd") == 0
-    house.keep("ab")
-    assert house.found("abcd") == 4, "what follows was kept all along"
-    house.evict(3)
-    assert house.found("abcd") == 1, "and hides those before it from the evictor"
-    house.check(held=[])
+    pages = setup.compute("abcd")
+    setup.kv.release(pages[:2])
+    setup.evict(1)
+    assert setup.found("abcd") == 1, "of the idle ones b stood at the end"
+    setup.evict(1)
+    setup.kv.release(pages[2:])
+    assert setup.found("abcd") == 0
+    setup.keep("ab")
+    assert setup.found("abcd") == 4, "what follows was kept all along"
+    setup.evict(3)
+    assert setup.found("abcd") == 1, "and hides those before it from the evictor"
+    setup.check(held=[])
 
 
-def test_a_block_that_fell_idle_first_is_hidden_as_soon_as_one_that_follows_it_is_idle(house: House) -> None:
-    pages = house.compute("abcd")
-    house.kv.release(pages[:2])
-    house.kv.release(pages[2:])
-    house.check(held=[])
+def test_a_block_that_fell_idle_first_is_hidden_as_soon_as_one_that_follows_it_is_idle(setup: Setup) -> None:
+    pages = setup.compute("abcd")
+    setup.kv.release(pages[:2])
+    setup.kv.release(pages[2:])
+    setup.check(held=[])
     for num_left in (3, 2, 1, 0):
-        house.evict(1)
-        assert house.found("abcd") == num_left
+        setup.evict(1)
+        assert setup.found("abcd") == num_left
 
 
-def test_with_a_window_only_the_blocks_in_sight_must_be_here(house: House) -> None:
-    pages = house.compute("abcdef")
-    house.kv.discard(house.keys("abc")[2:])
+def test_with_a_window_only_the_blocks_in_sight_must_be_here(setup: Setup) -> None:
+    pages = setup.compute("abcdef")
+    setup.kv.invalidate(setup.keys("abc")[2:])
 
     def last_two(num_blocks: int) -> int:
         return max(0, num_blocks - 2)
 
-    assert house.found("abcdef") == 2
-    assert house.found("abcdef", last_two) == 6
-    assert house.found("abcd", last_two) == 2, "d alone is not enough"
-    assert house.kv.acquire(house.keys("abcdef")[4:]) == pages[4:]
+    assert setup.found("abcdef") == 2
+    assert setup.found("abcdef", last_two) == 6
+    assert setup.found("abcd", last_two) == 2, "d alone is not enough"
+    assert setup.kv.acquire(setup.keys("abcdef")[4:]) == pages[4:]
 
 
 @given(
@@ -449,18 +449,18 @@ def test_with_a_window_only_the_blocks_in_sight_must_be_here(house: House) -> No
 def test_match_finds_the_longest_prefix_whose_needed_blocks_are_here(
     present: list[bool], window: int, reach: int
 ) -> None:
-    house, names = House(), "abcdefghijkl"[: len(present)]
-    house.compute(names)
-    house.kv.discard(key for key, is_here in zip(house.keys(names), present, strict=True) if not is_here)
+    setup, names = Setup(), "abcdefghijkl"[: len(present)]
+    setup.compute(names)
+    setup.kv.invalidate(key for key, is_here in zip(setup.keys(names), present, strict=True) if not is_here)
 
     def first_needed(num_blocks: int) -> int:
         return 0 if reach == 0 else max(0, min(num_blocks - 1, (num_blocks - window) // reach))
 
     expected = max(n for n in range(len(names) + 1) if all(present[first_needed(n) : n]))
-    assert house.found(names, first_needed) == expected
+    assert setup.found(names, first_needed) == expected
 
 
-def test_looking_for_a_prefix_asks_once_for_each_block(house: House) -> None:
+def test_looking_for_a_prefix_asks_once_for_each_block(setup: Setup) -> None:
     """A scan from every end back over the window would look up most blocks many times."""
     asked: list[int] = []
 
@@ -468,108 +468,110 @@ def test_looking_for_a_prefix_asks_once_for_each_block(house: House) -> None:
         asked.append(num_blocks)
         return max(0, num_blocks - 8)
 
-    house.compute("abcdefg")
-    assert house.found("abcdefg" + "x" * 1000, first_needed) == 7
+    setup.compute("abcdefg")
+    assert setup.found("abcdefg" + "x" * 1000, first_needed) == 7
     assert len(asked) <= 1 + 7
 
 
-def test_what_is_not_trusted_is_not_found_and_is_free_when_its_users_are_gone(house: House) -> None:
-    pages = house.compute("abc")
-    house.kv.retain(pages)
-    house.kv.discard(house.keys("abc"))
-    assert house.found("abc") == 0
-    house.kv.release(pages)
-    house.check(held=pages)
-    house.kv.release(pages)
-    assert (house.pool.num_free, house.pool.num_cached) == (20, 0)
+def test_what_is_not_trusted_is_not_found_and_is_free_when_its_users_are_gone(setup: Setup) -> None:
+    pages = setup.compute("abc")
+    setup.kv.retain(pages)
+    setup.kv.invalidate(setup.keys("abc"))
+    assert setup.found("abc") == 0
+    setup.kv.release(pages)
+    setup.check(held=pages)
+    setup.kv.release(pages)
+    assert (setup.pool.num_free, setup.pool.num_cached) == (20, 0)
 
 
-def test_an_idle_block_that_is_not_trusted_is_free_at_once(house: House) -> None:
-    pages = house.compute("abc")
-    house.kv.release(pages)
-    house.kv.discard(house.keys("abc")[1:])
-    assert (house.pool.num_free, house.found("abc")) == (19, 1)
-    house.check(held=[])
+def test_an_idle_block_that_is_not_trusted_is_free_at_once(setup: Setup) -> None:
+    pages = setup.compute("abc")
+    setup.kv.release(pages)
+    setup.kv.invalidate(setup.keys("abc")[1:])
+    assert (setup.pool.num_free, setup.found("abc")) == (19, 1)
+    setup.check(held=[])
 
 
-def test_of_a_deleted_adapter_nothing_is_found_and_nothing_idle_stays(house: House) -> None:
+def test_of_a_deleted_adapter_nothing_is_found_and_nothing_idle_stays(setup: Setup) -> None:
     gone, other = AdapterVersion("a", "gone"), AdapterVersion("a", "other")
-    used = house.compute("ab", gone)
-    house.keep("xyz", gone)
-    house.keep("uv", other)
-    house.kv.forget(gone)
-    house.kv.forget(gone)
-    assert (house.found("ab"), house.found("xyz"), house.found("uv")) == (0, 0, 2)
-    assert house.pool.num_cached == 2
-    house.kv.release(used)
-    assert (house.pool.num_free, house.pool.num_cached) == (18, 2)
-    house.check(held=[])
+    used = setup.compute("ab", gone)
+    setup.keep("xyz", gone)
+    setup.keep("uv", other)
+    setup.kv.remove_adapter(gone)
+    setup.kv.remove_adapter(gone)
+    assert (setup.found("ab"), setup.found("xyz"), setup.found("uv")) == (0, 0, 2)
+    assert setup.pool.num_cached == 2
+    setup.kv.release(used)
+    assert (setup.pool.num_free, setup.pool.num_cached) == (18, 2)
+    setup.check(held=[])
 
 
 def test_nothing_is_kept_where_the_cache_is_off() -> None:
-    house = House(enabled=False)
-    house.keep("abc")
-    assert (house.pool.num_free, house.found("abc")) == (20, 0)
-    house.check(held=[])
+    setup = Setup(enabled=False)
+    setup.keep("abc")
+    assert (setup.pool.num_free, setup.found("abc")) == (20, 0)
+    setup.check(held=[])
 
 
-def test_a_common_block_stays_with_the_tenant_who_computed_it(house: House) -> None:
-    pages = house.compute("ab")
-    house.kv.release(pages)
-    house.kv.acquire(house.keys("ab"))
-    assert all(house.pool.owner(page) is house.tenant for page in pages)
-    assert (house.tenant.num_pages, house.tenant.num_cached) == (2, 0)
+def test_a_common_block_stays_with_the_tenant_who_computed_it(setup: Setup) -> None:
+    pages = setup.compute("ab")
+    setup.kv.release(pages)
+    setup.kv.acquire(setup.keys("ab"))
+    assert all(setup.pool.owner(page) is setup.tenant for page in pages)
+    assert (setup.tenant.num_pages, setup.tenant.num_cached) == (2, 0)
 
 
-def test_the_same_page_can_be_named_by_each_fork_that_shares_it(house: House) -> None:
-    (page,) = house.kv.allocate(1, house.tenant)
-    house.kv.retain([page])
-    house.kv.name(page, b"a", None, None)
-    house.kv.name(page, b"a", None, None)
-    house.kv.release([page])
-    assert house.pool.num_held == 1
-    house.kv.release([page])
-    assert list(house.kv.cached_pages()) == [page]
+def test_the_same_page_can_be_named_by_each_fork_that_shares_it(setup: Setup) -> None:
+    (page,) = setup.kv.allocate(1, setup.tenant)
+    setup.kv.retain([page])
+    setup.kv.insert(page, b"a", None, None)
+    setup.kv.insert(page, b"a", None, None)
+    setup.kv.release([page])
+    assert setup.pool.num_held == 1
+    setup.kv.release([page])
+    assert list(setup.kv.cached_pages()) == [page]
 
 
-def test_a_page_cannot_have_two_names(house: House) -> None:
-    (page,) = house.compute("a")
-    with pytest.raises(AssertionError, match="can't have a second name"):
-        house.kv.name(page, b"b", None, None)
+def test_a_page_cannot_have_two_keys(setup: Setup) -> None:
+    (page,) = setup.compute("a")
+    with pytest.raises(AssertionError, match="can't have a second key"):
+        setup.kv.insert(page, b"b", None, None)
 
 
-def test_a_page_that_nobody_has_cannot_be_named(house: House) -> None:
+def test_a_page_that_nobody_has_cannot_be_named(setup: Setup) -> None:
     with pytest.raises(AssertionError, match="page 3 is free"):
-        house.kv.name(3, b"a", None, None)
+        setup.kv.insert(3, b"a", None, None)
 
 
-def test_check_finds_an_idle_end_that_is_not_offered(house: House) -> None:
-    page, _ = house.compute("ab")
-    house.kv.check()
-    house.pool.park([page])  # parked in the pool directly, not through the cache
-    with pytest.raises(AssertionError, match=f"page {page} of 'a'.* is the end of a prefix and not offered"):
-        house.kv.check()
+def test_check_finds_an_idle_end_that_is_not_a_candidate(setup: Setup) -> None:
+    page, _ = setup.compute("ab")
+    setup.kv.check_invariants()
+    setup.pool.cache([page])  # parked in the pool directly, not through the cache
+    with pytest.raises(
+        AssertionError, match=f"page {page} of 'a'.* is the end of a prefix and not a candidate"
+    ):
+        setup.kv.check_invariants()
 
 
-def test_check_finds_an_idle_block_that_is_not_counted(house: House) -> None:
-    _, page = house.compute("ab")
-    house.pool.park([page])
+def test_check_finds_an_idle_block_that_is_not_counted(setup: Setup) -> None:
+    _, page = setup.compute("ab")
+    setup.pool.cache([page])
     with pytest.raises(AssertionError, match="idle blocks that follow a block do not add up"):
-        house.kv.check()
+        setup.kv.check_invariants()
 
 
 def test_what_is_everybody_s_is_nobody_s_once_it_is_idle() -> None:
     """Born from a bug: a tenant at its ceiling could not free a block that was followed by another tenant's idle
     block."""
-    house, common = House(), Tenant("")
-    house.kv = KVCache(house.pool, house.evictor, 16, common=common)
-    house.keep("ab")
-    house.keep("c", AdapterVersion("a", "own"))
+    setup, common = Setup(), TenantAccount("")
+    setup.kv = KVCache(setup.pool, setup.evictor, 16, public_owner=common)
+    setup.keep("ab")
+    setup.keep("c", AdapterVersion("a", "own"))
     assert (common.num_pages, common.num_cached) == (2, 2)
-    assert (house.tenant.num_pages, house.tenant.num_cached) == (1, 1), "an adapter's blocks are its tenant's"
-    pages = house.kv.acquire(house.keys("ab"))
+    assert (setup.tenant.num_pages, setup.tenant.num_cached) == (1, 1), "an adapter's blocks are its tenant's"
+    pages = setup.kv.acquire(setup.keys("ab"))
     assert (common.num_pages, common.num_cached) == (2, 0)
-    house.check(held=pages)
-    house.kv.release(pages)
-    house.evict(3)
-    assert common.num_pages == house.tenant.num_pages == 0
+    setup.check(held=pages)
+    setup.kv.release(pages)
+    setup.evict(3)
+    assert common.num_pages == setup.tenant.num_pages == 0

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slora.pool.page_pool import PagePool
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -16,8 +16,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = PagePool(num_pages)
         self.held: Counter[int] = Counter()
         self.cached: set[int] = set()
-        self.tenants = [Tenant(name) for name in "abc"]
-        self.owners: dict[int, Tenant] = {}  # the owner of each page; for a free page, the last owner
+        self.tenants = [TenantAccount(name) for name in "abc"]
+        self.owners: dict[int, TenantAccount] = {}  # the owner of each page; for a free page, the last owner
 
     def _some(self, data: st.DataObject, pages: set[int]) -> list[int]:
         return data.draw(st.lists(st.sampled_from(sorted(pages)), unique=True))
@@ -52,7 +52,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def park(self, data: st.DataObject) -> None:
         pages = self._some(data, self._single())
-        self.pool.park(pages)
+        self.pool.cache(pages)
         self.held -= Counter(pages)
         self.cached.update(pages)
 
@@ -60,7 +60,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unpark(self, data: st.DataObject) -> None:
         pages = self._some(data, self.cached)
-        self.pool.unpark(pages)
+        self.pool.acquire(pages)
         self.held.update(pages)
         self.cached -= set(pages)
 
@@ -73,7 +73,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_page_is_in_one_state(self) -> None:
-        self.pool.check(self.held.elements(), self.cached, self.tenants)
+        self.pool.check_invariants(self.held.elements(), self.cached, self.tenants)
         assert self.pool.num_held == len(self.held)
         assert self.pool.num_cached == len(self.cached)
         assert self.pool.num_free == self.pool.num_pages - len(self.held) - len(self.cached)
@@ -92,46 +92,46 @@ TestPagePool = PoolMachine.TestCase
 
 
 @pytest.fixture
-def tenant() -> Tenant:
-    return Tenant("a")
+def tenant() -> TenantAccount:
+    return TenantAccount("a")
 
 
 @pytest.fixture
-def pool(tenant: Tenant) -> PagePool:
+def pool(tenant: TenantAccount) -> PagePool:
     """A pool of 5 pages. The tenant owns pages 0 to 2: pages 0 and 1 are held, and page 2 is cached. Pages 3 and 4
     are free."""
     pool = PagePool(5)
     assert pool.allocate(3, tenant) == [2, 1, 0]
-    pool.park([2])
+    pool.cache([2])
     return pool
 
 
 def test_check_finds_a_page_that_its_owner_lost(pool: PagePool) -> None:
     with pytest.raises(AssertionError, match=r"pages \[1\]: counted references differ"):
-        pool.check(held=[0], cached=[2])
+        pool.check_invariants(held=[0], cached=[2])
 
 
 def test_check_finds_a_page_with_one_owner_too_many(pool: PagePool) -> None:
     with pytest.raises(AssertionError, match=r"pages \[0\]: counted references differ"):
-        pool.check(held=[0, 0, 1], cached=[2])
+        pool.check_invariants(held=[0, 0, 1], cached=[2])
 
 
 def test_check_finds_a_cached_page_that_nobody_keeps(pool: PagePool) -> None:
     with pytest.raises(AssertionError, match="1 pages cached, owners know 0"):
-        pool.check(held=[0, 1], cached=[])
+        pool.check_invariants(held=[0, 1], cached=[])
 
 
 def test_check_finds_a_cached_page_with_two_owners(pool: PagePool) -> None:
     with pytest.raises(AssertionError, match="two owners"):
-        pool.check(held=[0, 1], cached=[2, 2])
+        pool.check_invariants(held=[0, 1], cached=[2, 2])
 
 
 def test_check_finds_an_owner_who_keeps_a_free_page(pool: PagePool) -> None:
     with pytest.raises(AssertionError, match="not cached"):
-        pool.check(held=[0, 1], cached=[2, 4])
+        pool.check_invariants(held=[0, 1], cached=[2, 4])
 
 
-@pytest.mark.parametrize("move", ["retain", "release", "unpark", "evict", "park"])
+@pytest.mark.parametrize("move", ["retain", "release", "acquire", "evict", "cache"])
 def test_a_move_of_a_page_in_the_wrong_state_fails_at_once(pool: PagePool, move: str) -> None:
     with pytest.raises(AssertionError, match="page 4"):
         getattr(pool, move)([4])
@@ -140,26 +140,28 @@ def test_a_move_of_a_page_in_the_wrong_state_fails_at_once(pool: PagePool, move:
 def test_a_page_with_two_references_cannot_be_parked(pool: PagePool) -> None:
     pool.retain([0])
     with pytest.raises(AssertionError, match="2 references"):
-        pool.park([0])
+        pool.cache([0])
 
 
-def test_taking_more_than_is_free_fails(pool: PagePool, tenant: Tenant) -> None:
+def test_taking_more_than_is_free_fails(pool: PagePool, tenant: TenantAccount) -> None:
     with pytest.raises(AssertionError, match="3 pages wanted, 2 free"):
         pool.allocate(3, tenant)
 
 
 @pytest.mark.parametrize("count", ["num_pages", "num_cached"])
-def test_check_finds_a_tenant_whose_counts_do_not_add_up(pool: PagePool, tenant: Tenant, count: str) -> None:
+def test_check_finds_a_tenant_whose_counts_do_not_add_up(
+    pool: PagePool, tenant: TenantAccount, count: str
+) -> None:
     setattr(tenant, count, getattr(tenant, count) + 1)
     with pytest.raises(AssertionError, match="owns 3 pages, 1 of them cached"):
-        pool.check(held=[0, 1], cached=[2])
+        pool.check_invariants(held=[0, 1], cached=[2])
 
 
 def test_check_finds_a_tenant_that_owns_nothing_and_thinks_that_it_does(pool: PagePool) -> None:
-    stranger = Tenant("b")
+    stranger = TenantAccount("b")
     stranger.num_pages = 1
     with pytest.raises(AssertionError, match=r"'b'.* owns 0 pages"):
-        pool.check(held=[0, 1], cached=[2], tenants=[stranger])
+        pool.check_invariants(held=[0, 1], cached=[2], tenants=[stranger])
 
 
 def test_a_free_page_has_no_owner(pool: PagePool) -> None:
@@ -168,7 +170,7 @@ def test_a_free_page_has_no_owner(pool: PagePool) -> None:
 
 
 def test_a_page_that_others_share_stays_with_the_tenant_that_it_was_allocated_for(
-    pool: PagePool, tenant: Tenant
+    pool: PagePool, tenant: TenantAccount
 ) -> None:
     pool.retain([0])
     pool.release([0])

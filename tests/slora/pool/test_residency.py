@@ -9,7 +9,7 @@ from slora.pool.eviction_policy import Evictable, EvictionPolicy, ExpectedCost, 
 from slora.pool.evictor import Evictor
 from slora.pool.page_pool import PagePool
 from slora.pool.residency import Residency, Resident
-from slora.pool.tenant import Tenants
+from slora.pool.tenant_account import TenantAccounts
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LoraReach
@@ -25,7 +25,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @initialize(num_pages=st.integers(2, 12), num_slots=st.integers(1, 4))
     def start(self, num_pages: int, num_slots: int) -> None:
         self.pool = PagePool(num_pages)
-        tenants = Tenants(num_pages)
+        tenants = TenantAccounts(num_pages)
         self.tenant, self.sequences = tenants.find("tenant"), tenants.find("sequences")
         self.evictor = Evictor(self.pool, tenants, LeastRecentlyUsed())
         self.residency = Residency(self.pool, self.evictor, tenants, num_slots)
@@ -71,18 +71,18 @@ class ResidencyMachine(RuleBasedStateMachine):
         spare = self._spared(data)
         before, num_free = len(self.residency), self.num_slots - len(self.residency)
         possible = num_free > 0 or len(self.idle) > len(spare)
-        assert self.residency.can_make_room(spare) == possible
-        assert self.residency.make_room(self.sequences, spare) == possible
+        assert self.residency.can_free_slot(spare) == possible
+        assert self.residency.ensure_free_slot(self.sequences, spare) == possible
         assert before - len(self.residency) == (possible and num_free == 0), "one leaves if one must"
         self._see_who_left(spare, for_slot=True)
 
     @rule(version=versions, num_pages=st.integers(0, 4))
     def an_adapter_comes(self, version: AdapterVersion, num_pages: int) -> None:
-        if self.residency.find(version) or not self.residency.can_make_room():
+        if self.residency.find(version) or not self.residency.can_free_slot():
             return
         if self.evictor.make_room(num_pages, self.tenant):
-            assert self.residency.make_room(self.tenant)
-            resident = self.residency.admit(version, self.tenant, num_pages, 1000 * num_pages, REACH)
+            assert self.residency.ensure_free_slot(self.tenant)
+            resident = self.residency.allocate(version, self.tenant, num_pages, 1000 * num_pages, REACH)
             assert len(resident.pages) == num_pages
             assert (resident.slot, resident.generation) not in self.tenancies, "a generation came twice"
             self.tenancies.add((resident.slot, resident.generation))
@@ -158,7 +158,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @rule(version=versions)
     def forget(self, version: AdapterVersion) -> None:
-        self.residency.forget(version)
+        self.residency.remove(version)
         if version in self.users:
             self.leaving.add(version)
         else:
@@ -180,8 +180,8 @@ class ResidencyMachine(RuleBasedStateMachine):
     def pages_and_slots_add_up(self) -> None:
         residents = list(self.residency)
         held = [*self.kv_pages, *self.residency.held_pages()]
-        self.pool.check(held, self.residency.cached_pages(), [self.tenant, self.sequences])
-        self.evictor.check()
+        self.pool.check_invariants(held, self.residency.cached_pages(), [self.tenant, self.sequences])
+        self.evictor.check_invariants()
         assert {resident.version for resident in residents} == {*self.idle, *self.users}
         pinned = [resident for resident in residents if resident.is_pinned]
         assert {resident.version for resident in pinned} == self.pinned
@@ -199,12 +199,12 @@ COSTS = CostModel(
 )
 
 
-class House:
+class Setup:
     """A pool of 100 pages with three slots."""
 
     def __init__(self, policy: EvictionPolicy | None = None) -> None:
         self.pool = PagePool(100)
-        self.tenants = Tenants(100)
+        self.tenants = TenantAccounts(100)
         self.evictor = Evictor(self.pool, self.tenants, policy or LeastRecentlyUsed())
         self.residency = Residency(self.pool, self.evictor, self.tenants, 3)
 
@@ -212,7 +212,7 @@ class House:
         """Admits an adapter whose load is in progress."""
         owner = self.tenants.find(tenant)
         assert self.evictor.make_room(num_pages, owner)
-        return self.residency.admit(AdapterVersion(tenant, name), owner, num_pages, num_bytes, REACH)
+        return self.residency.allocate(AdapterVersion(tenant, name), owner, num_pages, num_bytes, REACH)
 
     def load(self, name: str, num_pages: int = 10, num_bytes: int = 1000, tenant: str = "owner") -> Resident:
         """Loads an adapter and leaves it idle."""
@@ -223,81 +223,81 @@ class House:
     def is_here(self, resident: Resident) -> bool:
         return self.residency.find(resident.version) is resident
 
-    def push_out(self, num_pages: int, taker: str = "taker") -> None:
-        """`taker`, which already owns `num_pages`, takes the rest of the pool too. Evicts idle adapters for it."""
-        tenant = self.tenants.find(taker)
+    def push_out(self, num_pages: int, requester: str = "requester") -> None:
+        """`requester`, which already owns `num_pages`, takes the rest of the pool too. Evicts idle adapters for it."""
+        tenant = self.tenants.find(requester)
         assert self.evictor.make_room(num_pages, tenant)
         self.pool.allocate(num_pages, tenant)
         assert self.evictor.make_room(100 - num_pages, tenant)
 
 
 @pytest.fixture
-def house() -> House:
-    return House()
+def setup() -> Setup:
+    return Setup()
 
 
-def test_an_adapter_that_is_being_loaded_is_held(house: House) -> None:
-    resident = house.admit("x")
-    house.residency.advance_load(resident, 9)
+def test_an_adapter_that_is_being_loaded_is_held(setup: Setup) -> None:
+    resident = setup.admit("x")
+    setup.residency.advance_load(resident, 9)
     assert not resident.is_loaded
-    assert not house.evictor.make_room(91, house.tenants.find("taker"))
-    house.residency.advance_load(resident, 1)
+    assert not setup.evictor.make_room(91, setup.tenants.find("requester"))
+    setup.residency.advance_load(resident, 1)
     assert resident.is_loaded
-    assert house.evictor.make_room(91, house.tenants.find("taker"))
-    assert not house.is_here(resident)
+    assert setup.evictor.make_room(91, setup.tenants.find("requester"))
+    assert not setup.is_here(resident)
 
 
-def test_an_adapter_whose_load_broke_leaves_at_once_if_nobody_waits_for_it(house: House) -> None:
-    resident = house.admit("x")
-    house.residency.advance_load(resident, 9)
-    house.residency.abandon_load(resident)
-    assert not house.is_here(resident)
-    assert house.pool.num_free == 100
+def test_an_adapter_whose_load_broke_leaves_at_once_if_nobody_waits_for_it(setup: Setup) -> None:
+    resident = setup.admit("x")
+    setup.residency.advance_load(resident, 9)
+    setup.residency.abandon_load(resident)
+    assert not setup.is_here(resident)
+    assert setup.pool.num_free == 100
 
 
-def test_an_adapter_whose_load_broke_leaves_with_its_last_user_and_is_never_loaded(house: House) -> None:
-    resident = house.admit("x")
-    house.residency.acquire(resident)
-    house.residency.abandon_load(resident)
-    assert house.is_here(resident)
+def test_an_adapter_whose_load_broke_leaves_with_its_last_user_and_is_never_loaded(setup: Setup) -> None:
+    resident = setup.admit("x")
+    setup.residency.acquire(resident)
+    setup.residency.abandon_load(resident)
+    assert setup.is_here(resident)
     assert not resident.is_loaded
-    house.residency.release(resident)
-    assert not house.is_here(resident)
+    setup.residency.release(resident)
+    assert not setup.is_here(resident)
 
 
-def test_a_deleted_adapter_leaves_when_its_load_is_done(house: House) -> None:
-    resident = house.admit("x")
-    house.residency.forget(resident.version)
-    assert house.is_here(resident)
-    house.residency.advance_load(resident, 10)
-    assert not house.is_here(resident)
+def test_a_deleted_adapter_leaves_when_its_load_is_done(setup: Setup) -> None:
+    resident = setup.admit("x")
+    setup.residency.remove(resident.version)
+    assert setup.is_here(resident)
+    setup.residency.advance_load(resident, 10)
+    assert not setup.is_here(resident)
 
 
-def test_a_load_that_is_over_cannot_go_on(house: House) -> None:
-    resident = house.load("x")
+def test_a_load_that_is_over_cannot_go_on(setup: Setup) -> None:
+    resident = setup.load("x")
     with pytest.raises(AssertionError, match="is not being loaded"):
-        house.residency.advance_load(resident, 0)
+        setup.residency.advance_load(resident, 0)
     with pytest.raises(AssertionError, match="is not being loaded"):
-        house.residency.abandon_load(resident)
+        setup.residency.abandon_load(resident)
 
 
-def test_more_pages_than_it_has_cannot_be_loaded(house: House) -> None:
+def test_more_pages_than_it_has_cannot_be_loaded(setup: Setup) -> None:
     with pytest.raises(AssertionError, match="more pages loaded than it has"):
-        house.residency.advance_load(house.admit("x"), 11)
+        setup.residency.advance_load(setup.admit("x"), 11)
 
 
 def test_for_a_slot_the_idle_adapter_that_the_policy_ranks_lowest_leaves() -> None:
-    house = House(ExpectedCost(COSTS))
+    setup = Setup(ExpectedCost(COSTS))
     dear, cheap, other = (
-        house.load(name, num_bytes=size) for name, size in [("d", 3000), ("c", 1000), ("o", 2000)]
+        setup.load(name, num_bytes=size) for name, size in [("d", 3000), ("c", 1000), ("o", 2000)]
     )
-    assert house.residency.make_room(house.tenants.find("owner"))
-    assert (house.is_here(dear), house.is_here(cheap), house.is_here(other)) == (True, False, True)
-    assert house.residency.make_room(house.tenants.find("owner")), "there is one already"
-    assert len(house.residency) == 2
+    assert setup.residency.ensure_free_slot(setup.tenants.find("owner"))
+    assert (setup.is_here(dear), setup.is_here(cheap), setup.is_here(other)) == (True, False, True)
+    assert setup.residency.ensure_free_slot(setup.tenants.find("owner")), "there is one already"
+    assert len(setup.residency) == 2
 
 
-class Remembering:
+class RecordingPolicy:
     """A policy that records what it is told."""
 
     name = "remembering"
@@ -308,145 +308,147 @@ class Remembering:
     def rank(self, item: Evictable, tick: int, age: float) -> float:
         return tick
 
-    def learn(self, item: Evictable, *, was_used: bool) -> None:
+    def record_outcome(self, item: Evictable, *, was_used: bool) -> None:
         self.learned.append((item, was_used))
 
 
 def test_the_policy_learns_what_is_used_again_and_what_leaves_for_pages_or_a_slot() -> None:
-    policy = Remembering()
-    house = House(policy)
-    used, second, third = house.load("x"), house.load("y"), house.load("z")
-    house.residency.acquire(used)
-    house.residency.acquire(used)
-    assert house.residency.make_room(house.tenants.find("owner"))
-    assert house.evictor.make_room(90, house.tenants.find("taker"))
+    policy = RecordingPolicy()
+    setup = Setup(policy)
+    used, second, third = setup.load("x"), setup.load("y"), setup.load("z")
+    setup.residency.acquire(used)
+    setup.residency.acquire(used)
+    assert setup.residency.ensure_free_slot(setup.tenants.find("owner"))
+    assert setup.evictor.make_room(90, setup.tenants.find("requester"))
     assert policy.learned == [(used, True), (second, False), (third, False)]
 
 
 def test_what_is_deleted_tells_the_policy_nothing() -> None:
-    policy = Remembering()
-    house = House(policy)
-    house.residency.forget(house.load("x").version)
-    house.residency.abandon_load(house.admit("y"))
+    policy = RecordingPolicy()
+    setup = Setup(policy)
+    setup.residency.remove(setup.load("x").version)
+    setup.residency.abandon_load(setup.admit("y"))
     assert policy.learned == []
 
 
-def test_bringing_an_adapter_back_takes_its_fetch_and_its_load(house: House) -> None:
-    owner = house.tenants.find("owner")
-    resident = house.residency.admit(AdapterVersion("owner", "x"), owner, 10, 1_000_000, REACH, fetch_s=0.5)
-    assert resident.reload_s(COSTS) == pytest.approx(0.51)
+def test_bringing_an_adapter_back_takes_its_fetch_and_its_load(setup: Setup) -> None:
+    owner = setup.tenants.find("owner")
+    resident = setup.residency.allocate(
+        AdapterVersion("owner", "x"), owner, 10, 1_000_000, REACH, fetch_s=0.5
+    )
+    assert resident.restore_s(COSTS) == pytest.approx(0.51)
 
 
-def test_for_a_slot_an_adapter_that_a_floor_protects_leaves_last(house: House) -> None:
-    house.tenants.set_share("safe", TenantShare(min_share=0.2))
-    first, second = house.load("x", tenant="safe"), house.load("y", tenant="safe")
-    last = house.load("z")
-    taker = house.tenants.find("taker")
-    assert house.residency.make_room(taker)
-    assert not house.is_here(last)
-    house.residency.acquire(house.load("w"))
-    assert house.residency.make_room(taker), "nobody must wait for a slot that is idle"
-    assert not house.is_here(first)
-    assert house.is_here(second)
+def test_for_a_slot_an_adapter_that_a_floor_protects_leaves_last(setup: Setup) -> None:
+    setup.tenants.set_share("safe", TenantShare(min_share=0.2))
+    first, second = setup.load("x", tenant="safe"), setup.load("y", tenant="safe")
+    last = setup.load("z")
+    requester = setup.tenants.find("requester")
+    assert setup.residency.ensure_free_slot(requester)
+    assert not setup.is_here(last)
+    setup.residency.acquire(setup.load("w"))
+    assert setup.residency.ensure_free_slot(requester), "nobody must wait for a slot that is idle"
+    assert not setup.is_here(first)
+    assert setup.is_here(second)
 
 
-def test_for_a_slot_a_tenant_may_give_up_what_its_own_floor_protects(house: House) -> None:
-    house.tenants.set_share("safe", TenantShare(min_share=0.3))
-    own = house.load("x", tenant="safe")
-    house.load("y")
-    house.load("z")
-    assert house.residency.make_room(house.tenants.find("safe"))
-    assert not house.is_here(own)
+def test_for_a_slot_a_tenant_may_give_up_what_its_own_floor_protects(setup: Setup) -> None:
+    setup.tenants.set_share("safe", TenantShare(min_share=0.3))
+    own = setup.load("x", tenant="safe")
+    setup.load("y")
+    setup.load("z")
+    assert setup.residency.ensure_free_slot(setup.tenants.find("safe"))
+    assert not setup.is_here(own)
 
 
-def test_for_a_slot_a_pinned_adapter_leaves_after_one_that_a_floor_protects(house: House) -> None:
-    house.tenants.set_share("safe", TenantShare(min_share=0.1))
-    pinned, safe = house.load("x"), house.load("y", tenant="safe")
-    house.residency.pin(pinned)
-    house.residency.acquire(house.load("z"))
-    taker = house.tenants.find("taker")
-    assert house.residency.make_room(taker)
-    assert house.is_here(pinned) and not house.is_here(safe)
-    house.residency.acquire(house.load("w"))
-    assert house.residency.make_room(taker), "nobody must wait for a slot that is idle"
-    assert not house.is_here(pinned)
+def test_for_a_slot_a_pinned_adapter_leaves_after_one_that_a_floor_protects(setup: Setup) -> None:
+    setup.tenants.set_share("safe", TenantShare(min_share=0.1))
+    pinned, safe = setup.load("x"), setup.load("y", tenant="safe")
+    setup.residency.pin(pinned)
+    setup.residency.acquire(setup.load("z"))
+    requester = setup.tenants.find("requester")
+    assert setup.residency.ensure_free_slot(requester)
+    assert setup.is_here(pinned) and not setup.is_here(safe)
+    setup.residency.acquire(setup.load("w"))
+    assert setup.residency.ensure_free_slot(requester), "nobody must wait for a slot that is idle"
+    assert not setup.is_here(pinned)
 
 
 def test_an_adapter_that_is_pinned_or_unpinned_keeps_the_rank_that_it_fell_idle_with() -> None:
-    house = House(LeastRecentlyUsed())
-    first, second = house.load("x"), house.load("y")
-    house.residency.pin(first)
-    assert house.evictor.make_room(90, house.tenants.find("taker"))
-    assert house.is_here(first) and not house.is_here(second)
-    third = house.load("z")
-    house.residency.unpin(first)
-    assert house.evictor.make_room(90, house.tenants.find("taker"))
-    assert house.is_here(third) and not house.is_here(first)
+    setup = Setup(LeastRecentlyUsed())
+    first, second = setup.load("x"), setup.load("y")
+    setup.residency.pin(first)
+    assert setup.evictor.make_room(90, setup.tenants.find("requester"))
+    assert setup.is_here(first) and not setup.is_here(second)
+    third = setup.load("z")
+    setup.residency.unpin(first)
+    assert setup.evictor.make_room(90, setup.tenants.find("requester"))
+    assert setup.is_here(third) and not setup.is_here(first)
 
 
-def test_without_an_idle_adapter_there_is_no_room_for_a_slot(house: House) -> None:
-    spared = house.load("x")
+def test_without_an_idle_adapter_there_is_no_room_for_a_slot(setup: Setup) -> None:
+    spared = setup.load("x")
     for name in "yz":
-        house.residency.acquire(house.load(name))
-    taker = house.tenants.find("taker")
-    assert not house.residency.can_make_room([spared])
-    assert not house.residency.make_room(taker, [spared])
-    assert house.residency.can_make_room()
-    assert house.residency.make_room(taker)
-    assert not house.is_here(spared)
+        setup.residency.acquire(setup.load(name))
+    requester = setup.tenants.find("requester")
+    assert not setup.residency.can_free_slot([spared])
+    assert not setup.residency.ensure_free_slot(requester, [spared])
+    assert setup.residency.can_free_slot()
+    assert setup.residency.ensure_free_slot(requester)
+    assert not setup.is_here(spared)
 
 
-def test_an_adapter_that_had_to_leave_for_a_tenant_above_its_share_was_pushed_out(house: House) -> None:
-    resident = house.load("x")
-    house.push_out(51)
-    assert house.residency.was_pushed_out(resident.version), (
+def test_an_adapter_that_had_to_leave_for_a_tenant_above_its_share_was_pushed_out(setup: Setup) -> None:
+    resident = setup.load("x")
+    setup.push_out(51)
+    assert setup.residency.was_displaced(resident.version), (
         "51 of 100 pages, and half of the pool is its share"
     )
-    again = house.admit("x")
-    house.residency.advance_load(again, 9)
-    assert house.residency.was_pushed_out(resident.version), "it can be asked as long as it is being loaded"
-    house.residency.advance_load(again, 1)
-    assert not house.residency.was_pushed_out(resident.version)
+    again = setup.admit("x")
+    setup.residency.advance_load(again, 9)
+    assert setup.residency.was_displaced(resident.version), "it can be asked as long as it is being loaded"
+    setup.residency.advance_load(again, 1)
+    assert not setup.residency.was_displaced(resident.version)
 
 
-def test_an_adapter_that_left_for_a_tenant_within_its_share_was_not_pushed_out(house: House) -> None:
-    resident = house.load("x")
-    house.push_out(50)
-    assert not house.is_here(resident)
-    assert not house.residency.was_pushed_out(resident.version)
+def test_an_adapter_that_left_for_a_tenant_within_its_share_was_not_pushed_out(setup: Setup) -> None:
+    resident = setup.load("x")
+    setup.push_out(50)
+    assert not setup.is_here(resident)
+    assert not setup.residency.was_displaced(resident.version)
 
 
-def test_an_adapter_that_left_for_its_own_tenant_was_not_pushed_out(house: House) -> None:
-    house.tenants.find("waits").num_waiting = 1
-    resident = house.load("x")
-    house.push_out(80, taker="owner")
-    assert not house.is_here(resident)
-    assert not house.residency.was_pushed_out(resident.version)
+def test_an_adapter_that_left_for_its_own_tenant_was_not_pushed_out(setup: Setup) -> None:
+    setup.tenants.find("waits").num_waiting = 1
+    resident = setup.load("x")
+    setup.push_out(80, requester="owner")
+    assert not setup.is_here(resident)
+    assert not setup.residency.was_displaced(resident.version)
 
 
-def test_an_adapter_that_lost_its_slot_to_a_tenant_above_its_share_was_pushed_out(house: House) -> None:
-    residents = [house.load(name) for name in "xyz"]
-    taker = house.tenants.find("taker")
-    house.pool.allocate(60, taker)
-    assert house.residency.make_room(taker)
-    assert [house.residency.was_pushed_out(resident.version) for resident in residents] == [
+def test_an_adapter_that_lost_its_slot_to_a_tenant_above_its_share_was_pushed_out(setup: Setup) -> None:
+    residents = [setup.load(name) for name in "xyz"]
+    requester = setup.tenants.find("requester")
+    setup.pool.allocate(60, requester)
+    assert setup.residency.ensure_free_slot(requester)
+    assert [setup.residency.was_displaced(resident.version) for resident in residents] == [
         True,
         False,
         False,
     ]
 
 
-def test_what_was_pushed_out_is_forgotten_with_the_adapter(house: House) -> None:
-    resident = house.load("x")
-    house.push_out(60)
-    house.residency.forget(resident.version)
-    assert not house.residency.was_pushed_out(resident.version)
+def test_what_was_pushed_out_is_forgotten_with_the_adapter(setup: Setup) -> None:
+    resident = setup.load("x")
+    setup.push_out(60)
+    setup.residency.remove(resident.version)
+    assert not setup.residency.was_displaced(resident.version)
 
 
 def test_of_those_that_were_pushed_out_only_so_many_are_remembered(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slora.pool.residency._MAX_PUSHED_OUT", 2)
-    residents = [house.load(name) for name in "xyz"]
-    house.push_out(60)
-    assert [house.residency.was_pushed_out(resident.version) for resident in residents] == [False, True, True]
+    monkeypatch.setattr("slora.pool.residency._MAX_DISPLACED", 2)
+    residents = [setup.load(name) for name in "xyz"]
+    setup.push_out(60)
+    assert [setup.residency.was_displaced(resident.version) for resident in residents] == [False, True, True]

@@ -28,7 +28,7 @@ class SwapSpaceMachine(RuleBasedStateMachine):
     @invariant()
     def every_page_is_free_or_somebodys(self) -> None:
         held = [page for pages in self.saved for page in pages]
-        self.space.check(held)
+        self.space.check_invariants(held)
         assert self.space.num_free == self.space.num_pages - len(held)
 
 
@@ -39,9 +39,9 @@ TestSwapSpace = SwapSpaceMachine.TestCase
 def test_check_finds_a_page_that_is_lost_or_has_two_owners(held: list[int]) -> None:
     space = SwapSpace(4)
     assert space.allocate(1) == [0]
-    space.check([0])
+    space.check_invariants([0])
     with pytest.raises(AssertionError, match=r"3 host pages are free, \d held, of 4"):
-        space.check(held)
+        space.check_invariants(held)
 
 
 def test_taking_more_than_is_free_fails() -> None:

@@ -81,7 +81,7 @@ def test_no_step_of_it_is_larger_than_may_be_and_none_leaves_a_trace(
         return sampled
 
     monkeypatch.setattr(Runner, "run", watched)
-    monkeypatch.setattr("slora.device.page_memory.empty_tensor", zeros)
+    monkeypatch.setattr("slora.device.device_memory.empty_tensor", zeros)
     # Without this, a slow smaller prefill on a busy machine may already count as long enough.
     monkeypatch.setattr("slora.runner.cost_measurement._ENOUGH_PREFILL", 1e9)
     runner = start_runner(kits("llama"), num_pages=60, max_num_seqs=4, max_num_batched_tokens=50)
@@ -103,7 +103,7 @@ def test_the_pages_are_cleared_even_if_a_step_of_it_breaks(kits: Kits) -> None:
 
     def break_down(plan: StepPlan) -> None:
         for chunk in plan.chunks:
-            runner.memory.pages[chunk.sequence.blocks.held] = 1
+            runner.memory.pages[chunk.sequence.blocks.held_pages] = 1
             raise RuntimeError("out of order")
 
     with pytest.raises(RuntimeError, match="out of order"):

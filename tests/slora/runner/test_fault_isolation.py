@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from slora.errors import DeviceFailed
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.request import EngineRequest
 from slora.runner.fault_isolation import FaultIsolation, PagesNotMoved, StepResult
 from slora.sampling_params import SamplingParams
@@ -15,7 +15,7 @@ from slora.scheduler.step_plan import Chunk, Sampled, StepPlan
 
 def make_chunk(number: int, *, num_forks: int = 0, samples: bool = True) -> Chunk:
     request = EngineRequest(str(number), "t", [number], None, SamplingParams())
-    sequence = Sequence(request, Tenant("t"), 1, frozenset(), 0, 16)
+    sequence = Sequence(request, TenantAccount("t"), 1, frozenset(), 0, 16)
     forks = tuple(sequence.fork(index) for index in range(1, num_forks + 1))
     return Chunk(sequence, 0, 1, samples=samples, slot=None, generation=None, forks=forks)
 

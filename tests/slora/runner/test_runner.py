@@ -9,7 +9,7 @@ import torch
 
 from slora.engine.engine import Engine
 from slora.pool.residency import Resident
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import AdapterLoad, StepPlan
@@ -38,7 +38,7 @@ def test_pages_leave_before_others_come_in_their_place(kits: Kits) -> None:
     adapter_pages = [1, *range(100, 100 + -(-len(packed.buffer) // runner.full_page_bytes) - 1)]
     resident = Resident(
         AdapterVersion("t", "moves"),
-        Tenant("t"),
+        TenantAccount("t"),
         0,
         1,
         adapter_pages,
@@ -61,14 +61,14 @@ def move_out_and_in(engine: Engine, plans: list[StepPlan]) -> None:
     """Swaps all held KV out to the host, and swaps it in to other pages in another order."""
     sequences = engine._scheduler._batch
     kv = engine._scheduler.memory.kv
-    pages = [page for sequence in sequences for page in sequence.blocks.held]
+    pages = [page for sequence in sequences for page in sequence.blocks.held_pages]
     host_pages = range(len(pages))
-    targets = engine._scheduler.memory.pool.allocate(len(pages), Tenant("t"))
+    targets = engine._scheduler.memory.pool.allocate(len(pages), TenantAccount("t"))
     plans.append(StepPlan(swaps_out=list(zip(pages, host_pages, strict=True))))
     plans.append(StepPlan(swaps_in=list(zip(host_pages, reversed(targets), strict=True))))
     moved = dict(zip(pages, reversed(targets), strict=True))
     for sequence in sequences:
-        held = sequence.blocks.held
+        held = sequence.blocks.held_pages
         kv.release(held)
         sequence.blocks.num_pages = 0
         sequence.blocks.extend([moved[page] for page in held])

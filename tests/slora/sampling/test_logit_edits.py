@@ -11,7 +11,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.request import EngineRequest
 from slora.sampling.logit_edits import edit_logits, penalise, penalise_all
 from slora.sampling.sampling_table import SamplingTable
@@ -25,7 +25,9 @@ CPU = torch.device("cpu")
 def make_sequence(
     params: SamplingParams, prompt: list[int], generated: list[int], stop_ids: frozenset[int] = frozenset()
 ) -> Sequence:
-    sequence = Sequence(EngineRequest("r", "t", prompt, None, params), Tenant("t"), 100, stop_ids, 0, 16)
+    sequence = Sequence(
+        EngineRequest("r", "t", prompt, None, params), TenantAccount("t"), 100, stop_ids, 0, 16
+    )
     sequence.token_ids.extend(generated)
     return sequence
 

@@ -13,7 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.request import EngineRequest
 from slora.sampling.sampler import sample
 from slora.sampling.sampling_table import SamplingTable
@@ -36,7 +36,7 @@ def make_sequence(
 ) -> Sequence:
     """A sequence whose prompt is token 0 repeated `num_tokens` times, followed by the `generated` tokens."""
     request = EngineRequest("r", "t", [0] * num_tokens, None, params)
-    sequence = Sequence(request, Tenant("t"), 1, frozenset(stop_ids), seed, 16)
+    sequence = Sequence(request, TenantAccount("t"), 1, frozenset(stop_ids), seed, 16)
     sequence.token_ids.extend(generated)
     return sequence
 

@@ -4,21 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.scheduler.fair_queue import FairQueue
 from slora.scheduler.sequence import Sequence
 from slora.tenant_share import TenantShare
 from tests.support.queueing import make_sequence, make_tenant
 
 
-def push(queue: FairQueue, tenant: Tenant, count: int = 1, priority: int = 0) -> list[Sequence]:
+def push(queue: FairQueue, tenant: TenantAccount, count: int = 1, priority: int = 0) -> list[Sequence]:
     sequences = [make_sequence(tenant, priority) for _ in range(count)]
     for sequence in sequences:
         queue.push(sequence)
     return sequences
 
 
-def serve(queue: FairQueue, cost: float) -> Tenant:
+def serve(queue: FairQueue, cost: float) -> TenantAccount:
     """The next sequence starts, and its tenant is charged `cost`."""
     sequence = queue.next()
     assert sequence is not None

@@ -4,7 +4,7 @@ pages."""
 import pytest
 
 from slora.pool.page_pool import PagePool
-from slora.pool.tenant import Tenants
+from slora.pool.tenant_account import TenantAccounts
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
 from slora.scheduler.fair_queue import FairQueue
@@ -18,7 +18,7 @@ class Runners:
     def __init__(self, **shares: TenantShare) -> None:
         self.queue = FairQueue()
         self.sequences: list[Sequence] = []
-        self.pool, self.tenants = PagePool(100), Tenants(100)
+        self.pool, self.tenants = PagePool(100), TenantAccounts(100)
         for name, share in shares.items():
             self.tenants.set_share(name, share)
 
@@ -78,7 +78,7 @@ def test_pages_that_are_only_cached_do_not_count_as_held() -> None:
     runners = Runners()
     runners.run("caching", "a", 10, 1)
     runners.run("other", "b", 12, 50)
-    runners.pool.park(runners.pool.allocate(50, runners.tenants.find("a")))
+    runners.pool.cache(runners.pool.allocate(50, runners.tenants.find("a")))
     assert runners.victim == "other"
 
 

@@ -639,9 +639,9 @@ def test_a_sequence_of_ten_windows_holds_no_more_than_one_and_its_chunk(
     while bench.scheduler.num_running + bench.scheduler.num_waiting:
         bench.step()
         chunks = bench.last_plan.chunks
-        most = max(most, *(len(chunk.sequence.blocks.held) for chunk in chunks))
+        most = max(most, *(len(chunk.sequence.blocks.held_pages) for chunk in chunks))
         for chunk in chunks:
-            assert len(chunk.sequence.blocks.held) <= 8 // 4 + -(-chunk.num_tokens // 4) + 1
+            assert len(chunk.sequence.blocks.held_pages) <= 8 // 4 + -(-chunk.num_tokens // 4) + 1
     assert prompt > 1 or most == 3, "one by one, 8 tokens touch three blocks of 4 at most"
 
 

@@ -1,4 +1,4 @@
-"""The tenants from the engine's view: their pages and the service that they have received.
+"""The engine's accounts of tenants: their pages and the service that they have received.
 
 `PagePool` updates the page counts, and the queue updates service and waiting requests. This module does not depend on
 requests, pages or API keys: the API has authenticated the tenant before.
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from slora.tenant_share import TenantShare
 
 
-class Tenant:
-    """The state of one tenant.
+class TenantAccount:
+    """The account of one tenant.
 
     service: virtual token counter (VTC, OSDI'24): grows by cost / weight.
     num_pages: number of pool pages that it owns, held and cached.
@@ -42,7 +42,7 @@ class Tenant:
         self.num_waiting = 0
 
     def __repr__(self) -> str:
-        return f"Tenant({self.name!r}, {self.num_pages} pages, {self.num_cached} of them cached)"
+        return f"TenantAccount({self.name!r}, {self.num_pages} pages, {self.num_cached} of them cached)"
 
     @property
     def is_bounded(self) -> bool:
@@ -61,28 +61,28 @@ class Tenant:
         """Whether other tenants may evict its cached pages."""
         return self.num_pages > self.min_pages
 
-    def exceeds(self, num_more: int) -> bool:
-        """Whether `num_more` further held pages would exceed its ceiling even if all its cached pages were evicted."""
-        return self.max_pages is not None and self.num_pages - self.num_cached + num_more > self.max_pages
+    def would_exceed_ceiling(self, num_pages: int) -> bool:
+        """Whether `num_pages` further held pages would exceed its ceiling even if all its cached pages were evicted."""
+        return self.max_pages is not None and self.num_pages - self.num_cached + num_pages > self.max_pages
 
-    def pages_over_ceiling(self, num_more: int) -> int:
-        """Number of its pages that must be evicted before it may allocate `num_more`."""
-        return 0 if self.max_pages is None else max(0, self.num_pages + num_more - self.max_pages)
+    def pages_over_ceiling(self, num_pages: int) -> int:
+        """Number of its pages that must be evicted before it may allocate `num_pages`."""
+        return 0 if self.max_pages is None else max(0, self.num_pages + num_pages - self.max_pages)
 
 
-class Tenants:
-    """All tenants that the engine has seen. num_pages: number of pages in the pool that they share."""
+class TenantAccounts:
+    """The accounts of all tenants that the engine has seen. num_pages: number of pages in the pool that they share."""
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
-        self._tenants: dict[str, Tenant] = {}
+        self._tenants: dict[str, TenantAccount] = {}
         # Every change creates a new list, so that the evictor can detect a change by identity.
-        self.bounded: list[Tenant] = []
+        self.bounded: list[TenantAccount] = []
 
-    def __iter__(self) -> Iterator[Tenant]:
+    def __iter__(self) -> Iterator[TenantAccount]:
         return iter(self._tenants.values())
 
-    def most_pages(self, tenant: Tenant) -> int:
+    def page_limit(self, tenant: TenantAccount) -> int:
         """The most pages that it can ever hold: its ceiling, or what the floors of other tenants leave."""
         rest = self._num_pages - sum(other.min_pages for other in self.bounded if other is not tenant)
         return rest if tenant.max_pages is None else min(rest, tenant.max_pages)
@@ -91,11 +91,11 @@ class Tenants:
     def has_floors(self) -> bool:
         return any(tenant.min_pages for tenant in self.bounded)
 
-    def find(self, name: str) -> Tenant:
+    def find(self, name: str) -> TenantAccount:
         """The tenant of this name; created with the default share at the first call."""
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = Tenant(name)
+            tenant = self._tenants[name] = TenantAccount(name)
         return tenant
 
     def set_share(self, name: str, share: TenantShare) -> None:
@@ -110,7 +110,7 @@ class Tenants:
         if tenant.is_bounded != was_bounded:
             self.bounded = [tenant for tenant in self if tenant.is_bounded]
 
-    def is_over_share(self, tenant: Tenant) -> bool:
+    def is_over_share(self, tenant: TenantAccount) -> bool:
         """Whether it owns more pages than its weight entitles it to among the tenants that own pages or have waiting
         requests.
 

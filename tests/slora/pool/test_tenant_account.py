@@ -4,7 +4,7 @@ import pytest
 
 from slora.errors import ConfigError
 from slora.pool.page_pool import PagePool
-from slora.pool.tenant import Tenant, Tenants
+from slora.pool.tenant_account import TenantAccount, TenantAccounts
 from slora.tenant_share import TenantShare
 
 
@@ -28,7 +28,7 @@ def test_a_floor_above_the_ceiling_is_refused() -> None:
 
 
 def test_a_tenant_is_made_once_with_the_default_share() -> None:
-    tenants = Tenants(100)
+    tenants = TenantAccounts(100)
     tenant = tenants.find("a")
     assert tenants.find("a") is tenant
     assert tenant.share == TenantShare()
@@ -37,7 +37,7 @@ def test_a_tenant_is_made_once_with_the_default_share() -> None:
 
 
 def test_a_charge_counts_by_weight() -> None:
-    tenants = Tenants(100)
+    tenants = TenantAccounts(100)
     tenants.set_share("heavy", TenantShare(weight=2))
     tenants.find("heavy").charge(30)
     tenants.find("light").charge(15)
@@ -45,7 +45,7 @@ def test_a_charge_counts_by_weight() -> None:
 
 
 def test_fractions_of_the_pool_become_whole_pages_that_add_up() -> None:
-    tenants = Tenants(100)
+    tenants = TenantAccounts(100)
     tenants.set_share("a", TenantShare(min_share=0.29, max_share=0.57))
     assert (tenants.find("a").min_pages, tenants.find("a").max_pages) == (29, 57)
     for name in "bcd":
@@ -54,7 +54,7 @@ def test_fractions_of_the_pool_become_whole_pages_that_add_up() -> None:
 
 
 def test_tenants_with_a_floor_or_a_ceiling_are_bounded_as_long_as_they_have_one() -> None:
-    tenants = Tenants(100)
+    tenants = TenantAccounts(100)
     assert tenants.bounded == []
     tenants.set_share("floor", TenantShare(min_share=0.1))
     tenants.set_share("ceiling", TenantShare(max_share=0.5))
@@ -69,7 +69,7 @@ def test_tenants_with_a_floor_or_a_ceiling_are_bounded_as_long_as_they_have_one(
 
 
 def test_a_tenant_is_above_its_floor_until_it_owns_no_more_than_that() -> None:
-    tenants = Tenants(100)
+    tenants = TenantAccounts(100)
     tenants.set_share("a", TenantShare(min_share=0.05))
     tenant, pool = tenants.find("a"), PagePool(100)
     pages = pool.allocate(6, tenant)
@@ -79,7 +79,7 @@ def test_a_tenant_is_above_its_floor_until_it_owns_no_more_than_that() -> None:
 
 
 def test_a_ceiling_counts_what_is_owned_and_what_is_wanted() -> None:
-    tenants = Tenants(100)
+    tenants = TenantAccounts(100)
     tenant = tenants.find("a")
     tenant.num_pages = 8
     assert tenant.pages_over_ceiling(90) == 0
@@ -87,7 +87,9 @@ def test_a_ceiling_counts_what_is_owned_and_what_is_wanted() -> None:
     assert [tenant.pages_over_ceiling(num_more) for num_more in (0, 2, 3, 12)] == [0, 0, 1, 10]
 
 
-def _active(tenants: Tenants, name: str, weight: float, num_pages: int, num_waiting: int = 0) -> Tenant:
+def _active(
+    tenants: TenantAccounts, name: str, weight: float, num_pages: int, num_waiting: int = 0
+) -> TenantAccount:
     tenants.set_share(name, TenantShare(weight=weight))
     tenant = tenants.find(name)
     tenant.num_pages, tenant.num_waiting = num_pages, num_waiting
@@ -95,7 +97,7 @@ def _active(tenants: Tenants, name: str, weight: float, num_pages: int, num_wait
 
 
 def test_a_share_of_the_pool_goes_by_weight_among_tenants_that_own_pages_or_wait() -> None:
-    tenants = Tenants(400)
+    tenants = TenantAccounts(400)
     tenant = _active(tenants, "a", weight=1, num_pages=101)
     _active(tenants, "asleep", weight=50, num_pages=0)
     assert not tenants.is_over_share(tenant), "alone, all of the pool is its share"

@@ -4,7 +4,7 @@ import mmap
 import pytest
 import torch
 
-from slora.device.pinned_memory import PinnedMemory
+from slora.device.page_locked_memory import PageLockedMemory
 from slora_adapters.loader.host_cache import HostCache
 
 
@@ -16,11 +16,11 @@ def cache():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to pin for")
-def test_memory_that_cannot_be_pinned_is_a_warning_and_works(
+def test_memory_that_cannot_be_page_locked_is_a_warning_and_works(
     cache: HostCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert not PinnedMemory(cache.memory).is_pinned
-    assert "not pinned for the GPU" in caplog.text
+    assert not PageLockedMemory(cache.memory).is_page_locked
+    assert "not page-locked for the GPU" in caplog.text
     cache.memory[:] = 7
     assert int(cache.memory.sum()) == 7 * len(cache.memory)
 
@@ -28,8 +28,8 @@ def test_memory_that_cannot_be_pinned_is_a_warning_and_works(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_an_arena_is_pinned_for_as_long_as_somebody_keeps_it(cache: HostCache) -> None:
     arena = torch.from_numpy(cache.memory)
-    pinned = PinnedMemory(cache.memory)
-    assert pinned.is_pinned and arena.is_pinned()
+    pinned = PageLockedMemory(cache.memory)
+    assert pinned.is_page_locked and arena.is_pinned()
     arena.fill_(7)
     assert arena.to("cuda", non_blocking=True).sum().item() == 7 * len(arena)
     del pinned

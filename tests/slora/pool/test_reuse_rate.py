@@ -1,31 +1,31 @@
 import pytest
 
 from slora.errors import ConfigError
-from slora.pool.reuse_share import ReuseShare
+from slora.pool.reuse_rate import ReuseRate
 from slora_adapters.loader.fetch_pace import FetchPace
 
 
 def test_a_share_begins_at_a_half_and_follows_what_is_counted() -> None:
-    share = ReuseShare()
+    share = ReuseRate()
     assert share.value == 0.5
     for _ in range(8):
-        share.count(was_used=False)
+        share.record(was_used=False)
     assert share.value == pytest.approx(0.25, abs=0.01)
     for _ in range(5000):
-        share.count(was_used=True)
+        share.record(was_used=True)
     assert 0.98 < share.value < 1
 
 
 def test_the_recent_past_counts_most() -> None:
-    share = ReuseShare()
+    share = ReuseRate()
     for was_used in [True] * 10_000 + [False] * 2_000:
-        share.count(was_used=was_used)
+        share.record(was_used=was_used)
     assert share.value < 0.2
 
 
-def test_an_outset_without_weight_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the weight of the outset is 0; it must be above 0"):
-        ReuseShare(0)
+def test_an_initial_rate_without_weight_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the weight of the initial rate is 0; it must be above 0"):
+        ReuseRate(0)
 
 
 def test_fetches_are_expected_to_take_as_long_by_the_byte_as_the_last_ones() -> None:

@@ -1,4 +1,4 @@
-"""Pins host memory of another owner for a GPU, so that copies from it run in parallel with kernels."""
+"""Page-locks host memory of another owner for a GPU, so that copies from it run in parallel with kernels."""
 
 import logging
 from typing import Any
@@ -8,34 +8,34 @@ import torch
 
 from slora_adapters.peft.packing import ByteArray
 
-__all__ = ["PinnedMemory"]
+__all__ = ["PageLockedMemory"]
 
 _log = logging.getLogger(__name__)
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process.
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all contexts of the process.
 
 
-class PinnedMemory:
-    """Pins `memory` for the lifetime of this object.
+class PageLockedMemory:
+    """Page-locks `memory` for the lifetime of this object.
 
     If the system refuses, it logs a warning, and copies are slower.
     """
 
     def __init__(self, memory: ByteArray) -> None:
-        refusal = _pin(memory)
-        self.is_pinned = refusal is None
-        if self.is_pinned:
-            finalize(self, _unpin, memory)  # The finalizer also keeps the memory mapped until then.
+        refusal = _lock(memory)
+        self.is_page_locked = refusal is None
+        if self.is_page_locked:
+            finalize(self, _unlock, memory)  # The finalizer also keeps the memory mapped until then.
         else:
             _log.warning(
-                "the host cache (%d bytes) is not pinned for the GPU, so loading adapters takes longer: %s",
+                "the host cache (%d bytes) is not page-locked for the GPU, so loading adapters takes longer: %s",
                 memory.nbytes,
                 refusal,
             )
 
 
-def _pin(memory: ByteArray) -> str | None:
-    """Pins the memory. Returns None, or the reason why it failed."""
+def _lock(memory: ByteArray) -> str | None:
+    """Page-locks the memory. Returns None, or the reason why it failed."""
     try:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:  # No driver, or a torch without CUDA.
@@ -44,6 +44,6 @@ def _pin(memory: ByteArray) -> str | None:
     return None if result == runtime.cudaError.success else str(result)
 
 
-def _unpin(memory: ByteArray) -> None:
+def _unlock(memory: ByteArray) -> None:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     runtime.cudaHostUnregister(memory.ctypes.data)

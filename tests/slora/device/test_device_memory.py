@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slora.device.page_memory import PageMemory
+from slora.device.device_memory import DeviceMemory
 from slora.models.model_spec_reader import read_model_spec
 from slora.pool.residency import Resident
-from slora.pool.tenant import Tenant
+from slora.pool.tenant_account import TenantAccount
 from slora.scheduler.step_plan import AdapterLoad
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.packing import PackedAdapter, pack
@@ -39,25 +39,25 @@ def packed(kits: Kits, shape: ModelShape) -> dict[str, PackedAdapter]:
     return {kind: read(kits("llama").adapters[kind]) for kind in ("odd_rank", "rslora")}
 
 
-def make_memory(shape: ModelShape, num_pages: int = _NUM_PAGES, num_host_pages: int = 0) -> PageMemory:
+def make_memory(shape: ModelShape, num_pages: int = _NUM_PAGES, num_host_pages: int = 0) -> DeviceMemory:
     geometry = KVGeometry(
         shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim, _BLOCK_TOKENS, torch.float32
     )
     page_bytes = shape.num_layers * shape.page_bytes(_BLOCK_TOKENS)
-    memory = PageMemory(
+    memory = DeviceMemory(
         geometry, shape, page_bytes, num_pages, 4, num_pages, torch.device("cpu"), num_host_pages
     )
     memory.pages.fill_(0xFF)
     return memory
 
 
-def make_resident(packed: PackedAdapter, memory: PageMemory, generation: int = 1) -> Resident:
+def make_resident(packed: PackedAdapter, memory: DeviceMemory, generation: int = 1) -> Resident:
     """A resident in slot 2, in every second page, in descending order."""
     num_pages = -(-packed.layout.num_bytes // memory.full_page_bytes)
     pages = list(range(2 * num_pages - 1, 0, -2))
     assert 3 <= num_pages == len(pages)
     version, num_bytes = AdapterVersion("tenant", f"digest{generation}"), packed.layout.num_bytes
-    return Resident(version, Tenant("tenant"), 2, generation, pages, num_bytes, packed.layout.reach)
+    return Resident(version, TenantAccount("tenant"), 2, generation, pages, num_bytes, packed.layout.reach)
 
 
 def slices(resident: Resident, packed: PackedAdapter, length: int) -> list[AdapterLoad]:
@@ -67,11 +67,11 @@ def slices(resident: Resident, packed: PackedAdapter, length: int) -> list[Adapt
     ]
 
 
-def read_back(memory: PageMemory, resident: Resident, num_bytes: int) -> torch.Tensor:
+def read_back(memory: DeviceMemory, resident: Resident, num_bytes: int) -> torch.Tensor:
     return memory.pages[resident.pages].flatten()[:num_bytes]
 
 
-def tables(memory: PageMemory) -> list[torch.Tensor]:
+def tables(memory: DeviceMemory) -> list[torch.Tensor]:
     return [
         memory.tables.page_table,
         memory.tables.groups,

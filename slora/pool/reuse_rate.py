@@ -6,13 +6,13 @@ from slora.errors import ConfigError
 _DECAY = 0.999
 
 
-class ReuseShare:
-    """Of the items that became idle, the share that was used again before eviction.
+class ReuseRate:
+    """Of the items that became idle, the fraction that was used again before eviction.
 
-    weight: weight of the initial share of one half, in outcomes: after this many outcomes it contributes half of the
+    weight: weight of the initial rate of one half, in outcomes: after this many outcomes it contributes half of the
         value.
 
-    Worked example: with weight 8, after 8 items that were evicted unused the share is 4 / 16 = a quarter; after 100
+    Worked example: with weight 8, after 8 items that were evicted unused the rate is 4 / 16 = a quarter; after 100
     about 4%.
     """
 
@@ -20,10 +20,10 @@ class ReuseShare:
 
     def __init__(self, weight: float = 8.0) -> None:
         if not weight > 0:
-            raise ConfigError(f"the weight of the outset is {weight!r}; it must be above 0")
+            raise ConfigError(f"the weight of the initial rate is {weight!r}; it must be above 0")
         self._num_used, self._total = weight / 2, weight
 
-    def count(self, *, was_used: bool) -> None:
+    def record(self, *, was_used: bool) -> None:
         """Records one outcome: the item was used again, or it was evicted."""
         self._num_used = self._num_used * _DECAY + was_used
         self._total = self._total * _DECAY + 1

@@ -28,11 +28,11 @@ class _SlotContent(NamedTuple):
     is_complete: bool
 
 
-class PageMemory:
+class DeviceMemory:
     """The pool's pages and the adapters' tables on one device.
 
     pages: uint8 [num_pages, num_layers * page_bytes]. tables: one row per adapter slot.
-    host_pages: `num_host_pages` pages of the same size in host memory, pinned if `device` is a GPU.
+    host_pages: `num_host_pages` pages of the same size in host memory, page-locked if `device` is a GPU.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PageMemory:
         self.device = device
         self.pages = empty_tensor((num_pages, full_page_bytes), torch.uint8, device)
         self.tables = _empty_tables(num_slots, shape, max_adapter_pages, device)
-        self.host_pages = HostPages(num_host_pages, full_page_bytes, is_pinned=device.type == "cuda")
+        self.host_pages = HostPages(num_host_pages, full_page_bytes, is_page_locked=device.type == "cuda")
         self._slots: dict[int, _SlotContent] = {}
 
     def load(self, load: AdapterLoad) -> None:
@@ -75,7 +75,7 @@ class PageMemory:
     def write(self, pages: list[int], content: Tensor) -> None:
         """Copies `content`, uint8 [n] in host memory, into the pages in order. The last page may be filled in part.
 
-        A GPU copies from pinned memory asynchronously. Call `wait` before the memory of `content` is reused.
+        A GPU copies from page-locked memory asynchronously. Call `wait` before the memory of `content` is reused.
         """
         whole, rest = divmod(len(content), self.full_page_bytes)
         body = content[: whole * self.full_page_bytes].view(whole, self.full_page_bytes)
