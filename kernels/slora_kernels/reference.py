@@ -104,14 +104,16 @@ def scale_up(largest: Tensor) -> Tensor:
 
 
 def write_kv(pages: Tensor, geometry: KVGeometry, layer: int, slot: int, k: Tensor, v: Tensor) -> None:
-    """Writes k and v, float64 [Hk, D], of one token to its slot."""
+    """Writes k and v, float64 [Hk, D], of one token to its slot. `KVFormat` says how numbers that are not finite are
+    written."""
     page, offset = divmod(slot, geometry.block_tokens)
     place = view_layer(pages, geometry, layer)[page, :, :, offset]
     sides = torch.stack((k, v))
+    stored = sides if geometry.has_scales else sides.to(geometry.dtype)
+    wrong = ~stored.isfinite().all(-1).all(0)
+    sides[0, wrong], sides[1, wrong] = torch.nan, 0.0
     if geometry.has_scales:
-        largest = sides.abs().amax(-1)
-        scales = scale_up(largest)
-        scales[:, ~largest.isfinite().all(0)] = torch.nan
+        scales = scale_up(sides.abs().amax(-1))
         view_scales(pages, geometry, layer)[page, :, :, offset] = scales
         sides = sides / scales.double()[..., None]
     place.copy_(sides.to(geometry.number_dtype))

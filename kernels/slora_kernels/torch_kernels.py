@@ -149,8 +149,13 @@ def _scale_down(sides: Tensor) -> tuple[Tensor, Tensor]:
     # The upper half of a float32 is a bfloat16. Adding 0xFFFF rounds the dropped lower half up.
     codes = (((largest / LARGEST_E4M3).view(torch.int32) + 0xFFFF) >> 16).to(torch.int16)
     scales = codes.view(torch.bfloat16).clamp_min(torch.finfo(torch.bfloat16).tiny)
-    scales = scales.masked_fill(~largest.isfinite().all(1, keepdim=True), torch.nan)
     return (sides / scales.float()[..., None]).to(torch.float8_e4m3fn), scales
+
+
+def _replace_wrong(sides: Tensor) -> Tensor:
+    """Replaces K by NaN and V by 0 where either is not finite. sides: K and V [T, 2, Hk, D]."""
+    wrong = ~sides.isfinite().all(-1, keepdim=True).all(1, keepdim=True)
+    return torch.where(wrong, sides.new_tensor((torch.nan, 0.0))[:, None, None], sides)
 
 
 def _gather_column(shares: Tensor, block_ids: Tensor, geometry: KVGeometry) -> Tensor:
@@ -305,14 +310,14 @@ class TorchKernels:
         first = layer * geometry.layout.num_bytes
         shares = pages[:, first : first + geometry.layout.num_bytes]
         if geometry.has_scales:
-            numbers, scales = _scale_down(sides.float())
+            numbers, scales = _scale_down(_replace_wrong(sides.float()))
             _view_scales(shares, geometry).permute(0, 3, 1, 2).index_put_((page, offset), scales)
             # Written as bytes: torch cannot index_put float8.
             into = _view_numbers(shares, geometry).view(torch.uint8)
             into.permute(0, 3, 1, 2, 4).index_put_((page, offset), numbers.view(torch.uint8))
         else:
             into = _view_numbers(shares, geometry).permute(0, 3, 1, 2, 4)
-            into.index_put_((page, offset), sides.to(geometry.dtype))
+            into.index_put_((page, offset), _replace_wrong(sides.to(geometry.dtype)))
         return turned[:, : geometry.num_heads].to(qkv.dtype)
 
     def attend(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slora_kernels.batch import AdapterTables, AttentionBatch, KVGeometry, LoraTiles
 from slora_kernels.layout import SEGMENT_BYTES, ModelShape, lay_out_adapter
+from slora_kernels.ops import Kernels
 from slora_kernels.reference import write_kv
 
 # A result is rounded once to its dtype: by half a unit of 2^-7 or 2^-10, or by a whole unit where the interpreter
@@ -145,3 +146,13 @@ def build_attention(
     )
     q = torch.randn(int(starts[-1]), geometry.num_heads, geometry.head_dim, generator=random)
     return AttentionScene(geometry, pages.to(device), batch, q.to(geometry.dtype).to(device))
+
+
+def write(kernels: Kernels, scene: AttentionScene, k: Tensor, v: Tensor) -> Tensor:
+    """Writes k and v [T, Hk, D] of the batch's tokens, without rotation, into a copy of the pages."""
+    pages, geometry = scene.pages.clone(), scene.geometry
+    q = torch.zeros(len(k), geometry.num_heads, geometry.head_dim, dtype=k.dtype, device=k.device)
+    qkv = torch.cat((q, k, v), dim=1).flatten(1)
+    step = kernels.prepare_attention(scene.batch)
+    kernels.rotate_and_write_kv(qkv, None, pages, geometry, scene.layer, step)
+    return pages

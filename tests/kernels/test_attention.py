@@ -1,10 +1,13 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from slora_kernels import reference
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
+from slora_kernels.kv_format import KVFormat
 from slora_kernels.ops import Kernels
-from tests.kernels.scenes import AttentionScene, build_attention, check_close
+from tests.kernels.scenes import AttentionScene, build_attention, check_close, write
 
 # (query heads, KV heads, head dim, block tokens)
 HEADS = ((2, 2, 64, 16), (6, 2, 16, 8), (4, 1, 128, 16), (3, 1, 80, 16))
@@ -167,3 +170,31 @@ def test_a_key_that_is_no_number_is_one_for_all_who_see_it(
         out = attend(kernels, scene, make_rule(scene, window, softcap)).view(-1, 6, 16)
         assert out[:, 3:].isnan().all(dim=(1, 2)).tolist() == seeing.tolist()
         assert bool(out[:, :3].isfinite().all()) and bool(out[~seeing].isfinite().all())
+
+
+@pytest.mark.parametrize("kv_format", KVFormat)
+@pytest.mark.parametrize("wrong", (torch.inf, -torch.inf, torch.nan))
+@pytest.mark.parametrize("side", (0, 1), ids=("k", "v"))
+def test_a_token_that_is_not_finite_is_nan_for_those_who_see_it_and_spoils_no_other(
+    kernels: Kernels, device: str, side: int, wrong: float, kv_format: KVFormat
+) -> None:
+    """A token of each sequence has one non-finite number, in the second KV head, which half of the query heads read.
+
+    A weight of 0 times an infinite V was NaN, for the earlier tokens of a chunk too.
+    """
+    geometry = KVGeometry(2, 6, 2, 16, 8, torch.float32, kv_format)
+    scene = build_attention(geometry, [(5, 40), (1, 40), (70, 100), (4, 4)], device=device)
+    sides = torch.randn(2, len(scene.q), 2, 16)
+    bad_rows = [4, 5, 36]  # the last token of a chunk, a decoded token, and one within a chunk
+    sides[side, bad_rows, 1, 3] = wrong
+    pages = write(kernels, scene, *sides.to(device))
+    sequence_of = torch.repeat_interleave(torch.arange(4), scene.batch.query_starts.diff().cpu())
+    rows = torch.arange(len(scene.q))
+    for window in (None, 9):
+        sees = torch.zeros(len(rows), dtype=torch.bool)
+        for bad in bad_rows:
+            visible = (rows >= bad) & (sequence_of == sequence_of[bad])
+            sees |= visible if window is None else visible & (rows < bad + window)
+        out = attend(kernels, replace(scene, pages=pages), make_rule(scene, window)).view(-1, 6, 16)
+        assert out[:, 3:].isnan().all(dim=(1, 2)).tolist() == sees.tolist()
+        assert bool(out[:, :3].isfinite().all()) and bool(out[~sees].isfinite().all())

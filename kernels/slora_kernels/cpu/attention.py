@@ -25,6 +25,7 @@ from slora_kernels.cpu.language import (
     compiled,
     copy_numbers,
     count_items,
+    fill,
     multiply_columns,
     narrow,
     prefetch,
@@ -389,7 +390,7 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
             column = ((head + m // head_rows) * group + row % group) * size
             mine = out[first + row // group, column : column + size]
             if state[m, 2] > _ZERO:
-                spoil_row(mine)
+                fill(mine, _NAN)
             else:
                 write_row(mine, sums[m], _ONE / state[m, 1])
         item = take_item(job)
@@ -399,9 +400,3 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
 def write_row(out: Array, sums: Array, factor: Float) -> None:
     for i in range(sums.shape[0]):
         out[i] = narrow(sums[i] * factor, out)
-
-
-@compiled
-def spoil_row(out: Array) -> None:
-    for i in range(out.shape[0]):
-        out[i] = narrow(_NAN, out)

@@ -12,6 +12,7 @@ from slora_kernels.cpu.language import (
     compiled,
     count_items,
     exp2,
+    fill,
     find_largest,
     from_bits,
     narrow,
@@ -28,7 +29,7 @@ from slora_kernels.cpu.language import (
 )
 from slora_kernels.layout import LARGEST_E4M3
 
-_ZERO, _HALF, _ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
+_ZERO, _HALF, _ONE, _NAN = np.float32(0.0), np.float32(0.5), np.float32(1.0), np.float32(np.nan)
 _LOG2_E, _ROOT_HALF = np.float32(np.log2(np.e)), np.float32(np.sqrt(0.5))
 _GELU_SCALE, _GELU_CUBE = np.float32(np.sqrt(8.0 / np.pi)), np.float32(0.044715)
 _E0, _E1, _E2, _E3, _E4 = (
@@ -218,13 +219,8 @@ _NAN_SCALE, _SMALLEST_SCALE = 0x7FC0, 0x0080
 
 
 @compiled
-def choose_scale(largest: Int, other: Int) -> Int:
-    """Bits of the bfloat16 scale of one side (K or V), from its greatest magnitude and the other side's.
-
-    See `KVFormat`.
-    """
-    if max(largest, other) >= INFINITY_BITS:
-        return _NAN_SCALE
+def choose_scale(largest: Int) -> Int:
+    """Bits of the bfloat16 scale of one side (K or V), from its greatest magnitude. See `KVFormat`."""
     exact = to_bits(from_bits(np.int32(largest)) / _LARGEST_E4M3)
     # The upper half of a float32 is a bfloat16. Adding 0xFFFF rounds the dropped lower half up.
     return max((exact + 0xFFFF) >> 16, _SMALLEST_SCALE)
@@ -289,10 +285,14 @@ def rotate_and_write_items(job: Job, pages: Array, scales: Array | None) -> None
                 if not normed:
                     rotate_head(key, key, angles)
                 largest_key, largest_value = find_largest(key), find_largest(value)
-                key_scale = choose_scale(largest_key, largest_value)
-                value_scale = choose_scale(largest_value, largest_key)
-                write_scaled(key_target, key, key_scale)
-                write_scaled(value_target, value, value_scale)
+                key_scale, value_scale = choose_scale(largest_key), choose_scale(largest_value)
+                if max(largest_key, largest_value) >= INFINITY_BITS:
+                    key_scale, value_scale = _NAN_SCALE, _SMALLEST_SCALE
+                    fill(key_target, _ZERO)
+                    fill(value_target, _ZERO)
+                else:
+                    write_scaled(key_target, key, key_scale)
+                    write_scaled(value_target, value, value_scale)
                 beside = scales[slot // block_tokens, read_int(job, SCALE_START) :]
                 beside[vector], beside[side + vector] = key_scale, value_scale
             else:
@@ -300,5 +300,9 @@ def rotate_and_write_items(job: Job, pages: Array, scales: Array | None) -> None
                     copy_row(key_target, key)
                 else:
                     rotate_head(key_target, key, angles)
-                copy_row(value_target, value)
+                if max(find_largest(key_target), find_largest(value)) >= INFINITY_BITS:
+                    fill(key_target, _NAN)
+                    fill(value_target, _ZERO)
+                else:
+                    copy_row(value_target, value)
         token = take_item(job)

@@ -495,6 +495,13 @@ def multiply_columns(rows: Array, factors: Array) -> None:
 
 
 @compiled
+def fill(row: Array, number: Float) -> None:
+    """All elements of the row become `number`, rounded to the row's format."""
+    for i in range(row.shape[0]):
+        row[i] = narrow(number, row)
+
+
+@compiled
 def clear(array: Array) -> None:
     for i in range(array.shape[0]):
         array[i] = _ZERO

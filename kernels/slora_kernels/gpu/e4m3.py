@@ -9,8 +9,6 @@ finite elements correctly.
 import triton
 import triton.language as tl
 
-_INFINITY = tl.constexpr(0x7F800000)
-_NAN_SCALE = tl.constexpr(0x7FC0)
 _SMALLEST_SCALE = tl.constexpr(0x0080)
 
 
@@ -21,15 +19,11 @@ def measure_magnitudes(numbers):
 
 
 @triton.jit
-def encode_scale(largest, other):
-    """Bits of the scale in bfloat16, as int32.
-
-    largest: magnitude bits of the side to be scaled (K or V), int32. other: the same of the other side.
-    """
+def encode_scale(largest):
+    """Bits of the scale in bfloat16, as int32. largest: magnitude bits of the side to be scaled (K or V), int32."""
     exact = tl.div_rn(largest.to(tl.float32, bitcast=True), 448.0)
     # The upper half of a float32 is a bfloat16. Adding 0xFFFF rounds the dropped lower half up.
-    scale = tl.maximum((exact.to(tl.int32, bitcast=True) + 0xFFFF) >> 16, _SMALLEST_SCALE)
-    return tl.where(tl.maximum(largest, other) < _INFINITY, scale, _NAN_SCALE)
+    return tl.maximum((exact.to(tl.int32, bitcast=True) + 0xFFFF) >> 16, _SMALLEST_SCALE)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Norms and rotates q in place, and writes k (normed and rotated) and v to their pages, in one pass over qkv.
 
 A program handles one token and one KV head: its query heads, its k and its v. It holds the whole k and v of the head,
-so it can compute their scales for pages in fp8.
+so it can check that they are finite (see `KVFormat`) and compute their scales for pages in fp8.
 """
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor
 from slora_kernels.batch import AttentionBatch, KVGeometry, QueryKeyNorm
 from slora_kernels.gpu.e4m3 import encode_numbers, encode_scale, measure_magnitudes
 from slora_kernels.launch import Launch
+
+_INFINITY = tl.constexpr(0x7F800000)
+_NAN_SCALE = tl.constexpr(0x7FC0)
 
 
 @triton.jit
@@ -126,14 +129,26 @@ def _rotate_and_write_kv_kernel(
     lanes = tl.arange(0, BLOCK_D)
     inside = (lanes < HEAD_DIM) & written
     value = tl.load(key + KV_HEADS * HEAD_DIM + lanes, mask=inside, other=0.0)
-    if scales is not None:
-        value = value.to(tl.float32)
-        largest_k = tl.maximum(
-            tl.maximum(tl.max(measure_magnitudes(a), 1), tl.max(measure_magnitudes(b), 1)),
-            tl.max(measure_magnitudes(c), 1),
-        )
-        largest_v = tl.max(measure_magnitudes(value), 0)
-        scale_k, scale_v = encode_scale(largest_k, largest_v), encode_scale(largest_v, largest_k)
+    if scales is None:
+        # What is stored is checked: rounding may overflow.
+        element = pages.dtype.element_ty
+        a, b, c = a.to(element).to(tl.float32), b.to(element).to(tl.float32), c.to(element).to(tl.float32)
+    value = value.to(tl.float32)
+    largest_k = tl.maximum(
+        tl.maximum(tl.max(measure_magnitudes(a), 1), tl.max(measure_magnitudes(b), 1)),
+        tl.max(measure_magnitudes(c), 1),
+    )
+    largest_v = tl.max(measure_magnitudes(value), 0)
+    finite = tl.maximum(largest_k, largest_v) < _INFINITY
+    value = tl.where(finite, value, 0.0)
+    if scales is None:
+        a = tl.where(finite[:, None], a, float("nan"))
+        b = tl.where(finite[:, None], b, float("nan"))
+        c = tl.where(finite[:, None], c, float("nan"))
+        value = value.to(pages.dtype.element_ty)
+    else:
+        scale_k = tl.where(finite, encode_scale(largest_k), _NAN_SCALE)
+        scale_v = encode_scale(tl.where(finite, largest_v, 0))
         a, b, c = (
             encode_numbers(a, scale_k[:, None]),
             encode_numbers(b, scale_k[:, None]),
