@@ -8,7 +8,7 @@ SloraError                    (slora_adapters) root of all errors that this proj
 ├── AdapterFetchFailed        the adapter could not be fetched to the host; the request ends
 ├── RequestFailed             computing this request fails, for example with NaN logits; other requests continue
 ├── StepFailed                a step that held the request failed for another reason; retry the request
-├── DeadlineMissed            the first token can't come before the request's deadline; nothing was computed
+├── DeadlineMissed            the first token can't come before the request's deadline
 ├── DeviceFailed              the device no longer computes; the engine ends
 ├── EngineUnavailable         the engine is down, starting or full; retry the request
 └── NotComparable             transformers or peft can't load what this engine serves

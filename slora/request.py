@@ -24,8 +24,8 @@ class EngineRequest:
         every token, so any cached KV must be keyed by adapter and weight.
     share: the tenant's present share, as the operator has set it.
     priority: order among the tenant's own requests; lower is sooner.
-    deadline_s: seconds from arrival to the first token; the request ends as soon as this can't be met. None: no
-        deadline.
+    deadline_s: seconds from arrival to the first token, which a beam search has when it is over; the request ends as
+        soon as this can't be met. None: no deadline.
 
     Raises RequestRefused, which names the field, for a value out of range.
     """

@@ -203,7 +203,8 @@ class GenerationFields(BaseModel):
     """The fields that both kinds of completion share. None: the client did not send the field.
 
     priority: as in vLLM, but only among the requests of one tenant; lower is served sooner.
-    deadline_ms: time limit of the first token. A request that cannot meet it is answered 503 `deadline_missed`.
+    deadline_ms: time limit of the first token, and of a whole beam search, which has no token before its end. A request
+    that cannot meet it is answered 503 `deadline_missed`.
     use_beam_search: as in vLLM, with `best_of` beams, or `n`. The temperature is then 0 unless the client sends one,
     and a stream sends each answer in one piece.
     """

@@ -160,6 +160,10 @@ class BeamSearch:
             return None
         return self._follow(going_on)
 
+    def count_least_steps(self, max_tokens: int) -> int:
+        """The fewest steps until the search can be over. Only a stop token ends a hypothesis early."""
+        return 1 if self._stop_ids else max(1, max_tokens - self._length)
+
     def best(self, count: int) -> list[Hypothesis]:
         """The best `count` hypotheses, best first."""
         return self._finished[:count]

@@ -1,39 +1,71 @@
 """Deadlines for the first token: the early abort of S-LoRA.
 
 A request that would miss its deadline even if it were admitted now is ended. Its compute time then serves requests that
-can still meet theirs. Times are seconds on the scheduler's clock.
+can still meet theirs. A beam search has its first token when it is over, so a running search is ended, too. Times are
+seconds on the scheduler's clock.
 """
 
 import heapq
 
+from slora.cost_model import Costs
+from slora.scheduler.beam_search import BeamSearch
 from slora.scheduler.sequence import Sequence
+from slora.scheduler.unfinished import UnfinishedRequests
 
 
 class Deadlines:
-    """A heap of sequences by the latest time at which each must be admitted."""
+    """A heap of requests by the latest time at which each can be where it was when it was last examined."""
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, Sequence]] = []
+    def __init__(self, costs: Costs, unfinished: UnfinishedRequests) -> None:
+        self._costs = costs
+        self._unfinished = unfinished
+        self._heap: list[tuple[float, Sequence, float]] = []
 
-    def add(self, sequence: Sequence, latest_start_s: float) -> None:
-        heapq.heappush(self._heap, (latest_start_s, sequence))
+    def add(self, sequence: Sequence, deadline_s: float) -> None:
+        """sequence: the first of its request."""
+        latest_s = deadline_s - self._least_s([sequence])
+        heapq.heappush(self._heap, (latest_s, sequence, deadline_s))
 
     @property
     def next_s(self) -> float | None:
-        """The earliest latest-admission time in the heap; its sequence may have been admitted since.
+        """The time of the next request to examine; it may have its first token by now.
 
         None if the heap is empty.
         """
         return self._heap[0][0] if self._heap else None
 
     def missed(self, now: float) -> list[Sequence]:
-        """Sequences past their latest admission time that neither run nor have generated a token.
-
-        Each is returned once.
-        """
+        """One sequence of each request that cannot meet its deadline any more. Each request is returned once."""
         late = []
         while self._heap and self._heap[0][0] <= now:
-            sequence = heapq.heappop(self._heap)[1]
-            if not sequence.done and not sequence.is_running and not sequence.num_generated:
-                late.append(sequence)
+            _, sequence, deadline_s = heapq.heappop(self._heap)
+            awaited = self._find_awaited(sequence)
+            if not awaited:
+                continue
+            latest_s = deadline_s - self._least_s(awaited)
+            if latest_s <= now:
+                late.append(awaited[0])
+            else:
+                heapq.heappush(self._heap, (latest_s, sequence, deadline_s))
         return late
+
+    def _find_awaited(self, sequence: Sequence) -> list[Sequence]:
+        """All beams of an unfinished search, or a sequence that neither runs nor has generated a token."""
+        if sequence.search is not None:
+            found = self._unfinished.find(sequence.request.request_id)
+            return [beam for beam in found if beam.search is sequence.search]
+        is_over = sequence.done or sequence.is_running or sequence.num_generated > 0
+        return [] if is_over else [sequence]
+
+    def _least_s(self, awaited: list[Sequence]) -> float:
+        """Seconds that the first token takes at least, if the request runs from now on."""
+        first, search = awaited[0], awaited[0].search
+        if search is None:
+            return self._costs.prefill_s(first.num_prompt)
+        prefill_s = 0.0 if first.num_generated else self._costs.prefill_s(first.num_uncomputed)
+        return prefill_s + self._decode_s(search, min(beam.max_tokens for beam in awaited))
+
+    def _decode_s(self, search: BeamSearch, max_tokens: int) -> float:
+        """Excludes the next step, whose tokens may be computed in a step that runs anyway."""
+        num_steps = search.count_least_steps(max_tokens) - 1
+        return num_steps * (self._costs.step_s + search.width * self._costs.decode_s)

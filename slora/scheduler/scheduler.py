@@ -87,11 +87,10 @@ class Scheduler:
         )
         self.swapping = Swapping(SwapSpace(config.swap_pages), self.memory.kv, costs, config.preemption)
         self._config = config
-        self._costs = costs
         self._charges = Charges(costs)
-        self._deadlines = Deadlines()
         self._unwritten: list[Sequence] = []  # their sampling table rows are outdated since `take_back`
         self._lifecycle = Lifecycle(config, self.memory, self.supply, self.swapping)
+        self._deadlines = Deadlines(costs, self._lifecycle.unfinished)
         self._batch = self._lifecycle.batch
         self._reclaim = Reclaim(config.footprint, self.memory, self.supply, self._lifecycle, self.swapping)
         self._beams = Beams(self._lifecycle, self._charges)
@@ -153,7 +152,7 @@ class Scheduler:
         self._lifecycle.add(sequence)
         deadline_s = sequence.request.deadline_s
         if deadline_s is not None:
-            self._deadlines.add(sequence, now + deadline_s - self._costs.prefill_s(sequence.num_prompt))
+            self._deadlines.add(sequence, now + deadline_s)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or only its choice `index`, in any state. An unknown or finished request is not an error."""
@@ -180,12 +179,13 @@ class Scheduler:
         """Plans one step. now: seconds on any monotonic clock."""
         plan = StepPlan()
         self._reclaim.begin_step()
+        for sequence in self._deadlines.missed(now):
+            self.num_deadlines_missed += 1
+            num_others = self.num_waiting - (not sequence.is_running)
+            plan.ended.append(self._lifecycle.end(sequence, _too_late(sequence, num_others)))
         self._beams.start_forks(plan)
         plan.started.extend(sequence for sequence in self._unwritten if sequence.is_running)
         self._unwritten = []
-        for sequence in self._deadlines.missed(now):
-            self.num_deadlines_missed += 1
-            plan.ended.append(self._lifecycle.end(sequence, _too_late(sequence, self.num_waiting)))
         plan.ended.extend(self._lifecycle.collect_fetches())
         self._admission.continue_loads(plan)
         budget = self._continue_running(plan, self._config.max_num_batched_tokens)
@@ -390,8 +390,9 @@ def _by_slot(chunk: Chunk) -> tuple[int, float, int]:
     return (slot, chunk.sequence.request.adapter_weight, chunk.sequence.arrival)
 
 
-def _too_late(sequence: Sequence, num_waiting: int) -> DeadlineMissed:
+def _too_late(sequence: Sequence, num_others: int) -> DeadlineMissed:
+    what = "the first token was to come" if sequence.search is None else "the beam search was to end"
     return DeadlineMissed(
-        f"the first token was to come within {sequence.request.deadline_s:g} s, which can't be kept ({num_waiting - 1} "
-        "others wait); allow more time or send it later"
+        f"{what} within {sequence.request.deadline_s:g} s, which can't be kept ({num_others} others wait); allow more "
+        "time or send it later"
     )

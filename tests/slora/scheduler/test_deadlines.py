@@ -1,17 +1,41 @@
 """A request that cannot get its first token before its deadline is reported once, unless it runs or has its first
-token."""
+token. A beam search gets its first token at its end, so it is reported while it runs, too."""
 
+from slora.cost_model import CostModel
+from slora.request import EngineRequest
 from slora.scheduler.deadlines import Deadlines
-from tests.support.queueing import make_sequence, make_tenant
+from slora.scheduler.sequence import Sequence
+from slora.scheduler.unfinished import UnfinishedRequests
+from tests.support.beam_model import beam_params
+from tests.support.queueing import BLOCK_TOKENS, make_sequence, make_tenant
+from tests.support.scheduler_bench import STOP_TOKEN
 
 TENANT = make_tenant("a")
+# The prompts here have two tokens, which take one second.
+COSTS = CostModel(
+    step_s=0.6, token_s=0.5, decode_s=0.2, context_token_s=0.0, page_copy_s=0.0, load_byte_s=0.0
+)
+
+
+def make_waiting() -> Sequence:
+    return make_sequence(TENANT, prompt=2)
+
+
+def make_deadlines() -> Deadlines:
+    return Deadlines(COSTS, UnfinishedRequests())
+
+
+def make_search(stop_ids: frozenset[int]) -> Sequence:
+    """A search of two beams for five tokens. A step of both beams takes one second."""
+    params = beam_params(2, 1, 5, 1.0, early_stopping=False)
+    return Sequence(EngineRequest("r", "a", [1, 1], None, params), TENANT, 5, stop_ids, 0, BLOCK_TOKENS)
 
 
 def test_those_who_have_not_begun_by_their_latest_start_are_told_of_once_in_order() -> None:
-    deadlines = Deadlines()
-    late, later, last = (make_sequence(TENANT) for _ in range(3))
-    for sequence, latest_start_s in ((last, 9.0), (late, 1.0), (later, 2.0)):
-        deadlines.add(sequence, latest_start_s)
+    deadlines = make_deadlines()
+    late, later, last = (make_waiting() for _ in range(3))
+    for sequence, deadline_s in ((last, 10.0), (late, 2.0), (later, 3.0)):
+        deadlines.add(sequence, deadline_s)
     assert deadlines.missed(0.5) == []
     assert deadlines.missed(3.0) == [late, later]
     assert deadlines.missed(3.0) == []
@@ -19,22 +43,60 @@ def test_those_who_have_not_begun_by_their_latest_start_are_told_of_once_in_orde
 
 
 def test_who_runs_has_spoken_or_is_over_is_not_told_of() -> None:
-    deadlines = Deadlines()
-    running, spoken, over, late = (make_sequence(TENANT) for _ in range(4))
+    deadlines = make_deadlines()
+    running, spoken, over, late = (make_waiting() for _ in range(4))
     running.is_running = over.done = True
     spoken.token_ids.append(1)
     for sequence in (running, spoken, over, late):
-        deadlines.add(sequence, 1.0)
+        deadlines.add(sequence, 2.0)
     assert deadlines.missed(2.0) == [late]
 
 
 def test_the_next_moment_to_look_is_the_earliest_latest_start() -> None:
-    deadlines = Deadlines()
+    deadlines = make_deadlines()
     assert deadlines.next_s is None
-    deadlines.add(make_sequence(TENANT), 5.0)
-    deadlines.add(make_sequence(TENANT), 3.0)
+    deadlines.add(make_waiting(), 6.0)
+    deadlines.add(make_waiting(), 4.0)
     assert deadlines.next_s == 3.0
     deadlines.missed(3.0)
     assert deadlines.next_s == 5.0
     deadlines.missed(5.0)
     assert deadlines.next_s is None
+
+
+def test_a_search_that_a_stop_token_may_end_is_told_of_at_its_deadline_though_it_runs() -> None:
+    unfinished = UnfinishedRequests()
+    deadlines = Deadlines(COSTS, unfinished)
+    search = make_search(frozenset([STOP_TOKEN]))
+    unfinished.add(search)
+    deadlines.add(search, 20.0)
+    assert deadlines.next_s == 19.0
+    search.is_running, search.num_computed = True, 2
+    assert deadlines.missed(19.5) == []
+    assert deadlines.next_s == 20.0
+    assert deadlines.missed(20.0) == [search]
+
+
+def test_a_search_without_stop_tokens_is_told_of_when_its_tokens_can_not_all_come_in_time() -> None:
+    """After the prompt, four of the five steps take a second each."""
+    unfinished = UnfinishedRequests()
+    deadlines = Deadlines(COSTS, unfinished)
+    search = make_search(frozenset())
+    unfinished.add(search)
+    deadlines.add(search, 20.0)
+    assert deadlines.next_s == 15.0
+    assert deadlines.missed(15.0) == [search]
+
+
+def test_a_search_lives_in_any_of_its_beams() -> None:
+    unfinished = UnfinishedRequests()
+    deadlines = Deadlines(COSTS, unfinished)
+    search = make_search(frozenset([STOP_TOKEN]))
+    beam = search.fork(1)
+    unfinished.add(beam)
+    search.done = True
+    deadlines.add(search, 20.0)
+    assert deadlines.missed(20.0) == [beam]
+    deadlines.add(search, 20.0)
+    unfinished.remove(beam)
+    assert deadlines.missed(20.0) == []

@@ -345,6 +345,26 @@ def test_who_runs_is_never_ended_by_its_deadline() -> None:
     assert [output.error for output in outputs] == [None] * 3
 
 
+def test_a_search_that_is_not_over_at_its_deadline_ends_and_frees_its_pages() -> None:
+    """Clients see no token of a search before its end, so its first token comes with the last one."""
+    bench = SchedulerBench({}, num_pages=60)
+    bench.add("search", prompt=4, max_tokens=30, beams=3, deadline_s=5.0)
+    bench.add("in time", prompt=4, max_tokens=3, beams=3, deadline_s=5.0)
+    bench.add("plain", prompt=4, max_tokens=20)
+    errors, told = {}, Counter[str]()
+    for _ in range(20):
+        for output in bench.step():
+            told[output.request_id] += 1
+            if output.error is not None:
+                errors[output.request_id] = bench.now
+                message = str(output.error)
+        bench.now += 1.0
+    assert errors == {"search": 5.0} and told == {"search": 1, "in time": 1, "plain": 20}
+    assert message.startswith("the beam search was to end within 5 s, which can't be kept (0 others wait)")
+    assert bench.scheduler.num_deadlines_missed == 1
+    assert bench.pool.num_held == 0
+
+
 def test_who_has_spoken_is_not_ended_though_it_gave_way() -> None:
     bench = SchedulerBench({}, num_pages=5)
     for name in "abc":
