@@ -100,10 +100,11 @@ class DiskReserve:
     def _note(self, *, is_full: bool) -> None:
         if is_full and not self._is_full:
             logger.error(
-                "no room on the disk of %s: read-only until %d bytes are free there; requests are answered, keys can "
-                "be revoked and adapters deleted, other changes are refused",
+                "the disk of %s is full: the server is read-only until %d bytes are free there. It "
+                "still answers requests, revokes keys and deletes adapters, but refuses other "
+                "changes.",
                 *(self.directory, self._num_bytes),
             )
         elif self._is_full and not is_full:
-            logger.info("the disk of %s has room again: changes are accepted", self.directory)
+            logger.info("the disk of %s has free space again: the server accepts changes", self.directory)
         self._is_full = is_full

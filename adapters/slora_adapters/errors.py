@@ -71,7 +71,8 @@ class AdapterInUse(AdapterError):
 
     def __init__(self, what: str, aliases: tuple[str, ...]) -> None:
         super().__init__(
-            f"{', '.join(aliases)} of {what!r} would point nowhere; move or delete them, or force it"
+            f"{what!r} is not deleted, because aliases point at it ({', '.join(aliases)}): move or "
+            "delete the aliases, or force the deletion"
         )
         self.aliases = aliases
 
@@ -102,7 +103,7 @@ class StoreUnavailable(AdapterError):
     @property
     def public_message(self) -> str:
         """A message for tenants."""
-        return "the place where adapters are kept does not answer as it should; try again shortly"
+        return "the storage of adapters is unavailable; try again shortly"
 
 
 class DiskFull(StoreUnavailable):
@@ -110,15 +111,15 @@ class DiskFull(StoreUnavailable):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(
-            f"the disk of {directory} is full, so this change is refused: free some room there and try again. Requests "
-            "are still answered, and keys can be revoked."
+            f"the disk of {directory} is full, so this change is refused: free some space there and "
+            "try again. Requests are still answered, and keys can be revoked."
         )
 
     @property
     def public_message(self) -> str:
         return (
-            "This server's disk is full, so this change is refused. Its operator has to free some room in the data "
-            "directory (--data-dir) or the store (--store); try again then."
+            "This server's disk is full, so this change is refused. Try again after the operator has "
+            "freed space in the data directory (--data-dir) or the store (--store)."
         )
 
 

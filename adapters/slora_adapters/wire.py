@@ -85,7 +85,7 @@ def _receive_exactly(
 
 def _check_length(length: int) -> int:
     if length > MAX_FRAME_BYTES:
-        raise BrokenFrame(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+        raise BrokenFrame(f"a frame has {length} bytes; the limit is {MAX_FRAME_BYTES}")
     return length
 
 

@@ -77,8 +77,9 @@ class Database:
             applied: int = row[0] if row else 0
             if applied > len(migrations):
                 raise StoreUnavailable(
-                    f"{str(self.path)!r} has version {applied} of {component!r}; this release knows "
-                    f"{len(migrations)}: run the newer release, or restore an older copy of the file"
+                    f"{str(self.path)!r} has schema version {applied} of {component!r}, but this "
+                    f"release supports at most {len(migrations)}: run the newer release, or restore "
+                    "an older copy of the file"
                 )
             for name, function in functions.items():
                 connection.create_function(name, -1, function, deterministic=True)
@@ -221,7 +222,8 @@ class Database:
         found = connection.execute("PRAGMA user_version").fetchone()[0]
         if found > PLUMBING_VERSION:
             raise StoreUnavailable(
-                f"{str(self.path)!r} was written by a newer release (layout {found}, known {PLUMBING_VERSION})"
+                f"{str(self.path)!r} has database layout {found}, but this release supports at most "
+                f"{PLUMBING_VERSION}: run the newer release, or restore an older copy of the file"
             )
         connection.execute(
             "CREATE TABLE IF NOT EXISTS schema_versions "

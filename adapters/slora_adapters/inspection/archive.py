@@ -117,12 +117,15 @@ class _Unpacker:
         self._num_members += 1
         if self._num_members > MAX_MEMBERS:
             _refuse(
-                "archive_members", f"the archive has more than {MAX_MEMBERS} members; leave out the others"
+                "archive_members",
+                f"the archive has more than {MAX_MEMBERS} members; remove the files that do not "
+                "belong to the adapter",
             )
         path = _check_name(member.name)
         if member.oddity is not None:
             _refuse(
-                "archive_member", f"{_quote(member.name)} is {member.oddity}; archive the files themselves"
+                "archive_member",
+                f"{_quote(member.name)} is {member.oddity}; put plain files into the archive",
             )
         if member.is_directory:
             return
@@ -138,14 +141,19 @@ class _Unpacker:
         folder = path[:-1]
         if len(folder) > 1:
             _refuse(
-                "archive_place", f"{_quote(name)} lies {len(folder)} folders deep; at most one is accepted"
+                "archive_place",
+                f"{_quote(name)} is {len(folder)} folders deep; at most one folder is accepted",
             )
         if self._folder is not None and folder != self._folder:
-            _refuse("archive_place", f"{_quote(name)} lies in another folder than the adapter's other files")
+            _refuse(
+                "archive_place",
+                f"{_quote(name)} is not in the same folder as the adapter's other files; put all files "
+                "into one folder",
+            )
         self._folder = folder
 
     def _extract(self, member: _Member, name: str) -> None:
-        limit, setting = MAX_TOKENIZER_BYTES, "for this file"
+        limit, setting = MAX_TOKENIZER_BYTES, "the limit for this file"
         if name == TENSORS_NAME:
             limit, setting = self._max_tensor_bytes, "max_upload_bytes"
         size = 0
@@ -156,7 +164,9 @@ class _Unpacker:
                     _refuse("archive_too_large", f"{name} unpacks to more than {limit} bytes ({setting})")
                 target.write(chunk)
         if size != member.size:
-            _refuse("archive_malformed", f"{name} unpacks to {size} bytes; the archive says {member.size}")
+            _refuse(
+                "archive_malformed", f"{name} unpacks to {size} bytes, but the archive states {member.size}"
+            )
 
 
 def _check_name(name: str) -> tuple[str, ...]:
@@ -173,14 +183,14 @@ def _name_fault(name: str) -> str | None:
     strange = next((character for character in name if not " " <= character <= "~"), None)
     if strange is not None:
         # Only ASCII, because different characters can look the same: a Cyrillic letter, a composed accent.
-        known = unicodedata.name(strange, "a control character or no character at all")
-        return f"has U+{ord(strange):04X} ({known}) in its name; use ASCII letters"
+        known = unicodedata.name(strange, "a character without a name")
+        return f"has U+{ord(strange):04X} ({known}) in its name; use only ASCII characters"
     if "\\" in name:
         return "has a backslash in its name"
     if name.startswith("/") or name[1:2] == ":":
         return "is an absolute path"
     if ".." in name.split("/"):
-        return "leads out of the archive ('..')"
+        return "points outside the archive ('..')"
     return None
 
 
@@ -188,10 +198,10 @@ def _check_content_by_name(name: str, file_name: str) -> None:
     if pickles := refuse_pickles([name]):
         raise AdapterInvalid(tuple(pickles))
     if file_name.lower().endswith(_ARCHIVE_SUFFIXES):
-        _refuse("archive_nested", f"{_quote(name)} is an archive within the archive; leave it out")
+        _refuse("archive_nested", f"{_quote(name)} is an archive inside the archive; remove it")
     meant = file_name.lower().strip(" .")
     if meant in MEMBER_NAMES and file_name not in MEMBER_NAMES:
-        _refuse("archive_name", f"the archive's member {_quote(name)} must be spelt {meant!r}")
+        _refuse("archive_name", f"the archive's member {_quote(name)} must be named {meant!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,15 +230,15 @@ class _ZipMember:
         if self.info.flag_bits & _ENCRYPTED:
             return "encrypted"
         if self.info.compress_type not in _ZIP_METHODS:
-            return f"compressed by method {self.info.compress_type}, where deflate is accepted"
+            return f"compressed by method {self.info.compress_type} instead of deflate"
         if self.info.filename != self.info.orig_filename:
-            return "called otherwise in another field"
+            return "stored with a second name in another header field"
         return None
 
     def open(self) -> AbstractContextManager[_Readable]:
         # zipfile shifts the stated offsets by the data before the archive, and does not check the sum.
         if self.info.header_offset < 0:
-            raise zipfile.BadZipFile(f"File {self.name!r} begins before the archive")
+            raise zipfile.BadZipFile(f"file {self.name!r} starts before the archive")
         return self.archive.open(self.info)
 
 
@@ -247,8 +257,8 @@ class _BoundedReads:
         if size > _MAX_ZIP_READ_BYTES:
             _refuse(
                 "archive_members",
-                f"the archive's list of members takes {size} bytes; at most {_MAX_ZIP_READ_BYTES} are accepted: leave "
-                "out the others",
+                f"the archive's list of members takes {size} bytes; at most {_MAX_ZIP_READ_BYTES} are "
+                "accepted: remove the files that do not belong to the adapter",
             )
         return self._file.read(size)
 

@@ -43,8 +43,8 @@ def _refuse_without_effect(adapter: Adapter) -> None:
     factors = ((pair.a.values, pair.b.values) for pair in adapter.pairs.values())
     if all(0 in map(largest_magnitude_bits, pair) for pair in factors):
         message = (
-            f"in all {len(adapter.pairs)} modules lora_A or lora_B is zero: the adapter has no effect and would answer "
-            "like the base model; save it after training"
+            f"lora_A or lora_B is zero in each of the {len(adapter.pairs)} modules: the adapter has "
+            "no effect and would answer like the base model; save it after training"
         )
         raise AdapterInvalid((Reason("no_effect", message),))
 

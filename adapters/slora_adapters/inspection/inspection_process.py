@@ -111,7 +111,7 @@ def decode_answer(line: bytes) -> CheckedAdapter:
     if "out_of_memory" in answer:
         raise OutOfMemory
     if "errno" in answer:
-        raise OSError(answer["errno"], "there was no room to unpack it")
+        raise OSError(answer["errno"], "there was no space to unpack the archive")
     return CheckedAdapter.from_plain(answer["adapter"])
 
 

@@ -143,7 +143,7 @@ def read_tar(file: _Readable, max_bytes: int) -> Iterator[TarMember]:
     while (header := _read_header(source)) is not None:
         kind, size = header[_TYPE], _read_number(header[_SIZE])
         if size < 0:
-            raise ValueError(f"a member of {size} bytes")
+            raise ValueError(f"a member has the negative size {size}")
         if kind in _EXTENSIONS:
             extensions.read(kind, size)
             continue
@@ -168,14 +168,15 @@ class _Extensions:
         if self._num_in_row > _MAX_EXTENSIONS:
             _refuse(
                 "archive_header",
-                f"the archive has more than {_MAX_EXTENSIONS} extended headers in a row; archive the files anew",
+                f"the archive has more than {_MAX_EXTENSIONS} extended headers in a row; create the "
+                "archive again without them",
             )
         if size > _MAX_EXTENSION_BYTES or self._bytes_in_all > _MAX_EXTENSION_BYTES_IN_ALL:
             _refuse(
                 "archive_header",
-                f"the archive has an extended header of {size} bytes, {self._bytes_in_all} in all; at most "
-                f"{_MAX_EXTENSION_BYTES} each and {_MAX_EXTENSION_BYTES_IN_ALL} in all are accepted: archive the files "
-                "without extended attributes",
+                f"the archive has an extended header of {size} bytes, {self._bytes_in_all} bytes in "
+                f"total; at most {_MAX_EXTENSION_BYTES} each and {_MAX_EXTENSION_BYTES_IN_ALL} in "
+                "total are accepted: create the archive without extended attributes",
             )
         content = self._source.read_exactly(size)
         self._source.skip(-size % _BLOCK_BYTES)
@@ -192,7 +193,7 @@ class _Extensions:
     def _apply(self, records: Mapping[bytes, bytes], *, is_global: bool) -> None:
         is_sparse = any(key.startswith(b"GNU.sparse.") for key in records)
         if is_global and (is_sparse or b"path" in records or b"size" in records):
-            raise ValueError("a global header gives all members one name or size")
+            raise ValueError("a global header sets one name or one size for all members")
         if b"path" in records:
             self._next.name = _decode(records[b"path"])
         if b"size" in records:
@@ -237,7 +238,7 @@ def _check_end(source: _Bytes) -> None:
 
 
 def _raise_no_member(position: int) -> NoReturn:
-    raise ValueError(f"after {position} bytes there is neither a member nor the end")
+    raise ValueError(f"there is neither a member nor the end of the archive at byte {position}")
 
 
 def _make_member(source: _Bytes, header: bytes, size: int, extension: _Extension) -> TarMember:

@@ -126,9 +126,10 @@ class HostCache:
         """
         if layout.num_bytes > self.num_bytes:
             raise ValueError(
-                f"the adapter takes {layout.num_bytes} bytes, the host cache has {self.num_bytes} (host_cache_bytes)"
+                f"the adapter takes {layout.num_bytes} bytes, but the host cache has only "
+                f"{self.num_bytes}: raise host_cache_bytes"
             )
-        assert version not in self._entries, f"{version} has a region already"
+        assert version not in self._entries, f"{version} already has a region"
         place = self._find_place(version.tenant, _aligned(layout.num_bytes))
         if place is None:
             return None

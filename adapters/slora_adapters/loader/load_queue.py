@@ -46,7 +46,7 @@ class LoadQueue:
 
     def end(self, version: AdapterVersion) -> None:
         """Marks a running load as ended."""
-        assert self._running[version.tenant] > 0, f"{version} does not run"
+        assert self._running[version.tenant] > 0, f"no load of {version} is running"
         self._running[version.tenant] -= 1
         if not self._running[version.tenant]:
             del self._running[version.tenant]

@@ -155,7 +155,7 @@ class Loader:
         except Exception:  # top of a thread: a bug must fail this load, not block its requests
             logger.exception("loading %s of %s failed", version.digest, version.tenant)
             result = FetchFailed(
-                version, "unavailable", "the adapter could not be loaded; the server's log says why"
+                version, "unavailable", "the adapter could not be loaded; the server's log has the reason"
             )
         with self._changed:
             waiters = self._waiters.pop(version)
@@ -175,7 +175,10 @@ class Loader:
                 entry = self._try_to_load(version)
                 if entry is not None:
                     return entry
-            raise TryAgain(f"adapter {version.digest[:12]} was gone each time before it was read; try again")
+            raise TryAgain(
+                f"adapter {version.digest[:12]} was not read in {_MAX_ATTEMPTS} attempts, because its "
+                "copy in the store was removed or corrupt each time; try again"
+            )
         except AdapterNotFound as error:
             return FetchFailed(version, "not_found", str(error))
         except AdapterCorrupt as error:
@@ -216,8 +219,9 @@ class Loader:
                 left = deadline - time.monotonic()
                 if self._closed or left <= 0:
                     raise TryAgain(
-                        f"no room for {layout.num_bytes} bytes in the host cache within {self._wait_for_room_s:.0f} s: "
-                        "all of it is in use (host_cache_bytes)"
+                        f"the host cache had no room for {layout.num_bytes} bytes within "
+                        f"{self._wait_for_room_s:.0f} s, because all of it is in use: try again, or "
+                        "raise host_cache_bytes"
                     )
                 self._num_without_room += 1
                 self._changed.wait(left)

@@ -170,7 +170,7 @@ class LoaderClient:
         except OSError:
             return  # the reading thread detects the end of the connection and handles it
         if sent < len(frame):
-            logger.error("the loader does not read what it is sent; connecting again")
+            logger.error("the loader does not read its messages; reconnecting")
             self._hang_up()
 
     def _hang_up(self) -> None:
@@ -188,11 +188,11 @@ class LoaderClient:
                     connection.settimeout(None)
                     self._serve(replace(run, kept=self._on_arena(run.arena)))
             except (OSError, BrokenFrame) as error:  # a timeout is an OSError, too
-                logger.debug("no loader at %s: %s", self._path, error)
+                logger.debug("cannot connect to the loader at %s: %s", self._path, error)
             except LoaderMismatch as error:
                 logger.error("%s", error)
             except Exception:  # top of the thread's loop: a bug must not leave the engine without a loader
-                logger.exception("talking to the loader failed; connecting again")
+                logger.exception("the connection to the loader failed; reconnecting")
             self._fail_hopeless()
             with self._changed:
                 if not self._closed:
@@ -220,7 +220,9 @@ class LoaderClient:
         with self._changed:
             version = decode_version(message)
             request = self._requests[version]
-            assert request.number == message["number"] and not request.answered, "an answer to no question"
+            assert request.number == message["number"] and not request.answered, (
+                "the loader answered a request that is not open"
+            )
             request.answered = True
             if message["op"] == "loaded":
                 self._held.setdefault(version, deque()).append(run)
@@ -242,7 +244,7 @@ class LoaderClient:
             ]
             for version in hopeless:
                 self._requests[version].answered = True
-                message = "the process that loads adapters does not answer; try again"
+                message = "the process that loads adapters does not respond; try again"
                 self._results.append(FetchFailed(version, "unavailable", message))
         if hopeless:
             self._notify()
@@ -252,11 +254,11 @@ def _shake_hands(connection: socket.socket) -> _Run:
     """Raises OSError or BrokenFrame if the loader disconnects, and LoaderMismatch if it is of another release."""
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     if not descriptors:
-        raise BrokenFrame("the loader closed the connection at once")
+        raise BrokenFrame("the loader closed the connection before it sent its memory descriptor")
     try:
         message = receive(connection)
         if message is None:
-            raise BrokenFrame("the loader closed the connection before its hello")
+            raise BrokenFrame("the loader closed the connection before its first message")
         return _Run(connection, map_arena(descriptors[0], decode_hello(message).arena_bytes))
     finally:
         for descriptor in descriptors:

@@ -43,12 +43,12 @@ class LoaderConfig:
         raw = json.loads(text)
         unknown = raw.keys() - {field.name for field in fields(LoaderConfig)}
         if unknown:
-            raise ValueError(f"unknown settings of the loader: {', '.join(sorted(unknown))}")
+            raise ValueError(f"unknown loader settings: {', '.join(sorted(unknown))}")
         try:
             shape = ModelShape.from_plain(raw["shape"])
             config = LoaderConfig(**{**raw, "socket": Path(raw["socket"]), "shape": shape})
         except (KeyError, TypeError) as error:
-            raise ValueError(f"settings of the loader are missing or of the wrong kind: {error}") from error
+            raise ValueError(f"loader settings are missing or have the wrong type: {error}") from error
         if config.dtype not in STORAGE:
             raise ValueError(f"dtype {config.dtype!r} is not one of {', '.join(STORAGE)}")
         return config

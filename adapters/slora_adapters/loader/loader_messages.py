@@ -42,8 +42,8 @@ def decode_hello(message: Message) -> Hello:
     found = (message.get("protocol"), message.get("layout"))
     if found != (PROTOCOL_VERSION, LAYOUT_VERSION):
         raise LoaderMismatch(
-            f"the loader speaks protocol and layout {found}, this process {(PROTOCOL_VERSION, LAYOUT_VERSION)}; "
-            "restart both from one installation"
+            f"the loader has protocol and layout versions {found}, but this process has "
+            f"{(PROTOCOL_VERSION, LAYOUT_VERSION)}: restart both from the same installation"
         )
     return Hello(message["arena_bytes"])
 

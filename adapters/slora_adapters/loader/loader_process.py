@@ -112,7 +112,7 @@ class LoaderServer:
                 client.obey(message)
                 await writer.drain()
         except (BrokenFrame, ConnectionError) as error:
-            logger.error("connection to an engine broke: %s", error)
+            logger.error("the connection to an engine failed: %s", error)
         finally:
             client.leave()
             writer.close()
@@ -176,10 +176,13 @@ def _end_with_stdin() -> None:
 
 def main() -> int:
     # An @file keeps the configuration out of the process list, because a store's URL may contain a password.
-    description = "The loader process of slora; started by `slora serve`. Arguments may be lines of an @file."
+    description = (
+        "The loader process of slora. `slora serve` starts it. @FILE reads arguments from the lines of a "
+        "file."
+    )
     parser = argparse.ArgumentParser(description=description, fromfile_prefix_chars="@")
     parser.add_argument("--config", required=True, help="LoaderConfig as JSON")
-    parser.add_argument("--heartbeat", type=int, help="descriptor of the page that proves progress")
+    parser.add_argument("--heartbeat", type=int, help="file descriptor of the shared page for heartbeats")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     # A thread that hashes or copies needs the GIL briefly between two pieces. It must not wait the default 5 ms while
     # another thread parses a header.

@@ -199,9 +199,15 @@ class DirectorySource:
         try:
             adapter = read_adapter(directory, self.shape, self.limits)
         except (AdapterNotFound, FileNotFoundError):
-            return FetchFailed(version, "not_found", f"adapter directory {str(directory)!r} is gone")
+            return FetchFailed(
+                version, "not_found", f"the adapter directory {str(directory)!r} no longer exists"
+            )
         except AdapterInvalid as error:
-            return FetchFailed(version, "corrupt", f"the adapter was changed after it was added: {error}")
+            return FetchFailed(
+                version,
+                "corrupt",
+                f"the adapter in {str(directory)!r} was changed after it was added: {error}",
+            )
         if adapter.digest != version.digest:
             message = f"the weights in {str(directory)!r} were changed after they were added; add them again"
             return FetchFailed(version, "corrupt", message)

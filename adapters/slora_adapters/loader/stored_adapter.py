@@ -59,9 +59,9 @@ class StoredAdapter:
             self._body_start, self._spans = _read_header(blob, limits)
             self._pairs, reasons = validate(self._config, self._spans, shape, limits)
         except ValueError as error:
-            raise AdapterCorrupt(f"stored adapter {digest[:12]} is not valid here: {error}") from error
+            raise AdapterCorrupt(f"stored adapter {digest[:12]} cannot be served here: {error}") from error
         if reasons:
-            raise AdapterCorrupt(f"stored adapter {digest[:12]} is not valid here: {_describe(reasons)}")
+            raise AdapterCorrupt(f"stored adapter {digest[:12]} cannot be served here: {_describe(reasons)}")
         self.layout: AdapterLayout = lay_out_adapter(shape, list_ranks(self._pairs, shape))
 
     def pour(
@@ -84,10 +84,13 @@ class StoredAdapter:
         try:
             self._read(digest, packer, list(buffers), on_read)
         except AdapterInvalid as error:
-            raise AdapterCorrupt(f"stored adapter {self._digest[:12]} is not valid here: {error}") from error
+            raise AdapterCorrupt(
+                f"stored adapter {self._digest[:12]} cannot be served here: {error}"
+            ) from error
         if digest.hexdigest() != self._digest:
             raise AdapterCorrupt(
-                f"stored adapter {self._digest[:12]} has the digest {digest.hexdigest()[:12]} instead"
+                f"the bytes of stored adapter {self._digest[:12]} have the digest "
+                f"{digest.hexdigest()[:12]} instead"
             )
         return packer.scales
 
@@ -211,7 +214,9 @@ def _size(blob: Blob, name: str, max_bytes: int) -> int:
     if name not in blob.members:
         raise ValueError(f"{name} is missing")
     if blob.members[name] > max_bytes:
-        raise ValueError(f"{name} is {blob.members[name]} bytes long; this server accepts {max_bytes}")
+        raise ValueError(
+            f"{name} is {blob.members[name]} bytes long; this server accepts at most {max_bytes}"
+        )
     return blob.members[name]
 
 

@@ -53,12 +53,12 @@ def _is_bias(name: str) -> bool:
 def _compare(tensor: StoredTensor, shape: ModelShape, base_directory: Path | None) -> str | None:
     name = parse_copy_name(tensor.name, shape)
     if name is None or base_directory is None:
-        return "holds a whole parameter, which cannot be compared with the base model's here"
+        return "holds a whole parameter, and the base model is not available here to compare it with"
     expected = (shape.vocab_size,) if _is_bias(name) else (shape.vocab_size, shape.hidden_size)
     if tensor.shape != expected:
         return (
-            f"has shape {list(tensor.shape)}, the base model's is {list(expected)}; "
-            "adapters with resized embeddings are not served"
+            f"has shape {list(tensor.shape)}, but the base model's has {list(expected)}; adapters "
+            "with resized embeddings are not served"
         )
     try:
         own = _read_base(base_directory, name, expected, shape)
@@ -69,8 +69,8 @@ def _compare(tensor: StoredTensor, shape: ModelShape, base_directory: Path | Non
     if _is_bias(name):
         return "differs from the base model's: a trained bias is not supported, or the adapter belongs to another base"
     return (
-        "differs from the base model's: the adapter was trained with another embedding matrix, which would have to be "
-        "served in place of the base's, or it belongs to another base"
+        "differs from the base model's: the adapter was trained with another embedding matrix, which "
+        "this server cannot use instead of the base model's, or it belongs to another base"
     )
 
 

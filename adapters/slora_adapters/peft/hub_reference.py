@@ -38,7 +38,8 @@ class HubReference:
         revision = unquote(match[2]) if match and match[2] else None
         if match is None or (revision is not None and not _REVISION.fullmatch(revision)):
             raise ValueError(
-                f"{text[:200]!r} is not an adapter on the hub: hf://ORG/REPO[@REVISION][/FOLDER]"
+                f"{text[:200]!r} is not a reference to an adapter on the hub; write "
+                "hf://ORG/REPO[@REVISION][/FOLDER]"
             )
         return HubReference(match[1], revision, match[3])
 

@@ -55,8 +55,9 @@ def download(reference: HubReference) -> HubSnapshot:
     missing = [name for name in (CONFIG_NAME, TENSORS_NAME) if not (directory / name).is_file()]
     if missing:
         raise AdapterNotFound(
-            f"{pinned} has no {' and no '.join(missing)} (or the hub went out of reach before it came); a PEFT adapter "
-            "has both, and of pickles such as adapter_model.bin nothing is ever read"
+            f"{pinned} has no {' and no '.join(missing)} (or the connection to the hub failed before "
+            "the download). A PEFT adapter has both files. Pickles such as adapter_model.bin are "
+            "never read."
         )
     return HubSnapshot(directory, pinned)
 
@@ -67,23 +68,27 @@ def _explained(reference: HubReference) -> Iterator[None]:
         yield
     except GatedRepoError as error:
         raise AdapterNotFound(
-            f"{reference} is gated: ask for access on the page of {reference.repo}, then set HF_TOKEN to your token"
+            f"{reference} is gated: request access on the page of {reference.repo}, then set HF_TOKEN "
+            "to your token"
         ) from error
     except RepositoryNotFoundError as error:
         raise AdapterNotFound(
-            f"the hub has no repository {reference.repo}, or it is private: then set HF_TOKEN to a token that reads it"
+            f"the hub has no repository {reference.repo}, or the repository is private; for a private "
+            "one, set HF_TOKEN to a token that can read it"
         ) from error
     except RevisionNotFoundError as error:
         raise AdapterNotFound(f"{reference.repo} has no revision {reference.revision!r}") from error
     except HFValidationError as error:
-        raise ValueError(f"{reference} can't be on the hub: {error}") from error
+        raise ValueError(f"{reference} is not a valid name on the hub: {error}") from error
     except LocalEntryNotFoundError as error:
         raise StoreUnavailable(
-            f"the hub is out of reach, and this machine's cache does not hold {reference}: "
+            f"the hub cannot be reached, and the cache of this machine does not have {reference}: "
             + _first_line(error.__cause__ or error)
         ) from error
     except Exception as error:  # the client's HTTP library, and so its exceptions, differ between releases
-        raise StoreUnavailable(f"the hub did not give us {reference}: {_first_line(error)}") from error
+        raise StoreUnavailable(
+            f"{reference} could not be downloaded from the hub: {_first_line(error)}"
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -70,7 +70,8 @@ class Packer:
     ) -> None:
         if STORAGE[dtype].itemsize != shape.element_bytes:
             raise ValueError(
-                f"{dtype} takes {STORAGE[dtype].itemsize} bytes, the shape says {shape.element_bytes}"
+                f"an element of {dtype} takes {STORAGE[dtype].itemsize} bytes, but the model shape "
+                f"has {shape.element_bytes}"
             )
         self.scales = np.zeros(shape.num_modules, np.float32)
         self._dtype = dtype

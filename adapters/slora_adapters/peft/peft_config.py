@@ -72,18 +72,18 @@ _READ = frozenset(
 # Variants that compute something else than W x + scale * B (A x), with the reason in the error message.
 _VARIANTS: Mapping[str, str] = {
     "use_dora": "DoRA rescales the base weight by trained magnitudes",
-    "lora_bias": "it adds a bias to B",
+    "lora_bias": "B has a trained bias",
     "modules_to_save": "whole modules were trained; this server applies low-rank deltas only",
-    "target_parameters": "it adapts bare parameters instead of linear layers",
+    "target_parameters": "parameters are adapted instead of linear layers",
     "trainable_token_indices": "token embeddings were trained",
-    "megatron_config": "it was trained on Megatron's parallel layers",
-    "layer_replication": "it runs layers of the base model several times",
-    "alora_invocation_tokens": "aLoRA switches the adapter on in the middle of a prompt",
+    "megatron_config": "the adapter was trained on Megatron's parallel layers",
+    "layer_replication": "layers of the base model run several times",
+    "alora_invocation_tokens": "aLoRA activates the adapter in the middle of a prompt",
     "use_qalora": "QALoRA pools the input of A",
-    "use_bdlora": "its factors are block-diagonal",
+    "use_bdlora": "the factors are block-diagonal",
     "arrow_config": "Arrow routes between several adapters",
     "kasa_config": "KaSA truncates the base weight and inserts a diagonal between A and B",
-    "velora_config": "VeLoRA keeps further tensors beside A and B",
+    "velora_config": "VeLoRA has more tensors than A and B",
     "monteclora_config": "Monteclora samples its weights",
 }
 
@@ -166,7 +166,7 @@ def parse_peft_config(raw: bytes | memoryview) -> tuple[PeftConfig | None, list[
 def _refuse_variants(fields: Mapping[str, object]) -> Iterable[Reason]:
     kind = fields.get("peft_type")
     if kind != "LORA":
-        yield Reason("peft_type", f"peft_type is {kind!r}; this server serves LORA only")
+        yield Reason("peft_type", f"peft_type is {kind!r}; this server serves only LORA")
     for key, why in _VARIANTS.items():
         if fields.get(key):
             yield Reason(key, f"{key} is set: {why}, which this server does not compute")
@@ -181,11 +181,14 @@ def _refuse_init(init: str) -> Reason:
     if init.startswith(_BASE_CHANGING_INITS):
         return Reason(
             "init_lora_weights",
-            f"init_lora_weights is {init!r}: such an adapter only fits a base model changed by the same "
-            "initialisation; convert it with save_pretrained(path_initial_model_for_weight_conversion=...)",
+            f"init_lora_weights is {init!r}: such an adapter needs a base model that the same "
+            "initialisation has changed; convert the adapter with "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)",
         )
     known = ", ".join(sorted(_HARMLESS_INITS))
-    return Reason("init_lora_weights", f"init_lora_weights is {init[:80]!r}; known are true, false, {known}")
+    return Reason(
+        "init_lora_weights", f"init_lora_weights is {init[:80]!r}; accepted are true, false, {known}"
+    )
 
 
 def _refuse_unknown(fields: Mapping[str, object]) -> Iterable[Reason]:
@@ -193,8 +196,8 @@ def _refuse_unknown(fields: Mapping[str, object]) -> Iterable[Reason]:
         if fields[key]:
             yield Reason(
                 "config_unknown_key",
-                f"{CONFIG_NAME} sets {key[:80]!r}, which this server does not know; remove it if it has no "
-                "effect on the result",
+                f"{CONFIG_NAME} sets {key[:80]!r}, which this server does not know; remove the key if "
+                "it has no effect on the result",
             )
 
 
@@ -207,7 +210,10 @@ def _refuse_bad_combination(config: PeftConfig) -> Iterable[Reason]:
             "layers_to_transform and layers_pattern need target_modules as a list of names",
         )
     elif config.layers_pattern and config.layers_to_transform is None:
-        yield Reason("layers_pattern", "layers_pattern is set without layers_to_transform")
+        yield Reason(
+            "layers_pattern",
+            "layers_pattern is set without layers_to_transform; set both, or remove layers_pattern",
+        )
 
 
 class _FieldReader:
@@ -227,7 +233,7 @@ class _FieldReader:
     def flag(self, key: str) -> bool:
         value = self.fields.get(key) or False
         if value is not True and value is not False:
-            self.refuse(key, f"{key} is {value!r}, expected true or false")
+            self.refuse(key, f"{key} is {value!r}; it must be true or false")
         return value is True
 
     def rank(self) -> int:
@@ -236,7 +242,7 @@ class _FieldReader:
     def rank_value(self, what: str, value: object) -> int:
         if type(value) is int and 1 <= value < 1 << 20:
             return value
-        self.refuse("rank", f"{what} is {_short(value)}, expected a positive whole number")
+        self.refuse("rank", f"{what} is {_short(value)}; it must be a positive whole number")
         return 1
 
     def alpha(self) -> float:
@@ -245,13 +251,13 @@ class _FieldReader:
     def alpha_value(self, what: str, value: object) -> float:
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 < abs(value) < 1e30:
             return float(value)
-        self.refuse("alpha", f"{what} is {_short(value)}, expected a finite number other than 0")
+        self.refuse("alpha", f"{what} is {_short(value)}; it must be a finite number other than 0")
         return 1.0
 
     def table(self, key: str, read: Callable[[str, object], Value]) -> tuple[tuple[str, Value], ...]:
         value = self.fields.get(key) or {}
         if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
-            self.refuse(key, f"{key} must be a table of at most {MAX_PATTERNS} patterns")
+            self.refuse(key, f"{key} must be an object with at most {MAX_PATTERNS} patterns")
             return ()
         for pattern in value:
             self._check_pattern(key, pattern_regex(pattern))
@@ -289,7 +295,8 @@ class _FieldReader:
             return None
         if not isinstance(layers, list) or not all(type(v) is int and 0 <= v < 1 << 20 for v in layers):
             self.refuse(
-                "layers_to_transform", f"layers_to_transform is {_short(value)}, expected layer numbers"
+                "layers_to_transform",
+                f"layers_to_transform is {_short(value)}; it must be a list of layer numbers",
             )
             return None
         return tuple(sorted(set(layers)))
@@ -301,7 +308,8 @@ class _FieldReader:
             isinstance(v, str) and re.fullmatch(r"\w+", v) for v in names
         ):
             self.refuse(
-                "layers_pattern", f"layers_pattern is {_short(value)}, expected names such as 'layers'"
+                "layers_pattern",
+                f"layers_pattern is {_short(value)}; it must be a list of names such as 'layers'",
             )
             return ()
         return tuple(sorted(set(names)))

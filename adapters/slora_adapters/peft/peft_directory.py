@@ -115,7 +115,7 @@ def _invalid(reasons: list[Reason]) -> AdapterInvalid:
     for code, found in by_code.items():
         kept += found[:MAX_REASONS_PER_CODE]
         if len(found) > MAX_REASONS_PER_CODE:
-            kept.append(Reason(code, f"and {len(found) - MAX_REASONS_PER_CODE} more of this kind"))
+            kept.append(Reason(code, f"and {len(found) - MAX_REASONS_PER_CODE} more errors of this kind"))
     return AdapterInvalid(tuple(kept))
 
 
@@ -135,7 +135,9 @@ def _parse_tensors(
         reasons.append(Reason("missing_file", f"{TENSORS_NAME} is missing"))
         return None
     if len(raw) > limits.max_tensor_bytes:
-        message = f"{TENSORS_NAME} is {len(raw)} bytes long; this server accepts {limits.max_tensor_bytes}"
+        message = (
+            f"{TENSORS_NAME} is {len(raw)} bytes long; this server accepts at most {limits.max_tensor_bytes}"
+        )
         reasons.append(Reason("too_large", message))
         return None
     try:

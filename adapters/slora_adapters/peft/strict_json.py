@@ -48,4 +48,4 @@ def _refuse_lone_surrogates(value: object) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         lone, before = ord(text[error.start]), text[max(0, error.start - 40) : error.start]
-        raise ValueError(f"it holds the lone surrogate U+{lone:04X} after {before!r}; remove it") from None
+        raise ValueError(f"it contains the lone surrogate U+{lone:04X} after {before!r}; remove it") from None

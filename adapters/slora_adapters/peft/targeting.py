@@ -37,13 +37,18 @@ def resolve_targets(
             Reason("target_modules", f"target_modules or exclude_modules: {error}"),
         ]
     if not targets:
-        reasons.append(Reason("matches_nothing", "the config adapts no module of the base model"))
+        reasons.append(
+            Reason(
+                "matches_nothing",
+                "the config adapts no module of the base model; check target_modules and exclude_modules",
+            )
+        )
     if config.ensure_weight_tying and targets & {shape.embedding_module, shape.head_module}:
         reasons.append(
             Reason(
                 "ensure_weight_tying",
-                "ensure_weight_tying is set and the config adapts the embedding or the output head: their factors were "
-                "tied in training, which this server does not do",
+                "ensure_weight_tying is set and the config adapts the embedding or the output head: "
+                "training tied their factors, which this server does not support",
             )
         )
     return targets, reasons

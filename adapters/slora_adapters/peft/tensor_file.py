@@ -78,13 +78,17 @@ def measure_header(prefix: bytes | memoryview, file_bytes: int, max_bytes: int =
     or does not fit into the file.
     """
     if file_bytes < PREFIX_BYTES:
-        raise ValueError(f"the file is {file_bytes} bytes long, too short for a safetensors header")
+        raise ValueError(f"the file has {file_bytes} bytes, which is too short for a safetensors header")
     header_bytes = int.from_bytes(prefix, "little")
     if header_bytes > max_bytes:
-        raise ValueError(f"the header claims {header_bytes} bytes; at most {max_bytes} are accepted")
+        raise ValueError(
+            f"the file states a header of {header_bytes} bytes; at most {max_bytes} are accepted"
+        )
     if PREFIX_BYTES + header_bytes > file_bytes:
         left = file_bytes - PREFIX_BYTES
-        raise ValueError(f"the header claims {header_bytes} bytes, but the file ends after {left}")
+        raise ValueError(
+            f"the file states a header of {header_bytes} bytes, but the file ends after {left} of them"
+        )
     return header_bytes
 
 
@@ -150,7 +154,7 @@ def _check_metadata(metadata: object) -> None:
 def _parse_entry(name: str, entry: object) -> TensorSpan:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(
-            f"tensor {name!r}: the header entry must hold dtype, shape and data_offsets, nothing else"
+            f"tensor {name!r}: the header entry must have exactly the keys dtype, shape and data_offsets"
         )
     dtype = entry["dtype"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -159,16 +163,16 @@ def _parse_entry(name: str, entry: object) -> TensorSpan:
     offsets = _sizes(entry["data_offsets"])
     if shape is None or offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(
-            f"tensor {name!r}: shape {_short(entry['shape'])} or data_offsets {_short(entry['data_offsets'])} are not "
-            "proper sizes"
+            f"tensor {name!r}: shape {_short(entry['shape'])} or data_offsets "
+            f"{_short(entry['data_offsets'])} are not valid sizes"
         )
     expected = DTYPES[dtype].itemsize
     for size in shape:
         expected *= size
     if expected != offsets[1] - offsets[0]:
         raise ValueError(
-            f"tensor {name!r}: shape {list(shape)} of {dtype} takes {expected} bytes, its data_offsets span "
-            f"{offsets[1] - offsets[0]}"
+            f"tensor {name!r}: shape {list(shape)} of {dtype} takes {expected} bytes, but its "
+            f"data_offsets span {offsets[1] - offsets[0]}"
         )
     return TensorSpan(name, dtype, shape, offsets[0], offsets[1])
 
@@ -190,15 +194,16 @@ def _check_cover(spans: Iterable[TensorSpan], body_bytes: int) -> None:
     position = 0
     for span in spans:
         if span.start != position:
-            fault = "overlaps the tensor before it" if span.start < position else "leaves a hole before it"
+            fault = "overlaps the tensor before it" if span.start < position else "leaves a gap before it"
             raise ValueError(
-                f"tensor {span.name!r} {fault}: it starts at byte {span.start}, expected {position}"
+                f"tensor {span.name!r} {fault}: it starts at byte {span.start} instead of {position}"
             )
         position = span.end
     if position != body_bytes:
-        fault = "is cut short" if position > body_bytes else "goes on after the last tensor"
+        fault = "is truncated" if position > body_bytes else "continues after the last tensor"
         raise ValueError(
-            f"the file {fault}: the header describes {position} bytes of tensors, it has {body_bytes}"
+            f"the file {fault}: the header describes {position} bytes of tensors, but the file has "
+            f"{body_bytes}"
         )
 
 

@@ -22,7 +22,7 @@ from slora_kernels.layout import LinearShape, ModelShape
 _FOREIGN_TENSORS: Sequence[tuple[str, str, str]] = (
     ("lora_magnitude_vector", "use_dora", "DoRA magnitudes"),
     ("lora_embedding_", "embeddings", "an adapter on an embedding that the base model does not have"),
-    ("modules_to_save", "modules_to_save", "a wholly trained module"),
+    ("modules_to_save", "modules_to_save", "a fully trained module"),
     ("trainable_tokens", "trainable_token_indices", "trained token embeddings"),
     (".bias", "bias", "a trained bias"),
 )
@@ -67,9 +67,9 @@ def check_values(tensors: Iterable[StoredTensor], limits: AdapterLimits) -> Iter
     for tensor in tensors:
         magnitude = largest_magnitude_bits(tensor.values)
         if not is_finite(tensor.dtype, magnitude):
-            yield Reason("non_finite", f"tensor {tensor.name!r} holds NaN or infinity")
+            yield Reason("non_finite", f"tensor {tensor.name!r} contains NaN or infinity")
         elif limits.served_dtype is not None and not fits(tensor.dtype, magnitude, limits.served_dtype):
-            message = f"tensor {tensor.name!r} overflows in {limits.served_dtype}, which this server uses"
+            message = f"tensor {tensor.name!r} overflows in {limits.served_dtype}, the dtype of this server"
             yield Reason("overflow", message)
 
 
@@ -84,7 +84,10 @@ def _sort_factors(
             reasons.append(_foreign_tensor(name))
         elif parsed in factors:
             reasons.append(
-                Reason("duplicate_tensor", f"{name!r} and {factors[parsed].name!r} are the same weight")
+                Reason(
+                    "duplicate_tensor",
+                    f"{name!r} and {factors[parsed].name!r} name the same weight; keep one of them",
+                )
             )
         else:
             factors[parsed] = tensor
@@ -95,7 +98,7 @@ def _foreign_tensor(name: str) -> Reason:
     for part, code, what in _FOREIGN_TENSORS:
         if part in name:
             return Reason(code, f"tensor {name[:120]!r} is {what}, which is not supported")
-    return Reason("unknown_tensor", f"tensor {name[:120]!r} belongs to no module of the base model")
+    return Reason("unknown_tensor", f"tensor {name[:120]!r} does not belong to any module of the base model")
 
 
 def _compare_with_targets(
@@ -132,7 +135,7 @@ def _check_pair(
         yield Reason("rank_too_high", message)
     if abs(scale) > limits.max_scale:
         message = (
-            f"{name} is scaled by {scale:g}; this server accepts at most {limits.max_scale:g} (max_scale)"
+            f"{name} has the scale {scale:g}; this server accepts at most {limits.max_scale:g} (max_scale)"
         )
         yield Reason("scale_too_high", message)
     expected = ((rank, module.in_width), (module.out_width, rank))
@@ -141,6 +144,7 @@ def _check_pair(
             yield Reason("missing_tensors", f"{name} has no lora_{factor}")
         elif tensor.shape != wanted:
             message = (
-                f"lora_{factor} of {name} has shape {list(tensor.shape)}; config and base need {list(wanted)}"
+                f"lora_{factor} of {name} has shape {list(tensor.shape)}; the config and the base "
+                f"model require {list(wanted)}"
             )
             yield Reason("shape_mismatch", message)

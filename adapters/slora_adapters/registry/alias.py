@@ -88,12 +88,14 @@ class AliasHistory:
 def check_targets(targets: Targets) -> Targets:
     """Returns the targets if they are valid. Raises BadAlias with the value and the rule."""
     if not 1 <= len(targets) <= MAX_TARGETS:
-        raise BadAlias(f"an alias points at 1 to {MAX_TARGETS} versions, not {len(targets)}")
+        raise BadAlias(f"the alias has {len(targets)} versions; an alias points at 1 to {MAX_TARGETS}")
     for number, weight in targets.items():
         if not 1 <= weight <= 100:
-            raise BadAlias(f"version {number} has the weight {weight}; weights are percent, 1 to 100")
+            raise BadAlias(
+                f"version {number} has the weight {weight}; a weight is a percentage from 1 to 100"
+            )
     if (total := sum(targets.values())) != 100:
-        raise BadAlias(f"the weights add up to {total}; they are percent and must add up to 100")
+        raise BadAlias(f"the weights add up to {total}; they are percentages and must add up to 100")
     return targets
 
 

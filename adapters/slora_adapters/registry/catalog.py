@@ -124,8 +124,8 @@ class Catalog:
         others = self.store.claims() - {self.registry.registry}
         if others:
             logger.warning(
-                "nothing is deleted in the store, because %d other registries (%s) have used it, too; if there are no "
-                "such any more, delete their names from its `claims`",
+                "no adapter is deleted in the store, because %d other registries (%s) have also used "
+                "it; delete the names of registries that no longer exist from the store's `claims`",
                 *(len(others), ", ".join(sorted(others))),
             )
         return others
@@ -139,4 +139,4 @@ class Catalog:
         try:
             self.registry.collect(digest, self._drop)
         except StoreUnavailable:
-            logger.exception("blob %s is orphaned and stays until the next sweep", digest)
+            logger.exception("orphaned blob %s could not be deleted; the next sweep tries again", digest)

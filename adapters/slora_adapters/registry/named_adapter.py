@@ -140,8 +140,9 @@ class NamedAdapter:
             current: Targets = {} if present is None else present.targets
             if expected is not None and current != expected:
                 raise AliasConflict(
-                    f"{self.name}@{alias} points at {_say(current)}, not at {_say(expected)}: somebody else has moved "
-                    "it; look at it and decide again"
+                    f"{self.name}@{alias} points at {_say(current)}, not at {_say(expected)}, because "
+                    "another client has moved it: read the alias again and repeat the change if it "
+                    "still applies"
                 )
             if present is None:
                 self._make(alias, wanted, now)
@@ -154,8 +155,8 @@ class NamedAdapter:
         before = self._find(alias).history.roll_back()
         if before is None:
             raise AliasConflict(
-                f"{self.name}@{alias} can't be rolled back: it has not moved since it was made, or where it was "
-                "before has been deleted; point it at a version"
+                f"{self.name}@{alias} cannot be rolled back: it has never moved, or its earlier "
+                "versions were deleted; point it at a version instead"
             )
         self._set(alias, before, now)
         return self.rollout(alias)
@@ -164,7 +165,9 @@ class NamedAdapter:
         """Returns the deleted alias. Raises AdapterNotFound, and BadAlias for `latest`."""
         rollout = self.rollout(alias)
         if alias == LATEST:
-            raise BadAlias(f"{LATEST!r} is what the bare name serves; move it, or delete the name")
+            raise BadAlias(
+                f"{LATEST!r} cannot be deleted, because the bare name serves it; move it, or delete the name"
+            )
         del self.aliases[alias]
         return rollout
 
@@ -180,7 +183,7 @@ class NamedAdapter:
 
     def _make(self, alias: str, state: AliasState, now: float) -> None:
         if len(self.aliases) >= MAX_ALIASES:
-            raise BadAlias(f"{self.name!r} has {MAX_ALIASES} aliases, and no more are kept; delete one")
+            raise BadAlias(f"{self.name!r} already has {MAX_ALIASES} aliases, the limit; delete one")
         self.aliases[alias] = Alias(AliasHistory(state), uuid.uuid4().hex, pinned=False, updated_at=now)
 
     def _set(self, alias: str, history: AliasHistory, now: float) -> None:
@@ -230,5 +233,5 @@ def not_found(reference: str) -> AdapterNotFound:
 
 def _say(targets: Targets) -> str:
     if not targets:
-        return "nothing (there is no such alias)"
+        return "no version (the alias does not exist)"
     return ", ".join(f"{number} ({weight}%)" for number, weight in sorted(targets.items()))

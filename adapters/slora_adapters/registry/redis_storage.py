@@ -116,15 +116,15 @@ class RedisStorage:
         """Checks the settings of the Redis and the schema version of its data; see `open_redis_storage`."""
         check_settings(
             self._writer,
-            "this Redis could lose names of adapters; as their registry",
-            "Set that (a Redis of its own is best), or leave --registry out where one host is enough",
+            "the settings of this Redis allow the loss of adapter names; as a registry",
+            "Change the settings (preferably of a dedicated Redis), or omit --registry if one host is enough",
         )
         with as_unavailable(), self._writer.client() as connection:
             schema = connection.eval(OPEN, 0, SCHEMA, uuid.uuid4().hex)
             if int(schema) > SCHEMA:
                 raise StoreUnavailable(
-                    f"this Redis has version {int(schema)} of the registry; this release knows {SCHEMA}: run the "
-                    "newer release"
+                    f"this Redis has version {int(schema)} of the registry schema, but this release "
+                    f"supports at most {SCHEMA}: run the newer release"
                 )
             connection.eval(END_LEASES, 1, name_key("drops", self._server), f"{self._server}/")
             wait_for_disk(connection)  # the id must be durable before a store is claimed with it
@@ -135,7 +135,7 @@ class RedisStorage:
         with as_unavailable():
             found = self._reader.get(f"{PREFIX}id")
         if found is None:
-            raise StoreUnavailable("this Redis holds no registry any more; start the servers again")
+            raise StoreUnavailable("this Redis no longer has the registry; restart the servers")
         return bytes(found).decode()
 
     # -- looking up -------------------------------------------------------------------------------------------------
@@ -268,8 +268,8 @@ class RedisStorage:
             ):
                 if time.monotonic() > deadline:
                     raise TryAgain(
-                        "the same weights are being deleted, or were when a server died; upload again when it is "
-                        f"back, or in {LEASE_S // 60} minutes"
+                        "another server is deleting the same weights, or died while it deleted them; "
+                        f"upload again when that server is back, or in {LEASE_S // 60} minutes"
                     )
                 time.sleep(_PAUSE_S)
         return f"{digest}/{reservation}"
@@ -392,7 +392,7 @@ def _until_kept(once: Callable[[], tuple[T, Change] | None], key: NameKey) -> tu
     deadline = time.monotonic() + _PATIENCE_S
     while (done := once()) is None:
         if time.monotonic() > deadline:
-            raise TryAgain(f"too many change {key[1]!r}, or pins, at once; try again")
+            raise TryAgain(f"too many clients change {key[1]!r} or pins at the same time; try again")
         time.sleep(random.uniform(0, _PAUSE_S))
     return done
 

@@ -15,7 +15,7 @@ LATEST = "latest"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}", re.ASCII)
 # At most 18 digits, which fit SQLite's 64-bit integers. No leading zero, so that each version has only one spelling.
 _NUMBER = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
-_RULE = "1 to 128 of a-z, 0-9, '.', '_', '-', the first a letter or digit"
+_RULE = "1 to 128 characters of a-z, 0-9, '.', '_' and '-', and starts with a letter or digit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,17 @@ class AdapterReference:
 def check_adapter_name(name: str) -> str:
     """Returns the name if it is valid. Raises BadAdapterName."""
     if not _NAME.fullmatch(name):
-        raise BadAdapterName(f"{name[:140]!r} cannot be the name of an adapter: {_RULE}")
+        raise BadAdapterName(f"{name[:140]!r} is not a valid adapter name: a name has {_RULE}")
     return name
 
 
 def check_alias_name(alias: str) -> str:
     """Returns the alias if it is valid. Raises BadAlias."""
     if not _NAME.fullmatch(alias) or alias.isdigit():
-        raise BadAlias(f"{alias[:140]!r} cannot be an alias: {_RULE}, and not a number, which is a version's")
+        raise BadAlias(
+            f"{alias[:140]!r} is not a valid alias: an alias has {_RULE}, and is not a number, because "
+            "numbers are versions"
+        )
     return alias
 
 
@@ -66,5 +69,6 @@ def parse_reference(text: str) -> AdapterReference:
         return AdapterReference(name, None, check_alias_name(target))
     except BadAlias:
         raise BadAdapterName(
-            f"{text[:270]!r} refers to no adapter; write `name`, `name@3` for a version or `name@prod` for an alias"
+            f"{text[:270]!r} is not a reference to an adapter; write `name`, `name@3` for a version "
+            "or `name@prod` for an alias"
         ) from None

@@ -252,7 +252,10 @@ class Registry:
         """
         wanted = _parse(reference)
         if wanted.alias is not None and "@" in reference:
-            raise BadAlias(f"{reference!r} is an alias; delete it as one, or the version that it points at")
+            raise BadAlias(
+                f"{reference!r} is an alias, not a version; delete the alias, or the version that it "
+                "points at"
+            )
         now = self._clock()
         records, change = self._change(
             (tenant, wanted.name),
@@ -421,7 +424,7 @@ class Registry:
             return found
         if self._cut_off is not None:
             # Fail at once. Otherwise each request for a name that is not cached would wait for the storage to time out.
-            raise StoreUnavailable(f"{key[1]!r} can't be looked up just now: {self._cut_off}")
+            raise StoreUnavailable(f"{key[1]!r} cannot be looked up at the moment: {self._cut_off}")
         return cache.look_up(key, target, ask)
 
     def _change(
@@ -462,7 +465,7 @@ def _parse_pinnable(reference: str) -> tuple[str, str]:
     wanted = _parse(reference)
     if wanted.alias is None:
         raise BadAlias(
-            f"{reference!r} is one version; names and aliases are pinned, with all that they point at: make an alias "
-            "for it"
+            f"{reference!r} is a version, but only names and aliases can be pinned: create an alias "
+            "for the version and pin that"
         )
     return wanted.name, wanted.alias

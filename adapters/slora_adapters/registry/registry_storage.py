@@ -177,4 +177,4 @@ class RegistryStorage(Protocol):
 
 def reservation_lost() -> TryAgain:
     """The error of an upload whose reservation has expired, because its blob may have been dropped."""
-    return TryAgain("the upload took too long, so its space was given up; upload again")
+    return TryAgain("the upload took too long, so its reservation expired; upload again")

@@ -9,7 +9,7 @@ _MEMBER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 def check_digest(digest: str) -> str:
     """Returns the digest. Raises ValueError unless it is 64 lower-case hexadecimal digits."""
     if not is_digest(digest):
-        raise ValueError(f"{digest[:80]!r} is not a digest: 64 lower-case hexadecimal digits")
+        raise ValueError(f"{digest[:80]!r} is not a digest; a digest has 64 lower-case hexadecimal digits")
     return digest
 
 
@@ -21,6 +21,7 @@ def check_member_name(name: str) -> str:
     """Returns the name. Raises ValueError unless it is a plain file name."""
     if not _MEMBER.fullmatch(name):
         raise ValueError(
-            f"{name[:140]!r} cannot be a member of a blob: letters, digits, '.', '_', '-', at most 128"
+            f"{name[:140]!r} is not a valid member name; a name has at most 128 letters, digits, '.', "
+            "'_' and '-'"
         )
     return name

@@ -69,7 +69,7 @@ def wait_for_disk(connection: "redis.Redis[bytes]") -> None:
     deadline = time.monotonic() + _DISK_WAIT_S
     while not _is_kept(connection):
         if time.monotonic() > deadline:
-            raise TryAgain(f"Redis took longer than {_DISK_WAIT_S:.0f} s to write to its disk")
+            raise TryAgain(f"Redis took longer than {_DISK_WAIT_S:.0f} s to write to its disk; try again")
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def as_unavailable() -> Iterator[None]:
     try:
         yield
     except redis.RedisError as error:
-        raise StoreUnavailable(f"Redis does not answer as it should: {error}") from error
+        raise StoreUnavailable(f"Redis is unavailable: {error}") from error
 
 
 def _is_kept(connection: "redis.Redis[bytes]") -> bool:

@@ -63,7 +63,10 @@ class FileStore:
                     sync_directory(folder)
                     if self._publish(folder, digest):
                         return
-        raise TryAgain(f"blob {digest[:12]} was deleted each time that it was stored; try again")
+        raise TryAgain(
+            f"adapter {digest[:12]} was deleted during each of {_MAX_ATTEMPTS} attempts to store it; try "
+            "again"
+        )
 
     def open(self, digest: str) -> LocalBlob:
         with _as_unavailable(self.root):
@@ -71,7 +74,7 @@ class FileStore:
                 return LocalBlob({path.name: path for path in sorted(self._folder(digest).iterdir())})
             except FileNotFoundError:
                 self._check_there()
-                raise AdapterNotFound(f"the store holds no adapter {digest[:12]}") from None
+                raise AdapterNotFound(f"the store has no adapter {digest[:12]}") from None
 
     def exists(self, digest: str) -> bool:
         with _as_unavailable(self.root):
@@ -120,7 +123,9 @@ class FileStore:
     def _check_there(self) -> None:
         """Raises StoreUnavailable if the store itself is missing, for example because its disk is not mounted."""
         if not self._tmp.is_dir():
-            raise StoreUnavailable(f"there is no store any more in {str(self.root)!r}; is its disk mounted?")
+            raise StoreUnavailable(
+                f"the store in {str(self.root)!r} no longer exists; check that its disk is mounted"
+            )
 
     def _folder(self, digest: str) -> Path:
         return self._blobs / digest[:2] / check_digest(digest)

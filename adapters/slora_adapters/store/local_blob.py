@@ -43,7 +43,7 @@ class LocalBlob:
             while done < len(buffer):
                 count = os.preadv(content, [buffer[done:]], start + done)
                 if not count:
-                    raise StoreUnavailable(f"member {name!r} was cut short: it ends at byte {start + done}")
+                    raise StoreUnavailable(f"member {name!r} is truncated: it ends at byte {start + done}")
                 done += count
         except OSError as error:
             raise StoreUnavailable(f"member {name!r} cannot be read: {error}") from error

@@ -74,19 +74,23 @@ def open_object_store(url: str) -> "ObjectStore":
     parts = urlsplit(url)
     scheme = parts.scheme
     if "::" in url:
-        raise ValueError("a store's URL cannot be a chain ('::'): what is cached in between could be stale")
+        raise ValueError(
+            "a store's URL cannot be a chain of filesystems ('::'), because a cache between them may be stale"
+        )
     if not parts.netloc + parts.path.strip("/"):
-        raise ValueError(f"a {scheme}:// store needs a place, as in {scheme}://bucket/folder")
+        raise ValueError(
+            f"the URL of a {scheme}:// store needs a bucket and folder, as in {scheme}://bucket/folder"
+        )
     try:
         fsspec.get_filesystem_class(scheme)
     except ValueError:
         raise ValueError(
-            "stores are a path, file:///path, redis://host/db or what fsspec has a filesystem for (s3://, gs://, "
-            f"abfs://, ...); {scheme!r} is not known"
+            f"the store's URL scheme {scheme!r} is not supported; give a path, file:///path, "
+            "redis://host/db or a URL that fsspec supports (s3://, gs://, abfs://, ...)"
         ) from None
     except ImportError as error:
         raise ValueError(
-            f"a {scheme}:// store needs one more package beside slora[objects]: {error}"
+            f"a {scheme}:// store needs another package in addition to slora[objects]: {error}"
         ) from None
     with _as_unavailable(scheme, _secrets(url)):
         # Not fsspec's shared instance, because the listing cache of this instance is switched off.
@@ -156,7 +160,7 @@ class ObjectStore:
                 self._sweep()
             except (FileNotFoundError, PermissionError, NotImplementedError) as error:
                 cause = _cause(error, self._secrets)
-                raise StoreUnfit(f"nothing can be kept in the {self._scheme}:// store: {cause}") from None
+                raise StoreUnfit(f"the {self._scheme}:// store cannot be written: {cause}") from None
 
     def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
         check_digest(digest)
@@ -178,7 +182,7 @@ class ObjectStore:
             upload = self._find(digest)
             if upload is None:
                 self._check_there()
-                raise AdapterNotFound(f"the store holds no adapter {digest[:12]}")
+                raise AdapterNotFound(f"the store has no adapter {digest[:12]}")
         prefix = f"{self._folder(digest)}/{upload.upload_id}."
 
         def read(name: str, start: int, end: int) -> bytes:
@@ -267,8 +271,8 @@ class ObjectStore:
 
     def _unlisted(self) -> StoreUnfit:
         return StoreUnfit(
-            f"the {self._scheme}:// store does not list what was just written to it; switch off what remembers its "
-            "listings"
+            f"the {self._scheme}:// store does not list an object that was just written; disable the "
+            "cache of its listings"
         )
 
     def _outdone(self, uploads: list[_Upload]) -> list[_Upload]:
@@ -326,9 +330,14 @@ class ObjectStore:
         try:
             piece: bytes = self._filesystem.cat_file(path, start=start, end=end)
         except FileNotFoundError:
-            raise AdapterNotFound(f"{path.rsplit('/', 1)[-1]!r} is gone that was being read") from None
+            raise AdapterNotFound(
+                f"{path.rsplit('/', 1)[-1]!r} was removed while it was being read"
+            ) from None
         if len(piece) != end - start:
-            raise OSError(f"{len(piece)} bytes came of bytes {start} to {end} of {path.rsplit('/', 1)[-1]!r}")
+            raise OSError(
+                f"the store returned {len(piece)} bytes for bytes {start} to {end} of "
+                f"{path.rsplit('/', 1)[-1]!r}"
+            )
         return piece
 
     def _remove_uploads(self, digest: str, uploads: list[_Upload]) -> None:
@@ -373,7 +382,7 @@ class ObjectStore:
         """
         if not self._is_there(f"{self._root}/slora-store"):
             raise StoreUnavailable(
-                f"there is no store any more in the {self._scheme}:// place; was it moved?"
+                f"the {self._scheme}:// store no longer exists at its URL; check that it was not moved"
             )
 
     def _is_there(self, path: str) -> bool:
@@ -450,6 +459,4 @@ def _as_unavailable(scheme: str, secrets: tuple[str, ...]) -> Iterator[None]:
         raise
     except Exception as error:  # fsspec's backends have no other common exception class
         # Not `from error`, because the traceback would show the secrets that the message leaves out.
-        raise StoreUnavailable(
-            f"the {scheme}:// store does not answer as it should: {_cause(error, secrets)}"
-        ) from None
+        raise StoreUnavailable(f"the {scheme}:// store is unavailable: {_cause(error, secrets)}") from None

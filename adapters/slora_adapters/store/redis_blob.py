@@ -74,7 +74,7 @@ class RedisBlob:
                 self._position += count
                 buffer = buffer[count:]
         except (redis.RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis broke off: {error}") from error
+            raise StoreUnavailable(f"Redis failed during a read: {error}") from error
 
     def close(self) -> None:
         """Returns the connection to the pool. A connection with unread replies cannot be reused, so it is disconnected
@@ -139,11 +139,9 @@ class RedisBlob:
         if line == b"$%d" % answer.num_bytes:
             answer.begun = True
         elif line.startswith((b"$", b"_")):  # shorter than expected, or nil
-            raise AdapterNotFound("the copy that was being read is gone from Redis")
+            raise AdapterNotFound("the copy was removed from Redis while it was being read")
         else:
-            raise StoreUnavailable(
-                f"Redis does not answer as it should: {line[:200].decode('ascii', 'replace')}"
-            )
+            raise StoreUnavailable(f"Redis sent an unexpected reply: {line[:200].decode('ascii', 'replace')}")
 
     def _receive_line(self) -> bytes:
         """Reads byte by byte, because the bytes after the line belong to the content. About a dozen calls for each 4
@@ -155,7 +153,9 @@ class RedisBlob:
             self._receive(byte)
             line += byte
             if len(line) > _MAX_LINE_BYTES:
-                raise StoreUnavailable("Redis does not answer as it should: a line without end")
+                raise StoreUnavailable(
+                    f"Redis sent an unexpected reply: a line longer than {_MAX_LINE_BYTES} bytes"
+                )
         return bytes(line[:-2])
 
     def _receive(self, buffer: memoryview) -> int:

@@ -85,8 +85,8 @@ def open_redis_store(url: str, *, durable: bool) -> "RedisStore":
     if durable:
         check_settings(
             client,
-            "this Redis could lose adapters; as the only store",
-            "Set that, or use a file store and give this Redis as its warm tier",
+            "the settings of this Redis allow the loss of adapters; as the only store",
+            "Change the settings, or use a file store with this Redis as its warm tier",
         )
     return RedisStore(client, durable=durable)
 
@@ -115,7 +115,7 @@ class RedisStore:
             found = self._client.hmget(self._manifest_key(digest), ["members", "upload"])
             manifest = None if None in found else _parse_manifest(found[0])
             if manifest is None:
-                raise AdapterNotFound(f"the store holds no adapter {digest[:12]}")
+                raise AdapterNotFound(f"the store has no adapter {digest[:12]}")
             prefix = f"{self._chunk_prefix(digest)}{found[1].decode('ascii', 'replace')}:"
             self._keep_warm(digest, prefix, manifest)
             return RedisBlob(self._client.connection_pool, prefix, manifest)
@@ -178,7 +178,9 @@ class RedisStore:
                 client=connection,
             )
             if not done:
-                raise TryAgain("Redis dropped part of the upload; it may be short of memory")
+                raise TryAgain(
+                    "Redis dropped part of the upload, perhaps because it is out of memory; try again"
+                )
             if self._durable:
                 wait_for_disk(connection)
 

@@ -15,10 +15,10 @@ _FILE_SCHEMES = ("file", "local")
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 # Schemes that fsspec supports but that are not usable as a store, and why.
 _NO_STORES = {
-    "hf": "adapters are only read from the Hugging Face hub: slora adapter push hf://ORG/REPO",
-    "http": "web pages can't be written",
-    "https": "web pages can't be written",
-    "memory": "what one process keeps in its memory no other sees, and it ends with the process",
+    "hf": "slora only reads adapters from the Hugging Face hub, with slora adapter push hf://ORG/REPO",
+    "http": "web pages cannot be written",
+    "https": "web pages cannot be written",
+    "memory": "other processes do not see the memory of one process, and it ends with the process",
 }
 
 
@@ -54,12 +54,15 @@ def _open_durable(url: str) -> Store:
         return FileStore(Path(url))
     if parts.scheme in _FILE_SCHEMES:
         if parts.netloc not in ("", "localhost"):
-            raise ValueError(f"{parts.scheme}:// names files of this machine, as in {parts.scheme}:///path")
+            raise ValueError(
+                f"a {parts.scheme}:// URL cannot name another host ({parts.netloc!r}); write "
+                f"{parts.scheme}:///path"
+            )
         return FileStore(Path(unquote(parts.path)))
     if parts.scheme in REDIS_SCHEMES:
         return _open_redis(url, durable=True)
     if why := _NO_STORES.get(parts.scheme):
-        raise ValueError(f"{parts.scheme}:// can't be a store of adapters: {why}")
+        raise ValueError(f"a {parts.scheme}:// URL cannot be a store of adapters: {why}")
     module = load_optional("store.object_store", "objects", f"a {parts.scheme}:// store")
     return cast(Store, module.open_object_store(url))
 

@@ -105,7 +105,7 @@ class TieredStore:
     def rest(self, error: StoreUnavailable) -> None:
         """Stops using the warm tier for REST_AFTER_FAILURE_S."""
         logger.warning(
-            "the warm tier does not answer and is not used for %.0f s: %s", REST_AFTER_FAILURE_S, error
+            "the warm tier is unavailable and will not be used for %.0f s: %s", REST_AFTER_FAILURE_S, error
         )
         self._resting_until = self._clock() + REST_AFTER_FAILURE_S
 
@@ -185,7 +185,7 @@ class _WarmBlob:
             raise
         except StoreUnavailable as error:
             self._tiers.rest(error)
-            raise AdapterNotFound("the warm copy that was being read broke off") from error
+            raise AdapterNotFound("the warm tier failed while a copy was being read") from error
 
     def close(self) -> None:
         self._blob.close()

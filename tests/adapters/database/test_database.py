@@ -43,7 +43,9 @@ def test_components_migrate_independently(database: Database) -> None:
 
 def test_a_database_of_a_newer_release_is_refused(database: Database) -> None:
     database.migrate("things", (FIRST, SECOND))
-    with pytest.raises(StoreUnavailable, match="version 2 of 'things'; this release knows 1"):
+    with pytest.raises(
+        StoreUnavailable, match="schema version 2 of 'things', but this release supports at most 1"
+    ):
         database.migrate("things", (FIRST,))
     with database.transaction() as connection:
         connection.execute("PRAGMA user_version = 99")

@@ -129,7 +129,7 @@ def test_resized_embeddings_are_refused_with_both_shapes(tmp_path: Path, base: P
     tensors = tensors_of(tmp_path)
     tensors[HEAD] = StoredTensor(HEAD, "F32", tensors[HEAD].values[:-2])
     rewrite(tmp_path, tensors)
-    assert "shape [62, 48], the base model's is [64, 48]" in refusal(tmp_path, base)
+    assert "shape [62, 48], but the base model's has [64, 48]" in refusal(tmp_path, base)
 
 
 HEAD_BIAS = "base_model.model.lm_head.base_layer.bias"
@@ -163,7 +163,7 @@ def test_a_trained_bias_of_the_head_is_refused(tmp_path: Path, base: Path) -> No
     rewrite(tmp_path, {**tensors_of(tmp_path), HEAD_BIAS: store(HEAD_BIAS, trained)})
     assert "a trained bias is not supported" in refusal(tmp_path, biased, "bias")
     rewrite(tmp_path, {**tensors_of(tmp_path), HEAD_BIAS: store(HEAD_BIAS, bias[:-1])})
-    assert "shape [63], the base model's is [64]" in refusal(tmp_path, biased, "bias")
+    assert "shape [63], but the base model's has [64]" in refusal(tmp_path, biased, "bias")
 
 
 def test_a_bias_is_refused_where_the_base_has_none(tmp_path: Path, base: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_bias_is_refused_where_the_base_has_none(tmp_path: Path, base: Path) -
 
 def test_copies_are_refused_where_there_is_nothing_to_compare_them_with(tmp_path: Path) -> None:
     make_adapter(tmp_path, target_modules=["lm_head"])
-    assert "cannot be compared" in refusal(tmp_path, None)
+    assert "base model is not available" in refusal(tmp_path, None)
     assert "cannot be compared" in refusal(tmp_path, tmp_path / "nowhere")
 
 

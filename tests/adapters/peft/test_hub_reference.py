@@ -109,7 +109,7 @@ def test_a_repository_with_nothing_but_a_pickle_is_no_adapter(cache: Path) -> No
 def test_what_the_cache_lacks_is_out_of_reach_without_a_network(cache: Path) -> None:
     lay_out_snapshot(cache, REPO, FILES)
     for text in ("hf://org/other", f"hf://{REPO}@v2", f"hf://{REPO}@{COMMIT[::-1]}"):
-        with pytest.raises(StoreUnavailable, match=f"out of reach.*{text}: .*offline mode"):
+        with pytest.raises(StoreUnavailable, match=f"cannot be reached.*{text}: .*offline mode"):
             download(parse(text))
 
 
@@ -134,11 +134,15 @@ def test_a_branch_that_moved_is_downloaded_anew_and_a_commit_is_not_asked_for_ag
 @pytest.mark.parametrize(
     ("failure", "error", "message"),
     [
-        ((403, "GatedRepo"), AdapterNotFound, "is gated: ask for access .*HF_TOKEN"),
-        ((404, "RepoNotFound"), AdapterNotFound, f"no repository {REPO}, or it is private.*HF_TOKEN"),
-        ((401, ""), StoreUnavailable, "did not give us .*401 Unauthorized"),
+        ((403, "GatedRepo"), AdapterNotFound, "is gated: request access .*HF_TOKEN"),
+        (
+            (404, "RepoNotFound"),
+            AdapterNotFound,
+            f"no repository {REPO}, or the repository is private.*HF_TOKEN",
+        ),
+        ((401, ""), StoreUnavailable, "could not be downloaded from the hub: .*401 Unauthorized"),
         ((404, "RevisionNotFound"), AdapterNotFound, "no revision 'v2'"),
-        ((400, ""), StoreUnavailable, "out of reach.*BadRequest"),
+        ((400, ""), StoreUnavailable, "cannot be reached.*BadRequest"),
     ],
 )
 def test_what_the_hub_refuses_is_explained(
@@ -153,7 +157,7 @@ def test_a_hub_that_does_not_answer_is_out_of_reach(
     hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(StoreUnavailable, match=r"out of reach.*Connect"):
+    with pytest.raises(StoreUnavailable, match=r"cannot be reached.*Connect"):
         download(parse(f"hf://{REPO}"))
     snapshot = lay_out_snapshot(cache, REPO, FILES)
     assert download(parse(f"hf://{REPO}")).directory == snapshot

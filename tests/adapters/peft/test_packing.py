@@ -86,5 +86,5 @@ def test_packing_refuses_weights_that_overflow_in_the_served_dtype() -> None:
 
 def test_packing_for_another_element_size_is_a_mistake() -> None:
     shape = llama_shape(1, 8, 2, 1, 4, 8, vocab_size=9, element_bytes=4)
-    with pytest.raises(ValueError, match="takes 2 bytes, the shape says 4"):
+    with pytest.raises(ValueError, match="takes 2 bytes, but the model shape has 4"):
         pack(_adapter(shape, {0: 2}), shape, "bfloat16")

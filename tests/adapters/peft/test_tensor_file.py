@@ -84,21 +84,21 @@ DAMAGE: dict[str, tuple[Callable[[], bytes], str]] = {
         "appears twice",
     ),
     "unknown_dtype": (lambda: _file({"a": _entry("F64", [1], 0, 8)}, bytes(8)), "dtype 'F64'"),
-    "extra_field": (lambda: _file({"a": {**_entry("F32", [0], 0, 0), "x": 1}}), "nothing else"),
-    "negative_size": (lambda: _file({"a": _entry("F32", [-1], 0, 0)}), "not proper sizes"),
-    "boolean_size": (lambda: _file({"a": _entry("F32", [True], 0, 4)}, bytes(4)), "not proper sizes"),
-    "reversed_offsets": (lambda: _file({"a": _entry("F32", [1], 4, 0)}, bytes(4)), "not proper sizes"),
+    "extra_field": (lambda: _file({"a": {**_entry("F32", [0], 0, 0), "x": 1}}), "exactly the keys"),
+    "negative_size": (lambda: _file({"a": _entry("F32", [-1], 0, 0)}), "not valid sizes"),
+    "boolean_size": (lambda: _file({"a": _entry("F32", [True], 0, 4)}, bytes(4)), "not valid sizes"),
+    "reversed_offsets": (lambda: _file({"a": _entry("F32", [1], 4, 0)}, bytes(4)), "not valid sizes"),
     "shape_and_offsets_disagree": (lambda: _file({"a": _entry("F32", [2], 0, 4)}, bytes(4)), "takes 8 bytes"),
     "hole": (
         lambda: _file({"a": _entry("F32", [1], 0, 4), "b": _entry("F32", [1], 8, 12)}, bytes(12)),
-        "leaves a hole",
+        "leaves a gap",
     ),
     "overlap": (
         lambda: _file({"a": _entry("F32", [2], 0, 8), "b": _entry("F32", [1], 4, 8)}, bytes(8)),
         "overlaps",
     ),
-    "cut_short": (lambda: _file({"a": _entry("F32", [2], 0, 8)}, bytes(7)), "is cut short"),
-    "trailing_bytes": (lambda: _file({"a": _entry("F32", [1], 0, 4)}, bytes(5)), "goes on after"),
+    "cut_short": (lambda: _file({"a": _entry("F32", [2], 0, 8)}, bytes(7)), "is truncated"),
+    "trailing_bytes": (lambda: _file({"a": _entry("F32", [1], 0, 4)}, bytes(5)), "continues after"),
     "metadata_of_numbers": (lambda: _file({"__metadata__": {"a": 1}}), "table of strings"),
 }
 

@@ -56,7 +56,7 @@ def registry(open_storage: OpenStorage) -> Registry:
 
 def test_an_alias_moves_only_from_where_it_is_expected_to_be(registry: Registry) -> None:
     registry.move("t1", "a", "prod", {1: 100}, expected={})
-    with pytest.raises(AliasConflict, match=r"a@prod points at 1 \(100%\), not at nothing"):
+    with pytest.raises(AliasConflict, match=r"a@prod points at 1 \(100%\), not at no version"):
         registry.move("t1", "a", "prod", {2: 100}, expected={})
     registry.move("t1", "a", "prod", {1: 90, 2: 10}, expected={1: 100})
     with pytest.raises(AliasConflict, match=r"points at 1 \(90%\), 2 \(10%\), not at 1 \(100%\)"):
@@ -173,7 +173,7 @@ def test_the_last_version_takes_its_name_along_only_when_forced(registry: Regist
 
 
 def test_latest_can_be_moved_and_not_deleted_and_an_alias_is_no_version_to_delete(registry: Registry) -> None:
-    with pytest.raises(BadAlias, match="is what the bare name serves"):
+    with pytest.raises(BadAlias, match="because the bare name serves it"):
         registry.delete_alias("t1", "a", LATEST)
     with pytest.raises(BadAlias, match="is an alias"):
         registry.delete("t1", "a@latest", force=True)
@@ -186,7 +186,7 @@ def test_latest_can_be_moved_and_not_deleted_and_an_alias_is_no_version_to_delet
 def test_aliases_of_a_name_are_bounded(registry: Registry) -> None:
     for number in range(MAX_ALIASES - 1):
         registry.move("t1", "a", f"alias-{number}", {1: 100})
-    with pytest.raises(BadAlias, match="'a' has 32 aliases"):
+    with pytest.raises(BadAlias, match="'a' already has 32 aliases"):
         registry.move("t1", "a", "one-more", {1: 100})
     registry.move("t1", "a", "alias-0", {2: 100})
 

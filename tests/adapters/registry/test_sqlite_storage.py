@@ -91,7 +91,7 @@ def test_what_names_of_an_older_release_stood_for_is_their_version_1(
     # Both versions have the same number of bytes, and one text of one byte.
     assert registry.holdings("t1", D2) == Holdings(2, 2 * 4097, 4096)
     assert pinned.main.details.pool_bytes == (8192 if num_migrations == 2 else 4096)
-    with pytest.raises(AliasConflict, match="has not moved"):
+    with pytest.raises(AliasConflict, match="has never moved"):
         registry.roll_back("t1", "old", "latest")
     known = replace(old.main.details, packed_bytes=8192)
     again = registry.put("old", _v("t1"), known, AdapterExtras(None, "g"))

@@ -145,4 +145,4 @@ def test_a_warm_tier_that_does_not_answer_at_start_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     open_store(str(tmp_path), "redis://127.0.0.1:9/0").close()
-    assert "the warm tier does not answer" in caplog.text
+    assert "the warm tier is unavailable" in caplog.text

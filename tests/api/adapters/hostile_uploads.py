@@ -206,31 +206,40 @@ def _tensor_files(make: Maker) -> dict[str, Hostile]:
     # 2 ** 47 * 2 ** 17 is 2 ** 64, which overflows to 0 in 64 bits.
     wrapping = {**header, q: {"dtype": "F32", "shape": [1 << 47, 1 << 17], "data_offsets": [0, 0]}}
     files: dict[str, tuple[bytes, str]] = {
-        "an empty file": (b"", "is 0 bytes long, too short"),
-        "cut within the length of the header": (weights[:7], "is 7 bytes long, too short"),
-        "cut before the header": (weights[:8], f"claims {size} bytes, but the file ends after 0"),
+        "an empty file": (b"", "has 0 bytes, which is too short"),
+        "cut within the length of the header": (weights[:7], "has 7 bytes, which is too short"),
+        "cut before the header": (weights[:8], f"states a header of {size} bytes, but the file ends after 0"),
         "cut within the header": (weights[: 8 + size // 2], f"but the file ends after {size // 2}"),
-        "cut behind the header": (weights[: 8 + size], f"describes {whole} bytes of tensors, it has 0"),
-        "cut between two tensors": (weights[: 8 + size + second], f"of tensors, it has {second}"),
-        "cut before the last byte": (weights[:-1], f"of tensors, it has {whole - 1}"),
-        "a byte behind the end": (weights + b"x", "goes on after the last tensor"),
-        "another file behind the end": (weights + weights, f"it has {whole + len(weights)}"),
+        "cut behind the header": (
+            weights[: 8 + size],
+            f"describes {whole} bytes of tensors, but the file has 0",
+        ),
+        "cut between two tensors": (weights[: 8 + size + second], f"of tensors, but the file has {second}"),
+        "cut before the last byte": (weights[:-1], f"of tensors, but the file has {whole - 1}"),
+        "a byte behind the end": (weights + b"x", "continues after the last tensor"),
+        "another file behind the end": (weights + weights, f"but the file has {whole + len(weights)}"),
         "no header": (struct.pack("<Q", 0) + make.body, "Expecting value: line 1 column 1"),
         "a header of spaces": (make.file(b" " * 64), "Expecting value: line 1 column 65"),
-        "a header that claims 100 MB": (struct.pack("<Q", 10**8) + weights[8:], "claims 100000000 bytes"),
+        "a header that claims 100 MB": (
+            struct.pack("<Q", 10**8) + weights[8:],
+            "a header of 100000000 bytes",
+        ),
         "a header that has 10 MB": (
             make.file(json.dumps(header).encode() + b" " * (10 << 20), b""),
-            f"claims {len(json.dumps(header)) + (10 << 20)} bytes; at most 1048576",
+            f"a header of {len(json.dumps(header)) + (10 << 20)} bytes; at most 1048576",
         ),
-        "a header that claims 2 ** 64 - 1": (b"\xff" * 8 + weights[8:], "claims 18446744073709551615 bytes"),
+        "a header that claims 2 ** 64 - 1": (
+            b"\xff" * 8 + weights[8:],
+            "a header of 18446744073709551615 bytes",
+        ),
         "a header that claims 2 ** 63": (
             struct.pack("<Q", 1 << 63) + weights[8:],
-            "claims 9223372036854775808",
+            "a header of 9223372036854775808",
         ),
         "a header that is not UTF-8": (make.file(b'{"\xff": 1}'), "'utf-8' codec can't decode byte 0xff"),
         "a header with a lone surrogate": (
             make.file({**header, "\ud800": header[q]}),
-            "the header is not valid JSON: it holds the lone surrogate U+D800",
+            "the header is not valid JSON: it contains the lone surrogate U+D800",
         ),
         "a header with a byte order mark": (
             make.file(b"\xef\xbb\xbf" + json.dumps(header).encode()),
@@ -247,7 +256,7 @@ def _tensor_files(make: Maker) -> dict[str, Hostile]:
         "tensors that overlap": (make.file(shifted), "overlaps the tensor before it"),
         "a hole between tensors": (
             make.file(hole, make.body[:second] + b"gap!" + make.body[second:]),
-            "leaves a hole",
+            "leaves a gap",
         ),
         "offsets the wrong way round": (
             make.entry(data_offsets=[end, start]),
@@ -275,10 +284,13 @@ def _tensor_files(make: Maker) -> dict[str, Hostile]:
         "numbers of 8 bits": (make.entry(dtype="F8_E4M3"), "has dtype 'F8_E4M3'"),
         "a dtype that is a list": (make.entry(dtype=["F32"]), "has dtype ['F32']"),
         "a dtype that nobody knows": (make.entry(dtype="F32\0"), "has dtype 'F32\\x00'"),
-        "an entry without a shape": (make.entry(shape=None), "must hold dtype, shape and data_offsets"),
+        "an entry without a shape": (
+            make.entry(shape=None),
+            "must have exactly the keys dtype, shape and data_offsets",
+        ),
         "an entry with a field more": (
             make.file({**header, "more": {**header[q], "x": 1}}),
-            "tensor 'more': the header entry must hold",
+            "tensor 'more': the header entry must have",
         ),
         "an entry that is a number": (
             make.file({**header, "number": 1}),
@@ -314,18 +326,18 @@ def _tensor_values(make: Maker) -> dict[str, Hostile]:
     nothing = save(
         {name: np.zeros_like(value) if "lora_B" in name else value for name, value in make.tensors.items()}
     )
-    wants = f"config and base need [{RANK}, {make.in_width}]"
+    wants = f"the config and the base model require [{RANK}, {make.in_width}]"
     return {
         name: _files(make.members(weights=weights), words, code)
         for name, (weights, words, code) in {
-            "NaN as the last number": (make.last(np.nan), f"tensor {last!r} holds NaN", "non_finite"),
-            "infinity as the last number": (make.last(np.inf), f"{last!r} holds NaN or inf", "non_finite"),
+            "NaN as the last number": (make.last(np.nan), f"tensor {last!r} contains NaN", "non_finite"),
+            "infinity as the last number": (make.last(np.inf), f"{last!r} contains NaN or inf", "non_finite"),
             "minus infinity in half precision": (
                 make.last(-np.inf, np.float16),
-                f"{last!r} holds NaN or infinity",
+                f"{last!r} contains NaN or infinity",
                 "non_finite",
             ),
-            "NaN in bfloat16": (make.bfloat16_nan(), f"tensor {make.q!r} holds NaN", "non_finite"),
+            "NaN in bfloat16": (make.bfloat16_nan(), f"tensor {make.q!r} contains NaN", "non_finite"),
             "a base that is wider": (
                 make.with_tensor(make.q, wide),
                 f"shape [2, {make.in_width + 1}]",
@@ -371,11 +383,16 @@ def _tensor_names(make: Maker) -> dict[str, Hostile]:
         "a tensor named like a path": (
             "../../etc/passwd",
             some,
-            "tensor '../../etc/passwd' belongs",
+            "tensor '../../etc/passwd' does not belong",
             "unknown_tensor",
         ),
-        "a tensor with NUL in its name": (make.q + "\0", some, "weight\\x00' belongs", "unknown_tensor"),
-        "a tensor without a name": ("", some, "tensor '' belongs", "unknown_tensor"),
+        "a tensor with NUL in its name": (
+            make.q + "\0",
+            some,
+            "weight\\x00' does not belong",
+            "unknown_tensor",
+        ),
+        "a tensor without a name": ("", some, "tensor '' does not belong", "unknown_tensor"),
         "a tensor with a Cyrillic letter in its name": (
             cyrillic,
             some,
@@ -393,7 +410,7 @@ def _tensor_names(make: Maker) -> dict[str, Hostile]:
         "one weight in two spellings": (
             make.q.removeprefix("base_model.model."),
             a,
-            "are the same weight",
+            "name the same weight",
             "duplicate_tensor",
         ),
         "a tensor that the config does not target": (
@@ -412,7 +429,7 @@ def _tensor_names(make: Maker) -> dict[str, Hostile]:
         "a norm": (
             "base_model.model.model.norm.weight",
             some,
-            "model.norm.weight' belongs",
+            "model.norm.weight' does not belong",
             "unknown_tensor",
         ),
         "a matrix of embeddings": (
@@ -421,10 +438,10 @@ def _tensor_names(make: Maker) -> dict[str, Hostile]:
             "resized embeddings are not served",
             "embeddings",
         ),
-        "a wholly trained module": (
+        "a fully trained module": (
             "base_model.model.lm_head.modules_to_save.weight",
             some,
-            "is a wholly trained module",
+            "is a fully trained module",
             "modules_to_save",
         ),
     }
@@ -484,15 +501,15 @@ def _configs(make: Maker) -> dict[str, Hostile]:
     rank9 = {**make.config, "r": MAX_RANK + 1}
     changes: dict[str, tuple[dict[str, object], str, str]] = {
         "alpha of 1e308": ({"lora_alpha": 1e308}, "lora_alpha is 1e+308", "alpha"),
-        "alpha zero": ({"lora_alpha": 0}, "lora_alpha is 0,", "alpha"),
+        "alpha zero": ({"lora_alpha": 0}, "lora_alpha is 0;", "alpha"),
         "alpha as a text": ({"lora_alpha": "16"}, "lora_alpha is '16'", "alpha"),
         "alpha true": ({"lora_alpha": True}, "lora_alpha is True", "alpha"),
-        "a scale that only overflows": ({"lora_alpha": 1e9}, "is scaled by 5e+08", "scale_too_high"),
-        "rank zero": ({"r": 0}, "r is 0, expected", "rank"),
-        "rank below zero": ({"r": -1}, "r is -1, expected", "rank"),
-        "a rank that is no whole number": ({"r": 2.0}, "r is 2.0, expected", "rank"),
-        "a rank that is true": ({"r": True}, "r is True, expected", "rank"),
-        "a rank of 10 ** 30": ({"r": 10**30}, "r is 1000000000000000000000000000000,", "rank"),
+        "a scale that only overflows": ({"lora_alpha": 1e9}, "has the scale 5e+08", "scale_too_high"),
+        "rank zero": ({"r": 0}, "r is 0; it must be", "rank"),
+        "rank below zero": ({"r": -1}, "r is -1; it must be", "rank"),
+        "a rank that is no whole number": ({"r": 2.0}, "r is 2.0; it must be", "rank"),
+        "a rank that is true": ({"r": True}, "r is True; it must be", "rank"),
+        "a rank of 10 ** 30": ({"r": 10**30}, "r is 1000000000000000000000000000000;", "rank"),
         "a rank of 1000000": (
             {"r": 1_000_000},
             "has rank 1000000; this server accepts at most",
@@ -510,7 +527,7 @@ def _configs(make: Maker) -> dict[str, Hostile]:
         ),
         "5000 patterns": (
             {"rank_pattern": {f"m{i}": 2 for i in range(5000)}},
-            "rank_pattern must be a table of at most",
+            "rank_pattern must be an object with at most",
             "rank_pattern",
         ),
         "a pattern that is no regular expression": (
@@ -620,7 +637,7 @@ def _texts(make: Maker) -> dict[str, Hostile]:
         ),
         "a tokenizer with a lone surrogate in its chat template": (
             {"tokenizer_config_dot_json": '{"chat_template": "x\\ud800"}'},
-            "tokenizer_config.json is not valid JSON: it holds the lone surrogate U+D800",
+            "tokenizer_config.json is not valid JSON: it contains the lone surrogate U+D800",
             "extra_malformed",
         ),
         "a tokenizer with added tokens": (
@@ -705,7 +722,7 @@ def _forms(make: Maker) -> dict[str, Hostile]:
         )
 
     def named(name: str) -> Hostile:
-        words = f"{name[:140]!r} cannot be the name of an adapter"
+        words = f"{name[:140]!r} is not a valid adapter name"
         return Hostile(words, "invalid_name", parts, status=400, name=name)
 
     def field_called(name: str) -> Hostile:
@@ -729,7 +746,7 @@ def _forms(make: Maker) -> dict[str, Hostile]:
         "a line of its own": "a\nb",
         "one too long": "a" * 129,
         "one of dots": "..",
-        "a version's": "bad@3",
+        "numbers are versions": "bad@3",
     }
     return {
         **{f"an adapter's name: {what}": named(name) for what, name in names.items()},
@@ -830,8 +847,8 @@ def _zips(make: Maker) -> dict[str, Hostile]:
 
     noise = random.Random(1).randbytes(1 << 20)
     pictured = {
-        "a name that leads elsewhere": ("../adapter_config.json", "leads out of the archive"),
-        "a name that leads elsewhere in the middle": ("a/../../x", "'a/../../x' leads out"),
+        "a name that leads elsewhere": ("../adapter_config.json", "points outside the archive"),
+        "a name that leads elsewhere in the middle": ("a/../../x", "'a/../../x' points outside"),
         "an absolute path": ("/etc/cron.d/x", "'/etc/cron.d/x' is an absolute path"),
         "a drive": ("C:/x", "'C:/x' is an absolute path"),
         "a backslash": ("..\\x", "has a backslash in its name"),
@@ -841,12 +858,12 @@ def _zips(make: Maker) -> dict[str, Hostile]:
         "a decomposed accent": ("cafe\u0301.json", "COMBINING ACUTE ACCENT"),
         "letters from right to left": ("adapter\u202egnoj.json", "RIGHT-TO-LEFT OVERRIDE"),
         "a space of no width": ("adapter_config\u200b.json", "ZERO WIDTH SPACE"),
-        "a line feed": ("a\nb", "U+000A (a control character"),
+        "a line feed": ("a\nb", "U+000A (a character without a name"),
         "a name of 300 characters": ("n" * 300, "has a name of 300 characters"),
-        "capitals": ("Adapter_Config.JSON", "must be spelt 'adapter_config.json'"),
+        "capitals": ("Adapter_Config.JSON", "must be named 'adapter_config.json'"),
         "a space behind the name": (
             "adapter_model.safetensors ",
-            "must be spelt 'adapter_model.safetensors'",
+            "must be named 'adapter_model.safetensors'",
         ),
     }
     found = {
@@ -884,7 +901,7 @@ def _zips(make: Maker) -> dict[str, Hostile]:
             "archive_duplicate",
         ),
         "zip: an archive inside": _archived(
-            also("more.zip", proper), "'more.zip' is an archive within", "archive_nested"
+            also("more.zip", proper), "'more.zip' is an archive inside", "archive_nested"
         ),
         "zip: a pickle inside": _archived(
             also("optimizer.pt"), "'optimizer.pt' is a pickle, which is never loaded", "pickle"
@@ -909,7 +926,7 @@ def _zips(make: Maker) -> dict[str, Hostile]:
         ),
         "zip: a size that is too large": _archived(
             directory_entry(24, struct.pack("<L", len(make.weights) + 100)),
-            f"the archive says {len(make.weights) + 100}",
+            f"the archive states {len(make.weights) + 100}",
             "archive_malformed",
         ),
         "zip: another name in the local header": _archived(
@@ -922,7 +939,7 @@ def _zips(make: Maker) -> dict[str, Hostile]:
         ),
         "zip: a directory said to begin later than it does": _archived(
             proper[:-6] + struct.pack("<L", struct.unpack("<L", proper[-6:-2])[0] + 10) + proper[-2:],
-            "begins before the archive",
+            "starts before the archive",
             "archive_malformed",
         ),
         "zip: cut": _archived(proper[:-30], "File is not a zip file", "archive_malformed"),
@@ -931,12 +948,12 @@ def _zips(make: Maker) -> dict[str, Hostile]:
         ),
         "zip: two folders": _archived(
             make_zip({f"a/{CONFIG}": members[CONFIG], f"b/{WEIGHTS}": members[WEIGHTS]}),
-            "lies in another folder",
+            "is not in the same folder",
             "archive_place",
         ),
         "zip: deep folders": _archived(
             make_zip({f"a/b/{name}": raw for name, raw in members.items()}),
-            "lies 2 folders deep",
+            "is 2 folders deep",
             "archive_place",
         ),
         "zip: 2000 members": _archived(
@@ -1054,9 +1071,11 @@ def _tars(make: Maker) -> dict[str, Hostile]:
             "'adapter_model.safetensors' is a hard link",
             "archive_member",
         ),
-        "tar: a name that leads elsewhere": _archived(also("../../x"), "'../../x' leads out", "archive_name"),
+        "tar: a name that leads elsewhere": _archived(
+            also("../../x"), "'../../x' points outside", "archive_name"
+        ),
         "tar: a name that leads elsewhere by a pax header": _archived(
-            also(hidden), "'../../escaped' leads out", "archive_name"
+            also(hidden), "'../../escaped' points outside", "archive_name"
         ),
         "tar: 3000 long names in a row": _archived(
             long_name * 3000 + proper, "more than 8 extended headers in a row", "archive_header"
@@ -1068,7 +1087,7 @@ def _tars(make: Maker) -> dict[str, Hostile]:
         ),
         "tar.gz: a megabyte of small pax headers": _archived(
             gzip.compress(make_tar(attributes), 1),
-            "at most 65536 each and 1048576 in all are accepted",
+            "at most 65536 each and 1048576 in total are accepted",
             "archive_header",
         ),
         "tar: a pax header that is none": _archived(
@@ -1083,7 +1102,7 @@ def _tars(make: Maker) -> dict[str, Hostile]:
         ),
         "tar: one name for all members": _archived(
             extended(tarfile.XGLTYPE, b"10 path=x\n") + proper,
-            "a global header gives all members one name",
+            "a global header sets one name",
             "archive_malformed",
         ),
         "tar: a sparse file": _archived(also(sparse), "'README.md' is a sparse file", "archive_member"),
@@ -1099,17 +1118,19 @@ def _tars(make: Maker) -> dict[str, Hostile]:
             "archive_duplicate",
         ),
         "tar: a size below zero": _archived(
-            negative(), "broken: a member of -512 bytes", "archive_malformed"
+            negative(), "broken: a member has the negative size -512", "archive_malformed"
         ),
         "tar: a pickle inside": _archived(also("rng_state.pth"), "'rng_state.pth' is a pickle", "pickle"),
         "tar: an archive inside": _archived(
-            also("a.tar.gz"), "'a.tar.gz' is an archive within", "archive_nested"
+            also("a.tar.gz"), "'a.tar.gz' is an archive inside", "archive_nested"
         ),
         "tar: cut within a member": _archived(
             proper[: second + 1000], "broken: unexpected end of data", "archive_malformed"
         ),
         "tar: cut between members": _archived(
-            proper[:second], f"after {second} bytes there is neither", "archive_malformed"
+            proper[:second],
+            f"neither a member nor the end of the archive at byte {second}",
+            "archive_malformed",
         ),
         "tar: a header that is damaged": _archived(
             proper[: second + 5] + b"?" + proper[second + 6 :],
@@ -1117,7 +1138,7 @@ def _tars(make: Maker) -> dict[str, Hostile]:
             "archive_malformed",
         ),
         "tar: something behind the end": _archived(
-            proper + b"more", "bytes there is neither a member", "archive_malformed"
+            proper + b"more", "there is neither a member", "archive_malformed"
         ),
         "tar.gz: a bomb of 1000 to 1": _archived(
             _bomb(members[0]),

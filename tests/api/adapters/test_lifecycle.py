@@ -317,7 +317,11 @@ def test_a_server_that_cannot_start_says_why_in_one_line(
                 1,
                 "adapter push hf://",
             ),
-            (("--model", str(kit.base), *data, "--port", "0", "--store", "memory://x"), 1, "no other sees"),
+            (
+                ("--model", str(kit.base), *data, "--port", "0", "--store", "memory://x"),
+                1,
+                "other processes do not see",
+            ),
             (
                 ("--model", str(kit.base), *data, "--port", "0", "--store", "redis://127.0.0.1:9"),
                 1,

@@ -535,7 +535,7 @@ def test_no_room_on_the_disk_is_a_507_that_says_whose_business_it_is(tmp_path: P
         of_tenants, of_operator = answers[:2], answers[2]
         for answer in of_tenants:
             message = answer.json()["error"]["message"]
-            assert "Its operator has to free some room in the data directory" in message
+            assert "after the operator has freed space in the data directory" in message
             assert str(tmp_path) not in message
         assert f"the disk of {tmp_path} is full" in of_operator.json()["error"]["message"]
         assert not kept_files(platform)

@@ -317,7 +317,7 @@ def test_an_adapter_of_the_hub_is_pushed_by_its_repositorys_name_and_reported_by
         first == "voice-2@1  new version" and origin == f"It was downloaded from hf://org/voice-2@{COMMIT}."
     )
     assert command(server, "adapter", "list", **variables).stdout.splitlines()[1].split()[0] == "voice-2"
-    for reference, words in (("hf://org/other", "out of reach"), ("hf://org", "hf://ORG/REPO")):
+    for reference, words in (("hf://org/other", "cannot be reached"), ("hf://org", "hf://ORG/REPO")):
         refused = command(server, "adapter", "push", reference, **variables)
         assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (1, "", 1)
         assert words in refused.stderr
