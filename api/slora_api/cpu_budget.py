@@ -52,8 +52,8 @@ class CpuBudget:
         if left_s <= 0:
             wait_s = math.floor(-left_s / self._refill) + 1
             raise TenantBusy(
-                f"You have used more CPU time for {self._work} than the {self._burst_s:g} s, refilled by "
-                f"{self._refill:g} s each second, that a tenant may use; try again in {wait_s} s.",
+                f"Your tenant's budget of CPU time for {self._work} is used up ({self._burst_s:g} s, "
+                f"refilled by {self._refill:g} s each second); try again in {wait_s} s.",
                 wait_s,
             )
 

@@ -90,7 +90,7 @@ class ApiError(SloraError):
 
 class Unauthorized(ApiError):
     def __init__(self) -> None:
-        super().__init__("The API key is missing or not valid; send it as 'Authorization: Bearer <key>'.")
+        super().__init__("The API key is missing or invalid; send it as 'Authorization: Bearer <key>'.")
 
 
 class Forbidden(ApiError):
@@ -119,9 +119,10 @@ class InUse(ApiError):
         name = reference.partition("@")[0]
         listed = ", ".join(f"`{alias}`" for alias in aliases)
         super().__init__(
-            f"`{reference[:257]}` is not deleted, because the {'aliases' if len(aliases) > 1 else 'alias'} {listed} of "
-            f"`{name[:128]}` would serve it no more. Move or delete what needs it no longer (PUT or DELETE "
-            f"/v1/adapters/{name[:128]}/aliases/{aliases[0]}), or send force=true."
+            f"`{reference[:257]}` is not deleted, because the "
+            f"{'aliases' if len(aliases) > 1 else 'alias'} {listed} of `{name[:128]}` needs it. Move "
+            f"or delete each of them (PUT or DELETE /v1/adapters/{name[:128]}/aliases/{aliases[0]}), "
+            "or send force=true."
         )
 
 
@@ -151,8 +152,8 @@ class BodyTooLarge(ApiError):
 class BodyEncoded(ApiError):
     def __init__(self, encoding: str) -> None:
         super().__init__(
-            f"The body has the Content-Encoding {encoding[:80]!r}; this server reads only bodies without one. Send the "
-            "body uncompressed."
+            f"The body has the Content-Encoding {encoding[:80]!r}; this server accepts only bodies "
+            "without one. Send the body uncompressed."
         )
 
 

@@ -102,8 +102,8 @@ class FairSlots:
             state = self._active[tenant] = _Tenant(least)
         elif len(state.waiting) >= self._max_waiting:
             raise TenantBusy(
-                f"You have {len(state.waiting)} {self._work} waiting and may have {self._max_waiting}; send fewer at "
-                "once."
+                f"Your tenant has {len(state.waiting)} {self._work} waiting, and the limit is "
+                f"{self._max_waiting}; send fewer at once."
             )
         return state
 

@@ -143,7 +143,7 @@ class RequestBounds:
         ids = body.get("stop_token_ids")
         _check_count("stop_token_ids", ids, "ids", self.stop_token_ids, "Send fewer stop token ids.")
         bias = body.get("logit_bias")
-        _check_count("logit_bias", bias, "tokens", self.logit_bias, "Bias fewer tokens.")
+        _check_count("logit_bias", bias, "tokens", self.logit_bias, "Send a bias for fewer tokens.")
         options = body.get("stream_options")
         if isinstance(options, dict):
             _check_fields("`stream_options`", "stream_options", options)
@@ -181,9 +181,7 @@ class RequestBounds:
         if not isinstance(prompt, list) or not prompt:
             return
         if isinstance(prompt[0], str | list):
-            _check_count(
-                "prompt", prompt, "prompts", self.prompts, "Send the others in requests of their own."
-            )
+            _check_count("prompt", prompt, "prompts", self.prompts, "Send the others in separate requests.")
             return
         if len(prompt) > self.max_model_len:
             raise ContextTooLong(
@@ -199,8 +197,8 @@ class RequestBounds:
         num_parts = sum(len(content) for content in contents if isinstance(content, list))
         if num_parts > self.content_parts:
             raise BadRequest(
-                f"`messages` has {num_parts} content parts in all; this server accepts at most {self.content_parts}. "
-                "Join the texts of each message.",
+                f"`messages` has {num_parts} content parts in all; this server accepts at most "
+                f"{self.content_parts}. Join the texts of each message into one part.",
                 "messages",
             )
 
@@ -215,8 +213,8 @@ def _check_count(param: str, value: Any, unit: str, limit: int, remedy: str) -> 
 def _check_fields(name: str, param: str | None, fields: Mapping[str, Any]) -> None:
     if len(fields) > _MAX_FIELDS:
         raise BadRequest(
-            f"{name} has {len(fields)} fields; this server accepts at most {_MAX_FIELDS}. Leave out those that it does "
-            "not know.",
+            f"{name} has {len(fields)} fields; this server accepts at most {_MAX_FIELDS}. Omit those "
+            "that the server does not know.",
             param,
         )
     for field in fields:

@@ -95,7 +95,7 @@ def _drop_unsupported(body: Any, unsupported: Mapping[str, tuple[Any, ...]]) -> 
             accepted = " or ".join([*(repr(value) for value in neutral), "null"])
             raise PydanticCustomError(
                 "unsupported_parameter",
-                "`{param}` is not supported by this server; leave it out (accepted: {accepted}).",
+                "`{param}` is not supported by this server; omit it (accepted: {accepted}).",
                 {"param": name, "accepted": accepted},
             )
     return {name: value for name, value in body.items() if name not in unsupported}
@@ -110,7 +110,7 @@ def _refuse_surrogates(value: str) -> None:
     except UnicodeEncodeError as error:
         raise PydanticCustomError(
             "invalid_value",
-            "character {position} is {half}, half of a surrogate pair and not a character; remove it",
+            "character {position} is {half}, a lone surrogate and not a character; remove it",
             {"position": error.start, "half": f"U+{ord(value[error.start]):04X}"},
         ) from None
 
@@ -163,7 +163,7 @@ def _join_text_parts(value: Any) -> Any:
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str) or set(part) != {"type", "text"}:
-            shown = repr(kind[:_SHOWN_CHARS]) if isinstance(kind, str) else "that is no name"
+            shown = repr(kind[:_SHOWN_CHARS]) if isinstance(kind, str) else "it is not a valid name"
             raise PydanticCustomError(
                 "invalid_value",
                 "`messages`: a content part of type {kind} is not supported; this model reads text only.",
@@ -324,7 +324,7 @@ class ChatRequest(GenerationFields):
         ):
             raise PydanticCustomError(
                 "invalid_value",
-                "`max_tokens` and `max_completion_tokens` contradict each other; send one.",
+                "`max_tokens` and `max_completion_tokens` contradict each other; send only one of them.",
                 {"param": "max_tokens"},
             )
         return self
@@ -364,7 +364,7 @@ def _check_targets(value: Any) -> Any:
         return {int(number): weight for number, weight in value.items()}
     raise PydanticCustomError(
         "invalid_value",
-        "must be an object from numbers of versions to percent, such as {example}",
+        "must be an object that maps version numbers to percentages, such as {example}",
         {"example": '{"3": 90, "4": 10}'},
     )
 

@@ -29,70 +29,83 @@ class Settings:
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for every interface", metavar="ADDRESS")
     port: int = setting(8000, "TCP port to listen on; 0 takes a free one", Whole(0, 65535), metavar="PORT")
     data_dir: str = setting(
-        "data", "where tenants, keys and adapters are kept (made if missing)", metavar="DIR"
+        "data", "directory for tenants, keys and adapters (created if missing)", metavar="DIR"
     )
     admin_key: str = setting(
-        "", "key of the operator; better set in the environment than as a flag, which other users of the machine "
-        "can see. Without it one is made and printed once, at the first start", metavar="KEY"
+        "", "admin key of the operator. Prefer the environment variable, because other users of the "
+        "machine can see flags. Without a key, the first start generates one and prints it once", metavar="KEY"
     )  # fmt: skip
     store: str = setting(
-        "", "where adapters are kept durably: a directory; redis://HOST:PORT/DB with append-only file and noeviction; "
-        "or s3://BUCKET/FOLDER, gs://, abfs:// and whatever else fsspec has a filesystem for (default: a directory in "
-        "the data directory)", metavar="URL"
+        "", "durable store of adapters: a directory; redis://HOST:PORT/DB with append-only file and "
+        "noeviction; or s3://BUCKET/FOLDER, gs://, abfs:// and other URLs that fsspec supports "
+        "(default: a directory in the data directory)", metavar="URL"
     )  # fmt: skip
     registry: str = setting(
-        "", "where names of adapters are kept: redis://HOST:PORT/DB with append-only file and noeviction, for several "
-        "hosts, which then need a --store that all of them reach (default: the data directory's database)",
+        "", "registry of adapter names: redis://HOST:PORT/DB with append-only file and noeviction, for "
+        "several hosts, which then need a --store that all of them can reach (default: the data "
+        "directory's database)",
         metavar="URL",
     )  # fmt: skip
     store_environment: str = setting(
-        "", "names of further environment variables that the loader may read, separated by commas, with * for any "
-        "text; some libraries behind --store take their credentials from such (default: none)", metavar="NAMES",
+        "", "names of additional environment variables that the loader may read, separated by commas, "
+        "with * for any text. Some libraries for --store read their credentials from environment "
+        "variables (default: none)", metavar="NAMES",
     )  # fmt: skip
     lora_root: str = setting(
         "", "directory below which the operator may load adapters with POST /v1/load_lora_adapter (default: none)",
         metavar="DIR",
     )  # fmt: skip
-    redis: str = setting("", "redis://HOST:PORT/DB as a warm tier in front of the store", metavar="URL")
+    redis: str = setting("", "redis://HOST:PORT/DB of a warm tier in front of the store", metavar="URL")
     host_cache_bytes: int = setting(
         2**30, "memory for packed adapters on the host", ByteSize(), metavar="SIZE"
     )
     max_upload_bytes: int = setting(2**29, "largest adapter upload", ByteSize(), metavar="SIZE")
-    max_body_bytes: int = setting(2**22, "largest body of a completion or chat", ByteSize(), metavar="SIZE")
+    max_body_bytes: int = setting(
+        2**22, "largest body of a completion or chat request", ByteSize(), metavar="SIZE"
+    )
     min_body_bytes_per_s: int = setting(
-        2**17, "slowest average rate at which a client may send a body, with 20 s of patience", Whole(1), metavar="N"
+        2**17, "lowest average rate at which a client may send a body, after a grace period of 20 s", Whole(1),
+        metavar="N",
     )  # fmt: skip
     max_connections: int = setting(
-        4096, "most HTTP connections at once; fewer where the limit of open files (ulimit -Hn) does not allow them",
+        4096, "largest number of HTTP connections; lower if the limit of open files (ulimit -Hn) requires it",
         Whole(1), metavar="N",
     )  # fmt: skip
     max_connections_per_address: int | None = setting(
-        None, "most HTTP connections of one client address: auto is three quarters of all, which suits a proxy",
+        None, "largest number of HTTP connections of one client address; auto is three quarters of all, "
+        "which suits a proxy",
         Auto(Whole(1)), metavar="N",
     )  # fmt: skip
     max_concurrent_requests: int = setting(
-        512, "most generations in progress or queued", Whole(1), metavar="N"
+        512, "largest number of answers in progress or queued", Whole(1), metavar="N"
     )
-    max_concurrent_per_tenant: int = setting(256, "the same for one tenant", Whole(1), metavar="N")
-    max_concurrent_uploads: int = setting(4, "most adapter uploads at once", Whole(1), metavar="N")
+    max_concurrent_per_tenant: int = setting(
+        256, "largest number of answers of one tenant in progress or queued", Whole(1), metavar="N"
+    )
+    max_concurrent_uploads: int = setting(
+        4, "largest number of adapter uploads in progress", Whole(1), metavar="N"
+    )
     max_versions_per_tenant: int = setting(
-        10_000, "most versions of adapters that one tenant keeps", Whole(1), metavar="N"
+        10_000, "largest number of adapter versions of one tenant", Whole(1), metavar="N"
     )
     max_adapter_bytes_per_tenant: int = setting(
         2**38,
-        "most bytes stored for the adapters of one tenant: weights, chat templates and generation configs",
+        "largest number of bytes stored for the adapters of one tenant: weights, chat templates and "
+        "generation configs",
         ByteSize(),
         metavar="SIZE",
     )
     drain_seconds: float = setting(
-        30.0, "how long requests in progress may take to finish after SIGTERM", Seconds(), metavar="SECONDS"
+        30.0, "how long requests in progress may continue after SIGTERM", Seconds(), metavar="SECONDS"
     )
     stall_seconds: float = setting(
-        60.0, "how long the engine or the loader may make no progress while it has work; then it is killed and started "
-        "again. /readyz fails after 3 seconds without progress", Seconds(1), metavar="SECONDS",
+        60.0, "how long the engine or the loader may make no progress while it has work before it is "
+        "killed and restarted. /readyz fails after 3 seconds without progress", Seconds(1), metavar="SECONDS",
     )  # fmt: skip
     demo: str = setting(
-        "", "demo mode: tenants, keys and adapters from DIR (holding model/ and adapters/)", metavar="DIR"
+        "",
+        "demo mode: create tenants, keys and adapters from DIR, which has model/ and adapters/",
+        metavar="DIR",
     )
 
 
@@ -126,8 +139,9 @@ def read_settings(flags: Mapping[str, str | None], environment: Mapping[str, str
         raise SettingRefused("--model (SLORA_MODEL) is missing; give the directory of the base model")
     if server.get("registry") and not server.get("store"):
         raise SettingRefused(
-            "--registry (SLORA_REGISTRY) is shared by several hosts, but adapters would be kept in this one's data "
-            "directory; give a --store (SLORA_STORE) that all of them reach, or leave --registry out"
+            "--registry (SLORA_REGISTRY) is shared by several hosts, but without --store adapters "
+            "stay in the data directory of this host; give a --store (SLORA_STORE) that all hosts "
+            "can reach, or omit --registry"
         )
     return Settings(EngineConfig(**engine), **server)
 

@@ -89,7 +89,7 @@ def test_a_server_without_a_model_is_refused_by_flag_and_variable_name() -> None
 
 def test_hosts_that_share_names_must_share_a_store() -> None:
     shared = {**MODEL, "registry": "redis://far:6379/1"}
-    with pytest.raises(SettingRefused, match=r"give a --store \(SLORA_STORE\) that all of them reach"):
+    with pytest.raises(SettingRefused, match=r"give a --store \(SLORA_STORE\) that all hosts can reach"):
         read_settings(shared, {})
     assert read_settings(shared, {"SLORA_STORE": "s3://bucket"}).registry == "redis://far:6379/1"
 

@@ -43,8 +43,9 @@ class BaseIdentity:
             if own == claimed:
                 return "verified"
             message = (
-                f"the adapter was trained on a base with the fingerprint {claimed}; the base served here has {own}: "
-                "serve that base, or train the adapter on this one"
+                f"the adapter was trained on a base model with the fingerprint {claimed}, but this "
+                f"server's base model has {own}: serve that base model, or train the adapter on this "
+                "one"
             )
             raise AdapterInvalid((Reason("other_base", message),))
         return "name-matched" if base_name is not None and base_name.lower() in self._names else "unverified"
@@ -58,5 +59,9 @@ class BaseIdentity:
         try:
             return fingerprint(self._directory)
         except (ConfigError, OSError) as error:
-            logger.error("the base model's fingerprint can't be taken, so none is verified: %s", error)
+            logger.error(
+                "the fingerprint of the base model cannot be computed, so uploads are accepted without "
+                "comparing it: %s",
+                error,
+            )
             return None

@@ -59,14 +59,14 @@ class Canary:
                 own = await self._score_adapter(version, prompt)
         except TimeoutError:
             raise InspectionFailed(
-                f"The adapter's first answer did not come within {self._timeout_s:g} s; the server is too busy. Try "
-                "again."
+                f"The trial run of the adapter did not finish within {self._timeout_s:g} s, because "
+                "the server is too busy. Try again."
             ) from None
         if own == base:
             raise _refused(
                 "no_effect",
-                f"the adapter has no effect: on a prompt of {len(prompt)} tokens none of {len(own)} log-probabilities "
-                "differs from the base model's; save it after training",
+                f"the adapter has no effect: for a prompt of {len(prompt)} tokens, all {len(own)} "
+                "log-probabilities equal those of the base model; save the adapter after training",
             )
         # The two runs may sample different last tokens, whose log-probabilities cannot be compared.
         return max(abs(own[key] - base[key]) for key in own.keys() & base.keys())
@@ -75,9 +75,11 @@ class Canary:
         try:
             scores = await self._score(version, prompt)
         except RequestRefused as error:
-            raise _refused("not_servable", f"the adapter can't be served here: {error}") from None
+            raise _refused("not_servable", f"the adapter cannot be served here: {error}") from None
         except RequestFailed as error:
-            raise _refused("not_finite", f"the adapter breaks the model's arithmetic: {error}") from None
+            raise _refused(
+                "not_finite", f"the adapter makes the model's numbers NaN or infinite: {error}"
+            ) from None
         if not all(map(math.isfinite, scores.values())):
             raise _refused("not_finite", "the adapter causes log-probabilities that are NaN or infinite")
         return scores

@@ -59,12 +59,14 @@ class ChangeFollower:
                 # The cursor advances only now, so that changes that could not be passed on are read again.
                 cursor, is_all = changes.cursor, changes.is_all
                 if not answers:
-                    _log.info("the registry answers again")
+                    _log.info("the registry is available again")
                 answers = True
             except StoreUnavailable as error:
                 if answers:
                     _log.error(
-                        "changes of adapters can't be followed, known ones go on as they are: %s", error
+                        "the registry is unavailable, so cached adapters are served and changes are "
+                        "not seen: %s",
+                        error,
                     )
                 answers = False
             if is_all:

@@ -94,22 +94,23 @@ class Inspector:
                 exit_code = await process.wait()
         except TimeoutError:
             raise InspectionFailed(
-                f"Checking the adapter did not end within {wall_seconds:g} s; the server is too busy. Try again."
+                f"The check of the adapter did not finish within {wall_seconds:g} s, because the "
+                "server is too busy. Try again."
             ) from None
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
         if exit_code == -signal.SIGXCPU:
-            raise _over_limit(f"more than {cpu_seconds} s of CPU time")
+            raise _over_limit(f"over {cpu_seconds} s of CPU time")
         try:
             return decode_answer(line)
         except OutOfMemory:
-            raise _over_limit(f"more than {bounds.memory_bytes} bytes of memory") from None
+            raise _over_limit(f"over {bounds.memory_bytes} bytes of memory") from None
         except ValueError:
             raise InspectionFailed(
-                f"The process that checked the adapter ended with {_describe(exit_code)} and no answer. The server's "
-                "log has the reason."
+                f"The process that checked the adapter ended with {_describe(exit_code)} before it "
+                "had a result. The server's log has the reason."
             ) from None
 
 
@@ -131,7 +132,9 @@ async def _read_line(process: Process) -> bytes:
 
 
 def _over_limit(what: str) -> AdapterInvalid:
-    message = f"checking the adapter takes {what}, which no valid adapter of this size needs"
+    message = (
+        f"the check of the adapter takes {what}, which is more than any valid adapter of this size needs"
+    )
     return AdapterInvalid((Reason("inspection_limit", message),))
 
 

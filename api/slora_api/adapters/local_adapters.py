@@ -36,7 +36,9 @@ class LocalAdapters:
 
     def __init__(self, root: Path | None, quarantine: Quarantine, max_bytes: int) -> None:
         if root is not None and not root.is_dir():
-            raise ConfigError(f"lora_root is {str(root)!r}, which is no directory; make it, or leave it out")
+            raise ConfigError(
+                f"lora_root is {str(root)!r}, which is not a directory; create it, or omit the setting"
+            )
         self._root = None if root is None else root.resolve()
         self._quarantine = quarantine
         self._max_bytes = max_bytes
@@ -51,7 +53,8 @@ class LocalAdapters:
         """
         if self._root is None:
             raise Forbidden(
-                "This server reads no adapters from its own files; push them, or start it with --lora-root DIR."
+                "This server does not read adapters from its own files; push the adapter, or start "
+                "the server with --lora-root DIR."
             )
         async with self._quarantine.folder() as directory:
             await asyncio.to_thread(_copy_members, self._root, path, directory, self._max_bytes)
@@ -72,7 +75,8 @@ def _copy_members(root: Path, path: str, directory: Path, max_bytes: int) -> Non
         # The message is the same for a path outside the root and for a missing one, so a client cannot probe the file
         # system.
         raise BadRequest(
-            f"`lora_path` is {path[:256]!r}; it must be an adapter's directory below this server's lora_root.",
+            f"`lora_path` is {path[:256]!r}; it must be the directory of an adapter below this "
+            "server's lora_root.",
             "lora_path",
         ) from None
 

@@ -53,8 +53,8 @@ class ModelCatalog:
         name, at, _ = reference.partition("@")
         if name == DEFAULT_MODEL or (name == self._base.name and at):
             raise BadRequest(
-                f"`adapter` is `{reference[:257]}`, but no adapter can have that name here. Name an adapter "
-                "of the tenant, or leave `adapter` out for the base model.",
+                f"`adapter` is `{reference[:257]}`, a reserved name. Name an adapter of the tenant, "
+                "or omit `adapter` to use the base model.",
                 "adapter",
             )
 
@@ -238,6 +238,7 @@ def _name_and_alias(model: str) -> tuple[str, str]:
         if wanted.alias is not None:
             return wanted.name, wanted.alias
     raise BadRequest(
-        f"`after` is {model[:257]!r}, which is no model of this list; send the `last_id` of the page before.",
+        f"`after` is {model[:257]!r}, which is not a model of this list; send the `last_id` of the "
+        "previous page.",
         "after",
     )

@@ -89,7 +89,10 @@ class Pinning:
             except EngineUnavailable:
                 pass  # the next engine asks for the pins when it connects
             except StoreUnavailable as error:
-                _log.error("the engine can't be told what is pinned: %s; trying again", error)
+                _log.error(
+                    "the pins cannot be read, so the engine does not have the current ones: %s; trying again",
+                    error,
+                )
                 await asyncio.sleep(_PAUSE_S)
                 self.refresh()
 
@@ -125,9 +128,9 @@ class Pinning:
             labels = ", ".join(f"`{rollout.label}`" for rollout in pinned[:_MOST_SHOWN])
             more = f" and {len(pinned) - _MOST_SHOWN} more" if len(pinned) > _MOST_SHOWN else ""
             raise PinsFull(
-                f"The pins of tenant `{tenant.name}` ({labels}{more}) take {total} pages; with a max_pool_share of "
-                f"{tenant.share.max_share:g} they may take {most} of the pool's {info.num_pages}. Unpin some first, or "
-                "leave it higher."
+                f"The pins of tenant `{tenant.name}` ({labels}{more}) take {total} pages; with a "
+                f"max_pool_share of {tenant.share.max_share:g} they may take {most} of the pool's "
+                f"{info.num_pages}. Unpin adapters first, or choose a higher max_pool_share."
             )
 
     def _read(self) -> Sequence[Pin]:

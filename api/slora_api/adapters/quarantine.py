@@ -64,7 +64,7 @@ class Quarantine:
         except OSError as error:
             if not is_full(error):
                 raise
-            _log.error("an upload finds no room in %s: %s", self._directory, error)
+            _log.error("there is no space for an upload in %s: %s", self._directory, error)
             if self._reserve is not None:
                 # The folder is deleted by now. One upload that is too large for the disk must not make the server
                 # read-only.

@@ -112,7 +112,7 @@ class _Receiver:
 
     def finish(self) -> None:
         if not self._ended:
-            raise BadRequest("The body ends in the middle; it is not complete multipart/form-data.")
+            raise BadRequest("The body ends too early; it is not complete multipart/form-data.")
         required = ("name",) if _ARCHIVE in self._seen else ("name", *_REQUIRED_FILES)
         missing = [name for name in required if name not in self._seen]
         if missing:
@@ -140,7 +140,7 @@ class _Receiver:
         self._disposition.clear()
         field = options.get(b"name", b"").decode("utf-8", "replace")
         if field in self._seen:
-            raise BadRequest(f"The multipart field `{field}` is there twice.", field)
+            raise BadRequest(f"The multipart field `{field}` appears twice; send it once.", field)
         self._seen.add(field)
         self._part = self._open(field, options.get(b"filename", b"").decode("utf-8", "replace"))
 
@@ -149,7 +149,7 @@ class _Receiver:
             return _Part(field, None, _MAX_TEXT_BYTES)
         if field not in _FILES and field != _ARCHIVE:
             raise BadRequest(
-                f"`{field[:80]}` is not a multipart field of an adapter; known are "
+                f"`{field[:80]}` is not a multipart field of an upload; the fields are "
                 f"{', '.join((*_TEXTS, *_FILES, _ARCHIVE))}.",
                 field[:80],
                 "unknown_parameter",

@@ -48,7 +48,8 @@ def _find_members(directory: Path) -> dict[str, Path]:
     missing = [name for name in _REQUIRED.values() if not (directory / name).is_file()]
     if missing:
         raise CommandFailed(
-            f"{directory} has no {' and no '.join(missing)}; give a PEFT adapter's directory or an archive of it"
+            f"{directory} has no {' and no '.join(missing)}; give the directory of a PEFT adapter, or "
+            "an archive of it"
         )
     found = {field: directory / name for field, name in (_REQUIRED | _OPTIONAL).items()}
     return {field: path for field, path in found.items() if path.is_file()}
@@ -77,7 +78,7 @@ _COLUMNS = {
 def _describe_push(pushed: dict[str, Any]) -> str:
     """Describes the pushed version, its certificate, and how to call it."""
     found, change = pushed["certificate"], pushed["certificate"]["logprob_change"]
-    state = "new version" if pushed["new_version"] else "the newest version already"
+    state = "new version" if pushed["new_version"] else "already the newest version"
     ranks = {summary[end] for summary in found["modules"].values() for end in ("min_rank", "max_rank")}
     lowest, highest = min(ranks), max(ranks)
     rank = str(lowest) if lowest == highest else f"{lowest} to {highest}"
@@ -128,7 +129,7 @@ def push(arguments: argparse.Namespace) -> None:
         return
     print(_describe_push(pushed))
     if snapshot:
-        print(f"It was downloaded from {snapshot.reference}.")
+        print(f"The adapter was downloaded from {snapshot.reference}.")
 
 
 @explained
@@ -144,7 +145,8 @@ def remove(arguments: argparse.Namespace) -> None:
         answer = client.delete(f"/v1/adapters/{quote(arguments.name, safe='')}", params=params)
         if error_code(answer) == "adapter_in_use":
             raise CommandFailed(
-                f"aliases point at {arguments.name}; move them (slora adapter alias), or remove it with --force"
+                f"{arguments.name} was not removed, because aliases point at it; move them (slora "
+                "adapter alias), or use --force"
             )
         check(answer)
     print(f"removed {arguments.name}")

@@ -17,9 +17,11 @@ def _read_targets(words: Sequence[str]) -> dict[str, int]:
     for word in words:
         number, equals, weight = word.partition("=")
         if not number.isdecimal() or (equals and not weight.isdecimal()) or number in targets:
-            raise CommandFailed(f"{word!r} is no VERSION=PERCENT, such as 4=10, or stands there twice")
+            raise CommandFailed(f"{word!r} is not VERSION=PERCENT, such as 4=10, or repeats a version")
         if not equals and len(words) > 1:
-            raise CommandFailed(f"{word!r} needs its percent, such as {word}=10, beside other versions")
+            raise CommandFailed(
+                f"{word!r} has no percentage; several versions each need one, such as {word}=10"
+            )
         targets[number] = int(weight) if equals else 100
     return targets
 
@@ -60,9 +62,9 @@ def move(arguments: argparse.Namespace) -> None:
     """Moves or deletes an alias, or shows it if the user gives neither versions nor `--delete`."""
     is_move = bool(arguments.versions)
     if not is_move and (arguments.expect is not None or arguments.follow):
-        raise CommandFailed("--expect and --follow say how to move an alias; give the VERSION to move it to")
+        raise CommandFailed("--expect and --follow apply to moving an alias; give the VERSION to move it to")
     if is_move and arguments.delete:
-        raise CommandFailed("--delete takes the alias away; leave out the versions")
+        raise CommandFailed("--delete deletes the alias; omit the versions")
     body: dict[str, Any] = {"versions": _read_targets(arguments.versions), "follows_pushes": arguments.follow}
     if arguments.expect is not None:
         body["expected"] = _read_targets(arguments.expect)

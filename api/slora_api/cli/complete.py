@@ -37,7 +37,7 @@ def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
             if "error" in chunk:
                 raise CommandFailed(chunk["error"]["message"])
             yield chunk
-    raise CommandFailed("the connection ended in the middle of the answer")
+    raise CommandFailed("the connection ended before the answer was complete")
 
 
 def _text(chunk: dict[str, Any]) -> str:
@@ -50,7 +50,7 @@ def _text(chunk: dict[str, Any]) -> str:
 def complete(arguments: argparse.Namespace) -> None:
     path = "/v1/completions" if arguments.raw else "/v1/chat/completions"
     if arguments.system and arguments.raw:
-        raise CommandFailed("--system is for chat messages; leave out --raw")
+        raise CommandFailed("--system needs chat messages; omit --raw")
     with tenant_client() as client, client.stream("POST", path, json=_body(arguments)) as response:
         if not response.is_success:
             response.read()
@@ -62,5 +62,7 @@ def complete(arguments: argparse.Namespace) -> None:
             print(text, end="", flush=True)
     print()
     if is_empty:
-        hint = "; a model trained on chat messages may need them: leave out --raw" if arguments.raw else ""
+        hint = (
+            "; a model trained on chat messages may need a chat template: omit --raw" if arguments.raw else ""
+        )
         print(f"slora: the answer is empty{hint}", file=sys.stderr)

@@ -44,14 +44,14 @@ _EXTRAS = {"adapter verify": "verify"}
 _EPILOG = """\
 environment:
   SLORA_URL        the server to talk to (default: port SLORA_PORT, or 8000, of this machine)
-  SLORA_ADMIN_KEY  the operator's key, for tenant, key and adapter pin
-  SLORA_API_KEY    a tenant's key, for adapter and complete
-  HF_TOKEN         token of the Hugging Face hub, to push private or gated adapters from it
+  SLORA_ADMIN_KEY  the operator's key, for the commands tenant, key and adapter pin
+  SLORA_API_KEY    a tenant's key, for the commands adapter and complete
+  HF_TOKEN         token of the Hugging Face hub, to push private or gated adapters from the hub
 
 try it:
   slora demo
 
-from nothing to an answer:
+from an empty server to an answer:
   slora serve --model DIR
   slora tenant create acme
   slora key create acme --adapter shout
@@ -97,38 +97,44 @@ def _add_tenants_and_keys(commands: _Commands) -> None:
     tenants = commands.group("tenant", "create, change and list tenants (operator)")
     _add_share(tenants.add("create", "create a tenant"), lambda default: f" (default {default})")
     _add_share(
-        tenants.add("set", "change a tenant's share, from its next request on", has_json=True),
+        tenants.add("set", "change a tenant's share; it applies from the next request", has_json=True),
         lambda _default: "",
     )
     tenants.add("list", "list the tenants with their shares", has_json=True)
 
     keys = commands.group("key", "create, list and revoke API keys (operator)")
     create = keys.add(
-        "create", "create an API key for a tenant and print it; it is shown this once", has_json=True
+        "create", "create an API key for a tenant and print it; it cannot be shown again", has_json=True
     )
     create.add_argument("tenant")
     create.add_argument(
-        "--adapter", metavar="NAME[@ALIAS]", help="the adapter that model=default means for this key"
+        "--adapter", metavar="NAME[@ALIAS]", help="the adapter that this key uses for model=default"
     )
     keys.add("list", "list a tenant's keys, without the secrets", has_json=True).add_argument("tenant")
-    keys.add("revoke", "revoke a key, at once").add_argument("key_id", help="as in slora_KEYID_..._...")
+    keys.add("revoke", "revoke a key immediately").add_argument("key_id", help="as in slora_KEYID_..._...")
 
 
 def _add_share(tenant: argparse.ArgumentParser, shown: Callable[[int], str]) -> None:
     tenant.add_argument("name")
     tenant.add_argument(
-        "--weight", type=float, metavar="X", help="tokens served, against other tenants'" + shown(1)
+        "--weight",
+        type=float,
+        metavar="X",
+        help="share of the served tokens, relative to other tenants' weights" + shown(1),
     )
     tenant.add_argument(
         "--min-pool-share", type=float, metavar="X",
-        help="fraction of the pool that others can't take from it once it has it" + shown(0),
+        help="fraction of the page pool that other tenants cannot take from this tenant once it uses it" + shown(0),
     )  # fmt: skip
     tenant.add_argument(
         "--max-pool-share", type=float, metavar="X",
-        help="fraction of the pool that it never holds more of" + shown(1),
+        help="largest fraction of the page pool that this tenant may hold" + shown(1),
     )  # fmt: skip
     tenant.add_argument(
-        "--priority", type=int, metavar="N", help="class that it is served in; lower goes first" + shown(0)
+        "--priority",
+        type=int,
+        metavar="N",
+        help="priority class of the tenant; the scheduler serves lower numbers first" + shown(0),
     )
 
 
@@ -138,29 +144,33 @@ def _add_adapters(commands: _Commands) -> None:
     )
     _add_verify(adapters)
     push = adapters.add(
-        "push", "upload an adapter as the next version of a name; it can be called at once", has_json=True
+        "push", "upload an adapter as the next version of a name; requests can use it at once", has_json=True
     )
     push.add_argument(
         "source",
-        help="holds adapter_config.json and adapter_model.safetensors: a directory; a .zip, .tar or .tar.gz of one; or "
-        "hf://ORG/REPO[@REVISION][/FOLDER], which is downloaded to this machine first",
+        help="where adapter_config.json and adapter_model.safetensors are: a directory; a .zip, .tar or "
+        ".tar.gz of a directory; or hf://ORG/REPO[@REVISION][/FOLDER], which is downloaded to this "
+        "machine first",
     )
-    push.add_argument("--name", help="name to call it by (default: that of the source)")
+    push.add_argument("--name", help="name of the adapter (default: the name of the source)")
     push.add_argument(
-        "--base", metavar="DIR", help="the model that it was trained on; refused if another is served"
+        "--base",
+        metavar="DIR",
+        help="the base model that the adapter was trained on; the server refuses the upload if it serves "
+        "another",
     )
-    adapters.add("list", "list your adapters and the versions that they serve", has_json=True)
+    adapters.add("list", "list your adapters with the version that each name serves", has_json=True)
     remove = adapters.add("rm", "remove a version, or an adapter with all of its versions")
     remove.add_argument("name", metavar="NAME[@N]")
-    remove.add_argument("--force", action="store_true", help="also if aliases point at it")
+    remove.add_argument("--force", action="store_true", help="remove it even if aliases point at it")
     _add_rollouts(adapters)
     prewarm = adapters.add(
-        "prewarm", "load an adapter before its first request, and say where it is", has_json=True
+        "prewarm", "load an adapter before its first request, and show where it is", has_json=True
     )
     prewarm.add_argument("name", metavar="NAME[@N|@ALIAS]")
     for name, help_text in (
         ("pin", "keep a tenant's adapter in the page pool (operator)"),
-        ("unpin", "let the pool evict a pinned adapter again (operator)"),
+        ("unpin", "allow the page pool to evict a pinned adapter again (operator)"),
     ):
         pin = adapters.add(name, help_text, has_json=True)
         pin.add_argument("name", metavar="NAME[@ALIAS]")
@@ -173,51 +183,66 @@ def _add_rollouts(adapters: _Commands) -> None:
         "name"
     )
     alias = adapters.add(
-        "alias", "point NAME@ALIAS at a version, or split its requests; alone, show it", has_json=True
+        "alias",
+        "point NAME@ALIAS at a version, or split its requests between versions; without versions, "
+        "show the alias",
+        has_json=True,
     )
     alias.epilog = (
-        "`latest` is what the bare name serves: each push moves it, unless it was set without --follow."
+        "`latest` is the alias that the bare name serves. Each push moves it, unless it was set "
+        "without --follow."
     )
     alias.add_argument("name")
     alias.add_argument("alias")
     alias.add_argument("versions", nargs="*", metavar="VERSION[=PERCENT]", help="3, or 3=90 4=10")
     alias.add_argument(
-        "--expect", nargs="*", metavar="VERSION[=PERCENT]", help="only if it points there now (none: is new)"
+        "--expect",
+        nargs="*",
+        metavar="VERSION[=PERCENT]",
+        help="change the alias only if it points at these versions now (none: only if it does not exist)",
     )
-    alias.add_argument("--follow", action="store_true", help="from now on each push takes all requests")
-    alias.add_argument("--delete", action="store_true", help="take the alias away; versions stay")
-    rollback = adapters.add(
-        "rollback", "put NAME@ALIAS back to where it was before its last move", has_json=True
+    alias.add_argument(
+        "--follow", action="store_true", help="each later push moves the alias to the new version"
     )
+    alias.add_argument("--delete", action="store_true", help="delete the alias, but not its versions")
+    rollback = adapters.add("rollback", "undo the last move of NAME@ALIAS", has_json=True)
     rollback.add_argument("name")
     rollback.add_argument("alias", nargs="?", default="latest", help="default latest: the bare name")
 
 
 def _add_verify(adapters: _Commands) -> None:
-    verify = adapters.add("verify", "compare an adapter as it would be served with peft; needs no server")
-    verify.epilog = "The exit code is 0 if they are equal, 1 if not, 2 if the adapter can't be served."
+    verify = adapters.add(
+        "verify", "compare the answers of slora with those of peft for an adapter; needs no server"
+    )
+    verify.epilog = (
+        "The exit code is 0 if they are equal, 1 if they differ, and 2 if the adapter cannot be served."
+    )
     verify.add_argument("directory", help="holds adapter_config.json and adapter_model.safetensors")
     verify.add_argument("--model", metavar="DIR", required=True, help="the base model")
     verify.add_argument(
         "--prompt",
         metavar="TEXT",
         action="append",
-        help="prompt to compare; may be repeated (default: random tokens)",
+        help="prompt to compare; can be given several times (default: random tokens)",
     )
     verify.add_argument(
         "--max-tokens",
         type=_positive,
         default=16,
         metavar="N",
-        help="most tokens of each answer (default 16)",
+        help="largest number of tokens of each answer (default 16)",
     )
     verify.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
-        help="dtype of both sides (default float32, in which a difference is not mere rounding)",
+        help="dtype of both sides (default float32, where a difference is more than rounding)",
     )  # fmt: skip
     verify.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
     verify.add_argument(
-        "--max-lora-rank", type=_positive, default=128, metavar="N", help="the server's limit (default 128)"
+        "--max-lora-rank",
+        type=_positive,
+        default=128,
+        metavar="N",
+        help="largest rank that the server accepts (default 128)",
     )
     verify.add_argument("--json", action="store_true", help="print JSON for programs")
 
@@ -232,27 +257,36 @@ def _positive(text: str) -> int:
 def _add_complete(commands: _Commands) -> None:
     parser = commands.add("complete", "send a chat message and print the answer as it streams")
     parser.add_argument("prompt")
-    parser.add_argument("--model", default="default", help="an adapter, the base model, or default")
     parser.add_argument(
-        "--raw", action="store_true", help="complete the text itself, without a chat template"
+        "--model", default="default", help="name of an adapter or of the base model, or default"
     )
-    parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of the answer (default 256)")
     parser.add_argument(
-        "--temperature", type=float, metavar="X", help="0 takes the most likely token each time"
+        "--raw", action="store_true", help="complete the prompt as it is, without a chat template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message before the prompt")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="largest number of tokens of the answer (default 256)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="X",
+        help="sampling temperature; 0 always takes the most probable token",
     )
     parser.add_argument("--seed", type=int, metavar="N")
 
 
 def _add_health(commands: _Commands) -> None:
-    parser = commands.add("health", "ask whether the server answers; the exit code is 0 if it does")
-    parser.add_argument("--ready", action="store_true", help="ask whether a request would be answered now")
+    parser = commands.add("health", "check whether the server responds; the exit code is 0 if it does")
+    parser.add_argument(
+        "--ready", action="store_true", help="check whether the server can serve requests now"
+    )
 
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slora",
-        description="One base model, thousands of LoRA adapters, an API key for each tenant.",
+        description="Serves thousands of LoRA adapters on one base model, with API keys for each tenant.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -64,7 +64,9 @@ def _message(response: httpx.Response) -> str:
         # The message of an error with reasons repeats the reasons in one line, so it is not shown.
         return "\n".join(["the server refuses this adapter:", *reasons]) if reasons else str(error["message"])
     except (ValueError, KeyError, TypeError):
-        return f"the server answered {response.status_code}, which is not in this API's form; is SLORA_URL right?"
+        return (
+            f"the server answered {response.status_code} without an error message of slora; check SLORA_URL"
+        )
 
 
 def error_code(response: httpx.Response) -> str | None:
@@ -105,11 +107,12 @@ def explained(handler: Callable[[argparse.Namespace], None]) -> Callable[[argpar
             print(f"slora: {failure}", file=sys.stderr)
             return 1
         except httpx.InvalidURL as failure:
-            print(f"slora: SLORA_URL is not an address: {failure}", file=sys.stderr)
+            print(f"slora: SLORA_URL is not a valid URL: {failure}", file=sys.stderr)
             return 1
         except httpx.TransportError as failure:
             print(
-                f"slora: no answer from {server_url()} ({failure}); is the server running?", file=sys.stderr
+                f"slora: no answer from {server_url()} ({failure}); check that the server is running",
+                file=sys.stderr,
             )
             return 1
         return 0

@@ -69,8 +69,9 @@ class Admission:
         num_answers, places = num_prompts * answers_each, self._generations
         if num_answers > places.max_at_once:
             raise BadRequest(
-                f"The request wants {num_answers} answers, each prompt's counted; this server takes at most "
-                f"{places.max_at_once} at once. Send fewer prompts, or a smaller `n` and `best_of`.",
+                f"The request asks for {num_answers} answers to all its prompts together; this server "
+                f"accepts at most {places.max_at_once} at once. Send fewer prompts, or a smaller `n` "
+                "and `best_of`.",
                 "prompt" if answers_each == 1 else param,
             )
         places.check(tenant, num_answers)

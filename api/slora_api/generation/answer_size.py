@@ -47,9 +47,9 @@ class AnswerSize:
         tokens = drawn + self._echoed(prompt_tokens)
         if tokens > bounds.answer_tokens:
             raise BadRequest(
-                f"The request asks for {tokens} tokens, those of all choices and of echoed prompts together; this "
-                f"server answers with at most {bounds.answer_tokens}. Send fewer prompts, or a smaller `n` or "
-                "`max_tokens`.",
+                f"The request asks for {tokens} tokens in all choices and echoed prompts together; "
+                f"this server returns at most {bounds.answer_tokens}. Send fewer prompts, or a "
+                "smaller `n` or `max_tokens`.",
                 "max_tokens",
             )
         listed = self._prompt_logprobs(prompt_tokens)
@@ -58,9 +58,9 @@ class AnswerSize:
         if listed > bounds.answer_logprobs:
             param = self.param if self.logprobs is not None else "prompt_logprobs"
             raise BadRequest(
-                f"`{param}` asks for {listed} log-probabilities, those of all choices together; this server lists at "
-                f"most {bounds.answer_logprobs}. Ask for fewer of each token, or send fewer prompts or a smaller `n` "
-                "or `max_tokens`.",
+                f"`{param}` asks for {listed} log-probabilities in all choices together; this server "
+                f"returns at most {bounds.answer_logprobs}. Ask for fewer per token, or send fewer "
+                "prompts or a smaller `n` or `max_tokens`.",
                 param,
             )
 

@@ -98,7 +98,7 @@ class ChatTemplates:
         answer = await self._ask(tenant, pack_request(template))
         if answer.error is None:
             return []
-        return [Reason("chat_template_malformed", f"the chat template cannot be read: {answer.error}")]
+        return [Reason("chat_template_malformed", f"the chat template is not valid: {answer.error}")]
 
     async def close(self) -> None:
         """Ends the idle processes. A busy one ends with its request or with this process."""
@@ -115,10 +115,12 @@ class ChatTemplates:
                 try:
                     return await self._render_in(renderer, tenant, request)
                 except RendererStalled:
-                    _log.warning("a rendering process did not answer within %g s; killed", _RENDER_TIMEOUT_S)
+                    _log.warning(
+                        "a rendering process did not answer within %g s and was killed", _RENDER_TIMEOUT_S
+                    )
                     refusal: Exception = ServerBusy(
-                        f"The chat template was not rendered within {_RENDER_TIMEOUT_S:g} s; the server is too busy. "
-                        "Try again."
+                        f"The chat template was not rendered within {_RENDER_TIMEOUT_S:g} s, because "
+                        "the server is too busy. Try again."
                     )
                 except RendererDied as death:
                     if death.hit_cpu_limit:
@@ -163,7 +165,7 @@ class ChatTemplates:
                 renderer = await TemplateRenderer.start(self._settings, _START_TIMEOUT_S)
             except (RendererDied, RendererStalled, OSError) as error:
                 self._num_failed_starts += 1
-                _log.error("no rendering process started: %s", error or type(error).__name__)
+                _log.error("a rendering process could not be started: %s", error or type(error).__name__)
             else:
                 self._num_failed_starts = 0
                 return renderer
@@ -172,8 +174,8 @@ class ChatTemplates:
             self._next_start_at = self._clock() + pause_s
         wait_s = max(1, math.ceil(pause_s))
         raise ServerBusy(
-            "No process that renders chat templates could be started; the server's log says why. Try again in "
-            f"{wait_s} s.",
+            "No process that renders chat templates could be started; the server's log has the "
+            f"reason. Try again in {wait_s} s.",
             wait_s,
         )
 

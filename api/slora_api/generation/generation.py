@@ -39,7 +39,7 @@ class Generator:
         if not self.client.ready:
             raise Starting("The engine is starting; try again shortly.")
         if self.readiness.stall is not None:
-            raise Starting(f"The server can't answer now: {self.readiness.stall}. Try again shortly.")
+            raise Starting(f"The server cannot answer now: {self.readiness.stall}. Try again shortly.")
         return self.client.info
 
     def missing(self) -> str | None:

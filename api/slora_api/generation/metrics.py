@@ -36,24 +36,31 @@ class Metrics:
             "vllm:e2e_request_latency_seconds", "From arrival at the API to the last token."
         )
         self._finished = Counter(
-            "vllm:request_success", "Answers that came to their end.", ["model_name", "finished_reason"],
+            "vllm:request_success", "Answers that were completed.", ["model_name", "finished_reason"],
             registry=self._registry,
         )  # fmt: skip
         self._http = Counter(
-            "slora_http_requests", "Answers by route and status; 0 is a client that left before any.",
-            ["route", "status"], registry=self._registry,
-        )  # fmt: skip
+            "slora_http_requests",
+            "Answers by route and status. Status 0 counts clients that disconnected before an answer.",
+            ["route", "status"],
+            registry=self._registry,
+        )
         self._http_seconds = Histogram(
-            "slora_http_request_seconds", "Time to the end of an answer.", ["route"], registry=self._registry,
+            "slora_http_request_seconds",
+            "Time from the request to the end of its answer.",
+            ["route"],
+            registry=self._registry,
             buckets=_SECONDS,
-        )  # fmt: skip
+        )
         self._restarts = Counter(
-            "slora_process_restarts", "Times that a process of the server died and was started again.",
+            "slora_process_restarts", "Number of times that a process of the server died and was restarted.",
             ["process"], registry=self._registry,
         )  # fmt: skip
-        self._ready = Gauge("slora_ready", "1 when engine and loader are connected.", registry=self._registry)
+        self._ready = Gauge(
+            "slora_ready", "1 while the engine and the loader are connected.", registry=self._registry
+        )
         self._read_only = Gauge(
-            "slora_read_only", "1 while the disk of the data directory is full, so that changes are refused.",
+            "slora_read_only", "1 while the disk of the data directory is full and changes are refused.",
             registry=self._registry,
         )  # fmt: skip
         self._engine = _EngineCollector(model_name)
@@ -110,15 +117,21 @@ class _EngineCollector:
         waiting = stats.waiting + stats.awaiting_adapter
         yield self._gauge("num_requests_waiting", "Sequences that wait to be computed.", waiting)
         yield self._gauge(
-            "kv_cache_usage_perc", "Share of the page pool in use, adapters included; 1 is all.", held
+            "kv_cache_usage_perc",
+            "Fraction of the page pool in use, adapters included; 1 means all of it.",
+            held,
         )
         for name, help_text, value in (
-            ("num_preemptions", "Sequences that gave up their pages to others.", stats.preemptions),
-            ("prompt_tokens", "Prompt tokens taken in, cached ones too.", stats.prompt_tokens),
+            ("num_preemptions", "Preemptions of sequences.", stats.preemptions),
+            (
+                "prompt_tokens",
+                "Prompt tokens of admitted requests, cached ones included.",
+                stats.prompt_tokens,
+            ),
             ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
             ("generation_tokens", "Tokens generated.", stats.generated_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
-            ("prefix_cache_hits", "Prompt tokens found there.", stats.prefix_hits),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
         ):
             counter = CounterMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
             counter.add_metric([self._model], value)
@@ -130,7 +143,7 @@ class _EngineCollector:
         yield cache
         lora = GaugeMetricFamily(
             "vllm:lora_requests_info",
-            "Adapters in the running batch; the value is the time of the scrape.",
+            "Adapters in the running batch. The value is the time of the scrape.",
             labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
         lora.add_metric([str(info.max_num_seqs), ",".join(stats.running_adapters), ""], time.time())
@@ -153,20 +166,20 @@ def _own(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "slora_pinned_adapters_loaded", "Pinned adapters that are in the pool.", stats.pinned_loaded
     )
-    yield CounterMetricFamily(
-        "slora_pin_failures", "Times that a pinned adapter could not be brought there.", stats.pin_failures
-    )
+    yield CounterMetricFamily("slora_pin_failures", "Failed fetches of pinned adapters.", stats.pin_failures)
     yield GaugeMetricFamily(
         "slora_requests_awaiting_adapter", "Sequences whose adapter is being fetched.", stats.awaiting_adapter
     )
     yield CounterMetricFamily("slora_adapter_loads", "Adapters copied into the pool.", stats.adapter_loads)
     yield CounterMetricFamily(
-        "slora_adapter_evictions", "Idle adapters that gave up their pages.", stats.adapter_evictions
+        "slora_adapter_evictions", "Evictions of idle adapters.", stats.adapter_evictions
     )
     yield CounterMetricFamily(
-        "slora_prefix_evictions", "Cached prefix blocks that gave up their pages.", stats.prefix_evictions
+        "slora_prefix_evictions", "Evictions of cached prefix blocks.", stats.prefix_evictions
     )
-    swap = GaugeMetricFamily("slora_swap_pages", "Host pages for sequences that gave way.", labels=["state"])
+    swap = GaugeMetricFamily(
+        "slora_swap_pages", "Host pages for the KV of preempted sequences.", labels=["state"]
+    )
     swap.add_metric(["free"], stats.swap_pages_total - stats.swap_pages_used)
     swap.add_metric(["used"], stats.swap_pages_used)
     yield swap
@@ -177,14 +190,16 @@ def _own(stats: EngineStats) -> Iterator[Metric]:
     swapped.add_metric(["in"], stats.swapped_in_pages)
     yield swapped
     yield CounterMetricFamily(
-        "slora_deadline_misses", "Requests whose first token could not come in time.", stats.deadline_misses
+        "slora_deadline_misses",
+        "Requests whose first token could not be computed before their deadline.",
+        stats.deadline_misses,
     )
     yield CounterMetricFamily("slora_engine_steps", "Steps of the engine.", stats.steps)
     costs = GaugeMetricFamily(
         "slora_cost_seconds",
-        "What the engine expects a unit of work to take, as it learned from its steps: a step by itself, a token of "
-        "prefill, a row that decodes, a token of such a row's context, a page copied to the host or back, a byte of an "
-        "adapter loaded into the pool.",
+        "Time that the engine expects for a unit of work, learned from its steps: a step, a token of "
+        "prefill, a decoding sequence, a token of such a sequence's context, a page copied to the "
+        "host or back, and a byte of an adapter loaded into the pool.",
         labels=["work"],
     )
     for name, seconds in asdict(stats.costs).items():

@@ -83,8 +83,8 @@ class Places:
         if (missing := own + count - self.max_per_tenant) > 0:
             wait_s = self.wait_s(missing, own)
             raise TenantBusy(
-                f"You have {own} {what} and may have {self.max_per_tenant} ({self._tenant_limit}); try again in "
-                f"{wait_s} s.",
+                f"Your tenant has {own} {what}, and the limit is {self.max_per_tenant} "
+                f"({self._tenant_limit}); try again in {wait_s} s.",
                 wait_s,
             )
         if count <= num_open:
@@ -92,14 +92,14 @@ class Places:
         wait_s = self.wait_s(count - num_open, self.num_taken)
         if own:
             raise TenantBusy(
-                f"You have {own} {what} and want {count} more. This server takes {self.num_places}: {self.num_free} "
-                f"are free, and up to {self.num_reserved} are kept for tenants that have none. Try again in "
-                f"{wait_s} s.",
+                f"Your tenant has {own} {what} and asks for {count} more. This server accepts "
+                f"{self.num_places}: {self.num_free} are free, and up to {self.num_reserved} are "
+                f"reserved for tenants that have none. Try again in {wait_s} s.",
                 wait_s,
             )
         raise ServerBusy(
-            f"The server has {self.num_taken} {what} and takes {self.num_places}; one request of yours may have "
-            f"{num_open} now and wants {count}. Try again in {wait_s} s.",
+            f"The server has {self.num_taken} {what}, and the limit is {self.num_places}. This "
+            f"request asks for {count} and may have {num_open} now. Try again in {wait_s} s.",
             wait_s,
         )
 

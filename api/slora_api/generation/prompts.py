@@ -70,7 +70,7 @@ def _check_token_ids(token_ids: Sequence[int], info: EngineInfo) -> None:
     if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:
         wrong = next(token for token in token_ids if not 0 <= token < info.vocab_size)
         raise BadRequest(
-            f"`prompt` holds token id {wrong}; this model's ids are 0 to {info.vocab_size - 1}.", "prompt"
+            f"`prompt` has token id {wrong}; this model's ids are 0 to {info.vocab_size - 1}.", "prompt"
         )
 
 

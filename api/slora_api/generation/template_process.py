@@ -113,14 +113,15 @@ def _render(request: Mapping[str, Any], special_tokens: Mapping[str, str]) -> tu
     except UnicodeEncodeError as error:
         return (
             None,
-            f"it writes the lone surrogate U+{ord(error.object[error.start]):04X} at character {error.start}",
+            f"it outputs the lone surrogate U+{ord(error.object[error.start]):04X} at character "
+            f"{error.start}",
         )
     except (MemoryError, RecursionError):
-        return None, f"it takes more than {_MEMORY_BYTES} bytes of memory or nests too deeply"
+        return None, f"it takes more than {_MEMORY_BYTES} bytes of memory, or is nested too deeply"
     except Exception as error:  # a template may raise any exception
         return None, (str(error) or type(error).__name__).encode(errors="backslashreplace").decode()[:1000]
     if num_bytes > MAX_RENDERED_BYTES:
-        return None, f"it writes {num_bytes} bytes; at most {MAX_RENDERED_BYTES} are accepted"
+        return None, f"it outputs {num_bytes} bytes; at most {MAX_RENDERED_BYTES} are accepted"
     return text, None
 
 

@@ -61,7 +61,7 @@ def _decode(raw: bytes) -> str:
         return raw.decode()
     except UnicodeDecodeError as error:
         raise BadRequest(
-            f"The body is not UTF-8: byte {error.start} begins no character. Encode it as UTF-8."
+            f"The body is not UTF-8: no character starts at byte {error.start}. Encode the body as UTF-8."
         ) from None
 
 

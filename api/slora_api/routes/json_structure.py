@@ -64,7 +64,8 @@ class JsonStructure:
         tail = self._tail + bare
         if self._long_number.search(tail):
             raise self._refusal(
-                f"holds a number of more than {self._bounds.number_chars} characters, this server's limit. Round it"
+                f"contains a number of more than {self._bounds.number_chars} characters, this "
+                "server's limit. Round the number"
             )
         self._tail = b"" if self._in_string else tail[-self._bounds.number_chars :]
 

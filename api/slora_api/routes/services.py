@@ -49,7 +49,7 @@ class Services:
     generator: Generator
     encoder: PromptEncoder
     writing: FairSlots = field(
-        default_factory=lambda: FairSlots(_WRITING_SLOTS, _MAX_WRITING, "answers to be written")
+        default_factory=lambda: FairSlots(_WRITING_SLOTS, _MAX_WRITING, "answers to write")
     )
 
     def bounds(self) -> RequestBounds:

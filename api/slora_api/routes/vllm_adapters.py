@@ -46,7 +46,7 @@ def _tenant(services: Services, name: str | None) -> str:
     tenants = services.tenancy.list_tenants()
     if len(tenants) != 1:
         raise BadRequest(
-            f"This server has {len(tenants)} tenants; name the one that is meant in `tenant`.",
+            f"This server has {len(tenants)} tenants; name the tenant of the adapter in `tenant`.",
             "tenant",
             "missing_parameter",
         )

@@ -79,7 +79,7 @@ class Acceptor:
     def _pause(self, error: OSError) -> None:
         num_closed = self._connections.close_idle()
         _log.warning(
-            "no connection can be accepted (%s) beside the %d that are open; %d idle ones were closed",
+            "a new connection cannot be accepted (%s): %d are open, and %d idle ones were closed",
             error,
             len(self._connections),
             num_closed,

@@ -60,7 +60,9 @@ class BodyLimits:
         if scope["path"] == self.upload_path:
             return BodyTooLarge(self.max_upload_bytes, "max_upload_bytes")
         if scope["path"] not in self.generation_paths and self.max_body_bytes > MAX_SMALL_BODY_BYTES:
-            return BodyTooLarge(MAX_SMALL_BODY_BYTES, "for all but uploads and generation")
+            return BodyTooLarge(
+                MAX_SMALL_BODY_BYTES, "the limit for all routes except uploads and generation"
+            )
         return BodyTooLarge(self.max_body_bytes, "max_body_bytes")
 
     def memory(self) -> Places:
@@ -71,9 +73,10 @@ class BodyLimits:
     def too_slow(self, num_bytes: int, waited_s: float) -> RequestTooSlow:
         """Returns the error for a body of which `num_bytes` arrived in `waited_s` seconds of waiting."""
         return RequestTooSlow(
-            f"The body came too slowly: {num_bytes} bytes in {waited_s:.0f} s. After {self.grace_s:g} s a body must "
-            f"average {self.min_bytes_per_s:g} bytes/s (min_body_bytes_per_s). Send it again over a faster connection, "
-            "or ask the server's operator to lower the rate."
+            f"The body arrived too slowly: {num_bytes} bytes in {waited_s:.0f} s. After "
+            f"{self.grace_s:g} s a body must average {self.min_bytes_per_s:g} bytes/s "
+            "(min_body_bytes_per_s). Send it again over a faster connection, or ask the server's "
+            "operator to lower the rate."
         )
 
 

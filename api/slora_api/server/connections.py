@@ -65,11 +65,14 @@ class Connections:
         address, per_address = _group(host), self.limits.per_address
         if self._num_of[address] >= per_address and not self.close_idle(address):
             return (
-                f"Your address has {self._num_of[address]} connections to this server, all with requests in progress, "
-                f"and may have {per_address} (max_connections_per_address). Reuse connections, or close some."
+                f"Your address has {self._num_of[address]} connections to this server, all with "
+                f"requests in progress. The limit is {per_address} (max_connections_per_address). "
+                "Reuse connections, or close some."
             )
         if len(self) >= self.limits.max_connections and not self.close_idle():
-            _log.warning("all %d connections have requests in progress; more are refused", len(self))
+            _log.warning(
+                "all %d connections have requests in progress; new connections are refused", len(self)
+            )
             return (
                 f"All {len(self)} connections of this server have requests in progress (max_connections). Connect "
                 "again shortly."

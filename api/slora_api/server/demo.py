@@ -54,7 +54,7 @@ def find_demo_directory() -> Path:
         if (directory / "model" / "config.json").is_file():
             return directory
     raise ConfigError(
-        f"there is no demo at {checkout} or {installed}; install slora from its wheel or a checkout"
+        f"the demo is neither at {checkout} nor at {installed}; install slora from its wheel or a checkout"
     )
 
 
@@ -62,7 +62,7 @@ def find_demo_adapters(directory: Path) -> list[Path]:
     """Raises ConfigError if the directory holds no adapters."""
     found = sorted(path.parent for path in directory.glob("*/adapter_config.json"))
     if not found:
-        raise ConfigError(f"{directory} holds no adapters; --demo needs DIR/model and DIR/adapters/NAME")
+        raise ConfigError(f"{directory} contains no adapters; --demo needs DIR/model and DIR/adapters/NAME")
     return found
 
 
@@ -108,7 +108,7 @@ async def _publish(path: Path, publisher: Publisher) -> None:
             await publisher.publish(path.name, StagedUpload(path.name, path))
         except EngineUnavailable as error:
             if not is_told:
-                logger.warning("the demo's adapter %s has to wait: %s", path.name, error)
+                logger.warning("the demo's adapter %s cannot be published yet: %s", path.name, error)
             is_told = True
             await asyncio.sleep(_RETRY_S)
         else:
@@ -117,7 +117,7 @@ async def _publish(path: Path, publisher: Publisher) -> None:
 
 def describe_demo(url: str, tenants: Iterable[DemoTenant]) -> str:
     """Returns the text that a new user reads: the API keys, and a command line to paste for each."""
-    lines = ["", "The same prompt and the same base model; each key brings its own adapter:"]
+    lines = ["", "The same prompt and the same base model with the adapter of each key:"]
     body = {"model": "default", "messages": [{"role": "user", "content": _PROMPT}], "temperature": 0}
     for tenant in tenants:
         means = f"adapter {tenant.adapter}" if tenant.adapter else "no adapter: the base model"

@@ -25,8 +25,9 @@ def fit_connections(max_connections: int, num_descriptors: int) -> int:
     allowed = num_descriptors - min(_OTHER_DESCRIPTORS, num_descriptors // 2)
     if max_connections > allowed:
         _log.warning(
-            "this process may open %d files, which leaves %d connections of the %d of max_connections: raise its limit "
-            "(ulimit -Hn, LimitNOFILE=, or --ulimit nofile= of docker)",
+            "this process may open %d files, which is enough for %d of the %d connections of "
+            "max_connections: raise the limit of open files (ulimit -Hn, LimitNOFILE=, or docker's "
+            "--ulimit nofile=)",
             num_descriptors,
             allowed,
             max_connections,

@@ -147,7 +147,7 @@ class HttpProtocol(H11Protocol):
         if self.transport is None:
             return
         if self._is_stuck(now_s):
-            _log.warning("a connection is closed because its client does not read its answer")
+            _log.warning("a connection was closed, because its client does not read its answer")
             self._reset()
         elif self._head_at is not None and now_s - self._head_at > self._limits.head_s:
             error = RequestTooSlow(

@@ -32,7 +32,7 @@ class OncePerMinute(logging.Filter):
             return False
         self._seen[text] = (now_s, 0)
         if num_held_back:
-            record.msg = f"{text} (and {num_held_back} times before, since this was last logged)"
+            record.msg = f"{text} (and {num_held_back} more times since this was last logged)"
         return True
 
 

@@ -99,7 +99,8 @@ class _Model:
         self.name = settings.engine.model_name or self.directory.resolve().name
         if self.name == DEFAULT_MODEL:
             raise ConfigError(
-                f"a base model named {DEFAULT_MODEL!r} could not be told from a key's adapter; give a --model-name"
+                f"the base model is named {DEFAULT_MODEL!r}, which is reserved for the adapter of a "
+                "key; give another --model-name"
             )
         self.tokenizer = Tokenizer.from_directory(self.directory)
         self.limits = AdapterLimits(
@@ -263,7 +264,7 @@ async def _announce(services: Services, data: DataDir, url: str, admin_key: Admi
     settings, client = services.settings, services.generator.client
     print(f"slora: listening on {url}; the engine is starting", flush=True)
     if admin_key.shown_once is not None:
-        print(f"slora: admin key, shown this once: {admin_key.shown_once}", flush=True)
+        print(f"slora: admin key, shown only once: {admin_key.shown_once}", flush=True)
     # Checked first, so that a demo without adapters fails before the engine has started.
     adapters = find_demo_adapters(Path(settings.demo) / "adapters") if settings.demo else []
     while not client.ready:
@@ -273,7 +274,7 @@ async def _announce(services: Services, data: DataDir, url: str, admin_key: Admi
         try:
             tenants = await set_up_demo(adapters, services.tenancy, services.publisher, data.demo_keys)
         except DiskFull as error:
-            logger.error("the demo is not set up: %s", error)
+            logger.error("the demo could not be set up: %s", error)
     services.generator.readiness.unfinished.pop(_DEMO, None)
     info = client.info
     kept = "" if info.kv_cache_dtype == "auto" else f" with KV in {info.kv_cache_dtype}"
@@ -373,7 +374,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"slora: {error}", file=sys.stderr)
         return 2
     for name, meant in unknown_variables(os.environ).items():
-        logger.warning("%s is no setting%s", name, f"; is it {meant} that you mean?" if meant else "")
+        logger.warning("%s is not a setting%s", name, f"; did you mean {meant}?" if meant else "")
     try:
         asyncio.run(_serve(settings))
     except (SloraError, OSError, ValueError) as error:

@@ -75,7 +75,7 @@ class _Death:
 
     def __str__(self) -> str:
         how = f"exit code {self.exit_code}" if self.exit_code >= 0 else _name_signal(-self.exit_code)
-        return f"{how}: {self.reason}" if self.reason else f"{how}; its messages are in the log above"
+        return f"{how}: {self.reason}" if self.reason else f"{how}; see its messages in the log above"
 
 
 class Supervisor:
@@ -121,14 +121,14 @@ class Supervisor:
             was_ever_ready |= death.was_ready
             num_failed_starts += death.exit_code != _TRY_LATER_EXIT
             if death.exit_code == _REFUSED_EXIT:
-                raise ChildRefused(f"the {child.name} refuses to start with {death}")
+                raise ChildRefused(f"the {child.name} cannot start: {death}")
             if not was_ever_ready and num_failed_starts >= _MOST_FAILED_STARTS:
                 raise ChildRefused(
                     f"the {child.name} died {num_failed_starts} times before it was ready, the last time with {death}"
                 )
             if time.monotonic() - started_at > _HEALTHY_S:
                 pause_s = _FIRST_PAUSE_S
-            logger.error("the %s died with %s; starting it again in %.1f s", child.name, death, pause_s)
+            logger.error("the %s died with %s; restarting it in %.1f s", child.name, death, pause_s)
             self._on_restart(child.name)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -168,7 +168,7 @@ class Supervisor:
                 if child.name not in self._stalls:
                     logger.warning("the %s makes no progress", child.name)
                 self._stalls[child.name] = (
-                    f"the {child.name} makes no progress; it is started again if that lasts longer than "
+                    f"the {child.name} makes no progress; it is restarted if this lasts longer than "
                     f"{self._restart_after_s:g} s"
                 )
             elif self._stalls.pop(child.name, None) is not None:

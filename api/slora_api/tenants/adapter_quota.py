@@ -24,15 +24,15 @@ class AdapterQuota:
         """Raises QuotaExceeded if a tenant with these holdings may not have `adapter` as a new version of `name`."""
         if holdings.num_versions >= self.max_versions:
             raise QuotaExceeded(
-                f"You have {holdings.num_versions} versions of adapters and may have {self.max_versions} "
-                "(max_versions_per_tenant); remove one first."
+                f"Your tenant has {holdings.num_versions} adapter versions, and the limit is "
+                f"{self.max_versions} (max_versions_per_tenant); remove one first."
             )
         # Weights that another version of the tenant already has are stored once.
         added = max(0, adapter.blob_bytes - (holdings.weights_bytes or 0))
         added += ExtrasSummary.of(adapter.extras).num_bytes
         if (wanted := holdings.num_bytes + added) > self.max_bytes:
             raise QuotaExceeded(
-                f"With the {added} bytes of `{name}` your adapters would take {wanted} bytes, chat templates and "
-                f"generation configs included; they may take {self.max_bytes} (max_adapter_bytes_per_tenant). Remove "
-                "others first."
+                f"With the {added} bytes of `{name}`, your adapters would take {wanted} bytes, "
+                f"including chat templates and generation configs. The limit is {self.max_bytes} "
+                "(max_adapter_bytes_per_tenant). Remove others first."
             )

@@ -39,7 +39,7 @@ def open_admin_key(given: str, directory: Path, pepper: Pepper) -> AdminKey:
     if given:
         if len(given) < _WEAK_CHARS:
             logger.warning(
-                "the admin key has %d characters; take at least %d random ones", len(given), _WEAK_CHARS
+                "the admin key has only %d characters; use at least %d random ones", len(given), _WEAK_CHARS
             )
         return AdminKey(pepper, pepper.digest(given))
     path = directory / _FILE_NAME

@@ -81,8 +81,8 @@ class Pepper:
         secret = path.read_bytes()
         if len(secret) != PEPPER_BYTES:
             raise ValueError(
-                f"{path} holds {len(secret)} bytes, not {PEPPER_BYTES}; restore it from a backup, or delete it and "
-                "make every key anew"
+                f"{path} has {len(secret)} bytes instead of {PEPPER_BYTES}; restore the file from a "
+                "backup, or delete it and create all keys again"
             )
         return Pepper(secret)
 

@@ -63,12 +63,16 @@ class RevocationJournal:
             try:
                 with self._writing() as entries:
                     if len(entries) >= MAX_ENTRIES:
-                        raise OSError(f"the journal is full: {MAX_ENTRIES} entries")
+                        raise OSError(f"the journal of revocations is full: it has {MAX_ENTRIES} entries")
                     if key_id not in entries:
                         self._write((*entries, key_id))
                     return True
             except OSError as error:
-                logger.error("the revocation of key %s is kept in memory only: %s", key_id, error)
+                logger.error(
+                    "the revocation of key %s is in memory only, and a restart would lose it: %s",
+                    key_id,
+                    error,
+                )
                 self._own |= {key_id}
                 return False
 
@@ -105,7 +109,7 @@ class RevocationJournal:
     def _writing(self) -> Iterator[list[str]]:
         """Locks the file and yields its entries. Raises OSError if there is no file."""
         if self._descriptor is None:
-            raise OSError("there was no room to make the journal")
+            raise OSError("there was no space to create the journal of revocations")
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         try:
             _, count = _HEADER.unpack(os.pread(self._descriptor, _HEADER.size, 0))
@@ -132,7 +136,7 @@ def _open(path: Path) -> int | None:
             create_durably(path, bytes(_FILE_BYTES))
         return os.open(path, os.O_RDWR)
     except OSError as error:
-        logger.error("no journal of revocations can be made: %s", error)
+        logger.error("the journal of revocations cannot be created: %s", error)
         return None
 
 

@@ -65,8 +65,8 @@ def check_name(name: str, param: str) -> str:
     """Returns the name if it is valid for a tenant. Raises BadRequest naming `param`."""
     if not _NAME.fullmatch(name):
         raise BadRequest(
-            f"`{param}` is {name[:140]!r}; a name has 1 to 128 of a-z, 0-9, '.', '_', '-' and starts with a letter "
-            "or digit.",
+            f"`{param}` is {name[:140]!r}; a name has 1 to 128 characters of a-z, 0-9, '.', '_' and "
+            "'-', and starts with a letter or digit.",
             param,
         )
     return name
@@ -117,8 +117,8 @@ class ShareChanges:
         ceiling = share.max_share if self.max_pool_share is None else self.max_pool_share
         if floor > ceiling:
             raise BadRequest(
-                f"`min_pool_share` would be {floor:g}, more than `max_pool_share`, {ceiling:g}; lower the one or "
-                "raise the other.",
+                f"`min_pool_share` would be {floor:g}, which is more than `max_pool_share` "
+                f"({ceiling:g}); lower `min_pool_share` or raise `max_pool_share`.",
                 "min_pool_share" if self.max_pool_share is None else "max_pool_share",
             )
         weight = share.weight if self.weight is None else self.weight
@@ -176,7 +176,7 @@ class Tenancy:
                 )
                 _write_share(connection, tenant)
         except IntegrityError:
-            raise Conflict(f"The tenant `{name}` exists already.") from None
+            raise Conflict(f"The tenant `{name}` already exists.") from None
         return tenant
 
     def change_share(
@@ -223,7 +223,7 @@ class Tenancy:
         """
         key_id = read_key_id(secret)
         if key_id is None:
-            raise BadRequest("The text is not one of our keys.")
+            raise BadRequest("The text is not an API key of slora.")
         share = self.find_tenant(tenant).share
         record = KeyRecord(key_id, tenant, adapter, int(time.time()), None, share)
         self._insert(record, secret)
@@ -249,18 +249,21 @@ class Tenancy:
         try:
             self._write_revocations((key_id,))
         except StoreUnavailable as error:
-            logger.error("the revocation of key %s holds and is not in the database yet: %s", key_id, error)
+            logger.error(
+                "key %s is revoked, but the revocation is not in the database yet: %s", key_id, error
+            )
             if not is_kept:
                 raise TryAgain(
-                    f"the key {key_id} opens nothing any more, but this could not be written, so a restart would make "
-                    f"the key valid again; revoke it again later ({error})"
+                    f"key {key_id} is revoked in this process, but the revocation could not be "
+                    f"written ({error}). A restart would make the key valid again, so revoke it again "
+                    "later."
                 ) from error
 
     def write_pending_revocations(self) -> None:
         """Writes the journal's entries to the database. Raises StoreUnavailable."""
         if pending := self._journal.pending():
             self._write_revocations(sorted(pending))
-            logger.info("%d revocations that had to wait are in the database now", len(pending))
+            logger.info("%d pending revocations were written to the database", len(pending))
 
     def _write_revocations(self, key_ids: Sequence[str]) -> None:
         try:
@@ -343,7 +346,7 @@ def _write_share(connection: Connection, tenant: Tenant) -> None:
     if (total := math.fsum(floors)) > 1 + _SUM_SLACK:
         left = max(0.0, 1 - (total - share.min_share))
         raise BadRequest(
-            f"`min_pool_share` is {share.min_share:g}, but other tenants' leave {left:g} of the pool; lower it, or "
-            "theirs.",
+            f"`min_pool_share` is {share.min_share:g}, but the shares of other tenants leave only "
+            f"{left:g} of the pool; lower this share, or theirs.",
             "min_pool_share",
         )

@@ -669,7 +669,7 @@ def _outsiders(make: Maker) -> dict[str, Hostile]:
     )
     return {
         "a chat template that is none": _files(
-            make.members(**template), "the chat template cannot be read: line 1", "chat_template_malformed"
+            make.members(**template), "the chat template is not valid: line 1", "chat_template_malformed"
         ),
         "sampling that is not honoured": _files(
             make.members(**sampling), "sets num_beams to 4", "generation_config_unsupported"
@@ -681,11 +681,13 @@ def _outsiders(make: Maker) -> dict[str, Hostile]:
         ),
         "numbers too small to matter": _files(
             make.members(weights=scaled[1e-15]),
-            "log-probabilities differs from the base model's",
+            "log-probabilities equal those of the base model",
             "no_effect",
         ),
         "numbers too large to compute with": _files(
-            make.members(weights=scaled[1e18]), "the adapter breaks the model's arithmetic", "not_finite"
+            make.members(weights=scaled[1e18]),
+            "the adapter makes the model's numbers NaN or infinite",
+            "not_finite",
         ),
     }
 
@@ -756,7 +758,7 @@ def _forms(make: Maker) -> dict[str, Hostile]:
         },
         "a field named like a path": field_called("../../etc/passwd"),
         "a field named like a homoglyph of config": field_called("c\u043enfig"),
-        "config sent twice": Hostile("`config` is there twice", "", [*parts, parts[0]], status=400),
+        "config sent twice": Hostile("`config` appears twice", "", [*parts, parts[0]], status=400),
         "no weights": Hostile("`weights` is missing", "missing_parameter", parts[:1], status=400),
         "files and an archive": Hostile(
             "or the multipart field `archive`, not both",
@@ -770,7 +772,7 @@ def _forms(make: Maker) -> dict[str, Hostile]:
             [("config", "c", b" " * (5 << 20)), parts[1]],
             status=400,
         ),
-        "a body that is cut": raw("The body ends in the middle", "", start + b"--b"),
+        "a body that is cut": raw("The body ends too early", "", start + b"--b"),
         "a body that is no form": raw("The body is not valid multipart", "", b"PK\x03\x04" * 10),
         "no boundary": raw(
             "Send the adapter as multipart/form-data", "", start, Content_Type="multipart/form-data"

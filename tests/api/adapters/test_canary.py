@@ -68,13 +68,13 @@ def upload_with(platform: Platform, of_adapter: Trial, of_base: Trial | None = N
 SAME = [TokenDelta((65,), FinishReason.LENGTH, (TokenLogprobs(-1.0, ((65, -1.0),)),))]
 NAN = [TokenDelta((65,), FinishReason.LENGTH, (TokenLogprobs(math.nan, ((65, math.nan),)),))]
 REFUSED: dict[str, tuple[Trial, int, str, str]] = {
-    "no effect": (SAME, 422, "no_effect", "on a prompt of 10 tokens none of 2 log-probabilities differs"),
+    "no effect": (SAME, 422, "no_effect", "for a prompt of 10 tokens, all 2 log-probabilities equal"),
     "not a number": (NAN, 422, "not_finite", "log-probabilities that are NaN"),
     "broken arithmetic": (
         [RequestFailed("logits of x")],
         422,
         "not_finite",
-        "breaks the model's arithmetic: logits",
+        "makes the model's numbers NaN or infinite: logits",
     ),
     "too large": (
         [RequestRefused("200 pages of 100", "prompt")],
@@ -219,7 +219,7 @@ def test_tokens_whose_embedding_it_changes_are_tried_too() -> None:
         return SAME
 
     canary = Canary(ScriptedEngine(canary=look), byte_tokenizer())
-    with pytest.raises(AdapterInvalid, match="on a prompt of 12 tokens"):
+    with pytest.raises(AdapterInvalid, match="for a prompt of 12 tokens"):
         asyncio.run(canary.try_out(AdapterVersion("t", "0" * 64), (200, 201)))
     assert [request.prompt_token_ids[-2:] for request in seen] == [[200, 201]] * 2
 

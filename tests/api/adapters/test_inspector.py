@@ -123,7 +123,7 @@ def test_a_tenant_with_many_uploads_does_not_hold_up_another(tmp_path: Path, slo
 
 
 def test_one_that_hangs_is_ended(tmp_path: Path, slow: Path) -> None:
-    with pytest.raises(InspectionFailed, match=r"did not end within 0.5 s"):
+    with pytest.raises(InspectionFailed, match=r"did not finish within 0.5 s"):
         inspect(
             tmp_path,
             slow,

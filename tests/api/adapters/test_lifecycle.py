@@ -330,7 +330,7 @@ def test_a_server_that_cannot_start_says_why_in_one_line(
             (
                 ("--demo", str(tmp_path), "--model", str(kit.base), *data, "--port", "0"),
                 1,
-                "holds no adapters",
+                "contains no adapters",
             ),
             ((), 2, "--model (SLORA_MODEL)"),
         ]
@@ -357,7 +357,7 @@ def test_an_engine_that_can_never_run_ends_the_server_with_its_reason(
     assert main(["serve", *flags]) == 1
     message = capfd.readouterr().err
     assert "max_model_len is 100000, but this model's positions end at" in message
-    assert message.splitlines()[-1].startswith("slora: the engine refuses to start with exit code 2")
+    assert message.splitlines()[-1].startswith("slora: the engine cannot start: exit code 2")
 
 
 def test_sigterm_lets_requests_finish_and_ends_the_children(kit: Kit, tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_a_rollback_is_one_call_and_a_move_can_say_what_it_expects(platform: Pla
     [
         ({"versions": {"1": 60, "2": 60}}, "invalid_alias", "add up to 120"),
         ({"versions": {}}, "invalid_alias", "1 to 8 versions"),
-        ({"versions": {"one": 100}}, None, "numbers of versions"),
+        ({"versions": {"one": 100}}, None, "version numbers"),
         ({"versions": {"1": "100"}}, None, "valid integer"),
         ({"versions": {"1": True}}, None, "valid integer"),
         ({"versions": {"1": 100}, "weight": 3}, "unknown_parameter", "weight"),
@@ -287,7 +287,7 @@ def test_a_rollout_by_command_line(
         write_directory(tmp_path / str(seed), members(seed))
         pushed = run("push", str(tmp_path / str(seed)), "--name", "voice")
         assert pushed.startswith(f"voice@{seed + 1}  new version\n") and "rank         2;" in pushed
-    assert "voice@2  the newest version already" in run("push", str(tmp_path / "1"), "--name", "voice")
+    assert "voice@2  already the newest version" in run("push", str(tmp_path / "1"), "--name", "voice")
     assert run("alias", "voice", "prod", "1", "--expect") == "voice@prod  1=100\n"
     assert run("alias", "voice", "prod", "1=90", "2=10", "--expect", "1") == "voice@prod  1=90  2=10\n"
     listed = [line.split()[:-1] for line in run("versions", "voice").splitlines()]
@@ -299,12 +299,14 @@ def test_a_rollout_by_command_line(
     assert rows == [["VERSION", "PLACE"], ["1", "fetching"], ["2", "fetching"]]
     assert run("rollback", "voice", "prod") == run("alias", "voice", "prod") == "voice@prod  1=100\n"
     assert run("rollback", "voice") == "voice@latest  1=100  follows pushes\n"
-    assert "1=10, beside other versions" in run("alias", "voice", "prod", "1", "2=10", code=1)
-    assert "'4=' is no VERSION=PERCENT" in run("alias", "voice", "prod", "4=", code=1)
-    assert "stands there twice" in run("alias", "voice", "prod", "1=50", "1=50", code=1)
+    assert "several versions each need one, such as 1=10" in run(
+        "alias", "voice", "prod", "1", "2=10", code=1
+    )
+    assert "'4=' is not VERSION=PERCENT" in run("alias", "voice", "prod", "4=", code=1)
+    assert "repeats a version" in run("alias", "voice", "prod", "1=50", "1=50", code=1)
     assert "give the VERSION" in run("alias", "voice", "prod", "--follow", code=1)
-    assert "leave out the versions" in run("alias", "voice", "prod", "1", "--delete", code=1)
-    assert "remove it with --force" in run("rm", "voice@1", code=1)
+    assert "omit the versions" in run("alias", "voice", "prod", "1", "--delete", code=1)
+    assert "use --force" in run("rm", "voice@1", code=1)
     assert run("rm", "voice@1", "--force") == "removed voice@1\n"
     assert served(platform, tenant_environment, "voice") == "voice@2"
     assert (

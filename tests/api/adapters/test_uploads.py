@@ -130,7 +130,7 @@ def test_a_tenant_keeps_no_more_versions_than_it_may(tmp_path: Path) -> None:
             error = third.json()["error"]
             assert (third.status_code, error["type"]) == (409, "conflict_error")
             assert error["code"] == "quota_exceeded" and third.headers["x-should-retry"] == "false"
-            assert "have 2 versions of adapters and may have 2 (max_versions_per_tenant)" in error["message"]
+            assert "has 2 adapter versions, and the limit is 2 (max_versions_per_tenant)" in error["message"]
         assert kept_files(platform) == before
         # Pushing the newest version again makes no new version. Another tenant gets its own version.
         assert platform.upload(key, "a", other).status_code == 201
@@ -159,8 +159,8 @@ def test_a_tenants_adapters_take_no_more_bytes_than_they_may(tmp_path: Path) -> 
         for name in ("a", "d"):
             error = platform.upload(key, name, members[2]).json()["error"]
             assert error["code"] == "quota_exceeded"
-            assert f"would take {3 * size} bytes, chat templates" in error["message"]
-            assert f"they may take {2 * size} (max_adapter_bytes_per_tenant)" in error["message"]
+            assert f"would take {3 * size} bytes, including chat templates" in error["message"]
+            assert f"The limit is {2 * size} (max_adapter_bytes_per_tenant)" in error["message"]
         with platform.client(key) as client:
             client.delete("/v1/adapters/a@1")
         assert platform.upload(key, "a", members[2]).status_code == 201

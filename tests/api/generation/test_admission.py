@@ -34,7 +34,10 @@ def test_a_tenant_at_its_limit_is_told_when_its_own_answers_make_room() -> None:
     assert (one.retry_after_s, all_of_them.retry_after_s) == (10, 40)
     answer = describe_error(one)
     assert (answer.status, answer.headers["Retry-After"]) == (429, "10")
-    assert "You have 4 answers in progress and may have 4 (max_concurrent_per_tenant)" in answer.message
+    assert (
+        "Your tenant has 4 answers in progress, and the limit is 4 (max_concurrent_per_tenant)"
+        in answer.message
+    )
 
 
 def test_a_full_server_tells_when_the_answers_of_any_tenant_make_room() -> None:
@@ -58,7 +61,7 @@ def test_two_tenants_with_slow_answers_leave_places_to_a_third() -> None:
                 while True:
                     stack.enter_context(admitted.generation(tenant, 8))
         assert admitted.generations == 384
-        assert "takes 512: 128 are free, and up to 128 are kept for tenants that have none" in str(
+        assert "accepts 512: 128 are free, and up to 128 are reserved for tenants that have none" in str(
             caught.value
         )
         with admitted.generation("honest", 1), admitted.generation("later", 1):
@@ -84,11 +87,11 @@ def test_uploads_have_places_of_their_own() -> None:
     with ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(admitted.upload("one"))
-        with pytest.raises(TenantBusy, match=r"may have 2 \(half of max_concurrent_uploads\)") as own:
+        with pytest.raises(TenantBusy, match=r"the limit is 2 \(half of max_concurrent_uploads\)") as own:
             stack.enter_context(admitted.upload("one"))
         stack.enter_context(admitted.upload("two"))
         with pytest.raises(
-            TenantBusy, match="takes 4: 1 are free, and up to 2 are kept for tenants that have none"
+            TenantBusy, match="accepts 4: 1 are free, and up to 2 are reserved for tenants that have none"
         ):
             stack.enter_context(admitted.upload("two"))
         stack.enter_context(admitted.upload("three"))

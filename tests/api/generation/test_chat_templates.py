@@ -122,7 +122,7 @@ def test_a_template_that_writes_a_lone_surrogate_is_refused() -> None:
 
 def test_a_text_beyond_any_context_is_refused() -> None:
     size = template_process.MAX_RENDERED_BYTES + 1
-    with pytest.raises(RequestRefused, match=f"it writes {size} bytes; at most {size - 1} are accepted"):
+    with pytest.raises(RequestRefused, match=f"it outputs {size} bytes; at most {size - 1} are accepted"):
         render(f"{{{{ 'x' * {size} }}}}")
 
 

@@ -137,5 +137,5 @@ def test_without_a_root_nothing_is_loaded_and_a_root_that_is_none_is_refused_at_
         platform.key("only")
         off = send(platform, "load", lora_name="voice", lora_path=str(root / "voice"))
     assert off.status_code == 403 and "--lora-root" in off.json()["error"]["message"]
-    with pytest.raises(ConfigError, match="no directory"):
+    with pytest.raises(ConfigError, match="not a directory"):
         LocalAdapters(tmp_path / "missing", Quarantine(tmp_path / "quarantine"), 1)

@@ -79,7 +79,7 @@ def test_a_connection_is_refused_with_a_reason_where_all_others_are_busy() -> No
         answer = httpx.get(url + "/healthz")
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (503, "server_busy")
-        assert "may have 2 (max_connections_per_address)" in error["message"]
+        assert "The limit is 2 (max_connections_per_address)" in error["message"]
         assert int(answer.headers["retry-after"]) > 0 and not any(map(is_closed, busy))
         busy.pop().close()
         wait_until(lambda: httpx.get(url + "/healthz").status_code == 200)

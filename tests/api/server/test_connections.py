@@ -56,7 +56,7 @@ def test_an_address_at_its_limit_replaces_its_own_connections_only() -> None:
     fill(connections, Fake("10.0.0.2", 1.0), *mine, Fake("10.0.0.1", 5.0), Fake("10.0.0.1"))
     # The limit is six of eight connections. The idle one was closed for the last new one.
     reason = connections.find_room("10.0.0.1")
-    assert reason is not None and "has 6 connections" in reason and "may have 6" in reason
+    assert reason is not None and "has 6 connections" in reason and "limit is 6" in reason
     assert len(connections) == 7 and connections.find_room("10.0.0.3") is None
 
 

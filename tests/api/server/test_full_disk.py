@@ -64,7 +64,7 @@ def test_a_revocation_that_could_be_written_nowhere_holds_and_says_that_a_restar
     with platform.client(ADMIN_KEY) as admin, largest_file(0):
         answer = admin.delete(f"/admin/keys/{key_id}")
         assert answer.status_code == 503
-        assert f"the key {key_id} opens nothing any more" in answer.json()["error"]["message"]
+        assert f"key {key_id} is revoked in this process" in answer.json()["error"]["message"]
         assert status_of(platform, revoked) == 401
     with platform.client(ADMIN_KEY) as admin:
         assert admin.delete(f"/admin/keys/{key_id}").status_code == 200

@@ -25,7 +25,7 @@ def test_each_kind_of_warning_is_logged_once_a_minute_with_the_number_held_back(
         logger.error("a fault of the server")
     logger.removeFilter(rare)
     lines = [record.getMessage() for record in caplog.records]
-    again = "(and {} times before, since this was last logged)"
+    again = "(and {} more times since this was last logged)"
     assert [line for line in lines if line.startswith("no room")] == [
         "no room for client 0",
         f"no room for client 60 {again.format(2)}",

@@ -84,4 +84,4 @@ def test_a_server_whose_engine_refuses_its_settings_ends_with_the_reason(
     with serving(kit.base, tmp_path, "--max-model-len", "100000000") as served:
         assert served.process.wait(120) == 1
     said = capfd.readouterr().err
-    assert "slora: the engine refuses to start with exit code 2: max_model_len is 100000000, but this" in said
+    assert "slora: the engine cannot start: exit code 2: max_model_len is 100000000, but this" in said

@@ -58,7 +58,7 @@ def _import_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "num_restarts", "words"),
     [
-        ("2", 0, "the child refuses to start with exit code 2: told to end with 2"),
+        ("2", 0, "the child cannot start: exit code 2: told to end with 2"),
         (
             "70",
             2,

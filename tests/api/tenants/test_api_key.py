@@ -67,7 +67,7 @@ def test_another_pepper_recognises_no_key(tmp_path: Path) -> None:
 
 def test_a_damaged_pepper_is_refused_with_a_way_out(tmp_path: Path) -> None:
     (tmp_path / "pepper").write_bytes(b"short")
-    with pytest.raises(ValueError, match="restore it from a backup"):
+    with pytest.raises(ValueError, match="restore the file from a backup"):
         Pepper.from_file(tmp_path / "pepper")
 
 
