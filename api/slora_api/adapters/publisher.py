@@ -101,7 +101,7 @@ class Publisher:
         if not self._client.ready:
             # Checked before the work, too: without an engine no adapter can be tried out.
             raise EngineUnavailable(
-                "the engine is starting, and no adapter is accepted untried; upload it again"
+                "the engine is starting and cannot try the adapter yet; upload it again shortly"
             )
         async with self._quarantine.folder() as scratch:
             inspection = self._inspector.inspect(tenant, upload.source, scratch)
@@ -129,12 +129,16 @@ class Publisher:
             try:
                 await asyncio.to_thread(self._adapters.sweep)
             except StoreUnavailable as error:
-                _log.error("what nobody refers to stays in the store until the next time: %s", error)
+                _log.error(
+                    "unreferenced adapters could not be deleted from the store; the next sweep tries "
+                    "again: %s",
+                    error,
+                )
             await asyncio.sleep(RESERVATION_S)
 
     def _check_name(self, name: str) -> None:
         if name in (DEFAULT_MODEL, self._base.name):
-            raise BadRequest(f"`{name}` is the name of something else here; choose another.", "name")
+            raise BadRequest(f"`{name}` is a reserved name on this server; choose another name.", "name")
         check_adapter_name(name)
 
     async def _check_extras(self, tenant: str, adapter: CheckedAdapter) -> None:

@@ -68,7 +68,7 @@ def open_registries(server: RedisServer) -> Iterator[Open]:
 def test_a_redis_that_could_lose_names_is_refused(
     make_redis: Callable[..., RedisServer], options: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(StoreUnfit, match=f"as their registry it needs {message}"):
+    with pytest.raises(StoreUnfit, match=f"as a registry it needs {message}"):
         open_redis_storage(make_redis(*options).url)
 
 

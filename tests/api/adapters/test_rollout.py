@@ -146,7 +146,7 @@ def test_a_rollback_is_one_call_and_a_move_can_say_what_it_expects(platform: Pla
     ("body", "code", "words"),
     [
         ({"versions": {"1": 60, "2": 60}}, "invalid_alias", "add up to 120"),
-        ({"versions": {}}, "invalid_alias", "1 to 8 versions"),
+        ({"versions": {}}, "invalid_alias", "points at 1 to 8"),
         ({"versions": {"one": 100}}, None, "version numbers"),
         ({"versions": {"1": "100"}}, None, "valid integer"),
         ({"versions": {"1": True}}, None, "valid integer"),

@@ -72,7 +72,7 @@ def test_a_request_that_no_empty_server_would_take_is_a_bad_request() -> None:
     admitted = admission(Clock(), requests=8, per_tenant=8)
     with pytest.raises(BadRequest) as caught, admitted.generation("t", 1, 7):
         pass
-    assert "wants 7 answers" in str(caught.value) and "at most 6 at once" in str(caught.value)
+    assert "asks for 7 answers" in str(caught.value) and "at most 6 at once" in str(caught.value)
     assert caught.value.param == "n"
     with admitted.generation("t", 6):
         pass
