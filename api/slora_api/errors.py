@@ -161,12 +161,12 @@ class RequestTooSlow(ApiError):
     """The client kept the server waiting for the rest of its request. The message states the limit."""
 
 
-# A restarted engine answers within seconds, and a place is usually free after one answer.
+# A restarted engine answers within seconds, and a permit is usually free after one answer.
 SOON_S = 2
 
 
 class ServerBusy(ApiError):
-    """A limit of the whole server is reached. retry_after_s: when a place should be free."""
+    """A limit of the whole server is reached. retry_after_s: when a permit should be free."""
 
     def __init__(self, message: str, retry_after_s: int = SOON_S) -> None:
         super().__init__(message)
@@ -174,7 +174,7 @@ class ServerBusy(ApiError):
 
 
 class TenantBusy(ApiError):
-    """A limit of one tenant is reached. retry_after_s: when a place should be free."""
+    """A limit of one tenant is reached. retry_after_s: when a permit should be free."""
 
     def __init__(self, message: str, retry_after_s: int = SOON_S) -> None:
         super().__init__(message)

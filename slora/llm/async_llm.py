@@ -22,7 +22,7 @@ from slora.engine.engine import Engine
 from slora.engine.info import EngineInfo, EngineStats
 from slora.engine.local_engine import LocalEngine
 from slora.engine_config import EngineConfig
-from slora.llm.intake import AdapterLike, Intake, Messages, Prompt
+from slora.llm.request_builder import AdapterLike, Messages, Prompt, RequestBuilder
 from slora.sampling_params import SamplingParams
 from slora.text.answer import Answer, Completion, CompletionDelta, stream_answer
 
@@ -47,9 +47,9 @@ class AsyncLLM:
         config = EngineConfig(Path(model), dtype=dtype, device=device, **settings)  # type: ignore[arg-type]
         self._engine = LocalEngine()
         # Threads load adapters while the engine computes steps for running requests.
-        self._intake = Intake(config, notify=self._engine.wake, num_threads=2)
-        self._engine.start(lambda: Engine(config, self._intake.model, self._intake.source))
-        self._intake.max_model_len = self._engine.info.max_model_len
+        self._builder = RequestBuilder(config, notify=self._engine.wake, num_threads=2)
+        self._engine.start(lambda: Engine(config, self._builder.model, self._builder.source))
+        self._builder.max_model_len = self._engine.info.max_model_len
 
     async def __aenter__(self) -> Self:
         return self
@@ -71,13 +71,13 @@ class AsyncLLM:
 
         For several prompts, await several calls concurrently.
         """
-        return await self._finish(lambda: self._intake.answers([prompt], params, adapter))
+        return await self._finish(lambda: self._builder.answers([prompt], params, adapter))
 
     async def chat(
         self, messages: Messages, params: SamplingParams | None = None, adapter: AdapterLike | None = None
     ) -> Completion:
         """Returns the whole answer to one conversation, like `LLM.chat`."""
-        return await self._finish(lambda: self._intake.chat_answers([messages], params, adapter))
+        return await self._finish(lambda: self._builder.chat_answers([messages], params, adapter))
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: AdapterLike | None = None
@@ -86,37 +86,37 @@ class AsyncLLM:
 
         A best_of above n is refused. Errors are raised at the first await.
         """
-        return self._stream(lambda: self._intake.answers([prompt], params, adapter))
+        return self._stream(lambda: self._builder.answers([prompt], params, adapter))
 
     def stream_chat(
         self, messages: Messages, params: SamplingParams | None = None, adapter: AdapterLike | None = None
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Like `chat`, but yields the answer in deltas."""
-        return self._stream(lambda: self._intake.chat_answers([messages], params, adapter))
+        return self._stream(lambda: self._builder.chat_answers([messages], params, adapter))
 
     async def forget(self, adapter: AdapterLike) -> None:
         """Removes an adapter from pool and host as soon as no request uses it.
 
         Adapters given as tensors are kept until then.
         """
-        if (version := self._intake.forget(adapter)) is not None:
+        if (version := self._builder.discard(adapter)) is not None:
             await self._engine.forget(version)
 
     async def close(self) -> None:
         """Stops the engine. Unfinished requests fail with EngineUnavailable."""
         await asyncio.to_thread(self._engine.close)
-        await asyncio.to_thread(self._intake.source.close)
+        await asyncio.to_thread(self._builder.source.close)
 
-    async def _stream(self, take_in: Callable[[], list[Answer]]) -> AsyncGenerator[CompletionDelta, None]:
+    async def _stream(self, build: Callable[[], list[Answer]]) -> AsyncGenerator[CompletionDelta, None]:
         # On a thread, because tokenizing a long text and reading an adapter take time.
-        (answer,) = await asyncio.to_thread(take_in)
+        (answer,) = await asyncio.to_thread(build)
         answer.request.sampling.refuse_streaming()
         async with aclosing(self._read(answer)) as deltas:
             async for delta in deltas:
                 yield delta
 
-    async def _finish(self, take_in: Callable[[], list[Answer]]) -> Completion:
-        (answer,) = await asyncio.to_thread(take_in)
+    async def _finish(self, build: Callable[[], list[Answer]]) -> Completion:
+        (answer,) = await asyncio.to_thread(build)
         async with aclosing(self._read(answer)) as deltas:
             async for _ in deltas:
                 pass

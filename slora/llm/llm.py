@@ -15,13 +15,13 @@ from pathlib import Path
 from slora.engine.engine import Engine
 from slora.engine.info import EngineInfo, EngineStats
 from slora.engine_config import EngineConfig
-from slora.llm.intake import (
+from slora.llm.request_builder import (
     AdapterLike,
     Adapters,
-    Intake,
     Messages,
     Params,
     Prompt,
+    RequestBuilder,
     as_conversations,
     as_prompts,
 )
@@ -47,9 +47,9 @@ class LLM:
     ) -> None:
         config = EngineConfig(Path(model), dtype=dtype, device=device, **settings)  # type: ignore[arg-type]
         # Adapters load synchronously inside `request`. The caller waits anyway, so a thread would only add delay.
-        self._intake = Intake(config, num_threads=0)
-        self._engine = Engine(config, self._intake.model, self._intake.source)
-        self._intake.max_model_len = self._engine.info.max_model_len
+        self._builder = RequestBuilder(config, num_threads=0)
+        self._engine = Engine(config, self._builder.model, self._builder.source)
+        self._builder.max_model_len = self._engine.info.max_model_len
         self._inboxes: dict[str, deque[StepOutput]] = {}
 
     @property
@@ -70,13 +70,13 @@ class LLM:
         Raises RequestRefused naming what can't be served, or AdapterInvalid for an adapter that does not fit this
         model. Then no prompt is answered.
         """
-        return self._finish(self._intake.answers(as_prompts(prompts), params, adapters))
+        return self._finish(self._builder.answers(as_prompts(prompts), params, adapters))
 
     def chat(
         self, messages: Messages | Sequence[Messages], params: Params = None, adapters: Adapters = None
     ) -> list[Completion]:
         """Answers one conversation or several, like `generate`, with the adapter's or the model's chat template."""
-        return self._finish(self._intake.chat_answers(as_conversations(messages), params, adapters))
+        return self._finish(self._builder.chat_answers(as_conversations(messages), params, adapters))
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, adapters: Adapters = None
@@ -86,14 +86,14 @@ class LLM:
         A delta's `index` is that of its prompt, and its `choice` is the number of the answer, from 0 to n - 1. Also
         raises RequestRefused for best_of above n. Closing or dropping the iterator aborts unfinished requests.
         """
-        return self._stream(_streamable(self._intake.answers(as_prompts(prompts), params, adapters)))
+        return self._stream(_streamable(self._builder.answers(as_prompts(prompts), params, adapters)))
 
     def stream_chat(
         self, messages: Messages | Sequence[Messages], params: Params = None, adapters: Adapters = None
     ) -> Iterator[CompletionDelta]:
         """Like `chat`, but yields the answers in deltas."""
         return self._stream(
-            _streamable(self._intake.chat_answers(as_conversations(messages), params, adapters))
+            _streamable(self._builder.chat_answers(as_conversations(messages), params, adapters))
         )
 
     def forget(self, adapter: AdapterLike) -> None:
@@ -101,7 +101,7 @@ class LLM:
 
         Adapters given as tensors are kept until then.
         """
-        if (version := self._intake.forget(adapter)) is not None:
+        if (version := self._builder.discard(adapter)) is not None:
             self._engine.forget(version)
 
     def check(self) -> None:

@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slora.llm.intake import Prompt, read_content
 from slora.llm.llm import LLM
 from slora.llm.lora_adapter import LoraAdapter
+from slora.llm.request_builder import Prompt, read_content
 from slora.models.model_spec_reader import read_model_spec
 from slora.sampling_params import SamplingParams
 from slora.text.answer import Completion

@@ -28,11 +28,11 @@ from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import Quarantine
 from slora_api.adapters.uploads import Uploads
-from slora_api.generation.admission import Admission
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.generation import Generator
 from slora_api.generation.metrics import Metrics
 from slora_api.generation.prompt_encoder import PromptEncoder
+from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.routes.services import Services
 from slora_api.server.app import make_app
 from slora_api.server.connection_limits import ConnectionLimits
@@ -140,7 +140,7 @@ def running_platform(
     pinning = Pinning(registry, tenancy, engine)
     adapters = Catalog(registry, open_store(chosen.store or str(directory / "adapters")))
     canary = Canary(engine, tokenizer)
-    admission = Admission(
+    limiter = RequestLimiter(
         max_requests=chosen.max_concurrent_requests,
         max_per_tenant=chosen.max_concurrent_per_tenant,
         max_uploads=chosen.max_concurrent_uploads,
@@ -159,7 +159,7 @@ def running_platform(
             Path(chosen.lora_root) if chosen.lora_root else None, quarantine, chosen.max_upload_bytes
         ),
         templates,
-        Generator(engine, tokenizer, admission, Metrics("base")),
+        Generator(engine, tokenizer, limiter, Metrics("base")),
         PromptEncoder(tokenizer, chosen.max_concurrent_per_tenant),
     )
     app = make_app(services, open_admin_key(ADMIN_KEY, directory, pepper))

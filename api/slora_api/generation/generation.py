@@ -11,10 +11,10 @@ from slora.engine.info import EngineInfo
 from slora.request import EngineRequest
 from slora.text.tokenizer import Tokenizer
 from slora_api.errors import Starting
-from slora_api.generation.admission import Admission
 from slora_api.generation.metrics import Metrics
 from slora_api.generation.prompts import Prompt
 from slora_api.generation.readiness import Readiness
+from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import ServiceTerms
 from slora_api.generation.text_stream import TextDelta, merge_streams, stream_text
@@ -28,7 +28,7 @@ class Generator:
 
     client: EngineClient
     tokenizer: Tokenizer
-    admission: Admission
+    limiter: RequestLimiter
     metrics: Metrics
     readiness: Readiness = field(default_factory=Readiness)
 
@@ -44,7 +44,7 @@ class Generator:
 
     def missing(self) -> str | None:
         """The reason why this server cannot answer now; None if it can."""
-        if self.admission.stopping:
+        if self.limiter.stopping:
             return "the server is shutting down"
         return self.readiness.missing if self.client.ready else "the engine or its loader is not connected"
 
@@ -56,11 +56,11 @@ class Generator:
 
         All prompts have the same number of answers. The answers to the first prompt have the lowest indexes.
 
-        Raises what admission and the engine raise. No request is left running then.
+        Raises what the limiter and the engine raise. No request is left running then.
         """
         started_at = time.perf_counter()
         sampling = prompts[0].sampling
-        with self.admission.generation(terms.tenant, len(prompts), sampling.width, sampling.width_param):
+        with self.limiter.admit_generation(terms.tenant, len(prompts), sampling.width, sampling.width_param):
             seen_first = False
             async with aclosing(self._streams(terms, model, prompts)) as deltas:
                 async for delta in deltas:

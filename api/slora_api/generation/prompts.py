@@ -13,11 +13,11 @@ from slora.errors import ContextTooLong
 from slora.sampling_params import SamplingParams
 from slora.text.generation_defaults import GenerationDefaults
 from slora_api.errors import BadRequest
-from slora_api.generation.admission import Admission
 from slora_api.generation.answer_size import AnswerSize
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.prompt_echo import PromptEcho
 from slora_api.generation.prompt_encoder import PromptEncoder
+from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.served_model import ServedModel
 from slora_api.request_bounds import RequestBounds
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
@@ -153,12 +153,12 @@ class PromptMaker:
     model: ServedModel
     encoder: PromptEncoder
     templates: ChatTemplates
-    admission: Admission
+    limiter: RequestLimiter
     info: EngineInfo
     bounds: RequestBounds
 
     async def completion_prompts(self, body: CompletionRequest) -> list[Prompt]:
-        """Makes the prompts of a completion request. Raises BadRequest, RequestRefused, or what admission raises."""
+        """Makes the prompts of a completion request. Raises BadRequest, RequestRefused, or what the limiter raises."""
         given = body.prompts
         draft = self._draft(body, body.logprobs, len(given))
         for item in given:
@@ -186,7 +186,7 @@ class PromptMaker:
         return prompts
 
     async def chat_prompt(self, body: ChatRequest) -> Prompt:
-        """Makes the prompt of a chat request. Raises BadRequest, RequestRefused, or what admission raises."""
+        """Makes the prompt of a chat request. Raises BadRequest, RequestRefused, or what the limiter raises."""
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         draft = self._draft(body, logprobs, 1)
         num_chars = sum(len(message.content) + len(message.name or "") for message in body.messages)
@@ -217,7 +217,7 @@ class PromptMaker:
     def _draft(self, body: GenerationFields, logprobs: int | None, num_prompts: int) -> SamplingParams:
         """Makes all checks that need no token ids."""
         draft = _sampling(body, self.model.defaults, self.info, None, logprobs, body.prompt_logprobs)
-        self.admission.check_generation(self.tenant, num_prompts, draft.width, draft.width_param)
+        self.limiter.check_generation(self.tenant, num_prompts, draft.width, draft.width_param)
         return draft
 
     def _sampling(

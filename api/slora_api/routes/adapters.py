@@ -22,7 +22,7 @@ async def upload_adapter(request: Request, key: CurrentKey, services: Wired) -> 
     """Multipart fields: name, config, weights, and optionally tokenizer_config, chat_template, generation_config and
     base_fingerprint. An archive may replace all files.
     """
-    with services.generator.admission.upload(key.tenant):
+    with services.generator.limiter.admit_upload(key.tenant):
         content_type = request.headers.get("content-type", "")
         async with services.uploads.receive(content_type, request.stream()) as upload:
             return await services.publisher.publish(key.tenant, upload, request.receive)

@@ -58,7 +58,7 @@ def _prompt_maker(key: KeyRecord, services: Services, model: ServedModel) -> Pro
         model,
         services.encoder,
         services.templates,
-        generator.admission,
+        generator.limiter,
         generator.engine_info(),
         services.bounds(),
     )

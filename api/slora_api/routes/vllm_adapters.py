@@ -22,7 +22,7 @@ async def load_lora_adapter(
     request: Request, body: LoadLoraRequest, _operator: Operator, services: Wired
 ) -> PlainTextResponse:
     tenant = _tenant(services, body.tenant)
-    with services.generator.admission.upload(tenant):
+    with services.generator.limiter.admit_upload(tenant):
         async with services.local_adapters.copy(body.lora_name, body.lora_path) as upload:
             loaded = await services.publisher.publish(tenant, upload, request.receive)
     return PlainTextResponse(f"Success: {loaded['name']}@{loaded['version']} of tenant {tenant} is loaded.")

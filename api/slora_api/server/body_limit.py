@@ -25,7 +25,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slora_api.errors import ApiError, BodyEncoded, BodyTooLarge, RequestTooSlow, error_response
-from slora_api.generation.places import Places
+from slora_api.generation.permit_pool import PermitPool
 from slora_api.request_bounds import MAX_SMALL_BODY_BYTES
 from slora_api.server.allowance import Allowance
 from slora_api.tenants.tenancy import KeyRecord
@@ -65,10 +65,10 @@ class BodyLimits:
             )
         return BodyTooLarge(self.max_body_bytes, "max_body_bytes")
 
-    def memory(self) -> Places:
+    def memory(self) -> PermitPool:
         """The memory for all bodies, in bytes: 256 MiB by default. One tenant may use at most half of it."""
         num_bytes = _MAX_BODIES * self.max_body_bytes
-        return Places(num_bytes, num_bytes // 2, "bytes of requests in memory", "32 times max_body_bytes")
+        return PermitPool(num_bytes, num_bytes // 2, "bytes of requests in memory", "32 times max_body_bytes")
 
     def too_slow(self, num_bytes: int, waited_s: float) -> RequestTooSlow:
         """Returns the error for a body of which `num_bytes` arrived in `waited_s` seconds of waiting."""
@@ -83,7 +83,7 @@ class BodyLimits:
 class _Body:
     """Receives the body of one request. refusal: the error that ended it, if one did."""
 
-    def __init__(self, receive: Receive, scope: Scope, limits: BodyLimits, memory: Places) -> None:
+    def __init__(self, receive: Receive, scope: Scope, limits: BodyLimits, memory: PermitPool) -> None:
         self._receive = receive
         self._scope = scope
         self._limits = limits

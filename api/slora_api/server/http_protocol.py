@@ -7,7 +7,7 @@ uvicorn limits only the pause between two requests. This protocol also ends a co
 - Its client does not read what the server writes. The limit applies while the transport holds more than 64 KiB, or the
 rest of a complete answer. The client must then read `min_read_bytes_per_s` on average, with a grace of `write_grace_s`.
 `close` would wait for a client that never reads, so the transport is aborted. The application sees a disconnect,
-cancels the work of the request and gives its place back.
+cancels the work of the request and gives its permits back.
 
 `body_limit.py` limits the time of the body, because only the application knows whether it waits for the body.
 

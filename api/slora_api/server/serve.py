@@ -48,11 +48,11 @@ from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import Quarantine
 from slora_api.adapters.uploads import Uploads
-from slora_api.generation.admission import Admission
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.generation import Generator
 from slora_api.generation.metrics import Metrics
 from slora_api.generation.prompt_encoder import PromptEncoder
+from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.routes.services import Services
 from slora_api.server.app import make_app
 from slora_api.server.child_environment import ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
@@ -220,7 +220,7 @@ async def _open_services(
     adapters = Catalog(registry, store, grace_s=SHARED_GRACE_S if settings.store else 0.0)
     templates = ChatTemplates(model.tokenizer, settings.max_concurrent_per_tenant)
     stack.push_async_callback(templates.close)
-    admission = Admission(
+    limiter = RequestLimiter(
         max_requests=settings.max_concurrent_requests,
         max_per_tenant=settings.max_concurrent_per_tenant,
         max_uploads=settings.max_concurrent_uploads,
@@ -248,7 +248,7 @@ async def _open_services(
             Path(settings.lora_root) if settings.lora_root else None, quarantine, settings.max_upload_bytes
         ),
         templates,
-        Generator(client, model.tokenizer, admission, Metrics(model.name)),
+        Generator(client, model.tokenizer, limiter, Metrics(model.name)),
         PromptEncoder(model.tokenizer, settings.max_concurrent_per_tenant),
     )
 
@@ -287,7 +287,7 @@ async def _announce(services: Services, data: DataDir, url: str, admin_key: Admi
 
 
 async def _run_until_stopped(
-    server: HttpServer, listener: socket.socket, admission: Admission, work: list[asyncio.Task[None]]
+    server: HttpServer, listener: socket.socket, limiter: RequestLimiter, work: list[asyncio.Task[None]]
 ) -> None:
     """Serves until a signal arrives, or until a task of `work` fails, whose error is then raised."""
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -296,14 +296,14 @@ async def _run_until_stopped(
 
     def stop() -> None:
         # After a second signal, the server does not wait for requests in progress.
-        server.force_exit = admission.stopping
-        if not admission.stopping:
+        server.force_exit = limiter.stopping
+        if not limiter.stopping:
             print(
-                f"slora: stopping; {admission.generations} answers in progress may finish, for "
+                f"slora: stopping; {limiter.num_generations} answers in progress may finish, for "
                 f"{server.config.timeout_graceful_shutdown} s at most; a second signal stops at once",
                 flush=True,
             )
-        admission.stop()
+        limiter.stop()
         server.should_exit = True
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -360,7 +360,7 @@ async def _serve(settings: Settings) -> None:
         await _run_until_stopped(
             server,
             listener,
-            services.generator.admission,
+            services.generator.limiter,
             [asyncio.create_task(one) for one in work],
         )
 

@@ -503,9 +503,9 @@ def test_what_a_killed_server_left_in_quarantine_is_gone_after_the_next_start(tm
 def test_uploads_beyond_the_limit_are_told_to_come_back(tmp_path: Path) -> None:
     with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")]), max_concurrent_uploads=1) as platform:
         key = platform.key("many")
-        with platform.services.generator.admission.upload("somebody"):
+        with platform.services.generator.limiter.admit_upload("somebody"):
             busy = platform.upload(key, "x")
-        with platform.services.generator.admission.upload("many"):
+        with platform.services.generator.limiter.admit_upload("many"):
             own = platform.upload(key, "x")
         assert (busy.status_code, busy.json()["error"]["code"]) == (503, "server_busy")
         assert (own.status_code, own.json()["error"]["code"]) == (429, "rate_limit_exceeded")

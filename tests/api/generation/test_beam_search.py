@@ -349,5 +349,5 @@ def test_each_beam_takes_a_place_until_its_client_hangs_up(tmp_path: Path) -> No
             assert (never.status_code, never.json()["error"]["param"]) == (400, "best_of")
             with pytest.raises(httpx.ReadTimeout):
                 first.result()
-        wait_for(lambda: platform.services.generator.admission.generations == 0 or None)
+        wait_for(lambda: platform.services.generator.limiter.num_generations == 0 or None)
     assert len(engine.requests) == len(engine.aborted) == 1

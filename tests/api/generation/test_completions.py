@@ -265,7 +265,7 @@ def test_each_choice_takes_a_place(tmp_path: Path) -> None:
             first = client.send(client.build_request("POST", COMPLETIONS, json=body), stream=True)
             assert post(platform, key, COMPLETIONS, PROMPT | {"n": 2}).status_code == 429
             first.close()
-        wait_until(lambda: platform.services.generator.admission.generations == 0)
+        wait_until(lambda: platform.services.generator.limiter.num_generations == 0)
     assert len(engine.aborted) == 1
 
 
@@ -527,7 +527,7 @@ def test_a_client_that_hangs_up_aborts_its_request(platform: Platform, key: str,
     with platform.client(key) as client, pytest.raises(httpx.ReadTimeout):
         client.post(COMPLETIONS, json=PROMPT | {"stream": stream}, timeout=0.5)
     wait_until(lambda: len(platform.engine.aborted) == 1)
-    wait_until(lambda: platform.services.generator.admission.generations == 0)
+    wait_until(lambda: platform.services.generator.limiter.num_generations == 0)
 
 
 def test_a_stream_that_is_not_read_is_aborted_and_gives_its_place_back(tmp_path: Path) -> None:
@@ -545,7 +545,7 @@ def test_a_stream_that_is_not_read_is_aborted_and_gives_its_place_back(tmp_path:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             connection.sendall((head + body).encode())
             wait_until(lambda: len(engine.aborted) == 1)
-            wait_until(lambda: platform.services.generator.admission.generations == 0)
+            wait_until(lambda: platform.services.generator.limiter.num_generations == 0)
     assert len(engine.requests) == 1
 
 
@@ -568,7 +568,7 @@ def test_over_the_limits_the_answer_says_busy_and_places_are_given_back(tmp_path
             never = post(platform, keys[3], COMPLETIONS, PROMPT | {"prompt": ["x"] * 3})
             for answer in (first, second, third):
                 answer.close()
-        wait_until(lambda: platform.services.generator.admission.generations == 0)
+        wait_until(lambda: platform.services.generator.limiter.num_generations == 0)
     assert (busy_tenant.status_code, busy_tenant.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert (busy_server.status_code, busy_server.json()["error"]["code"]) == (503, "server_busy")
     assert int(busy_tenant.headers["retry-after"]) > 0 and int(busy_server.headers["retry-after"]) > 0

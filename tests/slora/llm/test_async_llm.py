@@ -180,7 +180,7 @@ def test_an_adapter_that_many_ask_for_at_once_is_loaded_once(kit: ModelKit) -> N
 
 
 def test_an_engine_of_this_process_takes_pins_like_a_remote_one(llm: AsyncLLM, kit: ModelKit) -> None:
-    (answer,) = llm._intake.answers([[1, 2]], None, kit.adapters["rslora"])
+    (answer,) = llm._builder.answers([[1, 2]], None, kit.adapters["rslora"])
     assert answer.request.adapter is not None
     pin = Pin(answer.request.adapter)
 

@@ -10,7 +10,7 @@ import pytest
 
 from slora import LLM, SamplingParams
 from slora.errors import ConfigError, RequestRefused
-from slora.llm import intake
+from slora.llm import request_builder
 from slora.request import FinishReason
 from slora.sampling_params import choice_seed
 from slora.text.tokenizer import Tokenizer
@@ -269,8 +269,10 @@ def test_prompts_of_one_call_that_name_the_same_adapter_get_the_same_version(
 ) -> None:
     shutil.copytree(kit.adapters["odd_rank"], tmp_path / "own")
     reads = []
-    read = intake.read_content
-    monkeypatch.setattr(intake, "read_content", lambda *about: reads.append(about[0]) or read(*about))
+    read = request_builder.read_content
+    monkeypatch.setattr(
+        request_builder, "read_content", lambda *about: reads.append(about[0]) or read(*about)
+    )
     llm.generate(["fox"] * 5, GREEDY, [tmp_path / "own", None, tmp_path / "own", tmp_path / "own", None])
     assert reads == [tmp_path / "own"]
 

@@ -1,14 +1,14 @@
-"""Places that tenants take and give back: for answers, for uploads, and for bytes of request bodies.
+"""Permits that tenants take and give back: for answers, for uploads, and for bytes of request bodies.
 
-A reserve of a quarter of all places, and at least two, is kept for tenants that hold none. A tenant that holds places
-gets more only while the reserve stays free. A tenant that holds none may take half of the free places with one request,
-or all but the reserve if that is more. So two tenants never hold all places, and each further tenant leaves some for
-the next.
+A reserve of a quarter of all permits, and at least two, is kept for tenants that hold none. A tenant that holds permits
+gets more only while the reserve stays free. A tenant that holds none may take half of the free permits with one
+request, or all but the reserve if that is more. So two tenants never hold all permits, and each further tenant leaves
+some for the next.
 
-The wait for a free place is estimated from the average time that places are held. Each place that is given back moves
-the average by a sixteenth. N taken places are expected back evenly over that time. Example: places are held for 20 s on
-average and 40 are taken, so one is free in 20 / 40 s. If answers take longer than before, the estimate is too short.
-The client then retries too soon and is refused again.
+The wait for a free permit is estimated from the average time that permits are held. Each permit that is given back
+moves the average by a sixteenth. N taken permits are expected back evenly over that time. Example: permits are held for
+20 s on average and 40 are taken, so one is free in 20 / 40 s. If answers take longer than before, the estimate is too
+short. The client then retries too soon and is refused again.
 
 This module knows no HTTP. It runs on one event loop and needs no lock.
 """
@@ -22,36 +22,36 @@ from contextlib import contextmanager
 from slora_api.errors import SOON_S, ServerBusy, TenantBusy
 from slora_api.fair_slots import reserved_slots
 
-__all__ = ["Places"]
+__all__ = ["PermitPool"]
 
-# Weight in the average of one place that is given back.
+# Weight in the average of one permit that is given back.
 _AVERAGE_STEP = 1 / 16
 # The openai client does not retry at all if it is told to wait longer.
 _LONGEST_WAIT_S = 120
 
 
-class Places:
-    """A fixed number of places that tenants share.
+class PermitPool:
+    """A fixed number of permits that tenants share.
 
-    num_places: the number of places.
+    num_permits: the number of permits.
     max_per_tenant: the most that one tenant may hold.
-    what: the use of the places, as error messages call it.
+    what: the use of the permits, as error messages call it.
     tenant_limit: the setting that gives max_per_tenant, as error messages call it.
     clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        num_places: int,
+        num_permits: int,
         max_per_tenant: int,
         what: str,
         tenant_limit: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.num_places = num_places
+        self.num_permits = num_permits
         self.max_per_tenant = max_per_tenant
         # At least two: one for the second tenant, and one that the second tenant must leave.
-        self.num_reserved = max(2, reserved_slots(num_places)) if num_places > 2 else 0
+        self.num_reserved = max(2, reserved_slots(num_permits)) if num_permits > 2 else 0
         self.num_taken = 0
         self._what = what
         self._tenant_limit = tenant_limit
@@ -61,25 +61,25 @@ class Places:
 
     @property
     def num_free(self) -> int:
-        return self.num_places - self.num_taken
+        return self.num_permits - self.num_taken
 
     @property
     def max_at_once(self) -> int:
-        """The most places that one request can ever take, even if no other request is in progress."""
-        return min(self.max_per_tenant, self._open_to_newcomer(self.num_places))
+        """The most permits that one request can ever take, even if no other request is in progress."""
+        return min(self.max_per_tenant, self._available_to_newcomer(self.num_permits))
 
     def held_by(self, tenant: str) -> int:
         return self._held_by[tenant]
 
-    def open_to(self, tenant: str) -> int:
-        """Returns how many of the free places the tenant may take now. The tenant's own limit is not considered."""
+    def num_available_to(self, tenant: str) -> int:
+        """Returns how many of the free permits the tenant may take now. The tenant's own limit is not considered."""
         if self._held_by[tenant]:
             return max(0, self.num_free - self.num_reserved)
-        return self._open_to_newcomer(self.num_free)
+        return self._available_to_newcomer(self.num_free)
 
-    def check(self, tenant: str, count: int) -> None:
-        """Raises TenantBusy or ServerBusy if the tenant cannot have `count` places now."""
-        own, num_open, what = self.held_by(tenant), self.open_to(tenant), self._what
+    def check_available(self, tenant: str, count: int) -> None:
+        """Raises TenantBusy or ServerBusy if the tenant cannot have `count` permits now."""
+        own, num_available, what = self.held_by(tenant), self.num_available_to(tenant), self._what
         if (missing := own + count - self.max_per_tenant) > 0:
             wait_s = self.wait_s(missing, own)
             raise TenantBusy(
@@ -87,26 +87,26 @@ class Places:
                 f"({self._tenant_limit}); try again in {wait_s} s.",
                 wait_s,
             )
-        if count <= num_open:
+        if count <= num_available:
             return
-        wait_s = self.wait_s(count - num_open, self.num_taken)
+        wait_s = self.wait_s(count - num_available, self.num_taken)
         if own:
             raise TenantBusy(
                 f"Your tenant has {own} {what} and asks for {count} more. This server accepts "
-                f"{self.num_places}: {self.num_free} are free, and up to {self.num_reserved} are "
+                f"{self.num_permits}: {self.num_free} are free, and up to {self.num_reserved} are "
                 f"reserved for tenants that have none. Try again in {wait_s} s.",
                 wait_s,
             )
         raise ServerBusy(
-            f"The server has {self.num_taken} {what}, and the limit is {self.num_places}. This "
-            f"request asks for {count} and may have {num_open} now. Try again in {wait_s} s.",
+            f"The server has {self.num_taken} {what}, and the limit is {self.num_permits}. This "
+            f"request asks for {count} and may have {num_available} now. Try again in {wait_s} s.",
             wait_s,
         )
 
     @contextmanager
     def hold(self, tenant: str, count: int) -> Iterator[None]:
-        """Takes `count` places for the duration of the context. Raises TenantBusy, ServerBusy."""
-        self.check(tenant, count)
+        """Takes `count` permits for the duration of the context. Raises TenantBusy, ServerBusy."""
+        self.check_available(tenant, count)
         taken_at = self._clock()
         self.num_taken += count
         self._held_by[tenant] += count
@@ -117,18 +117,18 @@ class Places:
             self._held_by[tenant] -= count
             if not self._held_by[tenant]:
                 del self._held_by[tenant]
-            self._learn(self._clock() - taken_at, count)
+            self._update_average(self._clock() - taken_at, count)
 
     def wait_s(self, count: int, num_taken: int) -> int:
-        """Estimates the seconds until `count` of `num_taken` places are given back: a whole number from 1 to 120."""
+        """Estimates the seconds until `count` of `num_taken` permits are given back: a whole number from 1 to 120."""
         if self._average_s is None or not num_taken:
             return SOON_S
         return min(_LONGEST_WAIT_S, max(1, math.ceil(self._average_s * count / num_taken)))
 
-    def _open_to_newcomer(self, num_free: int) -> int:
+    def _available_to_newcomer(self, num_free: int) -> int:
         return max(num_free - self.num_reserved, num_free // 2, min(num_free, 1))
 
-    def _learn(self, held_s: float, count: int) -> None:
+    def _update_average(self, held_s: float, count: int) -> None:
         if self._average_s is None:
             self._average_s = held_s
         self._average_s += (held_s - self._average_s) * (1 - (1 - _AVERAGE_STEP) ** count)

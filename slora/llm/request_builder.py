@@ -44,10 +44,10 @@ from slora_kernels.layout import ModelShape
 __all__ = [
     "AdapterLike",
     "Adapters",
-    "Intake",
     "Messages",
     "Params",
     "Prompt",
+    "RequestBuilder",
     "as_conversations",
     "as_prompts",
     "read_content",
@@ -63,7 +63,7 @@ AdapterLike = LoraAdapter | AdapterPath
 Adapters = AdapterLike | Sequence[AdapterLike | None] | None
 
 # Identifies an adapter: its resolved directory, or the object itself.
-_Place = Path | TensorAdapter
+_AdapterKey = Path | TensorAdapter
 
 _TENANT = "local"
 # The default max_tokens of a completion, as over HTTP. The default of a chat is the rest of the context.
@@ -71,7 +71,7 @@ _COMPLETION_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
+class _ServedModel:
     """The model that answers a prompt: the base, or one version of an adapter with its template and defaults."""
 
     version: AdapterVersion | None
@@ -80,7 +80,7 @@ class _Served:
     weight: float = 1.0
 
 
-class Intake:
+class RequestBuilder:
     """Builds requests for one model. Raises ConfigError for a model that can't be served.
 
     notify, num_threads: passed to DirectorySource.
@@ -103,13 +103,13 @@ class Intake:
         )
         has_tokenizer = (config.model / "tokenizer.json").is_file()
         self._tokenizer = Tokenizer.from_directory(config.model) if has_tokenizer else None
-        self._base = _Served(None, None, read_model_defaults(config.model))
+        self._base = _ServedModel(None, None, read_model_defaults(config.model))
         self.max_model_len = self.model.max_positions
-        self._served: dict[_Place, tuple[_Served, DirectoryState | None]] = {}
-        self._gates: dict[_Place | HubReference, Lock] = {}
+        self._served: dict[_AdapterKey, tuple[_ServedModel, DirectoryState | None]] = {}
+        self._read_locks: dict[_AdapterKey | HubReference, Lock] = {}
         # A branch of the hub is resolved once; later requests use the same download.
         self._downloaded: dict[HubReference, Path] = {}
-        self._num_forgotten = 0
+        self._num_discarded = 0
         self._lock = Lock()
         self._numbers = itertools.count(1)
 
@@ -123,7 +123,7 @@ class Intake:
 
         Raises RequestRefused naming what can't be served, AdapterInvalid or AdapterNotFound.
         """
-        served = self._find_all(_spread(adapters, len(prompts), "adapters"))
+        served = self._find_all(_broadcast(adapters, len(prompts), "adapters"))
         token_ids = [self._encode(prompt, index) for index, prompt in enumerate(prompts)]
         return self._answers(token_ids, served, params, _COMPLETION_TOKENS)
 
@@ -137,7 +137,7 @@ class Intake:
 
         The adapter's chat template is used if it has one, otherwise the model's.
         """
-        served = self._find_all(_spread(adapters, len(conversations), "adapters"))
+        served = self._find_all(_broadcast(adapters, len(conversations), "adapters"))
         tokenizer = self._need_tokenizer("a chat needs a tokenizer with a chat template", "messages")
         token_ids = []
         for index, (messages, one) in enumerate(zip(conversations, served, strict=True)):
@@ -151,11 +151,11 @@ class Intake:
     def _answers(
         self,
         token_ids: list[list[int]],
-        served: list[_Served],
+        served: list[_ServedModel],
         params: Params,
         default_tokens: int | None,
     ) -> list[Answer]:
-        wanted = _spread(params, len(token_ids), "params")
+        wanted = _broadcast(params, len(token_ids), "params")
         rows = zip(token_ids, served, wanted, strict=True)
         return [
             Answer(
@@ -166,13 +166,15 @@ class Intake:
             for index, (ids, one, sampling) in enumerate(rows)
         ]
 
-    def _request(self, token_ids: list[int], served: _Served, sampling: SamplingParams) -> EngineRequest:
+    def _request(self, token_ids: list[int], served: _ServedModel, sampling: SamplingParams) -> EngineRequest:
         if sampling.stop:
             self._need_tokenizer("stop strings need a tokenizer; use stop_token_ids", "stop")
         request_id = str(next(self._numbers))
         return EngineRequest(request_id, _TENANT, token_ids, served.version, sampling, served.weight)
 
-    def _defaults(self, token_ids: list[int], served: _Served, default_tokens: int | None) -> SamplingParams:
+    def _defaults(
+        self, token_ids: list[int], served: _ServedModel, default_tokens: int | None
+    ) -> SamplingParams:
         """The defaults of the adapter's generation_config.json, then of the model's.
 
         A max_tokens beyond the context is dropped.
@@ -200,74 +202,72 @@ class Intake:
             raise RequestRefused(f"this model directory has no tokenizer.json, and {why}", param)
         return self._tokenizer
 
-    def forget(self, adapter: AdapterLike) -> AdapterVersion | None:
-        """Forgets an adapter and returns its version, or None if it was never used. The next use reads it again."""
+    def discard(self, adapter: AdapterLike) -> AdapterVersion | None:
+        """Discards an adapter and returns its version, or None if it was never used. The next use reads it again."""
         with self._lock:
-            content = _named(adapter).content
+            content = _as_lora_adapter(adapter).content
             if isinstance(content, HubReference):
                 directory = self._downloaded.pop(content, None)
                 if directory is None:
                     return None
                 content = directory
-            known = self._served.get(_place(content))
+            known = self._served.get(_adapter_key(content))
             if known is None:
                 return None
             version = known[0].version
-            self._served = {
-                place: entry for place, entry in self._served.items() if entry[0].version != version
-            }
-            self._gates = {place: gate for place, gate in self._gates.items() if place in self._served}
-            self._num_forgotten += 1
+            self._served = {key: entry for key, entry in self._served.items() if entry[0].version != version}
+            self._read_locks = {key: lock for key, lock in self._read_locks.items() if key in self._served}
+            self._num_discarded += 1
             return version
 
-    def _find_all(self, adapters: Sequence[AdapterLike | None]) -> list[_Served]:
+    def _find_all(self, adapters: Sequence[AdapterLike | None]) -> list[_ServedModel]:
         """Reads each adapter once, so that all prompts of a call that name it get the same version."""
         found = {adapter: self._find(adapter) for adapter in dict.fromkeys(adapters)}
         return [found[adapter] for adapter in adapters]
 
-    def _find(self, adapter: AdapterLike | None) -> _Served:
+    def _find(self, adapter: AdapterLike | None) -> _ServedModel:
         """Reads and validates an adapter on first use, and again when a file of its directory has changed."""
         if adapter is None:
             return self._base
-        named = _named(adapter)
+        named = _as_lora_adapter(adapter)
         content = self._download(named.content) if isinstance(named.content, HubReference) else named.content
-        place = _place(content)
-        with self._gate(place):  # Requests for one adapter read it once; others do not wait.
-            state = DirectoryState.take(place) if isinstance(place, Path) else None
-            served = self._find_known(place, state) or self._add(place, state)
+        key = _adapter_key(content)
+        with self._lock_of(key):  # Requests for one adapter read it once; others do not wait.
+            state = DirectoryState.take(key) if isinstance(key, Path) else None
+            served = self._find_known(key, state) or self._add(key, state)
         return replace(served, weight=named.weight)
 
-    def _find_known(self, place: _Place, state: DirectoryState | None) -> _Served | None:
+    def _find_known(self, key: _AdapterKey, state: DirectoryState | None) -> _ServedModel | None:
         """Returns None if the directory may have changed. Adapters given as tensors never change and have no state."""
-        served, known = self._served.get(place, (None, None))
+        served, known = self._served.get(key, (None, None))
         is_current = known is None or (state is not None and state.proves_unchanged(known))
         return served if is_current else None
 
     def _download(self, reference: HubReference) -> Path:
-        with self._gate(reference):
+        with self._lock_of(reference):
             directory = self._downloaded.get(reference)
             if directory is None:
                 directory = self._downloaded[reference] = download(reference).directory
         return directory
 
-    def _gate(self, place: _Place | HubReference) -> Lock:
+    def _lock_of(self, key: _AdapterKey | HubReference) -> Lock:
         with self._lock:
-            return self._gates.setdefault(place, Lock())
+            return self._read_locks.setdefault(key, Lock())
 
-    def _add(self, place: _Place, state: DirectoryState | None) -> _Served:
+    def _add(self, key: _AdapterKey, state: DirectoryState | None) -> _ServedModel:
         """state: the directory's state, taken before this call."""
-        number = self._num_forgotten
-        adapter = read_content(place, self.source.shape, self.source.limits)
-        directory = place if isinstance(place, Path) else None
+        number = self._num_discarded
+        adapter = read_content(key, self.source.shape, self.source.limits)
+        directory = key if isinstance(key, Path) else None
         # The engine may forget the old version later than this. So an adapter that is added from now on is a new
         # version, even with equal weights.
         version = self.source.hold(adapter, directory, f"{_TENANT}/{number}")
         own = read_generation_defaults(adapter.extras.generation_config)
-        served = _Served(version, adapter.extras.chat_template, own.over(self._base.defaults))
+        served = _ServedModel(version, adapter.extras.chat_template, own.over(self._base.defaults))
         with self._lock:
-            # Otherwise the adapter may just have been forgotten, so the next request reads it again.
-            if number == self._num_forgotten:
-                self._served[place] = served, state
+            # Otherwise the adapter may just have been discarded, so the next request reads it again.
+            if number == self._num_discarded:
+                self._served[key] = served, state
         return served
 
 
@@ -315,7 +315,7 @@ def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
     return list(messages)  # type: ignore[arg-type]
 
 
-def _spread(value: Any, count: int, name: str) -> list[Any]:
+def _broadcast(value: Any, count: int, name: str) -> list[Any]:
     """Expands one value for all prompts to a list. Raises ConfigError if a list has the wrong length."""
     if not isinstance(value, list | tuple):
         return [value] * count
@@ -336,9 +336,9 @@ def _as_token_id(token: Any, index: int, position: int) -> int:
         ) from None
 
 
-def _named(adapter: AdapterLike) -> LoraAdapter:
+def _as_lora_adapter(adapter: AdapterLike) -> LoraAdapter:
     return adapter if isinstance(adapter, LoraAdapter) else LoraAdapter(adapter)
 
 
-def _place(content: Path | TensorAdapter) -> _Place:
+def _adapter_key(content: Path | TensorAdapter) -> _AdapterKey:
     return content.resolve() if isinstance(content, Path) else content
