@@ -102,6 +102,7 @@ LIGHT = [
     "slora",
     "slora.text.answer",
     "slora.text.detokenizer",
+    "slora.text.token_aligner",
     "slora.engine.client",
     "slora.engine.info",
     "slora.engine.messages",

@@ -4,7 +4,7 @@ Stop strings are matched here, outside the engine. When a delta of a choice has 
 that choice in the engine. This module uses neither the engine nor HTTP.
 """
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -12,6 +12,7 @@ from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 from slora.sampling_params import SamplingParams
 from slora.text.detokenizer import Detokenizer
 from slora.text.stop_matcher import StopString
+from slora.text.token_aligner import AlignedToken, TokenAligner
 from slora.text.tokenizer import Tokenizer
 
 __all__ = ["Answer", "Choice", "Completion", "CompletionDelta", "stream_answer"]
@@ -19,12 +20,16 @@ __all__ = ["Answer", "Choice", "Completion", "CompletionDelta", "stream_answer"]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer to a prompt. `token_ids` includes the stop token; `text` does not."""
+    """One answer to a prompt. `token_ids` includes the stop token; `text` does not.
+
+    tokens: the tokens of `text`, each with its part of the text. Empty without a tokenizer or without logprobs.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None
+    tokens: tuple[AlignedToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ class CompletionDelta:
     """The new part of answer `choice` to prompt `index`. The last delta of each answer has a finish_reason.
 
     text: text that no later token can change; it may lag behind token_ids.
+    tokens: the next tokens of the text, each with its part of it. Empty without a tokenizer or without logprobs.
     prompt_logprobs: of the next prompt tokens. They come in deltas of their own, before the answer.
     num_cached_tokens: number of cached prompt tokens, sent once, with the first token of answer 0.
     """
@@ -76,6 +82,7 @@ class CompletionDelta:
     choice: int = 0
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     num_cached_tokens: int = 0
+    tokens: tuple[AlignedToken, ...] = ()
 
 
 class Answer:
@@ -83,22 +90,34 @@ class Answer:
 
     request: the request to send to the engine. It may ask for logprobs that the caller did not request, which best_of
     needs to rank the answers.
+    prompt_logprobs: of all prompt tokens as soon as the first answer token arrives, if they were requested.
+    prompt_only: the answer ends before its first token. The engine computes that token nevertheless, because it scores
+    a prompt only if it computes a token after it.
     """
 
-    def __init__(self, request: EngineRequest, tokenizer: Tokenizer | None, index: int = 0) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        tokenizer: Tokenizer | None,
+        index: int = 0,
+        *,
+        prompt_only: bool = False,
+    ) -> None:
         self.index = index
-        self._sampling = request.sampling
         self.request = replace(request, sampling=_with_logprobs(request.sampling))
-        sampling = request.sampling
-        self._scores: list[TokenLogprobs | None] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self._sampling = request.sampling
+        self._prompt_only = prompt_only
         self._num_cached = 0
-        stops = [StopString(text) for text in sampling.stop]
+        stops = [StopString(text) for text in request.sampling.stop]
         self._choices = [
-            _ChoiceSoFar(
-                Detokenizer(tokenizer, stops, sampling.min_tokens) if tokenizer is not None else None
-            )
-            for _ in range(sampling.num_choices)
+            _ChoiceState(request.sampling, tokenizer, stops) for _ in range(request.sampling.num_choices)
         ]
+
+    @property
+    def lists_logprobs(self) -> bool:
+        """Whether the caller requested log-probabilities of the answer's tokens."""
+        return self._sampling.logprobs is not None
 
     @property
     def is_over(self) -> bool:
@@ -108,15 +127,13 @@ class Answer:
         """Whether the choice is unfinished. Tokens may still arrive after a stop string has ended it."""
         return self._choices[choice].reason is None
 
-    def is_cut(self, choice: int) -> bool:
-        """Whether a stop string ended the text. The text of later tokens is not shown."""
-        return self._choices[choice].is_cut
-
     def take(self, delta: TokenDelta) -> CompletionDelta:
         """Adds the next tokens. If the result has a finish_reason, the caller must end this choice in the engine."""
+        if self._prompt_only and delta.token_ids:
+            delta = TokenDelta((), FinishReason.LENGTH, index=delta.index, num_cached=delta.num_cached)
         choice = self._choices[delta.index]
-        text = choice.take(delta)
-        self._scores.extend(delta.prompt_logprobs)
+        text, tokens = choice.take(delta)
+        self.prompt_logprobs.extend(delta.prompt_logprobs)
         self._num_cached += delta.num_cached
         return CompletionDelta(
             self.index,
@@ -127,61 +144,69 @@ class Answer:
             delta.index,
             delta.prompt_logprobs,
             delta.num_cached,
+            tokens,
         )
 
     def completion(self) -> Completion:
         kept = self._choices
         if len(kept) > self._sampling.n:
             kept = sorted(kept, key=lambda choice: choice.logprob, reverse=True)[: self._sampling.n]
-        with_logprobs = self._sampling.logprobs is not None
-        choices = tuple(choice.finished(with_logprobs=with_logprobs) for choice in kept)
-        scores = self._scores if self._sampling.prompt_logprobs is not None else None
-        return Completion(self.request.prompt_token_ids, choices, scores, self._num_cached)
+        choices = tuple(choice.finished(with_logprobs=self.lists_logprobs) for choice in kept)
+        prompt_logprobs = self.prompt_logprobs if self._sampling.prompt_logprobs is not None else None
+        return Completion(self.request.prompt_token_ids, choices, prompt_logprobs, self._num_cached)
 
 
-class _ChoiceSoFar:
+class _ChoiceState:
     """The state of one choice. reason: why the choice ended; None while it is unfinished."""
 
-    def __init__(self, detokenizer: Detokenizer | None) -> None:
+    def __init__(
+        self, sampling: SamplingParams, tokenizer: Tokenizer | None, stops: Sequence[StopString]
+    ) -> None:
         self.reason: FinishReason | None = None
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._detokenizer = detokenizer
-
-    @property
-    def is_cut(self) -> bool:
-        return self._detokenizer is not None and self._detokenizer.stopped
+        self._tokens: list[AlignedToken] = []
+        self._detokenizer: Detokenizer | None = None
+        self._aligner: TokenAligner | None = None
+        if tokenizer is not None:
+            self._detokenizer = Detokenizer(tokenizer, stops, sampling.min_tokens)
+            if sampling.logprobs is not None:
+                self._aligner = TokenAligner(tokenizer.start_measuring())
 
     @property
     def logprob(self) -> float:
         """The sum over all tokens."""
         return sum(entry.logprob for entry in self._logprobs)
 
-    def take(self, delta: TokenDelta) -> str:
-        """Adds a delta and returns the text that no later token can change."""
+    def take(self, delta: TokenDelta) -> tuple[str, tuple[AlignedToken, ...]]:
+        """Adds a delta. Returns the text that no later token can change, and its tokens if they are aligned."""
         assert self.reason is None, "a choice that is over spoke again"
-        text = self._read(delta)
-        self.reason = FinishReason.STOP if self.is_cut else delta.finish_reason
-        self._text.append(text)
         self._token_ids.extend(delta.token_ids)
         self._logprobs.extend(delta.logprobs or ())
-        return text
-
-    def finished(self, *, with_logprobs: bool) -> Choice:
-        assert self.reason is not None, "a choice that goes on has no final answer yet"
-        logprobs = self._logprobs if with_logprobs else None
-        return Choice("".join(self._text), self._token_ids, self.reason, logprobs)
-
-    def _read(self, delta: TokenDelta) -> str:
+        self.reason = delta.finish_reason
         if self._detokenizer is None:
-            return ""
+            return "", ()
         # The stop token is computed and counted, but it is not part of the text.
         num_shown = len(delta.token_ids) - (delta.finish_reason is FinishReason.STOP)
         text = self._detokenizer.push(delta.token_ids[:num_shown])
         if delta.finish_reason is not None:
             text += self._detokenizer.flush()
-        return text
+        if self._detokenizer.stopped:
+            self.reason = FinishReason.STOP
+        self._text.append(text)
+        tokens: tuple[AlignedToken, ...] = ()
+        if self._aligner is not None and delta.logprobs is not None:
+            tokens = self._aligner.push(delta.token_ids[:num_shown], delta.logprobs[:num_shown], text)
+        if self._aligner is not None and self.reason is not None and not self._detokenizer.stopped:
+            tokens += self._aligner.flush()
+        self._tokens.extend(tokens)
+        return text, tokens
+
+    def finished(self, *, with_logprobs: bool) -> Choice:
+        assert self.reason is not None, "a choice that goes on has no final answer yet"
+        logprobs = self._logprobs if with_logprobs else None
+        return Choice("".join(self._text), self._token_ids, self.reason, logprobs, tuple(self._tokens))
 
 
 async def stream_answer(
@@ -196,6 +221,8 @@ async def stream_answer(
     """
     async with aclosing(deltas):
         async for delta in deltas:
+            if not answer.wants(delta.index):
+                continue
             new = answer.take(delta)
             if new.finish_reason is not None and delta.finish_reason is None and not answer.is_over:
                 end_choice(answer.request.request_id, delta.index)

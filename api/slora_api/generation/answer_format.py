@@ -1,4 +1,4 @@
-"""Formats answers as the JSON of the two completion APIs, whole or chunk by chunk.
+"""Formats completions as the JSON of the two completion APIs, whole or chunk by chunk.
 
 `CompletionFormat` and `ChatFormat` are the two forms of OpenAI's API. All chunks of an answer have the same id, time
 and model; `model` is the name that the client sent. This module knows no engine and no HTTP.
@@ -6,42 +6,23 @@ and model; `model` is the name that the client sent. This module knows no engine
 
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol
 
-from slora.request import FinishReason
+from slora.request import FinishReason, TokenLogprobs
+from slora.text.answer import Completion, CompletionDelta
+from slora.text.token_aligner import AlignedToken
+from slora.text.tokenizer import Tokenizer
 from slora_api.generation.json_slices import LongList
-from slora_api.generation.prompt_echo import ScoredToken, TokenText
-from slora_api.generation.text_stream import TextDelta
 
-__all__ = ["Answer", "AnswerFormat", "ChatFormat", "CompletionFormat", "Usage"]
+__all__ = ["AnswerFormat", "ChatFormat", "CompletionFormat", "LogprobsFormat", "Usage"]
 
 Json = dict[str, Any]
-
-
-@dataclass(slots=True)
-class Answer:
-    """One complete answer, collected from its deltas."""
-
-    texts: list[str] = field(default_factory=list)
-    tokens: list[TokenText] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    logprob: float = 0.0
-    scores: tuple[tuple[ScoredToken, ...] | None, ...] = ()
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    def add(self, delta: TextDelta) -> None:
-        self.texts.append(delta.text)
-        self.tokens += delta.tokens
-        self.finish_reason = delta.finish_reason
-        self.logprob += delta.logprob
-        # All choices of a prompt share one tuple, so it is written once.
-        self.scores = delta.scores or self.scores
+# Makes a list of items that are produced by a function: at once, or while the JSON is written (`LongList`).
+_Lister = Callable[[Callable[[], Iterable[Any]]], Any]
 
 
 @dataclass(slots=True)
@@ -56,9 +37,9 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
 
-    def add(self, delta: TextDelta) -> None:
-        self.completion_tokens += delta.num_tokens
-        self.cached_tokens += delta.num_cached
+    def add(self, delta: CompletionDelta) -> None:
+        self.completion_tokens += len(delta.token_ids)
+        self.cached_tokens += delta.num_cached_tokens
 
     def to_json(self) -> Json:
         total = self.prompt_tokens + self.completion_tokens
@@ -76,13 +57,13 @@ class AnswerFormat(Protocol):
     def opening(self) -> list[Json]:
         """Chunks that are sent before any text."""
 
-    def chunk(self, delta: TextDelta) -> list[Json]:
+    def chunk(self, delta: CompletionDelta) -> list[Json]:
         """Chunks that contain the delta."""
 
     def usage(self, usage: Usage) -> Json:
         """The chunk that contains only the usage."""
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
         """The body of an answer that is not streamed. Lists that may be long are `LongList`s."""
 
 
@@ -112,159 +93,177 @@ class _Envelope:
         }
 
 
-class CompletionFormat:
-    """/v1/completions. logprobs: whether the client asked for log-probabilities."""
+class LogprobsFormat:
+    """Formats the log-probabilities of tokens in OpenAI's two forms, and those of prompt tokens in vLLM's form.
 
-    def __init__(self, model: str, *, include_usage: bool, logprobs: bool) -> None:
+    num_top: most probable tokens that are listed for each token of the answer and of an echo. None: the client asked
+        for no log-probabilities.
+    num_prompt_top: the same for each token of the prompt, the value of `prompt_logprobs`.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, num_top: int | None = None, num_prompt_top: int | None = None
+    ) -> None:
+        # A look-up takes 3 microseconds, and the same tokens are probable again and again.
+        self._text = cache(tokenizer.token_text)
+        self._num_top = num_top
+        self._num_prompt_top = num_prompt_top
+
+    def columns(
+        self, tokens: Sequence[AlignedToken], make_list: _Lister, first_offset: int = 0
+    ) -> Json | None:
+        """The form of completions. first_offset: character position at which the first token starts."""
+        if self._num_top is None:
+            return None
+        widths = [token.width for token in tokens]
+        return {
+            "tokens": make_list(lambda: (self._text(token.token_id) for token in tokens)),
+            "token_logprobs": make_list(
+                lambda: (token.logprobs.logprob if token.logprobs else None for token in tokens)
+            ),
+            "top_logprobs": make_list(lambda: map(self._top, tokens)),
+            "text_offset": make_list(lambda: accumulate(widths[:-1], initial=first_offset) if widths else ()),
+        }
+
+    def content(self, tokens: Sequence[AlignedToken], make_list: _Lister) -> Json | None:
+        """The form of chats."""
+        if self._num_top is None:
+            return None
+        return {"content": make_list(lambda: map(self._content_token, tokens)), "refusal": None}
+
+    def prompt(self, completion: Completion) -> Json:
+        """The field `prompt_logprobs`: for each token of the prompt an object of tokens by id. Empty if the client did
+        not ask for it.
+        """
+        if self._num_prompt_top is None or completion.prompt_logprobs is None:
+            return {}
+        tokens = completion.prompt_token_ids, completion.prompt_logprobs
+        return {"prompt_logprobs": LongList(lambda: map(self._prompt_token, *tokens))}
+
+    def _top(self, token: AlignedToken) -> dict[str, float] | None:
+        """The most probable tokens, and always the token itself, even if it is not among them."""
+        if token.logprobs is None:
+            return None
+        top = {self._text(other): logprob for other, logprob in token.logprobs.top[: self._num_top]}
+        return {**top, self._text(token.token_id): token.logprobs.logprob}
+
+    def _content_token(self, token: AlignedToken) -> Json:
+        assert token.logprobs is not None, "a chat has no echo, so every token has log-probabilities"
+        top = [
+            _token_json(self._text(other), logprob) for other, logprob in token.logprobs.top[: self._num_top]
+        ]
+        return _token_json(self._text(token.token_id), token.logprobs.logprob) | {"top_logprobs": top}
+
+    def _prompt_token(self, token_id: int, logprobs: TokenLogprobs | None) -> Json | None:
+        """The rank is null if the token is not among the most probable tokens that the engine listed."""
+        if logprobs is None:
+            return None
+        ranks = {other: rank for rank, (other, _) in enumerate(logprobs.top, 1)}
+        listed = {**dict(logprobs.top[: self._num_prompt_top]), token_id: logprobs.logprob}
+        return {
+            str(other): {"logprob": logprob, "rank": ranks.get(other), "decoded_token": self._text(other)}
+            for other, logprob in listed.items()
+        }
+
+
+class CompletionFormat:
+    """/v1/completions. num_choices: choices of each prompt in a stream."""
+
+    def __init__(
+        self, model: str, logprobs: LogprobsFormat, *, include_usage: bool, num_choices: int = 1
+    ) -> None:
         self._envelope = _Envelope("cmpl", model, include_usage=include_usage)
         self._logprobs = logprobs
-        # Answer index -> character position at which its next token starts.
+        self._num_choices = num_choices
+        # Choice -> character position at which its next token starts.
         self._offsets: dict[int, int] = {}
 
     def opening(self) -> list[Json]:
         return []
 
-    def chunk(self, delta: TextDelta) -> list[Json]:
+    def chunk(self, delta: CompletionDelta) -> list[Json]:
         if not delta.text and not delta.tokens and delta.finish_reason is None:
             return []
-        choice = self._choice(delta.index, delta.text, delta.tokens, delta.finish_reason)
+        index = delta.index * self._num_choices + delta.choice
+        offset = self._offsets.get(index, 0)
+        self._offsets[index] = offset + sum(token.width for token in delta.tokens)
+        logprobs = self._logprobs.columns(delta.tokens, _list_now, offset)
+        choice = _text_choice(index, delta.text, logprobs, delta.finish_reason)
         return [self._envelope.chunk("text_completion", [choice])]
 
     def usage(self, usage: Usage) -> Json:
         return self._envelope.whole("text_completion", []) | {"usage": usage.to_json()}
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
-        scores = _Scores()
-        choices = [
-            {
-                "index": index,
-                "text": answer.text,
-                "logprobs": self._whole_logprobs(answer.tokens) if self._logprobs else None,
-                "finish_reason": answer.finish_reason,
-            }
-            | scores.to_json(answer)
-            for index, answer in enumerate(answers)
-        ]
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
+        choices: list[Json] = []
+        for completion in completions:
+            prompt = self._logprobs.prompt(completion)
+            for choice in completion.choices:
+                logprobs = self._logprobs.columns(choice.tokens, LongList)
+                choices.append(
+                    _text_choice(len(choices), choice.text, logprobs, choice.finish_reason) | prompt
+                )
         return self._envelope.whole("text_completion", choices) | {"usage": usage.to_json()}
-
-    def _whole_logprobs(self, tokens: Sequence[TokenText]) -> Json:
-        return {
-            "tokens": LongList(lambda: (token.text for token in tokens)),
-            "token_logprobs": LongList(lambda: (token.logprob for token in tokens)),
-            "top_logprobs": LongList(lambda: map(_top_json, tokens)),
-            "text_offset": LongList(lambda: accumulate((token.width for token in tokens[:-1]), initial=0))
-            if tokens
-            else [],
-        }
-
-    def _choice(
-        self, index: int, text: str, tokens: Sequence[TokenText], reason: FinishReason | None
-    ) -> Json:
-        logprobs = self._logprobs_json(index, tokens) if self._logprobs else None
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-    def _logprobs_json(self, index: int, tokens: Sequence[TokenText]) -> Json:
-        offset, offsets = self._offsets.get(index, 0), []
-        for token in tokens:
-            offsets.append(offset)
-            offset += token.width
-        self._offsets[index] = offset
-        return {
-            "tokens": [token.text for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [_top_json(token) for token in tokens],
-            "text_offset": offsets,
-        }
 
 
 class ChatFormat:
-    """/v1/chat/completions. logprobs: whether the client asked for log-probabilities."""
+    """/v1/chat/completions."""
 
-    def __init__(self, model: str, *, include_usage: bool, logprobs: bool, num_choices: int = 1) -> None:
+    def __init__(
+        self, model: str, logprobs: LogprobsFormat, *, include_usage: bool, num_choices: int = 1
+    ) -> None:
         self._envelope = _Envelope("chatcmpl", model, include_usage=include_usage)
         self._logprobs = logprobs
         self._num_choices = num_choices
 
     def opening(self) -> list[Json]:
         first = {"role": "assistant", "content": ""}
-        return [self._delta(index, first, ()) for index in range(self._num_choices)]
+        return [self._delta(index, first) for index in range(self._num_choices)]
 
-    def chunk(self, delta: TextDelta) -> list[Json]:
+    def chunk(self, delta: CompletionDelta) -> list[Json]:
         chunks = []
         if delta.text or delta.tokens:
-            chunks.append(self._delta(delta.index, {"content": delta.text}, delta.tokens))
+            chunks.append(self._delta(delta.choice, {"content": delta.text}, delta.tokens))
         if delta.finish_reason is not None:
-            chunks.append(self._delta(delta.index, {}, (), delta.finish_reason))
+            chunks.append(self._delta(delta.choice, {}, (), delta.finish_reason))
         return chunks
 
     def usage(self, usage: Usage) -> Json:
         return self._envelope.whole("chat.completion.chunk", []) | {"usage": usage.to_json()}
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> Json:
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
+        (completion,) = completions
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": answer.text, "refusal": None},
-                "logprobs": self._whole_logprobs(answer.tokens) if self._logprobs else None,
-                "finish_reason": answer.finish_reason,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": self._logprobs.content(choice.tokens, LongList),
+                "finish_reason": choice.finish_reason,
             }
-            for index, answer in enumerate(answers)
+            for index, choice in enumerate(completion.choices)
         ]
-        scores = _Scores().to_json(answers[0])
-        return self._envelope.whole("chat.completion", choices) | {"usage": usage.to_json()} | scores
-
-    def _whole_logprobs(self, tokens: Sequence[TokenText]) -> Json:
-        return {"content": LongList(lambda: map(_content_json, tokens)), "refusal": None}
+        about = {"usage": usage.to_json()} | self._logprobs.prompt(completion)
+        return self._envelope.whole("chat.completion", choices) | about
 
     def _delta(
-        self, index: int, delta: Json, tokens: Sequence[TokenText], reason: FinishReason | None = None
+        self,
+        index: int,
+        delta: Json,
+        tokens: Sequence[AlignedToken] = (),
+        reason: FinishReason | None = None,
     ) -> Json:
-        logprobs = self._logprobs_json(tokens) if tokens else None
+        logprobs = self._logprobs.content(tokens, _list_now) if tokens else None
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return self._envelope.chunk("chat.completion.chunk", [choice])
 
-    def _logprobs_json(self, tokens: Sequence[TokenText]) -> Json | None:
-        if not self._logprobs:
-            return None
-        content = [_content_json(token) for token in tokens]
-        return {"content": content, "refusal": None}
+
+def _text_choice(index: int, text: str, logprobs: Json | None, reason: FinishReason | None) -> Json:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-class _Scores:
-    """Formats `prompt_logprobs` as vLLM does: for each token of the prompt an object of tokens by id. All choices of a
-    prompt share the list.
-    """
-
-    def __init__(self) -> None:
-        self._lists: dict[int, LongList] = {}
-
-    def to_json(self, answer: Answer) -> Json:
-        """Empty if the client did not ask for prompt log-probabilities."""
-        places = answer.scores
-        if not places:
-            return {}
-        made = self._lists.setdefault(id(places), LongList(lambda: map(_place_json, places)))
-        return {"prompt_logprobs": made}
+def _list_now(items: Callable[[], Iterable[Any]]) -> list[Any]:
+    return list(items())
 
 
-def _place_json(place: tuple[ScoredToken, ...] | None) -> Json | None:
-    if place is None:
-        return None
-    return {
-        str(token.token_id): {"logprob": token.logprob, "rank": token.rank, "decoded_token": token.text}
-        for token in place
-    }
-
-
-def _top_json(token: TokenText) -> dict[str, float] | None:
-    """The most probable tokens, and always the token itself, even if it is not among them."""
-    return None if token.logprob is None else {**dict(token.top), token.text: token.logprob}
-
-
-def _content_json(token: TokenText) -> Json:
-    top = [_token_json(text, logprob) for text, logprob in token.top]
-    return _token_json(token.text, token.logprob) | {"top_logprobs": top}
-
-
-def _token_json(text: str, logprob: float | None) -> Json:
+def _token_json(text: str, logprob: float) -> Json:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "surrogatepass"))}

@@ -14,7 +14,7 @@ class AnswerSize:
 
     num_choices: answers that are computed for each prompt.
     logprobs: most probable tokens listed for each token of the answer and of an echoed prompt; None lists none.
-    scores: the value of `prompt_logprobs`; None if it was not sent.
+    prompt_logprobs: the field of this name; None if it was not sent.
     param: the field that asks for log-probabilities.
 
     Worked example: a prompt of 1,000 tokens and max_tokens 16, with n 128, echo, logprobs 20 and prompt_logprobs 20.
@@ -23,7 +23,7 @@ class AnswerSize:
 
     num_choices: int
     logprobs: int | None
-    scores: int | None
+    prompt_logprobs: int | None
     echoes: bool
     param: str = "logprobs"
 
@@ -34,7 +34,7 @@ class AnswerSize:
         answers = self.num_choices * num_prompts
         room = (bounds.answer_tokens - self._echoed(prompt_tokens)) // answers
         if self.logprobs is not None:
-            left = bounds.answer_logprobs - self._prompt_logprobs(prompt_tokens)
+            left = bounds.answer_logprobs - self._num_prompt_logprobs(prompt_tokens)
             room = min(room, left // (answers * (self.logprobs + 1)))
         return max(1, room)
 
@@ -52,7 +52,7 @@ class AnswerSize:
                 "smaller `n` or `max_tokens`.",
                 "max_tokens",
             )
-        listed = self._prompt_logprobs(prompt_tokens)
+        listed = self._num_prompt_logprobs(prompt_tokens)
         if self.logprobs is not None:
             listed += drawn * (self.logprobs + 1)
         if listed > bounds.answer_logprobs:
@@ -67,10 +67,10 @@ class AnswerSize:
     def _echoed(self, prompt_tokens: int) -> int:
         return self.num_choices * prompt_tokens if self.echoes else 0
 
-    def _prompt_logprobs(self, prompt_tokens: int) -> int:
+    def _num_prompt_logprobs(self, prompt_tokens: int) -> int:
         listed = 0
         if self.echoes and self.logprobs is not None:
             listed += self.num_choices * prompt_tokens * (self.logprobs + 1)
-        if self.scores is not None:
-            listed += self.num_choices * prompt_tokens * (self.scores + 1)
+        if self.prompt_logprobs is not None:
+            listed += self.num_choices * prompt_tokens * (self.prompt_logprobs + 1)
         return listed

@@ -1,4 +1,4 @@
-"""Sends a stream of text deltas to the client, either as one JSON body or as server-sent events.
+"""Sends the answers to a request to the client, either as one JSON body or as server-sent events.
 
 The first delta is awaited before anything is sent. Until then, a failure can still be sent with its own HTTP status.
 """
@@ -9,68 +9,65 @@ from typing import Any
 
 from fastapi import Request, Response
 
+from slora.text.answer import Answer, Completion, CompletionDelta
 from slora_api.fair_slots import FairSlots
-from slora_api.generation.answer_format import Answer, AnswerFormat, Usage
+from slora_api.generation.answer_format import AnswerFormat, Usage
+from slora_api.generation.generation import Generator
 from slora_api.generation.json_slices import write_json
 from slora_api.generation.parted_response import PartedResponse
-from slora_api.generation.prompts import Prompt
+from slora_api.generation.prompt_echo import PromptEcho, stream_with_echoes
 from slora_api.generation.sse import EventStream, unless_disconnected
-from slora_api.generation.text_stream import TextDelta
 from slora_api.schemas import GenerationFields
 
 __all__ = ["answer_request"]
 
-_Deltas = AsyncGenerator[TextDelta, None]
+_Deltas = AsyncGenerator[CompletionDelta, None]
 _Chunks = AsyncGenerator[dict[str, Any], None]
 
 
 async def answer_request(
     request: Request,
     fields: GenerationFields,
-    deltas: _Deltas,
+    generator: Generator,
+    answers: Sequence[Answer],
     shape: AnswerFormat,
     *,
-    prompts: Sequence[Prompt],
+    echoes: Sequence[str] = (),
     headers: dict[str, str],
-    tenant: str,
     writing: FairSlots,
 ) -> Response:
-    """Sends the answers to `prompts` that `deltas` contains, and always closes `deltas`.
+    """Computes `answers`, one for each prompt, and sends them.
 
+    echoes: the texts of the prompts, if the answers repeat them.
     writing: slots for writing long answers.
     """
-    usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
+    usage = Usage(sum(len(answer.request.prompt_token_ids) for answer in answers))
+    deltas = generator.run(answers)
     if not fields.stream:
-        work = _gather(deltas, prompts, usage)
-        answers = await unless_disconnected(request.receive, work)
-        parts = await unless_disconnected(
-            request.receive, write_json(shape.whole(answers, usage), tenant, writing)
-        )
+        work = _complete(deltas, answers, echoes, usage, generator)
+        completions = await unless_disconnected(request.receive, work)
+        body, tenant = shape.whole(completions, usage), answers[0].request.tenant
+        parts = await unless_disconnected(request.receive, write_json(body, tenant, writing))
         return PartedResponse(parts, headers)
+    if echoes:
+        deltas = stream_with_echoes(deltas, echoes, answers, generator.tokenizer)
     chunks = _chunks(deltas, shape, usage, include_usage=fields.include_usage)
     first = await unless_disconnected(request.receive, _first(chunks))
     return EventStream([first], chunks, headers)
 
 
-async def _gather(deltas: _Deltas, prompts: Sequence[Prompt], usage: Usage) -> list[Answer]:
-    """Collects the answers to return. The answers to the first prompt come first. All computed answers count as
-    usage.
-    """
-    drawn = [[Answer() for _ in range(prompt.sampling.num_choices)] for prompt in prompts]
-    answers = [answer for group in drawn for answer in group]
+async def _complete(
+    deltas: _Deltas, answers: Sequence[Answer], echoes: Sequence[str], usage: Usage, generator: Generator
+) -> list[Completion]:
+    """Returns the completions in the order of the prompts. All computed tokens count as usage."""
     async with aclosing(deltas):
         async for delta in deltas:
             usage.add(delta)
-            answers[delta.index].add(delta)
-    groups = zip(drawn, prompts, strict=True)
-    return [answer for group, prompt in groups for answer in _likeliest(group, prompt.sampling.n)]
-
-
-def _likeliest(answers: list[Answer], count: int) -> list[Answer]:
-    """Returns `count` answers, the most probable first. If all are returned, they keep the order of their seeds."""
-    if len(answers) == count:
-        return answers
-    return sorted(answers, key=lambda answer: answer.logprob, reverse=True)[:count]
+    completions = [answer.completion() for answer in answers]
+    for index, text in enumerate(echoes):
+        echo = await PromptEcho.read(text, answers[index], generator.tokenizer)
+        completions[index] = echo.prepend_to(completions[index])
+    return completions
 
 
 async def _first(chunks: _Chunks) -> dict[str, Any]:

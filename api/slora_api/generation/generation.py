@@ -1,4 +1,4 @@
-"""Turns prompts into a stream of text: admits the request, sends it to the engine, and records metrics."""
+"""Computes the answers to prompts: admits the request, sends it to the engine, and records metrics."""
 
 import time
 import uuid
@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from slora.engine.client import EngineClient
 from slora.engine.info import EngineInfo
 from slora.request import EngineRequest
+from slora.text.answer import Answer, CompletionDelta
 from slora.text.tokenizer import Tokenizer
 from slora_api.errors import Starting
+from slora_api.generation.completion_stream import merge_streams, stream_completion
 from slora_api.generation.metrics import Metrics
 from slora_api.generation.prompts import Prompt
 from slora_api.generation.readiness import Readiness
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.served_model import ServedModel
 from slora_api.generation.service_terms import ServiceTerms
-from slora_api.generation.text_stream import TextDelta, merge_streams, stream_text
 
 __all__ = ["Generator"]
 
@@ -48,21 +49,43 @@ class Generator:
             return "the server is shutting down"
         return self.readiness.missing if self.client.ready else "the engine or its loader is not connected"
 
-    async def run(
+    def open_answers(
         self, terms: ServiceTerms, model: ServedModel, prompts: Sequence[Prompt]
-    ) -> AsyncGenerator[TextDelta, None]:
-        """Streams the answers to `prompts`, by index, as they arrive. Closing the stream early aborts all of its
-        requests.
+    ) -> list[Answer]:
+        """Returns an empty answer for each prompt, with the engine request that fills it."""
+        return [
+            Answer(
+                EngineRequest(
+                    # The server makes its own ids, because another client could send the same id.
+                    uuid.uuid4().hex,
+                    terms.tenant,
+                    prompt.token_ids,
+                    model.adapter,
+                    prompt.sampling,
+                    share=terms.share,
+                    priority=terms.priority,
+                    deadline_s=terms.deadline_s,
+                ),
+                self.tokenizer,
+                index,
+                prompt_only=prompt.is_alone,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
 
-        All prompts have the same number of answers. The answers to the first prompt have the lowest indexes.
+    async def run(self, answers: Sequence[Answer]) -> AsyncGenerator[CompletionDelta, None]:
+        """Fills the answers of one tenant and streams their deltas as they arrive. Closing the stream early aborts all
+        of their requests.
 
         Raises what the limiter and the engine raise. No request is left running then.
         """
         started_at = time.perf_counter()
-        sampling = prompts[0].sampling
-        with self.limiter.admit_generation(terms.tenant, len(prompts), sampling.width, sampling.width_param):
+        request = answers[0].request
+        width, width_param = request.sampling.width, request.sampling.width_param
+        with self.limiter.admit_generation(request.tenant, len(answers), width, width_param):
+            streams = [stream_completion(self.client, answer) for answer in answers]
             seen_first = False
-            async with aclosing(self._streams(terms, model, prompts)) as deltas:
+            async with aclosing(streams[0] if len(streams) == 1 else merge_streams(streams)) as deltas:
                 async for delta in deltas:
                     if not seen_first:
                         seen_first = True
@@ -70,28 +93,3 @@ class Generator:
                     if delta.finish_reason is not None:
                         self.metrics.finished(delta.finish_reason, time.perf_counter() - started_at)
                     yield delta
-
-    def _streams(
-        self, terms: ServiceTerms, model: ServedModel, prompts: Sequence[Prompt]
-    ) -> AsyncGenerator[TextDelta, None]:
-        # The server makes its own ids, because another client could send the same id.
-        requests = [
-            EngineRequest(
-                uuid.uuid4().hex,
-                terms.tenant,
-                prompt.token_ids,
-                model.adapter,
-                prompt.sampling,
-                share=terms.share,
-                priority=terms.priority,
-                deadline_s=terms.deadline_s,
-            )
-            for prompt in prompts
-        ]
-        streams = [
-            stream_text(
-                self.client, self.tokenizer, request, index * request.sampling.num_choices, prompt.echo
-            )
-            for index, (request, prompt) in enumerate(zip(requests, prompts, strict=True))
-        ]
-        return streams[0] if len(streams) == 1 else merge_streams(streams)

@@ -1,99 +1,77 @@
-"""The text of a prompt that an answer repeats (`echo`), and the log-probabilities of the prompt's tokens.
+"""Repeats prompts before their answers, for the field `echo`.
 
 This module knows no HTTP and no JSON.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 
-from slora.request import TokenLogprobs
+from slora.text.answer import Answer, Completion, CompletionDelta
+from slora.text.token_aligner import AlignedToken
 from slora.text.tokenizer import Tokenizer
+from slora_api.generation.completion_stream import TOKENS_AT_ONCE
 
-__all__ = ["PromptEcho", "ScoredToken", "TokenText", "echo_tokens", "score_tokens"]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenText:
-    """One token as log-probabilities show it.
-
-    logprob: None for the first token of a prompt.
-    top: (text, logprob) of the most probable tokens, the most probable first.
-    width: number of characters that the token contributes to the text.
-    """
-
-    text: str
-    logprob: float | None
-    top: tuple[tuple[str, float], ...]
-    width: int
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredToken:
-    """One candidate token at a position of the prompt.
-
-    rank: 1 for the most probable token; None if the rank is larger than the number of requested tokens.
-    """
-
-    token_id: int
-    text: str
-    logprob: float
-    rank: int | None
+__all__ = ["PromptEcho", "stream_with_echoes"]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEcho:
-    """What the request wants to know about its prompt.
+    """The text of one prompt. tokens: its tokens, if log-probabilities are listed."""
 
-    text: the prompt's text, to be repeated before the answer; None if it is not repeated.
-    logprobs: number of most probable tokens for each token of the repeated prompt; None without log-probabilities.
-    scores: the value of `prompt_logprobs`; None if it was not sent.
-    alone: whether no answer follows (max_tokens 0).
-    """
+    text: str
+    tokens: tuple[AlignedToken, ...] = ()
 
-    text: str | None = None
-    logprobs: int | None = None
-    scores: int | None = None
-    alone: bool = False
+    @staticmethod
+    async def read(text: str, answer: Answer, tokenizer: Tokenizer) -> "PromptEcho":
+        """answer: the answer to the prompt; it must have the prompt's log-probabilities if they were requested."""
+        if not answer.lists_logprobs:
+            return PromptEcho(text)
+        # On a thread, because a long prompt is processed token by token.
+        return PromptEcho(text, await asyncio.to_thread(_align_prompt, answer, tokenizer))
 
-    @property
-    def most_logprobs(self) -> int | None:
-        """The value of `prompt_logprobs` in the request to the engine."""
-        asked = [count for count in (self.logprobs, self.scores) if count is not None]
-        return max(asked, default=None)
+    def prepend_to(self, completion: Completion) -> Completion:
+        choices = [
+            replace(choice, text=self.text + choice.text, tokens=self.tokens + choice.tokens)
+            for choice in completion.choices
+        ]
+        return replace(completion, choices=tuple(choices))
 
-
-def echo_tokens(
-    tokenizer: Tokenizer, token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None], count: int
-) -> tuple[TokenText, ...]:
-    """Returns each token of a prompt with its part of the text, as `Tokenizer.measure` divides it."""
-    tokens = []
-    for token_id, width, score in zip(token_ids, tokenizer.measure(token_ids), scores, strict=True):
-        text = tokenizer.token_text(token_id)
-        if score is None:
-            tokens.append(TokenText(text, None, (), width))
-            continue
-        top = tuple((tokenizer.token_text(other), logprob) for other, logprob in score.top[:count])
-        tokens.append(TokenText(text, score.logprob, top, width))
-    return tuple(tokens)
+    def divide(self, index: int) -> Iterator[CompletionDelta]:
+        """Yields the echo in deltas of a bounded number of tokens, each with its text."""
+        start_char = 0
+        for start in range(0, max(1, len(self.tokens)), TOKENS_AT_ONCE):
+            tokens = self.tokens[start : start + TOKENS_AT_ONCE]
+            is_last = start + TOKENS_AT_ONCE >= len(self.tokens)
+            end_char = len(self.text) if is_last else start_char + sum(token.width for token in tokens)
+            yield CompletionDelta(index, self.text[start_char:end_char], (), tokens=tokens)
+            start_char = end_char
 
 
-def score_tokens(
-    tokenizer: Tokenizer, token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None], count: int
-) -> tuple[tuple[ScoredToken, ...] | None, ...]:
-    """Returns for each position of a prompt the `count` most probable tokens, and the actual token if it is not among
-    them.
-    """
-    places: list[tuple[ScoredToken, ...] | None] = []
-    for token_id, score in zip(token_ids, scores, strict=True):
-        if score is None:
-            places.append(None)
-            continue
-        ranks: dict[int, int | None] = {other: rank for rank, (other, _) in enumerate(score.top, 1)}
-        shown = {**dict(score.top[:count]), token_id: score.logprob}
-        places.append(
-            tuple(
-                ScoredToken(other, tokenizer.token_text(other), logprob, ranks.get(other))
-                for other, logprob in shown.items()
-            )
-        )
-    return tuple(places)
+async def stream_with_echoes(
+    deltas: AsyncGenerator[CompletionDelta, None],
+    texts: Sequence[str],
+    answers: Sequence[Answer],
+    tokenizer: Tokenizer,
+) -> AsyncGenerator[CompletionDelta, None]:
+    """Adds the text of its prompt before each choice. `texts` and `answers` have one entry for each prompt."""
+    echoes: dict[int, PromptEcho] = {}
+    echoed: set[tuple[int, int]] = set()
+    async with aclosing(deltas):
+        async for delta in deltas:
+            index, choice = delta.index, delta.choice
+            if (index, choice) not in echoed:
+                echoed.add((index, choice))
+                if index not in echoes:
+                    echoes[index] = await PromptEcho.read(texts[index], answers[index], tokenizer)
+                for part in echoes[index].divide(index):
+                    yield replace(part, choice=choice)
+                    await asyncio.sleep(0)
+            yield delta
+
+
+def _align_prompt(answer: Answer, tokenizer: Tokenizer) -> tuple[AlignedToken, ...]:
+    token_ids = answer.request.prompt_token_ids
+    aligned = zip(token_ids, answer.prompt_logprobs, tokenizer.measure(token_ids), strict=True)
+    return tuple(AlignedToken(*each) for each in aligned)

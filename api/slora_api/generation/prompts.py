@@ -15,7 +15,6 @@ from slora.text.generation_defaults import GenerationDefaults
 from slora_api.errors import BadRequest
 from slora_api.generation.answer_size import AnswerSize
 from slora_api.generation.chat_templates import ChatTemplates
-from slora_api.generation.prompt_echo import PromptEcho
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.served_model import ServedModel
@@ -57,11 +56,16 @@ _OF_CHANCE = ("temperature", "top_p", "top_k", "min_p")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, ready for the engine."""
+    """One prompt, ready for the engine.
+
+    echo: the text to repeat before each answer; None if the prompt is not repeated.
+    is_alone: whether the prompt is only scored and repeated (max_tokens 0).
+    """
 
     token_ids: list[int]
     sampling: SamplingParams
-    echo: PromptEcho | None = None
+    echo: str | None = None
+    is_alone: bool = False
 
 
 def _check_token_ids(token_ids: Sequence[int], info: EngineInfo) -> None:
@@ -105,12 +109,12 @@ def _sampling(
     info: EngineInfo,
     max_tokens: int | None,
     logprobs: int | None,
-    scores: int | None,
+    prompt_logprobs: int | None,
 ) -> SamplingParams:
     """Makes the sampling parameters of a request from its fields and the model's defaults.
 
     max_tokens: None while it is not known yet.
-    scores: number of most probable tokens to list for each token of the prompt.
+    prompt_logprobs: number of most probable tokens to list for each token of the prompt.
     """
     values = defaults.cut_to(max_tokens).said()
     if fields.use_beam_search:
@@ -126,7 +130,7 @@ def _sampling(
         *(() if fields.ignore_eos else defaults.stop_token_ids),
     )
     values |= {"max_tokens": max_tokens, "logprobs": logprobs}
-    sampling = SamplingParams(**values, prompt_logprobs=scores)
+    sampling = SamplingParams(**values, prompt_logprobs=prompt_logprobs)
     sampling.check_vocabulary(info.vocab_size)
     _check_choices(sampling, info, stream=bool(fields.stream))
     return sampling
@@ -210,21 +214,22 @@ class PromptMaker:
             default = min(default, self.model.defaults.max_tokens)
         max_tokens = _max_tokens(wanted, default, room, len(token_ids), param)
         size.check(self.bounds, len(token_ids), max_tokens)
-        echo = None if body.prompt_logprobs is None else PromptEcho(scores=body.prompt_logprobs)
-        sampling = self._sampling(body, max_tokens, logprobs, echo)
-        return Prompt(token_ids, sampling, echo)
+        return Prompt(token_ids, self._sampling(body, max_tokens, logprobs, body.prompt_logprobs))
 
     def _draft(self, body: GenerationFields, logprobs: int | None, num_prompts: int) -> SamplingParams:
         """Makes all checks that need no token ids."""
-        draft = _sampling(body, self.model.defaults, self.info, None, logprobs, body.prompt_logprobs)
+        draft = self._sampling(body, None, logprobs, body.prompt_logprobs)
         self.limiter.check_generation(self.tenant, num_prompts, draft.width, draft.width_param)
         return draft
 
     def _sampling(
-        self, body: GenerationFields, max_tokens: int, logprobs: int | None, echo: PromptEcho | None
+        self,
+        body: GenerationFields,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
     ) -> SamplingParams:
-        scores = None if echo is None else echo.most_logprobs
-        return _sampling(body, self.model.defaults, self.info, max_tokens, logprobs, scores)
+        return _sampling(body, self.model.defaults, self.info, max_tokens, logprobs, prompt_logprobs)
 
     async def _token_ids(self, given: Sequence[str | list[int]]) -> list[list[int]]:
         """Returns checked token ids of each prompt. A request has either texts or token ids."""
@@ -249,15 +254,12 @@ class PromptMaker:
     ) -> Prompt:
         room = _room(len(token_ids), self.info, "prompt")
         max_tokens = _max_tokens(body.max_tokens, default, room, len(token_ids), "max_tokens")
-        echo = await self._echo(body, given, token_ids)
-        if echo is not None and echo.alone:
-            max_tokens = 1  # the engine scores a prompt only if it computes a token after it
-        return Prompt(token_ids, self._sampling(body, max_tokens, body.logprobs, echo), echo)
-
-    async def _echo(
-        self, body: CompletionRequest, given: str | list[int], token_ids: list[int]
-    ) -> PromptEcho | None:
         if not body.echo:
-            return None if body.prompt_logprobs is None else PromptEcho(scores=body.prompt_logprobs)
+            sampling = self._sampling(body, max_tokens, body.logprobs, body.prompt_logprobs)
+            return Prompt(token_ids, sampling)
         text = given if isinstance(given, str) else await self.encoder.decode(self.tenant, token_ids)
-        return PromptEcho(text, body.logprobs, body.prompt_logprobs, alone=body.max_tokens == 0)
+        is_alone = body.max_tokens == 0
+        asked = [count for count in (body.logprobs, body.prompt_logprobs) if count is not None]
+        # The engine scores a prompt only if it computes a token after it.
+        sampling = self._sampling(body, max_tokens or 1, body.logprobs, max(asked, default=None))
+        return Prompt(token_ids, sampling, text, is_alone)

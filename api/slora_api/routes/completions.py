@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request, Response
 
 from slora.errors import AdapterFetchFailed
-from slora_api.generation.answer_format import ChatFormat, CompletionFormat
+from slora_api.generation.answer_format import ChatFormat, CompletionFormat, LogprobsFormat
 from slora_api.generation.answering import answer_request
 from slora_api.generation.prompts import PromptMaker
 from slora_api.generation.served_model import ServedModel
@@ -88,19 +88,22 @@ async def complete(request: Request, body: _CompletionBody, key: CurrentKey, ser
 async def _complete(
     request: Request, body: CompletionRequest, key: KeyRecord, services: Services, model: ServedModel
 ) -> Response:
-    maker = _prompt_maker(key, services, model)
+    maker, generator = _prompt_maker(key, services, model), services.generator
     prompts = await unless_disconnected(request.receive, maker.completion_prompts(body))
     shape = CompletionFormat(
-        model.asked_for, include_usage=body.include_usage, logprobs=body.logprobs is not None
+        model.asked_for,
+        LogprobsFormat(generator.tokenizer, body.logprobs, body.prompt_logprobs),
+        include_usage=body.include_usage,
+        num_choices=prompts[0].sampling.num_choices,
     )
     return await answer_request(
         request,
         body,
-        services.generator.run(ServiceTerms.of(key, body), model, prompts),
+        generator,
+        generator.open_answers(ServiceTerms.of(key, body), model, prompts),
         shape,
-        prompts=prompts,
+        echoes=[prompt.echo for prompt in prompts if prompt.echo is not None],
         headers=model.headers,
-        tenant=key.tenant,
         writing=services.writing,
     )
 
@@ -115,21 +118,21 @@ async def chat(request: Request, body: _ChatBody, key: CurrentKey, services: Wir
 async def _chat(
     request: Request, body: ChatRequest, key: KeyRecord, services: Services, model: ServedModel
 ) -> Response:
-    maker = _prompt_maker(key, services, model)
+    maker, generator = _prompt_maker(key, services, model), services.generator
     prompt = await unless_disconnected(request.receive, maker.chat_prompt(body))
+    num_top = (body.top_logprobs or 0) if body.logprobs else None
     shape = ChatFormat(
         model.asked_for,
+        LogprobsFormat(generator.tokenizer, num_top, body.prompt_logprobs),
         include_usage=body.include_usage,
-        logprobs=bool(body.logprobs),
         num_choices=prompt.sampling.num_choices,
     )
     return await answer_request(
         request,
         body,
-        services.generator.run(ServiceTerms.of(key, body), model, [prompt]),
+        generator,
+        generator.open_answers(ServiceTerms.of(key, body), model, [prompt]),
         shape,
-        prompts=[prompt],
         headers=model.headers,
-        tenant=key.tenant,
         writing=services.writing,
     )

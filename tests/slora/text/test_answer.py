@@ -1,8 +1,9 @@
 """How an answer is collected from its deltas, without an engine."""
 
-from slora.request import EngineRequest, FinishReason, TokenDelta
+from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 from slora.sampling_params import SamplingParams
 from slora.text.answer import Answer
+from tests.api.scripted_engine import byte_tokenizer
 
 
 def test_cached_tokens_are_counted_once_for_all_choices() -> None:
@@ -24,3 +25,27 @@ def test_two_completions_that_say_the_same_are_equal_whatever_was_cached() -> No
         answer.take(TokenDelta((7,), FinishReason.LENGTH, num_cached=num_cached))
         completions.append(answer.completion())
     assert completions[0] == completions[1]
+
+
+def test_an_answer_to_the_prompt_alone_ends_before_its_first_token() -> None:
+    request = EngineRequest("r", "t", [1, 2], None, SamplingParams(max_tokens=1, prompt_logprobs=0, n=2))
+    answer = Answer(request, byte_tokenizer(), prompt_only=True)
+    scored = (None, TokenLogprobs(-0.5, ()))
+    answer.take(TokenDelta((), prompt_logprobs=scored))
+    first = answer.take(TokenDelta((65,), FinishReason.STOP, num_cached=1))
+    assert (first.text, first.token_ids, first.finish_reason) == ("", (), FinishReason.LENGTH)
+    assert first.num_cached_tokens == 1 and not answer.is_over
+    answer.take(TokenDelta((65,), index=1))
+    completion = answer.completion()
+    assert completion.prompt_logprobs == list(scored)
+    assert [(choice.text, choice.token_ids) for choice in completion.choices] == [("", []), ("", [])]
+
+
+def test_aligned_tokens_divide_the_text_up_to_a_stop_string() -> None:
+    sampling = SamplingParams(logprobs=0, stop=("bc",))
+    answer = Answer(EngineRequest("r", "t", [1], None, sampling), byte_tokenizer())
+    deltas = [answer.take(TokenDelta((byte,), None, (TokenLogprobs(-0.5, ()),))) for byte in b"xabc"]
+    assert [[token.token_id for token in delta.tokens] for delta in deltas] == [[120], [97], [], []]
+    (choice,) = answer.completion().choices
+    assert choice.text == "xa" and [token.width for token in choice.tokens] == [1, 1]
+    assert len(choice.token_ids) == len(choice.logprobs or ()) == 4

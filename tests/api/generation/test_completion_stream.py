@@ -8,8 +8,9 @@ import pytest
 from slora.errors import EngineUnavailable
 from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 from slora.sampling_params import SamplingParams
+from slora.text.answer import Answer, CompletionDelta
 from slora.text.tokenizer import Tokenizer
-from slora_api.generation.text_stream import TextDelta, merge_streams, stream_text
+from slora_api.generation.completion_stream import TOKENS_AT_ONCE, merge_streams, stream_completion
 from tests.api.scripted_engine import EOS, ScriptedEngine, byte_tokenizer, deltas_of
 from tests.support.tiny_tokenizers import byte_fallback
 
@@ -20,19 +21,19 @@ def request(**sampling: object) -> EngineRequest:
     return EngineRequest("r", "t", [1], None, SamplingParams(**sampling))  # type: ignore[arg-type]
 
 
-async def gather(stream: AsyncGenerator[TextDelta, None]) -> list[TextDelta]:
+async def gather(stream: AsyncGenerator[CompletionDelta, None]) -> list[CompletionDelta]:
     async with aclosing(stream) as deltas:
         return [delta async for delta in deltas]
 
 
-def run(engine: ScriptedEngine, **sampling: object) -> list[TextDelta]:
-    return asyncio.run(gather(stream_text(engine, TOKENIZER, request(**sampling))))
+def run(engine: ScriptedEngine, **sampling: object) -> list[CompletionDelta]:
+    return asyncio.run(gather(stream_completion(engine, Answer(request(**sampling), TOKENIZER))))
 
 
 def test_text_is_the_decoded_tokens_and_the_end_token_is_counted_but_not_shown() -> None:
     deltas = run(ScriptedEngine([deltas_of(b"hello", FinishReason.STOP)]))
     assert "".join(delta.text for delta in deltas) == "hello"
-    assert sum(delta.num_tokens for delta in deltas) == 6
+    assert sum(len(delta.token_ids) for delta in deltas) == 6
     assert [delta.finish_reason for delta in deltas][-2:] == [None, FinishReason.STOP]
 
 
@@ -67,13 +68,13 @@ def with_logprobs(text: bytes) -> list[TokenDelta]:
 
 def test_log_probabilities_come_with_the_text_that_they_belong_to() -> None:
     deltas = run(ScriptedEngine([with_logprobs(b"abc")]), logprobs=2)
-    assert [[token.text for token in delta.tokens] for delta in deltas] == [["a"], ["b"], ["c"]]
-    assert deltas[0].tokens[0].top == (("a", -0.5), ("<eos>", -1.0))
+    assert [[token.token_id for token in delta.tokens] for delta in deltas] == [[97], [98], [99]]
+    assert deltas[0].tokens[0].logprobs == TokenLogprobs(-0.5, ((97, -0.5), (EOS, -1.0)))
 
 
 def test_tokens_that_a_stop_string_cuts_off_are_not_shown() -> None:
     deltas = run(ScriptedEngine([with_logprobs(b"abSTOP")]), logprobs=0, stop=("STOP",))
-    assert [token.text for delta in deltas for token in delta.tokens] == ["a", "b"]
+    assert [token.token_id for delta in deltas for token in delta.tokens] == [97, 98]
 
 
 def test_tokens_are_told_with_their_own_share_of_the_text() -> None:
@@ -88,11 +89,28 @@ def test_tokens_are_told_with_their_own_share_of_the_text() -> None:
     for stop, shown in (((), " h h h 🎉 w w h"), ((" w h",), " h h h 🎉 w"), (("🎉",), " h h h ")):
         asked = request(logprobs=0, stop=stop)
         found = asyncio.run(
-            gather(stream_text(ScriptedEngine([[*deltas[:-1], last(deltas)]]), tokenizer, asked))
+            gather(
+                stream_completion(ScriptedEngine([[*deltas[:-1], last(deltas)]]), Answer(asked, tokenizer))
+            )
         )
         tokens = [token for delta in found for token in delta.tokens]
         assert "".join(delta.text for delta in found) == shown
         assert sum(token.width for token in tokens) == len(shown)
+
+
+def test_a_long_delta_with_log_probabilities_is_divided_before_it_is_decoded() -> None:
+    text = b"abcdefgh" * 20
+    entries = tuple(TokenLogprobs(-0.5, ()) for _ in text)
+    script = [[TokenDelta(tuple(text), FinishReason.LENGTH, entries, num_cached=3)]]
+    deltas = run(ScriptedEngine(script), logprobs=0)
+    assert "".join(delta.text for delta in deltas) == text.decode()
+    assert [token.token_id for delta in deltas for token in delta.tokens] == list(text)
+    assert max(len(delta.token_ids) for delta in deltas) == TOKENS_AT_ONCE
+    assert [delta.num_cached_tokens for delta in deltas] == [3] + [0] * (len(deltas) - 1)
+    assert [delta.finish_reason for delta in deltas][-2:] == [None, FinishReason.LENGTH]
+    cut = run(ScriptedEngine(script), logprobs=0, stop=("ha",))
+    assert "".join(delta.text for delta in cut) == "abcdefg"
+    assert cut[-1].finish_reason is FinishReason.STOP
 
 
 def last(deltas: list[TokenDelta]) -> TokenDelta:
@@ -103,15 +121,17 @@ def test_closing_a_stream_early_aborts_its_request() -> None:
     engine = ScriptedEngine([deltas_of(b"hello")])
 
     async def read_one() -> None:
-        async with aclosing(stream_text(engine, TOKENIZER, request())) as deltas:
+        async with aclosing(stream_completion(engine, Answer(request(), TOKENIZER))) as deltas:
             await anext(deltas)
 
     asyncio.run(read_one())
     assert engine.aborted == ["r"]
 
 
-def merged(engine: ScriptedEngine, count: int) -> AsyncGenerator[TextDelta, None]:
-    return merge_streams([stream_text(engine, TOKENIZER, request(), index) for index in range(count)])
+def merged(engine: ScriptedEngine, count: int) -> AsyncGenerator[CompletionDelta, None]:
+    return merge_streams(
+        [stream_completion(engine, Answer(request(), TOKENIZER, index)) for index in range(count)]
+    )
 
 
 def test_merged_streams_carry_every_delta_of_each() -> None:

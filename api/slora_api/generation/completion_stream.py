@@ -1,0 +1,104 @@
+"""Streams the answers to the prompts of a request as the engine's tokens arrive.
+
+Each prompt has one stream, and the streams of a request are merged into one. Closing a stream early, or cancelling a
+task that waits for it, aborts its request in the engine.
+
+This module knows no HTTP and no JSON.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from slora.engine.client import EngineClient
+from slora.request import TokenDelta
+from slora.text.answer import Answer, CompletionDelta, stream_answer
+
+__all__ = ["TOKENS_AT_ONCE", "merge_streams", "stream_completion"]
+
+# Deltas per stream that may wait for a slow reader. Beyond this, no further delta is taken from the engine.
+_QUEUE_DELTAS = 16
+# Most tokens with log-probabilities in one delta. Writing 64 with the 20 most probable tokens of each takes 3 ms, and
+# looking up the texts of those tokens 4 ms.
+TOKENS_AT_ONCE = 32
+
+
+async def stream_completion(client: EngineClient, answer: Answer) -> AsyncGenerator[CompletionDelta, None]:
+    """Streams the answers to one prompt. The last delta of each has a finish_reason.
+
+    Raises what `EngineClient.generate` raises.
+    """
+    tokens = client.generate(answer.request)
+    if answer.request.sampling.logprobs is not None:
+        tokens = _split_long(tokens)
+    async with aclosing(stream_answer(tokens, answer, client.end_choice)) as deltas:
+        async for delta in deltas:
+            if delta.prompt_logprobs:  # `answer` has collected them
+                continue
+            yield delta
+            if delta.tokens:
+                # The next deltas may be ready already, and the reader writes each of them without yielding to the
+                # event loop.
+                await asyncio.sleep(0)
+
+
+async def _split_long(deltas: AsyncGenerator[TokenDelta, None]) -> AsyncGenerator[TokenDelta, None]:
+    """Bounds the number of tokens of a delta. A beam search returns each answer in one delta."""
+    async with aclosing(deltas):
+        async for delta in deltas:
+            if len(delta.token_ids) <= TOKENS_AT_ONCE:
+                yield delta
+                continue
+            for start in range(0, len(delta.token_ids), TOKENS_AT_ONCE):
+                end = start + TOKENS_AT_ONCE
+                yield TokenDelta(
+                    delta.token_ids[start:end],
+                    delta.finish_reason if end >= len(delta.token_ids) else None,
+                    delta.logprobs[start:end] if delta.logprobs is not None else None,
+                    delta.index,
+                    num_cached=0 if start else delta.num_cached,
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """Marks the end of a stream. error: the exception that ended it, if it failed."""
+
+    error: Exception | None = None
+
+
+_Queue = asyncio.Queue[CompletionDelta | _Ended]
+
+
+async def _pump(stream: AsyncGenerator[CompletionDelta, None], queue: _Queue) -> None:
+    try:
+        async with aclosing(stream):
+            async for delta in stream:
+                await queue.put(delta)
+    except Exception as error:  # the reader of the queue raises it
+        await queue.put(_Ended(error))
+    else:
+        await queue.put(_Ended())
+
+
+async def merge_streams(
+    streams: Sequence[AsyncGenerator[CompletionDelta, None]],
+) -> AsyncGenerator[CompletionDelta, None]:
+    """Merges several streams in order of arrival. If one stream fails, all end with its error."""
+    queue: _Queue = asyncio.Queue(maxsize=_QUEUE_DELTAS * len(streams))
+    pumps = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
+    running = len(pumps)
+    try:
+        while running:
+            item = await queue.get()
+            if isinstance(item, CompletionDelta):
+                yield item
+            elif item.error is not None:
+                raise item.error
+            else:
+                running -= 1
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
