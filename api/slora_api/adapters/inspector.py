@@ -30,7 +30,7 @@ _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 _MAX_ANSWER_BYTES = 16 << 20
 # Two are reserved for tenants that hold none, so that two tenants never hold all inspectors.
 _NUM_INSPECTORS, _NUM_RESERVED = 4, 2
-# Admission refuses an upload before a tenant has this many waiting here.
+# `RequestLimiter` refuses an upload before a tenant has this many waiting here.
 _MAX_WAITING = 64
 
 

@@ -1,7 +1,7 @@
 """Holds uploaded files until they have been checked, in one folder per upload. The folder is deleted when the upload
 ends.
 
-The code that fills a folder bounds its contents. Admission bounds the number of folders.
+The code that fills a folder bounds its contents. `RequestLimiter` bounds the number of folders.
 """
 
 import asyncio

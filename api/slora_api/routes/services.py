@@ -27,7 +27,7 @@ __all__ = ["Services", "Wired"]
 
 # Long answers written concurrently. Each adds up to 1 ms to an iteration of the event loop.
 _WRITING_SLOTS = 3
-# Long answers of one tenant that may wait for a slot. Admission limits answers in progress to fewer than this.
+# Long answers of one tenant that may wait for a slot. `RequestLimiter` limits answers in progress to fewer than this.
 _MAX_WRITING = 4096
 
 

@@ -34,8 +34,10 @@ def test_a_tenant_at_its_limit_is_told_when_its_own_answers_make_room() -> None:
     assert (one.retry_after_s, all_of_them.retry_after_s) == (10, 40)
     answer = describe_error(one)
     assert (answer.status, answer.headers["Retry-After"]) == (429, "10")
-    assert "Your tenant has 4 answers in progress, and the limit is 4 (max_concurrent_per_tenant)"
+    assert (
+        "Your tenant has 4 answers in progress, and the limit is 4 (max_concurrent_per_tenant)"
         in answer.message
+    )
 
 
 def test_a_full_server_tells_when_the_answers_of_any_tenant_make_room() -> None:
