@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Lock
 
 from slora_adapters.errors import DiskFull
-from slora_adapters.full_disk import has_room, is_full
+from slora_adapters.full_disk import has_space, is_full
 
 __all__ = ["RESERVE_BYTES", "DiskReserve"]
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 RESERVE_BYTES = 4 << 20
 # The disk counts as full when less than this is free besides the reserve. It counts as full until the free space
 # besides the reserve is as large as the reserve.
-_LEAST_BYTES = 256 << 10
+_MIN_FREE_BYTES = 256 << 10
 
 
 class DiskReserve:
@@ -53,9 +53,9 @@ class DiskReserve:
         every few seconds.
         """
         with self._lock:
-            needed = self._num_bytes if self._is_full else _LEAST_BYTES
+            needed = self._num_bytes if self._is_full else _MIN_FREE_BYTES
             has_reserve = self._is_whole() or self._make()
-            self._note(is_full=not (has_reserve and has_room(self.directory, needed)))
+            self._note(is_full=not (has_reserve and has_space(self.directory, needed)))
             return not self._is_full
 
     def report_full(self) -> None:
@@ -63,7 +63,7 @@ class DiskReserve:
         with self._lock:
             self._note(is_full=True)
 
-    def give_up(self) -> bool:
+    def free(self) -> bool:
         """Deletes the file to free space for an urgent write. Returns whether the file existed."""
         with self._lock:
             self._note(is_full=True)

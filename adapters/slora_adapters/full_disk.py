@@ -5,7 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["has_room", "is_full"]
+__all__ = ["has_space", "is_full"]
 
 # A full disk, an exceeded quota of the user, an exceeded limit on file size.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -15,7 +15,7 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _FULL
 
 
-def has_room(directory: Path, num_bytes: int) -> bool:
+def has_space(directory: Path, num_bytes: int) -> bool:
     """Returns whether a file of this size can be written there. It tries to allocate one, because `statvfs` ignores the
     user's quota.
     """

@@ -20,7 +20,7 @@ _PAGE_BYTES = 4096
 # UTF-8.
 _NUM_WORDS = 6
 _REASON_AT = 8 * _NUM_WORDS
-_MOST_REASON_BYTES = _PAGE_BYTES - _REASON_AT
+_MAX_REASON_BYTES = _PAGE_BYTES - _REASON_AT
 
 
 class Progress(NamedTuple):
@@ -80,12 +80,12 @@ class HeartbeatPage:
     @property
     def reason(self) -> str:
         """The child's message about why it ended; empty if the child left none."""
-        num_bytes = min(self._words[_NUM_WORDS - 1], _MOST_REASON_BYTES)
+        num_bytes = min(self._words[_NUM_WORDS - 1], _MAX_REASON_BYTES)
         return self._map[_REASON_AT : _REASON_AT + num_bytes].decode(errors="replace")
 
     def explain(self, reason: str) -> None:
         """Writes the reason for the supervisor, truncated to the space in the page."""
-        text = reason.encode(errors="replace")[:_MOST_REASON_BYTES]
+        text = reason.encode(errors="replace")[:_MAX_REASON_BYTES]
         self._map[_REASON_AT : _REASON_AT + len(text)] = text
         self._words[_NUM_WORDS - 1] = len(text)
 

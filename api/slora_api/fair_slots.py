@@ -30,7 +30,7 @@ def reserved_slots(num_slots: int) -> int:
 
 
 @dataclass(slots=True)
-class _Tenant:
+class _TenantState:
     """An active tenant.
 
     slot_s: seconds of slot time used, lifted when the tenant becomes active.
@@ -66,7 +66,7 @@ class FairSlots:
         self._work = work
         self._clock = clock
         # Only active tenants, which hold a slot or wait for one.
-        self._active: dict[str, _Tenant] = {}
+        self._active: dict[str, _TenantState] = {}
 
     @asynccontextmanager
     async def hold(self, tenant: str) -> AsyncIterator[None]:
@@ -87,7 +87,7 @@ class FairSlots:
                 # `_grant` has already removed the turn if it ran after the cancellation.
                 with suppress(ValueError):
                     state.waiting.remove(turn)
-                self._forget_if_idle(tenant, state)
+                self._remove_if_idle(tenant, state)
             raise
         started_at = self._clock()
         try:
@@ -95,11 +95,11 @@ class FairSlots:
         finally:
             self._release(tenant, state, self._clock() - started_at)
 
-    def _enter(self, tenant: str) -> _Tenant:
+    def _enter(self, tenant: str) -> _TenantState:
         state = self._active.get(tenant)
         if state is None:
             least = min((other.slot_s for other in self._active.values()), default=0.0)
-            state = self._active[tenant] = _Tenant(least)
+            state = self._active[tenant] = _TenantState(least)
         elif len(state.waiting) >= self._max_waiting:
             raise TenantBusy(
                 f"Your tenant has {len(state.waiting)} {self._work} waiting, and the limit is "
@@ -107,14 +107,14 @@ class FairSlots:
             )
         return state
 
-    def _release(self, tenant: str, state: _Tenant, used_s: float) -> None:
+    def _release(self, tenant: str, state: _TenantState, used_s: float) -> None:
         state.num_held -= 1
         state.slot_s += used_s
         self._num_free += 1
         self._grant()
-        self._forget_if_idle(tenant, state)
+        self._remove_if_idle(tenant, state)
 
-    def _forget_if_idle(self, tenant: str, state: _Tenant) -> None:
+    def _remove_if_idle(self, tenant: str, state: _TenantState) -> None:
         if not state.num_held and not state.waiting:
             self._active.pop(tenant, None)
 

@@ -31,8 +31,8 @@ def test_a_disk_is_full_from_the_first_look_and_until_the_reserve_is_whole_again
 
 def test_a_reserve_is_given_up_once_and_made_again(tmp_path: Path) -> None:
     reserve = DiskReserve(tmp_path / "reserve", SIZE)
-    assert reserve.give_up() and reserve.is_full and not (tmp_path / "reserve").exists()
-    assert not reserve.give_up(), "there is nothing left to free"
+    assert reserve.free() and reserve.is_full and not (tmp_path / "reserve").exists()
+    assert not reserve.free(), "there is nothing left to free"
     assert reserve.watch() and (tmp_path / "reserve").stat().st_size == SIZE
 
 
@@ -40,8 +40,10 @@ def test_the_room_that_a_given_up_reserve_left_is_not_taken_for_room_to_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reserve = DiskReserve(tmp_path / "reserve", SIZE)
-    reserve.give_up()
-    monkeypatch.setattr("slora_adapters.disk_reserve.has_room", lambda directory, num_bytes: num_bytes < SIZE)
+    reserve.free()
+    monkeypatch.setattr(
+        "slora_adapters.disk_reserve.has_space", lambda directory, num_bytes: num_bytes < SIZE
+    )
     assert not reserve.watch() and (tmp_path / "reserve").exists()
     monkeypatch.undo()
     assert reserve.watch()

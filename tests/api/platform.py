@@ -41,7 +41,7 @@ from slora_api.tenants.adapter_quota import AdapterQuota
 from slora_api.tenants.admin_key import open_admin_key
 from slora_api.tenants.api_key import Pepper
 from slora_api.tenants.revocation_journal import RevocationJournal
-from slora_api.tenants.tenancy import Tenancy
+from slora_api.tenants.tenant_store import TenantStore
 from tests.adapters.hand_made import SHAPE, make_members
 from tests.api.live_server import live_server
 from tests.api.scripted_engine import ScriptedEngine, byte_tokenizer
@@ -62,10 +62,10 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def open_tenancy(database: Database, directory: Path) -> Tenancy:
+def open_tenant_store(database: Database, directory: Path) -> TenantStore:
     """Tenants and keys. Secrets and the revocation journal are files in `directory`."""
     journal = RevocationJournal(directory / "revocations")
-    return Tenancy(database, Pepper.from_file(directory / "pepper"), journal)
+    return TenantStore(database, Pepper.from_file(directory / "pepper"), journal)
 
 
 @dataclass
@@ -83,10 +83,10 @@ class Platform:
 
     def key(self, tenant: str, adapter: str | None = None) -> str:
         """Creates a key, and the tenant if it does not exist."""
-        tenancy = self.services.tenancy
-        if tenant not in [known.name for known in tenancy.list_tenants()]:
-            tenancy.create_tenant(tenant)
-        return tenancy.create_key(tenant, adapter)[1].secret
+        tenant_store = self.services.tenant_store
+        if tenant not in [known.name for known in tenant_store.list_tenants()]:
+            tenant_store.create_tenant(tenant)
+        return tenant_store.create_key(tenant, adapter)[1].secret
 
     def upload(
         self, key: str, name: str, members: dict[str, bytes] | None = None, **fields: str
@@ -136,8 +136,8 @@ def running_platform(
     )
     quota = AdapterQuota(chosen.max_versions_per_tenant, chosen.max_adapter_bytes_per_tenant)
     journal = RevocationJournal(directory / "revocations")
-    tenancy, registry = Tenancy(database, pepper, journal), open_registry(chosen.registry, database)
-    pinning = Pinning(registry, tenancy, engine)
+    tenant_store, registry = TenantStore(database, pepper, journal), open_registry(chosen.registry, database)
+    pinning = Pinning(registry, tenant_store, engine)
     adapters = Catalog(registry, open_store(chosen.store or str(directory / "adapters")))
     canary = Canary(engine, tokenizer)
     limiter = RequestLimiter(
@@ -148,7 +148,7 @@ def running_platform(
     services = Services(
         chosen,
         reserve,
-        tenancy,
+        tenant_store,
         ModelCatalog(base, adapters, engine, pinning),
         Publisher(base, quarantine, inspector, templates, quota, adapters, canary, engine, pinning),
         Aliases(registry, pinning),

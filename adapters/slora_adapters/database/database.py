@@ -10,7 +10,7 @@ write a fraction of a millisecond. So writes should run on a thread.
 
 On a full disk the database is read-only. Opening an up-to-date database writes nothing. If the disk has no space even
 for the shared memory file that SQLite keeps beside the database, one connection reads without that file: see
-`_read_alone`.
+`_read_exclusively`.
 """
 
 import sqlite3
@@ -24,10 +24,10 @@ from typing import Any
 
 from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.errors import DiskFull, StoreUnavailable
-from slora_adapters.full_disk import has_room
+from slora_adapters.full_disk import has_space
 
 # Version of the table of applied migrations itself, stored in the file's user_version.
-PLUMBING_VERSION = 1
+LAYOUT_VERSION = 1
 # How long a writer waits for another writer. Transactions here take milliseconds.
 BUSY_TIMEOUT_S = 10.0
 # The space that SQLite may need at once: its shared memory is 32 KiB, and a transaction here writes a few pages.
@@ -52,8 +52,8 @@ class Database:
         self._reserve = reserve
         self._idle: list[sqlite3.Connection] = []
         self._lock = Lock()
-        self._lone: sqlite3.Connection | None = None
-        self._lone_lock = Lock()
+        self._exclusive: sqlite3.Connection | None = None
+        self._exclusive_lock = Lock()
         if not self._is_prepared():
             with self.transaction() as connection:
                 self._prepare(connection)
@@ -113,23 +113,23 @@ class Database:
 
     def read(self, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Returns all rows of one query."""
-        if self._lone is not None and self._reserve is not None and self._reserve.is_full:
-            return self._read_alone(query, parameters)
+        if self._exclusive is not None and self._reserve is not None and self._reserve.is_full:
+            return self._read_exclusively(query, parameters)
         try:
             with self._connection() as connection:
                 return connection.execute(query, parameters).fetchall()
         except DiskFull:
-            return self._read_alone(query, parameters)
+            return self._read_exclusively(query, parameters)
 
-    def give_up_reserve(self) -> bool:
+    def free_reserve(self) -> bool:
         """Frees the disk reserve for an urgent transaction. Returns whether the reserve existed."""
-        return self._reserve is not None and self._reserve.give_up()
+        return self._reserve is not None and self._reserve.free()
 
     def close(self) -> None:
         """Closes all idle connections. Later calls open new ones."""
         with self._lock:
             idle, self._idle = self._idle, []
-        self._close_lone()
+        self._close_exclusive()
         for connection in idle:
             connection.close()
 
@@ -138,8 +138,8 @@ class Database:
         """Lends a connection from the idle list. Connections are not bound to threads, so a thread pool does not keep
         one connection per thread.
         """
-        if self._lone is not None:
-            self._close_lone()
+        if self._exclusive is not None:
+            self._close_exclusive()
         try:
             with self._lock:
                 connection = self._idle.pop() if self._idle else None
@@ -150,25 +150,25 @@ class Database:
                 with self._lock:
                     self._idle.append(connection)
         except sqlite3.OperationalError as error:
-            if self._is_for_want_of_room(error):
+            if self._is_disk_full(error):
                 if self._reserve is not None:
                     self._reserve.report_full()
                 raise DiskFull(self.path.parent) from error
             raise StoreUnavailable(f"database {str(self.path)!r}: {error}") from error
 
-    def _is_for_want_of_room(self, error: sqlite3.OperationalError) -> bool:
+    def _is_disk_full(self, error: sqlite3.OperationalError) -> bool:
         """Returns whether an error means a full disk. SQLite reports an exceeded quota or file size limit, or no space
         for its shared memory, with the same codes as a broken disk.
         """
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
             try:
-                return not has_room(self.path.parent, _PROBE_BYTES)
+                return not has_space(self.path.parent, _PROBE_BYTES)
             except OSError:
                 return False
         return code == sqlite3.SQLITE_FULL
 
-    def _read_alone(self, query: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+    def _read_exclusively(self, query: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
         """Reads through one connection with an exclusive lock on the file. SQLite then uses private memory in place of
         the shared memory file.
 
@@ -177,27 +177,27 @@ class Database:
         if not self.path.exists():
             raise DiskFull(self.path.parent)
         try:
-            with self._lone_lock:
-                if self._lone is None:
-                    self._lone = sqlite3.connect(
+            with self._exclusive_lock:
+                if self._exclusive is None:
+                    self._exclusive = sqlite3.connect(
                         self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
                     )
-                    self._lone.execute("PRAGMA locking_mode = EXCLUSIVE")
-                return self._lone.execute(query, parameters).fetchall()
+                    self._exclusive.execute("PRAGMA locking_mode = EXCLUSIVE")
+                return self._exclusive.execute(query, parameters).fetchall()
         except sqlite3.OperationalError as error:
             raise StoreUnavailable(f"database {str(self.path)!r}: {error}") from error
 
-    def _close_lone(self) -> None:
-        with self._lone_lock:
-            lone, self._lone = self._lone, None
-            if lone is not None:
-                lone.close()
+    def _close_exclusive(self) -> None:
+        with self._exclusive_lock:
+            exclusive, self._exclusive = self._exclusive, None
+            if exclusive is not None:
+                exclusive.close()
 
     def _connect(self) -> sqlite3.Connection:
         try:
             return self._open()
         except sqlite3.OperationalError as error:
-            if not (self._is_for_want_of_room(error) and self.give_up_reserve()):
+            if not (self._is_disk_full(error) and self.free_reserve()):
                 raise
             return self._open()
 
@@ -216,20 +216,20 @@ class Database:
         if not self.path.exists():
             return False
         ((found,),) = self.read("PRAGMA user_version")
-        return bool(found == PLUMBING_VERSION)
+        return bool(found == LAYOUT_VERSION)
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         found = connection.execute("PRAGMA user_version").fetchone()[0]
-        if found > PLUMBING_VERSION:
+        if found > LAYOUT_VERSION:
             raise StoreUnavailable(
                 f"{str(self.path)!r} has database layout {found}, but this release supports at most "
-                f"{PLUMBING_VERSION}: run the newer release, or restore an older copy of the file"
+                f"{LAYOUT_VERSION}: run the newer release, or restore an older copy of the file"
             )
         connection.execute(
             "CREATE TABLE IF NOT EXISTS schema_versions "
             "(component TEXT PRIMARY KEY, version INTEGER NOT NULL) STRICT"
         )
-        connection.execute(f"PRAGMA user_version = {PLUMBING_VERSION}")
+        connection.execute(f"PRAGMA user_version = {LAYOUT_VERSION}")
 
 
 def _configure(connection: sqlite3.Connection) -> None:

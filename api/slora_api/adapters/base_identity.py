@@ -28,7 +28,7 @@ class BaseIdentity:
     def __init__(self, directory: Path, names: Sequence[str]) -> None:
         self._directory = directory
         self._names = frozenset(name.lower() for name in names)
-        self._taken: asyncio.Future[str | None] | None = None
+        self._computed: asyncio.Future[str | None] | None = None
 
     async def compare(self, claimed: str | None, base_name: str | None) -> str:
         """Returns "verified", "name-matched" or "unverified".
@@ -51,11 +51,11 @@ class BaseIdentity:
         return "name-matched" if base_name is not None and base_name.lower() in self._names else "unverified"
 
     async def _fingerprint(self) -> str | None:
-        if self._taken is None:
-            self._taken = asyncio.ensure_future(asyncio.to_thread(self._take))
-        return await asyncio.shield(self._taken)
+        if self._computed is None:
+            self._computed = asyncio.ensure_future(asyncio.to_thread(self._compute_fingerprint))
+        return await asyncio.shield(self._computed)
 
-    def _take(self) -> str | None:
+    def _compute_fingerprint(self) -> str | None:
         try:
             return fingerprint(self._directory)
         except (ConfigError, OSError) as error:

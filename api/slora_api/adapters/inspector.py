@@ -38,7 +38,7 @@ _MAX_WAITING = 64
 class InspectionBounds:
     """The limits of one inspection: private memory, and CPU time that grows with the size of the upload.
 
-    The wall-clock time is limited to `patience` times the CPU time, to end a process that hangs. This limit is
+    The wall-clock time is limited to `wall_time_factor` times the CPU time, to end a process that hangs. This limit is
     generous, because on a busy machine an inspection of one CPU second can take minutes.
 
     Worked example: an upload of 80 MiB may use 5 + 10 s of CPU time; reading and checking it takes about one second.
@@ -47,7 +47,7 @@ class InspectionBounds:
     memory_bytes: int = 512 << 20
     cpu_seconds: int = 5
     bytes_per_cpu_second: int = 8 << 20
-    patience: float = 120.0
+    wall_time_factor: float = 120.0
 
     def cpu_seconds_for(self, source: Path) -> int:
         files = source.iterdir() if source.is_dir() else [source]
@@ -77,7 +77,7 @@ class Inspector:
     async def _inspect(self, source: Path, scratch: Path) -> CheckedAdapter:
         bounds = self._bounds
         cpu_seconds = bounds.cpu_seconds_for(source)
-        wall_seconds = bounds.patience * cpu_seconds
+        wall_seconds = bounds.wall_time_factor * cpu_seconds
         task = InspectionTask(
             source,
             scratch,

@@ -27,7 +27,7 @@ from slora_api.adapters.pinning import Pinning
 from slora_api.errors import BadRequest, InUse, ModelNotFound
 from slora_api.generation.served_model import ServedModel
 from slora_api.listing import DEFAULT_LIMIT, list_json
-from slora_api.tenants.tenancy import KeyRecord
+from slora_api.tenants.tenant_store import KeyRecord
 
 __all__ = ["ModelCatalog"]
 

@@ -26,7 +26,7 @@ from slora_adapters.errors import AdapterNotFound, StoreUnavailable
 from slora_adapters.registry.registry import Registry, Rollout
 from slora_adapters.version import AdapterVersion
 from slora_api.errors import NotFound, PinsFull
-from slora_api.tenants.tenancy import ShareChanges, Tenancy, Tenant
+from slora_api.tenants.tenant_store import ShareChanges, Tenant, TenantStore
 
 __all__ = ["Pinning"]
 
@@ -34,15 +34,15 @@ _log = logging.getLogger(__name__)
 
 _PAUSE_S = 1.0
 # Pins that an error message names.
-_MOST_SHOWN = 5
+_MAX_SHOWN = 5
 
 
 class Pinning:
     """Runs on one event loop. The engine receives pins only while `run` is running."""
 
-    def __init__(self, registry: Registry, tenancy: Tenancy, client: EngineClient) -> None:
+    def __init__(self, registry: Registry, tenant_store: TenantStore, client: EngineClient) -> None:
         self._registry = registry
-        self._tenancy = tenancy
+        self._tenant_store = tenant_store
         self._client = client
         self._is_stale = asyncio.Event()
 
@@ -66,12 +66,14 @@ class Pinning:
         return await asyncio.to_thread(self._registry.pinned)
 
     async def change_share(self, tenant: str, changes: ShareChanges) -> Tenant:
-        """Changes a tenant's share. Raises what `Tenancy.change_share` raises.
+        """Changes a tenant's share. Raises what `TenantStore.change_share` raises.
 
         Raises PinsFull if the tenant's pins exceed a lowered max_pool_share, and EngineUnavailable before the pool's
         size is known.
         """
-        changed = await asyncio.to_thread(self._tenancy.change_share, tenant, changes, self._check_ceiling)
+        changed = await asyncio.to_thread(
+            self._tenant_store.change_share, tenant, changes, self._check_ceiling
+        )
         self.refresh()
         return changed
 
@@ -85,7 +87,7 @@ class Pinning:
             await self._is_stale.wait()
             self._is_stale.clear()
             try:
-                await self._client.set_pins(await asyncio.to_thread(self._read))
+                await self._client.set_pins(await asyncio.to_thread(self._read_pins))
             except EngineUnavailable:
                 pass  # the next engine asks for the pins when it connects
             except StoreUnavailable as error:
@@ -97,12 +99,12 @@ class Pinning:
                 self.refresh()
 
     def _pin(self, tenant: str, name: str) -> Rollout:
-        self._tenancy.find_tenant(tenant)
+        self._tenant_store.find_tenant(tenant)
         info = self._client.info
 
         def check(wanted: Rollout, others: Sequence[Rollout]) -> None:
             # Read inside the transaction, so that a share that is lowered at the same time counts.
-            _check_room(wanted, others, self._tenancy.find_tenant(tenant), info)
+            _check_room(wanted, others, self._tenant_store.find_tenant(tenant), info)
 
         try:
             return self._registry.pin(tenant, name, check)
@@ -110,7 +112,7 @@ class Pinning:
             raise _no_adapter(tenant, name) from None
 
     def _unpin(self, tenant: str, name: str) -> Rollout:
-        self._tenancy.find_tenant(tenant)
+        self._tenant_store.find_tenant(tenant)
         try:
             return self._registry.unpin(tenant, name)
         except AdapterNotFound:
@@ -123,18 +125,18 @@ class Pinning:
         if not pinned:
             return
         info = self._client.info
-        total, most = sum(_pages(pinned, info).values()), _most_own(tenant, info)
+        total, most = sum(_count_pages(pinned, info).values()), _max_own_pages(tenant, info)
         if total > most:
-            labels = ", ".join(f"`{rollout.label}`" for rollout in pinned[:_MOST_SHOWN])
-            more = f" and {len(pinned) - _MOST_SHOWN} more" if len(pinned) > _MOST_SHOWN else ""
+            labels = ", ".join(f"`{rollout.label}`" for rollout in pinned[:_MAX_SHOWN])
+            more = f" and {len(pinned) - _MAX_SHOWN} more" if len(pinned) > _MAX_SHOWN else ""
             raise PinsFull(
                 f"The pins of tenant `{tenant.name}` ({labels}{more}) take {total} pages; with a "
                 f"max_pool_share of {tenant.share.max_share:g} they may take {most} of the pool's "
                 f"{info.num_pages}. Unpin adapters first, or choose a higher max_pool_share."
             )
 
-    def _read(self) -> Sequence[Pin]:
-        shares = {tenant.name: tenant.share for tenant in self._tenancy.list_tenants()}
+    def _read_pins(self) -> Sequence[Pin]:
+        shares = {tenant.name: tenant.share for tenant in self._tenant_store.list_tenants()}
         versions = dict.fromkeys(
             record.version for rollout in self._registry.pinned() for record in rollout.records.values()
         )
@@ -143,10 +145,10 @@ class Pinning:
 
 def _check_room(wanted: Rollout, others: Iterable[Rollout], owner: Tenant, info: EngineInfo) -> None:
     """Raises PinsFull. Versions of one tenant with the same weights share their pages."""
-    num_pages = _pages((*others, wanted), info)
+    num_pages = _count_pages((*others, wanted), info)
     own = sum(count for version, count in num_pages.items() if version.tenant == owner.name)
     own_bound, remedy = "its max_pool_share", "raise max_pool_share"
-    _check_sum(own, _most_own(owner, info), f"of tenant `{owner.name}`", own_bound, wanted, info, remedy)
+    _check_sum(own, _max_own_pages(owner, info), f"of tenant `{owner.name}`", own_bound, wanted, info, remedy)
     _check_sum(
         sum(num_pages.values()),
         info.num_pages // 2,
@@ -158,23 +160,23 @@ def _check_room(wanted: Rollout, others: Iterable[Rollout], owner: Tenant, info:
     )
 
 
-def _most_own(owner: Tenant, info: EngineInfo) -> int:
+def _max_own_pages(owner: Tenant, info: EngineInfo) -> int:
     """The pages that the tenant's pins may use, rounded as the engine rounds."""
     return int(owner.share.max_share * info.num_pages + 1e-6)
 
 
 def _check_sum(
-    total: int, most: int, whose: str, bound: str, wanted: Rollout, info: EngineInfo, remedy: str
+    total: int, most: int, owner_label: str, bound: str, wanted: Rollout, info: EngineInfo, remedy: str
 ) -> None:
     if total > most:
-        num_pages = sum(_pages((wanted,), info).values())
+        num_pages = sum(_count_pages((wanted,), info).values())
         raise PinsFull(
-            f"With `{wanted.label}` ({num_pages} pages) the pins {whose} would take {total} pages; they may take "
+            f"With `{wanted.label}` ({num_pages} pages) the pins {owner_label} would take {total} pages; they may take "
             f"{most} of the pool's {info.num_pages} ({bound}). Unpin others, or {remedy}."
         )
 
 
-def _pages(rollouts: Iterable[Rollout], info: EngineInfo) -> dict[AdapterVersion, int]:
+def _count_pages(rollouts: Iterable[Rollout], info: EngineInfo) -> dict[AdapterVersion, int]:
     records = (record for rollout in rollouts for record in rollout.records.values())
     return {record.version: -(-record.details.pool_bytes // info.full_page_bytes) for record in records}
 

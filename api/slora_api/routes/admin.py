@@ -8,7 +8,7 @@ from slora_api.adapters.adapter_json import adapter_json, alias_json
 from slora_api.routes.services import Wired
 from slora_api.schemas import NewKeyRequest, NewTenantRequest, TenantChanges
 from slora_api.tenants.authentication import Operator
-from slora_api.tenants.tenancy import KeyRecord, ShareChanges, Tenant
+from slora_api.tenants.tenant_store import KeyRecord, ShareChanges, Tenant
 
 __all__ = ["router"]
 
@@ -46,17 +46,20 @@ def _key_json(key: KeyRecord) -> dict[str, Any]:
 # Functions without `async`: FastAPI runs them on a thread, because the database may wait for a disk.
 @router.post("/tenants", status_code=status.HTTP_201_CREATED)
 def create_tenant(body: NewTenantRequest, _operator: Operator, services: Wired) -> dict[str, Any]:
-    return _tenant_json(services.tenancy.create_tenant(body.name, _changes(body)))
+    return _tenant_json(services.tenant_store.create_tenant(body.name, _changes(body)))
 
 
 @router.get("/tenants")
 def list_tenants(_operator: Operator, services: Wired) -> dict[str, Any]:
-    return {"object": "list", "data": [_tenant_json(tenant) for tenant in services.tenancy.list_tenants()]}
+    return {
+        "object": "list",
+        "data": [_tenant_json(tenant) for tenant in services.tenant_store.list_tenants()],
+    }
 
 
 @router.get("/tenants/{tenant}")
 def get_tenant(tenant: str, _operator: Operator, services: Wired) -> dict[str, Any]:
-    return _tenant_json(services.tenancy.find_tenant(tenant))
+    return _tenant_json(services.tenant_store.find_tenant(tenant))
 
 
 @router.patch("/tenants/{tenant}")
@@ -90,16 +93,16 @@ def create_key(
     adapter = body.adapter if body else None
     if adapter is not None:
         services.catalog.check_key_adapter(adapter)
-    record, key = services.tenancy.create_key(tenant, adapter)
+    record, key = services.tenant_store.create_key(tenant, adapter)
     return {**_key_json(record), "key": key.secret}
 
 
 @router.get("/tenants/{tenant}/keys")
 def list_keys(tenant: str, _operator: Operator, services: Wired) -> dict[str, Any]:
-    return {"object": "list", "data": [_key_json(key) for key in services.tenancy.list_keys(tenant)]}
+    return {"object": "list", "data": [_key_json(key) for key in services.tenant_store.list_keys(tenant)]}
 
 
 @router.delete("/keys/{key_id}")
 def revoke_key(key_id: str, _operator: Operator, services: Wired) -> dict[str, Any]:
-    services.tenancy.revoke_key(key_id)
+    services.tenant_store.revoke_key(key_id)
     return {"object": "api_key", "key_id": key_id, "revoked": True}

@@ -17,7 +17,7 @@ from slora_api.routes.json_body import read_json
 from slora_api.routes.services import Services, Wired
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
 from slora_api.tenants.authentication import CurrentKey
-from slora_api.tenants.tenancy import KeyRecord
+from slora_api.tenants.tenant_store import KeyRecord
 
 __all__ = ["router"]
 

@@ -21,7 +21,7 @@ from slora_api.generation.generation import Generator
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.request_bounds import RequestBounds
 from slora_api.settings import Settings
-from slora_api.tenants.tenancy import Tenancy
+from slora_api.tenants.tenant_store import TenantStore
 
 __all__ = ["Services", "Wired"]
 
@@ -37,7 +37,7 @@ class Services:
 
     settings: Settings
     reserve: DiskReserve
-    tenancy: Tenancy
+    tenant_store: TenantStore
     catalog: ModelCatalog
     publisher: Publisher
     aliases: Aliases

@@ -42,8 +42,8 @@ def _tenant(services: Services, name: str | None) -> str:
     field.
     """
     if name is not None:
-        return services.tenancy.find_tenant(name).name
-    tenants = services.tenancy.list_tenants()
+        return services.tenant_store.find_tenant(name).name
+    tenants = services.tenant_store.list_tenants()
     if len(tenants) != 1:
         raise BadRequest(
             f"This server has {len(tenants)} tenants; name the tenant of the adapter in `tenant`.",

@@ -18,11 +18,11 @@ from contextlib import suppress
 from slora_api.errors import ServerBusy, describe_error
 from slora_api.server.connections import Connections
 from slora_api.server.http_protocol import HttpProtocol, encode_answer
-from slora_api.server.rare_log import get_rare_logger
+from slora_api.server.rate_limited_log import get_rate_limited_logger
 
 __all__ = ["Acceptor"]
 
-_log = get_rare_logger(__name__)
+_log = get_rate_limited_logger(__name__)
 
 # Accepting this many connections takes the event loop about 2 ms.
 _MAX_AT_ONCE = 16
@@ -70,7 +70,7 @@ class Acceptor:
                 return  # no connection waits, or a client hung up before it was accepted
             accepted.setblocking(False)
             host = str(address[0])
-            reason = self._connections.find_room(host)
+            reason = self._connections.make_room(host)
             if reason is None:
                 self._hand_over(accepted, host)
             else:

@@ -15,17 +15,17 @@ from slora_adapters.errors import SloraError, StoreUnavailable
 from slora_api.errors import error_response
 from slora_api.routes import adapters, admin, completions, health, limits, models, vllm_adapters
 from slora_api.routes.services import Services
-from slora_api.server.body_limit import BodyLimit, BodyLimits
-from slora_api.server.request_scope import RequestScope
+from slora_api.server.body_limit import BodyLimitMiddleware, BodyLimits
+from slora_api.server.request_scope import RequestScopeMiddleware
 from slora_api.tenants.admin_key import AdminKey
-from slora_api.tenants.authentication import Authentication, is_operator
+from slora_api.tenants.authentication import AuthenticationMiddleware, is_operator
 
 __all__ = ["make_app", "make_router"]
 
 logger = logging.getLogger(__name__)
 
 _MODULES = (completions, models, limits, adapters, vllm_adapters, admin, health)
-# Starlette looks the handler up by the error's class. Exception is for bugs: RequestScope logs them.
+# Starlette looks the handler up by the error's class. Exception is for bugs: RequestScopeMiddleware logs them.
 _ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, Exception)
 
 
@@ -68,9 +68,9 @@ def make_app(services: Services, admin_key: AdminKey) -> ASGIApp:
     """
     settings = services.settings
     app: ASGIApp = make_router(services)
-    app = Authentication(app, services.tenancy, admin_key)
+    app = AuthenticationMiddleware(app, services.tenant_store, admin_key)
     body_limits = BodyLimits(
         settings.max_body_bytes, settings.max_upload_bytes, settings.min_body_bytes_per_s
     )
-    app = BodyLimit(app, body_limits)
-    return RequestScope(app, services.generator.metrics.answered)
+    app = BodyLimitMiddleware(app, body_limits)
+    return RequestScopeMiddleware(app, services.generator.metrics.answered)

@@ -3,7 +3,7 @@
 Four properties of a body are bounded: its size (413), its rate (408), its encoding (415), and its memory. The memory
 has a bound for each tenant (429) and for all tenants together (503).
 
-The rate is limited by an `Allowance`. Only the time in which the application waits for the client counts against it. A
+The rate is limited by a `MinRateTimeout`. Only the time in which the application waits for the client counts. A
 client that stops sending is thus refused after 20 s. A body takes at most 20 s plus its size limit divided by the
 minimum rate.
 
@@ -27,10 +27,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slora_api.errors import ApiError, BodyEncoded, BodyTooLarge, RequestTooSlow, error_response
 from slora_api.generation.permit_pool import PermitPool
 from slora_api.request_bounds import MAX_SMALL_BODY_BYTES
-from slora_api.server.allowance import Allowance
-from slora_api.tenants.tenancy import KeyRecord
+from slora_api.server.min_rate_timeout import MinRateTimeout
+from slora_api.tenants.tenant_store import KeyRecord
 
-__all__ = ["BodyLimit", "BodyLimits"]
+__all__ = ["BodyLimitMiddleware", "BodyLimits"]
 
 # Mobile connections are interrupted for several seconds when the phone changes cells.
 _GRACE_S = 20.0
@@ -80,7 +80,7 @@ class BodyLimits:
         )
 
 
-class _Body:
+class _BodyReader:
     """Receives the body of one request. refusal: the error that ended it, if one did."""
 
     def __init__(self, receive: Receive, scope: Scope, limits: BodyLimits, memory: PermitPool) -> None:
@@ -90,7 +90,7 @@ class _Body:
         self._memory = memory
         self._held = ExitStack()
         self._too_large = limits.too_large(scope)
-        self._allowance = Allowance(limits.grace_s, limits.min_bytes_per_s)
+        self._timeout = MinRateTimeout(limits.grace_s, limits.min_bytes_per_s)
         self._waited_s = 0.0
         self.num_bytes = 0
         self.complete = False
@@ -112,14 +112,14 @@ class _Body:
     async def _receive_part(self) -> Message:
         started_at, num_before = time.monotonic(), self.num_bytes
         try:
-            async with asyncio.timeout(max(0.0, self._allowance.left_s)):
+            async with asyncio.timeout(max(0.0, self._timeout.left_s)):
                 message = await self._next()
         except TimeoutError:
             self._waited_s += time.monotonic() - started_at
             raise self._limits.too_slow(self.num_bytes, self._waited_s) from None
         waited_s, num_new = time.monotonic() - started_at, self.num_bytes - num_before
         self._waited_s += waited_s
-        self._allowance.spend(waited_s, num_new)
+        self._timeout.charge(waited_s, num_new)
         if self.num_bytes > self._too_large.limit_bytes:
             raise self._too_large
         if num_new and self._scope["path"] != self._limits.upload_path:
@@ -148,7 +148,7 @@ class _Body:
         return message
 
 
-class BodyLimit:
+class BodyLimitMiddleware:
     """ASGI middleware that wraps everything that may read a body."""
 
     def __init__(self, app: ASGIApp, limits: BodyLimits) -> None:
@@ -157,7 +157,7 @@ class BodyLimit:
         self._memory = limits.memory()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = _Body(receive, scope, self._limits, self._memory)
+        body = _BodyReader(receive, scope, self._limits, self._memory)
         lingering = _lingering(send, body)
         if (refusal := _refuse_headers(Headers(scope=scope), self._limits.too_large(scope))) is not None:
             await error_response(refusal)(scope, receive, lingering)
@@ -199,7 +199,7 @@ def _refuse_headers(headers: Headers, too_large: BodyTooLarge) -> ApiError | Non
     return None
 
 
-def _lingering(send: Send, body: _Body) -> Send:
+def _lingering(send: Send, body: _BodyReader) -> Send:
     """Wraps `send` so that the end of an answer is held back until the body is complete, dropped, or timed out."""
 
     async def send_lingering(message: Message) -> None:

@@ -16,8 +16,9 @@ class ConnectionLimits:
     idle_s: how long a connection may stay open without a request. Load balancers commonly keep idle connections for 60
     s. The longer limit here lets them close the connection first.
     head_s: limit from the first byte of a request to the end of its headers, which have at most 16 KiB.
-    write_grace_s, min_read_bytes_per_s: the `Allowance` of a client that reads its answer. It is spent only while more
-    than 64 KiB wait for the client or the answer is complete. 16 KiB/s is slower than any link that can carry a stream.
+    write_grace_s, min_read_bytes_per_s: the `MinRateTimeout` of a client that reads its answer. It runs only while
+    more than 64 KiB wait for the client or the answer is complete. 16 KiB/s is slower than any link that can carry a
+    stream.
     sweep_s: how often these limits are checked.
     """
 

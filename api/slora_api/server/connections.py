@@ -18,11 +18,11 @@ from heapq import nsmallest
 from typing import Protocol
 
 from slora_api.server.connection_limits import ConnectionLimits
-from slora_api.server.rare_log import get_rare_logger
+from slora_api.server.rate_limited_log import get_rate_limited_logger
 
 __all__ = ["Connection", "Connections"]
 
-_log = get_rare_logger(__name__)
+_log = get_rate_limited_logger(__name__)
 
 # One in this many connections is closed per batch, because each search looks at all of them: 5 ms for 4,096.
 _BATCHES = 64
@@ -58,7 +58,7 @@ class Connections:
     def __len__(self) -> int:
         return len(self._addresses)
 
-    def find_room(self, host: str) -> str | None:
+    def make_room(self, host: str) -> str | None:
         """Makes room for a connection from `host`, if necessary by closing idle ones. Returns None, or the reason for a
         refusal.
         """

@@ -20,7 +20,7 @@ from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import StagedUpload
 from slora_api.errors import Conflict
 from slora_api.tenants.api_key import make_key
-from slora_api.tenants.tenancy import Tenancy
+from slora_api.tenants.tenant_store import TenantStore
 
 __all__ = ["DemoTenant", "describe_demo", "find_demo_adapters", "find_demo_directory", "set_up_demo"]
 
@@ -74,7 +74,7 @@ def _read_keys(path: Path) -> dict[str, str]:
     return keys
 
 
-def _make_tenants(tenancy: Tenancy, keys_path: Path, adapters: Iterable[str]) -> list[DemoTenant]:
+def _make_tenants(tenant_store: TenantStore, keys_path: Path, adapters: Iterable[str]) -> list[DemoTenant]:
     wanted: dict[str, str | None] = {_BASE_TENANT: None, **{name: name for name in adapters}}
     keys = _read_keys(keys_path)
     keys |= {tenant: make_key().secret for tenant in wanted if tenant not in keys}
@@ -82,19 +82,19 @@ def _make_tenants(tenancy: Tenancy, keys_path: Path, adapters: Iterable[str]) ->
     replace_durably(keys_path, json.dumps(keys, indent=2).encode())
     for tenant, adapter in wanted.items():
         with suppress(Conflict):  # an earlier start created it
-            tenancy.create_tenant(tenant)
-        tenancy.adopt_key(tenant, adapter, keys[tenant])
+            tenant_store.create_tenant(tenant)
+        tenant_store.import_key(tenant, adapter, keys[tenant])
     return [DemoTenant(tenant, adapter, keys[tenant]) for tenant, adapter in wanted.items()]
 
 
 async def set_up_demo(
-    adapters: Sequence[Path], tenancy: Tenancy, publisher: Publisher, keys_path: Path
+    adapters: Sequence[Path], tenant_store: TenantStore, publisher: Publisher, keys_path: Path
 ) -> list[DemoTenant]:
     """Creates the demo's tenants, API keys and adapters if they do not exist yet. Needs a running engine, as all
     uploads do.
     """
     names = [path.name for path in adapters]
-    tenants = await asyncio.to_thread(_make_tenants, tenancy, keys_path, names)
+    tenants = await asyncio.to_thread(_make_tenants, tenant_store, keys_path, names)
     for path in adapters:
         await _publish(path, publisher)
     return tenants
@@ -102,14 +102,14 @@ async def set_up_demo(
 
 async def _publish(path: Path, publisher: Publisher) -> None:
     """Publishes one adapter. If the engine dies meanwhile, retries until a new engine accepts the adapter."""
-    is_told = False
+    has_warned = False
     while True:
         try:
             await publisher.publish(path.name, StagedUpload(path.name, path))
         except EngineUnavailable as error:
-            if not is_told:
+            if not has_warned:
                 logger.warning("the demo's adapter %s cannot be published yet: %s", path.name, error)
-            is_told = True
+            has_warned = True
             await asyncio.sleep(_RETRY_S)
         else:
             return

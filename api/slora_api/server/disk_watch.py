@@ -8,7 +8,7 @@ import logging
 
 from slora_adapters.disk_reserve import DiskReserve
 from slora_adapters.errors import DiskFull, StoreUnavailable
-from slora_api.tenants.tenancy import Tenancy
+from slora_api.tenants.tenant_store import TenantStore
 
 __all__ = ["DiskWatch"]
 
@@ -20,26 +20,26 @@ _PERIOD_S = 2.0
 class DiskWatch:
     """A read-only server becomes writable again only while `run` is running."""
 
-    def __init__(self, reserve: DiskReserve, tenancy: Tenancy) -> None:
+    def __init__(self, reserve: DiskReserve, tenant_store: TenantStore) -> None:
         self._reserve = reserve
-        self._tenancy = tenancy
+        self._tenant_store = tenant_store
         # The last error, so that a lasting error is logged once.
         self._trouble = ""
 
     async def run(self) -> None:
         """Checks the disk periodically, until cancelled."""
         while True:
-            await asyncio.to_thread(self.look)
+            await asyncio.to_thread(self.check)
             await asyncio.sleep(_PERIOD_S)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Checks the disk once. Pending revocations are tried even if it is full, because the disk reserve is meant for
         them.
         """
         trouble = ""
         try:
             self._reserve.watch()
-            self._tenancy.write_pending_revocations()
+            self._tenant_store.write_pending_revocations()
         except DiskFull:
             pass  # `DiskReserve` has logged it
         except (OSError, StoreUnavailable) as error:

@@ -25,14 +25,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from slora_api.errors import ErrorAnswer, RequestTooSlow, describe_error
-from slora_api.server.allowance import Allowance
 from slora_api.server.connection_limits import ConnectionLimits
 from slora_api.server.connections import Connections
-from slora_api.server.rare_log import get_rare_logger
+from slora_api.server.min_rate_timeout import MinRateTimeout
+from slora_api.server.rate_limited_log import get_rate_limited_logger
 
 __all__ = ["HttpProtocol", "encode_answer"]
 
-_log = get_rare_logger(__name__)
+_log = get_rate_limited_logger(__name__)
 
 # struct linger: enabled, with a timeout of zero, so that closing the socket resets the connection.
 _NO_LINGER = struct.pack("ii", 1, 0)
@@ -55,10 +55,10 @@ def encode_answer(answer: ErrorAnswer) -> bytes:
 class _Reader:
     """Measures how long the server has waited for the client to read its answer."""
 
-    __slots__ = ("_allowance", "_num_buffered", "_rested_at", "_since")
+    __slots__ = ("_num_buffered", "_rested_at", "_since", "_timeout")
 
     def __init__(self, limits: ConnectionLimits, now_s: float) -> None:
-        self._allowance = Allowance(limits.write_grace_s, limits.min_read_bytes_per_s)
+        self._timeout = MinRateTimeout(limits.write_grace_s, limits.min_read_bytes_per_s)
         self._since: float | None = None
         self._rested_at = now_s
         self._num_buffered = 0
@@ -66,15 +66,15 @@ class _Reader:
     def wait(self, now_s: float, num_buffered: int) -> None:
         """Notes that the server now waits for the client to read the buffered bytes."""
         if self._since is None:
-            self._allowance.rest(now_s - self._rested_at)
+            self._timeout.credit(now_s - self._rested_at)
             self._since, self._num_buffered = now_s, num_buffered
 
     def account(self, now_s: float, num_buffered: int) -> float:
         """Charges the wait so far. Returns the seconds that are left."""
         if self._since is not None:
-            self._allowance.spend(now_s - self._since, max(0, self._num_buffered - num_buffered))
+            self._timeout.charge(now_s - self._since, max(0, self._num_buffered - num_buffered))
             self._since, self._num_buffered = now_s, num_buffered
-        return self._allowance.left_s
+        return self._timeout.left_s
 
     def resume(self, now_s: float, num_buffered: int) -> None:
         """Notes that the server no longer waits; a no-op if it did not wait."""
@@ -160,7 +160,7 @@ class HttpProtocol(H11Protocol):
             self.close_now()
 
     def _is_stuck(self, now_s: float) -> bool:
-        """Whether buffered bytes have waited for longer than the client's allowance."""
+        """Whether buffered bytes have waited for longer than the client's timeout."""
         num_buffered = self.transport.get_write_buffer_size()
         ends_here = self._awaits_request or self.transport.is_closing()
         if num_buffered and (self.flow.write_paused or ends_here):

@@ -15,7 +15,7 @@ from slora_api.server.acceptor import Acceptor
 from slora_api.server.connection_limits import ConnectionLimits
 from slora_api.server.connections import Connections
 from slora_api.server.http_protocol import HttpProtocol
-from slora_api.server.rare_log import get_rare_logger
+from slora_api.server.rate_limited_log import get_rate_limited_logger
 
 __all__ = ["HttpServer"]
 
@@ -39,7 +39,7 @@ class HttpServer(uvicorn.Server):
             )
         )
         # uvicorn logs a line for each request that is not valid HTTP.
-        get_rare_logger("uvicorn.error")
+        get_rate_limited_logger("uvicorn.error")
         self._connections = Connections(limits)
         self._acceptors: list[Acceptor] = []
         self._sweeping: asyncio.Task[None] | None = None

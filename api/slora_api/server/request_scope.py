@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slora_api.errors import Stopping, error_response
 
-__all__ = ["RequestScope"]
+__all__ = ["RequestScopeMiddleware"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def _request_id(scope: Scope) -> str:
     return sent if _SANE_ID.fullmatch(sent) else f"req_{uuid.uuid4().hex}"
 
 
-class _Answer:
+class _ResponseSender:
     """Sends an answer with the headers that every answer has."""
 
     __slots__ = ("_request_id", "_send", "_started_at", "status")
@@ -55,7 +55,7 @@ class _Answer:
         await self._send(message)
 
 
-class RequestScope:
+class RequestScopeMiddleware:
     """ASGI middleware. observe: called with route, status and seconds of every answer."""
 
     def __init__(self, app: ASGIApp, observe: Observe) -> None:
@@ -68,19 +68,19 @@ class RequestScope:
             raise RuntimeError(f"this application answers HTTP, not {scope['type']!r}")
         request_id = _request_id(scope)
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
-        answer = _Answer(send, request_id)
+        sender = _ResponseSender(send, request_id)
         try:
-            await self._app(scope, receive, answer.send)
+            await self._app(scope, receive, sender.send)
         except asyncio.CancelledError:
             # uvicorn cancels the remaining requests when the drain time is over, and waits no longer.
-            if answer.status is None:
-                await error_response(Stopping())(scope, receive, answer.send)
+            if sender.status is None:
+                await error_response(Stopping())(scope, receive, sender.send)
         except Exception as error:  # a bug fails this request only and is logged
             logger.error(
                 "request %s: %s %s failed", request_id, scope["method"], scope["path"], exc_info=error
             )
-            if answer.status is None:
-                await error_response(error)(scope, receive, answer.send)
+            if sender.status is None:
+                await error_response(error)(scope, receive, sender.send)
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
-            self._observe(route, answer.status or 0, answer.seconds)
+            self._observe(route, sender.status or 0, sender.seconds)

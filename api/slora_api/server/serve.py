@@ -76,7 +76,7 @@ from slora_api.tenants.adapter_quota import AdapterQuota
 from slora_api.tenants.admin_key import AdminKey, open_admin_key
 from slora_api.tenants.api_key import Pepper
 from slora_api.tenants.revocation_journal import RevocationJournal
-from slora_api.tenants.tenancy import Tenancy
+from slora_api.tenants.tenant_store import TenantStore
 
 __all__ = ["main", "serve_demo"]
 
@@ -227,8 +227,8 @@ async def _open_services(
     )
     journal = RevocationJournal(data.revocations)
     stack.callback(journal.close)
-    tenancy = Tenancy(database, pepper, journal)
-    pinning = Pinning(registry, tenancy, client)
+    tenant_store = TenantStore(database, pepper, journal)
+    pinning = Pinning(registry, tenant_store, client)
     quarantine = Quarantine(data.quarantine, reserve)
     inspector = Inspector(model.shape, model.limits, InspectionBounds())
     quota = AdapterQuota(settings.max_versions_per_tenant, settings.max_adapter_bytes_per_tenant)
@@ -237,7 +237,7 @@ async def _open_services(
     return Services(
         settings,
         reserve,
-        tenancy,
+        tenant_store,
         ModelCatalog(base, adapters, client, pinning),
         Publisher(base, quarantine, inspector, templates, quota, adapters, canary, client, pinning),
         Aliases(registry, pinning),
@@ -272,7 +272,7 @@ async def _announce(services: Services, data: DataDir, url: str, admin_key: Admi
     tenants: Sequence[DemoTenant] = ()
     if adapters:
         try:
-            tenants = await set_up_demo(adapters, services.tenancy, services.publisher, data.demo_keys)
+            tenants = await set_up_demo(adapters, services.tenant_store, services.publisher, data.demo_keys)
         except DiskFull as error:
             logger.error("the demo could not be set up: %s", error)
     services.generator.readiness.unfinished.pop(_DEMO, None)
@@ -348,7 +348,7 @@ async def _serve(settings: Settings) -> None:
             client.run(services.pinning.refresh),
             services.pinning.run(),
             services.follower.run(),
-            DiskWatch(services.reserve, services.tenancy).run(),
+            DiskWatch(services.reserve, services.tenant_store).run(),
             services.publisher.sweep(),
             _announce(services, data, _url(listener), admin_key),
         ]

@@ -31,8 +31,8 @@ __all__ = ["Child", "ChildRefused", "Supervisor"]
 logger = logging.getLogger(__name__)
 
 # The first restart is almost immediate, because requests must wait for the model to load in any case.
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 10.0
+_MIN_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 10.0
 # After a life this long, the next death counts as the first of a new series.
 _HEALTHY_S = 30.0
 _STOP_S = 10.0
@@ -42,7 +42,7 @@ _REFUSED_EXIT = 2
 # Exit code of a child that cannot start for an external reason, such as a store that does not answer yet.
 _TRY_LATER_EXIT = os.EX_TEMPFAIL
 # A model that crashes at the start usually crashes each time. Two more tries cover a temporary fault of the machine.
-_MOST_FAILED_STARTS = 3
+_MAX_FAILED_STARTS = 3
 
 
 class ChildRefused(SloraError):
@@ -64,7 +64,7 @@ class Child:
 
 
 @dataclass(frozen=True, slots=True)
-class _Death:
+class _Exit:
     """The end of a child process. exit_code: negative if a signal ended it. reason: the child's own message, or
     empty.
     """
@@ -113,7 +113,7 @@ class Supervisor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep_alive(self, child: Child) -> None:
-        pause_s = _FIRST_PAUSE_S
+        pause_s = _MIN_BACKOFF_S
         was_ever_ready, num_failed_starts = False, 0
         while True:
             started_at = time.monotonic()
@@ -122,18 +122,18 @@ class Supervisor:
             num_failed_starts += death.exit_code != _TRY_LATER_EXIT
             if death.exit_code == _REFUSED_EXIT:
                 raise ChildRefused(f"the {child.name} cannot start: {death}")
-            if not was_ever_ready and num_failed_starts >= _MOST_FAILED_STARTS:
+            if not was_ever_ready and num_failed_starts >= _MAX_FAILED_STARTS:
                 raise ChildRefused(
                     f"the {child.name} died {num_failed_starts} times before it was ready, the last time with {death}"
                 )
             if time.monotonic() - started_at > _HEALTHY_S:
-                pause_s = _FIRST_PAUSE_S
+                pause_s = _MIN_BACKOFF_S
             logger.error("the %s died with %s; restarting it in %.1f s", child.name, death, pause_s)
             self._on_restart(child.name)
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, _MAX_BACKOFF_S)
 
-    async def _run_once(self, child: Child) -> _Death:
+    async def _run_once(self, child: Child) -> _Exit:
         page = HeartbeatPage.create()
         try:
             process = await _start(child, page)
@@ -141,7 +141,7 @@ class Supervisor:
             watching = asyncio.create_task(self._watch(child, process, page))
             try:
                 exit_code = await process.wait()
-                return _Death(exit_code, page.reason, page.read().is_serving)
+                return _Exit(exit_code, page.reason, page.read().is_serving)
             finally:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)

@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slora_api.errors import Forbidden, Unauthorized, error_response
 from slora_api.tenants.admin_key import AdminKey
-from slora_api.tenants.tenancy import KeyRecord, Tenancy
+from slora_api.tenants.tenant_store import KeyRecord, TenantStore
 
-__all__ = ["PUBLIC_PATHS", "Authentication", "CurrentKey", "Operator", "is_operator"]
+__all__ = ["PUBLIC_PATHS", "AuthenticationMiddleware", "CurrentKey", "Operator", "is_operator"]
 
 # Load balancers and container engines call these without a key. They reveal only whether the server is up and ready.
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz"})
@@ -36,12 +36,12 @@ class _OperatorCaller:
 _Caller = _OperatorCaller | KeyRecord
 
 
-class Authentication:
+class AuthenticationMiddleware:
     """ASGI middleware: stores the caller in the request's state, or answers 401."""
 
-    def __init__(self, app: ASGIApp, tenancy: Tenancy, admin_key: AdminKey) -> None:
+    def __init__(self, app: ASGIApp, tenant_store: TenantStore, admin_key: AdminKey) -> None:
         self._app = app
-        self._tenancy = tenancy
+        self._tenant_store = tenant_store
         self._admin_key = admin_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,7 +59,7 @@ class Authentication:
             return None
         if self._admin_key.matches(match[1]):
             return _OperatorCaller()
-        return self._tenancy.authenticate(match[1])
+        return self._tenant_store.authenticate(match[1])
 
 
 def _current_key(request: Request) -> KeyRecord:

@@ -94,7 +94,7 @@ def test_the_clock_alone_refuses_nothing(tmp_path: Path) -> None:
         return await task
 
     # On an idle machine, an inspection takes less than a second.
-    assert bounds.patience * bounds.cpu_seconds_for(source) >= 120
+    assert bounds.wall_time_factor * bounds.cpu_seconds_for(source) >= 120
     assert asyncio.run(stop_and_go_on()).rank == 2
 
 
@@ -127,7 +127,7 @@ def test_one_that_hangs_is_ended(tmp_path: Path, slow: Path) -> None:
         inspect(
             tmp_path,
             slow,
-            InspectionBounds(cpu_seconds=10, bytes_per_cpu_second=1 << 40, patience=0.05),
+            InspectionBounds(cpu_seconds=10, bytes_per_cpu_second=1 << 40, wall_time_factor=0.05),
             max_tensor_bytes=1 << 40,
         )
     assert children() == []

@@ -17,9 +17,9 @@ from slora_adapters.version import AdapterVersion
 from slora_api.adapters.pinning import Pinning
 from slora_api.cli.main import main
 from slora_api.errors import PinsFull
-from slora_api.tenants.tenancy import ShareChanges, Tenancy
+from slora_api.tenants.tenant_store import ShareChanges, TenantStore
 from tests.adapters.hand_made import make_config, make_members, make_tensors
-from tests.api.platform import ADMIN_KEY, Platform, bearer, open_tenancy, running_platform
+from tests.api.platform import ADMIN_KEY, Platform, bearer, open_tenant_store, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
 
@@ -195,12 +195,12 @@ def test_names_for_the_same_weights_are_counted_once(platform: Platform) -> None
 class Overtaken(Registry):
     """A registry in which another operator lowers the tenant's share between the start of a pin and its transaction."""
 
-    def __init__(self, database: Database, tenancy: Tenancy) -> None:
+    def __init__(self, database: Database, tenant_store: TenantStore) -> None:
         super().__init__(SqliteStorage(database))
-        self._tenancy = tenancy
+        self._tenant_store = tenant_store
 
     def pin(self, tenant: str, reference: str, check: PinCheck) -> Rollout:
-        self._tenancy.change_share(tenant, ShareChanges(max_pool_share=0.01))
+        self._tenant_store.change_share(tenant, ShareChanges(max_pool_share=0.01))
         return super().pin(tenant, reference, check)
 
 
@@ -208,12 +208,12 @@ def test_a_pin_is_checked_against_the_share_that_holds_when_it_is_made(tmp_path:
     """Born from a bug: the share was read before the transaction, so a share lowered in between was below the pinned
     bytes."""
     database = Database(tmp_path / "slora.db")
-    tenancy = open_tenancy(database, tmp_path)
-    registry = Overtaken(database, tenancy)
-    tenancy.create_tenant("acme")
+    tenant_store = open_tenant_store(database, tmp_path)
+    registry = Overtaken(database, tenant_store)
+    tenant_store.create_tenant("acme")
     details = AdapterDetails(2, ("q_proj",), 4096)
     registry.put("voice", AdapterVersion("acme", "1" * 64), details)
-    pinning = Pinning(registry, tenancy, ScriptedEngine())
+    pinning = Pinning(registry, tenant_store, ScriptedEngine())
     with pytest.raises(PinsFull, match="would take 4 pages; they may take 1 of the pool's 100"):
         asyncio.run(pinning.pin("acme", "voice"))
     assert registry.pinned() == []
@@ -239,14 +239,14 @@ def test_the_engine_is_told_all_pins_with_their_tenants_shares_until_it_has_hear
 ) -> None:
     monkeypatch.setattr("slora_api.adapters.pinning._PAUSE_S", 0.01)
     database = Database(tmp_path / "slora.db")
-    registry, tenancy = Shaky(database), open_tenancy(database, tmp_path)
+    registry, tenant_store = Shaky(database), open_tenant_store(database, tmp_path)
     details = AdapterDetails(2, ("q_proj",), 100)
     for tenant, share in (("a", ShareChanges(weight=2)), ("b", ShareChanges())):
-        tenancy.create_tenant(tenant, share)
+        tenant_store.create_tenant(tenant, share)
         registry.put("one", AdapterVersion(tenant, "1" * 64), details)
     registry.put("same", AdapterVersion("a", "1" * 64), details)
     engine = ScriptedEngine(ready=False)
-    pinning = Pinning(registry, tenancy, engine)
+    pinning = Pinning(registry, tenant_store, engine)
     one, two = Pin(AdapterVersion("a", "1" * 64), TenantShare(2)), Pin(AdapterVersion("b", "1" * 64))
 
     async def told(count: int) -> list[Pin]:
@@ -269,7 +269,7 @@ def test_the_engine_is_told_all_pins_with_their_tenants_shares_until_it_has_hear
         assert await told(3) == [one, two]
         await pinning.unpin("a", "one")
         assert await told(4) == [one, two], "another name stands for it"
-        tenancy.change_share("b", ShareChanges(max_pool_share=0.5))
+        tenant_store.change_share("b", ShareChanges(max_pool_share=0.5))
         pinning.refresh()
         assert await told(5) == [one, Pin(two.version, TenantShare(max_share=0.5))]
         registry.put("one", AdapterVersion("b", "2" * 64), details)

@@ -16,7 +16,7 @@ from slora_api.server.acceptor import Acceptor
 from slora_api.server.connection_limits import ConnectionLimits
 from slora_api.server.connections import Connections
 from slora_api.server.http_protocol import HttpProtocol
-from slora_api.server.rare_log import OncePerMinute
+from slora_api.server.rate_limited_log import RateLimitFilter
 from tests.api.live_server import live_server
 
 
@@ -100,7 +100,7 @@ def test_without_descriptors_the_server_neither_spins_nor_fills_its_log(
 ) -> None:
     """Born from a bug: each failure was retried 2,048 times per second, with a traceback for each."""
     monkeypatch.setattr("slora_api.server.acceptor._RETRY_S", 0.05)
-    monkeypatch.setattr("slora_api.server.acceptor._log.filters", [OncePerMinute()])
+    monkeypatch.setattr("slora_api.server.acceptor._log.filters", [RateLimitFilter()])
 
     def make_protocol() -> HttpProtocol:
         raise AssertionError("no connection was accepted")

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from slora_api.server.body_limit import BodyLimit, BodyLimits
+from slora_api.server.body_limit import BodyLimitMiddleware, BodyLimits
 from tests.api.live_server import live_server
 from tests.api.platform import post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
@@ -33,13 +33,13 @@ async def count_bytes(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with live_server(BodyLimit(count_bytes, LIMITS)) as address:
+    with live_server(BodyLimitMiddleware(count_bytes, LIMITS)) as address:
         yield address
 
 
 @pytest.fixture(scope="module")
 def impatient_url() -> Iterator[str]:
-    with live_server(BodyLimit(count_bytes, IMPATIENT)) as address:
+    with live_server(BodyLimitMiddleware(count_bytes, IMPATIENT)) as address:
         yield address
 
 

@@ -23,7 +23,7 @@ class Fake:
 
 def fill(connections: Connections, *fakes: Fake) -> None:
     for fake in fakes:
-        assert connections.find_room(fake.host) is None
+        assert connections.make_room(fake.host) is None
         connections.add(fake, fake.host)
 
 
@@ -32,7 +32,7 @@ def test_the_longest_idle_connection_of_the_fullest_address_makes_room() -> None
     others = [Fake("10.0.0.1", 1.0), Fake("10.0.0.3", 2.0)]
     crowd = [Fake("10.0.0.2", since) for since in (None, 8.0, 7.0)]
     fill(connections, *others, *crowd)
-    assert connections.find_room("10.0.0.4") is None
+    assert connections.make_room("10.0.0.4") is None
     assert [fake.closed for fake in (*others, *crowd)] == [False, False, False, False, True]
     assert len(connections) == 4
 
@@ -43,11 +43,11 @@ def test_a_new_connection_is_refused_only_where_all_others_have_requests() -> No
     fill(connections, busy, idle)
     fill(connections, Fake("10.0.0.3"))
     assert idle.closed and not busy.closed
-    reason = connections.find_room("10.0.0.4")
+    reason = connections.make_room("10.0.0.4")
     assert reason is not None and "All 2 connections" in reason and "max_connections" in reason
     connections.discard(busy)
     connections.discard(busy)
-    assert connections.find_room("10.0.0.4") is None
+    assert connections.make_room("10.0.0.4") is None
 
 
 def test_an_address_at_its_limit_replaces_its_own_connections_only() -> None:
@@ -55,25 +55,25 @@ def test_an_address_at_its_limit_replaces_its_own_connections_only() -> None:
     mine = [Fake("10.0.0.1") for _ in range(5)]
     fill(connections, Fake("10.0.0.2", 1.0), *mine, Fake("10.0.0.1", 5.0), Fake("10.0.0.1"))
     # The limit is six of eight connections. The idle one was closed for the last new one.
-    reason = connections.find_room("10.0.0.1")
+    reason = connections.make_room("10.0.0.1")
     assert reason is not None and "has 6 connections" in reason and "limit is 6" in reason
-    assert len(connections) == 7 and connections.find_room("10.0.0.3") is None
+    assert len(connections) == 7 and connections.make_room("10.0.0.3") is None
 
 
 def test_addresses_of_one_ipv6_network_count_as_one_client() -> None:
     connections = Connections(ConnectionLimits(max_connections=100, max_per_address=2))
     fill(connections, Fake("2001:db8::1"), Fake("2001:db8::2%eth0"), Fake("::ffff:10.0.0.1"))
-    assert connections.find_room("2001:db8::3") is not None
-    assert connections.find_room("2001:db8:0:1::3") is None
+    assert connections.make_room("2001:db8::3") is not None
+    assert connections.make_room("2001:db8:0:1::3") is None
     fill(connections, Fake("10.0.0.1"))
-    assert connections.find_room("10.0.0.1") is not None
+    assert connections.make_room("10.0.0.1") is not None
 
 
 def test_a_full_server_closes_idle_connections_by_the_batch() -> None:
     connections = Connections(ConnectionLimits(max_connections=640, max_per_address=640))
     fakes = [Fake("10.0.0.1", float(since)) for since in range(640)]
     fill(connections, *fakes)
-    assert connections.find_room("10.0.0.2") is None
+    assert connections.make_room("10.0.0.2") is None
     assert [fake.closed for fake in fakes].index(False) == 11 and len(connections) == 629
 
 
@@ -82,8 +82,8 @@ def test_a_search_that_found_nothing_idle_is_not_repeated_before_the_next_sweep(
     connections = Connections(ConnectionLimits(max_connections=2, max_per_address=2))
     busy = [Fake("10.0.0.1"), Fake("10.0.0.2")]
     fill(connections, *busy)
-    assert connections.find_room("10.0.0.3") is not None
+    assert connections.make_room("10.0.0.3") is not None
     busy[0].idle_since = 1.0
-    assert connections.find_room("10.0.0.3") is not None
+    assert connections.make_room("10.0.0.3") is not None
     connections.sweep(2.0)
-    assert connections.find_room("10.0.0.3") is None and busy[0].closed
+    assert connections.make_room("10.0.0.3") is None and busy[0].closed

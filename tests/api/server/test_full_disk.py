@@ -48,11 +48,11 @@ def test_a_key_that_is_revoked_on_a_full_disk_opens_nothing_from_then_on(platfor
         assert [status_of(platform, key) for key in (kept, revoked)] == [200, 401]
         assert [key["revoked"] for key in admin.get("/admin/tenants/revoked/keys").json()["data"]] == [True]
         assert admin.delete("/admin/keys/nothing1").status_code == 404
-    database = platform.services.tenancy._database
+    database = platform.services.tenant_store._database
     query = f"SELECT revoked_at IS NULL FROM api_keys WHERE key_id = '{key_id}'"
     assert database.read(query) == [(1,)], "it waits in the journal"
-    DiskWatch(platform.services.reserve, platform.services.tenancy).look()
-    assert database.read(query) == [(0,)] and not platform.services.tenancy._journal.pending()
+    DiskWatch(platform.services.reserve, platform.services.tenant_store).check()
+    assert database.read(query) == [(0,)] and not platform.services.tenant_store._journal.pending()
     assert status_of(platform, revoked) == 401
 
 
@@ -68,22 +68,22 @@ def test_a_revocation_that_could_be_written_nowhere_holds_and_says_that_a_restar
         assert status_of(platform, revoked) == 401
     with platform.client(ADMIN_KEY) as admin:
         assert admin.delete(f"/admin/keys/{key_id}").status_code == 200
-    assert not platform.services.tenancy._journal.pending()
+    assert not platform.services.tenant_store._journal.pending()
 
 
 def test_the_reserve_makes_room_for_the_revocation_in_the_database(
     platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     revoked = platform.key("revoked")
-    give_up, journal = DiskReserve.give_up, platform.services.tenancy._journal
+    free, journal = DiskReserve.free, platform.services.tenant_store._journal
     with largest_file(LIMIT) as lift:
 
-        def give_up_for_real(reserve: DiskReserve) -> bool:
+        def free_and_record(reserve: DiskReserve) -> bool:
             lift()
-            return give_up(reserve)
+            return free(reserve)
 
-        monkeypatch.setattr(DiskReserve, "give_up", give_up_for_real)
-        platform.services.tenancy.revoke_key(revoked.split("_")[1])
+        monkeypatch.setattr(DiskReserve, "free", free_and_record)
+        platform.services.tenant_store.revoke_key(revoked.split("_")[1])
         assert not journal.pending() and not (platform.directory / "reserve").exists()
     assert platform.services.reserve.is_full, "its room is for revocations alone"
     assert status_of(platform, revoked) == 401
@@ -93,7 +93,7 @@ def test_on_a_full_disk_changes_are_refused_by_name_until_there_is_room(platform
     key = platform.key("acme")
     other = make_members(tensors=make_tensors(seed=3))
     assert platform.upload(key, "a").status_code == 201
-    look = DiskWatch(platform.services.reserve, platform.services.tenancy).look
+    check = DiskWatch(platform.services.reserve, platform.services.tenant_store).check
     with platform.client(ADMIN_KEY) as admin, platform.client(key) as tenant:
         assert read_metric(admin) == "slora_read_only 0.0"
         with largest_file(LIMIT):
@@ -113,10 +113,10 @@ def test_on_a_full_disk_changes_are_refused_by_name_until_there_is_room(platform
             assert "the data directory (--data-dir)" in messages[-1], "a tenant is told what to ask for"
             assert str(platform.directory) not in messages[-1]
             assert status_of(platform, key) == 200 and tenant.get("/v1/adapters/a").status_code == 200
-            look()
+            check()
             assert admin.get("/readyz").json()["read_only"] is True
             assert read_metric(admin) == "slora_read_only 1.0"
-        look()
+        check()
         assert admin.get("/readyz").json() == {"status": "ready"}
         assert platform.upload(key, "a", other).json()["version"] == 2
 

@@ -87,7 +87,7 @@ def test_what_is_the_operators_is_closed_to_tenants(platform: Platform) -> None:
 
 def test_missing_malformed_unknown_and_revoked_keys_get_the_same_answer(platform: Platform) -> None:
     valid = platform.key("closed")
-    platform.services.tenancy.revoke_key(valid.split("_")[1])
+    platform.services.tenant_store.revoke_key(valid.split("_")[1])
     unknown = platform.key("closed")[:-1] + "0"
     headers = [
         {},
@@ -147,13 +147,15 @@ def test_tenants_and_keys_that_cannot_be_are_refused(platform: Platform) -> None
 
 
 def test_a_key_that_was_revoked_is_not_revived_by_adopting_it_again(platform: Platform) -> None:
-    tenancy, secret = platform.services.tenancy, make_key().secret
-    tenancy.create_tenant("adopting")
-    assert tenancy.adopt_key("adopting", None, secret) == tenancy.adopt_key("adopting", None, secret)
-    assert tenancy.authenticate(secret) is not None
-    tenancy.revoke_key(secret.split("_")[1])
-    tenancy.adopt_key("adopting", None, secret)
-    assert tenancy.authenticate(secret) is None
+    tenant_store, secret = platform.services.tenant_store, make_key().secret
+    tenant_store.create_tenant("adopting")
+    assert tenant_store.import_key("adopting", None, secret) == tenant_store.import_key(
+        "adopting", None, secret
+    )
+    assert tenant_store.authenticate(secret) is not None
+    tenant_store.revoke_key(secret.split("_")[1])
+    tenant_store.import_key("adopting", None, secret)
+    assert tenant_store.authenticate(secret) is None
 
 
 def test_keys_survive_a_restart(tmp_path: Path) -> None:

@@ -1,15 +1,15 @@
 """Limits the time for which a peer may keep the server waiting, depending on the bytes that it sends or receives."""
 
-__all__ = ["Allowance"]
+__all__ = ["MinRateTimeout"]
 
 
-class Allowance:
-    """The seconds for which a slow peer may still keep the server waiting.
+class MinRateTimeout:
+    """A timeout with a minimum rate: `left_s` is the time for which a slow peer may still keep the server waiting.
 
-    The allowance starts at `grace_s`. Waiting for the peer uses it up. Each byte that moves gives back 1 /
-    `bytes_per_s` seconds, but the allowance never exceeds `grace_s`. This gives three bounds. A peer that stops is
-    disconnected after `grace_s`. A peer slower than `bytes_per_s` is disconnected a little later. N bytes never take
-    more than `grace_s + N / bytes_per_s` seconds of waiting.
+    It starts at `grace_s`. Waiting for the peer uses it up. Each byte that moves gives back 1 / `bytes_per_s` seconds,
+    but `left_s` never exceeds `grace_s`. This gives three bounds. A peer that stops is disconnected after `grace_s`. A
+    peer slower than `bytes_per_s` is disconnected a little later. N bytes never take more than `grace_s + N /
+    bytes_per_s` seconds of waiting.
 
     Example with 20 s and 128 KiB/s: 512 MiB may take 20 + 4096 s. A client that sends 64 KiB/s is disconnected after 40
     s.
@@ -22,10 +22,10 @@ class Allowance:
         self._grace_s = grace_s
         self._bytes_per_s = bytes_per_s
 
-    def spend(self, waited_s: float, num_bytes: int) -> None:
+    def charge(self, waited_s: float, num_bytes: int) -> None:
         """Charges a wait of `waited_s` seconds in which `num_bytes` moved."""
         self.left_s = min(self._grace_s, self.left_s - waited_s + num_bytes / self._bytes_per_s)
 
-    def rest(self, seconds: float) -> None:
+    def credit(self, seconds: float) -> None:
         """Gives back the time in which the server did not wait for the peer."""
         self.left_s = min(self._grace_s, self.left_s + seconds)

@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Callable
 
-__all__ = ["OncePerMinute", "get_rare_logger"]
+__all__ = ["RateLimitFilter", "get_rate_limited_logger"]
 
 _PERIOD_S = 60.0
 
 
-class OncePerMinute(logging.Filter):
+class RateLimitFilter(logging.Filter):
     """Passes a warning if none with the same format string has passed in the last minute. The next one that passes
     states how many were suppressed. Errors always pass, because they are faults of the server itself.
     """
@@ -36,9 +36,9 @@ class OncePerMinute(logging.Filter):
         return True
 
 
-def get_rare_logger(name: str) -> logging.Logger:
+def get_rate_limited_logger(name: str) -> logging.Logger:
     """Returns the logger of that name with the filter. Its format strings must be constants."""
     logger = logging.getLogger(name)
-    if not any(isinstance(one, OncePerMinute) for one in logger.filters):
-        logger.addFilter(OncePerMinute())
+    if not any(isinstance(one, RateLimitFilter) for one in logger.filters):
+        logger.addFilter(RateLimitFilter())
     return logger

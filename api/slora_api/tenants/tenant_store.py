@@ -30,7 +30,7 @@ from slora_api.errors import BadRequest, Conflict, NotFound
 from slora_api.tenants.api_key import NewKey, Pepper, make_key, read_key_id
 from slora_api.tenants.revocation_journal import RevocationJournal
 
-__all__ = ["KeyRecord", "ShareChanges", "Tenancy", "Tenant", "check_name"]
+__all__ = ["KeyRecord", "ShareChanges", "Tenant", "TenantStore", "check_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def _check_reference(adapter: str) -> None:
 
 
 # With a weight outside these limits, a tenant would in effect be alone or never be served.
-_LEAST_WEIGHT, _MOST_WEIGHT = 0.001, 1000.0
+_LEAST_WEIGHT, _MAX_WEIGHT = 0.001, 1000.0
 # Tolerance for rounding when floors such as 0.7 + 0.2 + 0.1 are added up.
 _SUM_SLACK = 1e-9
 
@@ -109,7 +109,7 @@ class ShareChanges:
 
     def apply(self, share: TenantShare) -> TenantShare:
         """Returns the changed share. Raises BadRequest naming the field, its value and the limit."""
-        self._check_range("weight", _LEAST_WEIGHT, _MOST_WEIGHT)
+        self._check_range("weight", _LEAST_WEIGHT, _MAX_WEIGHT)
         self._check_range("min_pool_share", 0, 1)
         self._check_range("max_pool_share", 0, 1)
         self._check_range("priority", -MAX_PRIORITY, MAX_PRIORITY)
@@ -151,7 +151,7 @@ _KEY_COLUMNS = f"key_id, tenant, adapter, api_keys.created_at, revoked_at, {_SHA
 _KEYS = "FROM api_keys JOIN tenants ON tenants.name = api_keys.tenant"
 
 
-class Tenancy:
+class TenantStore:
     """Tenants and keys in the shared database. journal: the revocation journal of this host."""
 
     def __init__(self, database: Database, pepper: Pepper, journal: RevocationJournal) -> None:
@@ -215,7 +215,7 @@ class Tenancy:
         self._insert(record, key.secret)
         return record, key
 
-    def adopt_key(self, tenant: str, adapter: str | None, secret: str) -> KeyRecord:
+    def import_key(self, tenant: str, adapter: str | None, secret: str) -> KeyRecord:
         """Makes a key valid that was generated earlier. A key that the database has already stays as it is, even if it
         is revoked.
 
@@ -269,7 +269,7 @@ class Tenancy:
         try:
             self._mark_revoked(key_ids)
         except DiskFull:
-            if not self._database.give_up_reserve():
+            if not self._database.free_reserve():
                 raise
             self._mark_revoked(key_ids)
         self._journal.remove(key_ids)

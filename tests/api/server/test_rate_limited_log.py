@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from slora_api.server.rare_log import OncePerMinute
+from slora_api.server.rate_limited_log import RateLimitFilter
 
 
 class Clock:
@@ -16,7 +16,7 @@ def test_each_kind_of_warning_is_logged_once_a_minute_with_the_number_held_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock, logger = Clock(), logging.getLogger("tests.rare")
-    rare = OncePerMinute(clock)
+    rare = RateLimitFilter(clock)
     logger.addFilter(rare)
     for at_s in (0, 1, 59, 60, 61, 300):
         clock.now_s = at_s

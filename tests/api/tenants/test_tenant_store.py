@@ -10,8 +10,8 @@ import pytest
 from slora.tenant_share import TenantShare
 from slora_adapters.database.database import Database
 from slora_api.errors import BadRequest, NotFound
-from slora_api.tenants.tenancy import _MIGRATIONS, ShareChanges, Tenancy
-from tests.api.platform import ADMIN_KEY, Platform, open_tenancy, post, running_platform
+from slora_api.tenants.tenant_store import _MIGRATIONS, ShareChanges, TenantStore
+from tests.api.platform import ADMIN_KEY, Platform, open_tenant_store, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
 PROMPT = {"model": "base", "prompt": "hello"}
@@ -19,9 +19,9 @@ DEFAULT = {"weight": 1.0, "min_pool_share": 0.0, "max_pool_share": 1.0, "priorit
 
 
 @pytest.fixture
-def tenancy(tmp_path: Path) -> Iterator[Tenancy]:
+def tenant_store(tmp_path: Path) -> Iterator[TenantStore]:
     database = Database(tmp_path / "slora.db")
-    yield open_tenancy(database, tmp_path)
+    yield open_tenant_store(database, tmp_path)
     database.close()
 
 
@@ -75,7 +75,7 @@ def test_a_new_share_holds_for_the_very_next_request_in_every_process(
     ]
     # Another process has its own connection to the same file.
     database = Database(platform.directory / "slora.db")
-    other = open_tenancy(database, platform.directory)
+    other = open_tenant_store(database, platform.directory)
     other.change_share("changing", ShareChanges(weight=5, min_pool_share=0))
     database.close()
     post(platform, key, "/v1/completions", PROMPT)
@@ -121,38 +121,38 @@ def test_a_weight_that_is_no_number_is_refused(admin: httpx.Client, weight: byte
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "weight")
 
 
-def test_shares_are_changed_of_tenants_that_exist(admin: httpx.Client, tenancy: Tenancy) -> None:
+def test_shares_are_changed_of_tenants_that_exist(admin: httpx.Client, tenant_store: TenantStore) -> None:
     assert admin.patch("/admin/tenants/nobody", json={"weight": 2}).status_code == 404
     with pytest.raises(NotFound):
-        tenancy.find_tenant("nobody")
+        tenant_store.find_tenant("nobody")
 
 
-def test_floors_of_all_tenants_fit_the_pool_together(tenancy: Tenancy) -> None:
+def test_floors_of_all_tenants_fit_the_pool_together(tenant_store: TenantStore) -> None:
     for name, floor in (("a", 0.7), ("b", 0.2), ("c", 0.1)):
-        tenancy.create_tenant(name, ShareChanges(min_pool_share=floor))
-    tenancy.create_tenant("d")
+        tenant_store.create_tenant(name, ShareChanges(min_pool_share=floor))
+    tenant_store.create_tenant("d")
     with pytest.raises(
         BadRequest, match=r"is 0.25, but the shares of other tenants leave only 0 of the pool"
     ):
-        tenancy.change_share("d", ShareChanges(min_pool_share=0.25))
+        tenant_store.change_share("d", ShareChanges(min_pool_share=0.25))
     with pytest.raises(BadRequest, match=r"leave only 0\.2 of the pool"):
-        tenancy.change_share("b", ShareChanges(min_pool_share=0.3))
+        tenant_store.change_share("b", ShareChanges(min_pool_share=0.3))
     with pytest.raises(BadRequest):
-        tenancy.create_tenant("e", ShareChanges(min_pool_share=0.01))
-    assert [(tenant.name, tenant.share.min_share) for tenant in tenancy.list_tenants()] == [
+        tenant_store.create_tenant("e", ShareChanges(min_pool_share=0.01))
+    assert [(tenant.name, tenant.share.min_share) for tenant in tenant_store.list_tenants()] == [
         ("a", 0.7),
         ("b", 0.2),
         ("c", 0.1),
         ("d", 0.0),
     ]
-    tenancy.change_share("a", ShareChanges(min_pool_share=0.4))
-    assert tenancy.change_share("d", ShareChanges(min_pool_share=0.25)).share.min_share == 0.25
+    tenant_store.change_share("a", ShareChanges(min_pool_share=0.4))
+    assert tenant_store.change_share("d", ShareChanges(min_pool_share=0.25)).share.min_share == 0.25
 
 
-def test_a_floor_above_the_ceiling_that_stands_is_refused(tenancy: Tenancy) -> None:
-    tenancy.create_tenant("t", ShareChanges(max_pool_share=0.3))
+def test_a_floor_above_the_ceiling_that_stands_is_refused(tenant_store: TenantStore) -> None:
+    tenant_store.create_tenant("t", ShareChanges(max_pool_share=0.3))
     with pytest.raises(BadRequest, match=r"0\.5, which is more than `max_pool_share` \(0\.3\)") as caught:
-        tenancy.change_share("t", ShareChanges(min_pool_share=0.5))
+        tenant_store.change_share("t", ShareChanges(min_pool_share=0.5))
     assert caught.value.param == "min_pool_share"
 
 
@@ -161,14 +161,17 @@ def test_tenants_of_an_older_release_get_the_default_share(tmp_path: Path) -> No
     database.migrate("tenancy", _MIGRATIONS[:1])
     with database.transaction() as connection:
         connection.execute("INSERT INTO tenants VALUES ('old', 5)")
-    tenancy = open_tenancy(database, tmp_path)
-    assert tenancy.find_tenant("old").share == TenantShare() and tenancy.find_tenant("old").created_at == 5
-    made, key = tenancy.create_key("old", "voice")
-    tenancy.change_share("old", ShareChanges(weight=2))
-    found = tenancy.authenticate(key.secret)
+    tenant_store = open_tenant_store(database, tmp_path)
+    assert (
+        tenant_store.find_tenant("old").share == TenantShare()
+        and tenant_store.find_tenant("old").created_at == 5
+    )
+    made, key = tenant_store.create_key("old", "voice")
+    tenant_store.change_share("old", ShareChanges(weight=2))
+    found = tenant_store.authenticate(key.secret)
     assert found is not None and (found.key_id, found.adapter) == (made.key_id, "voice")
     assert found.share == TenantShare(2) and made.share == TenantShare()
-    assert [record.share for record in tenancy.list_keys("old")] == [TenantShare(2)]
+    assert [record.share for record in tenant_store.list_keys("old")] == [TenantShare(2)]
     database.close()
 
 
