@@ -84,7 +84,7 @@ def test_a_tenant_that_waits_too_often_is_refused() -> None:
 
         tasks = [asyncio.create_task(hold()) for _ in range(3)]
         await asyncio.sleep(0)
-        with pytest.raises(TenantBusy, match="2 chat templates to render waiting and may have 2"):
+        with pytest.raises(TenantBusy, match="2 chat templates to render waiting, and the limit is 2"):
             await hold()
         for task in tasks:
             task.cancel()
