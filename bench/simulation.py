@@ -21,7 +21,7 @@ from slora.request import EngineRequest, StepOutput
 from slora.sampling_params import SamplingParams
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence
-from slora.scheduler.step_plan import Sampled, StepPlan
+from slora.scheduler.step_plan import SampledToken, StepPlan
 from slora.scheduler_config import SchedulerConfig
 
 STOP_TOKEN = 2
@@ -137,15 +137,15 @@ class Simulation:
         self.fleet = AdapterFleet(setup.machine, setup.ranks, setup.num_tenants)
         self.source = VirtualSource(self.fleet, setup.fetch)
         self.scheduler = build_scheduler(setup, self.source)
-        self.pool, self.residency = self.scheduler.memory.pool, self.scheduler.memory.residency
+        self.pool, self.residency = self.scheduler.paging.pool, self.scheduler.paging.residency
         self.totals = Totals()
         self.outcomes: dict[str, Outcome] = {}
         self.running: dict[int, Sequence] = {}
         self._observers = tuple(observers)
         self._tokens: dict[
-            str, tuple[Sampled, int | None]
+            str, tuple[SampledToken, int | None]
         ] = {}  # what is drawn, and after how many the stop token
-        self._stop = Sampled(STOP_TOKEN)
+        self._stop = SampledToken(STOP_TOKEN)
         self.num_unfinished = 0
         self.schedule_s = self.postprocess_s = 0.0
 
@@ -186,7 +186,7 @@ class Simulation:
         max_tokens = request.output_tokens if setup.max_tokens is None else setup.max_tokens
         stops_after = None if setup.max_tokens is None else request.output_tokens
         self.outcomes[request_id] = Outcome(request, setup.num_choices)
-        self._tokens[request_id] = Sampled(request.thread_token), stops_after
+        self._tokens[request_id] = SampledToken(request.thread_token), stops_after
         self.num_unfinished += 1
         engine_request = EngineRequest(
             request_id,
@@ -201,7 +201,7 @@ class Simulation:
             ),
             deadline_s=setup.deadline_s,
         )
-        tenant = self.scheduler.memory.tenants.find(engine_request.tenant)
+        tenant = self.scheduler.paging.tenants.find(engine_request.tenant)
         stop_ids, block_tokens = frozenset([STOP_TOKEN]), self.machine.block_tokens
         sequence = Sequence(engine_request, tenant, max_tokens, stop_ids, 0, block_tokens)
         self.scheduler.add(sequence, request.arrival_s)
@@ -216,7 +216,7 @@ class Simulation:
             self.scheduler.postprocess(plan, [])
             return False
         seconds = self._cost(plan)
-        for sequence in plan.started:
+        for sequence in plan.rows_to_write:
             self.running[id(sequence)] = sequence
         for observer in self._observers:
             observer.observe(self, plan, seconds)
@@ -226,7 +226,7 @@ class Simulation:
         outputs = self.scheduler.postprocess(plan, sampled)
         self.postprocess_s = time.perf_counter() - started_s
         self._take_in(outputs[len(plan.ended) :])
-        self.running = {key: s for key, s in self.running.items() if not s.done and s.blocks.num_pages}
+        self.running = {key: s for key, s in self.running.items() if not s.is_finished and s.blocks.num_pages}
         return True
 
     def _cost(self, plan: StepPlan) -> float:
@@ -238,10 +238,10 @@ class Simulation:
         totals.loads += sum(load.is_last for load in plan.loads)
         totals.loaded_bytes += work.loaded_bytes
         totals.swapped_pages += work.swapped_pages
-        totals.starts += sum(1 for s in plan.started if s.request.adapter is not None and s.index == 0)
+        totals.starts += sum(1 for s in plan.rows_to_write if s.request.adapter is not None and s.index == 0)
         return self.machine.costs.step_seconds(work)
 
-    def _draw(self, sequence: Sequence) -> Sampled:
+    def _draw(self, sequence: Sequence) -> SampledToken:
         token, stops_after = self._tokens[sequence.request.request_id]
         if sequence.search is not None and self.setup.beams is not None:
             thread = self.outcomes[sequence.request.request_id].request.thread

@@ -145,7 +145,7 @@ class EngineConfig:
         return self.model_name or self.model.resolve().name
 
     def load_pages(self, full_page_bytes: int) -> int | None:
-        """Adapter pages that each step may load. None: `LoadPace` decides from measured costs."""
+        """Adapter pages that each step may load. None: `LoadBudget` decides from measured costs."""
         num_bytes = self.load_bytes_per_step
         return None if num_bytes is None else max(1, num_bytes // full_page_bytes)
 

@@ -21,7 +21,7 @@ class SchedulerConfig:
     max_num_batched_tokens: the token budget of a step.
     rope_switch: a sequence with more tokens is rotated with longrope's long factors from its first token on; None:
         never.
-    load_pages: the most adapter pages that a step loads beside decoding; None: `LoadPace` decides.
+    load_pages: the most adapter pages that a step loads beside decoding; None: `LoadBudget` decides.
     swap_pages: number of host pages for swapped sequences.
     prefix_cache, preemption, scheduling, eviction: the policies of `EngineConfig`, which checks them.
     """

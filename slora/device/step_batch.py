@@ -126,9 +126,9 @@ def _token_ids(chunks: list[Chunk], num_tokens: int) -> IntArray:
 
 
 def _rotary_rows(chunks: list[Chunk], positions: IntArray, counts: IntArray, long_rows: int) -> IntArray:
-    if not any(chunk.sequence.is_long for chunk in chunks):
+    if not any(chunk.sequence.uses_long_rope for chunk in chunks):
         return positions
-    offsets = np.array([long_rows * chunk.sequence.is_long for chunk in chunks], np.int64)
+    offsets = np.array([long_rows * chunk.sequence.uses_long_rope for chunk in chunks], np.int64)
     rows: IntArray = positions + np.repeat(offsets, counts)
     return rows
 

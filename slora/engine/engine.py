@@ -84,7 +84,7 @@ class Engine:
         self._source, self._fixed_costs = source, costs
         self._scheduler = Scheduler(scheduler, source, self._learned or self._costs)
         self._was_timed = True
-        self._tenants = self._scheduler.memory.tenants
+        self._tenants = self._scheduler.paging.tenants
         self._num_steps = self._prompt_tokens = self._generated_tokens = 0
         self.info = EngineInfo(
             model_name=config.served_name,
@@ -150,7 +150,7 @@ class Engine:
 
     def forget(self, version: AdapterVersion) -> None:
         """Evicts a deleted adapter: now, or when the last request that uses it ends."""
-        self._scheduler.forget(version)
+        self._scheduler.remove_adapter(version)
 
     def set_pins(self, pins: list[Pin]) -> None:
         """Replaces the set of pinned adapters. They are loaded before their first request and are not evicted."""
@@ -176,21 +176,21 @@ class Engine:
         try:
             result = self._isolation.run(plan)
         except PagesNotMoved:
-            return self._scheduler.take_back(plan, StepFailed(_NOT_MOVED))
+            return self._scheduler.undo_step(plan, StepFailed(_NOT_MOVED))
         if not (result.culprits or result.given_up):
             self._learn(plan, time.perf_counter() - started_s)
-        ended = self._scheduler.drop(plan, result.culprits, RequestFailed(_BREAKS_ALONE))
-        ended += self._scheduler.drop(plan, result.given_up, StepFailed(_GIVEN_UP))
+        ended = self._scheduler.fail_chunks(plan, result.culprits, RequestFailed(_BREAKS_ALONE))
+        ended += self._scheduler.fail_chunks(plan, result.given_up, StepFailed(_GIVEN_UP))
         self._num_steps += bool(plan.chunks)
         self._generated_tokens += len(result.sampled)
         return ended + self._scheduler.postprocess(plan, result.sampled)
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Checks that no page is lost. Raises AssertionError, naming the numbers that do not add up."""
-        self._scheduler.check()
+        self._scheduler.check_invariants()
 
     def stats(self) -> EngineStats:
-        scheduler, memory = self._scheduler, self._scheduler.memory
+        scheduler, memory = self._scheduler, self._scheduler.paging
         residents = list(memory.residency)
         running = tuple(
             sorted(f"{r.version.tenant}/{r.version.digest[:12]}" for r in residents if r.num_users)
@@ -206,9 +206,9 @@ class Engine:
             adapter_pages=sum(len(r.pages) for r in residents),
             resident_adapters=len(residents),
             running_adapters=running,
-            adapter_loads=scheduler.supply.num_loads,
+            adapter_loads=scheduler.adapters.num_loads,
             adapter_evictions=memory.residency.num_evictions,
-            pinned_adapters=scheduler.pins.num_wanted,
+            pinned_adapters=scheduler.pins.num_pins,
             pinned_loaded=scheduler.pins.num_loaded,
             pin_failures=scheduler.pins.num_failures,
             preemptions=scheduler.num_preemptions,

@@ -107,7 +107,7 @@ class EngineWorker:
             command = self._next(engine, waiting_s=None if checked else _IDLE_BEFORE_CHECK_S)
             if command is None and not engine.has_work:
                 if not checked:
-                    engine.check()
+                    engine.check_invariants()
                     checked = True
                 continue
             while command is not None:

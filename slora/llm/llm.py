@@ -106,7 +106,7 @@ class LLM:
 
     def check(self) -> None:
         """Checks that no page of the pool is lost."""
-        self._engine.check()
+        self._engine.check_invariants()
 
     def _finish(self, answers: list[Answer]) -> list[Completion]:
         for _ in self._stream(answers):

@@ -134,7 +134,7 @@ def run_through_pages(
 
     def sequence_of(prompt: list[int]) -> Sequence:
         sequence = _sequence(prompt, free, geometry)
-        sequence.is_long = spec.rope_switch is not None and len(prompt) > spec.rope_switch
+        sequence.uses_long_rope = spec.rope_switch is not None and len(prompt) > spec.rope_switch
         return sequence
 
     def run(chunks: list[Chunk]) -> list[Tensor]:

@@ -20,15 +20,15 @@ from slora_adapters.version import AdapterVersion
 _TOKEN_BYTES = array("i").itemsize
 
 
-def root_key(scope: str, adapter: AdapterVersion | None, weight: float, *, is_long: bool) -> bytes:
+def root_key(scope: str, adapter: AdapterVersion | None, weight: float, *, uses_long_rope: bool) -> bytes:
     """The 32-byte key that precedes the first block of a sequence.
 
     weight: the factor on the adapter's scale; ignored for the base model.
-    is_long: whether keys are rotated with the long factors of a longrope model.
+    uses_long_rope: whether keys are rotated with the long factors of a longrope model.
     """
     version = None if adapter is None else (adapter.tenant, adapter.digest, float(weight))
     # The repr of a tuple of strings and numbers is unambiguous, whatever characters a name has.
-    return sha256(repr((scope, version, is_long)).encode()).digest()
+    return sha256(repr((scope, version, uses_long_rope)).encode()).digest()
 
 
 def extend_keys(keys: list[bytes], root: bytes, token_ids: Sequence[int], block_tokens: int) -> None:

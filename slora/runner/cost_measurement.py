@@ -195,7 +195,7 @@ class _Bench:
 
     def _time_step(self, chunks: list[Chunk]) -> float:
         # A row of the sampling table is written once per sequence, so that write is not part of the step's time.
-        self._run(StepPlan(started=[chunk.sequence for chunk in chunks if chunk.samples]))
+        self._run(StepPlan(rows_to_write=[chunk.sequence for chunk in chunks if chunk.samples]))
         return self._time(lambda: self._run(StepPlan(chunks=chunks)), self._fewest_runs)
 
     def _time_load(self) -> float:

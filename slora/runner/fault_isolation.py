@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from slora.errors import SloraError
-from slora.scheduler.step_plan import Chunk, Sampled, StepPlan
+from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 
 __all__ = ["FaultIsolation", "PagesNotMoved", "StepResult"]
 
@@ -31,7 +31,7 @@ class PagesNotMoved(SloraError):
 
 
 class StepRunner(Protocol):
-    def run(self, plan: StepPlan) -> list[Sampled]:
+    def run(self, plan: StepPlan) -> list[SampledToken]:
         """One token per sequence in the chunks' `draws`, in order. Raises PagesNotMoved, or the computation's error."""
 
     def probe(self) -> None:
@@ -47,7 +47,7 @@ class StepResult:
     given_up: chunks that were not isolated within the limit of runs.
     """
 
-    sampled: list[Sampled] = field(default_factory=list)
+    sampled: list[SampledToken] = field(default_factory=list)
     culprits: list[Chunk] = field(default_factory=list)
     given_up: list[Chunk] = field(default_factory=list)
 
@@ -74,7 +74,7 @@ class FaultIsolation:
 
     def _bisect(self, chunks: list[Chunk]) -> StepResult:
         result = StepResult()
-        computed: dict[int, list[Sampled]] = {}
+        computed: dict[int, list[SampledToken]] = {}
         groups = [range(len(chunks))] if len(chunks) == 1 else _halve(range(len(chunks)))
         num_left = self._most_runs
         while groups:
@@ -98,12 +98,12 @@ class FaultIsolation:
         )  # fmt: skip
         return result
 
-    def _try(self, chunks: list[Chunk]) -> list[Sampled] | None:
+    def _try(self, chunks: list[Chunk]) -> list[SampledToken] | None:
         """Computes some chunks of the step. Returns None if that fails too."""
         # The failed run may have counted tokens that were lost, so the rows of the sampling table are written again.
         started = [sequence for chunk in chunks for sequence in chunk.draws]
         try:
-            return self._runner.run(StepPlan(chunks=chunks, started=started))
+            return self._runner.run(StepPlan(chunks=chunks, rows_to_write=started))
         except Exception as error:
             _log.warning("%d of its chunks break: %s: %s", len(chunks), type(error).__name__, error)
             self._runner.probe()

@@ -34,7 +34,7 @@ from slora.sampling.sampler import sample
 from slora.sampling.sampling_table import SamplingTable
 from slora.sampling_params import SamplingParams
 from slora.scheduler.sequence import Sequence
-from slora.scheduler.step_plan import AdapterLoad, Chunk, Sampled, StepPlan
+from slora.scheduler.step_plan import AdapterLoad, Chunk, SampledToken, StepPlan
 from slora_kernels.batch import KVGeometry
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.kv_format import KVFormat
@@ -110,7 +110,7 @@ class Runner:
         return measure_costs(self.run, self.memory, *self._largest_step, self.max_model_len)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> list[Sampled]:
+    def run(self, plan: StepPlan) -> list[SampledToken]:
         """Runs one step. Returns one token for each sequence in the chunks' `draws`, in order.
 
         Prompt logprobs are stored on the sequences. When this function returns or raises, the host's copies of the
@@ -150,14 +150,14 @@ class Runner:
 
     def _compute(self, plan: StepPlan) -> tuple[StepBatch, Tensor] | None:
         """Returns the batch and its hidden states [B', H], or None for a plan that only moves pages."""
-        for sequence in plan.started:
+        for sequence in plan.rows_to_write:
             self._sampling.write(sequence.row, sequence)
         if not plan.chunks:
             return None
         batch = StepBatch.build(plan, self.memory, self.kernels.tile_limits, self._long_rows)
         return batch, self._forward(batch)
 
-    def _draw(self, batch: StepBatch, hidden: Tensor) -> list[Sampled]:
+    def _draw(self, batch: StepBatch, hidden: Tensor) -> list[SampledToken]:
         num_draws = len(batch.sampling)
         score_prompts(hidden[num_draws:], batch.prompts, self._score)
         if not num_draws:
@@ -296,7 +296,7 @@ class Runner:
             chunk = _trial_chunk(self._geometry.block_tokens)
             if number < num_rows:
                 chunk.sequence.row = number
-                plan.started.append(chunk.sequence)
+                plan.rows_to_write.append(chunk.sequence)
             plan.chunks.append(chunk._replace(samples=number < num_rows))
         self.memory.pages.zero_()
         self.run(plan)

@@ -16,7 +16,7 @@ from slora.sampling.sampling_table import Column, SamplingRows, SamplingTable, W
 from slora.sampling_params import MAX_LOGPROBS
 from slora.scheduler.beam_search import Proposal
 from slora.scheduler.sequence import Sequence
-from slora.scheduler.step_plan import Sampled
+from slora.scheduler.step_plan import SampledToken
 from slora_kernels.ops import Kernels
 
 # Rows with any of these need float32 logits.
@@ -25,7 +25,7 @@ _WIDE = Want.PENALTIES | Want.EDITS | Want.LOGPROBS | Want.SEARCH
 
 def sample(
     logits: Tensor, table: SamplingTable, sequences: list[Sequence], kernels: Kernels
-) -> list[Sampled]:
+) -> list[SampledToken]:
     """Chooses a token for each row of `logits` [B, vocab_size] and advances `table`. Does not change `logits`.
 
     A row whose greatest logit is not finite gets None instead of a token: the caller must fail that request. A beam
@@ -45,10 +45,10 @@ def sample(
     # One transfer to the host: the tokens, with -1 for rows that are not finite.
     tokens = [token if token >= 0 else None for token in torch.where(is_sound, choice, -1).tolist()]
     if rows.is_plain:
-        return [Sampled(token) for token in tokens]
+        return [SampledToken(token) for token in tokens]
     logprobs = _logprobs(logits, choice, rows)
     proposals = _proposals(logits, edited, rows, logprobs)
-    return [Sampled(token, logprobs.get(row), proposals.get(row)) for row, token in enumerate(tokens)]
+    return [SampledToken(token, logprobs.get(row), proposals.get(row)) for row, token in enumerate(tokens)]
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[TokenLogprobs]:

@@ -62,7 +62,7 @@ class Fork(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Survivors:
+class NextBeams:
     """The beams after a step.
 
     kept: beam -> its next token, for beams that continue.
@@ -141,26 +141,26 @@ class BeamSearch:
         """Removes the beam's proposal, if there is one. The beam will propose again."""
         self._proposals.pop(beam, None)
 
-    def advance(self, max_tokens: int) -> Survivors | None:
+    def advance(self, max_tokens: int) -> NextBeams | None:
         """Applies all proposals. Returns None when the search is over. max_tokens: the maximum length."""
         assert self.is_ready, "a beam has not proposed yet"
         self._length += 1
         is_last = self._length >= max_tokens
-        going_on: list[_Continuation] = []
+        continuing: list[_Continuation] = []
         for rank, one in enumerate(self._ranked()):
             token_id = self._proposals[one.beam].token_ids[one.place]
             if token_id in self._stop_ids or is_last:
                 if rank < self.width:
                     self._finish(one, token_id)
             else:
-                going_on.append(one)
-            if len(going_on) == self.width or (is_last and rank + 1 == self.width):
+                continuing.append(one)
+            if len(continuing) == self.width or (is_last and rank + 1 == self.width):
                 break
-        if not going_on or self._is_decided(going_on[0].total):
+        if not continuing or self._is_over(continuing[0].total):
             return None
-        return self._follow(going_on)
+        return self._make_next_beams(continuing)
 
-    def count_least_steps(self, max_tokens: int) -> int:
+    def count_min_steps(self, max_tokens: int) -> int:
         """The fewest steps until the search can be over. Only a stop token ends a hypothesis early."""
         return 1 if self._stop_ids else max(1, max_tokens - self._length)
 
@@ -183,14 +183,14 @@ class BeamSearch:
 
     def _finish(self, one: _Continuation, token_id: int) -> None:
         reason = FinishReason.STOP if token_id in self._stop_ids else FinishReason.LENGTH
-        token_ids, logprobs = _walk(self._extended(one))
+        token_ids, logprobs = _collect_tokens(self._extended(one))
         score = one.total / self._length**self._length_penalty
         self._finished.append(Hypothesis(score, token_ids, logprobs, reason))
         # The sort is stable: of equal scores, the hypothesis that ended first is kept.
         self._finished.sort(key=lambda hypothesis: hypothesis.score, reverse=True)
         del self._finished[self.width :]
 
-    def _is_decided(self, best_total: float) -> bool:
+    def _is_over(self, best_total: float) -> bool:
         if len(self._finished) < self.width:
             return False
         return (
@@ -198,22 +198,22 @@ class BeamSearch:
             or best_total / self._length**self._length_penalty <= self._finished[-1].score
         )
 
-    def _follow(self, going_on: list[_Continuation]) -> Survivors:
-        parents = {one.beam for one in going_on}
+    def _make_next_beams(self, continuing: list[_Continuation]) -> NextBeams:
+        parents = {one.beam for one in continuing}
         free = iter(sorted(set(range(self.width)) - parents))
-        survivors = Survivors({}, [], [beam for beam in self._beams if beam not in parents])
+        next_beams = NextBeams({}, [], [beam for beam in self._beams if beam not in parents])
         beams: dict[int, _Beam] = {}
-        for one in going_on:
+        for one in continuing:
             token_id = self._proposals[one.beam].token_ids[one.place]
             beam = one.beam
-            if beam in survivors.kept:
+            if beam in next_beams.kept:
                 beam = next(free)
-                survivors.forks.append(Fork(one.beam, beam, token_id))
+                next_beams.forks.append(Fork(one.beam, beam, token_id))
             else:
-                survivors.kept[beam] = token_id
+                next_beams.kept[beam] = token_id
             beams[beam] = self._extended(one)
         self._beams, self._proposals = beams, {}
-        return survivors
+        return next_beams
 
     def _extended(self, one: _Continuation) -> _Beam:
         proposal = self._proposals[one.beam]
@@ -223,7 +223,7 @@ class BeamSearch:
         return _Beam(one.total, proposal.token_ids[one.place], logprobs, self._beams[one.beam])
 
 
-def _walk(beam: _Beam) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...] | None]:
+def _collect_tokens(beam: _Beam) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...] | None]:
     """All generated tokens of a beam in order, and their log-probabilities, or None if there are none."""
     links: list[_Beam] = []
     link = beam

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from slora.request import StepOutput, TokenDelta
 from slora.scheduler.beam_search import BeamSearch, Proposal
-from slora.scheduler.charges import Charges
+from slora.scheduler.charges import charge_output
 from slora.scheduler.lifecycle import Lifecycle
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
@@ -21,14 +21,13 @@ from slora.scheduler.step_plan import StepPlan
 class Beams:
     """Applies the decisions of `BeamSearch` to the sequences. It decides nothing itself."""
 
-    def __init__(self, lifecycle: Lifecycle, charges: Charges) -> None:
+    def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
-        self._charges = charges
         self._forks: list[Sequence] = []  # created since the last step
 
     def start_forks(self, plan: StepPlan) -> None:
         """Adds the forks that were created after the last step to `plan.started`."""
-        plan.started.extend(fork for fork in self._forks if fork.is_running)
+        plan.rows_to_write.extend(fork for fork in self._forks if fork.is_running)
         self._forks = []
 
     def propose(self, sequence: Sequence, search: BeamSearch, proposal: Proposal) -> list[StepOutput]:
@@ -38,15 +37,15 @@ class Beams:
             return []
         beams = {one.index: one for one in self._lifecycle.unfinished.find(sequence.request.request_id)}
         for beam in beams.values():
-            self._charges.output(beam)
-        survivors = search.advance(min(beam.max_tokens for beam in beams.values()))
-        if survivors is None:
+            charge_output(beam)
+        next_beams = search.advance(min(beam.max_tokens for beam in beams.values()))
+        if next_beams is None:
             return self._finish(beams, search)
-        for index in survivors.dropped:
-            self._lifecycle.retire(beams[index])
-        for parent, index, token_id in survivors.forks:
+        for index in next_beams.dropped:
+            self._lifecycle.finish(beams[index])
+        for parent, index, token_id in next_beams.forks:
             self._fork(beams[parent], index, token_id)
-        for index, token_id in survivors.kept.items():
+        for index, token_id in next_beams.kept.items():
             beams[index].token_ids.append(token_id)
         return []
 
@@ -54,13 +53,13 @@ class Beams:
         parent.num_choices = 1  # each fork takes a place of its own from here on
         fork = parent.fork(index)
         fork.token_ids.append(token_id)
-        self._lifecycle.batch.seat(fork)
-        self._lifecycle.join(fork, parent)
+        self._lifecycle.batch.assign_row(fork)
+        self._lifecycle.add_fork(fork, parent)
         self._forks.append(fork)
 
     def _finish(self, beams: dict[int, Sequence], search: BeamSearch) -> list[StepOutput]:
         for beam in beams.values():
-            self._lifecycle.retire(beam)
+            self._lifecycle.finish(beam)
         first, *_ = beams.values()
         best = search.best(first.request.sampling.num_choices)
         deltas = [

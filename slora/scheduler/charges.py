@@ -13,22 +13,20 @@ _PROMPT_PRICE = 1.0
 _OUTPUT_PRICE = 2.0
 
 
-class Charges:
-    def __init__(self, costs: Costs) -> None:
-        self._costs = costs
+def charge_prompt(sequence: Sequence, num_tokens: int) -> None:
+    """Charges the prompt tokens among the next `num_tokens` tokens, which this step computes."""
+    end = min(sequence.num_computed + num_tokens, sequence.num_prompt)
+    if end > sequence.num_charged:
+        # Tokens that are computed but were never charged came from the prefix cache: they are free.
+        sequence.tenant.charge(_PROMPT_PRICE * (end - max(sequence.num_charged, sequence.num_computed)))
+        sequence.num_charged = end
 
-    def prompt(self, sequence: Sequence, num_tokens: int) -> None:
-        """Charges the prompt tokens among the next `num_tokens` tokens, which this step computes."""
-        end = min(sequence.num_computed + num_tokens, sequence.num_prompt)
-        if end > sequence.num_charged:
-            # Tokens that are computed but were never charged came from the prefix cache: they are free.
-            sequence.tenant.charge(_PROMPT_PRICE * (end - max(sequence.num_charged, sequence.num_computed)))
-            sequence.num_charged = end
 
-    def output(self, sequence: Sequence) -> None:
-        """Charges one sampled token."""
-        sequence.tenant.charge(_OUTPUT_PRICE)
+def charge_output(sequence: Sequence) -> None:
+    """Charges one sampled token."""
+    sequence.tenant.charge(_OUTPUT_PRICE)
 
-    def load(self, tenant: TenantAccount, num_bytes: int) -> None:
-        """Charges the load of an adapter into the pool."""
-        tenant.charge(_PROMPT_PRICE * self._costs.tokens(self._costs.load_s(num_bytes)))
+
+def charge_load(tenant: TenantAccount, num_bytes: int, costs: Costs) -> None:
+    """Charges the load of an adapter into the pool."""
+    tenant.charge(_PROMPT_PRICE * costs.tokens(costs.load_s(num_bytes)))

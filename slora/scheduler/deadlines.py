@@ -10,7 +10,7 @@ import heapq
 from slora.cost_model import Costs
 from slora.scheduler.beam_search import BeamSearch
 from slora.scheduler.sequence import Sequence
-from slora.scheduler.unfinished import UnfinishedRequests
+from slora.scheduler.unfinished_requests import UnfinishedRequests
 
 
 class Deadlines:
@@ -23,18 +23,18 @@ class Deadlines:
 
     def add(self, sequence: Sequence, deadline_s: float) -> None:
         """sequence: the first of its request."""
-        latest_s = deadline_s - self._least_s([sequence])
+        latest_s = deadline_s - self._min_s([sequence])
         heapq.heappush(self._heap, (latest_s, sequence, deadline_s))
 
     @property
-    def next_s(self) -> float | None:
+    def next_due_s(self) -> float | None:
         """The time of the next request to examine; it may have its first token by now.
 
         None if the heap is empty.
         """
         return self._heap[0][0] if self._heap else None
 
-    def missed(self, now: float) -> list[Sequence]:
+    def pop_missed(self, now: float) -> list[Sequence]:
         """One sequence of each request that cannot meet its deadline any more. Each request is returned once."""
         late = []
         while self._heap and self._heap[0][0] <= now:
@@ -42,7 +42,7 @@ class Deadlines:
             awaited = self._find_awaited(sequence)
             if not awaited:
                 continue
-            latest_s = deadline_s - self._least_s(awaited)
+            latest_s = deadline_s - self._min_s(awaited)
             if latest_s <= now:
                 late.append(awaited[0])
             else:
@@ -54,10 +54,10 @@ class Deadlines:
         if sequence.search is not None:
             found = self._unfinished.find(sequence.request.request_id)
             return [beam for beam in found if beam.search is sequence.search]
-        is_over = sequence.done or sequence.is_running or sequence.num_generated > 0
+        is_over = sequence.is_finished or sequence.is_running or sequence.num_generated > 0
         return [] if is_over else [sequence]
 
-    def _least_s(self, awaited: list[Sequence]) -> float:
+    def _min_s(self, awaited: list[Sequence]) -> float:
         """Seconds that the first token takes at least, if the request runs from now on."""
         first, search = awaited[0], awaited[0].search
         if search is None:
@@ -67,5 +67,5 @@ class Deadlines:
 
     def _decode_s(self, search: BeamSearch, max_tokens: int) -> float:
         """Excludes the next step, whose tokens may be computed in a step that runs anyway."""
-        num_steps = search.count_least_steps(max_tokens) - 1
+        num_steps = search.count_min_steps(max_tokens) - 1
         return num_steps * (self._costs.step_s + search.width * self._costs.decode_s)

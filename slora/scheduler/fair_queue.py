@@ -24,7 +24,7 @@ _Entry = tuple[int, Sequence]
 
 
 class FairQueue:
-    """One heap per tenant with waiting sequences. `next` looks at each of these tenants once."""
+    """One heap per tenant with waiting sequences. `peek` looks at each of these tenants once."""
 
     def __init__(self) -> None:
         self._heaps: dict[TenantAccount, list[_Entry]] = {}
@@ -62,20 +62,20 @@ class FairQueue:
         while heap[0][1] not in self._members:
             heapq.heappop(heap)
 
-    def next(self, passed_over: Collection[TenantAccount] = ()) -> Sequence | None:
+    def peek(self, skipped: Collection[TenantAccount] = ()) -> Sequence | None:
         tenants: Iterable[TenantAccount] = self._heaps
-        if passed_over:
-            tenants = [tenant for tenant in tenants if tenant not in passed_over]
-        tenant = min(tenants, key=_turn, default=None)
+        if skipped:
+            tenants = [tenant for tenant in tenants if tenant not in skipped]
+        tenant = min(tenants, key=_tenant_order, default=None)
         return None if tenant is None else self._heaps[tenant][0][1]
 
     def upcoming(self, count: int) -> list[Sequence]:
         """The first sequence of each tenant, in the tenants' order, then their second ones, and so on."""
-        heaps = [self._heaps[tenant] for tenant in sorted(self._heaps, key=_turn)[:count]]
+        heaps = [self._heaps[tenant] for tenant in sorted(self._heaps, key=_tenant_order)[:count]]
         rows = (heap[place][1] for place in range(count) for heap in heaps if place < len(heap))
         return list(islice((one for one in rows if one in self._members), count))
 
-    def victim(self, running: Iterable[Sequence]) -> Sequence:
+    def choose_victim(self, running: Iterable[Sequence]) -> Sequence:
         """The sequence with the fewest computed tokens, of a tenant that holds at least its share of the pages.
 
         The tenant is not chosen by the largest counter. If each tenant runs only one or two sequences, the largest
@@ -92,15 +92,15 @@ class FairQueue:
         page_share = sum(held.values()) / weights  # pages per unit of weight
         over_share = {tenant for tenant, pages in held.items() if pages >= tenant.share.weight * page_share}
 
-        def standing(sequence: Sequence) -> tuple[bool, int, bool, bool, int, Sequence]:
+        def tenant_preemption_order(sequence: Sequence) -> tuple[bool, int, bool, bool, int, Sequence]:
             tenant = sequence.tenant
             above_floor, priority = tenant.is_above_floor, tenant.share.priority
-            if sequence.is_overdue:
+            if sequence.is_starving:
                 return above_floor, priority, False, False, 0, sequence
             return above_floor, priority, True, tenant in over_share, -sequence.num_computed, sequence
 
-        tenant = max(candidates, key=standing).tenant
-        return max((one for one in candidates if one.tenant is tenant), key=_yields)
+        tenant = max(candidates, key=tenant_preemption_order).tenant
+        return max((one for one in candidates if one.tenant is tenant), key=_preemption_order)
 
     def _lift(self, tenant: TenantAccount) -> None:
         # Only its own class counts: a tenant of a later class that starves has so small a counter that it would lock
@@ -110,11 +110,11 @@ class FairQueue:
         tenant.service = max(tenant.service, min(services, default=self._last_service.get(group, 0.0)))
 
 
-def _turn(tenant: TenantAccount) -> tuple[int, float]:
+def _tenant_order(tenant: TenantAccount) -> tuple[int, float]:
     return tenant.share.priority, tenant.service
 
 
-def _yields(sequence: Sequence) -> tuple[int, bool, int, Sequence]:
-    if sequence.is_overdue:
+def _preemption_order(sequence: Sequence) -> tuple[int, bool, int, Sequence]:
+    if sequence.is_starving:
         return sequence.request.priority, False, 0, sequence
     return sequence.request.priority, True, -sequence.num_computed, sequence

@@ -30,17 +30,17 @@ class FifoQueue:
             self._members.remove(sequence)
             sequence.tenant.num_waiting -= 1
 
-    def next(self, passed_over: Collection[TenantAccount] = ()) -> Sequence | None:
+    def peek(self, skipped: Collection[TenantAccount] = ()) -> Sequence | None:
         while self._heap and self._heap[0] not in self._members:
             heapq.heappop(self._heap)
         if not self._heap:
             return None
-        if self._heap[0].tenant not in passed_over:
+        if self._heap[0].tenant not in skipped:
             return self._heap[0]
-        return min((one for one in self._members if one.tenant not in passed_over), default=None)
+        return min((one for one in self._members if one.tenant not in skipped), default=None)
 
     def upcoming(self, count: int) -> list[Sequence]:
         return [one for one in self._heap[: 2 * count] if one in self._members][:count]
 
-    def victim(self, running: Iterable[Sequence]) -> Sequence:
+    def choose_victim(self, running: Iterable[Sequence]) -> Sequence:
         return max(running)

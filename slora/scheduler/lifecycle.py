@@ -2,29 +2,30 @@
 
                  +------------ its adapter was fetched -----------+
                  |                                                v
-    add ---> aside (awaits its adapter)     or at once ---> in the queue ---> running ---> done
+    add ---> waiting for its adapter     or at once ---> in the queue ---> running ---> finished
                                                                   ^              |
                                                                   +- preempted --+
 
 A waiting sequence holds nothing in the pool; its KV may be swapped to the host. A sequence that ends releases all its
-resources, in any state. This module makes no decisions: `Admission` decides which sequence is admitted, and `Reclaim`
-decides which sequence is preempted.
+resources, in any state. This module makes no decisions: `Admission` decides which sequence is admitted, and
+`Preemption` decides which sequence is preempted.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator
 
 from slora.errors import AdapterFetchFailed, ContextTooLong
+from slora.pool.unified_paging import UnifiedPaging
 from slora.request import StepOutput
-from slora.scheduler.adapter_supply import AdapterSupply
+from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.beam_search import BeamSearch
 from slora.scheduler.fair_queue import FairQueue
 from slora.scheduler.fifo_queue import FifoQueue
 from slora.scheduler.running_batch import RunningBatch
 from slora.scheduler.sequence import Sequence
+from slora.scheduler.step_plan import StepPlan
 from slora.scheduler.swapping import Swapping
-from slora.scheduler.unfinished import UnfinishedRequests
-from slora.scheduler.unified_memory import UnifiedMemory
+from slora.scheduler.unfinished_requests import UnfinishedRequests
 from slora.scheduler.waiting_queue import WaitingQueue
 from slora.scheduler_config import SchedulerConfig
 from slora_adapters.loader.source import FetchFailed
@@ -34,19 +35,19 @@ from slora_adapters.version import AdapterVersion
 class Lifecycle:
     """Every unfinished sequence is in `unfinished`.
 
-    It is also in exactly one of: the batch, the queue, or aside in `supply`.
+    It is also in exactly one of: the batch, the queue, or waiting for its adapter in `adapters`.
     """
 
     def __init__(
-        self, config: SchedulerConfig, memory: UnifiedMemory, supply: AdapterSupply, swapping: Swapping
+        self, config: SchedulerConfig, paging: UnifiedPaging, adapters: AdapterLoading, swapping: Swapping
     ) -> None:
         self.queue: WaitingQueue = FairQueue() if config.scheduling == "fair" else FifoQueue()
         self.batch = RunningBatch(config.max_num_seqs)
         self.unfinished = UnfinishedRequests()
         self._footprint = config.footprint
         self._rope_switch = config.rope_switch
-        self._memory = memory
-        self._supply = supply
+        self._paging = paging
+        self._adapters = adapters
         self._swapping = swapping
 
     def add(self, sequence: Sequence) -> None:
@@ -59,75 +60,89 @@ class Lifecycle:
 
         Yields an error output for each sequence that can't run.
         """
-        for fetch, sequences in self._supply.collect():
+        for fetch, sequences in self._adapters.collect_fetches():
             for sequence in sequences:
-                if sequence.done:  # another choice ended the request
+                if sequence.is_finished:  # another choice ended the request
                     continue
                 if isinstance(fetch, FetchFailed):
-                    yield self.end(sequence, AdapterFetchFailed(fetch.message, fetch.code))
+                    yield self.fail(sequence, AdapterFetchFailed(fetch.message, fetch.code))
                     continue
                 try:
-                    self._make_ready(sequence, self._supply.pages_of(fetch.packed))
+                    self._push_to_queue(sequence, self._adapters.count_pages(fetch.packed))
                 except ContextTooLong as error:
-                    yield self.end(sequence, error)
+                    yield self.fail(sequence, error)
 
-    def leave_queue(self, sequence: Sequence) -> None:
+    def start_running(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> None:
+        """Moves a sequence from the queue to the batch, with pages for its first `num_tokens` tokens.
+
+        Swapped KV is copied back. The caller has made room.
+        """
+        self.dequeue(sequence)
+        if sequence.swapped is not None:
+            self._swapping.swap_in(sequence, plan)
+        missing = sequence.blocks.pages_missing(num_tokens)
+        sequence.blocks.extend(self._paging.kv.allocate(missing, sequence.tenant))
+        self.batch.assign_row(sequence)
+        plan.rows_to_write.append(sequence)
+        self.batch.add(sequence)
+
+    def dequeue(self, sequence: Sequence) -> None:
         """Removes a sequence from the queue, and releases its use of its adapter's copy in the host cache."""
         self.queue.remove(sequence)
         if sequence.request.adapter is not None:
-            self._supply.release(sequence.request.adapter)
+            self._adapters.release_copy(sequence.request.adapter)
 
-    def move_aside(self, sequence: Sequence) -> None:
+    def wait_for_adapter(self, sequence: Sequence) -> None:
         """Moves a sequence out of the queue to wait for its adapter, which has been evicted and is fetched again."""
-        self.leave_queue(sequence)
+        self.dequeue(sequence)
         self._enqueue(sequence)
 
-    def switch_rope(self, sequence: Sequence) -> None:
+    def restart_with_long_rope(self, sequence: Sequence) -> None:
         """Restarts a sequence that has become longer than `rope_switch` tokens.
 
         Keys that were rotated with the short factors can't be used with queries that are rotated with the long factors.
         """
         switch = self._rope_switch
-        if switch is None or sequence.is_long or len(sequence.token_ids) <= switch:
+        if switch is None or sequence.uses_long_rope or len(sequence.token_ids) <= switch:
             return
-        sequence.is_long = True
-        sequence.num_computed = sequence.num_named = 0
+        sequence.uses_long_rope = True
+        sequence.num_computed = sequence.num_inserted = 0
         sequence.block_keys.clear()
-        sequence.blocks.release(self._memory.kv)
-        self._swapping.drop(sequence)
+        sequence.blocks.release(self._paging.kv)
+        self._swapping.discard(sequence)
 
-    def join(self, sequence: Sequence, parent: Sequence) -> None:
+    def add_fork(self, sequence: Sequence, parent: Sequence) -> None:
         """Adds a fork of `parent` to the batch.
 
         It shares the KV of `parent`, and already has its row of the sampling table.
         """
-        sequence.blocks = parent.blocks.fork(self._memory.kv)
-        sequence.num_computed, sequence.num_named = parent.num_computed, parent.num_named
+        sequence.blocks = parent.blocks.fork(self._paging.kv)
+        sequence.num_computed, sequence.num_inserted = parent.num_computed, parent.num_inserted
         sequence.block_keys = parent.block_keys.copy()
         sequence.resident = parent.resident
         if sequence.resident is not None:
-            self._memory.residency.acquire(sequence.resident)
+            self._paging.residency.acquire(sequence.resident)
         self.unfinished.add(sequence)
-        self.batch.join(sequence)
+        self.batch.add(sequence)
 
-    def back_to_queue(self, sequence: Sequence) -> ContextTooLong | None:
+    def requeue(self, sequence: Sequence) -> ContextTooLong | None:
         """Moves a running sequence back to the queue.
 
         Returns an error if it can't be queued because its tenant's ceiling was lowered; the caller then ends the
         request.
         """
-        sequence.note_preemption()
-        self._give_back(sequence)
+        sequence.record_preemption()
+        self._stop_running(sequence)
         if sequence.search is not None:
             sequence.search.withdraw(sequence.index)
-        sequence.num_computed = sequence.num_named = 0
+        sequence.num_computed = sequence.num_inserted = 0
         try:
             self._enqueue(sequence)
         except ContextTooLong as error:
             return error
         return None
 
-    def end(self, sequence: Sequence, error: Exception) -> StepOutput:
+    def fail(self, sequence: Sequence, error: Exception) -> StepOutput:
         """Ends a whole request with `error`, whichever of its choices failed."""
         request_id = sequence.request.request_id
         self.abort(request_id)
@@ -142,21 +157,21 @@ class Lifecycle:
         for sequence in self.unfinished.find(request_id):
             is_choice = sequence.num_choices == 1 and sequence.search is None
             if index is None or (sequence.index == index and is_choice):
-                self.retire(sequence)
+                self.finish(sequence)
 
-    def forget(self, version: AdapterVersion) -> None:
+    def remove_adapter(self, version: AdapterVersion) -> None:
         """Drops a deleted adapter: at once, or when the last request that names it has ended.
 
         Such requests may need the copy in the host cache again, for example after a preemption. So the source is told
         only when they have ended.
         """
         self.unfinished.mark_deleted(version)
-        self._let_go(version)
+        self._remove_deleted(version)
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Proves that no page is lost and that every reference has an owner."""
         running = list(self.batch)
-        self.batch.check()
+        self.batch.check_invariants()
         waiting = [sequence for sequence in self.unfinished if not sequence.is_running]
         assert len(running) + len(waiting) == len(self.unfinished), (
             "a sequence is neither running nor waiting"
@@ -164,14 +179,14 @@ class Lifecycle:
         assert all(s.blocks.num_pages == 0 and s.resident is None for s in waiting), (
             "a waiting request holds pages"
         )
-        self._swapping.check(waiting)
+        self._swapping.check_invariants(waiting)
         self._check_beams()
         users: dict[AdapterVersion, int] = defaultdict(int)
         for resident in [s.resident for s in running if s.resident is not None] + list(
-            self._supply.loading()
+            self._adapters.loading_residents()
         ):
             users[resident.version] += 1
-        for resident in self._memory.residency:
+        for resident in self._paging.residency:
             assert resident.num_users == users[resident.version], f"{resident.version}: users do not add up"
 
     def _check_beams(self) -> None:
@@ -188,24 +203,24 @@ class Lifecycle:
             assert not search.is_ready, "all beams wait for each other"
 
     def _enqueue(self, sequence: Sequence) -> None:
-        """Queues the sequence if its adapter is in the pool or on the host; otherwise it waits aside.
+        """Queues the sequence if its adapter is in the pool or on the host; otherwise it waits for the adapter.
 
         Raises ContextTooLong if it can never run.
         """
         version = sequence.request.adapter
-        adapter_pages = 0 if version is None else self._supply.num_pages(version)
+        adapter_pages = 0 if version is None else self._adapters.num_pages(version)
         if adapter_pages is not None:
-            self._make_ready(sequence, adapter_pages)
+            self._push_to_queue(sequence, adapter_pages)
         elif version is not None:
-            self._supply.wait(sequence, version)
+            self._adapters.add_waiter(sequence, version)
 
-    def _make_ready(self, sequence: Sequence, adapter_pages: int) -> None:
-        self._fit(sequence, adapter_pages)
+    def _push_to_queue(self, sequence: Sequence, adapter_pages: int) -> None:
+        self._limit_to_pool(sequence, adapter_pages)
         self.queue.push(sequence)
         if sequence.request.adapter is not None:
-            self._supply.retain(sequence.request.adapter)
+            self._adapters.retain_copy(sequence.request.adapter)
 
-    def _fit(self, sequence: Sequence, adapter_pages: int) -> None:
+    def _limit_to_pool(self, sequence: Sequence, adapter_pages: int) -> None:
         """Raises ContextTooLong if the sequence and its adapter together exceed the pages that its tenant may hold.
 
         If the request has no max_tokens, its answer is shortened to what fits, but never below the tokens that it
@@ -214,24 +229,24 @@ class Lifecycle:
         Beams wait for each other, so all beams of a search must fit at the same time, each at full length and without
         shared pages. Then preempting all other users of pages always makes enough room for the last beam.
         """
-        footprint, most = self._footprint, self._memory.tenants.page_limit(sequence.tenant)
+        footprint, most = self._footprint, self._paging.tenants.page_limit(sequence.tenant)
         width = 1 if sequence.search is None else sequence.search.width
         room = (most - adapter_pages) // width
         open_ended = sequence.request.sampling.max_tokens is None
-        if open_ended and footprint.chunk_tokens(sequence.num_tokens_at_most, room) < 1:
+        if open_ended and footprint.chunk_tokens(sequence.max_kv_tokens, room) < 1:
             room_tokens = room * footprint.block_tokens
             most_tokens = max(room_tokens - sequence.num_prompt, sequence.num_generated) + 1
             sequence.max_tokens = min(sequence.max_tokens, most_tokens)
-        sequence.chunk_limit = footprint.chunk_tokens(sequence.num_tokens_at_most, room)
-        if sequence.chunk_limit < 1:
+        sequence.max_chunk_tokens = footprint.chunk_tokens(sequence.max_kv_tokens, room)
+        if sequence.max_chunk_tokens < 1:
             raise self._never_fits(sequence, width, adapter_pages, most)
 
     def _never_fits(self, sequence: Sequence, width: int, adapter_pages: int, most: int) -> ContextTooLong:
-        num_tokens = sequence.num_tokens_at_most
+        num_tokens = sequence.max_kv_tokens
         kv_pages = width * self._footprint.pages(num_tokens)
         bound = (
             f"the pool has {most} (pool_bytes)"
-            if most == self._memory.pool.num_pages
+            if most == self._paging.pool.num_pages
             else f"its tenant may hold {most} of the pool (max_pool_share)"
         )
         beams, remedy = (f" of each of {width} beams", " or beams") if width > 1 else ("", "")
@@ -241,32 +256,32 @@ class Lifecycle:
             "max_tokens",
         )
 
-    def retire(self, sequence: Sequence) -> None:
+    def finish(self, sequence: Sequence) -> None:
         """Moves a sequence to its terminal state and releases everything that it holds."""
-        if sequence.done:
+        if sequence.is_finished:
             return
-        sequence.done = True
+        sequence.is_finished = True
         self.unfinished.remove(sequence)
         version = sequence.request.adapter
         if sequence.is_running:
-            self._give_back(sequence)
+            self._stop_running(sequence)
         elif sequence in self.queue:
-            self.leave_queue(sequence)
+            self.dequeue(sequence)
         elif version is not None:
-            self._supply.leave(sequence, version)
-        self._swapping.drop(sequence)
+            self._adapters.remove_waiter(sequence, version)
+        self._swapping.discard(sequence)
         if version is not None:
-            self._let_go(version)
+            self._remove_deleted(version)
 
-    def _give_back(self, sequence: Sequence) -> None:
-        self.batch.leave(sequence)
-        sequence.blocks.release(self._memory.kv)
+    def _stop_running(self, sequence: Sequence) -> None:
+        self.batch.remove(sequence)
+        sequence.blocks.release(self._paging.kv)
         if sequence.resident is not None:
-            self._memory.residency.release(sequence.resident)
+            self._paging.residency.release(sequence.resident)
             sequence.resident = None
 
-    def _let_go(self, version: AdapterVersion) -> None:
+    def _remove_deleted(self, version: AdapterVersion) -> None:
         """Removes a deleted adapter from pool and host once no unfinished request names it."""
-        if self.unfinished.lets_go(version):
-            self._supply.forget(version)
-            self._memory.kv.remove_adapter(version)
+        if self.unfinished.pop_unused(version):
+            self._adapters.remove(version)
+            self._paging.kv.remove_adapter(version)

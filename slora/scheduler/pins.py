@@ -1,6 +1,6 @@
 """Pinned adapters: they are loaded into the pool before their first request, and stay there.
 
-    wanted --fetch--> on the host, for a step --room beside what runs--> loading --> in the pool, pinned
+    missing --fetch-> on the host, for a step --room beside what runs--> loading --> in the pool, pinned
        ^                       | no room                                                | as a last resort
        +-----------------------+--------------------------------------------------------+
 
@@ -18,44 +18,44 @@ import logging
 from collections.abc import Iterable
 
 from slora.pool.residency import Resident
-from slora.scheduler.adapter_supply import AdapterSupply
-from slora.scheduler.reclaim import Reclaim
+from slora.pool.unified_paging import UnifiedPaging
+from slora.scheduler.adapter_loading import AdapterLoading
+from slora.scheduler.preemption import Preemption
 from slora.scheduler.running_batch import RunningBatch
 from slora.scheduler.step_plan import StepPlan
-from slora.scheduler.unified_memory import UnifiedMemory
 from slora_adapters.loader.source import Fetched, FetchFailed
 from slora_adapters.version import AdapterVersion
 
 _log = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S = 1.0
-_LONGEST_PAUSE_S = 60.0
+_MIN_BACKOFF_S = 1.0
+_MAX_BACKOFF_S = 60.0
 
 
-class _Wish:
+class _PinState:
     """The loading state of one pinned adapter.
 
     num_pages: its size in pages; None until it has been fetched once.
     num_failures: failed fetches and loads since it was last loaded.
-    paused_until_s: time of the next try after a failure; None: not paused.
+    retry_at_s: time of the next try after a failure; None: not backing off.
     """
 
-    __slots__ = ("num_failures", "num_pages", "paused_until_s")
+    __slots__ = ("num_failures", "num_pages", "retry_at_s")
 
     def __init__(self) -> None:
         self.num_pages: int | None = None
         self.num_failures = 0
-        self.paused_until_s: float | None = None
+        self.retry_at_s: float | None = None
 
-    def pause(self, now: float) -> None:
-        """Pauses after a failure. Each further failure doubles the pause, up to `_LONGEST_PAUSE_S`."""
-        self.paused_until_s = now + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**self.num_failures)
+    def back_off(self, now: float) -> None:
+        """Delays the next try after a failure. Each further failure doubles the delay, up to `_MAX_BACKOFF_S`."""
+        self.retry_at_s = now + min(_MAX_BACKOFF_S, _MIN_BACKOFF_S * 2.0**self.num_failures)
         self.num_failures += 1
 
-    def is_paused(self, now: float) -> bool:
-        if self.paused_until_s is not None and now >= self.paused_until_s:
-            self.paused_until_s = None
-        return self.paused_until_s is not None
+    def is_backing_off(self, now: float) -> bool:
+        if self.retry_at_s is not None and now >= self.retry_at_s:
+            self.retry_at_s = None
+        return self.retry_at_s is not None
 
 
 class Pins:
@@ -65,174 +65,166 @@ class Pins:
     """
 
     def __init__(
-        self, memory: UnifiedMemory, supply: AdapterSupply, reclaim: Reclaim, batch: RunningBatch
+        self, paging: UnifiedPaging, adapters: AdapterLoading, preemption: Preemption, batch: RunningBatch
     ) -> None:
         self.num_failures = 0
-        self._memory = memory
-        self._residency, self._evictor = memory.residency, memory.evictor
-        self._supply = supply
-        self._reclaim = reclaim
+        self._paging = paging
+        self._residency, self._evictor = paging.residency, paging.evictor
+        self._adapters = adapters
+        self._preemption = preemption
         self._batch = batch
-        self._most_pages = memory.pool.num_pages // 2
-        self._wanted: dict[AdapterVersion, _Wish] = {}
+        self._max_pages = paging.pool.num_pages // 2
+        self._pins: dict[AdapterVersion, _PinState] = {}
+        self._to_fetch: list[AdapterVersion] = []
         self._now = 0.0
 
     @property
-    def num_wanted(self) -> int:
-        return len(self._wanted)
+    def num_pins(self) -> int:
+        return len(self._pins)
 
     @property
     def num_loaded(self) -> int:
         """Number of pinned adapters that are loaded."""
-        found = (self._residency.find(version) for version in self._wanted)
+        found = (self._residency.find(version) for version in self._pins)
         return sum(resident is not None and resident.is_loaded for resident in found)
 
     @property
-    def is_complete(self) -> bool:
+    def all_resident(self) -> bool:
         """Whether every pinned adapter is in the pool or being loaded."""
-        return not any(map(self._is_missing, self._wanted))
+        return not any(map(self._is_missing, self._pins))
 
     @property
-    def next_try_s(self) -> float | None:
-        """When the next pause ends. The scheduler must make a step then, even without new requests. None: no pause."""
-        paused = ((version, wish.paused_until_s) for version, wish in self._wanted.items())
-        ends = [until_s for version, until_s in paused if until_s is not None and self._is_missing(version)]
-        return min(ends, default=None)
+    def next_retry_s(self) -> float | None:
+        """When a failed adapter is tried next. The scheduler must make a step then, even without new requests.
 
-    def want(self, versions: Iterable[AdapterVersion]) -> None:
-        """Replaces the set of pinned adapters. An adapter that was pinned before keeps its pages and its pause."""
-        self._wanted = {version: self._wanted.get(version) or _Wish() for version in versions}
+        None: no adapter failed."""
+        retries = ((version, state.retry_at_s) for version, state in self._pins.items())
+        times = [retry_s for version, retry_s in retries if retry_s is not None and self._is_missing(version)]
+        return min(times, default=None)
+
+    def replace(self, versions: Iterable[AdapterVersion]) -> None:
+        """Replaces the set of pinned adapters. An adapter that was pinned before keeps its pages and its backoff."""
+        self._pins = {version: self._pins.get(version) or _PinState() for version in versions}
         for resident in self._residency:
-            if resident.is_pinned and resident.version not in self._wanted:
+            if resident.is_pinned and resident.version not in self._pins:
                 self._residency.unpin(resident)
 
-    def forget(self, version: AdapterVersion) -> None:
+    def remove(self, version: AdapterVersion) -> None:
         """Ends the pin of a deleted adapter."""
-        self.want([one for one in self._wanted if one != version])
+        self.replace([one for one in self._pins if one != version])
 
-    def bring(
-        self, plan: StepPlan, num_pages: int, now: float, fetched: Iterable[Fetched | FetchFailed]
-    ) -> None:
-        """Loads missing adapters that are on the host, and fetches the others.
+    def load_missing(self, plan: StepPlan, now: float, fetched: Iterable[Fetched | FetchFailed]) -> None:
+        """Loads missing adapters that are on the host and fit, as far as the step's load budget allows.
 
-        num_pages: adapter pages that this step may still load.
-        fetched: all prefetches that ended since the last step, for pins or for prewarming. Their host copies are
-            released here.
+        fetched: the prefetches that ended since the last step, for pins or for prewarming.
         """
         self._now = now
-        at_hand = self._take_in(fetched)
-        num_pages = 0 if self._wanted and self._reclaim.is_short else num_pages
-        missing = (
-            self._bring_from_host(plan, num_pages) if self._residency.num_pinned < len(self._wanted) else []
-        )
-        # Release before the next prefetch: a small host cache may have room for only one adapter.
-        for version in at_hand:
-            self._supply.release(version)
-        for version in missing:
-            self._supply.prefetch(version)
+        self._record_fetches(fetched)
+        self._to_fetch = []
+        if self._residency.num_pinned < len(self._pins):
+            self._load_from_host(plan)
 
-    def settle(self, plan: StepPlan) -> None:
+    def prefetch_missing(self) -> None:
+        """Fetches the adapters that fit but were not on the host."""
+        for version in self._to_fetch:
+            self._adapters.prefetch(version)
+
+    def finish_step(self, plan: StepPlan) -> None:
         """Called after a step has run. Clears the failure count of each pinned adapter that it finished loading."""
         for load in plan.loads:
-            wish = self._wanted.get(load.resident.version)
-            if wish is not None and load.is_last:
-                wish.num_failures = 0
+            state = self._pins.get(load.resident.version)
+            if state is not None and load.is_last:
+                state.num_failures = 0
 
-    def fail(self, residents: Iterable[Resident]) -> None:
-        """Called when the step that was to load them failed. The adapters are loaded again after a pause."""
+    def record_failed_loads(self, residents: Iterable[Resident]) -> None:
+        """Called when the step that was to load them failed. The adapters are loaded again after a delay."""
         for resident in residents:
-            wish = self._wanted.get(resident.version)
-            if wish is not None:
+            state = self._pins.get(resident.version)
+            if state is not None:
                 self.num_failures += 1
-                wish.pause(self._now)
+                state.back_off(self._now)
 
-    def check(self) -> None:
-        """Proves that every pinned resident is wanted and that the pins stay within their bound."""
+    def check_invariants(self) -> None:
+        """Proves that every pinned resident has a pin and that the pins stay within their bound."""
         pinned = [resident for resident in self._residency if resident.is_pinned]
-        assert {resident.version for resident in pinned} <= self._wanted.keys(), "pinned, and nobody wants it"
+        assert {resident.version for resident in pinned} <= self._pins.keys(), (
+            "an adapter is pinned without a pin"
+        )
         num_pages = sum(len(resident.pages) for resident in pinned)
         assert (len(pinned), num_pages) == (self._residency.num_pinned, self._residency.num_pinned_pages)
-        assert num_pages <= self._most_pages, f"{num_pages} pages pinned, at most {self._most_pages}"
+        assert num_pages <= self._max_pages, f"{num_pages} pages pinned, at most {self._max_pages}"
 
-    def _take_in(self, fetched: Iterable[Fetched | FetchFailed]) -> list[AdapterVersion]:
-        """Records the results of prefetches. Returns the versions whose host copies must be released."""
-        at_hand = []
+    def _record_fetches(self, fetched: Iterable[Fetched | FetchFailed]) -> None:
         for fetch in fetched:
-            wish = self._wanted.get(fetch.version)
-            if isinstance(fetch, FetchFailed):
-                if wish is not None:
-                    self._note_failure(wish, fetch)
+            state = self._pins.get(fetch.version)
+            if state is None:
                 continue
-            at_hand.append(fetch.version)
-            if wish is not None:
-                wish.num_pages = self._supply.pages_of(fetch.packed)
-        return at_hand
+            if isinstance(fetch, FetchFailed):
+                self._record_failure(state, fetch)
+            else:
+                state.num_pages = self._adapters.count_pages(fetch.packed)
 
-    def _note_failure(self, wish: _Wish, fetch: FetchFailed) -> None:
+    def _record_failure(self, state: _PinState, fetch: FetchFailed) -> None:
         self.num_failures += 1
-        if not wish.num_failures:
+        if not state.num_failures:
             _log.warning(
                 "adapter %s of tenant %s is pinned and can't be fetched (%s): %s; it is tried again, and this is not "
                 "told again before it is in the pool",
                 fetch.version.digest, fetch.version.tenant, fetch.code, fetch.message,
             )  # fmt: skip
-        wish.pause(self._now)
+        state.back_off(self._now)
 
     def _is_missing(self, version: AdapterVersion) -> bool:
         return self._residency.find(version) is None
 
-    def _bring_from_host(self, plan: StepPlan, num_pages: int) -> list[AdapterVersion]:
-        """Starts loading adapters that are on the host and fit.
-
-        Returns the adapters that fit but are not on the host.
-        """
-        missing = []
-        spare, num_wanted_soon = self._spare(), self._batch.num_pages_wanted_soon
-        for version, wish in self._wanted.items():
+    def _load_from_host(self, plan: StepPlan) -> None:
+        """Starts loading adapters that are on the host and fit. Those that fit but are not there go to `_to_fetch`."""
+        budget, may_load = self._adapters.budget, not self._preemption.has_starving
+        protected, num_needed_soon = self._protected(), self._batch.num_pages_needed_soon
+        for version, state in self._pins.items():
             resident = self._residency.find(version)
             if resident is not None:
                 self._pin(resident)
-            elif wish.is_paused(self._now) or num_pages <= 0:
+            elif state.is_backing_off(self._now) or not may_load or budget.num_pages <= 0:
                 continue
-            elif self._has_room(version, spare, num_wanted_soon):
-                if self._supply.num_pages(version) is None:
-                    missing.append(version)
+            elif self._fits(version, protected, num_needed_soon):
+                if self._adapters.num_pages(version) is None:
+                    self._to_fetch.append(version)
                 else:
-                    spare.add(self._load(version, spare))
-                    num_pages = self._supply.advance(plan, num_pages)
-        return missing
+                    protected.add(self._load(version, protected))
+                    self._adapters.plan_slices(plan)
 
     def _pin(self, resident: Resident) -> None:
         """Pins a resident if the bound allows it, whichever request or pin triggered its load."""
         num_pages = self._residency.num_pinned_pages + len(resident.pages)
-        if not resident.is_pinned and num_pages <= self._most_pages:
+        if not resident.is_pinned and num_pages <= self._max_pages:
             self._residency.pin(resident)
 
-    def _spare(self) -> set[Resident]:
+    def _protected(self) -> set[Resident]:
         """Residents that must not be evicted for a pin: idle adapters of the next requests, and other pins."""
-        found = (self._residency.find(version) for version in self._wanted)
+        found = (self._residency.find(version) for version in self._pins)
         pinned = [resident for resident in found if resident is not None and resident.is_pinned]
-        return {*self._reclaim.next_adapters(), *pinned}
+        return {*self._preemption.next_adapters(), *pinned}
 
-    def _has_room(self, version: AdapterVersion, spare: set[Resident], num_wanted_soon: int) -> bool:
+    def _fits(self, version: AdapterVersion, protected: set[Resident], num_needed_soon: int) -> bool:
         """Whether the adapter could be loaded now. True while its size is unknown: the fetch reveals it."""
-        num_pages = self._supply.num_pages(version) or self._wanted[version].num_pages
+        num_pages = self._adapters.num_pages(version) or self._pins[version].num_pages
         if num_pages is None:
             return True
-        tenant = self._memory.tenants.find(version.tenant)
+        tenant = self._paging.tenants.find(version.tenant)
         return (
-            self._residency.num_pinned_pages + num_pages <= self._most_pages
-            and self._memory.could_free(num_pages + num_wanted_soon, tenant)
-            and self._residency.can_free_slot(spare)
-            and self._evictor.can_make_room(num_pages, tenant, spare)
+            self._residency.num_pinned_pages + num_pages <= self._max_pages
+            and self._paging.could_free(num_pages + num_needed_soon, tenant)
+            and self._residency.can_free_slot(protected)
+            and self._evictor.can_make_room(num_pages, tenant, protected)
         )
 
-    def _load(self, version: AdapterVersion, spare: set[Resident]) -> Resident:
-        tenant, num_pages = self._memory.tenants.find(version.tenant), self._supply.num_pages(version)
+    def _load(self, version: AdapterVersion, protected: set[Resident]) -> Resident:
+        tenant, num_pages = self._paging.tenants.find(version.tenant), self._adapters.num_pages(version)
         assert num_pages is not None, f"{version} is not on the host"
-        has_pages = self._evictor.make_room(num_pages, tenant, spare)
-        has_slot = self._residency.ensure_free_slot(tenant, spare)
+        has_pages = self._evictor.make_room(num_pages, tenant, protected)
+        has_slot = self._residency.ensure_free_slot(tenant, protected)
         assert has_pages and has_slot, f"there was room for {version}"
-        resident = self._supply.begin(version, tenant)
+        resident = self._adapters.start_load(version)
         self._residency.pin(resident)
         return resident

@@ -5,23 +5,22 @@ If the operator has set the prefix cache to public, the base model has one scope
 the scope.
 """
 
-from slora.kv_footprint import KVFootprint
-from slora.pool.kv_cache import KVCache
 from slora.pool.prefix_key import extend_keys, root_key
+from slora.pool.unified_paging import UnifiedPaging
 from slora.scheduler.sequence import Sequence
 
 
 class PrefixCache:
     """Finds and names the blocks of sequences. num_queries, num_hits: in prompt tokens."""
 
-    def __init__(self, kv: KVCache, footprint: KVFootprint, *, is_public: bool) -> None:
+    def __init__(self, paging: UnifiedPaging, *, is_public: bool) -> None:
         self.num_queries = 0
         self.num_hits = 0
-        self._kv = kv
-        self._footprint = footprint
+        self._kv = paging.kv
+        self._footprint = paging.footprint
         self._is_public = is_public
 
-    def count(self, sequence: Sequence) -> int:
+    def count_cached(self, sequence: Sequence) -> int:
         """Number of leading blocks that are already computed. At least the last token always remains to be computed."""
         # The prefix cache does not keep the prompt log-probabilities that the sequence still has to report.
         if not self._kv.enabled or sequence.num_scored < sequence.num_prompt:
@@ -39,7 +38,7 @@ class PrefixCache:
         first = self._first_needed(num_blocks)
         sequence.blocks.adopt(first, self._kv.acquire(sequence.block_keys[first:num_blocks]))
         sequence.num_computed = num_blocks * self._footprint.block_tokens
-        sequence.num_named = num_blocks
+        sequence.num_inserted = num_blocks
 
     def count_hits(self, sequence: Sequence) -> None:
         """Called when the sequence is first admitted.
@@ -50,17 +49,17 @@ class PrefixCache:
         sequence.num_cached = sequence.num_charged = min(sequence.num_computed, sequence.num_prompt)
         self.num_hits += sequence.num_cached
 
-    def name(self, sequence: Sequence) -> None:
+    def insert(self, sequence: Sequence) -> None:
         """Names the sequence's newly completed blocks, so that later requests can find them."""
         end = sequence.num_computed // self._footprint.block_tokens
-        if end <= sequence.num_named or not self._kv.enabled:
+        if end <= sequence.num_inserted or not self._kv.enabled:
             return
         self._extend_keys(sequence, end)
         keys, pages = sequence.block_keys, sequence.blocks.pages
-        for index in range(max(sequence.num_named, sequence.blocks.num_freed), end):
+        for index in range(max(sequence.num_inserted, sequence.blocks.num_freed), end):
             parent = keys[index - 1] if index else None
             self._kv.insert(int(pages[index]), keys[index], parent, sequence.request.adapter)
-        sequence.num_named = end
+        sequence.num_inserted = end
 
     def _extend_keys(self, sequence: Sequence, num_blocks: int) -> None:
         if len(sequence.block_keys) >= num_blocks:
@@ -71,7 +70,9 @@ class PrefixCache:
     def _root(self, sequence: Sequence) -> bytes:
         request = sequence.request
         scope = "" if self._is_public and request.adapter is None else request.tenant
-        return root_key(scope, request.adapter, request.adapter_weight, is_long=sequence.is_long)
+        return root_key(
+            scope, request.adapter, request.adapter_weight, uses_long_rope=sequence.uses_long_rope
+        )
 
     def _first_needed(self, num_blocks: int) -> int:
         block_tokens = self._footprint.block_tokens

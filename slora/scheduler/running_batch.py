@@ -6,12 +6,12 @@ from slora.scheduler.sequence import Sequence
 
 
 class RunningBatch:
-    """At most `num_places` sequences. A sequence that will fork occupies one place per choice from the start."""
+    """At most `capacity` sequences. A sequence that will fork occupies one place per choice from the start."""
 
-    def __init__(self, num_places: int) -> None:
-        self.num_places = num_places
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self._sequences: list[Sequence] = []
-        self._free_rows = list(range(num_places))
+        self._free_rows = list(range(capacity))
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -21,26 +21,26 @@ class RunningBatch:
         return iter(self._sequences.copy())
 
     @property
-    def num_free_places(self) -> int:
-        return self.num_places - sum(sequence.num_choices for sequence in self._sequences)
+    def free_capacity(self) -> int:
+        return self.capacity - sum(sequence.num_choices for sequence in self._sequences)
 
     @property
-    def num_pages_wanted_soon(self) -> int:
+    def num_pages_needed_soon(self) -> int:
         """Pages that the running sequences still need for their present tokens, plus one page for each sequence."""
         return sum(1 + one.blocks.pages_missing(len(one.token_ids)) for one in self._sequences)
 
-    def is_left_to(self, sequence: Sequence) -> bool:
+    def runs_alone(self, sequence: Sequence) -> bool:
         """Whether no other sequence runs, except beams of the same search: they advance only together with this one."""
         return all(
             one is sequence or (one.search is not None and one.search is sequence.search)
             for one in self._sequences
         )
 
-    def seat(self, sequence: Sequence) -> None:
+    def assign_row(self, sequence: Sequence) -> None:
         """Assigns a free row of the sampling table."""
         sequence.row = self._free_rows.pop()
 
-    def join(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence) -> None:
         """Adds a sequence that has a row.
 
         The list stays sorted by arrival; nearly always the sequence is the newest.
@@ -51,16 +51,16 @@ class RunningBatch:
         self._sequences.insert(place, sequence)
         sequence.is_running = True
 
-    def leave(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         self._sequences.remove(sequence)
         sequence.is_running = False
-        self.unseat(sequence)
+        self.release_row(sequence)
 
-    def unseat(self, sequence: Sequence) -> None:
+    def release_row(self, sequence: Sequence) -> None:
         """Returns the sequence's row of the sampling table."""
         self._free_rows.append(sequence.row)
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         rows = sorted([*self._free_rows, *(sequence.row for sequence in self._sequences)])
-        assert rows == list(range(self.num_places)), "a row of the sampling table is lost or shared"
-        assert self.num_free_places >= 0, "more sequences run than may"
+        assert rows == list(range(self.capacity)), "a row of the sampling table is lost or shared"
+        assert self.free_capacity >= 0, "more sequences run than may"

@@ -4,8 +4,8 @@ It does iteration-level (continuous) batching under a token budget (Orca, OSDI'2
 one step. A request can join the batch at any step.
 
 Admission: the waiting queue chooses the next sequence. If it does not fit, no later sequence is admitted before it.
-There are two exceptions. A request whose adapter is not yet on the host waits aside, outside the queue. A tenant at its
-ceiling is passed over.
+There are two exceptions. A request whose adapter is not yet on the host waits outside the queue. A tenant at its
+ceiling is skipped.
 
 Pages come from three sources, in this order:
 
@@ -36,77 +36,65 @@ from slora.adapter_place import AdapterPlace
 from slora.cost_model import Costs
 from slora.errors import DeadlineMissed, RequestFailed
 from slora.pool.swap_space import SwapSpace
+from slora.pool.unified_paging import UnifiedPaging
 from slora.request import FinishReason, StepOutput, TokenDelta, TokenLogprobs
-from slora.scheduler.adapter_supply import AdapterSupply
+from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.admission import Admission
 from slora.scheduler.beams import Beams
-from slora.scheduler.charges import Charges
+from slora.scheduler.charges import charge_output, charge_prompt
 from slora.scheduler.deadlines import Deadlines
 from slora.scheduler.lifecycle import Lifecycle
-from slora.scheduler.load_pace import LoadPace
 from slora.scheduler.pins import Pins
+from slora.scheduler.preemption import Preemption
 from slora.scheduler.prefix_cache import PrefixCache
 from slora.scheduler.prewarming import Prewarming
-from slora.scheduler.reclaim import Reclaim
 from slora.scheduler.sequence import Sequence
-from slora.scheduler.step_plan import Chunk, Sampled, StepPlan
+from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 from slora.scheduler.swapping import Swapping
-from slora.scheduler.unified_memory import UnifiedMemory
 from slora.scheduler_config import SchedulerConfig
 from slora_adapters.loader.source import AdapterSource
 from slora_adapters.version import AdapterVersion
 
 # A request fails after this many steps that failed to move its adapter or its KV into the pool: its adapter may be what
 # breaks the steps.
-_MOST_BROKEN_STEPS = 3
+_MAX_FAILED_STEPS = 3
 
 
 class Scheduler:
-    """Owns the sequences and, through them, every held page of `memory`.
+    """Owns the sequences and, through them, every held page of `paging`.
 
     It is composed of parts. Each part depends only on the parts before it in this list:
 
-        memory      the page pool and its users
-        supply      loads adapters
+        paging      the page pool and its users
+        adapters    fetches adapters to the host and loads them into the pool
         prefixes    the prefix cache
         swapping    swaps KV to the host and back
         lifecycle   the state of each sequence
-        reclaim     eviction and preemption
+        preemption  eviction and preemption
         admission   admits waiting sequences to the batch
         pins        keeps pinned adapters in the pool
-        prewarming  loads adapters ahead of requests, if there is room
+        prewarming  loads adapters before their first request, if there is room
     """
 
     def __init__(self, config: SchedulerConfig, source: AdapterSource, costs: Costs) -> None:
         self.num_deadlines_missed = 0
-        self._is_at_rest = True
-        self.memory = UnifiedMemory(config, costs)
-        self.supply = AdapterSupply(self.memory.residency, source, config.full_page_bytes)
-        self.prefixes = PrefixCache(
-            self.memory.kv, config.footprint, is_public=config.prefix_cache == "public"
-        )
-        self.swapping = Swapping(SwapSpace(config.swap_pages), self.memory.kv, costs, config.preemption)
+        self.paging = UnifiedPaging(config, costs)
+        self.adapters = AdapterLoading(self.paging, source, costs, config.full_page_bytes, config.load_pages)
+        self.prefixes = PrefixCache(self.paging, is_public=config.prefix_cache == "public")
+        self.swapping = Swapping(SwapSpace(config.swap_pages), self.paging.kv, costs, config.preemption)
         self._config = config
-        self._charges = Charges(costs)
-        self._unwritten: list[Sequence] = []  # their sampling table rows are outdated since `take_back`
-        self._lifecycle = Lifecycle(config, self.memory, self.supply, self.swapping)
+        self._was_idle = True  # the last step had nothing to do
+        self._stale_rows: list[Sequence] = []  # their sampling table rows are outdated since `undo_step`
+        self._lifecycle = Lifecycle(config, self.paging, self.adapters, self.swapping)
         self._deadlines = Deadlines(costs, self._lifecycle.unfinished)
         self._batch = self._lifecycle.batch
-        self._reclaim = Reclaim(config.footprint, self.memory, self.supply, self._lifecycle, self.swapping)
-        self._beams = Beams(self._lifecycle, self._charges)
+        self._preemption = Preemption(self.paging, self._lifecycle, self.swapping)
+        self._beams = Beams(self._lifecycle)
         self._admission = Admission(
-            config,
-            self.memory,
-            self.supply,
-            self._lifecycle,
-            self._reclaim,
-            self.prefixes,
-            self.swapping,
-            self._charges,
-            LoadPace(costs, config.full_page_bytes, config.load_pages),
+            self.paging, self.adapters, self.prefixes, self._lifecycle, self._preemption
         )
-        self.pins = Pins(self.memory, self.supply, self._reclaim, self._batch)
-        self.prewarming = Prewarming(self.memory, self.supply, self._reclaim, self._batch)
+        self.pins = Pins(self.paging, self.adapters, self._preemption, self._batch)
+        self.prewarming = Prewarming(self.paging, self.adapters, self._preemption, self._batch)
 
     @property
     def num_running(self) -> int:
@@ -118,11 +106,11 @@ class Scheduler:
 
     @property
     def num_awaiting_adapter(self) -> int:
-        return self.supply.num_awaiting
+        return self.adapters.num_waiting
 
     @property
     def num_preemptions(self) -> int:
-        return self._reclaim.num_preemptions
+        return self._preemption.num_preemptions
 
     @property
     def has_work(self) -> bool:
@@ -130,9 +118,9 @@ class Scheduler:
 
         Missing pins count until a step has planned nothing, because the step before it may have freed room for them.
         """
-        if len(self._batch) or len(self._lifecycle.queue) or self.supply.num_loading:
+        if len(self._batch) or len(self._lifecycle.queue) or self.adapters.num_loading:
             return True
-        return not self._is_at_rest and not self.pins.is_complete
+        return not self._was_idle and not self.pins.all_resident
 
     @property
     def next_due_s(self) -> float | None:
@@ -140,7 +128,7 @@ class Scheduler:
 
         None: no such time.
         """
-        times = (self._deadlines.next_s, self.pins.next_try_s)
+        times = (self._deadlines.next_due_s, self.pins.next_retry_s)
         return min((time for time in times if time is not None), default=None)
 
     def find(self, request_id: str) -> list[Sequence]:
@@ -163,124 +151,138 @@ class Scheduler:
 
         Pinned adapters are loaded before their first request and stay in the pool.
         """
-        self.pins.want(versions)
+        self.pins.replace(versions)
 
     def prewarm(self, version: AdapterVersion) -> AdapterPlace:
         """Fetches an adapter to the host, and loads it into the pool if there is room. Returns where it is now."""
-        return self.prewarming.want(version)
+        return self.prewarming.request(version)
 
-    def forget(self, version: AdapterVersion) -> None:
+    def remove_adapter(self, version: AdapterVersion) -> None:
         """Drops a deleted adapter: at once, or when the last request that names it has ended."""
-        self.pins.forget(version)
-        self.prewarming.forget(version)
-        self._lifecycle.forget(version)
+        self.pins.remove(version)
+        self.prewarming.remove(version)
+        self._lifecycle.remove_adapter(version)
 
     def schedule(self, now: float = 0.0) -> StepPlan:
         """Plans one step. now: seconds on any monotonic clock."""
         plan = StepPlan()
-        self._reclaim.begin_step()
-        for sequence in self._deadlines.missed(now):
-            self.num_deadlines_missed += 1
-            num_others = self.num_waiting - (not sequence.is_running)
-            plan.ended.append(self._lifecycle.end(sequence, _too_late(sequence, num_others)))
+        self._preemption.begin_step()
+        self._fail_missed_deadlines(plan, now)
         self._beams.start_forks(plan)
-        plan.started.extend(sequence for sequence in self._unwritten if sequence.is_running)
-        self._unwritten = []
+        plan.rows_to_write.extend(sequence for sequence in self._stale_rows if sequence.is_running)
+        self._stale_rows = []
         plan.ended.extend(self._lifecycle.collect_fetches())
-        self._admission.continue_loads(plan)
+        self.adapters.begin_step(plan, self._batch)
         budget = self._continue_running(plan, self._config.max_num_batched_tokens)
         self._admission.admit(plan, budget)
-        while self._is_stuck(plan) and self._admission.make_way(plan):
+        while self._is_stuck_on_beams(plan) and self._preemption.preempt_for_stuck_beams(plan):
             self._admission.admit(plan, budget)
-        fetched, num_pages = self.supply.take_prefetched(), self._admission.load_ahead(plan)
-        self.prewarming.load(fetched)
-        self.pins.bring(plan, num_pages, now, fetched)
-        self.prewarming.fetch()
-        plan.chunks.sort(key=_by_slot)
-        for chunk in plan.chunks:
-            for sequence in chunk.forks:  # their first tokens are sampled in this step
-                self._batch.seat(sequence)
-                plan.started.append(sequence)
-        self._is_at_rest = not (plan.chunks or plan.loads or plan.ended)
+        self._admission.load_upcoming(plan)
+        self._load_without_requests(plan, now)
+        plan.chunks.sort(key=_chunk_order)
+        self._assign_rows_to_forks(plan)
+        self._was_idle = not (plan.chunks or plan.loads or plan.ended)
         return plan
 
-    def postprocess(self, plan: StepPlan, sampled: list[Sampled]) -> list[StepOutput]:
+    def postprocess(self, plan: StepPlan, sampled: list[SampledToken]) -> list[StepOutput]:
         """Appends the sampled tokens to the sequences of `plan`, and ends the sequences that are finished.
 
         sampled: one entry for each entry of each chunk's `draws`, in order.
         """
-        self.supply.settle(plan)
-        self.pins.settle(plan)
-        self.swapping.settle()
+        self.adapters.finish_step(plan)
+        self.pins.finish_step(plan)
+        self.swapping.finish_step()
         outputs = list(plan.ended)
         tokens = iter(sampled)
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.num_computed += chunk.num_tokens
-            if not sequence.done:  # it is done if another choice of its request failed in this step
-                self.prefixes.name(sequence)
-            if sequence.scores and not sequence.done:
-                outputs.append(_tell_scores(sequence))
+            if not sequence.is_finished:  # it is done if another choice of its request failed in this step
+                self.prefixes.insert(sequence)
+            if sequence.scores and not sequence.is_finished:
+                outputs.append(_report_prompt_logprobs(sequence))
             if chunk.forks:
                 self._fork(chunk)
             for choice in chunk.draws:
                 token = next(tokens)
-                if not choice.done:  # done if another choice of its request just failed
-                    outputs.extend(self._take(choice, token))
+                if not choice.is_finished:  # done if another choice of its request just failed
+                    outputs.extend(self._apply_sampled(choice, token))
         return outputs
 
-    def drop(self, plan: StepPlan, chunks: list[Chunk], error: Exception) -> list[StepOutput]:
+    def fail_chunks(self, plan: StepPlan, chunks: list[Chunk], error: Exception) -> list[StepOutput]:
         """Removes chunks that could not be computed from the plan, and ends their requests with `error`."""
         dropped = {id(chunk.sequence) for chunk in chunks}
         plan.chunks[:] = [chunk for chunk in plan.chunks if id(chunk.sequence) not in dropped]
         outputs = []
         for chunk in chunks:
             for fork in chunk.forks:
-                self._batch.unseat(fork)
-            if not chunk.sequence.done:  # done if another choice of its request was dropped, too
-                self.memory.kv.invalidate(chunk.sequence.block_keys)
-                outputs.append(self._lifecycle.end(chunk.sequence, error))
+                self._batch.release_row(fork)
+            if not chunk.sequence.is_finished:  # done if another choice of its request was dropped, too
+                self.paging.kv.invalidate(chunk.sequence.block_keys)
+                outputs.append(self._lifecycle.fail(chunk.sequence, error))
         return outputs
 
-    def take_back(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
+    def undo_step(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
         """Undoes a step that failed to move its pages.
 
         All content that this step was to write into the pool is invalid. Sequences that need this content go back to
-        the queue. After `_MOST_BROKEN_STEPS` such steps a sequence ends with `error`. All other sequences continue as
+        the queue. After `_MAX_FAILED_STEPS` such steps a sequence ends with `error`. All other sequences continue as
         before the step.
         """
         outputs = list(plan.ended)
         for chunk in plan.chunks:
             for fork in chunk.forks:
-                self._batch.unseat(fork)
-        residents = self.supply.distrust(plan)
-        self.pins.fail(residents)
-        restored = self.swapping.distrust()
+                self._batch.release_row(fork)
+        residents = self.adapters.abandon_loads(plan)
+        self.pins.record_failed_loads(residents)
+        restored = self.swapping.undo_step()
         targets = {target for _, target in plan.copies}
         for sequence in self._batch:
             is_trusted = sequence.resident not in residents and sequence not in restored
-            if sequence.done or (is_trusted and targets.isdisjoint(sequence.blocks.held_pages)):
+            if sequence.is_finished or (is_trusted and targets.isdisjoint(sequence.blocks.held_pages)):
                 continue
-            sequence.num_broken_steps += 1
-            if sequence.num_broken_steps >= _MOST_BROKEN_STEPS:
-                outputs.append(self._lifecycle.end(sequence, error))
-            elif (misfit := self._lifecycle.back_to_queue(sequence)) is not None:
-                outputs.append(self._lifecycle.end(sequence, misfit))
-        self.swapping.settle()
+            sequence.num_failed_steps += 1
+            if sequence.num_failed_steps >= _MAX_FAILED_STEPS:
+                outputs.append(self._lifecycle.fail(sequence, error))
+            elif (misfit := self._lifecycle.requeue(sequence)) is not None:
+                outputs.append(self._lifecycle.fail(sequence, misfit))
+        self.swapping.finish_step()
         # The sampling table rows of these sequences were not written, or they count tokens that are lost.
-        self._unwritten += [*plan.started, *(chunk.sequence for chunk in plan.chunks)]
+        self._stale_rows += [*plan.rows_to_write, *(chunk.sequence for chunk in plan.chunks)]
         return outputs
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Proves that no page is lost and that every reference has an owner."""
-        self.memory.check(list(self._batch))
-        self.supply.check()
-        self.pins.check()
-        self._lifecycle.check()
+        self.paging.check_invariants(page for one in self._batch for page in one.blocks.held_pages)
+        self.adapters.check_invariants()
+        self.pins.check_invariants()
+        self._lifecycle.check_invariants()
 
-    def _is_stuck(self, plan: StepPlan) -> bool:
+    def _fail_missed_deadlines(self, plan: StepPlan, now: float) -> None:
+        for sequence in self._deadlines.pop_missed(now):
+            self.num_deadlines_missed += 1
+            num_others = self.num_waiting - (not sequence.is_running)
+            plan.ended.append(self._lifecycle.fail(sequence, _deadline_missed(sequence, num_others)))
+
+    def _load_without_requests(self, plan: StepPlan, now: float) -> None:
+        """Loads adapters that the operator pinned or a tenant prewarms, and requests further fetches."""
+        fetched = self.adapters.pop_prefetched()
+        self.prewarming.load_fetched(fetched)
+        self.pins.load_missing(plan, now, fetched)
+        # Release before the next prefetches: a small host cache may have room for only one adapter.
+        self.adapters.release_prefetched(fetched)
+        self.pins.prefetch_missing()
+        self.prewarming.prefetch_requested()
+
+    def _assign_rows_to_forks(self, plan: StepPlan) -> None:
+        for chunk in plan.chunks:
+            for sequence in chunk.forks:  # their first tokens are sampled in this step
+                self._batch.assign_row(sequence)
+                plan.rows_to_write.append(sequence)
+
+    def _is_stuck_on_beams(self, plan: StepPlan) -> bool:
         """Whether neither this step nor the next can make progress while beams wait for each other."""
-        if plan.chunks or self.supply.num_loading:
+        if plan.chunks or self.adapters.num_loading:
             return False
         return any(sequence.has_proposed for sequence in self._batch)
 
@@ -289,7 +291,7 @@ class Scheduler:
         running = list(self._batch)
         if self._config.rope_switch is not None:
             for sequence in running:
-                self._lifecycle.switch_rope(sequence)
+                self._lifecycle.restart_with_long_rope(sequence)
         # Reserve one token of the budget for each decoding sequence, so that a long prompt never stalls decoding.
         reserved = sum(1 for sequence in running if len(sequence.token_ids) - sequence.num_computed == 1)
         for sequence in running:
@@ -297,32 +299,32 @@ class Scheduler:
             if num_tokens == 1:
                 reserved -= 1
             else:
-                num_tokens = min(num_tokens, sequence.chunk_limit, budget - reserved)
+                num_tokens = min(num_tokens, sequence.max_chunk_tokens, budget - reserved)
             if num_tokens <= 0 or not sequence.is_running:  # preempted in this loop
                 continue
             resident = sequence.resident
-            if resident is not None and not self.supply.is_ready(resident):
+            if resident is not None and not self.adapters.is_ready(resident):
                 continue
-            if self._grow(sequence, num_tokens, plan):
+            if self._allocate_pages(sequence, num_tokens, plan):
                 plan.add(sequence, num_tokens)
-                self._charges.prompt(sequence, num_tokens)
+                charge_prompt(sequence, num_tokens)
                 budget -= num_tokens
         return budget
 
-    def _grow(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
+    def _allocate_pages(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Allocates the pages for the next `num_tokens` tokens, and preempts sequences if pages are short.
 
         If other sequences share the page of the first of these tokens, it is copied first (copy-on-write). Returns
         False if `sequence` itself was preempted or ended.
         """
-        blocks, start, kv = sequence.blocks, sequence.num_computed, self.memory.kv
-        self._reclaim.free_behind_window(sequence)
+        blocks, start, kv = sequence.blocks, sequence.num_computed, self.paging.kv
+        self._preemption.free_behind_window(sequence)
         missing, copied = blocks.pages_missing(start + num_tokens), blocks.needs_copy(start, kv)
         if not missing and not copied:  # the common case: a decoding sequence whose last block has room
             return True
-        while not self._reclaim.make_room(missing + copied, sequence):
-            victim = self._reclaim.victim(missing + copied, sequence.tenant)
-            self._reclaim.preempt(victim, plan)
+        while not self._preemption.make_room(missing + copied, sequence):
+            victim = self._preemption.choose_victim(missing + copied, sequence.tenant)
+            self._preemption.preempt(victim, plan)
             # Also false if another choice was preempted, could not return to the queue and so ended the request.
             if not sequence.is_running:
                 return False
@@ -336,18 +338,18 @@ class Scheduler:
     def _fork(self, chunk: Chunk) -> None:
         """Starts the choices that fork from this chunk's sequence."""
         for sequence in chunk.forks:
-            self._lifecycle.join(sequence, chunk.sequence)
+            self._lifecycle.add_fork(sequence, chunk.sequence)
         chunk.sequence.num_choices = 1
 
-    def _take(self, sequence: Sequence, sampled: Sampled) -> list[StepOutput]:
+    def _apply_sampled(self, sequence: Sequence, sampled: SampledToken) -> list[StepOutput]:
         if sampled.token_id is None:
-            self.memory.kv.invalidate(
+            self.paging.kv.invalidate(
                 sequence.block_keys
             )  # no other request may reuse the KV that led to NaN
             adapter = sequence.request.adapter
             name = f"adapter {adapter.digest}" if adapter else "the base model"
             error = RequestFailed(f"the logits of {name} were not finite on this prompt")
-            return [self._lifecycle.end(sequence, error)]
+            return [self._lifecycle.fail(sequence, error)]
         if sequence.search is not None:
             assert sampled.proposal is not None, "a beam proposes"
             return self._beams.propose(sequence, sequence.search, sampled.proposal)
@@ -355,14 +357,14 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, token_id: int, entry: TokenLogprobs | None) -> StepOutput:
         sequence.token_ids.append(token_id)
-        self._charges.output(sequence)
+        charge_output(sequence)
         reason = None
         if token_id in sequence.stop_ids:
             reason = FinishReason.STOP
         elif sequence.num_generated >= sequence.max_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:
-            self._lifecycle.retire(sequence)
+            self._lifecycle.finish(sequence)
         logprobs = (entry,) if entry is not None else None
         delta = TokenDelta((token_id,), reason, logprobs, sequence.index)
         if sequence.num_cached and sequence.index == 0 and sequence.num_generated == 1:
@@ -370,7 +372,7 @@ class Scheduler:
         return StepOutput(sequence.request.request_id, delta)
 
 
-def _tell_scores(sequence: Sequence) -> StepOutput:
+def _report_prompt_logprobs(sequence: Sequence) -> StepOutput:
     """Reports the prompt log-probabilities that this step computed.
 
     All log-probabilities of a long prompt together could exceed the size of one message frame, so each step reports its
@@ -380,7 +382,7 @@ def _tell_scores(sequence: Sequence) -> StepOutput:
     return StepOutput(sequence.request.request_id, TokenDelta((), prompt_logprobs=scores))
 
 
-def _by_slot(chunk: Chunk) -> tuple[int, float, int]:
+def _chunk_order(chunk: Chunk) -> tuple[int, float, int]:
     """The sort key of chunks.
 
     Chunks of the base model come last, so that the LoRA tiles cover a prefix of the batch's tokens. All tokens of a
@@ -390,7 +392,7 @@ def _by_slot(chunk: Chunk) -> tuple[int, float, int]:
     return (slot, chunk.sequence.request.adapter_weight, chunk.sequence.arrival)
 
 
-def _too_late(sequence: Sequence, num_others: int) -> DeadlineMissed:
+def _deadline_missed(sequence: Sequence, num_others: int) -> DeadlineMissed:
     what = "the first token was to come" if sequence.search is None else "the beam search was to end"
     return DeadlineMissed(
         f"{what} within {sequence.request.deadline_s:g} s, which can't be kept ({num_others} others wait); allow more "

@@ -10,7 +10,7 @@ Invariants:
               except for a beam that has proposed: it keeps running while it waits for the other beams
     adapter   a running sequence with an adapter is a user of `resident`; a waiting sequence holds nothing in the pool
     row       a running sequence owns row `row` of the sampling table
-    named     blocks [0, num_named) of its KV were offered to the prefix cache, under `block_keys`
+    named     blocks [0, num_inserted) of its KV were offered to the prefix cache, under `block_keys`
     charged   prompt tokens [0, num_charged) were charged to its tenant, or were found in the prefix cache
     swapped   a waiting sequence may keep its KV in host pages, which saves the recompute
     scored    with prompt_logprobs, tokens [0, num_scored) of the prompt are scored; `scores` are not reported yet
@@ -27,8 +27,8 @@ from slora.sampling_params import choice_seed
 from slora.scheduler.beam_search import BeamSearch
 
 _arrivals = itertools.count()
-# A sequence that was preempted this often without a new token in between is overdue.
-_MOST_SETBACKS = 3
+# A sequence that was preempted this often without a new token in between is starving.
+_MAX_REPEAT_PREEMPTIONS = 3
 
 
 class SwappedBlocks(NamedTuple):
@@ -49,35 +49,34 @@ class Sequence:
     max_tokens: the request's value; if it names none, what the context and the pool leave.
     index: which choice or beam of the request it is.
     num_choices: how many choices it forks into when its prompt is computed; 1 afterwards and in the forks.
-    chunk_limit: the most tokens that one step may compute of it so that its pages fit into the pool.
-    is_long: its KV is rotated with the long factors of a longrope model.
+    max_chunk_tokens: the most tokens that one step may compute of it so that its pages fit into the pool.
+    uses_long_rope: its KV is rotated with the long factors of a longrope model.
     num_cached: prompt tokens that the prefix cache held when it was first admitted.
-    furthest: number of its tokens at its last preemption.
-    num_setbacks: number of preemptions since it last gained a token.
-    num_broken_steps: steps that failed to move its adapter or its KV into the pool.
+    len_at_preemption: number of its tokens at its last preemption.
+    num_repeat_preemptions: number of preemptions since it last gained a token.
+    num_failed_steps: steps that failed to move its adapter or its KV into the pool.
     """
 
     __slots__ = (
         "arrival",
         "block_keys",
         "blocks",
-        "chunk_limit",
-        "done",
-        "furthest",
         "index",
-        "is_long",
+        "is_finished",
         "is_running",
+        "len_at_preemption",
+        "max_chunk_tokens",
         "max_tokens",
-        "num_broken_steps",
         "num_cached",
         "num_charged",
         "num_choices",
         "num_computed",
-        "num_named",
+        "num_failed_steps",
+        "num_inserted",
         "num_preemptions",
         "num_prompt",
+        "num_repeat_preemptions",
         "num_scored",
-        "num_setbacks",
         "request",
         "resident",
         "row",
@@ -88,6 +87,7 @@ class Sequence:
         "swapped",
         "tenant",
         "token_ids",
+        "uses_long_rope",
     )
 
     def __init__(
@@ -112,23 +112,23 @@ class Sequence:
         self.num_computed = 0
         self.num_cached = 0
         self.num_charged = 0
-        self.num_preemptions = self.num_setbacks = self.furthest = 0
-        self.num_broken_steps = 0
+        self.num_preemptions = self.num_repeat_preemptions = self.len_at_preemption = 0
+        self.num_failed_steps = 0
         self.blocks = BlockTable(block_tokens)
         self.block_keys: list[bytes] = []
-        self.num_named = 0
+        self.num_inserted = 0
         self.swapped: SwappedBlocks | None = None
         self.resident: Resident | None = None
         self.search = BeamSearch(request.sampling, stop_ids) if request.sampling.use_beam_search else None
         self.row = 0
         self.is_running = False
-        self.chunk_limit = len(self.token_ids)
-        self.is_long = False
+        self.max_chunk_tokens = len(self.token_ids)
+        self.uses_long_rope = False
         wanted = request.sampling.prompt_logprobs is not None
         # The first token has no log-probability: no token precedes it.
         self.scores: list[TokenLogprobs | None] = [None] if wanted else []
         self.num_scored = 1 if wanted else self.num_prompt
-        self.done = False
+        self.is_finished = False
 
     def __lt__(self, other: "Sequence") -> bool:
         return (self.arrival, self.index) < (other.arrival, other.index)
@@ -141,24 +141,26 @@ class Sequence:
         choice.arrival, choice.index, choice.num_choices = self.arrival, index, 1
         choice.token_ids, choice.search = self.token_ids.copy(), self.search
         choice.num_charged, choice.num_cached = self.num_prompt, self.num_cached
-        choice.chunk_limit, choice.is_long = self.chunk_limit, self.is_long
+        choice.max_chunk_tokens, choice.uses_long_rope = self.max_chunk_tokens, self.uses_long_rope
         choice.scores, choice.num_scored = [], self.num_prompt
         return choice
 
     @property
-    def is_overdue(self) -> bool:
-        """Whether it was preempted `_MOST_SETBACKS` times without a new token in between.
+    def is_starving(self) -> bool:
+        """Whether it was preempted `_MAX_REPEAT_PREEMPTIONS` times without a new token in between.
 
-        Two sequences could otherwise preempt each other forever. An overdue sequence is admitted only with all pages
-        that it needs up to its next token, and it is preempted last. Of several overdue sequences, the one that arrived
-        first is not preempted at all. So at least one sequence makes progress.
+        Two sequences could otherwise preempt each other forever. A starving sequence is admitted only with all pages
+        that it needs up to its next token, and it is preempted last. Of several starving sequences, the one that
+        arrived first is not preempted at all. So at least one sequence makes progress.
         """
-        return self.num_setbacks >= _MOST_SETBACKS
+        return self.num_repeat_preemptions >= _MAX_REPEAT_PREEMPTIONS
 
-    def note_preemption(self) -> None:
+    def record_preemption(self) -> None:
         self.num_preemptions += 1
-        self.num_setbacks = self.num_setbacks + 1 if len(self.token_ids) == self.furthest else 1
-        self.furthest = len(self.token_ids)
+        self.num_repeat_preemptions = (
+            self.num_repeat_preemptions + 1 if len(self.token_ids) == self.len_at_preemption else 1
+        )
+        self.len_at_preemption = len(self.token_ids)
 
     @property
     def num_uncomputed(self) -> int:
@@ -174,6 +176,6 @@ class Sequence:
         return self.search is not None and self.search.has_proposed(self.index)
 
     @property
-    def num_tokens_at_most(self) -> int:
+    def max_kv_tokens(self) -> int:
         """The most tokens whose KV it can ever hold. The KV of the last generated token is never computed."""
         return self.num_prompt + self.max_tokens - 1

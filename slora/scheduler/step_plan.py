@@ -65,7 +65,7 @@ class StepPlan:
     copies: (source page, target page). Copied next, before the other writes, because this step may reuse the sources
         too.
     swaps_in: (host page, page).
-    started: sequences that were given a row of the sampling table in this step.
+    rows_to_write: sequences that were given a row of the sampling table in this step.
     ended: outputs of requests that ended before they could run, for example because their adapter could not be fetched.
     """
 
@@ -74,7 +74,7 @@ class StepPlan:
     swaps_out: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     swaps_in: list[tuple[int, int]] = field(default_factory=list)
-    started: list[Sequence] = field(default_factory=list)
+    rows_to_write: list[Sequence] = field(default_factory=list)
     ended: list[StepOutput] = field(default_factory=list)
 
     @property
@@ -108,21 +108,21 @@ class StepPlan:
         slot, generation = (None, None) if resident is None else (resident.slot, resident.generation)
         self.chunks.append(Chunk(sequence, start, num_tokens, samples, slot, generation, forks))
 
-    def withdraw(self, sequence: Sequence) -> bool:
+    def remove(self, sequence: Sequence) -> bool:
         """Removes a preempted sequence from the plan.
 
         Returns whether its pages hold all KV that it has computed. They don't if this plan was to copy or swap content
         into one of them.
         """
         self.chunks[:] = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
-        self.started[:] = [one for one in self.started if one is not sequence]
+        self.rows_to_write[:] = [one for one in self.rows_to_write if one is not sequence]
         own, count = set(sequence.blocks.held_pages), len(self.copies) + len(self.swaps_in)
         for pairs in (self.copies, self.swaps_in):
             pairs[:] = [pair for pair in pairs if pair[1] not in own]
         return len(self.copies) + len(self.swaps_in) == count
 
 
-class Sampled(NamedTuple):
+class SampledToken(NamedTuple):
     """The token sampled for one entry of a chunk's `draws`.
 
     token_id: None if the logits were not finite.

@@ -23,10 +23,10 @@ class Swapping:
         self._space = space
         self._kv = kv
         self._costs = costs
-        self._way = way
-        self._saved: list[Sequence] = []  # saved in this step
-        self._restored: list[Sequence] = []
-        self._vacated: list[int] = []  # host pages that become free after this step
+        self._mode = way
+        self._swapped_out: list[Sequence] = []  # saved in this step
+        self._swapped_in: list[Sequence] = []
+        self._pages_to_free: list[int] = []  # host pages that become free after this step
 
     @property
     def num_pages(self) -> int:
@@ -37,7 +37,7 @@ class Swapping:
     def num_used(self) -> int:
         return self._space.num_pages - self._space.num_free
 
-    def save(self, sequence: Sequence, plan: StepPlan) -> None:
+    def swap_out(self, sequence: Sequence, plan: StepPlan) -> None:
         """Plans to copy the sequence's computed KV to the host, if that is cheaper than recomputing and the host has
         room.
 
@@ -47,15 +47,15 @@ class Swapping:
         # Skip pages that were allocated for a chunk that was never computed because the adapter was still loading.
         num_computed = -(-sequence.num_computed // blocks.block_tokens) - blocks.num_freed
         pages = blocks.held_pages[: max(0, num_computed)]
-        if not pages or len(pages) > self._space.num_free or not self._pays(sequence, len(pages)):
+        if not pages or len(pages) > self._space.num_free or not self._is_cheaper(sequence, len(pages)):
             return
         host_pages = self._space.allocate(len(pages))
         plan.swaps_out.extend(zip(pages, host_pages, strict=True))
         sequence.swapped = SwappedBlocks(host_pages, blocks.num_freed, sequence.num_computed)
-        self._saved.append(sequence)
+        self._swapped_out.append(sequence)
         self.num_pages_out += len(pages)
 
-    def restore(self, sequence: Sequence, plan: StepPlan) -> None:
+    def swap_in(self, sequence: Sequence, plan: StepPlan) -> None:
         """Plans to copy the KV back into new pages. The caller has made room."""
         swapped, sequence.swapped = sequence.swapped, None
         assert swapped is not None, "nothing of it is on the host"
@@ -63,39 +63,41 @@ class Swapping:
         plan.swaps_in.extend(zip(swapped.host_pages, pages, strict=True))
         sequence.blocks.adopt(swapped.num_freed, pages)
         sequence.num_computed = swapped.num_computed
-        self._vacated.extend(swapped.host_pages)
-        self._restored.append(sequence)
+        self._pages_to_free.extend(swapped.host_pages)
+        self._swapped_in.append(sequence)
         self.num_pages_in += len(pages)
 
-    def drop(self, sequence: Sequence) -> None:
+    def discard(self, sequence: Sequence) -> None:
         """Drops the sequence's KV on the host, if it has any."""
         if sequence.swapped is not None:
             # Freed only after this step, which may still write to these pages.
-            self._vacated.extend(sequence.swapped.host_pages)
+            self._pages_to_free.extend(sequence.swapped.host_pages)
             sequence.swapped = None
 
-    def settle(self) -> None:
+    def finish_step(self) -> None:
         """Ends the step's copies, whether the step ran or was undone, and frees the host pages that are no longer
         needed.
         """
-        self._space.release(self._vacated)
-        self._saved, self._restored, self._vacated = [], [], []
+        self._space.release(self._pages_to_free)
+        self._swapped_out, self._swapped_in, self._pages_to_free = [], [], []
 
-    def distrust(self) -> list[Sequence]:
+    def undo_step(self) -> list[Sequence]:
         """Called after a step has failed.
 
         Returns the sequences whose KV it should have restored. The sequences that it should have saved recompute their
         KV.
         """
-        for sequence in self._saved:
-            self.drop(sequence)
-        return list(self._restored)
+        for sequence in self._swapped_out:
+            self.discard(sequence)
+        return list(self._swapped_in)
 
-    def check(self, waiting: list[Sequence]) -> None:
+    def check_invariants(self, waiting: list[Sequence]) -> None:
         swapped = [sequence.swapped for sequence in waiting if sequence.swapped is not None]
-        self._space.check_invariants([*self._vacated, *(page for one in swapped for page in one.host_pages)])
+        self._space.check_invariants(
+            [*self._pages_to_free, *(page for one in swapped for page in one.host_pages)]
+        )
 
-    def _pays(self, sequence: Sequence, num_pages: int) -> bool:
-        if self._way == "auto":
+    def _is_cheaper(self, sequence: Sequence, num_pages: int) -> bool:
+        if self._mode == "auto":
             return self._costs.swap_s(num_pages) < self._costs.prefill_s(sequence.num_computed)
-        return self._way == "swap"
+        return self._mode == "swap"

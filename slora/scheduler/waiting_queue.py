@@ -18,13 +18,13 @@ class WaitingQueue(Protocol):
         """Adds a new or a preempted sequence."""
 
     def remove(self, sequence: Sequence) -> None:
-        """Removes a sequence that was admitted, moved aside or ended."""
+        """Removes a sequence that was admitted, waits for its adapter, or ended."""
 
-    def next(self, passed_over: Collection[TenantAccount] = ()) -> Sequence | None:
-        """The sequence to admit next, ignoring the tenants in `passed_over`."""
+    def peek(self, skipped: Collection[TenantAccount] = ()) -> Sequence | None:
+        """The sequence to admit next, ignoring the tenants in `skipped`."""
 
     def upcoming(self, count: int) -> list[Sequence]:
         """At most `count` sequences that are likely to be next. The order may change before they are admitted."""
 
-    def victim(self, running: Iterable[Sequence]) -> Sequence:
+    def choose_victim(self, running: Iterable[Sequence]) -> Sequence:
         """The sequence of `running` to preempt when pages are short. `running` is not empty."""

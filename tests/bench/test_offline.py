@@ -115,7 +115,7 @@ def test_the_parts_of_a_step_are_the_engines_own(kit: ModelKit, kernels: str) ->
     assert [part for part in PARTS if adapted[part] == 0] == []
     assert [part for part in PARTS if bare[part] == 0] == [SHRINK, EXPAND]
     assert 0 < adapted["overhead %"] < 100
-    stepped.engine.check()
+    stepped.engine.check_invariants()
     assert not stepped.engine.num_unfinished
 
 

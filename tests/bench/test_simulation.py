@@ -39,7 +39,7 @@ def test_every_request_is_answered_in_full_and_nothing_is_left_behind() -> None:
     results = simulation.run(trace)
     assert results.completed == len(trace)
     assert [o.num_tokens for o in simulation.outcomes.values()] == [r.output_tokens for r in trace]
-    simulation.scheduler.check()
+    simulation.scheduler.check_invariants()
     assert simulation.pool.num_held == 0
     assert simulation.source.num_pinned == 0
 
@@ -152,7 +152,7 @@ def test_a_search_is_the_production_one_and_its_beams_share_all_but_their_ends()
         assert simulation.run([request(prompt=160, output=160)]).completed == 1
         (outcome,) = simulation.outcomes.values()
         assert outcome.num_tokens == 4 * 160
-        simulation.scheduler.check()
+        simulation.scheduler.check_invariants()
         assert simulation.pool.num_held == 0
     assert held["independent"][-1] < held["alike"][-1] < 10 + 4 * 10
 

@@ -6,14 +6,14 @@ import sys
 from slora.engine import process
 from slora.errors import DeviceFailed
 from slora.runner.runner import Runner
-from slora.scheduler.step_plan import Sampled, StepPlan
+from slora.scheduler.step_plan import SampledToken, StepPlan
 
 _NUM_STEPS = 3
 _steps = itertools.count()
 _run = Runner.run
 
 
-def _run_a_few(runner: Runner, plan: StepPlan) -> list[Sampled]:
+def _run_a_few(runner: Runner, plan: StepPlan) -> list[SampledToken]:
     """Counts only steps with requests of clients. Their ids begin with the client's number and a colon."""
     has_clients = any(":" in chunk.sequence.request.request_id for chunk in plan.chunks)
     if has_clients and next(_steps) >= _NUM_STEPS:

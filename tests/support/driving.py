@@ -81,7 +81,7 @@ def drive(engine: Engine, arrivals: Iterable[list[EngineRequest]]) -> dict[str, 
         step(engine, answers)
     while engine.num_unfinished:
         step(engine, answers)
-    engine.check()
+    engine.check_invariants()
     return answers
 
 

@@ -2,7 +2,7 @@
 
 from slora.engine.engine import Engine
 from slora.request import StepOutput
-from slora.scheduler.step_plan import Sampled, StepPlan
+from slora.scheduler.step_plan import SampledToken, StepPlan
 
 
 def poison(engine: Engine, byte: int = 0xFF) -> None:
@@ -18,7 +18,7 @@ def poison(engine: Engine, byte: int = 0xFF) -> None:
 
 class _Poisoner:
     def __init__(self, engine: Engine, byte: int) -> None:
-        self._pool, self._host = engine._scheduler.memory.pool, engine._scheduler.swapping._space
+        self._pool, self._host = engine._scheduler.paging.pool, engine._scheduler.swapping._space
         self._memory = engine._runner.memory
         self._byte = byte
         self._step, self._run = engine.step, engine._runner.run
@@ -27,7 +27,7 @@ class _Poisoner:
         self._fill(set(), set())
         return self._step()
 
-    def run(self, plan: StepPlan) -> list[Sampled]:
+    def run(self, plan: StepPlan) -> list[SampledToken]:
         moved = [*plan.swaps_out, *plan.copies]
         self._fill({source for source, _ in moved}, {host_page for host_page, _ in plan.swaps_in})
         return self._run(plan)

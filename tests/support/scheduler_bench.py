@@ -21,7 +21,7 @@ from slora.request import EngineRequest, StepOutput
 from slora.sampling_params import SamplingParams
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence
-from slora.scheduler.step_plan import AdapterLoad, Chunk, Sampled, StepPlan
+from slora.scheduler.step_plan import AdapterLoad, Chunk, SampledToken, StepPlan
 from slora.scheduler_config import SchedulerConfig
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
@@ -82,7 +82,7 @@ class SchedulerBench:
         self.adapters = adapters
         self.source = ScriptedSource(adapters, host_bytes)
         self.scheduler = Scheduler(self.config, self.source, costs)
-        self.memory = self.scheduler.memory
+        self.memory = self.scheduler.paging
         self.pool, self.residency = self.memory.pool, self.memory.residency
         self.last_plan = StepPlan()
         self.now = 0.0
@@ -133,11 +133,11 @@ class SchedulerBench:
         self._check_plan(plan)
         if breaks:
             self._spoil_targets(plan)
-            outputs = self.scheduler.take_back(plan, BrokenStep())
+            outputs = self.scheduler.undo_step(plan, BrokenStep())
         else:
-            outputs = self.scheduler.drop(plan, plan.chunks[:culprits], BrokenStep())
+            outputs = self.scheduler.fail_chunks(plan, plan.chunks[:culprits], BrokenStep())
             outputs += self.scheduler.postprocess(plan, self._run(plan))
-        self.scheduler.check()
+        self.scheduler.check_invariants()
         return outputs
 
     def run_to_end(self, patience: int) -> Iterator[StepOutput]:
@@ -161,7 +161,7 @@ class SchedulerBench:
         """
         self.step()  # executes the pending command
         for _ in range(100):
-            due_s = self.scheduler.pins.next_try_s if pauses else None
+            due_s = self.scheduler.pins.next_retry_s if pauses else None
             if not (self.scheduler.has_work or self.source.in_flight or due_s):
                 return
             self.now = max(self.now, due_s or 0.0)
@@ -180,7 +180,7 @@ class SchedulerBench:
         for chunk in plan.chunks:
             self._check_chunk(chunk)
 
-    def _run(self, plan: StepPlan) -> list[Sampled]:
+    def _run(self, plan: StepPlan) -> list[SampledToken]:
         self._swap_out(plan.swaps_out)
         self._copy(plan.copies)
         self._swap_in(plan.swaps_in)
@@ -200,13 +200,13 @@ class SchedulerBench:
         saved = {page for _, page in plan.swaps_out}
         self._host_kv = {place: content for place, content in self._host_kv.items() if place[0] not in saved}
 
-    def _draw(self, sequence: Sequence) -> Sampled:
+    def _draw(self, sequence: Sequence) -> SampledToken:
         token = self._choose(sequence)
         if token is None or sequence.search is None:
-            return Sampled(token)
+            return SampledToken(token)
         generated = tuple(sequence.token_ids[sequence.num_prompt :])
         count = sequence.search.width + len(sequence.stop_ids)
-        return Sampled(token, proposal=propose(self._beam_model, generated, count))
+        return SampledToken(token, proposal=propose(self._beam_model, generated, count))
 
     def _swap_out(self, pairs: list[tuple[int, int]]) -> None:
         for page, host_page in pairs:
@@ -267,7 +267,7 @@ class SchedulerBench:
         request = sequence.request
         is_public = self.config.prefix_cache == "public" and request.adapter is None
         owner = None if is_public else request.tenant
-        content = hash((owner, request.adapter, request.adapter_weight, sequence.is_long))
+        content = hash((owner, request.adapter, request.adapter_weight, sequence.uses_long_rope))
         contents = []
         for token in sequence.token_ids[:end]:
             content = hash((content, token))
@@ -284,7 +284,7 @@ class SchedulerBench:
 
     def _check_chunk(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
-        assert not sequence.done, "an ended request was planned"
+        assert not sequence.is_finished, "an ended request was planned"
         assert chunk.num_tokens > 0
         assert chunk.start == sequence.num_computed
         end = chunk.start + chunk.num_tokens
@@ -294,13 +294,13 @@ class SchedulerBench:
         assert len(chunk.draws) == (num_draws if chunk.samples else 0)
         assert sequence.blocks.num_pages * BLOCK_TOKENS >= end
         switch = self.config.rope_switch
-        assert sequence.is_long == (switch is not None and len(sequence.token_ids) > switch)
+        assert sequence.uses_long_rope == (switch is not None and len(sequence.token_ids) > switch)
         held, entries = sequence.blocks.held_pages, sequence.blocks.pages.tolist()
         assert set(entries) == set(held), "an entry is no page of the sequence"
         # A sequence that waits for its adapter holds pages for its first chunk, which may be shortened later. An
         # overdue sequence holds all pages that it will ever need.
-        is_exact = sequence.resident is None and not sequence.is_overdue
-        most = chunk.num_tokens if is_exact else sequence.chunk_limit
+        is_exact = sequence.resident is None and not sequence.is_starving
+        most = chunk.num_tokens if is_exact else sequence.max_chunk_tokens
         assert len(held) <= self.footprint.pages(sequence.blocks.num_pages * BLOCK_TOKENS, most)
         written = sequence.blocks.pages[chunk.start // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)]
         assert not any(self.pool.is_shared(page) for page in written.tolist()), "a shared page is written to"

@@ -215,7 +215,7 @@ def test_an_aborted_request_frees_its_pages_at_once_and_others_go_on(kit: ModelK
     engine.abort("gone")
     engine.abort("gone")
     engine.abort("never there")
-    engine.check()
+    engine.check_invariants()
     stats = engine.stats()
     assert stats.running == 1 and stats.running_adapters == ()
     # Idle cached pages: the adapter's, and the two blocks that the request computed completely.

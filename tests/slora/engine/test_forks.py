@@ -104,7 +104,7 @@ def test_choices_that_diverge_never_see_each_others_kv(kits: Kits, kernels: str,
     engine._runner.memory.pages[others] = 0xFF
     for index in {0, 1, 2} - {survivor}:
         engine.abort("three", index)
-    engine.check()
+    engine.check_invariants()
     while engine.num_unfinished:
         step(engine, answers)
     name = f"three/{survivor}" if survivor else "three"

@@ -109,8 +109,8 @@ def test_two_tenants_with_the_same_bytes_have_pages_of_their_own(kits: Kits) -> 
     engine = make_engine(kit, source, 500)
     drive(engine, [[ask("a", mine), ask("b", yours)]])
     first, second = (
-        engine._scheduler.memory.residency.find(mine),
-        engine._scheduler.memory.residency.find(yours),
+        engine._scheduler.paging.residency.find(mine),
+        engine._scheduler.paging.residency.find(yours),
     )
     assert first is not None and second is not None and not set(first.pages) & set(second.pages)
 
@@ -120,7 +120,7 @@ def move_another_in(engine: Engine, kit: ModelKit, slot: int) -> None:
     shape = engine.info.shape
     packed = pack(read_adapter(kit.adapters["rslora"], shape, AdapterLimits()), shape, "float32")
     num_pages = -(-packed.layout.num_bytes // engine.info.full_page_bytes)
-    pages = engine._scheduler.memory.pool.allocate(num_pages, TenantAccount("t"))
+    pages = engine._scheduler.paging.pool.allocate(num_pages, TenantAccount("t"))
     resident = Resident(
         AdapterVersion("t", "other"),
         TenantAccount("t"),
@@ -131,7 +131,7 @@ def move_another_in(engine: Engine, kit: ModelKit, slot: int) -> None:
         packed.layout.reach,
     )
     engine._runner.memory.load(AdapterLoad(resident, packed, 0, len(pages)))
-    engine._scheduler.memory.pool.release(pages)
+    engine._scheduler.paging.pool.release(pages)
 
 
 def test_a_plan_for_an_adapter_that_has_left_its_slot_is_never_computed(kits: Kits) -> None:
@@ -142,7 +142,7 @@ def test_a_plan_for_an_adapter_that_has_left_its_slot_is_never_computed(kits: Ki
     answers: dict[str, Answer] = {"a": Answer()}
     while not answers["a"].token_ids:
         step(engine, answers)
-    resident = engine._scheduler.memory.residency.find(versions["odd_rank"])
+    resident = engine._scheduler.paging.residency.find(versions["odd_rank"])
     assert resident is not None
     move_another_in(engine, kit, resident.slot)
 
@@ -204,7 +204,7 @@ def test_a_slot_that_holds_another_adapter_ends_the_requests_of_that_slot_alone(
     source, versions = make_source(kit)
     engine = make_engine(kit, source, 500)
     before = drive(engine, [[ask("a", versions["odd_rank"])]])["a"]
-    resident = engine._scheduler.memory.residency.find(versions["odd_rank"])
+    resident = engine._scheduler.paging.residency.find(versions["odd_rank"])
     assert resident is not None
     move_another_in(engine, kit, resident.slot)
 
@@ -213,7 +213,7 @@ def test_a_slot_that_holds_another_adapter_ends_the_requests_of_that_slot_alone(
 
     engine.forget(versions["odd_rank"])
     source, versions = make_source(kit)
-    engine._scheduler.supply._host._source = source
+    engine._scheduler.adapters._host._source = source
     assert drive(engine, [[ask("a", versions["odd_rank"])]])["a"].token_ids == before.token_ids
 
 

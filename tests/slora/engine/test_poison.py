@@ -79,7 +79,7 @@ def test_poison_shows_whoever_reads_a_page_that_is_free(kits: Kits) -> None:
     step(engine, answers)
     assert answers["r"].error is None
     (sequence,) = engine._scheduler._batch
-    engine._scheduler.memory.pool._free.append(sequence.blocks.held_pages[0])
+    engine._scheduler.paging.pool._free.append(sequence.blocks.held_pages[0])
     step(engine, answers)
     assert "not finite" in str(answers["r"].error)
 
@@ -89,12 +89,12 @@ def test_what_a_plan_still_reads_is_spared_and_the_rest_is_not(kits: Kits) -> No
     engine, _ = start(kits)
     memory, host = engine._runner.memory, engine._scheduler.swapping._space
     poison(engine)
-    leaving, source, target, coming = pages = engine._scheduler.memory.pool.allocate(4, TenantAccount("t"))
+    leaving, source, target, coming = pages = engine._scheduler.paging.pool.allocate(4, TenantAccount("t"))
     for number, page in enumerate(pages):
         memory.pages[page] = number
     for host_page in (1, 2, 3):
         memory.host_pages[host_page].fill_(10 * host_page)
-    engine._scheduler.memory.pool.release([leaving, source])
+    engine._scheduler.paging.pool.release([leaving, source])
     host._free.remove(1)
     engine._runner.run(StepPlan(swaps_out=[(leaving, 1)], copies=[(source, target)], swaps_in=[(2, coming)]))
     assert memory.pages[[target, coming], 0].tolist() == [1, 20]

@@ -95,7 +95,7 @@ def test_a_lost_page_ends_the_worker_when_it_is_idle(kit: ModelKit) -> None:
     worker, told = make_worker()
     source, _ = make_source(kit)
     engine = make_engine(kit, source, 100)
-    engine._scheduler.memory.pool.allocate(1, TenantAccount("lost"))
+    engine._scheduler.paging.pool.allocate(1, TenantAccount("lost"))
     worker.post(Add(ask("r")))
     with pytest.raises(AssertionError, match="counted references differ"):
         worker.run(engine)

@@ -38,10 +38,10 @@ class Root:
     scope: str
     adapter: AdapterVersion | None
     weight: float
-    is_long: bool
+    uses_long_rope: bool
 
     def key(self) -> bytes:
-        return root_key(self.scope, self.adapter, self.weight, is_long=self.is_long)
+        return root_key(self.scope, self.adapter, self.weight, uses_long_rope=self.uses_long_rope)
 
 
 @dataclass
@@ -108,7 +108,7 @@ class PrefixMachine(RuleBasedStateMachine):
     ) -> None:
         adapter = None if digest is None else AdapterVersion(tenant, digest)
         scope = "" if self.is_public and data.draw(st.just(adapter is None) | st.booleans()) else tenant
-        root = Root(scope, adapter, weight if adapter else 1.0, is_long=False)
+        root = Root(scope, adapter, weight if adapter else 1.0, uses_long_rope=False)
         sequence = Running(root, self.tenants.find(tenant), token_ids)
         num_found = self._find_prefix(sequence)
         if self._compute(sequence, len(token_ids) - num_found * BLOCK):
@@ -164,7 +164,7 @@ class PrefixMachine(RuleBasedStateMachine):
         sequence = self._choose(data)
         sequence.blocks.release(self.kv)
         root = sequence.root
-        sequence.root = Root(root.scope, root.adapter, root.weight, is_long=True)
+        sequence.root = Root(root.scope, root.adapter, root.weight, uses_long_rope=True)
         sequence.num_computed = sequence.num_named = 0
         num_found = self._find_prefix(sequence)
         if not self._compute(sequence, len(sequence.token_ids) - num_found * BLOCK):

@@ -14,7 +14,7 @@ from slora.models.model_spec_reader import read_model_spec
 from slora.runner import cost_measurement
 from slora.runner.cost_measurement import _Timings
 from slora.runner.runner import Runner
-from slora.scheduler.step_plan import Sampled, StepPlan
+from slora.scheduler.step_plan import SampledToken, StepPlan
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
 from tests.support.model_kit import ModelKit
 
@@ -73,7 +73,7 @@ def test_no_step_of_it_is_larger_than_may_be_and_none_leaves_a_trace(
     touched = 0
     run = Runner.run
 
-    def watched(self: Runner, plan: StepPlan) -> list[Sampled]:
+    def watched(self: Runner, plan: StepPlan) -> list[SampledToken]:
         nonlocal touched
         sampled = run(self, plan)
         plans.append(plan)

@@ -10,7 +10,7 @@ from slora.request import EngineRequest
 from slora.runner.fault_isolation import FaultIsolation, PagesNotMoved, StepResult
 from slora.sampling_params import SamplingParams
 from slora.scheduler.sequence import Sequence
-from slora.scheduler.step_plan import Chunk, Sampled, StepPlan
+from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 
 
 def make_chunk(number: int, *, num_forks: int = 0, samples: bool = True) -> Chunk:
@@ -34,14 +34,14 @@ class Runner:
         self.is_lost = False
         self._fails = fails
 
-    def run(self, plan: StepPlan) -> list[Sampled]:
+    def run(self, plan: StepPlan) -> list[SampledToken]:
         numbers = [number_of(chunk) for chunk in plan.chunks]
         self.runs.append(numbers)
         self.plans.append(plan)
         error = self._fails(numbers)
         if error is not None:
             raise error
-        return [Sampled(number_of(chunk)) for chunk in plan.chunks for _ in chunk.draws]
+        return [SampledToken(number_of(chunk)) for chunk in plan.chunks for _ in chunk.draws]
 
     def probe(self) -> None:
         if self.is_lost:
@@ -59,7 +59,7 @@ def isolate(runner: Runner, chunks: list[Chunk], most_runs: int = 64) -> StepRes
 def test_a_step_that_works_runs_once() -> None:
     runner = breaking_on()
     result = isolate(runner, [make_chunk(1), make_chunk(2)])
-    assert result == StepResult([Sampled(1), Sampled(2)]) and len(runner.runs) == 1
+    assert result == StepResult([SampledToken(1), SampledToken(2)]) and len(runner.runs) == 1
 
 
 @pytest.mark.parametrize("culprits", [(0,), (255,), (100, 101), (3, 77, 200)])
@@ -67,14 +67,14 @@ def test_the_culprits_are_found_and_all_others_computed_in_order(culprits: tuple
     runner = breaking_on(*culprits)
     result = isolate(runner, [make_chunk(number) for number in range(256)])
     assert sorted(map(number_of, result.culprits)) == list(culprits) and not result.given_up
-    assert result.sampled == [Sampled(number) for number in range(256) if number not in culprits]
+    assert result.sampled == [SampledToken(number) for number in range(256) if number not in culprits]
     assert len(runner.runs) <= 1 + 16 * len(culprits)
 
 
 def test_forks_draw_too_and_chunks_in_the_middle_of_a_prompt_do_not() -> None:
     chunks = [make_chunk(0, num_forks=2), make_chunk(1), make_chunk(2, samples=False), make_chunk(3)]
     result = isolate(breaking_on(1), chunks)
-    assert result.sampled == [Sampled(0)] * 3 + [Sampled(3)]
+    assert result.sampled == [SampledToken(0)] * 3 + [SampledToken(3)]
 
 
 def test_rows_of_the_sampling_table_are_written_again_and_pages_move_once() -> None:
@@ -82,14 +82,14 @@ def test_rows_of_the_sampling_table_are_written_again_and_pages_move_once() -> N
     chunk = make_chunk(0, num_forks=1)
     FaultIsolation(runner).run(StepPlan(chunks=[chunk, make_chunk(1)], copies=[(1, 2)]))
     again = next(plan for plan, run in zip(runner.plans, runner.runs, strict=True) if run == [0])
-    assert again.started == list(chunk.draws)
+    assert again.rows_to_write == list(chunk.draws)
     assert [plan.copies for plan in runner.plans] == [[(1, 2)], [], []]
 
 
 def test_a_step_that_breaks_only_once_ends_nobody() -> None:
     breaks = iter([RuntimeError("out of memory")])
     runner = Runner(lambda numbers: next(breaks, None))
-    assert isolate(runner, [make_chunk(1)]) == StepResult([Sampled(1)])
+    assert isolate(runner, [make_chunk(1)]) == StepResult([SampledToken(1)])
 
 
 def test_where_every_chunk_breaks_the_runs_are_bounded_and_the_rest_is_given_up() -> None:

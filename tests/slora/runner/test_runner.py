@@ -60,10 +60,10 @@ def test_pages_leave_before_others_come_in_their_place(kits: Kits) -> None:
 def move_out_and_in(engine: Engine, plans: list[StepPlan]) -> None:
     """Swaps all held KV out to the host, and swaps it in to other pages in another order."""
     sequences = engine._scheduler._batch
-    kv = engine._scheduler.memory.kv
+    kv = engine._scheduler.paging.kv
     pages = [page for sequence in sequences for page in sequence.blocks.held_pages]
     host_pages = range(len(pages))
-    targets = engine._scheduler.memory.pool.allocate(len(pages), TenantAccount("t"))
+    targets = engine._scheduler.paging.pool.allocate(len(pages), TenantAccount("t"))
     plans.append(StepPlan(swaps_out=list(zip(pages, host_pages, strict=True))))
     plans.append(StepPlan(swaps_in=list(zip(host_pages, reversed(targets), strict=True))))
     moved = dict(zip(pages, reversed(targets), strict=True))
@@ -98,7 +98,7 @@ def test_an_answer_goes_on_bit_for_bit_after_its_pages_were_on_the_host(kits: Ki
             assert len(plans[0].swaps_out) >= 12
         for plan in plans:
             engine._runner.run(plan)
-            free = engine._scheduler.memory.pool._free
+            free = engine._scheduler.paging.pool._free
             engine._runner.memory.pages[free] = 0xFF
         rest = drive(engine, [])
         return [

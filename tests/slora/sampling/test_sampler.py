@@ -19,7 +19,7 @@ from slora.sampling.sampler import sample
 from slora.sampling.sampling_table import SamplingTable
 from slora.sampling_params import SamplingParams
 from slora.scheduler.sequence import Sequence
-from slora.scheduler.step_plan import Sampled
+from slora.scheduler.step_plan import SampledToken
 from slora_kernels.kernel_selector import select_kernels
 
 VOCAB_SIZE = 24
@@ -51,7 +51,7 @@ def make_table(
     return table
 
 
-def sample_once(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[Sampled]:
+def sample_once(logits: torch.Tensor, sequences: Rows[Sequence]) -> list[SampledToken]:
     return sample(logits, make_table(sequences, logits.shape[1]), list(sequences), KERNELS)
 
 

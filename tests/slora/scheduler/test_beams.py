@@ -214,7 +214,7 @@ def test_beams_share_the_pages_of_what_they_have_in_common(kits: Kits) -> None:
     engine.abort("r", 0)  # the client has not seen any of the beams
     assert len(engine._scheduler.find("r")) == 4
     engine.abort("r")
-    engine.check()
+    engine.check_invariants()
     assert engine.stats().pages_held == 0
 
 
@@ -225,7 +225,7 @@ def test_a_search_is_refused_if_its_beams_do_not_fit_with_nothing_shared(kits: K
     drive(engine, [[replace(wide, sampling=replace(wide.sampling, best_of=4))]])
     with pytest.raises(ContextTooLong, match=r"9 pages for 33 tokens of each of 3 beams .* the pool has 8"):
         engine.add(replace(wide, sampling=replace(wide.sampling, max_tokens=4)))
-    engine.check()
+    engine.check_invariants()
 
 
 def test_a_search_needs_as_many_tokens_as_beams_that_do_not_end_it(kits: Kits) -> None:

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from slora.scheduler.charges import Charges
+from slora.scheduler.charges import charge_load, charge_output, charge_prompt
 from slora.tenant_share import TenantShare
 from tests.support.queueing import make_sequence, make_tenant
 from tests.support.scheduler_bench import COSTS
@@ -13,23 +13,23 @@ from tests.support.scheduler_bench import COSTS
 
 @pytest.mark.parametrize("weight", [1.0, 4.0])
 def test_a_token_of_the_prompt_costs_1_and_a_generated_one_2_by_weight(weight: float) -> None:
-    tenant, charges = make_tenant("a", TenantShare(weight=weight)), Charges(COSTS)
+    tenant = make_tenant("a", TenantShare(weight=weight))
     sequence = make_sequence(tenant, prompt=10)
-    charges.prompt(sequence, 10)
+    charge_prompt(sequence, 10)
     assert tenant.service == 10 / weight
-    charges.output(sequence)
+    charge_output(sequence)
     assert tenant.service == 12 / weight
 
 
 def test_a_prompt_is_charged_once_in_whatever_chunks_it_is_computed_and_computed_again() -> None:
     random = Random(0)
     for _ in range(50):
-        tenant, charges = make_tenant("a"), Charges(COSTS)
+        tenant = make_tenant("a")
         sequence = make_sequence(tenant, prompt=20)
         sequence.token_ids += [1] * 5  # generated tokens, which are recomputed with the prompt
         while sequence.num_computed < 25:
             num_tokens = random.randint(1, 25 - sequence.num_computed)
-            charges.prompt(sequence, num_tokens)
+            charge_prompt(sequence, num_tokens)
             sequence.num_computed += num_tokens
             if random.random() < 0.2:
                 sequence.num_computed = random.choice([0, min(8, sequence.num_computed)])  # preempted
@@ -39,15 +39,15 @@ def test_a_prompt_is_charged_once_in_whatever_chunks_it_is_computed_and_computed
 def test_what_was_found_when_it_began_again_is_not_charged_though_it_had_computed_nothing_before() -> None:
     """Born from a bug: a sequence preempted before its first token was charged for prefix blocks that others had
     computed."""
-    tenant, charges = make_tenant("a"), Charges(COSTS)
+    tenant = make_tenant("a")
     sequence = make_sequence(tenant, prompt=20)
     sequence.num_computed = 16
-    charges.prompt(sequence, 4)
+    charge_prompt(sequence, 4)
     assert tenant.service == 4
 
 
 def test_a_load_costs_what_its_time_is_worth_in_tokens() -> None:
     """Loading 10,000 bytes takes 1 ms. Computing one token takes as long."""
-    tenant, charges = make_tenant("a", TenantShare(weight=2)), Charges(COSTS)
-    charges.load(tenant, 10_000)
+    tenant = make_tenant("a", TenantShare(weight=2))
+    charge_load(tenant, 10_000, COSTS)
     assert tenant.service == pytest.approx(0.5)

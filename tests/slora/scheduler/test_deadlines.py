@@ -5,7 +5,7 @@ from slora.cost_model import CostModel
 from slora.request import EngineRequest
 from slora.scheduler.deadlines import Deadlines
 from slora.scheduler.sequence import Sequence
-from slora.scheduler.unfinished import UnfinishedRequests
+from slora.scheduler.unfinished_requests import UnfinishedRequests
 from tests.support.beam_model import beam_params
 from tests.support.queueing import BLOCK_TOKENS, make_sequence, make_tenant
 from tests.support.scheduler_bench import STOP_TOKEN
@@ -36,32 +36,32 @@ def test_those_who_have_not_begun_by_their_latest_start_are_told_of_once_in_orde
     late, later, last = (make_waiting() for _ in range(3))
     for sequence, deadline_s in ((last, 10.0), (late, 2.0), (later, 3.0)):
         deadlines.add(sequence, deadline_s)
-    assert deadlines.missed(0.5) == []
-    assert deadlines.missed(3.0) == [late, later]
-    assert deadlines.missed(3.0) == []
-    assert deadlines.missed(10.0) == [last]
+    assert deadlines.pop_missed(0.5) == []
+    assert deadlines.pop_missed(3.0) == [late, later]
+    assert deadlines.pop_missed(3.0) == []
+    assert deadlines.pop_missed(10.0) == [last]
 
 
 def test_who_runs_has_spoken_or_is_over_is_not_told_of() -> None:
     deadlines = make_deadlines()
     running, spoken, over, late = (make_waiting() for _ in range(4))
-    running.is_running = over.done = True
+    running.is_running = over.is_finished = True
     spoken.token_ids.append(1)
     for sequence in (running, spoken, over, late):
         deadlines.add(sequence, 2.0)
-    assert deadlines.missed(2.0) == [late]
+    assert deadlines.pop_missed(2.0) == [late]
 
 
 def test_the_next_moment_to_look_is_the_earliest_latest_start() -> None:
     deadlines = make_deadlines()
-    assert deadlines.next_s is None
+    assert deadlines.next_due_s is None
     deadlines.add(make_waiting(), 6.0)
     deadlines.add(make_waiting(), 4.0)
-    assert deadlines.next_s == 3.0
-    deadlines.missed(3.0)
-    assert deadlines.next_s == 5.0
-    deadlines.missed(5.0)
-    assert deadlines.next_s is None
+    assert deadlines.next_due_s == 3.0
+    deadlines.pop_missed(3.0)
+    assert deadlines.next_due_s == 5.0
+    deadlines.pop_missed(5.0)
+    assert deadlines.next_due_s is None
 
 
 def test_a_search_that_a_stop_token_may_end_is_told_of_at_its_deadline_though_it_runs() -> None:
@@ -70,11 +70,11 @@ def test_a_search_that_a_stop_token_may_end_is_told_of_at_its_deadline_though_it
     search = make_search(frozenset([STOP_TOKEN]))
     unfinished.add(search)
     deadlines.add(search, 20.0)
-    assert deadlines.next_s == 19.0
+    assert deadlines.next_due_s == 19.0
     search.is_running, search.num_computed = True, 2
-    assert deadlines.missed(19.5) == []
-    assert deadlines.next_s == 20.0
-    assert deadlines.missed(20.0) == [search]
+    assert deadlines.pop_missed(19.5) == []
+    assert deadlines.next_due_s == 20.0
+    assert deadlines.pop_missed(20.0) == [search]
 
 
 def test_a_search_without_stop_tokens_is_told_of_when_its_tokens_can_not_all_come_in_time() -> None:
@@ -84,8 +84,8 @@ def test_a_search_without_stop_tokens_is_told_of_when_its_tokens_can_not_all_com
     search = make_search(frozenset())
     unfinished.add(search)
     deadlines.add(search, 20.0)
-    assert deadlines.next_s == 15.0
-    assert deadlines.missed(15.0) == [search]
+    assert deadlines.next_due_s == 15.0
+    assert deadlines.pop_missed(15.0) == [search]
 
 
 def test_a_search_lives_in_any_of_its_beams() -> None:
@@ -94,9 +94,9 @@ def test_a_search_lives_in_any_of_its_beams() -> None:
     search = make_search(frozenset([STOP_TOKEN]))
     beam = search.fork(1)
     unfinished.add(beam)
-    search.done = True
+    search.is_finished = True
     deadlines.add(search, 20.0)
-    assert deadlines.missed(20.0) == [beam]
+    assert deadlines.pop_missed(20.0) == [beam]
     deadlines.add(search, 20.0)
     unfinished.remove(beam)
-    assert deadlines.missed(20.0) == []
+    assert deadlines.pop_missed(20.0) == []

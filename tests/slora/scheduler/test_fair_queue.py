@@ -20,7 +20,7 @@ def push(queue: FairQueue, tenant: TenantAccount, count: int = 1, priority: int 
 
 def serve(queue: FairQueue, cost: float) -> TenantAccount:
     """The next sequence starts, and its tenant is charged `cost`."""
-    sequence = queue.next()
+    sequence = queue.peek()
     assert sequence is not None
     queue.remove(sequence)
     sequence.tenant.charge(cost)
@@ -47,7 +47,7 @@ def test_within_a_tenant_its_own_priority_goes_before_arrival() -> None:
     for sequence in (last, second, first, early):
         queue.push(sequence)
     order = []
-    while (sequence := queue.next()) is not None:
+    while (sequence := queue.peek()) is not None:
         queue.remove(sequence)
         order.append(sequence)
     assert order == [early, first, second, last]
@@ -73,7 +73,7 @@ def test_tenants_that_are_passed_over_leave_their_turn_to_the_next() -> None:
     for tenant, service in ((a, 1), (b, 2), (c, 3)):
         push(queue, tenant)
         tenant.charge(service)
-    found = [queue.next(passed_over) for passed_over in ([], [a], [a, b], [b], [a, b, c])]
+    found = [queue.peek(passed_over) for passed_over in ([], [a], [a, b], [b], [a, b, c])]
     assert [one and one.tenant for one in found] == [a, b, c, a, None]
 
 
@@ -178,11 +178,11 @@ def test_who_is_removed_is_never_next_wherever_it_stood() -> None:
     queue.remove(second)
     queue.remove(second)
     assert (len(queue), a.num_waiting, second in queue) == (2, 2, False)
-    assert queue.next() is first
+    assert queue.peek() is first
     queue.remove(first)
-    assert queue.next() is third
+    assert queue.peek() is third
     queue.remove(third)
-    assert queue.next() is None and len(queue) == a.num_waiting == 0
+    assert queue.peek() is None and len(queue) == a.num_waiting == 0
 
 
 def test_who_is_told_to_be_next_soon_waits_and_stands_first_of_its_tenant() -> None:
@@ -201,14 +201,14 @@ def test_who_is_told_to_be_next_soon_waits_and_stands_first_of_its_tenant() -> N
 def test_of_a_tenant_its_least_urgent_gives_way_first() -> None:
     queue, a = FairQueue(), make_tenant("a")
     running = [make_sequence(a, priority) for priority in (0, 7, 0)]
-    assert queue.victim(running) is running[1]
+    assert queue.choose_victim(running) is running[1]
 
 
 def test_a_later_class_gives_way_before_one_that_has_had_more() -> None:
     queue = FairQueue()
     later, earlier = make_tenant("later", TenantShare(priority=1)), make_tenant("earlier", service=9)
     running = [make_sequence(later), make_sequence(earlier)]
-    assert queue.victim(running) is running[0]
+    assert queue.choose_victim(running) is running[0]
 
 
 @pytest.mark.parametrize(("num_pages", "gives_way"), [(5, "much"), (4, "little"), (0, "little")])
@@ -216,11 +216,11 @@ def test_who_is_within_its_floor_gives_way_last(num_pages: int, gives_way: str) 
     queue, much, little = FairQueue(), make_tenant("much", service=9), make_tenant("little", service=1)
     much.min_pages, much.num_pages, little.num_pages = 4, num_pages, 1
     running = [make_sequence(much), make_sequence(little)]
-    assert queue.victim(running).tenant.name == gives_way
+    assert queue.choose_victim(running).tenant.name == gives_way
 
 
 def test_if_all_are_within_their_floors_one_gives_way_all_the_same() -> None:
     queue, a = FairQueue(), make_tenant("a")
     a.min_pages = 4
     running = [make_sequence(a), make_sequence(a)]
-    assert queue.victim(running) is running[1]
+    assert queue.choose_victim(running) is running[1]

@@ -33,7 +33,7 @@ class Runners:
 
     @property
     def victim(self) -> str:
-        return self.queue.victim(iter(self.sequences)).request.request_id
+        return self.queue.choose_victim(iter(self.sequences)).request.request_id
 
     def _sequence(self, request_id: str, tenant: str, priority: int) -> Sequence:
         request = EngineRequest(

@@ -13,7 +13,7 @@ def test_the_first_to_arrive_is_next_whatever_its_tenant_has_had_and_whenever_it
     for sequence in (third, first, second):
         queue.push(sequence)
     order = []
-    while (sequence_next := queue.next()) is not None:
+    while (sequence_next := queue.peek()) is not None:
         queue.remove(sequence_next)
         order.append(sequence_next)
     assert order == [first, second, third]
@@ -26,7 +26,7 @@ def test_who_gave_way_comes_back_in_its_old_place() -> None:
     queue.remove(old)
     queue.push(new)
     queue.push(old)
-    assert queue.next() is old
+    assert queue.peek() is old
 
 
 def test_tenants_that_are_passed_over_leave_their_turn_to_the_next() -> None:
@@ -34,7 +34,7 @@ def test_tenants_that_are_passed_over_leave_their_turn_to_the_next() -> None:
     first, second, third = make_sequence(a), make_sequence(a), make_sequence(b)
     for sequence in (first, second, third):
         queue.push(sequence)
-    assert [queue.next(over) for over in ([], [b], [a], [a, b])] == [first, first, third, None]
+    assert [queue.peek(over) for over in ([], [b], [a], [a, b])] == [first, first, third, None]
 
 
 def test_who_is_removed_is_never_next_wherever_it_stood() -> None:
@@ -46,9 +46,9 @@ def test_who_is_removed_is_never_next_wherever_it_stood() -> None:
     queue.remove(second)
     assert (len(queue), a.num_waiting, second in queue, third in queue) == (2, 2, False, True)
     queue.remove(first)
-    assert queue.next() is third
+    assert queue.peek() is third
     queue.remove(third)
-    assert queue.next() is None and len(queue) == a.num_waiting == 0
+    assert queue.peek() is None and len(queue) == a.num_waiting == 0
 
 
 def test_who_is_told_to_be_next_soon_waits() -> None:
@@ -64,4 +64,4 @@ def test_who_is_told_to_be_next_soon_waits() -> None:
 def test_the_newest_gives_way() -> None:
     queue, a, b = FifoQueue(), make_tenant("a", service=1000), make_tenant("b")
     old, new = make_sequence(a), make_sequence(b)
-    assert queue.victim([new, old]) is new
+    assert queue.choose_victim([new, old]) is new

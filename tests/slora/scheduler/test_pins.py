@@ -43,7 +43,7 @@ def test_a_pinned_adapter_is_there_before_anybody_asks_and_nobody_is_charged() -
     assert not bench.scheduler.has_work and bench.scheduler.next_due_s is None
     bench.add("a", adapter=LARGE)
     assert [output.request_id for output in bench.step()] == ["a"], "it waited for a fetch"
-    assert bench.source.num_fetches[LARGE] == bench.scheduler.supply.num_loads == 1
+    assert bench.source.num_fetches[LARGE] == bench.scheduler.adapters.num_loads == 1
 
 
 def test_a_pinned_adapter_is_loaded_in_slices_beside_those_who_decode() -> None:
@@ -139,7 +139,7 @@ def test_who_gave_way_three_times_does_not_do_so_for_a_pin_again() -> None:
     tired = bench.add("tired", prompt=17, max_tokens=4)
     bench.step()
     assert not tired.is_running and is_loaded(bench, LARGE)
-    tired.num_setbacks = 3
+    tired.num_repeat_preemptions = 3
     bench.step()
     assert tired.is_running and bench.residency.find(LARGE) is None
     while bench.scheduler.find("tired"):
@@ -175,7 +175,7 @@ def test_told_the_same_pins_again_nothing_happens_and_told_others_they_take_thei
     assert find(bench, SMALL) is first and bench.source.num_fetches[SMALL] == 1
     pin(bench, LARGE)
     assert not first.is_pinned and find(bench, SMALL) is first and find(bench, LARGE).is_pinned
-    assert (bench.scheduler.pins.num_wanted, bench.scheduler.pins.num_loaded) == (1, 1)
+    assert (bench.scheduler.pins.num_pins, bench.scheduler.pins.num_loaded) == (1, 1)
     pin(bench)
     assert (bench.residency.num_pinned, bench.residency.num_pinned_pages) == (0, 0)
 
@@ -193,9 +193,9 @@ def test_what_is_in_use_when_it_is_pinned_stays_afterwards() -> None:
 def test_a_deleted_adapter_is_pinned_no_more() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     pin(bench, SMALL, LARGE)
-    bench.scheduler.forget(LARGE)
+    bench.scheduler.remove_adapter(LARGE)
     bench.come_to_rest()
-    assert bench.residency.find(LARGE) is None and bench.scheduler.pins.num_wanted == 1
+    assert bench.residency.find(LARGE) is None and bench.scheduler.pins.num_pins == 1
     assert bench.source.num_fetches[LARGE] == 1
 
 

@@ -17,7 +17,7 @@ from slora.engine.engine import Engine
 from slora.errors import RequestFailed
 from slora.request import EngineRequest
 from slora.sampling_params import SamplingParams
-from slora.scheduler.step_plan import Sampled, StepPlan
+from slora.scheduler.step_plan import SampledToken, StepPlan
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import Answer, drive, make_engine, make_source
@@ -372,7 +372,7 @@ def break_steps(
     """The chosen steps write garbage to all their target pages, then fail."""
     run, memory = engine._runner.run, engine._runner.memory
 
-    def run_or_break(plan: StepPlan) -> list[Sampled]:
+    def run_or_break(plan: StepPlan) -> list[SampledToken]:
         if not is_broken(plan):
             return run(plan)
         pages = {
@@ -400,7 +400,7 @@ def outlive(
                 failed.add(output.request_id)
             else:
                 answers[output.request_id, output.delta.index] += output.delta.token_ids
-        engine.check()
+        engine.check_invariants()
     return {key: tokens for key, tokens in answers.items() if key[0] not in failed}, failed
 
 

@@ -31,7 +31,7 @@ def test_it_comes_to_the_pool_and_is_idle_there_and_each_time_is_told_how_far_it
     assert bench.source.num_pinned == 0 and bench.memory.tenants.find("tenant").service == 0
     bench.add("a", adapter=LARGE)
     assert [output.request_id for output in bench.step()] == ["a"], "it waited for a fetch"
-    assert bench.source.num_fetches[LARGE] == bench.scheduler.supply.num_loads == 1
+    assert bench.source.num_fetches[LARGE] == bench.scheduler.adapters.num_loads == 1
 
 
 @pytest.mark.parametrize("short_of", ["pages", "slots", "share"])
@@ -69,7 +69,7 @@ def test_one_that_a_request_waits_for_too_is_fetched_and_loaded_once() -> None:
     bench.step()
     bench.add("a", adapter=LARGE)
     bench.come_to_rest()
-    assert bench.source.num_fetches[LARGE] == bench.scheduler.supply.num_loads == 1
+    assert bench.source.num_fetches[LARGE] == bench.scheduler.adapters.num_loads == 1
     assert bench.scheduler.prewarm(LARGE) is AdapterPlace.POOL
 
 
@@ -97,14 +97,14 @@ def test_one_that_is_pinned_meanwhile_is_loaded_once_and_pinned() -> None:
     bench.scheduler.set_pins([LARGE])
     bench.come_to_rest()
     resident = bench.residency.find(LARGE)
-    assert resident is not None and resident.is_pinned and bench.scheduler.supply.num_loads == 1
+    assert resident is not None and resident.is_pinned and bench.scheduler.adapters.num_loads == 1
 
 
 def test_one_that_is_deleted_on_its_way_does_not_come(caplog: pytest.LogCaptureFixture) -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     bench.scheduler.prewarm(SMALL)
     bench.step()
-    bench.scheduler.forget(SMALL)
+    bench.scheduler.remove_adapter(SMALL)
     bench.come_to_rest()
     assert bench.residency.find(SMALL) is None and bench.source.num_pinned == 0
     with caplog.at_level(logging.INFO):

@@ -173,7 +173,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(version=st.sampled_from(VERSIONS))
     def forget(self, version: AdapterVersion) -> None:
-        self.bench.scheduler.forget(version)
+        self.bench.scheduler.remove_adapter(version)
         self.deleted.add(version)
         self.pinned.discard(version)
 
@@ -205,13 +205,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.bench.now += 1.0
         waiting_for_nothing = self.bench.scheduler.has_work
         sequences = [one for request_id in self.unfinished for one in self.bench.scheduler.find(request_id)]
-        is_short = any(one.is_overdue for one in sequences)
+        is_short = any(one.is_starving for one in sequences)
         kept = [] if is_short or self._are_bounded() else self._idle_pins()
-        num_residents, num_loads = len(self.bench.residency), self.bench.scheduler.supply.num_loads
+        num_residents, num_loads = len(self.bench.residency), self.bench.scheduler.adapters.num_loads
         crowd, num_preemptions = self._crowd(), self.bench.scheduler.num_preemptions
         for output in self.bench.step(breaks=breaks, culprits=culprits):
             self._take(output)
-        num_loads = self.bench.scheduler.supply.num_loads - num_loads
+        num_loads = self.bench.scheduler.adapters.num_loads - num_loads
         has_slots = num_residents + num_loads <= self.bench.config.num_slots
         stayed = crowd & self._crowd() if self.bench.scheduler.num_preemptions == num_preemptions else set()
         if len(stayed) > 1 and has_slots:
@@ -278,7 +278,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_is_lost_and_no_page_leaks(self) -> None:
         scheduler = self.bench.scheduler
-        scheduler.check()
+        scheduler.check_invariants()
         left = {request_id: scheduler.find(request_id) for request_id in self.unfinished}
         assert scheduler.num_running + scheduler.num_waiting == sum(map(len, left.values()))
         for request_id, choices in left.items():
@@ -427,7 +427,7 @@ def test_requests_that_are_under_way_finish_on_an_adapter_that_was_deleted() -> 
     bench.add("waiting", prompt=4, max_tokens=8, adapter=SMALL)
     bench.source.deliver()
     outputs = bench.step()
-    bench.scheduler.forget(SMALL)
+    bench.scheduler.remove_adapter(SMALL)
     outputs += bench.run_to_end(200)
     assert bench.scheduler.num_preemptions > 0
     assert all(output.error is None for output in outputs)
@@ -442,7 +442,7 @@ def test_an_idle_adapter_that_was_deleted_leaves_at_once() -> None:
     bench.add("a", adapter=SMALL)
     list(bench.run_to_end(10))
     assert bench.pool.num_cached == 1
-    bench.scheduler.forget(SMALL)
+    bench.scheduler.remove_adapter(SMALL)
     assert bench.pool.num_cached == 0
 
 
@@ -491,7 +491,7 @@ def test_requests_for_one_adapter_share_one_fetch_and_one_copy() -> None:
         bench.add(name, max_tokens=5, adapter=LARGE)
     list(bench.run_to_end(20))
     assert bench.source.num_fetches[LARGE] == 1
-    assert bench.scheduler.supply.num_loads == 1
+    assert bench.scheduler.adapters.num_loads == 1
 
 
 def test_an_adapter_is_expected_to_take_as_long_to_come_again_as_fetches_did_lately() -> None:
@@ -601,7 +601,7 @@ def test_a_choice_is_aborted_alone_and_a_request_with_all_its_choices() -> None:
     bench.scheduler.abort("a", 0)
     assert [output.delta and output.delta.index for output in bench.step()] == [1, 2]
     bench.scheduler.abort("a")
-    bench.scheduler.check()
+    bench.scheduler.check_invariants()
     assert bench.scheduler.num_running == bench.pool.num_held == 0
 
 
@@ -811,7 +811,7 @@ def test_the_beams_of_a_search_have_a_place_each_from_its_start_and_are_charged_
     started, seated = {}, []
     for number in range(12):
         bench.step()
-        seated += bench.last_plan.started
+        seated += bench.last_plan.rows_to_write
         for chunk in bench.last_plan.chunks:
             started.setdefault(chunk.sequence.request.request_id, number)
     assert started == {"first": 0, "search": 3}
@@ -843,7 +843,7 @@ def test_a_beam_that_gives_way_is_waited_for_and_proposes_again(way: str) -> Non
     assert 0 < max(waits) < 3, "nobody waited"
     assert bench.scheduler.num_preemptions > 0
     assert (bench.scheduler.swapping.num_pages_in > 0) == (way == "swap")
-    assert search.done
+    assert search.is_finished
 
 
 def lower_ceiling(bench: SchedulerBench, *, max_share: float) -> None:
@@ -900,7 +900,7 @@ def test_forks_of_a_search_that_was_aborted_meanwhile_are_not_started() -> None:
     assert bench.scheduler.num_running == 3
     bench.scheduler.abort("a")
     bench.step()
-    assert bench.last_plan.started == [] and bench.pool.num_held == 0
+    assert bench.last_plan.rows_to_write == [] and bench.pool.num_held == 0
 
 
 def test_what_a_search_found_cached_is_told_once_with_its_best_answer() -> None:

@@ -253,7 +253,7 @@ def test_those_behind_a_request_whose_adapter_loads_start_beside_it() -> None:
     behind = bench.add("behind", prompt=5)
     bench.source.deliver()
     bench.step()
-    assert behind.done and not late.done
+    assert behind.is_finished and not late.is_finished
 
 
 # -- waiting ------------------------------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ def run_short_of_pages(costs: Any = COSTS, **options: Any) -> tuple[SchedulerBen
 
 
 def num_needed(sequences: list[Sequence]) -> int:
-    return sum(sequence.num_tokens_at_most for sequence in sequences)
+    return sum(sequence.max_kv_tokens for sequence in sequences)
 
 
 def test_what_was_swapped_is_not_computed_again() -> None:

@@ -40,7 +40,7 @@ class Setup:
 
     def give_way(self, sequence: Sequence) -> StepPlan:
         plan = StepPlan()
-        self.swapping.save(sequence, plan)
+        self.swapping.swap_out(sequence, plan)
         sequence.blocks.release(self.kv)
         sequence.num_computed = 0
         return plan
@@ -57,15 +57,15 @@ def test_what_is_computed_goes_to_the_host_and_comes_back_in_order(setup: Setup)
     plan = setup.give_way(sequence)
     assert [page for page, _ in plan.swaps_out] == pages[:3], "what was only reserved is not worth a copy"
     assert (setup.swapping.num_used, setup.swapping.num_pages_out) == (3, 3)
-    setup.swapping.settle()
-    setup.swapping.check([sequence])
+    setup.swapping.finish_step()
+    setup.swapping.check_invariants([sequence])
     back = StepPlan()
-    setup.swapping.restore(sequence, back)
+    setup.swapping.swap_in(sequence, back)
     assert [host for host, _ in back.swaps_in] == [host for _, host in plan.swaps_out]
     assert [page for _, page in back.swaps_in] == sequence.blocks.held_pages
     assert sequence.num_computed == 10 and sequence.swapped is None
-    setup.swapping.settle()
-    setup.swapping.check([])
+    setup.swapping.finish_step()
+    setup.swapping.check_invariants([])
     assert (setup.swapping.num_used, setup.swapping.num_pages_in) == (0, 3)
 
 
@@ -74,7 +74,7 @@ def test_blocks_behind_a_window_stay_behind(setup: Setup) -> None:
     sequence.blocks.free_before(9, setup.kv)
     second_last, last, _ = sequence.blocks.held_pages
     assert [page for page, _ in setup.give_way(sequence).swaps_out] == [second_last, last]
-    setup.swapping.restore(sequence, StepPlan())
+    setup.swapping.swap_in(sequence, StepPlan())
     assert (sequence.blocks.num_freed, sequence.blocks.num_pages) == (2, 4)
 
 
@@ -112,33 +112,33 @@ def test_pages_of_the_host_are_not_given_out_again_before_the_step_that_reads_or
 ) -> None:
     sequence = setup.compute(24)
     setup.give_way(sequence)
-    setup.swapping.settle()
-    setup.swapping.restore(sequence, StepPlan())
+    setup.swapping.finish_step()
+    setup.swapping.swap_in(sequence, StepPlan())
     other = setup.compute(4)
     assert not setup.give_way(other).swaps_out, "its bytes would overwrite what this step brings back"
-    setup.swapping.settle()
+    setup.swapping.finish_step()
     assert setup.give_way(setup.compute(4)).swaps_out
 
 
 def test_who_ends_in_the_step_that_saves_it_frees_its_pages_when_that_has_run(setup: Setup) -> None:
     sequence = setup.compute(24)
     setup.give_way(sequence)
-    setup.swapping.drop(sequence)
-    setup.swapping.drop(sequence)
-    setup.swapping.check([])
+    setup.swapping.discard(sequence)
+    setup.swapping.discard(sequence)
+    setup.swapping.check_invariants([])
     assert setup.space.num_free == 0
-    setup.swapping.settle()
+    setup.swapping.finish_step()
     assert setup.space.num_free == 6
 
 
 def test_a_step_that_broke_has_saved_and_brought_back_nothing(setup: Setup) -> None:
     before, saved = setup.compute(8), setup.compute(8)
     setup.give_way(before)
-    setup.swapping.settle()
+    setup.swapping.finish_step()
     setup.give_way(saved)
-    setup.swapping.restore(before, StepPlan())
-    assert setup.swapping.distrust() == [before]
+    setup.swapping.swap_in(before, StepPlan())
+    assert setup.swapping.undo_step() == [before]
     assert saved.swapped is None and before.swapped is None
-    setup.swapping.settle()
-    setup.swapping.check([])
-    assert setup.space.num_free == 6 and setup.swapping.distrust() == []
+    setup.swapping.finish_step()
+    setup.swapping.check_invariants([])
+    assert setup.space.num_free == 6 and setup.swapping.undo_step() == []

@@ -1,4 +1,9 @@
-"""The page pool and its users: running KV, cached prefixes and adapters, each tenant within its bounds."""
+"""Unified paging (S-LoRA): one page pool for running KV, cached prefixes and adapters, each tenant within its bounds.
+
+Only page numbers are managed here; the bytes are in `DeviceMemory`.
+"""
+
+from collections.abc import Iterable
 
 from slora.cost_model import Costs
 from slora.pool.eviction_policy import make_policy
@@ -7,14 +12,17 @@ from slora.pool.kv_cache import KVCache
 from slora.pool.page_pool import PagePool
 from slora.pool.residency import Residency
 from slora.pool.tenant_account import TenantAccount, TenantAccounts
-from slora.scheduler.sequence import Sequence
 from slora.scheduler_config import SchedulerConfig
 
 
-class UnifiedMemory:
-    """Wires together the page pool, the evictor, the KV cache and the residency."""
+class UnifiedPaging:
+    """Wires together the page pool, the evictor, the tenants' accounts, the KV cache and the residency.
+
+    footprint: the KV pages that a sequence needs.
+    """
 
     def __init__(self, config: SchedulerConfig, costs: Costs) -> None:
+        self.footprint = config.footprint
         self.tenants = TenantAccounts(config.num_pages)
         self.pool = PagePool(config.num_pages)
         self.evictor = Evictor(self.pool, self.tenants, make_policy(config.eviction, costs))
@@ -38,9 +46,11 @@ class UnifiedMemory:
             num_pages, tenant, ignore_pins=ignore_pins
         )
 
-    def check(self, running: list[Sequence]) -> None:
-        """Proves that no page is lost and that every reference has an owner."""
-        held = [page for sequence in running for page in sequence.blocks.held_pages]
+    def check_invariants(self, kv_pages: Iterable[int]) -> None:
+        """Proves that no page is lost and that every reference has an owner.
+
+        kv_pages: every reference of a running sequence; a page with two references appears twice.
+        """
         cached = [*self.residency.cached_pages(), *self.kv.cached_pages()]
-        self.pool.check_invariants([*held, *self.residency.held_pages()], cached)
+        self.pool.check_invariants([*kv_pages, *self.residency.held_pages()], cached)
         self.kv.check_invariants()

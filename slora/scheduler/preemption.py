@@ -1,34 +1,23 @@
-"""Reclaim: makes pages free. It evicts idle items first, then it preempts running sequences."""
+"""Preemption: makes pages free. It evicts idle items first, then it preempts running sequences."""
 
-from slora.kv_footprint import KVFootprint
 from slora.pool.residency import Resident
 from slora.pool.tenant_account import TenantAccount
-from slora.scheduler.adapter_supply import AdapterSupply
+from slora.pool.unified_paging import UnifiedPaging
 from slora.scheduler.lifecycle import Lifecycle
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
 from slora.scheduler.swapping import Swapping
-from slora.scheduler.unified_memory import UnifiedMemory
 
-# Idle adapters of this many next sequences are spared while others can be evicted.
+# Idle adapters of this many next sequences are protected while others can be evicted.
 _LOOK_AHEAD = 8
 
 
-class Reclaim:
+class Preemption:
     """Evicts and preempts on behalf of the step being planned. `begin_step` resets its list of the next sequences."""
 
-    def __init__(
-        self,
-        footprint: KVFootprint,
-        memory: UnifiedMemory,
-        supply: AdapterSupply,
-        lifecycle: Lifecycle,
-        swapping: Swapping,
-    ) -> None:
+    def __init__(self, paging: UnifiedPaging, lifecycle: Lifecycle, swapping: Swapping) -> None:
         self.num_preemptions = 0
-        self._footprint = footprint
-        self._memory = memory
-        self._supply = supply
+        self._paging = paging
         self._lifecycle = lifecycle
         self._queue, self._batch = lifecycle.queue, lifecycle.batch
         self._swapping = swapping
@@ -44,7 +33,7 @@ class Reclaim:
             self._next = self._queue.upcoming(_LOOK_AHEAD)
         return self._next
 
-    def make_room(self, num_pages: int, sequence: Sequence, *, over_pins: bool = False) -> bool:
+    def make_room(self, num_pages: int, sequence: Sequence, *, evict_pinned: bool = False) -> bool:
         """Makes room for `sequence` by eviction only. Returns False if that can't be done.
 
         Idle adapters of the next sequences are evicted only after all other unprotected items. Items that a floor or a
@@ -54,45 +43,45 @@ class Reclaim:
         pages beside them can be fewer than the request was accepted for. Without this exception the request would wait
         forever.
 
-        over_pins: pinned adapters may be evicted.
+        evict_pinned: pinned adapters may be evicted.
         """
         tenant = sequence.tenant
-        if num_pages <= self._memory.pool.num_free and tenant.max_pages is None:
+        if num_pages <= self._paging.pool.num_free and tenant.max_pages is None:
             return True
-        evictor = self._memory.evictor
+        evictor = self._paging.evictor
         if evictor.make_room(num_pages, tenant, self.next_adapters()) or evictor.make_room(num_pages, tenant):
             return True
-        if not over_pins and not self.may_take_pins(sequence):
+        if not evict_pinned and not self.may_evict_pinned(sequence):
             return False
-        alone = self._batch.is_left_to(sequence)
+        alone = self._batch.runs_alone(sequence)
         return evictor.make_room(num_pages, tenant, ignore_floors=alone, ignore_pins=True)
 
-    def may_take_pins(self, sequence: Sequence) -> bool:
-        """Whether `sequence` may evict pinned adapters, because waiting would not help or because it is overdue.
+    def may_evict_pinned(self, sequence: Sequence) -> bool:
+        """Whether `sequence` may evict pinned adapters, because waiting would not help or because it is starving.
 
         Waiting does not help if no other sequence runs. Nor does it help if all other running sequences belong to other
         tenants with a floor: those tenants go ahead of it as long as they are below their floors. Pins are not
         considered when a request is accepted.
         """
-        if sequence.is_overdue:
+        if sequence.is_starving:
             return True
-        return self._batch.is_left_to(sequence) or all(
+        return self._batch.runs_alone(sequence) or all(
             one is sequence or (one.tenant.min_pages > 0 and one.tenant is not sequence.tenant)
             for one in self._batch
         )
 
     @property
-    def is_short(self) -> bool:
-        """Whether an overdue sequence runs or is next. Then no adapter is loaded for a pin or for prewarming."""
-        return any(one.is_overdue for one in (*self._batch, *self.upcoming))
+    def has_starving(self) -> bool:
+        """Whether a starving sequence runs or is next. Then no adapter is loaded for a pin or for prewarming."""
+        return any(one.is_starving for one in (*self._batch, *self.upcoming))
 
-    def victim(self, num_pages: int, tenant: TenantAccount) -> Sequence:
+    def choose_victim(self, num_pages: int, tenant: TenantAccount) -> Sequence:
         """The sequence to preempt so that `tenant` gets `num_pages`.
 
         For a tenant at its ceiling it is one of the tenant's own.
         """
         own_limit = tenant.would_exceed_ceiling(num_pages)
-        return self._queue.victim(s for s in self._batch if s.tenant is tenant or not own_limit)
+        return self._queue.choose_victim(s for s in self._batch if s.tenant is tenant or not own_limit)
 
     def preempt(self, sequence: Sequence, plan: StepPlan) -> None:
         """Preempts a sequence: it returns to the queue with its tokens but without pages.
@@ -102,24 +91,45 @@ class Reclaim:
         self.num_preemptions += 1
         # The last token of a beam is recomputed, because its proposal must be made again.
         sequence.num_computed = min(sequence.num_computed, len(sequence.token_ids) - 1)
-        if plan.withdraw(sequence):
+        if plan.remove(sequence):
             self.free_behind_window(sequence)
-            self._swapping.save(sequence, plan)
-        error = self._lifecycle.back_to_queue(sequence)
+            self._swapping.swap_out(sequence, plan)
+        error = self._lifecycle.requeue(sequence)
         if error is not None:
             # The whole request ends, including what this step was to compute of its other choices, because their pages
             # become free.
             for choice in self._lifecycle.unfinished.find(sequence.request.request_id):
-                plan.withdraw(choice)
-            plan.ended.append(self._lifecycle.end(sequence, error))
+                plan.remove(choice)
+            plan.ended.append(self._lifecycle.fail(sequence, error))
+
+    def preempt_for_stuck_beams(self, plan: StepPlan) -> bool:
+        """Resolves a deadlock of beams: every running sequence is a beam that waits for a preempted beam, which finds
+        no room.
+
+        Preempts a sequence of another request in favour of the next sequence in the queue. Returns False if there is
+        none to preempt.
+
+        The caller may repeat this. It ends at the latest when only one search runs, and `Lifecycle` guarantees that one
+        search fits.
+        """
+        sequence = self._queue.peek()
+        if sequence is None:
+            return False
+        others = [one for one in self._batch if one.search is not sequence.search or one.search is None]
+        if sequence.tenant.max_pages is not None:  # at its ceiling only pages of its own tenant help
+            others = [one for one in others if one.tenant is sequence.tenant] or others
+        if not others:
+            return False
+        self.preempt(self._queue.choose_victim(others), plan)
+        return True
 
     def free_behind_window(self, sequence: Sequence) -> None:
-        footprint = self._footprint
+        footprint = self._paging.footprint
         if footprint.window is not None:
-            sequence.blocks.free_before(footprint.first_token_seen(sequence.num_computed), self._memory.kv)
+            sequence.blocks.free_before(footprint.first_token_seen(sequence.num_computed), self._paging.kv)
 
     def next_adapters(self) -> list[Resident]:
         """The idle adapters of the next sequences."""
         versions = {one.request.adapter for one in self.upcoming} - {None}
-        found = (self._supply.find(version) for version in versions if version is not None)
+        found = (self._paging.residency.find(version) for version in versions if version is not None)
         return [resident for resident in found if resident is not None and not resident.num_users]

@@ -37,7 +37,7 @@ class UnfinishedRequests:
     def mark_deleted(self, version: AdapterVersion) -> None:
         self._deleted.add(version)
 
-    def lets_go(self, version: AdapterVersion) -> bool:
+    def pop_unused(self, version: AdapterVersion) -> bool:
         """Whether the adapter was deleted and no unfinished request names it. Returns True only once."""
         if version not in self._deleted:
             return False

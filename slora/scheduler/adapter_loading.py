@@ -1,0 +1,224 @@
+"""Loads adapters from the host into the pool, one slice per step beside the decoding sequences.
+
+A load allocates all pages and the slot at once, and copies the bytes over as many steps as needed. A request that was
+admitted during the load computes nothing before the last slice. Requests whose adapter is not on the host wait for it
+outside the queue (`AdapterFetching`).
+
+    not on the host --fetch--> on the host --start_load--> loading (held by the load) --last slice--> resident
+
+This module depends on waiting sequences and adapter sizes, but not on the batch or on KV.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from slora.cost_model import Costs
+from slora.pool.residency import Resident
+from slora.pool.tenant_account import TenantAccount
+from slora.pool.unified_paging import UnifiedPaging
+from slora.scheduler.adapter_fetching import AdapterFetching
+from slora.scheduler.charges import charge_load
+from slora.scheduler.load_budget import LoadBudget
+from slora.scheduler.running_batch import RunningBatch
+from slora.scheduler.sequence import Sequence
+from slora.scheduler.step_plan import AdapterLoad, StepPlan
+from slora_adapters.loader.source import AdapterSource, Fetched, FetchFailed
+from slora_adapters.peft.packing import PackedAdapter
+from slora_adapters.version import AdapterVersion
+
+
+class AdapterLoading:
+    """Invariant: while a resident is in `_loading`, its load is one of its users and its copy in the host cache is
+    held.
+
+    budget: how many pages the step that is being planned may still load.
+    load_pages: pages per step beside decoding sequences; None: `LoadBudget` derives them from `costs`.
+    """
+
+    def __init__(
+        self,
+        paging: UnifiedPaging,
+        source: AdapterSource,
+        costs: Costs,
+        full_page_bytes: int,
+        load_pages: int | None = None,
+    ) -> None:
+        self.num_loads = 0
+        self.budget = LoadBudget(costs, full_page_bytes, paging.pool.num_pages, load_pages)
+        self._costs = costs
+        self._tenants = paging.tenants
+        self._residency = paging.residency
+        self._host = AdapterFetching(source)
+        self._page_bytes = full_page_bytes
+        self._loading: dict[Resident, _Load] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return self._host.num_waiting
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._loading)
+
+    def find(self, version: AdapterVersion) -> Resident | None:
+        return self._residency.find(version)
+
+    def num_pages(self, version: AdapterVersion) -> int | None:
+        """Number of pages of an adapter that is in the pool or on the host; None if it is in neither."""
+        resident = self._residency.find(version)
+        if resident is not None:
+            return len(resident.pages)
+        packed = self._host.find(version)
+        return self.count_pages(packed) if packed is not None else None
+
+    def count_pages(self, packed: PackedAdapter) -> int:
+        return -(-packed.layout.num_bytes // self._page_bytes)
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def add_waiter(self, sequence: Sequence, version: AdapterVersion) -> None:
+        self._host.add_waiter(sequence, version)
+
+    def remove_waiter(self, sequence: Sequence, version: AdapterVersion) -> bool:
+        """Ends a sequence's wait for its adapter. Returns False if the sequence was not waiting."""
+        return self._host.remove_waiter(sequence, version)
+
+    def retain_copy(self, version: AdapterVersion) -> None:
+        """Counts one more sequence that is ready to run on the adapter.
+
+        A copy in the host cache stays there until `release_copy`.
+        """
+        self._host.retain(version)
+
+    def release_copy(self, version: AdapterVersion) -> None:
+        self._host.release(version)
+
+    def prefetch(self, version: AdapterVersion) -> None:
+        """Fetches an adapter to the host that no request waits for.
+
+        Does nothing if the host cache has no room beside the adapters that requests need.
+        """
+        self._host.prefetch(version)
+
+    def pop_prefetched(self) -> list[Fetched | FetchFailed]:
+        """The prefetches that ended since the last call. The caller passes them to `release_prefetched`."""
+        return self._host.pop_prefetched()
+
+    def release_prefetched(self, prefetched: Iterable[Fetched | FetchFailed]) -> None:
+        """Releases the copies. An adapter that is being loaded keeps its copy."""
+        for fetch in prefetched:
+            if isinstance(fetch, Fetched):
+                self._host.release(fetch.version)
+
+    def collect_fetches(self) -> Iterator[tuple[Fetched | FetchFailed, list[Sequence]]]:
+        """The fetches that succeeded or failed, each with the sequences that waited for it."""
+        return self._host.collect()
+
+    # -- loads ------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, plan: StepPlan, batch: RunningBatch) -> None:
+        """Continues the loads under way: one slice per step beside decoding sequences, or all at once if no sequence
+        decodes.
+        """
+        num_waiting = sum(one.resident is not None and not one.resident.is_loaded for one in batch)
+        self.budget.begin_step(len(batch) - num_waiting, num_waiting)
+        self.plan_slices(plan)
+
+    def load_for_request(self, version: AdapterVersion, tenant: TenantAccount, plan: StepPlan) -> Resident:
+        """Starts a load that a request of `tenant` needs, and evicts an idle adapter if no slot is free.
+
+        The caller has made room for the pages. The load is charged to `tenant`, unless the adapter was evicted for a
+        tenant that exceeded its share.
+        """
+        self._residency.ensure_free_slot(tenant)
+        is_charged = not self._residency.was_displaced(version)
+        resident = self.start_load(version)
+        if is_charged:
+            charge_load(tenant, resident.num_bytes, self._costs)
+        self.plan_slices(plan)
+        return resident
+
+    def start_load(self, version: AdapterVersion) -> Resident:
+        """Starts a load: takes the copy in the host cache and allocates a slot, and pages that the adapter's tenant
+        owns.
+
+        The caller has made room for both.
+        """
+        packed = self._host.take_copy(version)
+        num_bytes = packed.layout.num_bytes
+        resident = self._residency.allocate(
+            version,
+            self._tenants.find(version.tenant),
+            self.count_pages(packed),
+            num_bytes,
+            packed.layout.reach,
+            self._host.pace.fetch_s(num_bytes),
+        )
+        self._loading[resident] = _Load(packed)
+        self.num_loads += 1
+        return resident
+
+    def plan_slices(self, plan: StepPlan) -> None:
+        """Plans slices of the loads under way, oldest first, as far as the budget allows."""
+        for resident, load in self._loading.items():
+            count = min(self.budget.num_pages, len(resident.pages) - load.num_planned)
+            if count:
+                plan.loads.append(AdapterLoad(resident, load.packed, load.num_planned, count))
+                load.num_planned += count
+                self.budget.num_pages -= count
+
+    def is_ready(self, resident: Resident) -> bool:
+        """Whether this step may compute with the adapter: it is loaded, or the plan already has its last slice, which
+        is copied before the step computes.
+        """
+        return resident.is_loaded or self._loading[resident].num_planned == len(resident.pages)
+
+    def finish_step(self, plan: StepPlan) -> None:
+        """Called after a step has run.
+
+        Each load whose last slice it copied ends, and the copy in the host cache is released.
+        """
+        for load in plan.loads:
+            self._residency.advance_load(load.resident, load.num_pages)
+            if load.is_last:
+                self._end(load.resident)
+
+    def abandon_loads(self, plan: StepPlan) -> set[Resident]:
+        """Called after a step has failed.
+
+        Abandons every load that the step was to advance, and returns these residents. Each is evicted when its last
+        user releases it.
+        """
+        residents = {load.resident for load in plan.loads}
+        for resident in residents:
+            self._residency.abandon_load(resident)
+            self._end(resident)
+        return residents
+
+    def remove(self, version: AdapterVersion) -> None:
+        """Removes a deleted adapter that no unfinished request names."""
+        self._residency.remove(version)
+        self._host.remove(version)
+
+    def check_invariants(self) -> None:
+        self._host.check_invariants()
+        for resident, load in self._loading.items():
+            assert resident.is_loading and resident.num_users > 0, f"{resident.version}: the load is lost"
+            assert load.num_planned == resident.num_loaded, f"{resident.version}: a slice is lost"
+
+    def loading_residents(self) -> Iterator[Resident]:
+        """The residents that are being loaded; each load is one user."""
+        return iter(self._loading)
+
+    def _end(self, resident: Resident) -> None:
+        del self._loading[resident]
+        self._host.release_taken(resident.version)
+
+
+class _Load:
+    """One load under way. num_planned: pages whose slices were planned, including this step's."""
+
+    __slots__ = ("num_planned", "packed")
+
+    def __init__(self, packed: PackedAdapter) -> None:
+        self.packed = packed
+        self.num_planned = 0
