@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from slora.errors import RequestRefused
 from slora.sampling_params import SamplingParams
 from slora.tenant_share import DEFAULT_SHARE, TenantShare
 from slora_adapters.version import AdapterVersion
 
+# Bounds of the fields of EngineRequest, which `slora.engine.request_check` checks.
 # Larger weights only make the outputs overflow. An adapter's own scale has the same limit.
 MAX_ADAPTER_WEIGHT = 10_000.0
 MAX_PRIORITY = 1_000
@@ -26,8 +26,6 @@ class EngineRequest:
     priority: order among the tenant's own requests; lower is sooner.
     deadline_s: seconds from arrival to the first token, which a beam search has when it is over; the request ends as
         soon as this can't be met. None: no deadline.
-
-    Raises RequestRefused, which names the field, for a value out of range.
     """
 
     request_id: str
@@ -39,30 +37,6 @@ class EngineRequest:
     share: TenantShare = DEFAULT_SHARE
     priority: int = 0
     deadline_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if not abs(self.adapter_weight) <= MAX_ADAPTER_WEIGHT:  # written so that NaN is refused, too
-            raise RequestRefused(
-                f"adapter_weight is {self.adapter_weight}; it must be a number of at most {MAX_ADAPTER_WEIGHT:g}, "
-                "positive or negative",
-                "adapter_weight",
-            )
-        if not _is_priority(self.priority):
-            raise RequestRefused(
-                f"priority is {self.priority!r}; it must be a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}, "
-                "lower for sooner",
-                "priority",
-            )
-        if self.deadline_s is not None and not 0 < self.deadline_s <= MAX_DEADLINE_S:
-            raise RequestRefused(
-                f"deadline_s is {self.deadline_s}; it must be above 0 and at most {MAX_DEADLINE_S:g} seconds",
-                "deadline_s",
-            )
-
-
-def _is_priority(value: object) -> bool:
-    """Refuses bool, although Python's bool is an int."""
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_PRIORITY
 
 
 class FinishReason(StrEnum):

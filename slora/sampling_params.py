@@ -1,6 +1,6 @@
 """How the tokens of one request are sampled. Names and meanings are OpenAI's, or vLLM's where OpenAI has none.
 
-Checks that depend on a model are in `check_vocabulary`, which the engine and the API call.
+`slora.engine.request_check` checks what depends on the model and the engine.
 """
 
 from collections.abc import Mapping
@@ -15,6 +15,12 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 128
+# Field -> the most items, and what the items are.
+_MAX_ITEMS = {
+    "stop": (MAX_STOP_STRINGS, "strings"),
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
+    "logit_bias": (MAX_LOGIT_BIAS, "tokens"),
+}
 # Any length to this power still fits into a float.
 _MAX_LENGTH_PENALTY = 10
 # Settings that beam search does not support -> their neutral values.
@@ -125,15 +131,6 @@ class SamplingParams:
         """Number of answers that the engine reports: all sampled answers, or the n best hypotheses of a beam search."""
         return self.n if self.use_beam_search else self.width
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises RequestRefused if logit_bias has a token id outside the vocabulary."""
-        outside = [token for token in self.logit_bias if token >= vocab_size]
-        if outside:
-            raise RequestRefused(
-                f"logit_bias has token id {outside[0]}; this model's ids are 0 to {vocab_size - 1}",
-                "logit_bias",
-            )
-
     def refuse_streaming(self) -> None:
         """Raises RequestRefused if the answers to return are known only when all are complete."""
         if self.num_choices > self.n:
@@ -174,8 +171,7 @@ class SamplingParams:
             )
 
     def _check_stops(self) -> None:
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestRefused(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS}", "stop")
+        check_num_items("stop", len(self.stop))
         if any(not text for text in self.stop):
             raise RequestRefused("stop has an empty string; every stop string needs a character", "stop")
         longest = max(map(len, self.stop), default=0)
@@ -186,11 +182,7 @@ class SamplingParams:
             )
         for index, text in enumerate(self.stop):
             refuse_surrogate(text, f"stop[{index}]", "stop")
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise RequestRefused(
-                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}",
-                "stop_token_ids",
-            )
+        check_num_items("stop_token_ids", len(self.stop_token_ids))
         outside = [token for token in self.stop_token_ids if not 0 <= token <= _MAX_COUNT]
         if outside:
             raise RequestRefused(
@@ -204,10 +196,7 @@ class SamplingParams:
             )
 
     def _check_bias(self) -> None:
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise RequestRefused(
-                f"logit_bias has {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIAS}", "logit_bias"
-            )
+        check_num_items("logit_bias", len(self.logit_bias))
         for token, bias in self.logit_bias.items():
             if not 0 <= token <= _MAX_COUNT:
                 raise RequestRefused(
@@ -218,6 +207,15 @@ class SamplingParams:
                 raise RequestRefused(
                     f"logit_bias of token {token} is {bias}; it must be between -100 and 100", "logit_bias"
                 )
+
+
+def check_num_items(name: str, num_items: int) -> None:
+    """Raises RequestRefused if `stop`, `stop_token_ids` or `logit_bias` has too many items."""
+    most, unit = _MAX_ITEMS[name]
+    if num_items > most:
+        raise RequestRefused(
+            f"{name} has {num_items} {unit}; at most {most} are accepted, so send fewer", name
+        )
 
 
 def _shown(value: float) -> str:

@@ -112,6 +112,7 @@ LIGHT = [
     "slora.models.model_spec",
     "slora.models.model_spec_reader",
     "slora.engine.open_streams",
+    "slora.engine.request_check",
     "slora.request",
     "slora.sampling_params",
     "slora.text.tokenizer",

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from slora.engine.info import EngineInfo
+from slora.engine.request_check import find_answer_room
 from slora.errors import ContextTooLong
 from slora.sampling_params import (
     MAX_CHOICES,
@@ -20,6 +21,7 @@ from slora.sampling_params import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    check_num_items,
 )
 from slora_api.errors import BadRequest
 from slora_api.settings import Settings
@@ -131,7 +133,7 @@ class RequestBounds:
         return asdict(self)
 
     def check_counts(self, body: Mapping[str, Any]) -> None:
-        """Checks how many items each list or object of a parsed body has. Raises BadRequest.
+        """Checks how many items each list or object of a parsed body has. Raises BadRequest or RequestRefused.
 
         Values of the wrong type are left to the schema.
         """
@@ -139,11 +141,9 @@ class RequestBounds:
         self._check_prompts(body.get("prompt"))
         messages = body.get("messages")
         _check_count("messages", messages, "messages", self.messages, "Leave out the oldest messages.")
-        _check_count("stop", body.get("stop"), "strings", self.stop_strings, "Send fewer stop strings.")
-        ids = body.get("stop_token_ids")
-        _check_count("stop_token_ids", ids, "ids", self.stop_token_ids, "Send fewer stop token ids.")
-        bias = body.get("logit_bias")
-        _check_count("logit_bias", bias, "tokens", self.logit_bias, "Send a bias for fewer tokens.")
+        for name in ("stop", "stop_token_ids", "logit_bias"):
+            if isinstance(items := body.get(name), list | dict):
+                check_num_items(name, len(items))
         options = body.get("stream_options")
         if isinstance(options, dict):
             _check_fields("`stream_options`", "stream_options", options)
@@ -182,13 +182,8 @@ class RequestBounds:
             return
         if isinstance(prompt[0], str | list):
             _check_count("prompt", prompt, "prompts", self.prompts, "Send the others in separate requests.")
-            return
-        if len(prompt) > self.max_model_len:
-            raise ContextTooLong(
-                f"`prompt` has {len(prompt)} token ids; this model's context is {self.max_model_len} tokens "
-                "(max_model_len), prompt and answer together. Shorten it.",
-                "prompt",
-            )
+        else:
+            find_answer_room(len(prompt), self.max_model_len)
 
     def _check_parts(self, messages: Sequence[Mapping[str, Any]]) -> None:
         for message in messages:

@@ -1,8 +1,9 @@
 """The JSON bodies and query numbers that this API accepts, and their conversion to the engine's types.
 
 No field is ignored silently. An unknown field is refused by name. A field of OpenAI's API that this server does not
-support is refused unless its value asks for the default behaviour, such as `tools: []`. SamplingParams checks the
-ranges of sampling values. As in OpenAI's API, null means the same as leaving the field out.
+support is refused unless its value asks for the default behaviour, such as `tools: []`. `SamplingParams` and
+`slora.engine.request_check` check the ranges of values. As in OpenAI's API, null means the same as leaving the field
+out.
 
 This module knows no adapters, no tokens and no engine.
 """
@@ -21,7 +22,6 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from slora.request import MAX_DEADLINE_S, MAX_PRIORITY
 from slora.sampling_params import MAX_LOGPROBS
 from slora_api.listing import MAX_LIMIT
 from slora_api.request_bounds import MAX_NAME_CHARS
@@ -42,7 +42,6 @@ __all__ = [
     "VersionNumber",
 ]
 
-_MAX_DEADLINE_MS = round(MAX_DEADLINE_S * 1000)
 _SHOWN_CHARS = 64
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -228,14 +227,14 @@ class GenerationFields(BaseModel):
     length_penalty: float | None = None
     early_stopping: bool | None = None
     stop: Annotated[list[_Text] | None, BeforeValidator(_as_list)] = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+    stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: _Name | None = None
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    deadline_ms: Annotated[int, Field(ge=1, le=_MAX_DEADLINE_MS)] | None = None
+    priority: int | None = None
+    deadline_ms: int | None = None
 
     @property
     def include_usage(self) -> bool:

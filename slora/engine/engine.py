@@ -13,8 +13,9 @@ from slora.device.huge_pages import prefault
 from slora.engine.info import EngineInfo, EngineStats
 from slora.engine.load_paces import LoadPaces
 from slora.engine.pin import Pin
+from slora.engine.request_check import check_request, find_stop_token_ids
 from slora.engine_config import EngineConfig
-from slora.errors import ContextTooLong, RequestFailed, RequestRefused, StepFailed
+from slora.errors import RequestFailed, RequestRefused, StepFailed
 from slora.kv_footprint import KVFootprint
 from slora.models.model import LoadModel, load_model
 from slora.models.model_spec import ModelSpec
@@ -22,7 +23,6 @@ from slora.request import EngineRequest, StepOutput
 from slora.runner.fault_isolation import FaultIsolation, PagesNotMoved
 from slora.runner.learned_costs import LearnedCosts
 from slora.runner.runner import Runner
-from slora.sampling_params import SamplingParams
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
@@ -100,6 +100,7 @@ class Engine:
             full_page_bytes=self._runner.full_page_bytes,
             max_lora_rank=config.max_lora_rank,
             max_num_seqs=config.max_num_seqs,
+            scheduling=config.scheduling,
             shape=model.shape(self._runner.dtype_name),
         )
 
@@ -121,22 +122,10 @@ class Engine:
         """Validates a request and queues it. Raises RequestRefused, naming the field, if it can never be served."""
         if self._scheduler.find(request.request_id):
             raise RequestRefused(f"request id {request.request_id!r} is already running", "request_id")
-        self._check_priority(request)
-        self._check_choices(request)
-        max_tokens = self._check_length(request)
-        outside = [t for t in request.prompt_token_ids if not 0 <= t < self.info.vocab_size]
-        if outside:
-            raise RequestRefused(
-                f"prompt has token id {outside[0]}; this model's ids are 0 to {self.info.vocab_size - 1}",
-                "prompt",
-            )
+        check_request(request, self.info)
         sampling = request.sampling
-        sampling.check_vocabulary(self.info.vocab_size)
-        stop_ids = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stop_ids |= frozenset(self.info.eos_token_ids)
-        self._check_min_tokens(sampling.min_tokens, stop_ids, max_tokens)
-        self._check_width(sampling, stop_ids)
+        max_tokens = sampling.max_tokens or self.info.max_model_len - len(request.prompt_token_ids)
+        stop_ids = find_stop_token_ids(sampling, self.info)
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
         self._tenants.set_share(request.tenant, request.share)
         tenant = self._tenants.find(request.tenant)
@@ -227,14 +216,6 @@ class Engine:
             costs=self._costs,
         )
 
-    def _check_priority(self, request: EngineRequest) -> None:
-        if self._config.scheduling == "fcfs" and request.priority:
-            raise RequestRefused(
-                f"priority is {request.priority}, but this server serves requests in order of arrival "
-                "(--scheduling fcfs); leave priority out",
-                "priority",
-            )
-
     @property
     def _costs(self) -> CostModel:
         """The cost model as it is now."""
@@ -258,54 +239,3 @@ class Engine:
             swap_s, load_s = self._runner.swap_s, self._runner.load_s
             times = StepTimes(seconds - swap_s - load_s, swap_s, load_s)
             self._learned.count(plan.measure_work(self._runner.full_page_bytes), times, time.monotonic())
-
-    def _check_choices(self, request: EngineRequest) -> None:
-        wanted, limit = request.sampling.width, self.info.max_num_seqs
-        if wanted > limit:
-            field = request.sampling.width_param
-            raise RequestRefused(
-                f"{field} is {wanted}; this server runs at most {limit} sequences at once (max_num_seqs)",
-                field,
-            )
-
-    def _check_width(self, sampling: SamplingParams, stop_ids: frozenset[int]) -> None:
-        """Beam search needs at least as many non-stop tokens as beams, or it can't extend every beam."""
-        num_left = self.info.vocab_size - sum(token < self.info.vocab_size for token in stop_ids)
-        if sampling.use_beam_search and sampling.width > num_left:
-            field = sampling.width_param
-            raise RequestRefused(
-                f"{field} is {sampling.width}, but only {num_left} of the {self.info.vocab_size} tokens are no stop "
-                "tokens; ask for fewer beams",
-                field,
-            )
-
-    def _check_min_tokens(self, min_tokens: int, stop_ids: frozenset[int], max_tokens: int) -> None:
-        if min_tokens > max_tokens:
-            raise RequestRefused(
-                f"min_tokens is {min_tokens}, but there is room for {max_tokens} only (max_model_len)",
-                "min_tokens",
-            )
-        if min_tokens and all(token in stop_ids for token in range(self.info.vocab_size)):
-            raise RequestRefused(
-                f"min_tokens is {min_tokens}, but each of the {self.info.vocab_size} tokens is a stop token",
-                "min_tokens",
-            )
-
-    def _check_length(self, request: EngineRequest) -> int:
-        """Returns the most tokens that the request may generate."""
-        limit, count = self.info.max_model_len, len(request.prompt_token_ids)
-        if count == 0:
-            raise RequestRefused("the prompt is empty; it needs at least one token", "prompt")
-        if count >= limit:
-            raise ContextTooLong(
-                f"the prompt has {count} tokens; this model takes at most {limit} with the answer (max_model_len)",
-                "prompt",
-            )
-        wanted = request.sampling.max_tokens
-        if wanted is not None and count + wanted > limit:
-            raise ContextTooLong(
-                f"the prompt has {count} tokens and max_tokens is {wanted}: {count + wanted} in all, but this model "
-                f"takes at most {limit} (max_model_len); ask for at most {limit - count}",
-                "max_tokens",
-            )
-        return wanted if wanted is not None else limit - count

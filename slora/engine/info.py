@@ -27,6 +27,7 @@ class EngineInfo:
     full_page_bytes: int
     max_lora_rank: int
     max_num_seqs: int
+    scheduling: str
     shape: ModelShape
 
 

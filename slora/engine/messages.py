@@ -29,7 +29,7 @@ from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 Message = dict[str, Any]
 

@@ -77,6 +77,7 @@ class ScriptedEngine:
     on_request: Callable[[EngineRequest], None] = lambda request: None
     max_model_len: int = 64
     max_num_seqs: int = 8
+    scheduling: str = "fair"
     canary: Callable[[EngineRequest], Sequence[TokenDelta | Exception]] = lambda request: trial_of(request)
     requests: list[EngineRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -102,6 +103,7 @@ class ScriptedEngine:
             1024,
             64,
             self.max_num_seqs,
+            self.scheduling,
             SHAPE,
         )
 

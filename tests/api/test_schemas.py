@@ -78,10 +78,9 @@ def test_a_field_that_is_not_honoured_is_refused_by_name(
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("priority", 1001), ("priority", 1.5), ("priority", True), ("deadline_ms", 0), ("deadline_ms", 86_400_001),
-     ("deadline_ms", 0.5)],
-)  # fmt: skip
-def test_a_priority_or_deadline_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
+    [("priority", 1.5), ("priority", True), ("priority", "1"), ("deadline_ms", 0.5), ("deadline_ms", True)],
+)
+def test_a_priority_or_deadline_that_is_no_whole_number_is_refused_by_name(field: str, value: Any) -> None:
     for schema, body in ((CompletionRequest, COMPLETION), (ChatRequest, CHAT)):
         assert refusal(schema, body | {field: value})["loc"] == (field,)
 
@@ -94,7 +93,7 @@ def test_a_field_that_nobody_knows_is_refused() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("max_tokens", "5"), ("max_tokens", 5.5), ("max_tokens", True), ("temperature", "hot"), ("stream", 1),
-     ("stop", [1]), ("stop_token_ids", [2**40]), ("stop_token_ids", [-1]), ("seed", "x"), ("ignore_eos", "yes"),
+     ("stop", [1]), ("stop_token_ids", [1.5]), ("stop_token_ids", ["1"]), ("seed", "x"), ("ignore_eos", "yes"),
      ("n", True), ("best_of", "2"), ("min_p", "0"), ("min_tokens", 1.5), ("presence_penalty", "1")],
 )  # fmt: skip
 def test_values_are_not_converted_from_other_types(field: str, value: Any) -> None:

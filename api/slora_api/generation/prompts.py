@@ -9,15 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slora.engine.info import EngineInfo
-from slora.errors import ContextTooLong
+from slora.engine.request_check import (
+    check_max_tokens,
+    check_sampling,
+    check_terms,
+    check_token_ids,
+    find_answer_room,
+)
 from slora.sampling_params import SamplingParams
 from slora.text.generation_defaults import GenerationDefaults
-from slora_api.errors import BadRequest
 from slora_api.generation.answer_size import AnswerSize
 from slora_api.generation.chat_templates import ChatTemplates
 from slora_api.generation.prompt_encoder import PromptEncoder
 from slora_api.generation.request_limiter import RequestLimiter
 from slora_api.generation.served_model import ServedModel
+from slora_api.generation.service_terms import ServiceTerms
 from slora_api.request_bounds import RequestBounds
 from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
 
@@ -68,41 +74,6 @@ class Prompt:
     is_alone: bool = False
 
 
-def _check_token_ids(token_ids: Sequence[int], info: EngineInfo) -> None:
-    if not token_ids:
-        raise BadRequest("`prompt` has no tokens; it needs at least one.", "prompt")
-    if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:
-        wrong = next(token for token in token_ids if not 0 <= token < info.vocab_size)
-        raise BadRequest(
-            f"`prompt` has token id {wrong}; this model's ids are 0 to {info.vocab_size - 1}.", "prompt"
-        )
-
-
-def _room(num_tokens: int, info: EngineInfo, param: str) -> int:
-    """Returns the number of tokens left for the answer. Raises ContextTooLong if there are none."""
-    room = info.max_model_len - num_tokens
-    if room < 1:
-        raise ContextTooLong(
-            f"This model's context is {info.max_model_len} tokens (max_model_len), prompt and answer together; the "
-            f"prompt alone has {num_tokens}. Shorten it.",
-            param,
-        )
-    return room
-
-
-def _max_tokens(wanted: int | None, default: int | None, room: int, prompt_tokens: int, param: str) -> int:
-    """Raises ContextTooLong if the requested number does not fit. A default that does not fit is reduced."""
-    if wanted is None:
-        return room if default is None else min(default, room)
-    if wanted > room:
-        raise ContextTooLong(
-            f"This model's context is {room + prompt_tokens} tokens (max_model_len), prompt and answer together; the "
-            f"prompt has {prompt_tokens} and `{param}` asks for {wanted}. Ask for at most {room}.",
-            param,
-        )
-    return wanted
-
-
 def _sampling(
     fields: GenerationFields,
     defaults: GenerationDefaults,
@@ -131,29 +102,17 @@ def _sampling(
     )
     values |= {"max_tokens": max_tokens, "logprobs": logprobs}
     sampling = SamplingParams(**values, prompt_logprobs=prompt_logprobs)
-    sampling.check_vocabulary(info.vocab_size)
-    _check_choices(sampling, info, stream=bool(fields.stream))
-    return sampling
-
-
-def _check_choices(sampling: SamplingParams, info: EngineInfo, *, stream: bool) -> None:
-    """Raises BadRequest or RequestRefused."""
-    wanted, limit = sampling.width, info.max_num_seqs
-    if wanted > limit:
-        param = sampling.width_param
-        raise BadRequest(
-            f"`{param}` is {wanted}; this server computes at most {limit} answers at once (max_num_seqs).",
-            param,
-        )
-    if stream:
+    check_sampling(sampling, info)
+    if fields.stream:
         sampling.refuse_streaming()
+    return sampling
 
 
 @dataclass(frozen=True, slots=True)
 class PromptMaker:
     """Makes the prompts of one request."""
 
-    tenant: str
+    terms: ServiceTerms
     model: ServedModel
     encoder: PromptEncoder
     templates: ChatTemplates
@@ -169,7 +128,7 @@ class PromptMaker:
             if isinstance(item, str):
                 self.bounds.check_chars(len(item), "prompt")
             else:
-                _room(len(item), self.info, "prompt")
+                find_answer_room(len(item), self.info.max_model_len)
         if body.echo:
             self.bounds.check_echo(
                 draft.num_choices * sum(len(item) for item in given if isinstance(item, str))
@@ -196,13 +155,13 @@ class PromptMaker:
         num_chars = sum(len(message.content) + len(message.name or "") for message in body.messages)
         self.bounds.check_chars(num_chars, "messages")
         messages = [message.for_template() for message in body.messages]
-        text = await self.templates.render(self.tenant, messages, self.model.chat_template)
+        text = await self.templates.render(self.terms.tenant, messages, self.model.chat_template)
         self.bounds.check_chars(len(text), "messages")
         encode = self.encoder.tokenizer.encode_chat
         (token_ids,) = await self.encoder.encode(
-            self.tenant, [text], encode, max_model_len=self.info.max_model_len, param="messages"
+            self.terms.tenant, [text], encode, max_model_len=self.info.max_model_len, param="messages"
         )
-        room = _room(len(token_ids), self.info, "messages")
+        room = find_answer_room(len(token_ids), self.info.max_model_len, "messages")
         wanted, param = body.max_tokens, "max_tokens"
         if body.max_completion_tokens is not None:
             wanted, param = body.max_completion_tokens, "max_completion_tokens"
@@ -212,14 +171,17 @@ class PromptMaker:
         default = size.answer_room(self.bounds, 1, len(token_ids))
         if self.model.defaults.max_tokens is not None:
             default = min(default, self.model.defaults.max_tokens)
-        max_tokens = _max_tokens(wanted, default, room, len(token_ids), param)
+        if wanted is not None:
+            check_max_tokens(wanted, len(token_ids), self.info.max_model_len, param)
+        max_tokens = min(default, room) if wanted is None else wanted
         size.check(self.bounds, len(token_ids), max_tokens)
         return Prompt(token_ids, self._sampling(body, max_tokens, logprobs, body.prompt_logprobs))
 
     def _draft(self, body: GenerationFields, logprobs: int | None, num_prompts: int) -> SamplingParams:
         """Makes all checks that need no token ids."""
+        check_terms(self.terms.priority, self.terms.deadline_s, self.info)
         draft = self._sampling(body, None, logprobs, body.prompt_logprobs)
-        self.limiter.check_generation(self.tenant, num_prompts, draft.width, draft.width_param)
+        self.limiter.check_generation(self.terms.tenant, num_prompts, draft.width, draft.width_param)
         return draft
 
     def _sampling(
@@ -234,7 +196,7 @@ class PromptMaker:
     async def _token_ids(self, given: Sequence[str | list[int]]) -> list[list[int]]:
         """Returns checked token ids of each prompt. A request has either texts or token ids."""
         ids = [item for item in given if isinstance(item, list)] or await self.encoder.encode(
-            self.tenant,
+            self.terms.tenant,
             [item for item in given if isinstance(item, str)],
             self.encoder.tokenizer.encode,
             max_model_len=self.info.max_model_len,
@@ -242,7 +204,7 @@ class PromptMaker:
         )
         num_checked = 0
         for token_ids in ids:
-            _check_token_ids(token_ids, self.info)
+            check_token_ids(token_ids, self.info.vocab_size)
             num_checked += len(token_ids)
             if num_checked > _IDS_AT_ONCE:
                 num_checked = 0
@@ -252,12 +214,15 @@ class PromptMaker:
     async def _completion_prompt(
         self, body: CompletionRequest, given: str | list[int], token_ids: list[int], default: int
     ) -> Prompt:
-        room = _room(len(token_ids), self.info, "prompt")
-        max_tokens = _max_tokens(body.max_tokens, default, room, len(token_ids), "max_tokens")
+        room, max_tokens = find_answer_room(len(token_ids), self.info.max_model_len), body.max_tokens
+        if max_tokens is None:
+            max_tokens = min(default, room)
+        else:
+            check_max_tokens(max_tokens, len(token_ids), self.info.max_model_len)
         if not body.echo:
             sampling = self._sampling(body, max_tokens, body.logprobs, body.prompt_logprobs)
             return Prompt(token_ids, sampling)
-        text = given if isinstance(given, str) else await self.encoder.decode(self.tenant, token_ids)
+        text = given if isinstance(given, str) else await self.encoder.decode(self.terms.tenant, token_ids)
         is_alone = body.max_tokens == 0
         asked = [count for count in (body.logprobs, body.prompt_logprobs) if count is not None]
         # The engine scores a prompt only if it computes a token after it.

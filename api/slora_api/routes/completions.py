@@ -51,10 +51,10 @@ async def _answer_with(
         return await answer(current)
 
 
-def _prompt_maker(key: KeyRecord, services: Services, model: ServedModel) -> PromptMaker:
+def _prompt_maker(terms: ServiceTerms, services: Services, model: ServedModel) -> PromptMaker:
     generator = services.generator
     return PromptMaker(
-        key.tenant,
+        terms,
         model,
         services.encoder,
         services.templates,
@@ -88,7 +88,8 @@ async def complete(request: Request, body: _CompletionBody, key: CurrentKey, ser
 async def _complete(
     request: Request, body: CompletionRequest, key: KeyRecord, services: Services, model: ServedModel
 ) -> Response:
-    maker, generator = _prompt_maker(key, services, model), services.generator
+    terms, generator = ServiceTerms.of(key, body), services.generator
+    maker = _prompt_maker(terms, services, model)
     prompts = await unless_disconnected(request.receive, maker.completion_prompts(body))
     shape = CompletionFormat(
         model.asked_for,
@@ -100,7 +101,7 @@ async def _complete(
         request,
         body,
         generator,
-        generator.open_answers(ServiceTerms.of(key, body), model, prompts),
+        generator.open_answers(terms, model, prompts),
         shape,
         echoes=[prompt.echo for prompt in prompts if prompt.echo is not None],
         headers=model.headers,
@@ -118,7 +119,8 @@ async def chat(request: Request, body: _ChatBody, key: CurrentKey, services: Wir
 async def _chat(
     request: Request, body: ChatRequest, key: KeyRecord, services: Services, model: ServedModel
 ) -> Response:
-    maker, generator = _prompt_maker(key, services, model), services.generator
+    terms, generator = ServiceTerms.of(key, body), services.generator
+    maker = _prompt_maker(terms, services, model)
     prompt = await unless_disconnected(request.receive, maker.chat_prompt(body))
     num_top = (body.top_logprobs or 0) if body.logprobs else None
     shape = ChatFormat(
@@ -131,7 +133,7 @@ async def _chat(
         request,
         body,
         generator,
-        generator.open_answers(ServiceTerms.of(key, body), model, [prompt]),
+        generator.open_answers(terms, model, [prompt]),
         shape,
         headers=model.headers,
         writing=services.writing,

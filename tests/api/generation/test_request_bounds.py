@@ -59,7 +59,7 @@ TOO_LARGE = {
     "300 prompts": (COMPLETIONS, {"prompt": ["a"] * 300}, "prompt", "300 prompts; this server accepts at most 256"),
     "4 MB of text": (COMPLETIONS, {"prompt": "ab, " * 1_000_000}, "prompt", "4000000 characters"),
     "more text than the context holds": (COMPLETIONS, {"prompt": "x" * CONTEXT * 5}, "prompt", "20480"),
-    "more ids than the context holds": (COMPLETIONS, {"prompt": [65] * 100_000}, "prompt", "100000 token ids"),
+    "more ids than the context holds": (COMPLETIONS, {"prompt": [65] * 100_000}, "prompt", "100000 tokens"),
     "an id of no token": (COMPLETIONS, {"prompt": [65] * 4000 + [10**30]}, "prompt", "token id"),
     "prompts of a million tokens": (COMPLETIONS, {"prompt": ["x" * 4090] * 257}, "prompt", "257 prompts"),
     "110,000 messages": (CHAT, {"messages": [{"role": "user", "content": ""}] * 110_000}, "messages", "values"),

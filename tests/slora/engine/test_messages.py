@@ -54,28 +54,6 @@ def test_a_request_keeps_its_share_priority_and_deadline(changes: dict[str, Any]
     assert decode_add(over_the_wire(encode_add(request))) == request
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("priority", 1001),
-        ("priority", -1001),
-        ("priority", 0.5),
-        ("priority", True),
-        ("deadline_s", 0),
-        ("deadline_s", -1.0),
-        ("deadline_s", float("nan")),
-        ("deadline_s", float("inf")),
-        ("deadline_s", 86_401),
-    ],
-)
-def test_a_priority_or_deadline_that_cannot_be_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(RequestRefused) as here:
-        replace(REQUEST, **{field: value})
-    with pytest.raises(RequestRefused) as there:
-        decode_add(over_the_wire(encode_add(REQUEST) | {field: value}))
-    assert here.value.param == there.value.param == field and str(value) in here.value.message
-
-
 def test_the_count_of_cached_tokens_comes_with_the_delta() -> None:
     output = StepOutput("r", TokenDelta((5,), FinishReason.LENGTH, num_cached=32))
     assert decode_output(over_the_wire(encode_output(output))) == output

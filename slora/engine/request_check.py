@@ -1,0 +1,146 @@
+"""Decides whether an engine can serve a request. Pure functions without tensors, sockets or state.
+
+The engine calls `check_request`. An API process calls the same checks one by one, each as soon as it knows what the
+check needs: terms and sampling before it tokenizes the prompt, and lengths afterwards. `SamplingParams` checks the
+ranges of its own fields. Whether a request fits into the pool together with its adapter is known only to the scheduler,
+which learns the adapter's pages when the adapter is fetched.
+
+Every check raises RequestRefused, which names the field.
+"""
+
+from collections.abc import Sequence
+
+from slora.engine.info import EngineInfo
+from slora.errors import ContextTooLong, RequestRefused
+from slora.request import MAX_ADAPTER_WEIGHT, MAX_DEADLINE_S, MAX_PRIORITY, EngineRequest
+from slora.sampling_params import SamplingParams
+
+__all__ = [
+    "check_max_tokens",
+    "check_request",
+    "check_sampling",
+    "check_terms",
+    "check_token_ids",
+    "find_answer_room",
+    "find_stop_token_ids",
+]
+
+
+def check_request(request: EngineRequest, info: EngineInfo) -> None:
+    weight = request.adapter_weight
+    if not abs(weight) <= MAX_ADAPTER_WEIGHT:  # written so that NaN is refused, too
+        raise RequestRefused(
+            f"adapter_weight is {weight}; it must be a number of at most {MAX_ADAPTER_WEIGHT:g}, positive or negative",
+            "adapter_weight",
+        )
+    check_terms(request.priority, request.deadline_s, info)
+    check_sampling(request.sampling, info)
+    check_token_ids(request.prompt_token_ids, info.vocab_size)
+    num_tokens, sampling = len(request.prompt_token_ids), request.sampling
+    room = find_answer_room(num_tokens, info.max_model_len)
+    if sampling.max_tokens is not None:
+        check_max_tokens(sampling.max_tokens, num_tokens, info.max_model_len)
+    elif sampling.min_tokens > room:
+        raise RequestRefused(
+            f"min_tokens is {sampling.min_tokens}, but there is room for {room} only (max_model_len)",
+            "min_tokens",
+        )
+
+
+def check_terms(priority: int, deadline_s: float | None, info: EngineInfo) -> None:
+    """Checks the priority and the deadline. Clients set the deadline in milliseconds, in the field `deadline_ms`."""
+    # bool is refused, although Python's bool is an int.
+    is_whole = isinstance(priority, int) and not isinstance(priority, bool)
+    if not is_whole or abs(priority) > MAX_PRIORITY:
+        raise RequestRefused(
+            f"priority is {priority!r}; it must be a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}, lower for "
+            "sooner",
+            "priority",
+        )
+    if priority and info.scheduling == "fcfs":
+        raise RequestRefused(
+            f"priority is {priority}, but this server serves requests in order of arrival (--scheduling fcfs); leave "
+            "priority out",
+            "priority",
+        )
+    if deadline_s is not None and not 0 < deadline_s <= MAX_DEADLINE_S:
+        raise RequestRefused(
+            f"deadline_ms is {1000 * deadline_s:g}; it must be above 0 and at most {1000 * MAX_DEADLINE_S:.0f}",
+            "deadline_ms",
+        )
+
+
+def check_sampling(sampling: SamplingParams, info: EngineInfo) -> None:
+    """Checks the number of choices and every token id of the parameters."""
+    width, width_param = sampling.width, sampling.width_param
+    if width > info.max_num_seqs:
+        raise RequestRefused(
+            f"{width_param} is {width}; this server computes at most {info.max_num_seqs} answers at once "
+            "(max_num_seqs)",
+            width_param,
+        )
+    outside = [token for token in sampling.logit_bias if token >= info.vocab_size]
+    if outside:
+        raise RequestRefused(
+            f"logit_bias has token id {outside[0]}; this model's ids are 0 to {info.vocab_size - 1}",
+            "logit_bias",
+        )
+    stop_ids = find_stop_token_ids(sampling, info)
+    num_left = info.vocab_size - sum(token < info.vocab_size for token in stop_ids)
+    if sampling.min_tokens and not num_left:
+        raise RequestRefused(
+            f"min_tokens is {sampling.min_tokens}, but each of the {info.vocab_size} tokens is a stop token",
+            "min_tokens",
+        )
+    # With fewer tokens than beams, a search cannot extend every beam.
+    if sampling.use_beam_search and width > num_left:
+        raise RequestRefused(
+            f"{width_param} is {width}, but only {num_left} of the {info.vocab_size} tokens are no stop tokens; ask "
+            "for fewer beams",
+            width_param,
+        )
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Checks that a prompt has tokens, and that the model knows them."""
+    if not token_ids:
+        raise RequestRefused("the prompt is empty; it needs at least one token", "prompt")
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise RequestRefused(
+            f"prompt has token id {wrong}; this model's ids are 0 to {vocab_size - 1}", "prompt"
+        )
+
+
+def find_answer_room(num_prompt_tokens: int, max_model_len: int, param: str = "prompt") -> int:
+    """Returns how many tokens of the context are left for the answer, and raises ContextTooLong if there are none.
+
+    param: the field that holds the prompt.
+    """
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise ContextTooLong(
+            f"{param} has {num_prompt_tokens} tokens; this model's context is {max_model_len} tokens (max_model_len), "
+            "prompt and answer together; shorten the prompt",
+            param,
+        )
+    return room
+
+
+def check_max_tokens(
+    max_tokens: int, num_prompt_tokens: int, max_model_len: int, param: str = "max_tokens"
+) -> None:
+    """Checks that prompt and answer fit into the context. param: the field that asks for the tokens."""
+    room = max_model_len - num_prompt_tokens
+    if max_tokens > room:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt_tokens} tokens and {param} is {max_tokens}, {num_prompt_tokens + max_tokens} "
+            f"in all; this model's context is {max_model_len} tokens (max_model_len); ask for at most {room}",
+            param,
+        )
+
+
+def find_stop_token_ids(sampling: SamplingParams, info: EngineInfo) -> frozenset[int]:
+    """Returns the token ids that end an answer: those of the request and, unless it ignores them, the model's own."""
+    stop_ids = frozenset(sampling.stop_token_ids)
+    return stop_ids if sampling.ignore_eos else stop_ids | frozenset(info.eos_token_ids)
