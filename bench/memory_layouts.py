@@ -179,8 +179,8 @@ class ContiguousLayout:
     `reserve`: places for a request. Nothing grows, nobody gives way.
     """
 
-    def __init__(self, num_places: int, shelf: AdapterShelf, reserve: Callable[[TraceRequest], int]) -> None:
-        self._buddy = Buddy(num_places)
+    def __init__(self, max_running: int, shelf: AdapterShelf, reserve: Callable[[TraceRequest], int]) -> None:
+        self._buddy = Buddy(max_running)
         self._shelf = shelf
         self._reserve = reserve
         self._starts: dict[Job, int] = {}

@@ -45,5 +45,5 @@ class PacedSource:
     def release(self, version: AdapterVersion) -> None:
         self._source.release(version)
 
-    def forget(self, version: AdapterVersion) -> None:
-        self._source.forget(version)
+    def discard(self, version: AdapterVersion) -> None:
+        self._source.discard(version)

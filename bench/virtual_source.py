@@ -72,5 +72,5 @@ class VirtualSource:
         assert self._pins[version] > 0, f"{version} was released more often than it was fetched"
         self._pins[version] -= 1
 
-    def forget(self, version: AdapterVersion) -> None:
+    def discard(self, version: AdapterVersion) -> None:
         """Nothing is kept here."""

@@ -233,7 +233,7 @@ class RequestBuilder:
         content = self._download(named.content) if isinstance(named.content, HubReference) else named.content
         key = _adapter_key(content)
         with self._lock_of(key):  # Requests for one adapter read it once; others do not wait.
-            state = DirectoryState.take(key) if isinstance(key, Path) else None
+            state = DirectoryState.read(key) if isinstance(key, Path) else None
             served = self._find_known(key, state) or self._add(key, state)
         return replace(served, weight=named.weight)
 

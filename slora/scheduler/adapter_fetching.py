@@ -126,7 +126,7 @@ class AdapterFetching:
         self._source.release(version)
 
     def remove(self, version: AdapterVersion) -> None:
-        self._source.forget(version)
+        self._source.discard(version)
 
     def check_invariants(self) -> None:
         assert set(self._copies) <= {v for v, n in self._users.items() if n}, (

@@ -88,8 +88,8 @@ class GatedStore:
     def delete(self, digest: str) -> None:
         self._store.delete(digest)
 
-    def distrust(self, digest: str) -> bool:
-        return self._store.distrust(digest)
+    def report_corrupt(self, digest: str) -> bool:
+        return self._store.report_corrupt(digest)
 
     def digests(self) -> Iterator[str]:
         return self._store.digests()

@@ -45,7 +45,7 @@ class ScriptedSource:
         self.paces: dict[str, float] = {}
         self.seconds = 0.0
         self.in_flight: set[AdapterVersion] = set()
-        self.forgotten: set[AdapterVersion] = set()
+        self.discarded: set[AdapterVersion] = set()
         self.num_fetches: Counter[AdapterVersion] = Counter()
         self._num_pages = num_pages
         self._arrived: list[AdapterVersion | FetchFailed] = []
@@ -82,14 +82,14 @@ class ScriptedSource:
         if self._pins[version] == 0:
             del self._copies[version]
 
-    def forget(self, version: AdapterVersion) -> None:
-        self.forgotten.add(version)
+    def discard(self, version: AdapterVersion) -> None:
+        self.discarded.add(version)
 
     def deliver(self, versions: Iterable[AdapterVersion] | None = None) -> None:
         """Completes the fetches of `versions`, or of all versions. A fetch of a deleted adapter fails with
         `not_found`."""
         for version in list(self.in_flight if versions is None else versions):
-            if version in self.forgotten:
+            if version in self.discarded:
                 self.fail(version, "not_found")
                 continue
             self.in_flight.remove(version)

@@ -82,7 +82,7 @@ def unpack(archive: Path, directory: Path, max_tensor_bytes: int) -> None:
     with archive.open("rb") as file:
         try:
             for member in _members(file, max_tensor_bytes + _OTHER_BYTES):
-                unpacker.take(member)
+                unpacker.unpack_member(member)
         except _BROKEN as error:
             _refuse("archive_malformed", f"the archive is broken: {ascii(str(error))[1:-1][:200]}")
 
@@ -113,7 +113,7 @@ class _Unpacker:
         self._folder: tuple[str, ...] | None = None
         self._num_members = 0
 
-    def take(self, member: _Member) -> None:
+    def unpack_member(self, member: _Member) -> None:
         self._num_members += 1
         if self._num_members > MAX_MEMBERS:
             _refuse(
@@ -134,10 +134,10 @@ class _Unpacker:
         self._seen.add(path)
         _check_content_by_name(member.name, path[-1])
         if path[-1] in MEMBER_NAMES:
-            self._check_place(member.name, path)
+            self._check_folder(member.name, path)
             self._extract(member, path[-1])
 
-    def _check_place(self, name: str, path: tuple[str, ...]) -> None:
+    def _check_folder(self, name: str, path: tuple[str, ...]) -> None:
         folder = path[:-1]
         if len(folder) > 1:
             _refuse(

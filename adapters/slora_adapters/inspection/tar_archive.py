@@ -147,7 +147,7 @@ def read_tar(file: _Readable, max_bytes: int) -> Iterator[TarMember]:
         if kind in _EXTENSIONS:
             extensions.read(kind, size)
             continue
-        member = _make_member(source, header, size, extensions.take())
+        member = _make_member(source, header, size, extensions.pop())
         yield member
         source.skip(member.content.left + -member.content.size % _BLOCK_BYTES)
     _check_end(source)
@@ -185,10 +185,10 @@ class _Extensions:
         elif kind != _LONG_LINK:
             self._apply(_read_pax(content), is_global=kind == _GLOBAL_PAX)
 
-    def take(self) -> _Extension:
+    def pop(self) -> _Extension:
         """Returns the extensions that were read since the last member."""
-        taken, self._next, self._num_in_row = self._next, _Extension(), 0
-        return taken
+        popped, self._next, self._num_in_row = self._next, _Extension(), 0
+        return popped
 
     def _apply(self, records: Mapping[bytes, bytes], *, is_global: bool) -> None:
         is_sparse = any(key.startswith(b"GNU.sparse.") for key in records)

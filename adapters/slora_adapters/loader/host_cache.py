@@ -56,7 +56,7 @@ class CachedAdapter:
     """
 
     __slots__ = (
-        "forgotten",
+        "discarded",
         "last_use",
         "layout",
         "num_bytes",
@@ -78,7 +78,7 @@ class CachedAdapter:
         self.last_use = 0
         self.num_pins = 1
         self.ready = False
-        self.forgotten = False
+        self.discarded = False
 
     @property
     def end(self) -> int:
@@ -98,8 +98,8 @@ class HostCache:
         self.num_evictions = 0
         self._num_uses = 0
         self._entries: dict[AdapterVersion, CachedAdapter] = {}
-        # Entries that were forgotten while they were still pinned.
-        self._nameless: list[CachedAdapter] = []
+        # Entries that were discarded while they were still pinned.
+        self._discarded: list[CachedAdapter] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -130,13 +130,13 @@ class HostCache:
                 f"{self.num_bytes}: raise host_cache_bytes"
             )
         assert version not in self._entries, f"{version} already has a region"
-        place = self._find_place(version.tenant, _aligned(layout.num_bytes))
-        if place is None:
+        region = self._choose_region(version.tenant, _aligned(layout.num_bytes))
+        if region is None:
             return None
-        for evicted in place.evicted:
+        for evicted in region.evicted:
             del self._entries[evicted.version]
             self.num_evictions += 1
-        entry = CachedAdapter(version, place.offset, layout)
+        entry = CachedAdapter(version, region.offset, layout)
         self._entries[version] = entry
         self._use(entry)
         return entry
@@ -148,22 +148,22 @@ class HostCache:
         entry.num_pins += 1
 
     def unpin(self, entry: CachedAdapter) -> None:
-        """Releases one pin. The last unpin removes an adapter that was forgotten or never filled."""
+        """Releases one pin. The last unpin removes an adapter that was discarded or never filled."""
         assert entry.num_pins > 0, f"{entry.version} is not pinned"
         entry.num_pins -= 1
-        if entry.num_pins == 0 and (entry.forgotten or not entry.ready):
+        if entry.num_pins == 0 and (entry.discarded or not entry.ready):
             self._remove(entry)
 
-    def forget(self, version: AdapterVersion) -> None:
+    def discard(self, version: AdapterVersion) -> None:
         """Removes a version. `find` does not return it any more, and its region is freed when its last pin
         is released.
         """
         entry = self._entries.pop(version, None)
         if entry is None:
             return
-        entry.forgotten = True
+        entry.discarded = True
         if entry.num_pins:
-            self._nameless.append(entry)
+            self._discarded.append(entry)
 
     def check(self) -> None:
         """Asserts that regions are disjoint and inside the arena, and that regions and gaps add up to the
@@ -177,8 +177,8 @@ class HostCache:
             position = entry.end
         assert position <= self.num_bytes, "a region ends beyond the arena"
         assert gaps + self.num_bytes - position + self.used_bytes == self.num_bytes
-        assert all(entry.num_pins and entry.forgotten for entry in self._nameless)
-        assert not any(entry.forgotten for entry in self._entries.values())
+        assert all(entry.num_pins and entry.discarded for entry in self._discarded)
+        assert not any(entry.discarded for entry in self._entries.values())
         assert all(entry.ready or entry.num_pins for entry in self._entries.values())
 
     def close(self) -> None:
@@ -186,11 +186,11 @@ class HostCache:
         os.close(self.descriptor)
 
     def _regions(self) -> list[CachedAdapter]:
-        return [*self._entries.values(), *self._nameless]
+        return [*self._entries.values(), *self._discarded]
 
     def _remove(self, entry: CachedAdapter) -> None:
-        if entry.forgotten:
-            self._nameless.remove(entry)
+        if entry.discarded:
+            self._discarded.remove(entry)
         else:
             del self._entries[entry.version]
 
@@ -198,8 +198,8 @@ class HostCache:
         self._num_uses += 1
         entry.last_use = self._num_uses
 
-    def _find_place(self, tenant: str, num_bytes: int) -> "_Place | None":
-        """Returns the place with the smallest loss; None if every candidate contains a pinned region.
+    def _choose_region(self, tenant: str, num_bytes: int) -> "_Candidate | None":
+        """Returns the region with the smallest loss; None if every candidate contains a pinned region.
 
         A gap has no loss. The smallest sufficient gap is chosen, so that large gaps stay whole. Without a gap, a run of
         adjacent regions is evicted.
@@ -209,7 +209,7 @@ class HostCache:
         lost = [0, *accumulate(self._losses(regions, tenant, num_bytes))]
         pins = [0, *accumulate(entry.num_pins for entry in regions)]
         starts = [*(entry.offset for entry in regions), self.num_bytes]
-        best: _Place | None = None
+        best: _Candidate | None = None
         stop = 0
         for first in range(len(regions) + 1):
             offset = regions[first - 1].end if first else 0
@@ -220,7 +220,7 @@ class HostCache:
                 stop += 1
             cost = (lost[stop] - lost[first], starts[stop] - offset)
             if pins[stop] == pins[first] and (best is None or cost < best.cost):
-                best = _Place(cost, offset, regions[first:stop])
+                best = _Candidate(cost, offset, regions[first:stop])
         return best
 
     def _losses(self, regions: list[CachedAdapter], tenant: str, num_bytes: int) -> Iterator[int]:
@@ -236,7 +236,7 @@ class HostCache:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Candidate:
     """A candidate region. cost: (loss, bytes of the run); smaller is better."""
 
     cost: tuple[int, int]

@@ -15,15 +15,15 @@ from slora_adapters.version import AdapterVersion
 class LoadQueue:
     """The requested loads that wait, and the number of running loads of each tenant.
 
-    num_places: loads that may run at once.
+    max_running: loads that may run at once.
     share: loads that each tenant may run.
-    alone: loads that one tenant may run if no waiting tenant runs less than its share.
+    max_alone: loads that one tenant may run if no waiting tenant runs less than its share.
     """
 
-    def __init__(self, num_places: int, share: int, alone: int) -> None:
-        self._num_free = num_places
+    def __init__(self, max_running: int, share: int, max_alone: int) -> None:
+        self._num_free = max_running
         self._share = share
-        self._alone = alone
+        self._max_alone = max_alone
         # In round-robin order: the first tenant is next.
         self._waiting: OrderedDict[str, deque[AdapterVersion]] = OrderedDict()
         self._running: Counter[str] = Counter()
@@ -31,7 +31,7 @@ class LoadQueue:
     def add(self, version: AdapterVersion) -> None:
         self._waiting.setdefault(version.tenant, deque()).append(version)
 
-    def take(self) -> AdapterVersion | None:
+    def pop(self) -> AdapterVersion | None:
         """Removes the next load from the queue and counts it as running. Returns None if no load may start."""
         tenant = self._next_tenant()
         if tenant is None:
@@ -44,7 +44,7 @@ class LoadQueue:
         self._num_free -= 1
         return version
 
-    def end(self, version: AdapterVersion) -> None:
+    def finish(self, version: AdapterVersion) -> None:
         """Marks a running load as ended."""
         assert self._running[version.tenant] > 0, f"no load of {version} is running"
         self._running[version.tenant] -= 1
@@ -59,6 +59,6 @@ class LoadQueue:
             if self._running[tenant] < self._share:
                 return tenant
         least = min(self._waiting, key=lambda tenant: self._running[tenant], default=None)
-        if least is None or self._num_free < 2 or self._running[least] >= self._alone:
+        if least is None or self._num_free < 2 or self._running[least] >= self._max_alone:
             return None
         return least

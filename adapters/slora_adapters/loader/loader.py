@@ -21,7 +21,7 @@ from threading import Condition
 from slora_adapters.errors import AdapterCorrupt, AdapterNotFound, StoreUnavailable, TryAgain
 from slora_adapters.heartbeat import Progress
 from slora_adapters.limits import AdapterLimits
-from slora_adapters.loader.arena_touch import ArenaTouch
+from slora_adapters.loader.arena_prefault import ArenaPrefaulter
 from slora_adapters.loader.fetch_pace import FetchPace
 from slora_adapters.loader.host_cache import CachedAdapter, HostCache
 from slora_adapters.loader.load_queue import LoadQueue
@@ -78,7 +78,7 @@ class Loader:
         self._waiters: dict[AdapterVersion, list[Done]] = {}
         # One load keeps about two cores busy. On two cores, 32 loads of 10 MB took 0.4 to 0.5 s, whether one, two, four
         # or six ran at the same time.
-        self._queue = LoadQueue(num_threads, loads_per_tenant, alone=os.cpu_count() or 1)
+        self._queue = LoadQueue(num_threads, loads_per_tenant, max_alone=os.cpu_count() or 1)
         self._buffers: list[list[bytearray]] = []
         # By the tier that the adapters were loaded from.
         self._paces: defaultdict[str, FetchPace] = defaultdict(FetchPace)
@@ -86,7 +86,7 @@ class Loader:
         self._num_running = self._num_without_room = 0
         self._closed = False
         self._threads = ThreadPoolExecutor(num_threads, "adapter-load")
-        self._touch = ArenaTouch(cache.memory)
+        self._prefaulter = ArenaPrefaulter(cache.memory)
 
     @property
     def paces(self) -> dict[str, float]:
@@ -116,10 +116,10 @@ class Loader:
             self._cache.unpin(entry)
             self._changed.notify_all()
 
-    def forget(self, version: AdapterVersion) -> None:
+    def discard(self, version: AdapterVersion) -> None:
         """Removes a deleted version from the cache, so that later loads read from the store."""
         with self._changed:
-            self._cache.forget(version)
+            self._cache.discard(version)
             self._changed.notify_all()
 
     def check(self) -> None:
@@ -133,7 +133,7 @@ class Loader:
             self._closed = True
             self._changed.notify_all()
         self._threads.shutdown(cancel_futures=True)
-        self._touch.close()
+        self._prefaulter.close()
 
     def _join_or_start(self, version: AdapterVersion, done: Done) -> None:
         if version in self._waiters:
@@ -145,7 +145,7 @@ class Loader:
 
     def _start(self) -> None:
         """Starts queued loads while the queue allows more. The caller holds the lock."""
-        while not self._closed and (version := self._queue.take()) is not None:
+        while not self._closed and (version := self._queue.pop()) is not None:
             self._num_running += 1
             self._threads.submit(self._run, version)
 
@@ -164,7 +164,7 @@ class Loader:
                     self._cache.pin(result)
             self._num_completed += 1
             self._num_running -= 1
-            self._queue.end(version)
+            self._queue.finish(version)
             self._start()
         for done in waiters:
             done(result)
@@ -205,7 +205,7 @@ class Loader:
                 return None
             except AdapterCorrupt as error:
                 logger.error("%s", error)
-                if not self._store.distrust(version.digest):
+                if not self._store.report_corrupt(version.digest):
                     raise
                 return None
 
@@ -226,7 +226,7 @@ class Loader:
                 self._num_without_room += 1
                 self._changed.wait(left)
                 self._num_without_room -= 1
-            self._touch.use(entry.end)
+            self._prefaulter.use(entry.end)
         return entry
 
     def _fill(self, entry: CachedAdapter, stored: StoredAdapter, blob: Blob, begun_s: float) -> None:

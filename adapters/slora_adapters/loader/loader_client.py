@@ -54,7 +54,7 @@ class _Request:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Run:
+class _Connection:
     """One connection to one loader process. It exists until the connection has ended and no copy from it is held.
 
     kept: the return value of `on_arena`.
@@ -88,28 +88,28 @@ class LoaderClient:
         self._give_up_s = give_up_s
         # Guards everything below; notified on `close`.
         self._changed = Condition()
-        self._run: _Run | None = None
+        self._connection: _Connection | None = None
         self._num_requests = 0
         self._requests: dict[AdapterVersion, _Request] = {}
         self._results: list[Fetched | FetchFailed] = []
         # The connection that each held copy came from, oldest first.
-        self._held: dict[AdapterVersion, deque[_Run]] = {}
+        self._held: dict[AdapterVersion, deque[_Connection]] = {}
         self._paces: Mapping[str, float] = {}
         self._closed = False
-        self._thread = Thread(target=self._connect_for_ever, name="loader-client", daemon=True)
+        self._thread = Thread(target=self._maintain_connection, name="loader-client", daemon=True)
         self._thread.start()
 
     @property
     def connected(self) -> bool:
-        return self._run is not None
+        return self._connection is not None
 
     @property
     def capacity_bytes(self) -> int | None:
         """Size of the arena. None while no loader is connected: requests are then accepted without a limit, so that all
         of them fail together.
         """
-        run = self._run
-        return len(run.arena) if run is not None else None
+        connection = self._connection
+        return len(connection.arena) if connection is not None else None
 
     @property
     def paces(self) -> Mapping[str, float]:
@@ -135,16 +135,16 @@ class LoaderClient:
 
     def release(self, version: AdapterVersion) -> None:
         with self._changed:
-            runs = self._held[version]
-            if runs.popleft() is self._run:
+            connections = self._held[version]
+            if connections.popleft() is self._connection:
                 self._send(encode_call("release", version))
-            if not runs:
+            if not connections:
                 del self._held[version]
 
-    def forget(self, version: AdapterVersion) -> None:
+    def discard(self, version: AdapterVersion) -> None:
         """Sent only to a connected loader, because a new loader process starts with an empty cache."""
         with self._changed:
-            self._send(encode_call("forget", version))
+            self._send(encode_call("discard", version))
 
     def close(self) -> None:
         """Ends the thread. The client must not be used afterwards."""
@@ -160,11 +160,11 @@ class LoaderClient:
         A loader that leaves its socket's buffer full is stuck. The client then disconnects, and sends the requests
         again after it reconnects.
         """
-        if self._run is None:
+        if self._connection is None:
             return
         frame = encode(message)
         try:
-            sent = self._run.socket.send(frame, socket.MSG_DONTWAIT)
+            sent = self._connection.socket.send(frame, socket.MSG_DONTWAIT)
         except BlockingIOError:
             sent = 0
         except OSError:
@@ -174,19 +174,19 @@ class LoaderClient:
             self._hang_up()
 
     def _hang_up(self) -> None:
-        if self._run is not None:
+        if self._connection is not None:
             with suppress(OSError):  # the other end closed first
-                self._run.socket.shutdown(socket.SHUT_RDWR)
+                self._connection.socket.shutdown(socket.SHUT_RDWR)
 
-    def _connect_for_ever(self) -> None:
+    def _maintain_connection(self) -> None:
         while not self._closed:
             try:
-                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                    connection.settimeout(HANDSHAKE_S)
-                    connection.connect(self._path)
-                    run = _shake_hands(connection)
-                    connection.settimeout(None)
-                    self._serve(replace(run, kept=self._on_arena(run.arena)))
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+                    sock.settimeout(HANDSHAKE_S)
+                    sock.connect(self._path)
+                    connection = _handshake(sock)
+                    sock.settimeout(None)
+                    self._serve(replace(connection, kept=self._on_arena(connection.arena)))
             except (OSError, BrokenFrame) as error:  # a timeout is an OSError, too
                 logger.debug("cannot connect to the loader at %s: %s", self._path, error)
             except LoaderMismatch as error:
@@ -198,25 +198,25 @@ class LoaderClient:
                 if not self._closed:
                     self._changed.wait(RECONNECT_S)
 
-    def _serve(self, run: _Run) -> None:
+    def _serve(self, connection: _Connection) -> None:
         """Handles one connection, from after the handshake to its end."""
         with self._changed:
             if self._closed:  # closed during the handshake, when `close` had no connection to end
                 return
-            self._run = run
+            self._connection = connection
             for version, request in self._requests.items():
                 if not request.answered:
                     self._send(encode_call("load", version, request.number))
         try:
-            while (message := receive(run.socket)) is not None:
-                self._receive(run, message)
+            while (message := receive(connection.socket)) is not None:
+                self._receive(connection, message)
         finally:
             with self._changed:
-                self._run = None
+                self._connection = None
                 for request in self._requests.values():
                     request.num_deaths += not request.answered
 
-    def _receive(self, run: _Run, message: Message) -> None:
+    def _receive(self, connection: _Connection, message: Message) -> None:
         with self._changed:
             version = decode_version(message)
             request = self._requests[version]
@@ -225,10 +225,10 @@ class LoaderClient:
             )
             request.answered = True
             if message["op"] == "loaded":
-                self._held.setdefault(version, deque()).append(run)
+                self._held.setdefault(version, deque()).append(connection)
                 self._paces = {**self._paces, **message["paces"]}
                 seconds = time.monotonic() - request.since
-                self._results.append(Fetched(version, decode_loaded(message, run.arena), seconds))
+                self._results.append(Fetched(version, decode_loaded(message, connection.arena), seconds))
             else:
                 self._results.append(FetchFailed(version, message["code"], message["message"]))
         self._notify()
@@ -250,16 +250,16 @@ class LoaderClient:
             self._notify()
 
 
-def _shake_hands(connection: socket.socket) -> _Run:
+def _handshake(sock: socket.socket) -> _Connection:
     """Raises OSError or BrokenFrame if the loader disconnects, and LoaderMismatch if it is of another release."""
-    _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
     if not descriptors:
         raise BrokenFrame("the loader closed the connection before it sent its memory descriptor")
     try:
-        message = receive(connection)
+        message = receive(sock)
         if message is None:
             raise BrokenFrame("the loader closed the connection before its first message")
-        return _Run(connection, map_arena(descriptors[0], decode_hello(message).arena_bytes))
+        return _Connection(sock, map_arena(descriptors[0], decode_hello(message).arena_bytes))
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

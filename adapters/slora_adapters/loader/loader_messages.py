@@ -1,7 +1,7 @@
 """The frames between a loader process and the engines that it serves.
 
 After connecting, a client receives one byte that carries the arena's memfd, and then a `hello`. The client sends
-`load`, `release` and `forget`. Each `load` is answered by one `loaded` or `failed` with the same number.
+`load`, `release` and `discard`. Each `load` is answered by one `loaded` or `failed` with the same number.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ def decode_hello(message: Message) -> Hello:
 
 
 def encode_call(op: str, version: AdapterVersion, number: int = 0) -> Message:
-    """Encodes a message of a client. op: "load", "release" or "forget"."""
+    """Encodes a message of a client. op: "load", "release" or "discard"."""
     return {"op": op, "version": [version.tenant, version.digest], "number": number}
 
 

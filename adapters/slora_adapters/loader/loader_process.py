@@ -67,8 +67,8 @@ class _Client:
             case "release":
                 if self._held[version]:
                     self._loader.release(self._held[version].pop(0))
-            case "forget":
-                self._loader.forget(version)
+            case "discard":
+                self._loader.discard(version)
             case op:
                 raise BrokenFrame(f"an engine sent the unknown op {op!r}")
 

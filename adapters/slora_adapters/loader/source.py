@@ -8,7 +8,7 @@ Every implementation follows these rules:
 - `request` never blocks. While a request for a version is in flight, further requests for it join the first one.
 - Each request (or group of joined requests) is answered by exactly one `Fetched` or `FetchFailed` from `poll`.
 - A `Fetched` copy stays in place, unchanged, until `release` is called once for each `Fetched`.
-- `forget` reports that the version was deleted. Its copy is dropped as soon as it is not held any more.
+- `discard` reports that the version was deleted. Its copy is dropped as soon as it is not held any more.
 """
 
 import logging
@@ -77,7 +77,7 @@ class AdapterSource(Protocol):
     def release(self, version: AdapterVersion) -> None:
         """Releases one `Fetched` copy, which may then be evicted from the host."""
 
-    def forget(self, version: AdapterVersion) -> None:
+    def discard(self, version: AdapterVersion) -> None:
         """Drops the host copy of a deleted version."""
 
 
@@ -85,7 +85,7 @@ class DirectorySource:
     """Reads adapters from PEFT directories and packs them in this process, on `num_threads` threads (0: inside
     `request`).
 
-    It also serves adapters without a directory, which stay packed in memory until they are forgotten. Copies of
+    It also serves adapters without a directory, which stay packed in memory until they are discarded. Copies of
     directories are not cached: each fetch reads the directory again. A fetch fails if the weights differ from the
     weights that were added.
 
@@ -163,7 +163,7 @@ class DirectorySource:
     def release(self, version: AdapterVersion) -> None:
         """Does nothing, because each copy is the caller's own memory."""
 
-    def forget(self, version: AdapterVersion) -> None:
+    def discard(self, version: AdapterVersion) -> None:
         self._directories.pop(version, None)
         self._packed.pop(version, None)
 

@@ -23,12 +23,12 @@ class DirectoryState:
     """The state of every file that affects an adapter's output. Take it before the files are read."""
 
     files: tuple[_FileState | None, ...]
-    taken_ns: int
+    read_ns: int
 
     @classmethod
-    def take(cls, directory: Path) -> Self:
-        taken_ns = time.time_ns()
-        return cls(tuple(_file_state(directory / name) for name in MEMBER_NAMES), taken_ns)
+    def read(cls, directory: Path) -> Self:
+        read_ns = time.time_ns()
+        return cls(tuple(_file_state(directory / name) for name in MEMBER_NAMES), read_ns)
 
     def proves_unchanged(self, earlier: "DirectoryState") -> bool:
         """Returns whether no file has changed since the earlier state was taken. Returns False if that is uncertain."""
@@ -36,7 +36,7 @@ class DirectoryState:
 
     def _is_settled(self) -> bool:
         newest_ns = max((state[-1] for state in self.files if state is not None), default=0)
-        return newest_ns + _TICK_NS < self.taken_ns
+        return newest_ns + _TICK_NS < self.read_ns
 
 
 def _file_state(path: Path) -> _FileState | None:

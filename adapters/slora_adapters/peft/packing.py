@@ -75,40 +75,43 @@ class Packer:
             )
         self.scales = np.zeros(shape.num_modules, np.float32)
         self._dtype = dtype
-        self._places: dict[str, _Place] = {}
+        self._destinations: dict[str, _Destination] = {}
         for site in shape.sites:
             for module_id, width in enumerate(site.widths, site.first_module):
                 pair = pairs.get(module_id)
                 if pair is not None:
                     self.scales[module_id] = pair.scale
-                    for_a, for_b = _places(site, module_id, width, shape, layout)
+                    for_a, for_b = _find_slices(site, module_id, width, shape, layout)
                     rows = (
-                        buffer[place].view(STORAGE[dtype]).reshape(pair.rank, -1) for place in (for_a, for_b)
+                        buffer[destination].view(STORAGE[dtype]).reshape(pair.rank, -1)
+                        for destination in (for_a, for_b)
                     )
-                    self._places[pair.a.name] = _Place(
+                    self._destinations[pair.a.name] = _Destination(
                         next(rows), site.in_width, pair.path, is_transposed=False
                     )
-                    self._places[pair.b.name] = _Place(next(rows), width, pair.path, is_transposed=True)
+                    self._destinations[pair.b.name] = _Destination(
+                        next(rows), width, pair.path, is_transposed=True
+                    )
 
     def write(self, tensor: Factor, first_row: int, values: npt.NDArray[Any]) -> None:
         """Writes rows of a tensor, starting at `first_row`. `values` has the rows as the file stores them. Raises
         AdapterInvalid if a value overflows.
         """
-        place = self._places[tensor.name]
-        _check_overflow(tensor, values, place.path, self._dtype)
+        destination = self._destinations[tensor.name]
+        _check_overflow(tensor, values, destination.path, self._dtype)
         served = convert(values, tensor.dtype, self._dtype)
-        if place.is_transposed:
-            place.rows[:, first_row : first_row + len(values)] = served.T
+        if destination.is_transposed:
+            destination.rows[:, first_row : first_row + len(values)] = served.T
             if first_row == 0:
-                place.rows[:, place.width :] = 0
+                destination.rows[:, destination.width :] = 0
         else:
-            rows = place.rows[first_row : first_row + len(values)]
-            rows[:, : place.width] = served
-            rows[:, place.width :] = 0
+            rows = destination.rows[first_row : first_row + len(values)]
+            rows[:, : destination.width] = served
+            rows[:, destination.width :] = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Destination:
     """Where a tensor is written. rows: [rank, width and padding]. is_transposed: whether the tensor is a B, [width,
     rank].
     """
@@ -119,7 +122,7 @@ class _Place:
     is_transposed: bool
 
 
-def _places(
+def _find_slices(
     site: LoraSite, module_id: ModuleId, width: int, shape: ModelShape, layout: AdapterLayout
 ) -> tuple[slice, slice]:
     """Returns the byte ranges of a module's A rows and of its transposed B in the buffer."""

@@ -136,7 +136,7 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class StorageUsage:
     """Totals over all versions of a tenant.
 
     num_bytes: bytes stored for all versions. Weights that several versions share count once; the extras of each version

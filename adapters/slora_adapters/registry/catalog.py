@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
-from slora_adapters.registry.registry import AdapterDetails, HoldingsCheck, Publication, Registry, Removal
+from slora_adapters.registry.registry import AdapterDetails, Publication, Registry, Removal, StorageCheck
 from slora_adapters.store.store import Store
 from slora_adapters.version import AdapterVersion
 
@@ -73,7 +73,7 @@ class Catalog:
         name: str,
         adapter: CheckedAdapter,
         reservation: str,
-        check: HoldingsCheck = lambda holdings: None,
+        check: StorageCheck = lambda usage: None,
     ) -> Publication:
         """Creates the next version of the tenant's name from a stored blob, durably. See `Registry.put`, which also
         describes `check`.

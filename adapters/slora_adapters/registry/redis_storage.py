@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 from slora_adapters.errors import StoreUnavailable, TryAgain
 from slora_adapters.peft.adapter import AdapterExtras
-from slora_adapters.registry.adapter_record import AdapterRecord, Holdings, Rollout
+from slora_adapters.registry.adapter_record import AdapterRecord, Rollout, StorageUsage
 from slora_adapters.registry.named_adapter import NamedAdapter
 from slora_adapters.registry.redis_names import parse_extras, parse_name, plan_change
 from slora_adapters.registry.redis_scripts import (
@@ -181,8 +181,8 @@ class RedisStorage:
             pipeline.hget(name_key("extras", name), number).hget(name_key("versions", name), number)
             return parse_extras(record, *pipeline.execute())
 
-    def holdings(self, tenant: str, digest: str) -> Holdings:
-        return self._read_holdings(tenant, digest)[0]
+    def storage_usage(self, tenant: str, digest: str) -> StorageUsage:
+        return self._read_storage_usage(tenant, digest)[0]
 
     def pinned(self) -> Sequence[Rollout]:
         with as_unavailable():
@@ -223,15 +223,15 @@ class RedisStorage:
         self,
         key: NameKey,
         digest: str,
-        edit: Callable[[NamedAdapter, Holdings], T],
+        edit: Callable[[NamedAdapter, StorageUsage], T],
         reservation: str | None = None,
         now: float = 0.0,
     ) -> tuple[T, Change]:
         def once() -> tuple[T, Change] | None:
-            holdings, held = self._read_holdings(key[0], digest)
+            usage, held = self._read_storage_usage(key[0], digest)
             before, revision = self._load(key, ())
             after = before.copy()
-            result = edit(after, holdings)
+            result = edit(after, usage)
             plan = plan_change(before, after, revision) | {"held": held}
             if reservation is not None:
                 plan |= {"reservation": reservation.split("/"), "now": repr(now)}
@@ -337,8 +337,8 @@ class RedisStorage:
         }
         return self._read([ask])[0]
 
-    def _read_holdings(self, tenant: str, digest: str) -> tuple[Holdings, str]:
-        """Returns the holdings, and the token by which `SAVE` detects that the holdings have grown since."""
+    def _read_storage_usage(self, tenant: str, digest: str) -> tuple[StorageUsage, str]:
+        """Returns the usage, and the token by which `SAVE` detects that the usage has grown since."""
         with as_unavailable(), self._pipeline() as pipeline:
             # Read the token first, so that growth during the other reads is detected.
             pipeline.get(name_key("held", tenant)).hvals(name_key("weights", tenant))
@@ -347,7 +347,7 @@ class RedisStorage:
             held, counts, sizes, extras_bytes, own = pipeline.execute()
         num_bytes = sum(map(int, sizes)) + int(extras_bytes or 0)
         weights_bytes = None if own is None else int(own)
-        return Holdings(sum(map(int, counts)), num_bytes, weights_bytes), (held or b"").decode()
+        return StorageUsage(sum(map(int, counts)), num_bytes, weights_bytes), (held or b"").decode()
 
     def _walk(self, tenant: str, start: str, alias: str, limit: int | None) -> Iterator[NamedAdapter]:
         """Yields the tenant's names, sorted, with the targets of `alias`. start: lower bound in ZRANGEBYLEX syntax."""

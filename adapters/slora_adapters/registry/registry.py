@@ -31,10 +31,10 @@ from slora_adapters.registry.adapter_record import (
     NO_EXTRAS,
     AdapterDetails,
     AdapterRecord,
-    Holdings,
     Publication,
     Removal,
     Rollout,
+    StorageUsage,
 )
 from slora_adapters.registry.alias import Targets
 from slora_adapters.registry.name_cache import Answer, ExtrasOf, NameCache, Target
@@ -58,19 +58,19 @@ __all__ = [
     "AdapterRecord",
     "Change",
     "Changes",
-    "Holdings",
-    "HoldingsCheck",
     "PinCheck",
     "Publication",
     "Registry",
     "Removal",
     "Rollout",
+    "StorageCheck",
+    "StorageUsage",
     "check_adapter_name",
 ]
 
 T = TypeVar("T")
 PinCheck = Callable[[Rollout, Sequence[Rollout]], None]
-HoldingsCheck = Callable[[Holdings], None]
+StorageCheck = Callable[[StorageUsage], None]
 # Lookups of one request. A lookup is repeated if the version that it found was deleted before its extras were read.
 _MAX_LOOKUPS = 3
 
@@ -123,7 +123,7 @@ class Registry:
             extras = texts[record.number]
             if extras is not None:
                 return record, extras
-            self.doubt(tenant, reference)  # the version was deleted between the two lookups
+            self.drop_cached(tenant, reference)  # the version was deleted between the two lookups
         raise not_found(reference)
 
     def rollout(self, tenant: str, reference: str) -> Rollout:
@@ -136,7 +136,7 @@ class Registry:
             raise not_found(reference)
         return found
 
-    def is_near(self, tenant: str, reference: str) -> bool:
+    def is_lookup_local(self, tenant: str, reference: str) -> bool:
         """Returns whether `serve` and `rollout` answer within microseconds, so that an event loop may call them."""
         if self._cache is None or self._cut_off is not None:
             return True
@@ -151,7 +151,7 @@ class Registry:
             for record in _records(found)
         )
 
-    def doubt(self, tenant: str, reference: str) -> None:
+    def drop_cached(self, tenant: str, reference: str) -> None:
         """Drops this name from the cache, so that the next lookup of the name queries the storage."""
         if self._cache is not None:
             self._cache.drop((tenant, _parse(reference).name))
@@ -191,9 +191,9 @@ class Registry:
         """Returns the existing version of a name with the highest number; None if the name does not exist."""
         return self._storage.newest((tenant, name))
 
-    def holdings(self, tenant: str, digest: str) -> Holdings:
+    def storage_usage(self, tenant: str, digest: str) -> StorageUsage:
         """Returns what the tenant stores in total, and the stored size of the weights with this digest."""
-        return self._storage.holdings(tenant, digest)
+        return self._storage.storage_usage(tenant, digest)
 
     def pinned(self) -> Sequence[Rollout]:
         """Returns all pinned aliases, sorted by tenant, name and alias."""
@@ -213,12 +213,12 @@ class Registry:
         extras: AdapterExtras = NO_EXTRAS,
         *,
         reservation: str | None = None,
-        check: HoldingsCheck = lambda holdings: None,
+        check: StorageCheck = lambda usage: None,
     ) -> Publication:
         """Creates the next version of a name, from weights whose blob is already stored. Moves the aliases that follow
         pushes, and releases the reservation that protected the blob.
 
-        check: called with the tenant's holdings without the new version. If `check` raises, no version is created.
+        check: called with the tenant's usage without the new version. If `check` raises, no version is created.
         Between `check` and the end of this call, no other process adds a version for this tenant.
 
         Pushing the newest version again with the same extras is a no-op, and `check` is not called. So a client that
@@ -229,15 +229,15 @@ class Registry:
         check_digest(version.digest)
         now = self._clock()
 
-        def push(named: NamedAdapter, holdings: Holdings) -> tuple[AdapterRecord, bool]:
+        def push(named: NamedAdapter, usage: StorageUsage) -> tuple[AdapterRecord, bool]:
             record, is_new = named.push(version, details, extras, now)
             if is_new:
-                check(holdings)
+                check(usage)
             return record, is_new
 
         key = (version.tenant, name)
         (record, is_new), change = self._storage.push(key, version.digest, push, reservation, now)
-        self._forget(key)
+        self._drop_changed(key)
         return Publication(record, is_new, change.moved_pin)
 
     def delete(self, tenant: str, reference: str, *, force: bool = False) -> Removal:
@@ -323,7 +323,7 @@ class Registry:
             return named.set_pinned(alias, pinned=True)
 
         pinned, _ = self._storage.change_pins((tenant, name), pin)
-        self._forget((tenant, name))
+        self._drop_changed((tenant, name))
         return pinned
 
     def unpin(self, tenant: str, reference: str) -> Rollout:
@@ -436,10 +436,10 @@ class Registry:
         frees_room: bool = False,
     ) -> tuple[T, Change]:
         done = self._storage.change(key, wanted, edit, frees_room=frees_room)
-        self._forget(key)
+        self._drop_changed(key)
         return done
 
-    def _forget(self, key: NameKey) -> None:
+    def _drop_changed(self, key: NameKey) -> None:
         """Drops a name from the cache after this process changed it.
 
         A change that raised may still have been written. In that case the feed (`changes`) drops the name.

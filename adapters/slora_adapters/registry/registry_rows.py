@@ -51,8 +51,8 @@ EXTRAS = (
     "SELECT chat_template, generation_config FROM adapter_extras "
     "WHERE tenant = ? AND name = ? AND number = ? AND digest = ?"
 )
-# Reads one covering index only; see `Holdings`.
-HOLDINGS = """
+# Reads one covering index only; see `StorageUsage`.
+STORAGE_USAGE = """
     WITH held AS (
         SELECT digest, max(coalesce(blob_bytes, num_bytes)) AS weights, count(*) AS num_versions,
             sum(coalesce(template_bytes, 0) + coalesce(defaults_bytes, 0)) AS extras

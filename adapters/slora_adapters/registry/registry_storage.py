@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from slora_adapters.errors import TryAgain
 from slora_adapters.peft.adapter import AdapterExtras
-from slora_adapters.registry.adapter_record import AdapterRecord, Holdings, Rollout
+from slora_adapters.registry.adapter_record import AdapterRecord, Rollout, StorageUsage
 from slora_adapters.registry.named_adapter import NamedAdapter
 from slora_adapters.version import AdapterVersion
 
@@ -103,7 +103,7 @@ class RegistryStorage(Protocol):
     def find_extras(self, key: NameKey, record: AdapterRecord) -> AdapterExtras | None:
         """Returns the texts of a version that has extras; None if the version was deleted since the record was read."""
 
-    def holdings(self, tenant: str, digest: str) -> Holdings:
+    def storage_usage(self, tenant: str, digest: str) -> StorageUsage:
         """Returns what the tenant stores in total, and the stored size of the weights with this digest."""
 
     def pinned(self) -> Sequence[Rollout]:
@@ -137,12 +137,12 @@ class RegistryStorage(Protocol):
         self,
         key: NameKey,
         digest: str,
-        edit: Callable[[NamedAdapter, Holdings], T],
+        edit: Callable[[NamedAdapter, StorageUsage], T],
         reservation: str | None = None,
         now: float = 0.0,
     ) -> tuple[T, Change]:
-        """Like `change`, for an edit that adds a version and depends on the tenant's holdings. No other process adds to
-        the holdings during the call.
+        """Like `change`, for an edit that adds a version and depends on the tenant's usage. No other process adds to
+        the usage during the call.
 
         digest: digest of the new version's weights. reservation: released in the same transaction; `reservation_lost`
         is raised if it has expired.

@@ -12,13 +12,12 @@ from typing import TypeVar
 
 from slora_adapters.database.database import Database
 from slora_adapters.peft.adapter import AdapterExtras
-from slora_adapters.registry.adapter_record import AdapterRecord, Holdings, Rollout
+from slora_adapters.registry.adapter_record import AdapterRecord, Rollout, StorageUsage
 from slora_adapters.registry.named_adapter import NamedAdapter
 from slora_adapters.registry.registry_rows import (
     ALIASES,
     BEHIND_ALL,
     EXTRAS,
-    HOLDINGS,
     NAMES,
     NEWEST,
     NO_LIMIT,
@@ -26,6 +25,7 @@ from slora_adapters.registry.registry_rows import (
     ONE_ROLLOUT,
     ONE_VERSION,
     PINNED,
+    STORAGE_USAGE,
     VERSION_PAGE,
     load_name,
     read_record,
@@ -95,8 +95,8 @@ class SqliteStorage:
         rows = self._database.read(EXTRAS, (*key, record.number, record.extras.digest))
         return AdapterExtras(*rows[0]) if rows else None
 
-    def holdings(self, tenant: str, digest: str) -> Holdings:
-        return Holdings(*self._database.read(HOLDINGS, (tenant, digest))[0])
+    def storage_usage(self, tenant: str, digest: str) -> StorageUsage:
+        return StorageUsage(*self._database.read(STORAGE_USAGE, (tenant, digest))[0])
 
     def pinned(self) -> Sequence[Rollout]:
         return read_rollouts(self._database.read(PINNED))
@@ -126,7 +126,7 @@ class SqliteStorage:
         self,
         key: NameKey,
         digest: str,
-        edit: Callable[[NamedAdapter, Holdings], T],
+        edit: Callable[[NamedAdapter, StorageUsage], T],
         reservation: str | None = None,
         now: float = 0.0,
     ) -> tuple[T, Change]:
@@ -135,7 +135,9 @@ class SqliteStorage:
                 _release(connection, reservation, now)
             before = load_name(connection, key, ())
             after = before.copy()
-            result = edit(after, Holdings(*connection.execute(HOLDINGS, (key[0], digest)).fetchone()))
+            result = edit(
+                after, StorageUsage(*connection.execute(STORAGE_USAGE, (key[0], digest)).fetchone())
+            )
             return result, _keep(connection, before, after)
 
     def change_pins(

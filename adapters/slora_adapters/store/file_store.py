@@ -94,7 +94,7 @@ class FileStore:
             sync_directory(self._folder(digest).parent)
             shutil.rmtree(trash, ignore_errors=True)
 
-    def distrust(self, digest: str) -> bool:
+    def report_corrupt(self, digest: str) -> bool:
         """Returns False, because the store has only one copy."""
         return False
 

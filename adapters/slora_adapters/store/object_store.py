@@ -209,7 +209,7 @@ class ObjectStore:
             with self._noted(digest):
                 self._remove_uploads(digest, found)
 
-    def distrust(self, digest: str) -> bool:
+    def report_corrupt(self, digest: str) -> bool:
         """Returns False, because the store has only one copy."""
         return False
 

@@ -130,7 +130,7 @@ class RedisStore:
             if upload is not None:
                 self._delete(keys=[self._manifest_key(digest)], args=[self._chunk_prefix(digest), upload])
 
-    def distrust(self, digest: str) -> bool:
+    def report_corrupt(self, digest: str) -> bool:
         """Returns False, because this store has only one copy."""
         return False
 

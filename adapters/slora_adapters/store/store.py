@@ -5,8 +5,8 @@ deleted. All blobs that are ever put under one digest are interchangeable (`bund
 never a conflict: it writes as much as the first time, and replaces the existing blob.
 
 A blob is read in pieces into the reader's memory, so no store holds a whole blob in memory. Stores do not verify what
-they return. The reader verifies the digest end to end, and calls `distrust` if it does not match. `store_url.py` opens
-stores.
+they return. The reader verifies the digest end to end, and calls `report_corrupt` if it does not match.
+`store_url.py` opens stores.
 """
 
 from collections.abc import Iterator, Mapping
@@ -65,7 +65,7 @@ class Store(Protocol):
     def delete(self, digest: str) -> None:
         """Deletes a blob; a no-op if it does not exist."""
 
-    def distrust(self, digest: str) -> bool:
+    def report_corrupt(self, digest: str) -> bool:
         """Reports that the content of a blob was corrupt. Returns True if another copy may be intact, so that the
         reader should open the blob again.
         """

@@ -66,7 +66,7 @@ class TieredStore:
             # digest.
             self.rest(error)
 
-    def distrust(self, digest: str) -> bool:
+    def report_corrupt(self, digest: str) -> bool:
         """Drops the warm copy. Returns True if there was one, because the durable copy may be intact."""
         try:
             had_copy = self.warm.exists(digest)
@@ -74,7 +74,7 @@ class TieredStore:
         except StoreUnavailable as error:
             self.rest(error)
             return True
-        return self.durable.distrust(digest) or had_copy
+        return self.durable.report_corrupt(digest) or had_copy
 
     def digests(self) -> Iterator[str]:
         return self.durable.digests()
@@ -181,7 +181,7 @@ class _WarmBlob:
         try:
             self._blob.read_into(name, start, buffer)
         except AdapterNotFound:
-            self._tiers.distrust(self._digest)
+            self._tiers.report_corrupt(self._digest)
             raise
         except StoreUnavailable as error:
             self._tiers.rest(error)

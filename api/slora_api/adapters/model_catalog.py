@@ -59,13 +59,13 @@ class ModelCatalog:
             )
 
     async def find_model(
-        self, key: KeyRecord, name: str, user: str | None = None, *, is_doubtful: bool = False
+        self, key: KeyRecord, name: str, user: str | None = None, *, is_stale: bool = False
     ) -> ServedModel:
         """Returns what `name` means for this API key.
 
         user: if an alias splits requests between versions, the same user always gets the same version. None chooses at
         random.
-        is_doubtful: drop the cached entry first, because the store does not have the version that it gave.
+        is_stale: drop the cached entry first, because the store does not have the version that it gave.
 
         Raises ModelNotFound, and StoreUnavailable for a name that is not cached while the registry does not answer.
         """
@@ -73,9 +73,9 @@ class ModelCatalog:
         if wanted is None:
             return ServedModel(name, None, None, None, self._base.defaults)
         registry = self._adapters.registry
-        if is_doubtful:
-            registry.doubt(key.tenant, wanted)
-        if registry.is_near(key.tenant, wanted):
+        if is_stale:
+            registry.drop_cached(key.tenant, wanted)
+        if registry.is_lookup_local(key.tenant, wanted):
             record, extras = self._serve_version(key.tenant, wanted, user)
         else:
             record, extras = await asyncio.to_thread(self._serve_version, key.tenant, wanted, user)

@@ -34,7 +34,7 @@ from slora_adapters.errors import AdapterInvalid, StoreUnavailable
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.reference import check_adapter_name
-from slora_adapters.registry.registry import RESERVATION_S, Holdings
+from slora_adapters.registry.registry import RESERVATION_S, StorageUsage
 from slora_adapters.version import AdapterVersion
 from slora_api.adapters.adapter_json import version_json
 from slora_api.adapters.base_model import DEFAULT_MODEL, BaseModelInfo
@@ -159,17 +159,17 @@ class Publisher:
         newest = await asyncio.to_thread(registry.newest, tenant, name)
         is_new = newest is None or not newest.holds(AdapterVersion(tenant, adapter.digest), adapter.extras)
         # Read before the store, because other uploads of the tenant must not change it. See `_try_out`.
-        holdings = await asyncio.to_thread(registry.holdings, tenant, adapter.digest)
+        usage = await asyncio.to_thread(registry.storage_usage, tenant, adapter.digest)
 
-        def check_quota(holdings: Holdings) -> None:
-            self._quota.check(holdings, name, adapter)
+        def check_quota(usage: StorageUsage) -> None:
+            self._quota.check(usage, name, adapter)
 
         if is_new:
             # Checked here to save work, and again in the transaction that creates the version.
-            check_quota(holdings)
+            check_quota(usage)
         reservation = await self._write(self._adapters.store_blob, adapter)
         try:
-            effect = await self._try_out(tenant, adapter, holdings) if is_new else None
+            effect = await self._try_out(tenant, adapter, usage) if is_new else None
             published = await self._write(
                 self._adapters.commit, tenant, name, adapter, reservation, check_quota
             )
@@ -181,7 +181,7 @@ class Publisher:
         aliases = await asyncio.to_thread(registry.aliases, tenant, name)
         return version_json(published.record, aliases) | {"new_version": published.is_new}, effect
 
-    async def _try_out(self, tenant: str, adapter: CheckedAdapter, holdings: Holdings) -> float:
+    async def _try_out(self, tenant: str, adapter: CheckedAdapter, usage: StorageUsage) -> float:
         """Runs the canary. It loads the adapter without regard to the tenant's share of the pool. The engine therefore
         drops the adapter afterwards, unless the tenant had these weights before.
         """
@@ -189,7 +189,7 @@ class Publisher:
         try:
             return await self._canary.try_out(version, adapter.embedded_tokens)
         finally:
-            if holdings.weights_bytes is None:
+            if usage.weights_bytes is None:
                 with suppress(EngineUnavailable):
                     await self._client.forget(version)
 

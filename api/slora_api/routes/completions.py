@@ -45,7 +45,7 @@ async def _answer_with(
     except AdapterFetchFailed as error:
         if error.code != "not_found":
             raise
-        current = await services.catalog.find_model(key, body.model, user, is_doubtful=True)
+        current = await services.catalog.find_model(key, body.model, user, is_stale=True)
         if current.adapter == model.adapter:
             raise
         return await answer(current)

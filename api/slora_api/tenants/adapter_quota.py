@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.registry.adapter_record import ExtrasSummary
-from slora_adapters.registry.registry import Holdings
+from slora_adapters.registry.registry import StorageUsage
 from slora_api.errors import QuotaExceeded
 
 __all__ = ["AdapterQuota"]
@@ -14,23 +14,23 @@ __all__ = ["AdapterQuota"]
 class AdapterQuota:
     """One quota, which applies to every tenant.
 
-    max_bytes: limit of all stored bytes; see `Holdings`.
+    max_bytes: limit of all stored bytes; see `StorageUsage`.
     """
 
     max_versions: int
     max_bytes: int
 
-    def check(self, holdings: Holdings, name: str, adapter: CheckedAdapter) -> None:
-        """Raises QuotaExceeded if a tenant with these holdings may not have `adapter` as a new version of `name`."""
-        if holdings.num_versions >= self.max_versions:
+    def check(self, usage: StorageUsage, name: str, adapter: CheckedAdapter) -> None:
+        """Raises QuotaExceeded if a tenant with this usage may not have `adapter` as a new version of `name`."""
+        if usage.num_versions >= self.max_versions:
             raise QuotaExceeded(
-                f"Your tenant has {holdings.num_versions} adapter versions, and the limit is "
+                f"Your tenant has {usage.num_versions} adapter versions, and the limit is "
                 f"{self.max_versions} (max_versions_per_tenant); remove one first."
             )
         # Weights that another version of the tenant already has are stored once.
-        added = max(0, adapter.blob_bytes - (holdings.weights_bytes or 0))
+        added = max(0, adapter.blob_bytes - (usage.weights_bytes or 0))
         added += ExtrasSummary.of(adapter.extras).num_bytes
-        if (wanted := holdings.num_bytes + added) > self.max_bytes:
+        if (wanted := usage.num_bytes + added) > self.max_bytes:
             raise QuotaExceeded(
                 f"With the {added} bytes of `{name}`, your adapters would take {wanted} bytes, "
                 f"including chat templates and generation configs. The limit is {self.max_bytes} "

@@ -45,12 +45,12 @@ def test_a_second_request_in_flight_joins_the_first(source: DirectorySource, tmp
     assert isinstance(_fetch(source, version), Fetched), "after poll it may be asked for again"
 
 
-def test_unknown_and_forgotten_versions_are_not_found(source: DirectorySource, tmp_path: Path) -> None:
+def test_unknown_and_discarded_versions_are_not_found(source: DirectorySource, tmp_path: Path) -> None:
     unknown = AdapterVersion("t", "0" * 64)
     result = _fetch(source, unknown)
     assert isinstance(result, FetchFailed) and (result.code, result.version) == ("not_found", unknown)
     version = source.add(write_directory(tmp_path, make_members()))
-    source.forget(version)
+    source.discard(version)
     assert _fetch(source, version).code == "not_found"
 
 

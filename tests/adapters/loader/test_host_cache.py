@@ -85,9 +85,9 @@ def test_an_adapter_larger_than_the_arena_is_a_clear_error(cache: HostCache) -> 
         cache.allocate(_version(1), _layout(4 * PAGE_SEGMENTS + 1))
 
 
-def test_a_forgotten_adapter_is_not_found_but_stays_for_its_reader(cache: HostCache) -> None:
+def test_a_discarded_adapter_is_not_found_but_stays_for_its_reader(cache: HostCache) -> None:
     entry = _fill(cache, 1)
-    cache.forget(_version(1))
+    cache.discard(_version(1))
     assert cache.find(_version(1)) is None
     again = _fill(cache, 1)
     assert again.offset != entry.offset and (cache.region(entry) == 1).all()
@@ -117,7 +117,7 @@ class HostCacheMachine(RuleBasedStateMachine):
         if entry is not None:
             self.pins.append((entry, self._stamp_of(entry)))
             return
-        if any(pinned.version == _version(number) and not pinned.forgotten for pinned, _ in self.pins):
+        if any(pinned.version == _version(number) and not pinned.discarded for pinned, _ in self.pins):
             return  # its load is still in progress
         entry = self.cache.allocate(_version(number), _layout(segments))
         if entry is None:
@@ -134,8 +134,8 @@ class HostCacheMachine(RuleBasedStateMachine):
         self.cache.unpin(entry)
 
     @rule(number=st.integers(0, 7))
-    def forget(self, number: int) -> None:
-        self.cache.forget(_version(number))
+    def discard(self, number: int) -> None:
+        self.cache.discard(_version(number))
         assert self.cache.find(_version(number)) is None
 
     @rule(number=st.integers(0, 7))

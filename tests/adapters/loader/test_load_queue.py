@@ -14,13 +14,13 @@ def _v(tenant: str, number: int = 0) -> AdapterVersion:
 
 def _take_all(queue: LoadQueue) -> list[str]:
     taken = []
-    while (version := queue.take()) is not None:
+    while (version := queue.pop()) is not None:
         taken.append(version.tenant)
     return taken
 
 
 def test_a_tenant_alone_uses_all_places_but_one() -> None:
-    queue = LoadQueue(num_places=4, share=2, alone=9)
+    queue = LoadQueue(max_running=4, share=2, max_alone=9)
     for number in range(9):
         queue.add(_v("a", number))
     assert _take_all(queue) == ["a", "a", "a"]
@@ -29,31 +29,31 @@ def test_a_tenant_alone_uses_all_places_but_one() -> None:
 
 
 def test_a_tenant_alone_runs_no_more_than_the_machine_is_good_for() -> None:
-    queue = LoadQueue(num_places=9, share=2, alone=3)
+    queue = LoadQueue(max_running=9, share=2, max_alone=3)
     for number in range(9):
         queue.add(_v("a", number))
     assert _take_all(queue) == ["a", "a", "a"]
 
 
 def test_beside_others_a_tenant_gets_no_more_than_its_share() -> None:
-    queue = LoadQueue(num_places=6, share=2, alone=9)
+    queue = LoadQueue(max_running=6, share=2, max_alone=9)
     for number in range(9):
         queue.add(_v("a", number))
         queue.add(_v("b", number))
     assert Counter(_take_all(queue)) == {"a": 3, "b": 2}, "the last place is kept free"
-    queue.end(_v("a"))
+    queue.finish(_v("a"))
     queue.add(_v("c"))
     assert _take_all(queue) == ["c"], "before those who have their share"
 
 
 def test_tenants_take_turns_and_each_is_served_in_order() -> None:
-    queue = LoadQueue(num_places=1, share=1, alone=1)
+    queue = LoadQueue(max_running=1, share=1, max_alone=1)
     for tenant, number in (("a", 1), ("a", 2), ("a", 3), ("b", 4), ("b", 5)):
         queue.add(_v(tenant, number))
     order = []
-    while (version := queue.take()) is not None:
+    while (version := queue.pop()) is not None:
         order.append(int(version.digest, 16))
-        queue.end(version)
+        queue.finish(version)
     assert order == [1, 4, 2, 5, 3]
 
 
@@ -63,7 +63,7 @@ def test_tenants_take_turns_and_each_is_served_in_order() -> None:
     alone=st.integers(0, 5),
     events=st.lists(st.one_of(st.sampled_from("abc"), st.integers(0, 5)), max_size=60),
 )
-def test_no_place_is_lost_and_nobody_waits_beside_a_free_one(
+def test_no_slot_is_lost_and_no_load_waits_beside_a_free_slot(
     places: int, share: int, alone: int, events: list[str | int]
 ) -> None:
     queue, running, waiting = LoadQueue(places, share, alone), [], Counter()
@@ -72,8 +72,8 @@ def test_no_place_is_lost_and_nobody_waits_beside_a_free_one(
             queue.add(_v(event, number))
             waiting[event] += 1
         elif running:
-            queue.end(running.pop(event % len(running)))
-        while (version := queue.take()) is not None:
+            queue.finish(running.pop(event % len(running)))
+        while (version := queue.pop()) is not None:
             running.append(version)
             waiting[version.tenant] -= 1
         loads = Counter(version.tenant for version in running)
@@ -84,6 +84,6 @@ def test_no_place_is_lost_and_nobody_waits_beside_a_free_one(
             assert all(loads[tenant] >= alone for tenant in +waiting)
 
 
-def test_ending_what_does_not_run_is_a_mistake() -> None:
+def test_finishing_a_load_that_does_not_run_is_a_bug() -> None:
     with pytest.raises(AssertionError):
-        LoadQueue(1, 1, 1).end(_v("a"))
+        LoadQueue(1, 1, 1).finish(_v("a"))

@@ -228,11 +228,11 @@ def test_a_load_that_finds_no_room_in_time_fails_and_says_why(make_bench) -> Non
     assert too_large.code == "unavailable" and "host_cache_bytes" in too_large.message
 
 
-def test_a_forgotten_adapter_is_asked_of_the_store_again(make_bench) -> None:
+def test_a_discarded_adapter_is_asked_of_the_store_again(make_bench) -> None:
     bench = make_bench()
     version = _v(bench.stock.add(1))
     held = bench.fetch(version)
-    bench.loader.forget(version)
+    bench.loader.discard(version)
     bench.stock.store.delete(version.digest)
     assert bench.fetch(version).code == "not_found"
     _check(bench, held)

@@ -312,17 +312,17 @@ def test_two_engines_share_one_copy(bench: Bench) -> None:
     bench.stock.assert_same(version, bench.fetch(version).packed)
     bench.stock.assert_same(version, bench.fetch(version, other).packed)
     bench.client.release(version)
-    bench.client.forget(version)
+    bench.client.discard(version)
     bench.stock.store.delete(version.digest)
     assert bench.fetch(version).code == "not_found"
 
 
-def test_a_deleted_adapter_that_was_forgotten_is_not_served_from_the_cache(bench: Bench) -> None:
+def test_a_deleted_adapter_that_was_discarded_is_not_served_from_the_cache(bench: Bench) -> None:
     version = _v(bench.stock.add(1))
     bench.fetch(version)
     bench.client.release(version)
     bench.stock.store.delete(version.digest)
-    bench.client.forget(version)
+    bench.client.discard(version)
     assert bench.fetch(version).code == "not_found"
 
 

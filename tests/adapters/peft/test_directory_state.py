@@ -18,7 +18,7 @@ def take(directory: Path, monkeypatch: pytest.MonkeyPatch) -> DirectoryState:
     newest = max(path.stat().st_ctime_ns for path in directory.iterdir())
     with monkeypatch.context() as later:
         later.setattr("time.time_ns", lambda: newest + LONG_NS)
-        return DirectoryState.take(directory)
+        return DirectoryState.read(directory)
 
 
 def replace_in_place(path: Path) -> None:
@@ -62,5 +62,5 @@ def test_a_file_that_has_only_just_changed_proves_nothing(tmp_path: Path) -> Non
     """Another write within the same tick of the file system's clock would not change the state."""
     write_directory(tmp_path, make_members())
     os.utime(tmp_path / TENSORS_NAME)
-    state = DirectoryState.take(tmp_path)
-    assert not DirectoryState.take(tmp_path).proves_unchanged(state)
+    state = DirectoryState.read(tmp_path)
+    assert not DirectoryState.read(tmp_path).proves_unchanged(state)

@@ -106,7 +106,7 @@ def test_a_full_redis_refuses_what_takes_room_and_lets_go_of_what_it_has(
         with pytest.raises(StoreUnavailable, match="maxmemory"):
             registry.put("a", _v(D2), DETAILS)
         assert registry.versions("t1", "a") == [registry.get("t1", "a@1")]
-        assert registry.holdings("t1", D1).num_versions == 2
+        assert registry.storage_usage("t1", D1).num_versions == 2
         registry.delete("t1", "a")
         client.config_set("maxmemory", 0)
     assert [one.label for one in registry.list("t1")] == ["b"]
@@ -274,7 +274,7 @@ def test_known_names_are_answered_while_redis_is_away_and_others_refused_until_i
     references = ("known", "known@prod", "known@1", "changing")
     known = {reference: registry.get("t1", reference) for reference in references}
     rollout = registry.rollout("t1", "known@prod")
-    assert registry.is_near("t1", "known@1") and not registry.is_near("t1", "unknown")
+    assert registry.is_lookup_local("t1", "known@1") and not registry.is_lookup_local("t1", "unknown")
     server.kill()
     with pytest.raises(StoreUnavailable):
         registry.changes(cursor)
@@ -282,7 +282,7 @@ def test_known_names_are_answered_while_redis_is_away_and_others_refused_until_i
         registry.put("changing", _v(D2), DETAILS)
     assert {reference: registry.get("t1", reference) for reference in references} == known
     assert registry.rollout("t1", "known@prod") == rollout
-    assert registry.is_near("t1", "unknown"), "it is refused at once"
+    assert registry.is_lookup_local("t1", "unknown"), "it is refused at once"
     for reference in ("unknown", "known@canary", "nothing"):
         with pytest.raises(StoreUnavailable, match="cannot be looked up at the moment"):
             registry.get("t1", reference)
@@ -311,10 +311,10 @@ def test_a_process_forgets_at_once_what_it_changes_and_what_others_do_when_it_he
     registry.get("t1", "b")
     other.roll_back("t1", "a", "latest")
     assert registry.changes(cursor).changes and registry.get("t1", "a").number == 1
-    assert registry.is_near("t1", "b"), "nobody changed it"
+    assert registry.is_lookup_local("t1", "b"), "nobody changed it"
     other.put("b", _v(), DETAILS)
     assert registry.get("t1", "b").number == 2
-    registry.doubt("t1", "b")
+    registry.drop_cached("t1", "b")
     assert registry.get("t1", "b").number == 3
 
 
@@ -508,4 +508,4 @@ def test_versions_of_schema_1_keep_the_texts_that_were_inside_them(
         assert not again.put("a", _v(), DETAILS, extras).is_new
         assert client.get("slora:registry:schema") == b"2", "earlier releases refuse it from now on"
         again.delete("t1", "a")
-    assert again.holdings("t1", D1).num_bytes == 0
+    assert again.storage_usage("t1", D1).num_bytes == 0

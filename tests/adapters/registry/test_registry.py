@@ -19,9 +19,9 @@ from slora_adapters.registry.registry import (
     RESERVATION_S,
     AdapterDetails,
     AdapterRecord,
-    Holdings,
     Registry,
     Rollout,
+    StorageUsage,
 )
 from slora_adapters.version import AdapterVersion
 from tests.adapters.registry_places import OpenStorage, reserved
@@ -83,20 +83,22 @@ def test_pushing_the_newest_again_changes_nothing_and_says_so(registry: Registry
     )
 
 
-def test_holdings_are_all_versions_of_a_tenant_and_the_bytes_of_each_weights_once(registry: Registry) -> None:
-    assert registry.holdings("t1", D1) == Holdings(0, 0, None) and registry.newest("t1", "a") is None
+def test_storage_usage_is_all_versions_of_a_tenant_and_the_bytes_of_each_weights_once(
+    registry: Registry,
+) -> None:
+    assert registry.storage_usage("t1", D1) == StorageUsage(0, 0, None) and registry.newest("t1", "a") is None
     larger = replace(DETAILS, blob_bytes=10_000)
     for name, digest, details in (("a", D1, DETAILS), ("a", D2, larger), ("b", D1, DETAILS)):
         registry.put(name, _v("t1", digest), details)
     registry.put("a", _v("t2", D2), larger)
-    assert registry.holdings("t1", D1) == Holdings(3, 14_400, 4400)
-    assert registry.holdings("t1", D3) == Holdings(3, 14_400, None)
+    assert registry.storage_usage("t1", D1) == StorageUsage(3, 14_400, 4400)
+    assert registry.storage_usage("t1", D3) == StorageUsage(3, 14_400, None)
     registry.roll_back("t1", "a", "latest")
     newest = registry.newest("t1", "a")
     assert newest == registry.get("t1", "a@2") != registry.get("t1", "a")
     registry.delete("t1", "a@2")
     assert registry.newest("t1", "a") == registry.get("t1", "a@1")
-    assert registry.holdings("t1", D2) == Holdings(2, 4400, None)
+    assert registry.storage_usage("t1", D2) == StorageUsage(2, 4400, None)
 
 
 def test_the_same_weights_with_another_template_are_another_version(registry: Registry) -> None:
@@ -122,12 +124,12 @@ def test_each_versions_extras_count_and_are_gone_with_it(registry: Registry) -> 
     for digest in (D1, D2):
         registry.put("a", _v("t1", digest), DETAILS, AdapterExtras("ü" * 1000, "{}"))
     registry.put("b", _v("t1"), DETAILS, AdapterExtras("x"))
-    assert registry.holdings("t1", D1) == Holdings(3, 2 * 4400 + 2 * 2002 + 1, 4400)
+    assert registry.storage_usage("t1", D1) == StorageUsage(3, 2 * 4400 + 2 * 2002 + 1, 4400)
     registry.delete("t1", "a@1")
-    assert registry.holdings("t1", D1) == Holdings(2, 2 * 4400 + 2002 + 1, 4400)
+    assert registry.storage_usage("t1", D1) == StorageUsage(2, 2 * 4400 + 2002 + 1, 4400)
     registry.delete("t1", "a")
     registry.delete("t1", "b")
-    assert registry.holdings("t1", D1) == Holdings(0, 0, None)
+    assert registry.storage_usage("t1", D1) == StorageUsage(0, 0, None)
 
 
 def test_the_extras_of_a_name_that_was_deleted_and_pushed_again_are_not_those_of_the_old_one(
@@ -162,8 +164,8 @@ def test_of_pushes_at_once_no_more_pass_their_check_than_the_tenant_may_have(
     """Born from a bug: two processes checked the tenant's quota at the same time, and then each made a version."""
     most = 3
 
-    def check(holdings: Holdings) -> None:
-        if holdings.num_versions >= most:
+    def check(usage: StorageUsage) -> None:
+        if usage.num_versions >= most:
             raise QuotaFull
 
     def push(worker: int) -> int:
@@ -176,11 +178,11 @@ def test_of_pushes_at_once_no_more_pass_their_check_than_the_tenant_may_have(
 
     with ThreadPoolExecutor(4) as threads:
         assert sum(threads.map(push, range(4))) == most
-    assert Registry(open_storage()).holdings("t1", D1).num_versions == most
+    assert Registry(open_storage()).storage_usage("t1", D1).num_versions == most
 
 
 def test_pushing_the_newest_again_is_not_checked(registry: Registry) -> None:
-    def refuse(holdings: Holdings) -> None:
+    def refuse(usage: StorageUsage) -> None:
         raise QuotaFull
 
     registry.put("a", _v("t1"), DETAILS)

@@ -28,10 +28,10 @@ from slora_adapters.registry.registry import (
     MAX_ALIASES,
     AdapterDetails,
     Changes,
-    Holdings,
     Registry,
     Removal,
     Rollout,
+    StorageUsage,
 )
 from slora_adapters.version import AdapterVersion
 from tests.adapters.registry_places import OpenStorage, empty
@@ -433,7 +433,7 @@ class AgainstModel(RuleBasedStateMachine):
             versions = [DIGESTS[digest] for one in own.values() for digest in one.versions.values()]
             num_bytes = len(set(versions)) * DETAILS.num_bytes
             own = DETAILS.num_bytes if DIGESTS[0] in versions else None
-            assert registry.holdings(tenant, DIGESTS[0]) == Holdings(len(versions), num_bytes, own)
+            assert registry.storage_usage(tenant, DIGESTS[0]) == StorageUsage(len(versions), num_bytes, own)
 
 
 def test_both_do_what_a_plain_model_does(shared_redis: RedisServer) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slora_adapters.registry.redis_storage import open_redis_storage
-from slora_adapters.registry.registry import AdapterDetails, Holdings, Registry
+from slora_adapters.registry.registry import AdapterDetails, Registry, StorageUsage
 from slora_adapters.version import AdapterVersion
 from tests.adapters.registry_places import OpenStorage
 from tests.redis_server import RedisServer
@@ -58,7 +58,9 @@ def check(registry: Registry, acknowledged: Acknowledged) -> None:
     newest, oldest = max(numbers), min(numbers)
     assert newest - acknowledged.pushed in (0, 1) and registry.get("t", "voice").number == newest
     assert oldest - acknowledged.deleted in (1, 2) and numbers == set(range(oldest, newest + 1))
-    assert registry.holdings("t", "") == Holdings(len(numbers), len(numbers) * DETAILS.num_bytes, None)
+    assert registry.storage_usage("t", "") == StorageUsage(
+        len(numbers), len(numbers) * DETAILS.num_bytes, None
+    )
     for number in range(1, newest + 1):
         assert registry.collect(f"{number:064x}", lambda digest: None) is (number not in numbers)
     rollouts = {rollout.alias: rollout for rollout in registry.aliases("t", "voice")}

@@ -10,7 +10,7 @@ from slora_adapters.database.database import Database
 from slora_adapters.errors import AliasConflict, StoreUnavailable
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.adapter_record import ExtrasSummary
-from slora_adapters.registry.registry import AdapterDetails, Holdings, Registry
+from slora_adapters.registry.registry import AdapterDetails, Registry, StorageUsage
 from slora_adapters.registry.registry_rows import ALIASES, NAMES, OF_NAME, ONE_ROLLOUT, PINNED, VERSION_PAGE
 from slora_adapters.registry.registry_schema import MIGRATIONS
 from slora_adapters.registry.sqlite_storage import SqliteStorage
@@ -89,7 +89,7 @@ def test_what_names_of_an_older_release_stood_for_is_their_version_1(
     assert old.main.extras == ExtrasSummary.of(AdapterExtras(None, "g"))
     assert registry.serve("t1", "old") == (old.main, AdapterExtras(None, "g"))
     # Both versions have the same number of bytes, and one text of one byte.
-    assert registry.holdings("t1", D2) == Holdings(2, 2 * 4097, 4096)
+    assert registry.storage_usage("t1", D2) == StorageUsage(2, 2 * 4097, 4096)
     assert pinned.main.details.pool_bytes == (8192 if num_migrations == 2 else 4096)
     with pytest.raises(AliasConflict, match="has never moved"):
         registry.roll_back("t1", "old", "latest")
@@ -149,7 +149,7 @@ def test_only_a_request_reads_the_texts_of_extras(tmp_path: Path) -> None:
     assert len(registry.versions("t1", "a")) == 2 and len(registry.list("t1")) == 1
     assert len(registry.rollouts("t1")) == len(registry.aliases("t1", "a")) == 1
     assert registry.newest("t1", "a") == registry.get("t1", "a") == registry.rollout("t1", "a").main
-    assert registry.holdings("t1", D1).num_bytes == 2 * 4096 + 2 * 1002
+    assert registry.storage_usage("t1", D1).num_bytes == 2 * 4096 + 2 * 1002
     registry.move("t1", "a", "prod", {1: 100})
     registry.pin("t1", "a", lambda wanted, others: None)
     assert len(registry.pinned()) == 1
@@ -172,7 +172,7 @@ def test_texts_of_the_release_before_are_moved_and_counted(tmp_path: Path) -> No
         AdapterExtras(),
         AdapterExtras("", "{}"),
     ]
-    assert registry.holdings("t1", D1) == Holdings(3, 9 + 2 + 2, 9)
+    assert registry.storage_usage("t1", D1) == StorageUsage(3, 9 + 2 + 2, 9)
     last = registry.get("t1", "a@3")
     assert not registry.put("a", last.version, last.details, AdapterExtras("", "{}")).is_new
     database.close()

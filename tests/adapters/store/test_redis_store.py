@@ -144,7 +144,7 @@ def test_no_warm_tier_ever_harms_a_durable_blob_in_the_same_redis(
 
         for change in (
             lambda: other.put(DIGEST, {"a": b"another's"}),
-            lambda: other.distrust(DIGEST),
+            lambda: other.report_corrupt(DIGEST),
             lambda: read_members(other, DIGEST),
             lambda: other.delete(DIGEST),
         ):

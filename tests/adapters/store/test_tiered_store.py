@@ -97,11 +97,11 @@ def test_a_warm_copy_that_proved_wrong_is_dropped_and_the_durable_one_read(tiers
     tiers.durable.put(DIGEST, CONTENT)
     tiers.warm.put(DIGEST, {"a": b"wrong"})
     assert _content(tiers) == {"a": b"wrong"}, "stores do not verify"
-    assert tiers.distrust(DIGEST)
+    assert tiers.report_corrupt(DIGEST)
     assert _content(tiers) == CONTENT
     tiers.drain()
     tiers.warm.delete(DIGEST)
-    assert not tiers.distrust(DIGEST), "the durable copy itself is wrong: no use in asking again"
+    assert not tiers.report_corrupt(DIGEST), "the durable copy itself is wrong: no use in asking again"
 
 
 def test_nonsense_in_the_warm_tier_does_not_break_reads(tiers: TieredStore, warm_server: RedisServer) -> None:

@@ -129,8 +129,8 @@ def test_a_ceiling_is_not_lowered_below_what_is_pinned(platform: Platform) -> No
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "pins_full")
         assert refused.json()["error"]["message"] == (
             "The pins of tenant `acme` (`voice-0`, `voice-1`, `voice-2`, `voice-3`, `voice-4` and 1 more) take 12 "
-            "pages; with a max_pool_share of 0.11 they may take 11 of the pool's 100. Unpin some first, or leave it "
-            "higher."
+            "pages; with a max_pool_share of 0.11 they may take 11 of the pool's 100. Unpin adapters first, or "
+            "choose a higher max_pool_share."
         )
         kept = admin.get("/admin/tenants/acme").json()
         assert (kept["max_pool_share"], kept["weight"]) == (1, 1), "nothing of it was done"

@@ -164,7 +164,7 @@ def test_a_deleted_adapter_leaves_pool_and_host(setup: Setup, when: str) -> None
         steps[name]()
     resident = setup.loading.find(LARGE)
     setup.loading.remove(LARGE)
-    assert LARGE in setup.source.forgotten
+    assert LARGE in setup.source.discarded
     if resident is not None:
         setup.run(9)
         setup.residency.release(resident)

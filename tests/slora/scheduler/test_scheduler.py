@@ -434,7 +434,7 @@ def test_requests_that_are_under_way_finish_on_an_adapter_that_was_deleted() -> 
     assert sum(output.request_id == "preempted" for output in outputs) == 8
     assert sum(output.request_id == "waiting" for output in outputs) == 8
     assert bench.residency.find(SMALL) is None
-    assert SMALL in bench.source.forgotten
+    assert SMALL in bench.source.discarded
 
 
 def test_an_idle_adapter_that_was_deleted_leaves_at_once() -> None:

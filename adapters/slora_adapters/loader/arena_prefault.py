@@ -16,7 +16,7 @@ AHEAD_BYTES = 512 << 20
 _STRETCH_BYTES = 4 << 20
 
 
-class ArenaTouch:
+class ArenaPrefaulter:
     """Reads one byte of each page of `arena`. A read also makes the kernel zero a page of shared memory, and unlike a
     write it cannot disturb concurrent writers.
     """
@@ -27,7 +27,7 @@ class ArenaTouch:
         self._changed = Condition()
         self._wanted = min(ahead_bytes, len(arena))
         self._closed = False
-        self._thread = Thread(target=self._touch, name="arena-touch", daemon=True)
+        self._thread = Thread(target=self._prefault, name="arena-prefault", daemon=True)
         self._thread.start()
 
     def use(self, end: int) -> None:
@@ -44,7 +44,7 @@ class ArenaTouch:
             self._changed.notify()
         self._thread.join()
 
-    def _touch(self) -> None:
+    def _prefault(self) -> None:
         os.setpriority(os.PRIO_PROCESS, get_native_id(), 19)  # affects this thread only
         done = 0
         while done < len(self._arena):
