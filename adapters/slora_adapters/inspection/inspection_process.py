@@ -5,11 +5,9 @@ kernel limits its memory and CPU time. The process dies with the server that wai
 empties the quarantine. It inherits no secret, writes only to its scratch directory, and opens no connection.
 """
 
-import ctypes
 import json
 import os
 import resource
-import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -21,11 +19,11 @@ from slora_adapters.full_disk import is_full
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.inspection.inspection import inspect
 from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.pattern_process import die_with
 from slora_kernels.layout import ModelShape
 
 __all__ = ["InspectionTask", "OutOfMemory", "decode_answer", "main"]
 
-_PR_SET_PDEATHSIG = 1
 # Lower priority than the processes that serve requests on the same cores.
 _NICE = 10
 
@@ -71,7 +69,7 @@ class InspectionTask:
 
 def _bound(task: InspectionTask) -> None:
     """Sets the kernel's limits on this process."""
-    _die_with(task.parent)
+    die_with(task.parent)
     os.nice(_NICE)
     # A core file could fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -80,12 +78,6 @@ def _bound(task: InspectionTask) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (task.cpu_seconds, task.cpu_seconds + 5))
     # Not RLIMIT_AS, which also counts mapped files such as the base model's.
     resource.setrlimit(resource.RLIMIT_DATA, (task.memory_bytes, task.memory_bytes))
-
-
-def _die_with(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent died before the call
-        sys.exit(1)
 
 
 def _answer(task: InspectionTask) -> dict[str, object]:

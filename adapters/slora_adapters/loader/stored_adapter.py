@@ -25,6 +25,7 @@ from slora_adapters.peft.digest import AdapterHash
 from slora_adapters.peft.packing import ByteArray, Packer
 from slora_adapters.peft.peft_config import CONFIG_NAME, MAX_CONFIG_BYTES, PeftConfig, parse_peft_config
 from slora_adapters.peft.peft_directory import TENSORS_NAME
+from slora_adapters.peft.targeting import resolve_targets
 from slora_adapters.peft.tensor_file import DTYPES, PREFIX_BYTES, TensorSpan, measure_header, parse_spans
 from slora_adapters.peft.validation import validate
 from slora_adapters.store.store import Blob
@@ -57,7 +58,11 @@ class StoredAdapter:
         try:
             self._config = _read_config(blob)
             self._body_start, self._spans = _read_header(blob, limits)
-            self._pairs, reasons = validate(self._config, self._spans, shape, limits)
+            targets, reasons = resolve_targets(self._config, shape)
+            self._pairs, pair_reasons = validate(
+                targets, self._spans, shape, limits, use_rslora=self._config.use_rslora
+            )
+            reasons += pair_reasons
         except ValueError as error:
             raise AdapterCorrupt(f"stored adapter {digest[:12]} cannot be served here: {error}") from error
         if reasons:

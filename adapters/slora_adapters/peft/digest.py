@@ -1,8 +1,8 @@
 """The digest of an adapter's weights: SHA-256 over everything that changes the arithmetic, and nothing else.
 
-The hash covers the config's fields as sorted JSON. Pattern tables are lists of pairs, because their order decides which
-pattern wins. Then follows each tensor in name order: a line of JSON `[name, dtype, shape]`, then its bytes. Every part
-has a known length, so two different adapters never hash the same bytes.
+The hash covers the config's fields as sorted JSON, after `targeting.spell_out`. Pattern tables are lists of pairs,
+because their order decides which pattern wins. Then follows each tensor in name order: a line of JSON `[name, dtype,
+shape]`, then its bytes. Every part has a known length, so two different adapters never hash the same bytes.
 
 The hash does not cover provenance, file names, safetensors metadata or the chat template. Two uploads that differ only
 there have the same digest.

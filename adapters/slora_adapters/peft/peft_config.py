@@ -12,21 +12,21 @@ The matching rules are PEFT's own (0.21). Patterns for ranks and alphas become `
 wins. Targets in a list match a whole dotted suffix of the module's name. A target string is a regular expression over
 the whole name, or "all-linear".
 
-This module knows module names, but neither the base model's shape nor tensors.
+This module knows neither the base model's shape nor tensors, and matches no pattern.
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from slora_adapters.errors import Reason
-from slora_adapters.peft.name_pattern import NamePattern, StepBudget
 from slora_adapters.peft.strict_json import parse_object
 
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_PATTERNS = 2048
+MAX_PATTERN_CHARS = 8192
 MAX_LIST_ENTRIES = 8192
 ALL_LINEAR = "all-linear"
 
@@ -93,8 +93,6 @@ _HARMLESS_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 _BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 Value = TypeVar("Value")
-
-_PLAIN_PATTERN = re.compile(r"(?:[\w.^-]|\\[.dw-])*\Z", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +258,7 @@ class _FieldReader:
             self.refuse(key, f"{key} must be an object with at most {MAX_PATTERNS} patterns")
             return ()
         for pattern in value:
-            self._check_pattern(key, pattern_regex(pattern))
+            self._check_pattern(key, pattern)
         return tuple((pattern, read(f"{key}[{pattern[:80]!r}]", entry)) for pattern, entry in value.items())
 
     def targets(self) -> tuple[str, ...] | str:
@@ -315,40 +313,12 @@ class _FieldReader:
         return tuple(sorted(set(names)))
 
     def _check_pattern(self, key: str, pattern: str) -> None:
-        try:
-            NamePattern(pattern)
-        except ValueError as error:
-            self.refuse(key, f"{key}: {error}")
+        if len(pattern) > MAX_PATTERN_CHARS:
+            self.refuse(
+                key, f"{key}: a pattern is {len(pattern)} characters long; accepted are {MAX_PATTERN_CHARS}"
+            )
 
 
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def pattern_regex(pattern: str) -> str:
-    """Returns PEFT's regular expression for a key of rank_pattern or alpha_pattern."""
-    return rf"(.*\.)?({pattern})$"
-
-
-class PatternTable(Generic[Value]):
-    """Maps a module name to the value of the first pattern that matches it, or to the default."""
-
-    def __init__(self, patterns: Iterable[tuple[str, Value]], default: Value, budget: StepBudget) -> None:
-        self.default = default
-        self.matchers = [(_start_matcher(pattern, budget), value) for pattern, value in patterns]
-
-    def lookup(self, module_name: str) -> Value:
-        """Raises ValueError if a pattern takes too long to match."""
-        for matches, value in self.matchers:
-            if matches(module_name):
-                return value
-        return self.default
-
-
-def _start_matcher(pattern: str, budget: StepBudget) -> Callable[[str], object]:
-    # A pattern without repeats or groups of its own cannot backtrack exponentially. EVA writes one such pattern per
-    # module. For several hundred patterns times several hundred modules, the slower matcher would be noticeable.
-    if _PLAIN_PATTERN.match(pattern):
-        return re.compile(pattern_regex(pattern)).match
-    return NamePattern(pattern_regex(pattern), budget).matches_start

@@ -15,6 +15,7 @@ from slora_adapters.peft.digest import adapter_digest
 from slora_adapters.peft.extras import EXTRA_NAMES, read_extras
 from slora_adapters.peft.file_mapping import map_file
 from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig, parse_peft_config
+from slora_adapters.peft.targeting import resolve_targets, spell_out
 from slora_adapters.peft.tensor_file import StoredTensor, read_tensors
 from slora_adapters.peft.validation import check_values, validate
 from slora_kernels.layout import ModelShape
@@ -80,8 +81,10 @@ def _assemble(
         raise _invalid(reasons)
     copies = find_copies(tensors, shape)
     own = {name: tensor for name, tensor in tensors.items() if name not in copies}
-    pairs, pair_reasons = validate(config, own, shape, limits)
-    reasons += pair_reasons
+    targets, target_reasons = resolve_targets(config, shape)
+    pairs, pair_reasons = validate(targets, own, shape, limits, use_rslora=config.use_rslora)
+    config, length_reasons = spell_out(config, targets, shape)
+    reasons += [*target_reasons, *pair_reasons, *length_reasons]
     reasons += check_values(own.values(), limits)
     reasons += refuse_other_copies((tensors[name] for name in sorted(copies)), shape, limits.base_directory)
     if reasons:

@@ -1,41 +1,66 @@
-"""Finds the modules of a base model that a PEFT config targets, by PEFT's own rules on module names.
+"""Finds the modules of a base model that a PEFT config targets, and their ranks and alphas, by PEFT's own rules.
 
 An adapter that targets a module that the base model lacks, or no module at all, is refused. Served, it would silently
 answer like the base model.
+
+A config that needs a process to match its patterns (`pattern_matching.py`) is spelled out once, when it is read from
+its directory: its digest, and the store, have the names of the modules that the patterns matched. So a load from the
+store needs no process. Stores of slora 0.1 may have such patterns; a load matches them in a process each time.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from slora_adapters.errors import Reason
 from slora_adapters.peft.module_names import ModuleId
-from slora_adapters.peft.name_pattern import NamePattern, StepBudget
-from slora_adapters.peft.peft_config import ALL_LINEAR, CONFIG_NAME, PeftConfig
+from slora_adapters.peft.pattern_matching import PatternField, match_fields
+from slora_adapters.peft.peft_config import (
+    ALL_LINEAR,
+    CONFIG_NAME,
+    MAX_LIST_ENTRIES,
+    MAX_PATTERNS,
+    PeftConfig,
+)
 from slora_kernels.layout import ModelShape
 
 
-def resolve_targets(
-    config: PeftConfig, shape: ModelShape, budget: StepBudget
-) -> tuple[frozenset[ModuleId], list[Reason]]:
+class Target(NamedTuple):
+    """An adapted module: its rank, and the alpha of its scale."""
+
+    rank: int
+    alpha: float
+
+
+def resolve_targets(config: PeftConfig, shape: ModelShape) -> tuple[dict[ModuleId, Target], list[Reason]]:
     """Returns the modules that the config adapts in a base model of this shape, and the reasons to refuse
     the config.
+
+    Raises OSError if no process could match its patterns.
     """
     reasons = list(_refuse_names(config, shape)) if isinstance(config.target_modules, tuple) else []
     reasons += _refuse_layers(config, shape.num_layers)
+    names = [module.path for module in shape.modules]
+    fields = _list_pattern_fields(config)
+    found, pattern_reasons = match_fields(fields, names)
+    if pattern_reasons:
+        return {}, [*reasons, *pattern_reasons]
+    matches = {field.name: match for field, match in zip(fields, found, strict=True)}
+    is_target, is_excluded = _target_rule(config), _suffix_rule(config.exclude_modules)
     # As in PEFT, "all-linear" means the linears of the layers. The output head must be named.
     candidates = shape.embedding_module if config.target_modules == ALL_LINEAR else shape.num_modules
-    try:
-        is_target, is_excluded = _target_rule(config, budget), _name_rule(config.exclude_modules, budget)
-        targets = frozenset(
-            module_id
-            for module_id, module in enumerate(shape.modules[:candidates])
-            if not is_excluded(module.path) and is_target(module.path)
-        )
-    except ValueError as error:
-        return frozenset(), [
-            *reasons,
-            Reason("target_modules", f"target_modules or exclude_modules: {error}"),
-        ]
+    targets = {}
+    for module_id, name in enumerate(names[:candidates]):
+        hits = {field: match[module_id] for field, match in matches.items()}
+        if hits.get("exclude_modules") is not None or is_excluded(name):
+            continue
+        if hits.get("target_modules") is not None or is_target(name):
+            rank, alpha = hits.get("rank_pattern"), hits.get("alpha_pattern")
+            targets[module_id] = Target(
+                config.rank if rank is None else config.rank_patterns[rank][1],
+                config.alpha if alpha is None else config.alpha_patterns[alpha][1],
+            )
     if not targets:
         reasons.append(
             Reason(
@@ -43,7 +68,7 @@ def resolve_targets(
                 "the config adapts no module of the base model; check target_modules and exclude_modules",
             )
         )
-    if config.ensure_weight_tying and targets & {shape.embedding_module, shape.head_module}:
+    if config.ensure_weight_tying and targets.keys() & {shape.embedding_module, shape.head_module}:
         reasons.append(
             Reason(
                 "ensure_weight_tying",
@@ -54,11 +79,65 @@ def resolve_targets(
     return targets, reasons
 
 
-def _target_rule(config: PeftConfig, budget: StepBudget) -> Callable[[str], bool]:
+def spell_out(
+    config: PeftConfig, targets: Mapping[ModuleId, Target], shape: ModelShape
+) -> tuple[PeftConfig, list[Reason]]:
+    """Replaces the fields whose patterns need a process by fields that name modules, with the same meaning.
+
+    targets: the result of `resolve_targets`. Returns the reasons to refuse the new fields, too.
+    """
+    wild = {field.name for field in _list_pattern_fields(config) if not field.is_plain}
+    paths = {module_id: shape.modules[module_id].path for module_id in targets}
+    if wild & {"target_modules", "exclude_modules"}:
+        config = replace(
+            config,
+            target_modules=tuple(sorted(paths.values())),
+            exclude_modules=(),
+            layers_to_transform=None,
+            layers_pattern=(),
+        )
+    if "rank_pattern" in wild:
+        ranks = ((_name_pattern(path), targets[module_id].rank) for module_id, path in paths.items())
+        config = replace(config, rank_patterns=tuple(pair for pair in ranks if pair[1] != config.rank))
+    if "alpha_pattern" in wild:
+        alphas = ((_name_pattern(path), targets[module_id].alpha) for module_id, path in paths.items())
+        config = replace(config, alpha_patterns=tuple(pair for pair in alphas if pair[1] != config.alpha))
+    return config, [
+        Reason(name, f"{name}: its patterns match {count} modules; accepted are {most}")
+        for name, count, most in (
+            ("target_modules", len(config.target_modules), MAX_LIST_ENTRIES),
+            ("rank_pattern", len(config.rank_patterns), MAX_PATTERNS),
+            ("alpha_pattern", len(config.alpha_patterns), MAX_PATTERNS),
+        )
+        if name in wild and count > most
+    ]
+
+
+def _name_pattern(path: str) -> str:
+    """A key of rank_pattern or alpha_pattern that matches this module only."""
+    return "^" + re.escape(path)
+
+
+def _list_pattern_fields(config: PeftConfig) -> list[PatternField]:
+    """A string of module names is a regular expression over the whole name."""
+    strings = {"target_modules": config.target_modules, "exclude_modules": config.exclude_modules}
+    tables = {"rank_pattern": config.rank_patterns, "alpha_pattern": config.alpha_patterns}
+    return [
+        *(
+            PatternField(name, [pattern], is_whole=True)
+            for name, pattern in strings.items()
+            if isinstance(pattern, str) and pattern != ALL_LINEAR
+        ),
+        *(PatternField(name, [pattern for pattern, _ in table]) for name, table in tables.items() if table),
+    ]
+
+
+def _target_rule(config: PeftConfig) -> Callable[[str], bool]:
+    """PEFT's rule for target_modules, except for regular expressions."""
     targets = config.target_modules
     if targets == ALL_LINEAR:
         return lambda name: True
-    matches = _name_rule(targets, budget)
+    matches = _suffix_rule(targets)
     if isinstance(targets, str) or config.layers_to_transform is None:
         return matches
     # As in PEFT, a full module name matches in any layer. The layer filter applies only to suffixes.
@@ -79,13 +158,9 @@ def _find_layer(name: str, patterns: tuple[str, ...]) -> int | None:
     return None
 
 
-def _name_rule(names: Sequence[str] | str, budget: StepBudget) -> Callable[[str], bool]:
-    """Returns PEFT's matching rule: a string is a regular expression over the whole name, and a list has dotted
-    suffixes.
-    """
-    if isinstance(names, str):
-        return NamePattern(names, budget).matches_whole
-    wanted = frozenset(names)
+def _suffix_rule(names: Sequence[str] | str) -> Callable[[str], bool]:
+    """PEFT's rule for a list of names, which are dotted suffixes. A string matches nothing here."""
+    wanted: frozenset[str] = frozenset() if isinstance(names, str) else frozenset(names)
     return lambda name: any(suffix in wanted for suffix in _suffixes(name))
 
 

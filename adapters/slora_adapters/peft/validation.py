@@ -1,4 +1,4 @@
-"""Matches a config with tensors, and returns the LoRA pairs or every reason to refuse the adapter.
+"""Matches the targets of a config with tensors, and returns the LoRA pairs or every reason to refuse the adapter.
 
 The checks are stricter than PEFT's. PEFT loads some adapters with only a warning: tensors that the config does not
 name, or modules without tensors. Served, such an adapter would answer fully or partly like the base model without any
@@ -11,10 +11,8 @@ from slora_adapters.errors import Reason
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.adapter import AnyFactor, Factor, LoraPair
 from slora_adapters.peft.module_names import ModuleId, parse_factor_name
-from slora_adapters.peft.name_pattern import StepBudget
 from slora_adapters.peft.number_format import fits, is_finite, largest_magnitude_bits
-from slora_adapters.peft.peft_config import PatternTable, PeftConfig
-from slora_adapters.peft.targeting import resolve_targets
+from slora_adapters.peft.targeting import Target
 from slora_adapters.peft.tensor_file import StoredTensor
 from slora_kernels.layout import LinearShape, ModelShape
 
@@ -29,33 +27,31 @@ _FOREIGN_TENSORS: Sequence[tuple[str, str, str]] = (
 
 
 def validate(
-    config: PeftConfig, tensors: Mapping[str, AnyFactor], shape: ModelShape, limits: AdapterLimits
+    targets: Mapping[ModuleId, Target],
+    tensors: Mapping[str, AnyFactor],
+    shape: ModelShape,
+    limits: AdapterLimits,
+    *,
+    use_rslora: bool,
 ) -> tuple[dict[ModuleId, LoraPair[AnyFactor]], list[Reason]]:
-    """Returns the adapter's pairs, and every reason to refuse it except reasons in its values (see `check_values`).
+    """Returns the adapter's pairs, and every reason to refuse it except reasons in its config (see `resolve_targets`)
+    and in its values (see `check_values`).
 
     The pairs are complete only if there is no reason.
     """
     factors, reasons = _sort_factors(tensors, shape)
-    budget = StepBudget()
-    targets, target_reasons = resolve_targets(config, shape, budget)
-    reasons += target_reasons
     present = frozenset(module_id for module_id, _ in factors)
-    reasons += _compare_with_targets(present, targets, shape)
+    reasons += _compare_with_targets(present, frozenset(targets), shape)
     pairs: dict[ModuleId, LoraPair[AnyFactor]] = {}
-    try:
-        ranks = PatternTable(config.rank_patterns, config.rank, budget)
-        alphas = PatternTable(config.alpha_patterns, config.alpha, budget)
-        for module_id in sorted(present & targets):
-            pair = (factors.get((module_id, "A")), factors.get((module_id, "B")))
-            module = shape.modules[module_id]
-            rank, alpha = ranks.lookup(module.path), alphas.lookup(module.path)
-            scale = alpha / (rank**0.5 if config.use_rslora else rank)
-            found = list(_check_pair(module, pair, rank, scale, limits))
-            reasons += found
-            if pair[0] is not None and pair[1] is not None and not found:
-                pairs[module_id] = LoraPair(module.path, pair[0], pair[1], scale)
-    except ValueError as error:
-        reasons.append(Reason("rank_pattern", f"rank_pattern or alpha_pattern: {error}"))
+    for module_id in sorted(present & targets.keys()):
+        pair = (factors.get((module_id, "A")), factors.get((module_id, "B")))
+        module = shape.modules[module_id]
+        rank, alpha = targets[module_id]
+        scale = alpha / (rank**0.5 if use_rslora else rank)
+        found = list(_check_pair(module, pair, rank, scale, limits))
+        reasons += found
+        if pair[0] is not None and pair[1] is not None and not found:
+            pairs[module_id] = LoraPair(module.path, pair[0], pair[1], scale)
     return pairs, reasons
 
 

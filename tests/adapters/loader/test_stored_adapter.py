@@ -11,8 +11,11 @@ from slora_adapters.errors import AdapterCorrupt, AdapterNotFound
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader import stored_adapter
 from slora_adapters.loader.stored_adapter import NUM_BUFFERS, StoredAdapter, make_buffers
+from slora_adapters.peft.digest import adapter_digest
 from slora_adapters.peft.packing import Packer, pack
+from slora_adapters.peft.peft_config import parse_peft_config
 from slora_adapters.peft.peft_directory import parse_adapter
+from slora_adapters.peft.tensor_file import read_tensors
 from slora_adapters.store.local_blob import LocalBlob
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors
 
@@ -188,3 +191,26 @@ def test_nothing_writes_to_the_region_once_a_load_has_failed(monkeypatch: pytest
     may_pack.set()
     thread.join(20)
     assert failures
+
+
+def _store_as_before(**changes: object) -> tuple[LocalBlob, str]:
+    """A blob of slora 0.1, whose config and digest have the patterns of the upload."""
+    raw = json.dumps(make_config(**changes)).encode()
+    members = {**make_members(), CONFIG: raw}
+    config, _ = parse_peft_config(raw)
+    assert config is not None
+    return LocalBlob(members), adapter_digest(config, read_tensors(memoryview(members[TENSORS])))
+
+
+def test_an_adapter_that_was_stored_with_its_patterns_loads() -> None:
+    blob, digest = _store_as_before(
+        target_modules=r"^(?!.*head).*(q|down)_proj", alpha_pattern={"layers.0.*": 5}
+    )
+    _, scales = _pour(blob, digest)
+    assert [scale for scale in scales.tolist() if scale] == [2.5, 2.5, 2.0, 2.0]
+
+
+def test_a_stored_pattern_that_takes_for_ever_fails_its_load_only() -> None:
+    blob, digest = _store_as_before(alpha_pattern={"(.*.*.*.*.*.*.*.*.*.*)*(x+x+)+y": 5})
+    with pytest.raises(AdapterCorrupt, match="alpha_pattern: matching takes more than 2 s of CPU time"):
+        _pour(blob, digest)

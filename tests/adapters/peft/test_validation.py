@@ -109,7 +109,6 @@ CONFIG_FAULTS = [
     ({"layers_to_transform": [0], "layers_pattern": "h"}, "matches_nothing"),
     ({"exclude_modules": ["q_proj"]}, "untargeted_tensors"),
     ({"exclude_modules": ".*"}, "matches_nothing"),
-    ({"target_modules": "(.*.*.*.*.*.*.*.*.*.*)*(x+x+)+y"}, "matches_nothing"),
     ({"r": 3}, "shape_mismatch"),
     ({"rank_pattern": {"down_proj": 3}}, "shape_mismatch"),
     ({"lora_alpha": 1e6}, "scale_too_high"),

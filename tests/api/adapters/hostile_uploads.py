@@ -535,19 +535,24 @@ def _configs(make: Maker) -> dict[str, Hostile]:
             "alpha_pattern: ",
             "alpha_pattern",
         ),
-        "a pattern that refers back": (
-            {"rank_pattern": {r"(a)\1": 2}},
-            "rank_pattern: the regular expression",
+        "a pattern that refers to no group": (
+            {"rank_pattern": {r"(a)\7": 2}},
+            "rank_pattern: Python cannot compile a pattern",
             "rank_pattern",
         ),
-        "a pattern of 60 groups": (
-            {"exclude_modules": "(" * 60 + "a" + ")" * 60},
-            "nests groups deeper than 50",
+        "a pattern of 4000 groups": (
+            {"exclude_modules": "(" * 4000 + "a" + ")" * 4000},
+            "exclude_modules: Python cannot compile a pattern",
             "exclude_modules",
         ),
+        "targets that take for ever": (
+            {"target_modules": "(.*.*.*.*.*.*.*.*.*.*)*(x+x+)+y"},
+            "target_modules: matching takes more than 2 s of CPU time",
+            "target_modules",
+        ),
         "patterns that take for ever": (
-            {"rank_pattern": {f"(.*a.*b.*c.*{i}.*)" + "{1,50}": 2 for i in range(2000)}},
-            "the pattern takes too long to match",
+            {"rank_pattern": {f"(.*.*.*.*.*.*.*.*.*.*)*(x+x+)+{i}": 2 for i in range(2000)}},
+            "rank_pattern: matching takes more than 2 s of CPU time",
             "rank_pattern",
         ),
         "no targets": ({"target_modules": []}, "target_modules is missing or empty", "target_modules"),

@@ -1,0 +1,101 @@
+"""Matches module names against regular expressions from untrusted configs, in bounded time.
+
+The matcher is Python's own, as in PEFT. A plain pattern has neither repeats nor groups, so its cost is bounded, and it
+is matched here. Other patterns are matched in a process with limits on CPU time and memory.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slora_adapters.errors import Reason
+from slora_adapters.peft import pattern_process
+from slora_adapters.peft.pattern_process import CPU_SECONDS, find_first_matches
+
+# Generous, because two seconds of CPU time take long on a busy machine.
+_PATIENCE_S = 120.0
+_PLAIN = re.compile(r"(?:[\w.^-]|\\[.dw-])*\Z", re.ASCII)
+# Only what Python needs to start: a process that matches untrusted patterns receives no secret.
+_PASSED_ON = ("PYTHONHOME", "LD_LIBRARY_PATH")
+
+
+@dataclass(frozen=True, slots=True)
+class PatternField:
+    """A field of a config that has patterns.
+
+    name: PEFT's name of the field.
+    patterns: as the file has them.
+    is_whole: whether a pattern has to match the whole name of a module. Otherwise it matches a suffix of the name.
+    """
+
+    name: str
+    patterns: Sequence[str]
+    is_whole: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no pattern can backtrack much. EVA writes a plain pattern for each module."""
+        return all(map(_PLAIN.match, self.patterns))
+
+    @property
+    def regexes(self) -> list[str]:
+        """What Python matches, by PEFT's rule."""
+        return [pattern if self.is_whole else suffix_regex(pattern) for pattern in self.patterns]
+
+
+def suffix_regex(pattern: str) -> str:
+    """Returns PEFT's regular expression for a key of rank_pattern or alpha_pattern."""
+    return rf"(.*\.)?({pattern})$"
+
+
+def match_fields(
+    fields: Sequence[PatternField], names: Sequence[str]
+) -> tuple[list[list[int | None]], list[Reason]]:
+    """Returns for each field and each name the index of the field's first pattern that matches, and the reasons to
+    refuse the fields. The matches are complete only if there is no reason.
+
+    Raises OSError if no process could match them.
+    """
+    if all(field.is_plain for field in fields):
+        return [find_first_matches(one.regexes, names, is_whole=one.is_whole) for one in fields], []
+    task = [(field.regexes, names, field.is_whole) for field in fields]
+    lines, exit_code = _match_in_process(json.dumps(task))
+    matches: list[list[int | None]] = []
+    reasons = []
+    for field, line in zip(fields, lines, strict=False):
+        answer = json.loads(line)
+        matches.append(answer.get("matches", []))
+        if "error" in answer:
+            reasons.append(Reason(field.name, f"{field.name}: {answer['error']}"))
+    if len(lines) < len(fields):
+        if exit_code != -signal.SIGXCPU:
+            raise OSError(f"the process that matches patterns ended with exit code {exit_code}")
+        late = fields[len(lines)].name
+        message = f"{late}: matching takes more than {CPU_SECONDS} s of CPU time; simplify the repeats of the patterns"
+        reasons.append(Reason(late, message))
+    return matches, reasons
+
+
+def _match_in_process(task: str) -> tuple[list[str], int]:
+    """Returns the whole lines that the process printed, and its exit code. Raises OSError."""
+    command = [sys.executable, "-I", "-S", pattern_process.__file__, str(os.getpid())]
+    environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    try:
+        done = subprocess.run(
+            command,
+            input=task,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=_PATIENCE_S,
+            env=environment,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"matching patterns did not end within {_PATIENCE_S:g} s") from None
+    return done.stdout.split("\n")[:-1], done.returncode

@@ -1,0 +1,125 @@
+"""Patterns of untrusted configs: they mean what they mean to Python's matcher, and cannot run for long."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slora_adapters.errors import AdapterInvalid
+from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft import pattern_matching, pattern_process
+from slora_adapters.peft.bundle import bundle
+from slora_adapters.peft.pattern_matching import PatternField, match_fields
+from slora_adapters.peft.peft_directory import CONFIG_NAME, TENSORS_NAME, parse_adapter, read_adapter
+from tests.adapters.hand_made import SHAPE, make_config, make_members, reason_codes, write_directory
+
+_LINEARS_OF_80_LAYERS = [f"model.layers.{layer}.{x.path}" for layer in range(80) for x in SHAPE.linears]
+HOSTILE = "(.*.*.*.*.*.*.*.*.*.*)*(x+x+)+y"
+WILD_CONFIG = make_config(
+    target_modules=r"^(?!.*lm_head).*layers\.\d+\.(self_attn\.q|mlp\.down)_proj",
+    exclude_modules=r".*\.(k|v)_proj",
+    alpha_pattern={r"layers\.0\..*": 5, "down_proj": 7},
+    rank_pattern={r"(q|down)_proj": 2},
+)
+
+
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r".*\.[qk]_proj",
+        r"^(?!.*layers\.1\.).*\.(?:q|o)_proj$",
+        r"(?i).*Q_PROJ",
+        r".*(a)t\1?.*",
+        r"(?<=x)y|.*up.*",
+    ],
+)
+def test_a_pattern_matches_what_it_matches_in_python(pattern: str) -> None:
+    names = [module.path for module in SHAPE.modules]
+    (whole,), _ = match_fields([PatternField("target_modules", [pattern], is_whole=True)], names)
+    assert whole == [0 if re.fullmatch(pattern, name) else None for name in names]
+
+
+def test_the_first_pattern_of_a_table_wins_and_fields_are_told_apart() -> None:
+    fields = [PatternField("rank_pattern", ["(q)_proj", "(.*)_proj"]), PatternField("alpha_pattern", ["b"])]
+    assert match_fields(fields, ["a.q_proj", "up_proj", "x_proj.b"]) == (
+        [[0, 1, None], [None, None, 0]],
+        [],
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target_modules": HOSTILE},
+        {"exclude_modules": HOSTILE},
+        {"rank_pattern": {HOSTILE: 2}},
+        {"alpha_pattern": {"q_proj": 4, HOSTILE: 4}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_pattern_that_takes_for_ever_is_refused_by_its_field(change: dict[str, object]) -> None:
+    (field,) = change
+    members = {name: memoryview(raw) for name, raw in make_members(make_config(**change)).items()}
+    with pytest.raises(AdapterInvalid, match=rf"{field}: matching takes more than 2 s of CPU time; simplify"):
+        parse_adapter(members, SHAPE, AdapterLimits())
+
+
+@pytest.mark.parametrize("pattern", ["(", "*", "(?(7)a)", "(a)" + "(" * 4000 + "a" + ")" * 4000])
+def test_what_python_cannot_compile_is_refused_by_its_field(pattern: str) -> None:
+    for field in ("exclude_modules", "rank_pattern"):
+        value = pattern if field == "exclude_modules" else {pattern: 2}
+        assert field in reason_codes(make_members(make_config(**{field: value})))
+
+
+def test_a_process_that_gives_no_answer_is_no_fault_of_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pattern_process, "__file__", "/nowhere.py")
+    with pytest.raises(OSError, match="the process that matches patterns ended with exit code 2"):
+        reason_codes(make_members(make_config(exclude_modules=".*")))
+
+
+@pytest.mark.usefixtures("no_process")
+def test_the_patterns_of_eva_for_an_80_layer_model_need_no_process() -> None:
+    modules = _LINEARS_OF_80_LAYERS
+    field = PatternField("rank_pattern", [name.replace(".", r"\.") for name in modules])
+    assert match_fields([field], modules) == ([list(range(560))], [])
+
+
+def test_a_config_is_stored_with_the_modules_that_its_patterns_matched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a load starts no process, and the digest covers what is served."""
+    directory = write_directory(tmp_path / "adapter", make_members(WILD_CONFIG))
+    adapter = read_adapter(directory, SHAPE, AdapterLimits())
+    assert [pair.scale for pair in adapter.pairs.values()] == [2.5, 2.5, 2.0, 3.5]
+    members = bundle(adapter, directory, tmp_path)
+    config, tensors = members[CONFIG_NAME], members[TENSORS_NAME]
+    assert isinstance(config, bytes) and isinstance(tensors, Path)
+    monkeypatch.setattr(pattern_matching, "_match_in_process", None)
+    stored = {CONFIG_NAME: memoryview(config), TENSORS_NAME: memoryview(tensors.read_bytes())}
+    again = parse_adapter(stored, SHAPE, AdapterLimits())
+    assert again.digest == adapter.digest and again.config == adapter.config
+    assert [pair.scale for pair in again.pairs.values()] == [2.5, 2.5, 2.0, 3.5]
+    assert json.loads(config)["exclude_modules"] is None
+
+
+def test_patterns_with_one_meaning_give_one_digest() -> None:
+    targets = (r".*\.(q|down)_proj", r".*(down|q)_proj")
+    digests = {
+        parse_adapter(
+            {n: memoryview(raw) for n, raw in make_members(make_config(target_modules=target)).items()},
+            SHAPE,
+            AdapterLimits(),
+        ).digest
+        for target in targets
+    }
+    assert len(digests) == 1
