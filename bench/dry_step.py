@@ -52,7 +52,7 @@ class StepCount:
     """What a step launches, and the least that it must read, write and multiply.
 
     weight_bytes: of the base's matmuls, read once. kv_bytes: of the contexts. adapter_bytes: of the distinct adapters.
-    bridge_bytes: what shrink leaves for expand, written and read once. out_bytes: what expand adds to, read and written
+    shrunk_bytes: what shrink leaves for expand, written and read once. out_bytes: what expand adds to, read and written
     once more. launches: of the base, kernels of torch's and of ours.
     """
 
@@ -62,7 +62,7 @@ class StepCount:
     weight_bytes: int
     kv_bytes: int
     adapter_bytes: int
-    bridge_bytes: int
+    shrunk_bytes: int
     out_bytes: int
     base_flops: int
     lora_flops: int
@@ -95,11 +95,11 @@ class MetaModel:
         memory = DeviceMemory(
             self._geometry, self.shape, page_bytes, 2, 1, -(-layout.num_bytes // page_bytes), _META
         )
-        batch = _make_batch(step, kernels.tile_limits, layout.reach.max_group_rank)
+        batch = _make_batch(step, kernels.tile_limits, layout.targets.max_group_rank)
         with torch.inference_mode(), _TorchOps() as ops:
             hidden = self._decoder.forward(batch, memory, kernels)
             logits = self._decoder.logits(hidden, LoraDeltas(batch.head_lora, memory, kernels))
-            kernels.likeliest(logits)
+            kernels.argmax(logits)
         lora = [launch for launch in launches if launch.kernel.__name__.startswith(_LORA_KERNEL)]
         contexts = step.batch * (step.context + step.tokens)
         rows = step.batch * step.tokens if step.adapters else 0
@@ -110,7 +110,7 @@ class MetaModel:
             weight_bytes=ops.weight_bytes,
             kv_bytes=contexts * page_bytes // _BLOCK_TOKENS,
             adapter_bytes=step.adapters * layout.num_bytes,
-            bridge_bytes=sum(_num_bytes(launch, "bridge") for launch in lora),
+            shrunk_bytes=sum(_num_bytes(launch, "shrunk") for launch in lora),
             out_bytes=2 * sum(_num_bytes(launch, "out") for launch in lora),
             base_flops=ops.flops,
             lora_flops=2 * rows * layout.num_bytes // self.shape.element_bytes,
@@ -143,8 +143,8 @@ def _make_batch(step: StepShape, limits: TileLimits, max_group_rank: int) -> Ste
         block_tables=ints(step.batch, -(-context // _BLOCK_TOKENS)),
         positions=ints(num_tokens, dtype=torch.int64),
         kv_slots=ints(num_tokens, dtype=torch.int64),
-        max_query=step.tokens,
-        max_context=context,
+        max_query_len=step.tokens,
+        max_context_len=context,
     )
     return StepBatch(
         token_ids=ints(num_tokens, dtype=torch.int64),

@@ -94,7 +94,7 @@ def floor_row(model: MetaModel, step: StepShape, rates: GpuRates) -> Row:
 
 
 def _between_bytes(count: StepCount) -> int:
-    return count.bridge_bytes + count.out_bytes
+    return count.shrunk_bytes + count.out_bytes
 
 
 def decode_rows(model: MetaModel, context: int, rank: int, rates: GpuRates) -> list[Row]:

@@ -34,7 +34,7 @@ _KERNELS = {
     "rotate_and_write_kv": ELEMENTWISE,
     "quantized_linear": BASE,
     "shrink": SHRINK,
-    "look_up": SHRINK,
+    "shrink_embedding": SHRINK,
     "expand": EXPAND,
     "prepare_attention": BUILD,
     "prepare_lora": BUILD,

@@ -1,6 +1,6 @@
 """How long the kernels take on this GPU, beside the bytes that they must move and its own copies.
 
-    python -m bench.gpu.kernel_times FILE [--seconds 480] [--kinds copy lora decode prefill draw]
+    python -m bench.gpu.kernel_times FILE [--seconds 480] [--kinds copy lora decode prefill sample]
 
 FILE gets a row for each case as it is measured; run again, it goes on behind the last one. Shapes are Llama-3.1-8B's in
 bfloat16. Calls go over several layers in turn, so that nothing is found in a cache because it was used just now; they
@@ -10,7 +10,7 @@ lora     a site's shrink and expand: batch, distinct adapters, ranks. Bytes: A a
          the output twice.
 decode   attention of one token a sequence: batch, context, what K and V are kept as. Bytes: K and V.
 prefill  a chunk behind a context: TFLOP/s.
-draw     tokens of a whole vocabulary, without filters and with: batch. Bytes: the logits.
+sample   tokens of a whole vocabulary, without filters and with: batch. Bytes: the logits.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from bench.gpu.random_adapters import BLOCK_TOKENS, RandomAdapters, cut_evenly
 from bench.gpu.resumed_table import ResumedTable
 from bench.table import Row, print_table
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
-from slora_kernels.draws import NO_TOP_K, Draws
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.layout import ModelShape, llama_shape
 from slora_kernels.ops import Kernels
+from slora_kernels.sampling_tensors import NO_TOP_K, SamplingTensors
 
 RANKS: dict[str, tuple[int, ...]] = {"8": (8,), "16": (16,), "64": (64,), "mixed": (8, 16, 64)}
 SITES = ("qkv", "o", "gate_up", "down")
@@ -82,7 +82,7 @@ class KernelTimes:
             "lora": self._loras,
             "decode": self._decodes,
             "prefill": self._prefills,
-            "draw": self._draws,
+            "sample": self._sample,
         }
         for kind in kinds:
             for key, measure in makers[kind]():
@@ -152,7 +152,7 @@ class KernelTimes:
                     key = {"kv": kv.value, "tokens": tokens, "context": before + tokens}
                     yield key, lambda t=tokens, c=before + tokens, f=kv: self._attention(1, t, c, f)
 
-    def _draws(self) -> Iterator[Case]:
+    def _sample(self) -> Iterator[Case]:
         for filters in FILTERS:
             for batch in self._sizes.batches:
                 yield {"filters": filters, "batch": batch}, lambda f=filters, b=batch: self._draw(f, b)
@@ -162,12 +162,12 @@ class KernelTimes:
         device = self._device
         # As flat as a chat model's: some hundred tokens are worth drawing.
         logits = (3 * torch.randn(batch, self._sizes.shape.vocab_size, device=device)).to(self._sizes.dtype)
-        peaks = logits.float().amax(-1)
+        max_logits = logits.float().amax(-1)
         whole = [range(batch), range(batch), [top_k or NO_TOP_K] * batch]
         fractions = [[1.0] * batch, [top_p] * batch, [0.0] * batch]
-        draws = Draws.upload(np.array(whole, np.int64), np.array(fractions), device)
-        seconds = time_device(lambda: self._kernels.draw(logits, peaks, draws), device)
-        twin = time_device(lambda: self._twins.draw(logits, peaks, draws), device, graph=False)
+        sampling = SamplingTensors.upload(np.array(whole, np.int64), np.array(fractions), device)
+        seconds = time_device(lambda: self._kernels.sample(logits, max_logits, sampling), device)
+        twin = time_device(lambda: self._twins.sample(logits, max_logits, sampling), device, graph=False)
         return _rate(seconds, logits.nbytes) | {"torch us": twin * 1e6}
 
     def _attention(self, batch: int, tokens: int, context: int, kv_format: KVFormat) -> Row:
@@ -191,8 +191,8 @@ class KernelTimes:
                 block_tables=order.int().view(batch, blocks).to(device),
                 positions=positions.to(device),
                 kv_slots=positions.to(device),
-                max_query=tokens,
-                max_context=context,
+                max_query_len=tokens,
+                max_context_len=context,
             )
         )
         q = torch.randn(batch * tokens, geometry.num_heads, geometry.head_dim, device=device)
@@ -225,7 +225,7 @@ def compare(rows: list[Row]) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    kinds = ["copy", "lora", "decode", "prefill", "draw"]
+    kinds = ["copy", "lora", "decode", "prefill", "sample"]
     parser.add_argument("table", type=Path, help="JSON lines; it is added to")
     parser.add_argument("--seconds", type=float, default=480.0, help="no case is begun after so long")
     parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds)

@@ -74,13 +74,13 @@ class PeerTimes:
         step = self._kernels.prepare_lora(tiles, scene.tables)
 
         def ours(out: Tensor, layer: int) -> None:
-            bridge = self._kernels.shrink(x, scene.pages, sites[layer], step)
-            self._kernels.expand(out, bridge, scene.pages, sites[layer], step)
+            shrunk = self._kernels.shrink(x, scene.pages, sites[layer], step)
+            self._kernels.expand(out, shrunk, scene.pages, sites[layer], step)
 
         row = {OURS: self._time(ours, start)}
         expected = torch.zeros_like(start)
         ours(expected, 0)
-        # Of 16 bits, in the bridge and in what is added, rounding is a hundredth of this.
+        # Of 16 bits, in the shrink output and in what is added, rounding is a hundredth of this.
         most_off = 0.05 * expected.float().std()
         weights = [unpack(scene, site, self._sizes.dtype) for site in sites]
         num_tokens = [len(range(slot, batch, num_adapters)) for slot in range(num_adapters)]

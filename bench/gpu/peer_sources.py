@@ -72,11 +72,11 @@ class VllmKernels:
         return weights
 
     def run(self, x: Tensor, out: Tensor, weights: Weights) -> None:
-        bridge = torch.empty(
+        shrunk = torch.empty(
             (len(weights.a), len(x), weights.rank), dtype=torch.float32, device=x.device
         )  # fmt: skip
-        self._shrink(x, weights.a, bridge, *self._metadata, 1.0)
-        self._expand(bridge, weights.b, out, *self._metadata, offset_start=0, add_inputs=True)
+        self._shrink(x, weights.a, shrunk, *self._metadata, 1.0)
+        self._expand(shrunk, weights.b, out, *self._metadata, offset_start=0, add_inputs=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +111,11 @@ class SglangKernels:
 
     def run(self, x: Tensor, out: Tensor, weights: _Stacked) -> None:
         info = self._infos[weights.b.shape[2]]
-        bridge = self._shrink.chunked_sgmv_lora_shrink_forward(
+        shrunk = self._shrink.chunked_sgmv_lora_shrink_forward(
             x, weights.a, info, len(weights.host_offsets) - 1
         )
         self._expand.chunked_sgmv_lora_expand_forward(
-            bridge, weights.b, info, weights.offsets, weights.widest, out, weights.host_offsets
+            shrunk, weights.b, info, weights.offsets, weights.widest, out, weights.host_offsets
         )
 
     def _segment(self, rank: int) -> SimpleNamespace:

@@ -39,7 +39,7 @@ class RandomAdapters:
             torch.stack([torch.from_numpy(layout.modules) for layout in mine]).to(device),
             torch.ones(count, shape.num_modules, device=device),
         )
-        return RandomAdapters(pages, tables, layouts, max(layout.reach.max_group_rank for layout in mine))
+        return RandomAdapters(pages, tables, layouts, max(layout.targets.max_group_rank for layout in mine))
 
 
 def cut_evenly(

@@ -24,7 +24,7 @@ from bench.gpu.device_time import time_device
 from bench.gpu.random_adapters import BLOCK_TOKENS, RandomAdapters, cut_evenly
 from bench.gpu.resumed_table import ResumedTable
 from bench.table import Row
-from slora_kernels.gpu.ahead_of_time import TARGETS, pretend
+from slora_kernels.gpu.ahead_of_time import TARGETS, set_compile_target
 from slora_kernels.gpu.compiled_kernel import CompiledKernel, read_compiled
 from slora_kernels.gpu.lora_expand_rows import ROW_TILE_TOKENS
 from slora_kernels.gpu.lora_shrink import TILE_TOKENS
@@ -154,14 +154,14 @@ class Tuning:
         torch.testing.assert_close(add(kernels), add(self._twin), rtol=unit, atol=unit)
         lora = kernels.prepare_lora(tiles, scene.tables)
         sites = [_same_site(shape, site, layer) for layer in range(shape.num_layers)]
-        bridges = [kernels.shrink(x, scene.pages, one, lora) for one in sites]
+        shrink_outputs = [kernels.shrink(x, scene.pages, one, lora) for one in sites]
 
         def run() -> None:
-            for one, bridge in zip(sites, bridges, strict=True):
+            for one, shrunk in zip(sites, shrink_outputs, strict=True):
                 if is_shrink:
                     kernels.shrink(x, scene.pages, one, lora)
                 else:
-                    kernels.expand(out, bridge, scene.pages, one, lora)
+                    kernels.expand(out, shrunk, scene.pages, one, lora)
 
         return {"us": time_device(run, device) / len(sites) * 1e6}
 
@@ -298,7 +298,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="every n-th candidate and the last")
     options = parser.parse_args()
     if options.compile:
-        pretend(options.compile)
+        set_compile_target(options.compile)
         for compiled in compile_candidates(REAL, options.compile, options.every):
             print(json.dumps(asdict(compiled)), flush=True)
         return

@@ -17,7 +17,7 @@ from slora_kernels.layout import KVBlockLayout, lay_out_kv_block
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """How K and V of one layer lie in a page: `[2, num_kv_heads, block_tokens, head_dim]` of `number_dtype`.
+    """How K and V of one layer lie in a page: `[2, num_kv_heads, block_tokens, head_dim]` of `element_dtype`.
 
     In FP8, the scales follow from byte `layout.scales_start` on, one for each vector of head_dim elements.
 
@@ -33,7 +33,7 @@ class KVGeometry:
     kv_format: KVFormat = KVFormat.MODEL
 
     @property
-    def number_dtype(self) -> torch.dtype:
+    def element_dtype(self) -> torch.dtype:
         """The dtype of the K and V elements in a page."""
         return self.dtype if self.kv_format is KVFormat.MODEL else torch.float8_e4m3fn
 
@@ -48,9 +48,9 @@ class KVGeometry:
         )
 
     @property
-    def layer_numbers(self) -> int:
-        """Distance between the parts of two consecutive layers in a page, in elements of `number_dtype`."""
-        return self.layout.num_bytes // self.number_dtype.itemsize
+    def layer_elements(self) -> int:
+        """Distance between the parts of two consecutive layers in a page, in elements of `element_dtype`."""
+        return self.layout.num_bytes // self.element_dtype.itemsize
 
     @property
     def group_heads(self) -> int:
@@ -84,7 +84,7 @@ class LoraTiles:
     empty. Tiles of decode rows come first, tiles of prefill chunks follow.
     weights: float32 [num_tiles], a factor that multiplies the adapter's scale.
     max_group_rank: greatest total rank of a linear group among the slots in use. It is a host number and sizes the
-    bridge.
+    shrunk.
     max_tokens: upper bound of the tokens in a tile. It is a host number and selects the kernels' block sizes.
     num_decodes: number of tiles of decode rows. A decode row is the only token of its sequence in this step, or a row
     that the output head samples from. num_decodes is 0 if the implementation tiles decode rows together with all
@@ -123,8 +123,8 @@ class AttentionBatch:
     kv_slots: int64 [T], page_id * block_tokens + offset, where the token's K and V are written. A padding row of a
     captured step has slot -1, so nothing is written, and context length 0. Its outputs are undefined. Only the Triton
     kernels accept padding rows.
-    max_query: greatest number of query tokens of a sequence.
-    max_context: greatest context length.
+    max_query_len: greatest number of query tokens of a sequence.
+    max_context_len: greatest context length.
 
     Example: a sequence of 20 known tokens that computes its last 4 has context 20 and positions 16..19.
     """
@@ -134,8 +134,8 @@ class AttentionBatch:
     block_tables: Tensor
     positions: Tensor
     kv_slots: Tensor
-    max_query: int
-    max_context: int
+    max_query_len: int
+    max_context_len: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,7 +289,7 @@ def fuse_groups(shape: ModelShape, *paths: str) -> ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
-class LoraReach:
+class LoraTargets:
     """Which parts of the model one adapter adapts, or all adapters of a step together.
 
     max_group_rank: greatest total rank of a site.
@@ -318,9 +318,9 @@ class AdapterLayout:
         return self.num_segments * SEGMENT_BYTES
 
     @property
-    def reach(self) -> LoraReach:
+    def targets(self) -> LoraTargets:
         embedding, head = (bool(rank) for rank in self.modules[-2:, 0])
-        return LoraReach(int(self.groups[:, 0].max()), embedding=embedding, head=head)
+        return LoraTargets(int(self.groups[:, 0].max()), embedding=embedding, head=head)
 
 
 def lay_out_adapter(shape: ModelShape, ranks: Sequence[int]) -> AdapterLayout:

@@ -14,7 +14,7 @@ from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
 
 @dataclass(frozen=True, slots=True)
-class TileRanks:
+class HostLoraTile:
     """One LoRA tile in host numbers. groups[site] and modules[module] are laid out as in `AdapterTables`."""
 
     first: int
@@ -26,7 +26,7 @@ class TileRanks:
     scales: list[float]
 
 
-def plan_tiles(tiles: LoraTiles, tables: AdapterTables) -> list[TileRanks]:
+def plan_tiles(tiles: LoraTiles, tables: AdapterTables) -> list[HostLoraTile]:
     """Copies the table rows of each tile to the host, once per step for all sites."""
     work = tiles.tiles.tolist()
     slots = tiles.tiles[:, 0].long()
@@ -39,7 +39,7 @@ def plan_tiles(tiles: LoraTiles, tables: AdapterTables) -> list[TileRanks]:
         tables.scales[slots].tolist(),
         strict=True,
     )
-    return [TileRanks(tile[1], tile[2], *rest) for tile, *rest in columns]
+    return [HostLoraTile(tile[1], tile[2], *rest) for tile, *rest in columns]
 
 
 def read_rows(
@@ -60,8 +60,8 @@ def read_rows(
     return joined.view(dtype).view(rows, -1)[:, :width]
 
 
-def shrink_tiles(x: Tensor, bridge: Tensor, pages: Tensor, tiles: list[TileRanks], site: LoraSite) -> None:
-    """bridge [T, max_group_rank] = x [T, in] times A, for the rows and columns of each tile.
+def shrink_tiles(x: Tensor, shrunk: Tensor, pages: Tensor, tiles: list[HostLoraTile], site: LoraSite) -> None:
+    """shrunk [T, max_group_rank] = x [T, in] times A, for the rows and columns of each tile.
 
     The rest stays unwritten.
     """
@@ -70,11 +70,13 @@ def shrink_tiles(x: Tensor, bridge: Tensor, pages: Tensor, tiles: list[TileRanks
         if rank:
             a = read_rows(pages, tile.pages, segment, rank, x.shape[1], x.dtype)
             span = slice(tile.first, tile.first + tile.tokens)
-            bridge[span, :rank] = x[span] @ a.T
+            shrunk[span, :rank] = x[span] @ a.T
 
 
-def expand_tiles(out: Tensor, bridge: Tensor, pages: Tensor, tiles: list[TileRanks], site: LoraSite) -> None:
-    """out [T, sum(site.widths)] += weight * scale * bridge times B, module by module, in place."""
+def expand_tiles(
+    out: Tensor, shrunk: Tensor, pages: Tensor, tiles: list[HostLoraTile], site: LoraSite
+) -> None:
+    """out [T, sum(site.widths)] += weight * scale * shrunk times B, module by module, in place."""
     for tile in tiles:
         span = slice(tile.first, tile.first + tile.tokens)
         start = 0
@@ -82,7 +84,7 @@ def expand_tiles(out: Tensor, bridge: Tensor, pages: Tensor, tiles: list[TileRan
             rank, row, segment = tile.modules[module]
             if rank:
                 b = read_rows(pages, tile.pages, segment, rank, width, out.dtype)
-                y = bridge[span, row : row + rank].to(out.dtype)
+                y = shrunk[span, row : row + rank].to(out.dtype)
                 scale = tile.weight * tile.scales[module]
                 out[span, start : start + width].addmm_(y, b, alpha=scale)
             start += width

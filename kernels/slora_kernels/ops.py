@@ -17,11 +17,11 @@ from slora_kernels.batch import (
     QueryKeyNorm,
     TileLimits,
 )
-from slora_kernels.draws import Draws
 from slora_kernels.layout import LoraSite
+from slora_kernels.sampling_tensors import SamplingTensors
 
-# The output of shrink and the input of expand. Its type is private to the implementation.
-Bridge: TypeAlias = Any
+# What shrink returns and expand reads. Its type is private to the implementation.
+ShrinkOutput: TypeAlias = Any
 
 
 class Kernels(Protocol):
@@ -35,11 +35,10 @@ class Kernels(Protocol):
         y = kernels.attend(q, pages, geometry, layer, step, rule)
 
         lora = kernels.prepare_lora(tiles, tables)  # once per step, if any token of it has an adapter
-        bridge = kernels.shrink(x, pages, site, lora)   # for the embedding: kernels.look_up(token_ids, ...)
-        kernels.expand(out, bridge, pages, site, lora)
+        shrunk = kernels.shrink(x, pages, site, lora)   # for the embedding: kernels.shrink_embedding(token_ids, ...)
+        kernels.expand(out, shrunk, pages, site, lora)
 
-    The bridge is the output of shrink and the input of expand. It is opaque: pass it on without reading it, and do not
-    modify x until expand has returned.
+    What shrink returns is opaque: pass it to expand without reading it, and do not modify x until expand has returned.
     """
 
     @property
@@ -112,31 +111,33 @@ class Kernels(Protocol):
         KV outside every window or past the context may be any bytes, even NaN. It never affects a result.
         """
 
-    def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The maximum of each row of logits [B, V], float32 [B], and its argmax, int64 [B].
 
         The logits are float32 or of the model dtype. Of several equal maxima, the first wins. A row that contains a NaN
         has maximum NaN and any token.
         """
 
-    def draw(self, logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
-        """Samples one token for each of the N rows in `draws` -> int64 [N].
+    def sample(self, logits: Tensor, max_logits: Tensor, sampling: SamplingTensors) -> Tensor:
+        """Samples one token for each of the N rows in `sampling` -> int64 [N].
 
-        logits: [B, V], float32 or the model dtype. peaks: float32 [B], the maximum of each row.
+        logits: [B, V], float32 or the model dtype. max_logits: float32 [B], the maximum of each row.
         Temperature is applied first, then the filters, then the token is sampled. A row's result depends on that row
         only. A row whose peak is not finite gets any token.
         """
 
-    def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Bridge:
-        """x [T, in] times A of each tile's adapter, for all modules of the site at once -> the bridge."""
+    def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> ShrinkOutput:
+        """x [T, in] times A of each tile's adapter, for all modules of the site at once -> the shrink output."""
 
-    def look_up(
+    def shrink_embedding(
         self, token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
-    ) -> Bridge:
-        """The shrink of one-hot inputs: gathers the columns of A for token_ids int64 [T] -> the bridge.
+    ) -> ShrinkOutput:
+        """The shrink of one-hot inputs: gathers the columns of A for token_ids int64 [T] -> the shrink output.
 
-        dtype: the model's dtype. The bridge is then expanded onto the embedding's output.
+        dtype: the model's dtype. The shrink output is then expanded onto the embedding's output.
         """
 
-    def expand(self, out: Tensor, bridge: Bridge, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
-        """out [T, sum(site.widths)] += weight * scale * bridge times B, module by module, in place."""
+    def expand(
+        self, out: Tensor, shrunk: ShrinkOutput, pages: Tensor, site: LoraSite, step: LoraStep
+    ) -> None:
+        """out [T, sum(site.widths)] += weight * scale * shrunk times B, module by module, in place."""

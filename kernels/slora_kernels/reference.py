@@ -20,8 +20,8 @@ from slora_kernels.batch import (
     LoraTiles,
     QueryKeyNorm,
 )
-from slora_kernels.draws import Draws
 from slora_kernels.layout import LARGEST_E4M3, SEGMENT_BYTES, LoraSite
+from slora_kernels.sampling_tensors import SamplingTensors
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -37,7 +37,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return rms_norm(residual, weight, eps)
 
 
-def activate(gate: Tensor, activation: Activation) -> Tensor:
+def apply_activation(gate: Tensor, activation: Activation) -> Tensor:
     """gate: float64 of any shape. silu: arXiv 1702.03118. gelu and its tanh approximation: arXiv 1606.08415."""
     match activation:
         case "silu":
@@ -51,7 +51,7 @@ def activate(gate: Tensor, activation: Activation) -> Tensor:
 def act_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     """gate_up [T, 2I] -> [T, I]."""
     gate, up = gate_up.double().chunk(2, dim=-1)
-    return (activate(gate, activation) * up).to(gate_up.dtype)
+    return (apply_activation(gate, activation) * up).to(gate_up.dtype)
 
 
 def quantized_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -80,7 +80,7 @@ def norm_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
 def view_layer(pages: Tensor, geometry: KVGeometry, layer: int) -> Tensor:
     """One layer as a view: pages uint8 [num_pages, full_page_bytes] -> [num_pages, 2, Hk, block_tokens, D]."""
     first = layer * geometry.layout.num_bytes
-    numbers = pages[:, first : first + geometry.layout.scales_start].view(geometry.number_dtype)
+    numbers = pages[:, first : first + geometry.layout.scales_start].view(geometry.element_dtype)
     return numbers.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens, geometry.head_dim)
 
 
@@ -92,7 +92,7 @@ def view_scales(pages: Tensor, geometry: KVGeometry, layer: int) -> Tensor:
     return scales.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens)
 
 
-def scale_up(largest: Tensor) -> Tensor:
+def round_scale_up(largest: Tensor) -> Tensor:
     """Magnitudes, float64 -> scales, bfloat16.
 
     A scale is the smallest normal bfloat16 that is at least magnitude / 448.
@@ -113,10 +113,10 @@ def write_kv(pages: Tensor, geometry: KVGeometry, layer: int, slot: int, k: Tens
     wrong = ~stored.isfinite().all(-1).all(0)
     sides[0, wrong], sides[1, wrong] = torch.nan, 0.0
     if geometry.has_scales:
-        scales = scale_up(sides.abs().amax(-1))
+        scales = round_scale_up(sides.abs().amax(-1))
         view_scales(pages, geometry, layer)[page, :, :, offset] = scales
         sides = sides / scales.double()[..., None]
-    place.copy_(sides.to(geometry.number_dtype))
+    place.copy_(sides.to(geometry.element_dtype))
 
 
 def rotate_and_write_kv(
@@ -199,15 +199,15 @@ def read_rows(
 
 def shrink(x: Tensor, pages: Tensor, tables: AdapterTables, site: LoraSite, tiles: LoraTiles) -> Tensor:
     """x [T, in] -> float64 [T, max_group_rank]. Columns past a tile's rank and rows in no tile are 0."""
-    bridge = torch.zeros(x.shape[0], tiles.max_group_rank, dtype=torch.float64, device=x.device)
+    shrunk = torch.zeros(x.shape[0], tiles.max_group_rank, dtype=torch.float64, device=x.device)
     for slot, first, tokens in tiles.tiles.tolist():
         rank, segment = tables.groups[slot, site.group].tolist()
         a = read_rows(pages, tables.page_table[slot].tolist(), segment, rank, x.shape[1], x.dtype)
-        bridge[first : first + tokens, :rank] = x[first : first + tokens].double() @ a.double().T
-    return bridge
+        shrunk[first : first + tokens, :rank] = x[first : first + tokens].double() @ a.double().T
+    return shrunk
 
 
-def look_up(
+def shrink_embedding(
     token_ids: Tensor,
     pages: Tensor,
     tables: AdapterTables,
@@ -221,13 +221,13 @@ def look_up(
 
 def expand(
     out: Tensor,
-    bridge: Tensor,
+    shrunk: Tensor,
     pages: Tensor,
     tables: AdapterTables,
     site: LoraSite,
     tiles: LoraTiles,
 ) -> None:
-    """out [T, sum(site.widths)] += weight * scale * bridge @ B, in place, rounded once."""
+    """out [T, sum(site.widths)] += weight * scale * shrunk @ B, in place, rounded once."""
     for (slot, first, tokens), weight in zip(tiles.tiles.tolist(), tiles.weights.tolist(), strict=True):
         start = 0
         for module, width in enumerate(site.widths, site.first_module):
@@ -235,24 +235,26 @@ def expand(
             b = read_rows(pages, tables.page_table[slot].tolist(), segment, rank, width, out.dtype)
             scale = weight * tables.scales[slot, module].item()
             target = out[first : first + tokens, start : start + width]
-            delta = bridge[first : first + tokens, row : row + rank].double() @ b.double() * scale
+            delta = shrunk[first : first + tokens, row : row + rank].double() @ b.double() * scale
             target.copy_(target.double() + delta)
             start += width
 
 
-def token_weights(logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
+def token_weights(logits: Tensor, max_logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """float64 [N, V]: exp((l - peak) / temperature) in units of 2**-42, not rounded to whole numbers. NaN becomes 0."""
-    below = (logits.double() - peaks.double()[:, None])[draws.rows] / draws.temperature.double()[:, None]
+    below = (logits.double() - max_logits.double()[:, None])[sampling.rows] / sampling.temperature.double()[
+        :, None
+    ]
     return below.exp().nan_to_num(nan=0.0) * 2.0**42
 
 
-def token_cutoffs(weights: Tensor, draws: Draws) -> list[int]:
+def token_cutoffs(weights: Tensor, sampling: SamplingTensors) -> list[int]:
     """The smallest weight that each row keeps, found by sorting. weights: [N, V], whole numbers.
 
     The sums are Python integers, so they cannot overflow.
     """
     cutoffs = []
-    columns = draws.top_k.tolist(), draws.top_p.tolist(), draws.min_p.tolist()
+    columns = sampling.top_k.tolist(), sampling.top_p.tolist(), sampling.min_p.tolist()
     for row, top_k, top_p, min_p in zip(weights.tolist(), *columns, strict=True):
         ordered = sorted((int(weight) for weight in row), reverse=True)
         least = ordered[top_k - 1] if top_k <= len(ordered) else 0
@@ -268,7 +270,7 @@ def token_cutoffs(weights: Tensor, draws: Draws) -> list[int]:
     return cutoffs
 
 
-def token_race(weights: Tensor, cutoffs: list[int], keys: Tensor, block: int) -> list[int]:
+def gumbel_sample(weights: Tensor, cutoffs: list[int], keys: Tensor, block: int) -> list[int]:
     """Samples a token of each row of `weights` by its int64 key.
 
     weights: [N, width], whole numbers. width: a multiple of `block`.
@@ -277,15 +279,15 @@ def token_race(weights: Tensor, cutoffs: list[int], keys: Tensor, block: int) ->
     for row, cutoff, key in zip(weights.tolist(), cutoffs, keys.tolist(), strict=True):
         kept = [int(weight) if weight >= cutoff else 0 for weight in row]
         sums = [sum(kept[first : first + block]) for first in range(0, len(kept), block)]
-        first = block * _win(sums, key, len(kept))
-        tokens.append(first + _win(kept[first : first + block], key, first))
+        first = block * _sample_index(sums, key, len(kept))
+        tokens.append(first + _sample_index(kept[first : first + block], key, first))
     return tokens
 
 
-def _win(weights: list[int], key: int, first: int) -> int:
-    """The index of the winner of a race between `weights`.
+def _sample_index(weights: list[int], key: int, first: int) -> int:
+    """The index of the greatest score of `weights`.
 
-    Entry i uses hash number first + i. The first of equals wins.
+    Entry i uses hash number first + i. Of equal scores, the first counts.
     """
     scores = [weight / -math.log(_uniform(key, first + i)) for i, weight in enumerate(weights)]
     return scores.index(max(scores))

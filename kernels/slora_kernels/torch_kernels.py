@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slora_kernels.argmax import find_argmax
 from slora_kernels.batch import (
     Activation,
     AdapterTables,
@@ -25,13 +26,12 @@ from slora_kernels.batch import (
     QueryKeyNorm,
     TileLimits,
 )
-from slora_kernels.draws import Draws
 from slora_kernels.layout import LARGEST_E4M3, LoraSite
-from slora_kernels.likeliest import find_likeliest
-from slora_kernels.lora_gather import gather_columns
-from slora_kernels.lora_matmuls import TileRanks, expand_tiles, plan_tiles, shrink_tiles
+from slora_kernels.lora_embedding import shrink_embedding
+from slora_kernels.lora_matmuls import HostLoraTile, expand_tiles, plan_tiles, shrink_tiles
 from slora_kernels.quantized_matmuls import quantized_linear
-from slora_kernels.token_draw import draw_tokens
+from slora_kernels.sampling_tensors import SamplingTensors
+from slora_kernels.token_sampling import sample_tokens
 
 # Context tokens per step of the walk: enough to amortise a dozen torch calls, few enough to fit the CPU caches.
 COLUMN_TOKENS = 256
@@ -71,7 +71,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoraPlan:
-    tiles: list[TileRanks]
+    tiles: list[HostLoraTile]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def _plan_attention(batch: AttentionBatch, window: int | None, block_tokens: int
     starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
     sizes = [end - start for start, end in itertools.pairwise(starts)]
     chunks = [_Chunk(b, starts[b], size, contexts[b] - size) for b, size in enumerate(sizes) if size]
-    tile_queries = min(TILE_QUERIES, batch.max_query)
+    tile_queries = min(TILE_QUERIES, batch.max_query_len)
     work = ((1, [c for c in chunks if c.tokens == 1]), (tile_queries, [c for c in chunks if c.tokens > 1]))
     tables = batch.block_tables
     return [_plan_pass(part, queries, tables, window, block_tokens) for queries, part in work if part]
@@ -137,13 +137,13 @@ def _view_scales(shares: Tensor, geometry: KVGeometry) -> Tensor:
     return scales.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens)
 
 
-def _view_numbers(shares: Tensor, geometry: KVGeometry) -> Tensor:
+def _view_elements(shares: Tensor, geometry: KVGeometry) -> Tensor:
     """Views K and V of the same blocks -> [n, 2, Hk, block_tokens, D]."""
-    numbers = shares[:, : geometry.layout.scales_start].view(geometry.number_dtype)
-    return numbers.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens, geometry.head_dim)
+    elements = shares[:, : geometry.layout.scales_start].view(geometry.element_dtype)
+    return elements.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens, geometry.head_dim)
 
 
-def _scale_down(sides: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize_kv(sides: Tensor) -> tuple[Tensor, Tensor]:
     """Quantizes float32 [T, 2, Hk, D] -> (float8 of the same shape, bfloat16 scales [T, 2, Hk])."""
     largest = sides.abs().amax(-1)
     # The upper half of a float32 is a bfloat16. Adding 0xFFFF rounds the dropped lower half up.
@@ -165,7 +165,7 @@ def _gather_column(shares: Tensor, block_ids: Tensor, geometry: KVGeometry) -> T
     """
     n, columns = block_ids.shape
     gathered = shares.index_select(0, block_ids.flatten())
-    sides = _view_numbers(gathered, geometry).float()
+    sides = _view_elements(gathered, geometry).float()
     if geometry.has_scales:
         sides.mul_(_view_scales(gathered, geometry).float()[..., None])
     sides = sides.view(n, columns, *sides.shape[1:]).permute(2, 3, 0, 1, 4, 5)
@@ -229,7 +229,7 @@ def _attend_pass(
     return out.view(kv_heads, n, queries, group, head_dim).permute(1, 2, 0, 3, 4)
 
 
-def _activate(gate: Tensor, activation: Activation) -> Tensor:
+def _apply_activation(gate: Tensor, activation: Activation) -> Tensor:
     if activation == "silu":
         return F.silu(gate)
     return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
@@ -252,7 +252,7 @@ def _rotate_heads(heads: Tensor, angles: Tensor) -> Tensor:
 
 
 class TorchKernels:
-    """See `Kernels`. The bridge is [T, max_group_rank] in the model dtype, to which torch's matmuls round."""
+    """See `Kernels`. The shrink output is [T, max_group_rank] in the model dtype, to which torch's matmuls round."""
 
     name = "torch"
     # A tile is one matmul, so longer tiles are more efficient.
@@ -282,7 +282,7 @@ class TorchKernels:
 
     def act_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return (_activate(gate.float(), activation) * up.float()).to(gate_up.dtype)
+        return (_apply_activation(gate.float(), activation) * up.float()).to(gate_up.dtype)
 
     def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         return quantized_linear(x, values, scales, bias)
@@ -310,13 +310,13 @@ class TorchKernels:
         first = layer * geometry.layout.num_bytes
         shares = pages[:, first : first + geometry.layout.num_bytes]
         if geometry.has_scales:
-            numbers, scales = _scale_down(_replace_wrong(sides.float()))
+            elements, scales = _quantize_kv(_replace_wrong(sides.float()))
             _view_scales(shares, geometry).permute(0, 3, 1, 2).index_put_((page, offset), scales)
             # Written as bytes: torch cannot index_put float8.
-            into = _view_numbers(shares, geometry).view(torch.uint8)
-            into.permute(0, 3, 1, 2, 4).index_put_((page, offset), numbers.view(torch.uint8))
+            into = _view_elements(shares, geometry).view(torch.uint8)
+            into.permute(0, 3, 1, 2, 4).index_put_((page, offset), elements.view(torch.uint8))
         else:
-            into = _view_numbers(shares, geometry).permute(0, 3, 1, 2, 4)
+            into = _view_elements(shares, geometry).permute(0, 3, 1, 2, 4)
             into.index_put_((page, offset), _replace_wrong(sides.to(geometry.dtype)))
         return turned[:, : geometry.num_heads].to(qkv.dtype)
 
@@ -346,25 +346,25 @@ class TorchKernels:
                 out[work.tokens[work.keep]] = flat[work.keep]
         return out
 
-    def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return find_likeliest(logits)
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return find_argmax(logits)
 
-    def draw(self, logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
-        return draw_tokens(logits, peaks, draws)
+    def sample(self, logits: Tensor, max_logits: Tensor, sampling: SamplingTensors) -> Tensor:
+        return sample_tokens(logits, max_logits, sampling)
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
         plan = step.plan
         assert isinstance(plan, LoraPlan)
-        bridge = torch.empty(x.shape[0], step.tiles.max_group_rank, dtype=x.dtype, device=x.device)
-        shrink_tiles(x, bridge, pages, plan.tiles, site)
-        return bridge
+        shrunk = torch.empty(x.shape[0], step.tiles.max_group_rank, dtype=x.dtype, device=x.device)
+        shrink_tiles(x, shrunk, pages, plan.tiles, site)
+        return shrunk
 
-    def look_up(
+    def shrink_embedding(
         self, token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
     ) -> Tensor:
-        return gather_columns(token_ids, pages, site, step, dtype)
+        return shrink_embedding(token_ids, pages, site, step, dtype)
 
-    def expand(self, out: Tensor, bridge: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
+    def expand(self, out: Tensor, shrunk: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
         plan = step.plan
         assert isinstance(plan, LoraPlan)
-        expand_tiles(out, bridge, pages, plan.tiles, site)
+        expand_tiles(out, shrunk, pages, plan.tiles, site)

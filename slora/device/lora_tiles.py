@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from slora.scheduler.step_plan import Chunk
 from slora_kernels.batch import TileLimits
-from slora_kernels.layout import LoraReach
+from slora_kernels.layout import LoraTargets
 
 
 class Tile(NamedTuple):
@@ -44,7 +44,7 @@ def cut_token_tiles(chunks: Sequence[Chunk], limits: TileLimits) -> StepTiles:
 
 def cut_head_tiles(chunks: Sequence[Chunk], limits: TileLimits) -> StepTiles:
     """Cuts the sampling rows into tiles, for adapters that change the output head. All of them are decode rows."""
-    runs = [(_adapter(c) if _reach(c).head else None, len(c.draws)) for c in chunks if c.draws]
+    runs = [(_adapter(c) if _targets(c).head else None, len(c.draws)) for c in chunks if c.draws]
     if limits.decode_tokens is None:
         return StepTiles(list(_cut(runs, limits.tokens)), 0)
     tiles = list(_cut(runs, limits.decode_tokens))
@@ -61,22 +61,22 @@ def max_rows(tiles: Sequence[Tile]) -> int:
     return max(tile.num_rows for tile in tiles)
 
 
-def join_reaches(chunks: Sequence[Chunk]) -> LoraReach:
+def join_targets(chunks: Sequence[Chunk]) -> LoraTargets:
     """The union of the parts of the model that the step's adapters change."""
-    reaches = [_reach(chunk) for chunk in chunks]
-    return LoraReach(
-        max((reach.max_group_rank for reach in reaches), default=0),
-        embedding=any(reach.embedding for reach in reaches),
-        head=any(reach.head for reach in reaches),
+    targets = [_targets(chunk) for chunk in chunks]
+    return LoraTargets(
+        max((targets.max_group_rank for targets in targets), default=0),
+        embedding=any(targets.embedding for targets in targets),
+        head=any(targets.head for targets in targets),
     )
 
 
-_NOWHERE = LoraReach(0, embedding=False, head=False)
+_NO_TARGETS = LoraTargets(0, embedding=False, head=False)
 
 
-def _reach(chunk: Chunk) -> LoraReach:
+def _targets(chunk: Chunk) -> LoraTargets:
     resident = chunk.sequence.resident
-    return resident.reach if resident is not None and chunk.slot is not None else _NOWHERE
+    return resident.targets if resident is not None and chunk.slot is not None else _NO_TARGETS
 
 
 def _adapter(chunk: Chunk) -> tuple[int, float] | None:

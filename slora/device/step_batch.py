@@ -18,7 +18,7 @@ from slora.device.lora_tiles import (
     cut_head_tiles,
     cut_rows,
     cut_token_tiles,
-    join_reaches,
+    join_targets,
     max_rows,
 )
 from slora.sampling.prompt_scoring import PromptRows, find_prompt_rows
@@ -70,9 +70,9 @@ class StepBatch:
         positions = np.arange(starts[-1], dtype=np.int64) + np.repeat(first_positions - starts[:-1], counts)
         block_tables = _block_tables(chunks)
         contexts = (first_positions + counts).astype(np.int32)
-        reach = join_reaches(chunks)
+        targets = join_targets(chunks)
         tiles = cut_token_tiles(chunks, limits)
-        head_tiles = cut_head_tiles(chunks, limits) if reach.head else StepTiles([], 0)
+        head_tiles = cut_head_tiles(chunks, limits) if targets.head else StepTiles([], 0)
         draws = [chunk.draws for chunk in chunks]
         last_rows = np.repeat(starts[1:] - 1, [len(drawn) for drawn in draws])
         prompts = find_prompt_rows(chunks, starts)
@@ -98,15 +98,15 @@ class StepBatch:
             block_tables=tables,
             positions=pos,
             kv_slots=kv_slots,
-            max_query=int(counts.max()),
-            max_context=int(contexts.max()),
+            max_query_len=int(counts.max()),
+            max_context_len=int(contexts.max()),
         )
         return StepBatch(
             token_ids=ids,
             attention=attention,
-            lora=_join_tiles(tiles, tile_tensors, reach.max_group_rank),
-            adapts_embedding=reach.embedding,
-            head_lora=_join_tiles(head_tiles, tile_tensors, reach.max_group_rank),
+            lora=_join_tiles(tiles, tile_tensors, targets.max_group_rank),
+            adapts_embedding=targets.embedding,
+            head_lora=_join_tiles(head_tiles, tile_tensors, targets.max_group_rank),
             sample_rows=sample_rows,
             sampling=[sequence for drawn in draws for sequence in drawn],
             prompts=prompts,
@@ -153,11 +153,11 @@ def tile_prompt_rows(
 ) -> LoraTiles | None:
     """Tiles for prompt rows of one sequence at the output head. None if its adapter does not change the head."""
     resident = sequence.resident
-    if resident is None or not resident.reach.head:
+    if resident is None or not resident.targets.head:
         return None
     tiles = cut_rows((resident.slot, sequence.request.adapter_weight), num_rows, tile_tokens)
     rows, weights = (torch.from_numpy(array).to(device) for array in _tile_arrays(tiles))
-    return LoraTiles(rows, weights, resident.reach.max_group_rank, max_rows(tiles))
+    return LoraTiles(rows, weights, resident.targets.max_group_rank, max_rows(tiles))
 
 
 def _join_tiles(cut: StepTiles, tensors: Iterator[Tensor], max_group_rank: int) -> LoraTiles | None:

@@ -92,7 +92,7 @@ class Decoder:
 
     def forward(self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels) -> Tensor:
         """Writes the step's KV into its pages. Returns the hidden states [B', H] of the rows in `sample_rows`."""
-        only_decodes = batch.attention.max_query == 1
+        only_decodes = batch.attention.max_query_len == 1
         deltas = LoraDeltas(batch.lora, memory, kernels, self._side if only_decodes else None)
         hidden = F.embedding(batch.token_ids, self._embedding)
         if batch.adapts_embedding:

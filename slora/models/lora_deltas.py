@@ -33,20 +33,20 @@ class LoraDeltas:
             self.add(out, x, site)
             return out
         step = self._step
-        bridge = self._side.fork(lambda: self._kernels.shrink(x, self._pages, site, step))
+        shrunk = self._side.fork(lambda: self._kernels.shrink(x, self._pages, site, step))
         try:
             out = base()
         finally:
             # Also if `base` fails: the shrink still reads x, whose memory would otherwise be reused.
             self._side.join()
-        self._kernels.expand(out, bridge, self._pages, site, step)
+        self._kernels.expand(out, shrunk, self._pages, site, step)
         return out
 
     def add(self, out: Tensor, x: Tensor, site: LoraSite) -> None:
         """out [T, sum(site.widths)] += scale * (x A^T) B^T. x [T, site.in_width]: the input of the site's linears."""
         if self._step is not None:
-            bridge = self._kernels.shrink(x, self._pages, site, self._step)
-            self._kernels.expand(out, bridge, self._pages, site, self._step)
+            shrunk = self._kernels.shrink(x, self._pages, site, self._step)
+            self._kernels.expand(out, shrunk, self._pages, site, self._step)
 
     def add_embedding(self, out: Tensor, token_ids: Tensor, site: LoraSite) -> None:
         """out [T, H] += scale * (columns of A for token_ids [T])^T B^T.
@@ -54,5 +54,5 @@ class LoraDeltas:
         Called before the model scales its embeddings.
         """
         if self._step is not None:
-            bridge = self._kernels.look_up(token_ids, self._pages, site, self._step, out.dtype)
-            self._kernels.expand(out, bridge, self._pages, site, self._step)
+            shrunk = self._kernels.shrink_embedding(token_ids, self._pages, site, self._step, out.dtype)
+            self._kernels.expand(out, shrunk, self._pages, site, self._step)

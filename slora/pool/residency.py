@@ -24,7 +24,7 @@ from slora.pool.evictor import Evictor
 from slora.pool.page_pool import PagePool
 from slora.pool.tenant_account import TenantAccount, TenantAccounts
 from slora_adapters.version import AdapterVersion
-from slora_kernels.layout import LoraReach
+from slora_kernels.layout import LoraTargets
 
 # The most adapters that `was_displaced` remembers; the oldest are dropped.
 _MAX_DISPLACED = 4096
@@ -57,8 +57,8 @@ class Resident:
         "num_users",
         "pages",
         "rank",
-        "reach",
         "slot",
+        "targets",
         "tenant",
         "ticket",
         "version",
@@ -72,7 +72,7 @@ class Resident:
         generation: int,
         pages: list[int],
         num_bytes: int,
-        reach: LoraReach,
+        targets: LoraTargets,
         fetch_s: float = 0.0,
     ) -> None:
         self.version = version
@@ -81,7 +81,7 @@ class Resident:
         self.generation = generation
         self.pages = pages
         self.num_bytes = num_bytes
-        self.reach = reach
+        self.targets = targets
         self.fetch_s = fetch_s
         self.num_users = 1  # the load
         self.num_loaded = 0
@@ -168,7 +168,7 @@ class Residency:
         tenant: TenantAccount,
         num_pages: int,
         num_bytes: int,
-        reach: LoraReach,
+        targets: LoraTargets,
         fetch_s: float = 0.0,
     ) -> Resident:
         """Allocates a slot and pages to the adapter; its load holds them.
@@ -179,7 +179,9 @@ class Residency:
         slot = self._free_slots.pop()
         self._generations[slot] += 1
         pages = self._pool.allocate(num_pages, tenant)
-        resident = Resident(version, tenant, slot, self._generations[slot], pages, num_bytes, reach, fetch_s)
+        resident = Resident(
+            version, tenant, slot, self._generations[slot], pages, num_bytes, targets, fetch_s
+        )
         self._residents[version] = resident
         return resident
 

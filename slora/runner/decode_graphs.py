@@ -54,14 +54,14 @@ class DecodeGraphs:
     forward: the model's forward pass, which returns hidden states [B', H].
     capture: runs a function and returns another that repeats its work on the same tensors.
     max_rows: the most sequences of a step.
-    max_context: the most tokens of one sequence. It sets the width of the block tables.
+    max_context_len: the most tokens of one sequence. It sets the width of the block tables.
     """
 
     def __init__(
         self,
         forward: Callable[[StepBatch], Tensor],
         max_rows: int,
-        max_context: int,
+        max_context_len: int,
         block_tokens: int,
         device: torch.device,
         capture: Callable[[Work], Work],
@@ -69,14 +69,14 @@ class DecodeGraphs:
         self._forward = forward
         self._capture = capture
         self._row_counts = [*(rows for rows in _ROWS if rows < max_rows), max_rows]
-        self._max_context = max_context
-        self._buffers = _make_buffers(max_rows, -(-max_context // block_tokens), device)
+        self._max_context = max_context_len
+        self._buffers = _make_buffers(max_rows, -(-max_context_len // block_tokens), device)
         self._replays: dict[StepShape, Work] = {}
 
     def fits(self, batch: StepBatch) -> bool:
         """True if the step only decodes and no adapter of it changes the embedding, which the graphs leave out."""
         is_small = len(batch.token_ids) <= self._row_counts[-1]
-        return is_small and batch.attention.max_query == 1 and not batch.adapts_embedding
+        return is_small and batch.attention.max_query_len == 1 and not batch.adapts_embedding
 
     def run(self, batch: StepBatch) -> Tensor:
         """Runs a step that fits: writes its KV and returns hidden states [B', H] of the rows in `sample_rows`."""
@@ -90,7 +90,7 @@ class DecodeGraphs:
     def _shape_of(self, batch: StepBatch) -> StepShape:
         count, lora = len(batch.token_ids), batch.lora
         rows = next(rows for rows in self._row_counts if rows >= count)
-        is_short = batch.attention.max_context <= _SHORT_CONTEXT
+        is_short = batch.attention.max_context_len <= _SHORT_CONTEXT
         context = min(_SHORT_CONTEXT, self._max_context) if is_short else self._max_context
         if lora is None:
             return StepShape(rows, context, 0, 0)
@@ -177,8 +177,8 @@ def _cut(buffers: _Buffers, shape: StepShape) -> StepBatch:
         block_tables=buffers.block_tables[:rows],
         positions=buffers.positions[:rows],
         kv_slots=buffers.kv_slots[:rows],
-        max_query=1,
-        max_context=shape.context,
+        max_query_len=1,
+        max_context_len=shape.context,
     )
     tiles = LoraTiles(buffers.tiles[:rows], buffers.weights[:rows], shape.rank, shape.tile_tokens, rows)
     return StepBatch(

@@ -29,7 +29,7 @@ from slora.runner.cost_measurement import measure_costs
 from slora.runner.decode_graphs import DecodeGraphs, capture_cuda
 from slora.runner.fault_isolation import PagesNotMoved
 from slora.runner.learned_costs import LearnedCosts
-from slora.sampling.prompt_scoring import score_prompts
+from slora.sampling.prompt_logprobs import compute_prompt_logprobs
 from slora.sampling.sampler import sample
 from slora.sampling.sampling_table import SamplingTable
 from slora.sampling_params import SamplingParams
@@ -159,7 +159,7 @@ class Runner:
 
     def _draw(self, batch: StepBatch, hidden: Tensor) -> list[SampledToken]:
         num_draws = len(batch.sampling)
-        score_prompts(hidden[num_draws:], batch.prompts, self._score)
+        compute_prompt_logprobs(hidden[num_draws:], batch.prompts, self._score)
         if not num_draws:
             return []
         deltas = LoraDeltas(batch.head_lora, self.memory, self.kernels)
@@ -320,7 +320,7 @@ def _moving_pages() -> Iterator[None]:
 
 def _warm_up(kernels: Kernels, geometry: KVGeometry) -> None:
     """Compiles the kernels. If that takes long, it logs the reason."""
-    about = f"compiling {kernels.name} kernels for {geometry.dtype}, KV in {geometry.number_dtype}"
+    about = f"compiling {kernels.name} kernels for {geometry.dtype}, KV in {geometry.element_dtype}"
     slow = Timer(
         _LONG_WARM_UP_S, _log.info, [f"{about}: up to a minute or two, once; later starts find them"]
     )

@@ -1,9 +1,9 @@
 """The sampler: chooses the next token of every sequence in a step. Each row depends only on itself, bit for bit.
 
-First the logits are edited (`logit_edits`). Then each row takes the argmax token or samples one (`Kernels.draw`). The
-parameters of each row are in the `SamplingTable`. The random number is a hash of the request's seed and the token's
-position. So a request gets the same tokens alone, in any batch and after a preemption, provided the model gives the
-same logits.
+First the logits are processed (`logits_processing`). Then each row takes the argmax token or samples one
+(`Kernels.sample`). The parameters of each row are in the `SamplingTable`. The random number is a hash of the request's
+seed and the token's position. So a request gets the same tokens alone, in any batch and after a preemption, provided
+the model gives the same logits.
 """
 
 import numpy as np
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from slora.request import TokenLogprobs
-from slora.sampling.logit_edits import edit_logits
-from slora.sampling.sampling_table import Column, SamplingRows, SamplingTable, Want
+from slora.sampling.logits_processing import process_logits
+from slora.sampling.sampling_table import Column, SamplingFeature, SamplingRows, SamplingTable
 from slora.sampling_params import MAX_LOGPROBS
 from slora.scheduler.beam_search import Proposal
 from slora.scheduler.sequence import Sequence
@@ -20,7 +20,12 @@ from slora.scheduler.step_plan import SampledToken
 from slora_kernels.ops import Kernels
 
 # Rows with any of these need float32 logits.
-_WIDE = Want.PENALTIES | Want.EDITS | Want.LOGPROBS | Want.SEARCH
+_NEEDS_FLOAT32 = (
+    SamplingFeature.PENALTIES
+    | SamplingFeature.LOGIT_BIAS
+    | SamplingFeature.LOGPROBS
+    | SamplingFeature.BEAM_SEARCH
+)
 
 
 def sample(
@@ -32,22 +37,22 @@ def sample(
     gets its proposal, and its argmax token, which the caller ignores.
     """
     rows = table.gather([sequence.row for sequence in sequences])
-    if rows.wanting(_WIDE) is not None:  # the argmax and sampling work in the logits' own dtype
+    if rows.rows_with(_NEEDS_FLOAT32) is not None:  # the argmax and sampling work in the logits' own dtype
         logits = table.widen(logits)
-    edited = edit_logits(logits, rows, table)
-    best, choice = kernels.likeliest(edited)
-    draws = rows.draws(logits.device)
-    if draws is not None:
-        choice[draws.rows] = kernels.draw(edited, best, draws)
+    processed = process_logits(logits, rows, table)
+    max_logits, choice = kernels.argmax(processed)
+    sampling = rows.sampling_tensors(logits.device)
+    if sampling is not None:
+        choice[sampling.rows] = kernels.sample(processed, max_logits, sampling)
     table.advance(rows, choice)
     # This is 0 only for finite numbers, because inf - inf is NaN. `isfinite` would need twice as many operations.
-    is_sound = best - best == 0
+    is_finite = max_logits - max_logits == 0
     # One transfer to the host: the tokens, with -1 for rows that are not finite.
-    tokens = [token if token >= 0 else None for token in torch.where(is_sound, choice, -1).tolist()]
+    tokens = [token if token >= 0 else None for token in torch.where(is_finite, choice, -1).tolist()]
     if rows.is_plain:
         return [SampledToken(token) for token in tokens]
     logprobs = _logprobs(logits, choice, rows)
-    proposals = _proposals(logits, edited, rows, logprobs)
+    proposals = _proposals(logits, processed, rows, logprobs)
     return [SampledToken(token, logprobs.get(row), proposals.get(row)) for row, token in enumerate(tokens)]
 
 
@@ -56,7 +61,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[To
 
     counts: for each row, how many of its most probable tokens to return as `top`.
 
-    The logits are the model's own, as in OpenAI's API: temperature, filters and edits do not change the
+    The logits are the model's own, as in OpenAI's API: temperature, filters, biases and penalties do not change the
     log-probabilities.
     """
     logprobs = logits.log_softmax(dim=-1)
@@ -72,24 +77,24 @@ def token_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]) -> list[To
 
 def _logprobs(logits: Tensor, choice: Tensor, rows: SamplingRows) -> dict[int, TokenLogprobs]:
     """Log-probabilities by row of the batch, for the rows that ask for them."""
-    wanting = rows.wanting(Want.LOGPROBS)
-    if wanting is None:
+    asking = rows.rows_with(SamplingFeature.LOGPROBS)
+    if asking is None:
         return {}
-    index = torch.from_numpy(wanting).to(logits.device)
-    counts = rows.whole(Column.NUM_LOGPROBS, index).squeeze(1).tolist()
-    return dict(zip(wanting.tolist(), token_logprobs(logits[index], choice[index], counts), strict=True))
+    index = torch.from_numpy(asking).to(logits.device)
+    counts = rows.int_column(Column.NUM_LOGPROBS, index).squeeze(1).tolist()
+    return dict(zip(asking.tolist(), token_logprobs(logits[index], choice[index], counts), strict=True))
 
 
 def _proposals(
-    logits: Tensor, edited: Tensor, rows: SamplingRows, told: dict[int, TokenLogprobs]
+    logits: Tensor, processed: Tensor, rows: SamplingRows, row_logprobs: dict[int, TokenLogprobs]
 ) -> dict[int, Proposal]:
     """Proposals by row of the batch, for the rows that are beams.
 
-    told: log-probabilities of the rows that ask for them.
+    row_logprobs: log-probabilities of the rows that ask for them.
 
     Rows with equal numbers of proposals share one top-k, so the order of equal values does not depend on other rows.
     """
-    searching = rows.wanting(Want.SEARCH)
+    searching = rows.rows_with(SamplingFeature.BEAM_SEARCH)
     if searching is None:
         return {}
     counts = rows.num_proposed[searching]
@@ -99,10 +104,10 @@ def _proposals(
         index = torch.from_numpy(places).to(logits.device)
         plain = logits[index]
         normaliser = plain.logsumexp(dim=-1, keepdim=True)
-        best = edited[index].topk(int(count), dim=-1)
-        columns = (best.indices, best.values - normaliser, plain.gather(1, best.indices) - normaliser)
+        top = processed[index].topk(int(count), dim=-1)
+        columns = (top.indices, top.values - normaliser, plain.gather(1, top.indices) - normaliser)
         lists = zip(places.tolist(), *(column.tolist() for column in columns), strict=True)
         for place, token_ids, scores, logprobs in lists:
-            top = told[place].top if place in told else None
-            proposals[place] = Proposal(token_ids, scores, logprobs, top)
+            asked = row_logprobs[place].top if place in row_logprobs else None
+            proposals[place] = Proposal(token_ids, scores, logprobs, asked)
     return proposals

@@ -150,7 +150,7 @@ class AdapterLoading:
             self._tenants.find(version.tenant),
             self.count_pages(packed),
             num_bytes,
-            packed.layout.reach,
+            packed.layout.targets,
             self._host.pace.fetch_s(num_bytes),
         )
         self._loading[resident] = _Load(packed)

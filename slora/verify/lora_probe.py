@@ -55,7 +55,7 @@ def probe_adapter(
     memory = _load(packed, shape, dtype, device)
     tiles = torch.tensor([[0, 0, _TOKENS]], dtype=torch.int32, device=device)
     weights = torch.tensor([weight], dtype=torch.float32, device=device)
-    lora = LoraTiles(tiles, weights, packed.layout.reach.max_group_rank, _TOKENS)
+    lora = LoraTiles(tiles, weights, packed.layout.targets.max_group_rank, _TOKENS)
     step = kernels.prepare_lora(lora, memory.tables)
     for site in shape.sites:
         if not packed.layout.groups[site.group, 0]:
@@ -63,10 +63,10 @@ def probe_adapter(
         out = torch.zeros((_TOKENS, sum(site.widths)), dtype=dtype, device=device)
         x = probe_inputs(shape, site, dtype).to(device)
         if site == shape.embedding_site:
-            bridge = kernels.look_up(x.argmax(dim=1), memory.pages, site, step, dtype)
+            shrunk = kernels.shrink_embedding(x.argmax(dim=1), memory.pages, site, step, dtype)
         else:
-            bridge = kernels.shrink(x, memory.pages, site, step)
-        kernels.expand(out, bridge, memory.pages, site, step)
+            shrunk = kernels.shrink(x, memory.pages, site, step)
+        kernels.expand(out, shrunk, memory.pages, site, step)
         deltas = enumerate(torch.split(out.float().cpu(), list(site.widths), dim=1), site.first_module)
         yield from ((module, delta) for module, delta in deltas if packed.layout.modules[module, 0])
 
@@ -82,7 +82,7 @@ def _load(packed: PackedAdapter, shape: ModelShape, dtype: torch.dtype, device: 
     # In reverse order, so that a kernel that ignores the page table fails.
     pages = list(range(num_pages - 1, -1, -1))
     resident = Resident(
-        AdapterVersion("", ""), TenantAccount(""), 0, 1, pages, packed.layout.num_bytes, packed.layout.reach
+        AdapterVersion("", ""), TenantAccount(""), 0, 1, pages, packed.layout.num_bytes, packed.layout.targets
     )
     memory.load(AdapterLoad(resident, packed, 0, num_pages))
     return memory

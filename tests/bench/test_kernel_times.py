@@ -21,7 +21,7 @@ SMALL = Sizes(
     chunks=(5,),
     copy_bytes=1 << 20,
 )
-KINDS = ["copy", "lora", "decode", "prefill", "draw"]
+KINDS = ["copy", "lora", "decode", "prefill", "sample"]
 
 
 def times() -> KernelTimes:
@@ -34,7 +34,7 @@ def test_every_case_is_a_row_with_its_bytes(tmp_path: Path) -> None:
     rows = compare(table.rows())
     count = {kind: sum(row["kind"] == kind for row in rows) for kind in KINDS}
     # Four kinds of ranks and four sites; of two batches the smaller one holds no two adapters. Two formats of KV.
-    assert count == {"copy": 1, "lora": 4 * 4 * 3, "decode": 2 * 2, "prefill": 2 * 2, "draw": 3 * 2}
+    assert count == {"copy": 1, "lora": 4 * 4 * 3, "decode": 2 * 2, "prefill": 2 * 2, "sample": 3 * 2}
     assert all(row["us"] > 0 and row["of copy"] > 0 for row in rows)
     qkv = {"kind": "lora", "site": "qkv", "rank": "mixed", "adapters": 2, "batch": 3}
     (row,) = [row for row in rows if qkv.items() <= row.items()]

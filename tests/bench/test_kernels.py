@@ -29,7 +29,7 @@ def test_the_base_is_counted_as_by_hand(model: MetaModel) -> None:
     weights = LAYERS * layer + VOCAB * HIDDEN
     assert count.weight_bytes == 2 * weights and count.base_flops == 2 * 4 * weights
     assert count.kv_bytes == 4 * 21 * 2 * LAYERS * KV_HEADS * HEAD_DIM * 2
-    assert count.lora_launches == count.adapter_bytes == count.bridge_bytes == count.lora_flops == 0
+    assert count.lora_launches == count.adapter_bytes == count.shrunk_bytes == count.lora_flops == 0
     # A layer: 4 matmuls, 2 norms, rotary, attention of one stretch, activation; around them embedding, the first norm,
     # the rows that sample, the head, its widening and the greatest of each row.
     assert count.launches == 9 * LAYERS + 7

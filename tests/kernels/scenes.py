@@ -13,7 +13,7 @@ from slora_kernels.ops import Kernels
 from slora_kernels.reference import write_kv
 
 # A result is rounded once to its dtype: by half a unit of 2^-7 or 2^-10, or by a whole unit where the interpreter
-# truncates. Sums of some hundred float32 products of size 1 are off by a few 1e-7 (the square root of their number
+# has_filters. Sums of some hundred float32 products of size 1 are off by a few 1e-7 (the square root of their number
 # times 6e-8).
 UNIT = {torch.float32: 4e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 

@@ -38,15 +38,15 @@ def run_group(
     site: LoraSite,
 ) -> None:
     step = kernels.prepare_lora(tiles, scene.tables)
-    bridge = kernels.shrink(x, scene.pages, site, step)
-    kernels.expand(out, bridge, scene.pages, site, step)
+    shrunk = kernels.shrink(x, scene.pages, site, step)
+    kernels.expand(out, shrunk, scene.pages, site, step)
 
 
 def run_twin(
     scene: AdapterScene, tiles: LoraTiles, x: torch.Tensor, out: torch.Tensor, site: LoraSite
 ) -> None:
-    bridge = reference.shrink(x, scene.pages, scene.tables, site, tiles)
-    reference.expand(out, bridge, scene.pages, scene.tables, site, tiles)
+    shrunk = reference.shrink(x, scene.pages, scene.tables, site, tiles)
+    reference.expand(out, shrunk, scene.pages, scene.tables, site, tiles)
 
 
 def make_inputs(
@@ -89,10 +89,12 @@ def test_an_adapted_embedding_matches_the_twin(kernels: Kernels, device: str, dt
     edges = torch.tensor([0, 63, 64, 127, 128, 255, 256, site.in_width - 1])
     token_ids[17 : 17 + len(edges)] = edges.to(device)
     expected, before = out.clone(), out.clone()
-    bridge = reference.look_up(token_ids, scene.pages, scene.tables, site, tiles, dtype)
-    reference.expand(expected, bridge, scene.pages, scene.tables, site, tiles)
+    shrunk = reference.shrink_embedding(token_ids, scene.pages, scene.tables, site, tiles, dtype)
+    reference.expand(expected, shrunk, scene.pages, scene.tables, site, tiles)
     step = kernels.prepare_lora(tiles, scene.tables)
-    kernels.expand(out, kernels.look_up(token_ids, scene.pages, site, step, dtype), scene.pages, site, step)
+    kernels.expand(
+        out, kernels.shrink_embedding(token_ids, scene.pages, site, step, dtype), scene.pages, site, step
+    )
     check_close(out, expected, units=2)
     assert torch.equal(out[7:10], before[7:10]) and torch.equal(out[30], before[30])
     assert not torch.equal(out[10:17], before[10:17]), (

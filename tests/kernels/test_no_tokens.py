@@ -31,8 +31,8 @@ def test_attention_of_no_sequences_is_empty_and_writes_no_page(kernels: Kernels,
         torch.empty(0, 1, **ints),
         torch.empty(0, **longs),
         torch.empty(0, **longs),
-        max_query=1,
-        max_context=1,
+        max_query_len=1,
+        max_context_len=1,
     )
     step = kernels.prepare_attention(batch)
     qkv = torch.empty(0, (HEADS + 2 * KV_HEADS) * HEAD_DIM, device=device)
@@ -50,7 +50,7 @@ def test_adapters_beside_no_token_change_nothing(kernels: Kernels, device: str) 
     site = shape.layer_sites(0)[0]
     for runs in ([], [(0, 0, 0)]):
         step = kernels.prepare_lora(build_tiles(runs, scene.tables), scene.tables)
-        bridge = kernels.shrink(torch.empty(0, HIDDEN, device=device), scene.pages, site, step)
+        shrunk = kernels.shrink(torch.empty(0, HIDDEN, device=device), scene.pages, site, step)
         out = torch.empty(0, sum(site.widths), device=device)
-        kernels.expand(out, bridge, scene.pages, site, step)
+        kernels.expand(out, shrunk, scene.pages, site, step)
         assert out.shape == (0, sum(site.widths))

@@ -15,15 +15,14 @@ applied to the weights.
 import numpy as np
 
 from slora_kernels.cpu.dots import add_four_dots, add_one_dot
-from slora_kernels.cpu.gathers import gather_rows
-from slora_kernels.cpu.language import (
+from slora_kernels.cpu.intrinsics import (
     Array,
     Float,
     Int,
     Job,
     clear,
     compiled,
-    copy_numbers,
+    copy_converted,
     count_items,
     fill,
     multiply_columns,
@@ -38,24 +37,25 @@ from slora_kernels.cpu.language import (
     read_model_matrix,
     read_operand_matrix,
     take_item,
-    take_worker,
+    take_thread_index,
 )
 from slora_kernels.cpu.softmax import (
     BLOCK_KEYS,
+    INITIAL_MAX,
     LOG2_E,
-    LOW,
     multiply,
-    weigh_tile,
-    weigh_token,
+    update_softmax_of_tile,
+    update_softmax_of_token,
 )
 from slora_kernels.cpu.vectors import LANES
+from slora_kernels.cpu.weighted_sums import add_weighted_rows
 
 # The most rows (queries times heads of a group) of a tile, and the number of rows from which transposing the keys pays.
 TILE_ROWS = 192
-TURNED_ROWS = 8
+TRANSPOSE_ROWS = 8
 
 # Keys and values are prefetched this many elements before they are read.
-AHEAD = 1024
+PREFETCH_ELEMENTS = 1024
 
 # Stands for no window: longer than any context.
 NO_WINDOW = 1 << 40
@@ -64,12 +64,12 @@ _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _NAN = np.float32(np.nan)
 
 
-def count_scratch(head_dim: int) -> int:
+def count_float_scratch(head_dim: int) -> int:
     """float32 scratch values that a worker needs."""
     return TILE_ROWS * (head_dim + 3 + BLOCK_KEYS)
 
 
-def count_numbers(head_dim: int) -> int:
+def count_operand_scratch(head_dim: int) -> int:
     """Scratch values of `operand_dtype` that a worker also needs.
 
     They include padding, because rows are read in whole vectors.
@@ -83,11 +83,11 @@ def copy_queries(rows: Array, q: Array, first_head: Int, group: Int) -> None:
     size = rows.shape[1]
     for m in range(rows.shape[0]):
         start = (first_head + m % group) * size
-        copy_numbers(rows[m], q[m // group, start : start + size])
+        copy_converted(rows[m], q[m // group, start : start + size])
 
 
 @compiled
-def count_run(key: Int, end: Int, block_tokens: Int) -> Int:
+def count_contiguous_keys(key: Int, end: Int, block_tokens: Int) -> Int:
     """Number of keys from `key` to `end` that are contiguous in the page of `key`."""
     return min(block_tokens - key % block_tokens, end - key)
 
@@ -100,29 +100,29 @@ def load_block(target: Array, pages: Array, table: Array, key: Int, block_tokens
     """
     size, done = target.shape[1], 0
     while done < target.shape[0]:
-        count = count_run(key + done, key + target.shape[0], block_tokens)
+        count = count_contiguous_keys(key + done, key + target.shape[0], block_tokens)
         page, first = table[(key + done) // block_tokens], start + (key + done) % block_tokens * size
         run = target[done : done + count].reshape(count * size)
-        copy_numbers(run, pages[page, first : first + count * size])
+        copy_converted(run, pages[page, first : first + count * size])
         done += count
 
 
 @compiled
 def scale_block(
-    numbers: Array, scales: Array, table: Array, key: Int, block_tokens: Int, scale_start: Int
+    operands: Array, scales: Array, table: Array, key: Int, block_tokens: Int, scale_start: Int
 ) -> None:
-    """numbers [M, n] *= the scales of tokens key to key + n. scale_start: where the head's scales begin in a page."""
+    """operands [M, n] *= the scales of tokens key to key + n. scale_start: where the head's scales begin in a page."""
     done = 0
-    while done < numbers.shape[1]:
-        count = count_run(key + done, key + numbers.shape[1], block_tokens)
+    while done < operands.shape[1]:
+        count = count_contiguous_keys(key + done, key + operands.shape[1], block_tokens)
         first = scale_start + (key + done) % block_tokens
         own = scales[table[(key + done) // block_tokens], first : first + count]
-        multiply_columns(numbers[:, done : done + count], own)
+        multiply_columns(operands[:, done : done + count], own)
         done += count
 
 
 @compiled
-def turn(target: Array, source: Array) -> None:
+def transpose(target: Array, source: Array) -> None:
     """target [D, n] = source [n, D] transposed."""
     for i in range(target.shape[0]):
         row = target[i]
@@ -131,7 +131,7 @@ def turn(target: Array, source: Array) -> None:
 
 
 @compiled
-def score_run(scores: Array, rows: Array, keys: Array) -> None:
+def score_contiguous_keys(scores: Array, rows: Array, keys: Array) -> None:
     """scores [M, n] += rows [M, D] times the n contiguous keys that begin at `keys`."""
     size, n = rows.shape[1], 0
     while n + 4 <= scores.shape[1]:
@@ -148,7 +148,7 @@ def attend_token(
     sums: Array,
     state: Array,
     scratch: Array,
-    numbers: Array,
+    operands: Array,
     pages: Array,
     scales: Array | None,
     table: Array,
@@ -173,14 +173,14 @@ def attend_token(
     num_rows, size = rows.shape
     head_elements, num_heads = block_tokens * size, num_rows // group
     scores = scratch[: num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
-    weights = numbers[: num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
+    weights = operands[: num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
     for key in range(first, visible, BLOCK_KEYS):
         end = min(key + BLOCK_KEYS, visible)
         for m in range(num_rows):
             clear(scores[m])
         at = key
         while at < end:
-            count, offset = count_run(at, end, block_tokens), at % block_tokens * size
+            count, offset = count_contiguous_keys(at, end, block_tokens), at % block_tokens * size
             page = pages[table[at // block_tokens]]
             prefetch(page[start + side : start + side + num_heads * head_elements])
             if at + count < visible:
@@ -189,16 +189,16 @@ def attend_token(
             for head in range(num_heads):
                 mine = scores[head * group : (head + 1) * group, at - key : at - key + count]
                 keys = page[start + head * head_elements + offset :]
-                score_run(mine, rows[head * group :], keys)
+                score_contiguous_keys(mine, rows[head * group :], keys)
                 if scales is not None:
                     first_scale = scale_start + head * block_tokens + at % block_tokens
                     own = scales[table[at // block_tokens]]
                     multiply_columns(mine, own[first_scale : first_scale + count])
             at += count
-        weigh_token(weights, sums, state, scores, end - key, factor, cap)
+        update_softmax_of_token(weights, sums, state, scores, end - key, factor, cap)
         at = key
         while at < end:
-            count, offset = count_run(at, end, block_tokens), at % block_tokens * size
+            count, offset = count_contiguous_keys(at, end, block_tokens), at % block_tokens * size
             page = pages[table[at // block_tokens]]
             for head in range(num_heads):
                 m = head * group
@@ -208,12 +208,12 @@ def attend_token(
                     own = scales[table[at // block_tokens]]
                     mine = weights[m : m + group, at - key : at - key + count]
                     multiply_columns(mine, own[first_scale : first_scale + count])
-                gather_rows(
+                add_weighted_rows(
                     sums[m : m + group],
                     weights[m : m + group, at - key :],
                     values,
                     size,
-                    AHEAD,
+                    PREFETCH_ELEMENTS,
                     _ONE,
                     size,
                     count,
@@ -227,7 +227,7 @@ def attend_tile(
     sums: Array,
     state: Array,
     scratch: Array,
-    numbers: Array,
+    operands: Array,
     pages: Array,
     scales: Array | None,
     table: Array,
@@ -248,9 +248,9 @@ def attend_tile(
     """
     num_rows, size = rows.shape
     block = BLOCK_KEYS * size
-    turned = numbers[:block].reshape((size, BLOCK_KEYS))
-    block_rows = numbers[block : 2 * block].reshape((BLOCK_KEYS, size))
-    all_weights = numbers[2 * block : 2 * block + num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
+    transposed = operands[:block].reshape((size, BLOCK_KEYS))
+    block_rows = operands[block : 2 * block].reshape((BLOCK_KEYS, size))
+    all_weights = operands[2 * block : 2 * block + num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
     all_scores = scratch[: num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
     visible = before + (num_rows - 1) // group + 1
     for key in range(max(0, before + 1 - window), visible, BLOCK_KEYS):
@@ -259,20 +259,20 @@ def attend_tile(
         load_block(loaded, pages, table, key, block_tokens, start)
         for m in range(num_rows):
             clear(all_scores[m])
-        if num_rows < TURNED_ROWS:
-            score_run(scores, rows, block_rows.reshape(block))
+        if num_rows < TRANSPOSE_ROWS:
+            score_contiguous_keys(scores, rows, block_rows.reshape(block))
             for m in range(num_rows):
                 multiply(all_scores[m], factor)
         else:
-            turn(turned, loaded)
-            gather_rows(scores, rows, turned.reshape(block), BLOCK_KEYS, 0, factor, count, size)
+            transpose(transposed, loaded)
+            add_weighted_rows(scores, rows, transposed.reshape(block), BLOCK_KEYS, 0, factor, count, size)
         if scales is not None:
             scale_block(scores, scales, table, key, block_tokens, scale_start)
-        weigh_tile(all_weights, sums, state, all_scores, count, before - key, group, window, cap)
+        update_softmax_of_tile(all_weights, sums, state, all_scores, count, before - key, group, window, cap)
         load_block(loaded, pages, table, key, block_tokens, start + side)
         if scales is not None:
             scale_block(weights, scales, table, key, block_tokens, scale_start + side // size)
-        gather_rows(sums, weights, block_rows.reshape(block), size, 0, _ONE, size, count)
+        add_weighted_rows(sums, weights, block_rows.reshape(block), size, 0, _ONE, size, count)
 
 
 # Fields of an attention job: first those of the call, then of the model's rule, then of the step.
@@ -293,7 +293,7 @@ def attend_tile(
     TILES,
     BLOCK_TABLES,
     SCRATCH,
-    NUMBERS,
+    OPERANDS,
     KV_HEADS,
     GROUP,
     HEAD_DIM,
@@ -323,12 +323,12 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
     window, cap = read_int(job, WINDOW), read_float(job, SOFTCAP) * LOG2_E
     item_heads = read_int(job, ITEM_HEADS)
     head_elements, side = block_tokens * size, kv_heads * block_tokens * size
-    worker = take_worker(job)
-    scratch, numbers = read_float_matrix(job, SCRATCH)[worker], read_operand_matrix(job, NUMBERS)[worker]
-    all_queries = numbers[: TILE_ROWS * size].reshape((TILE_ROWS, size))
+    worker = take_thread_index(job)
+    scratch, operands = read_float_matrix(job, SCRATCH)[worker], read_operand_matrix(job, OPERANDS)[worker]
+    all_queries = operands[: TILE_ROWS * size].reshape((TILE_ROWS, size))
     all_sums = scratch[: TILE_ROWS * size].reshape((TILE_ROWS, size))
     all_state = scratch[TILE_ROWS * size : TILE_ROWS * (size + 3)].reshape((TILE_ROWS, 3))
-    rest, rest_numbers = scratch[TILE_ROWS * (size + 3) :], numbers[TILE_ROWS * size :]
+    rest, rest_operands = scratch[TILE_ROWS * (size + 3) :], operands[TILE_ROWS * size :]
     item = take_item(job)
     while item < count_items(job):
         tile, head = item * item_heads // kv_heads, item * item_heads % kv_heads
@@ -338,7 +338,7 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
         own_q, sums, state = q[first : first + tokens], all_sums[:num_rows], all_state[:num_rows]
         for m in range(num_rows):
             clear(sums[m])
-            state[m, 0], state[m, 1], state[m, 2] = LOW, _ZERO, _ZERO
+            state[m, 0], state[m, 1], state[m, 2] = INITIAL_MAX, _ZERO, _ZERO
         start, table = read_int(job, LAYER_START) + head * head_elements, block_tables[b]
         if tokens == 1 and size % LANES == 0:
             first_key, visible = max(0, before + 1 - window), before + 1
@@ -348,7 +348,7 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
                 sums,
                 state,
                 rest,
-                rest_numbers,
+                rest_operands,
                 pages,
                 scales,
                 table,
@@ -371,7 +371,7 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
                     sums[low:high],
                     state[low:high],
                     rest,
-                    rest_numbers,
+                    rest_operands,
                     pages,
                     scales,
                     table,

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry, QueryKeyNorm
-from slora_kernels.cpu.attention import NO_WINDOW, TILE_ROWS, count_numbers, count_scratch
-from slora_kernels.cpu.job_threads import Reserve, count_busy_items
-from slora_kernels.cpu.words import (
-    NOTHING,
+from slora_kernels.cpu.attention import NO_WINDOW, TILE_ROWS, count_float_scratch, count_operand_scratch
+from slora_kernels.cpu.job_fields import (
+    NO_TENSOR,
     JobWords,
-    as_numbers,
     begin_job,
     operand_dtype,
-    pack_all,
+    pack_fields,
+    pack_pages,
     pack_rows,
 )
+from slora_kernels.cpu.job_threads import Reserve, count_busy_items
 from slora_kernels.layout import SCALE_BYTES
 
 
-def _cut_queries(batch: AttentionBatch, tile_queries: int) -> Tensor:
+def _tile_queries(batch: AttentionBatch, tile_queries: int) -> Tensor:
     """Cuts the queries of a batch into attention tiles, the longest first.
 
     Returns int32 [n, 4]: sequence, first token, number of tokens, KV tokens before the first.
@@ -39,13 +39,13 @@ def _cut_queries(batch: AttentionBatch, tile_queries: int) -> Tensor:
     return torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
 
 
-def _share_heads(num_tiles: int, num_heads: int, group: int, max_query: int) -> int:
+def _choose_heads_per_item(num_tiles: int, num_heads: int, group: int, max_query_len: int) -> int:
     """Number of KV heads per item.
 
     If all sequences decode, it is the greatest number that leaves enough items for all threads. More heads per item are
     faster, because consecutive heads are contiguous in a page. If any sequence prefills, it is 1.
     """
-    if max_query > 1:
+    if max_query_len > 1:
         return 1
     fitting = [
         heads for heads in range(1, num_heads + 1) if num_heads % heads == 0 and heads * group <= TILE_ROWS
@@ -55,9 +55,9 @@ def _share_heads(num_tiles: int, num_heads: int, group: int, max_query: int) -> 
 
 
 @cache
-def _pack_rule(rule: AttentionRule) -> JobWords:
+def _pack_attention_rule(rule: AttentionRule) -> JobWords:
     """The words of a rule. The cache is unbounded, because a model only has a few rules."""
-    return pack_all(rule.scale, NO_WINDOW if rule.window is None else rule.window, rule.softcap or 0.0)
+    return pack_fields(rule.scale, NO_WINDOW if rule.window is None else rule.window, rule.softcap or 0.0)
 
 
 class AttentionPlan:
@@ -67,8 +67,8 @@ class AttentionPlan:
         self._batch, self._reserve = batch, reserve
         self._pages: Tensor | None = None
         self._geometry: KVGeometry | None = None
-        self._layer_numbers = self._layer_scales = self._first_scale = self._num_items = 0
-        self._attend_words = self._rotate_words = pack_all()
+        self._layer_elements = self._layer_scales = self._first_scale = self._num_items = 0
+        self._attend_words = self._rotate_words = pack_fields()
         # Tensors that the words point to. They are kept alive here.
         self._tiles = self._scratch = torch.empty(0)
         self._norms: tuple[Tensor, Tensor] | None = None
@@ -87,13 +87,13 @@ class AttentionPlan:
         Run it before the next job is made, which may free its norm weights.
         """
         place = self._find_layer(pages, geometry, layer)
-        turns = NOTHING if cos_sin is None else pack_rows(cos_sin)
+        turns = NO_TENSOR if cos_sin is None else pack_rows(cos_sin)
         job = begin_job(len(qkv), *pack_rows(qkv), *turns, *place)
         if norms is None:
-            job.extend((0, 0, 0, *NOTHING, *NOTHING, 0, 0, 0))
+            job.extend((0, 0, 0, *NO_TENSOR, *NO_TENSOR, 0, 0, 0))
         else:
             self._norms = norms.query.float(), norms.key.float()
-            job.extend(pack_all(1, *self._norms, norms.eps))
+            job.extend(pack_fields(1, *self._norms, norms.eps))
         job.extend(self._rotate_words)
         return job
 
@@ -103,9 +103,9 @@ class AttentionPlan:
         """Returns the job that fills `out`, and about how many elements it reads."""
         place = self._find_layer(pages, geometry, layer)
         job = begin_job(self._num_items, *pack_rows(q), *pack_rows(out), *place)
-        job.extend(_pack_rule(rule))
+        job.extend(_pack_attention_rule(rule))
         job.extend(self._attend_words)
-        return job, len(q) * out.shape[1] * rule.count_visible(self._batch.max_context)
+        return job, len(q) * out.shape[1] * rule.count_visible(self._batch.max_context_len)
 
     def _find_layer(self, pages: Tensor, geometry: KVGeometry, layer: int) -> tuple[int, ...]:
         """Two fields: the start of a layer's elements in a page, and of its scales.
@@ -113,22 +113,22 @@ class AttentionPlan:
         Call this before the other fields are used: it computes them for new pages or a new geometry.
         """
         if pages is not self._pages or geometry is not self._geometry:
-            self._settle(pages, geometry)
-        return layer * self._layer_numbers, 0, 0, self._first_scale + layer * self._layer_scales, 0, 0
+            self._pack_shared_fields(pages, geometry)
+        return layer * self._layer_elements, 0, 0, self._first_scale + layer * self._layer_scales, 0, 0
 
-    def _settle(self, pages: Tensor, geometry: KVGeometry) -> None:
+    def _pack_shared_fields(self, pages: Tensor, geometry: KVGeometry) -> None:
         """Computes what the jobs of all layers share."""
         self._pages, self._geometry = pages, geometry
         batch, group, size = self._batch, geometry.group_heads, geometry.head_dim
-        numbers = as_numbers(pages, geometry.number_dtype.itemsize)
-        scales = NOTHING
-        self._layer_numbers = geometry.layer_numbers
+        elements = pack_pages(pages, geometry.element_dtype.itemsize)
+        scales = NO_TENSOR
+        self._layer_elements = geometry.layer_elements
         if geometry.has_scales:
-            scales = as_numbers(pages, SCALE_BYTES)
+            scales = pack_pages(pages, SCALE_BYTES)
             self._layer_scales = geometry.layout.num_bytes // SCALE_BYTES
             self._first_scale = geometry.layout.scales_start // SCALE_BYTES
-        self._rotate_words = pack_all(
-            numbers,
+        self._rotate_words = pack_fields(
+            elements,
             batch.positions,
             batch.kv_slots,
             geometry.num_heads,
@@ -137,15 +137,15 @@ class AttentionPlan:
             geometry.block_tokens,
             scales,
         )
-        self._tiles = _cut_queries(batch, max(1, TILE_ROWS // group))
-        heads = _share_heads(len(self._tiles), geometry.num_kv_heads, group, batch.max_query)
+        self._tiles = _tile_queries(batch, max(1, TILE_ROWS // group))
+        heads = _choose_heads_per_item(len(self._tiles), geometry.num_kv_heads, group, batch.max_query_len)
         self._num_items = len(self._tiles) * geometry.num_kv_heads // heads
         # Scratch of each thread: float32 values, then values of `operand_dtype`.
-        floats = count_scratch(size)
-        self._scratch = self._reserve(floats + count_numbers(size))
+        floats = count_float_scratch(size)
+        self._scratch = self._reserve(floats + count_operand_scratch(size))
         address, threads, pitch = pack_rows(self._scratch)
-        self._attend_words = pack_all(
-            numbers,
+        self._attend_words = pack_fields(
+            elements,
             self._tiles,
             batch.block_tables,
             (address, threads, pitch),

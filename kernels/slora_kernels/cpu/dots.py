@@ -7,20 +7,20 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from slora_kernels.cpu.language import Array, Int, emitted
+from slora_kernels.cpu.intrinsics import Array, Int, intrinsic
 from slora_kernels.cpu.vectors import (
     F32,
+    HAS_BFLOAT16_DOT,
     I64,
     LANES,
-    PAIRS,
     VECTOR,
     Memory,
-    for_tokens,
-    join,
+    access_operands,
+    dispatch_by_tokens,
     mask_below,
     multiply_add,
     multiply_add_pairs,
-    read_operands,
+    shuffle,
     sum_lanes,
 )
 
@@ -28,13 +28,13 @@ from slora_kernels.cpu.vectors import (
 def _emit_dots(tokens: int, rows: int) -> Callable[..., None]:
     """Builds a block: sums [tokens, rows] += x [tokens, count] times `rows` rows of weights."""
 
-    @emitted
+    @intrinsic
     def dots(typing: Any, sums: Array, x: Array, weights: Array, pitch: Int, count: Int) -> Any:
-        in_pairs = PAIRS and x.dtype == weights.dtype == types.uint16
+        in_pairs = HAS_BFLOAT16_DOT and x.dtype == weights.dtype == types.uint16
         lanes, multiply = (2 * LANES, multiply_add_pairs) if in_pairs else (LANES, multiply_add)
 
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            target, tokens_of, rows_of = read_operands(context, builder, signature, args)
+            target, tokens_of, rows_of = access_operands(context, builder, signature, args)
             next_rows = builder.mul(args[3], I64(rows))
             totals = {
                 (t, r): cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None))
@@ -69,7 +69,7 @@ def _emit_dots(tokens: int, rows: int) -> Callable[..., None]:
             row = ir.VectorType(F32, rows)
             for t in range(tokens):
                 place = target.pointer(t, I64(0), row)
-                mine = join(builder, found, found, list(range(t * rows, (t + 1) * rows)))
+                mine = shuffle(builder, found, found, list(range(t * rows, (t + 1) * rows)))
                 builder.store(builder.fadd(builder.load(place, align=4), mine), place, align=4)
             return context.get_dummy_value()
 
@@ -80,5 +80,5 @@ def _emit_dots(tokens: int, rows: int) -> Callable[..., None]:
 
 # add_four_dots: sums [t, 4] += x [t, count] times the four rows that begin at `weights`, `pitch` apart. add_one_dot:
 # the same for one row.
-add_four_dots = for_tokens(lambda tokens: _emit_dots(tokens, 4))
-add_one_dot = for_tokens(lambda tokens: _emit_dots(tokens, 1))
+add_four_dots = dispatch_by_tokens(lambda tokens: _emit_dots(tokens, 4))
+add_one_dot = dispatch_by_tokens(lambda tokens: _emit_dots(tokens, 1))

@@ -3,7 +3,7 @@
 import numpy as np
 
 from slora_kernels.batch import Activation
-from slora_kernels.cpu.language import (
+from slora_kernels.cpu.intrinsics import (
     INFINITY_BITS,
     Array,
     Float,
@@ -13,7 +13,7 @@ from slora_kernels.cpu.language import (
     count_items,
     exp2,
     fill,
-    find_largest,
+    find_largest_magnitude,
     from_bits,
     narrow,
     read_bfloat16_matrix,
@@ -41,7 +41,7 @@ _E5, _E6, _E7, _E8, _E9 = (
 
 
 @compiled
-def measure_norm(x: Array, eps: Float) -> Float:
+def compute_inverse_rms(x: Array, eps: Float) -> Float:
     """1 / sqrt(mean(x^2) + eps)."""
     squares = _ZERO
     for i in range(x.shape[0]):
@@ -52,13 +52,13 @@ def measure_norm(x: Array, eps: Float) -> Float:
 
 @compiled
 def norm_row(out: Array, x: Array, weight: Array, eps: Float) -> None:
-    scale = measure_norm(x, eps)
+    scale = compute_inverse_rms(x, eps)
     for i in range(x.shape[0]):
         out[i] = narrow(widen(x[i]) * scale * widen(weight[i]), out)
 
 
 @compiled
-def add_to(residual: Array, x: Array) -> None:
+def add_row(residual: Array, x: Array) -> None:
     for i in range(x.shape[0]):
         residual[i] = narrow(widen(residual[i]) + widen(x[i]), residual)
 
@@ -79,7 +79,7 @@ def rms_norm_worker(job: Job) -> None:
     row = take_item(job)
     while row < count_items(job):
         if adds:
-            add_to(residual[row, :size], x[row, :size])
+            add_row(residual[row, :size], x[row, :size])
         if is_wide:
             norm_row(out[row], residual[row, :size], wide_weight, eps)
         else:
@@ -94,7 +94,7 @@ def sigmoid(value: Float) -> Float:
 
 
 @compiled
-def normal_share(value: Float) -> Float:
+def normal_cdf(value: Float) -> Float:
     """The normal distribution's CDF at `value`: erfc(-value / sqrt(2)) / 2, with a relative error below 1.2e-7.
 
     Chebyshev fit from Numerical Recipes (2nd edition, section 6.2, erfcc). It calls no function, so loops over it can
@@ -119,7 +119,7 @@ def silu_row(out: Array, gate: Array, up: Array) -> None:
 def gelu_row(out: Array, gate: Array, up: Array) -> None:
     for i in range(out.shape[0]):
         value = widen(gate[i])
-        out[i] = narrow(value * normal_share(value) * widen(up[i]), out)
+        out[i] = narrow(value * normal_cdf(value) * widen(up[i]), out)
 
 
 @compiled
@@ -178,7 +178,7 @@ def rotate_head(target: Array, source: Array, angles: Array) -> None:
 @compiled
 def norm_and_rotate_head(target: Array, source: Array, angles: Array, weight: Array, eps: Float) -> None:
     """Norms and rotates a head with a single rounding. `target` may be `source`."""
-    scale, half = measure_norm(source, eps), angles.shape[0] // 2
+    scale, half = compute_inverse_rms(source, eps), angles.shape[0] // 2
     a, b, cos, sin = source[:half], source[half : 2 * half], angles[:half], angles[half:]
     low, high, v, w = target[:half], target[half : 2 * half], weight[:half], weight[half : 2 * half]
     for i in range(half):
@@ -219,7 +219,7 @@ _NAN_SCALE, _SMALLEST_SCALE = 0x7FC0, 0x0080
 
 
 @compiled
-def choose_scale(largest: Int) -> Int:
+def compute_scale(largest: Int) -> Int:
     """Bits of the bfloat16 scale of one side (K or V), from its greatest magnitude. See `KVFormat`."""
     exact = to_bits(from_bits(np.int32(largest)) / _LARGEST_E4M3)
     # The upper half of a float32 is a bfloat16. Adding 0xFFFF rounds the dropped lower half up.
@@ -227,7 +227,7 @@ def choose_scale(largest: Int) -> Int:
 
 
 @compiled
-def write_scaled(target: Array, source: Array, scale: Int) -> None:
+def quantize_row(target: Array, source: Array, scale: Int) -> None:
     divisor = from_bits(np.int32(scale << 16))
     for i in range(source.shape[0]):
         target[i] = narrow(widen(source[i]) / divisor, target)
@@ -284,15 +284,15 @@ def rotate_and_write_items(job: Job, pages: Array, scales: Array | None) -> None
             if scales is not None:
                 if not normed:
                     rotate_head(key, key, angles)
-                largest_key, largest_value = find_largest(key), find_largest(value)
-                key_scale, value_scale = choose_scale(largest_key), choose_scale(largest_value)
+                largest_key, largest_value = find_largest_magnitude(key), find_largest_magnitude(value)
+                key_scale, value_scale = compute_scale(largest_key), compute_scale(largest_value)
                 if max(largest_key, largest_value) >= INFINITY_BITS:
                     key_scale, value_scale = _NAN_SCALE, _SMALLEST_SCALE
                     fill(key_target, _ZERO)
                     fill(value_target, _ZERO)
                 else:
-                    write_scaled(key_target, key, key_scale)
-                    write_scaled(value_target, value, value_scale)
+                    quantize_row(key_target, key, key_scale)
+                    quantize_row(value_target, value, value_scale)
                 beside = scales[slot // block_tokens, read_int(job, SCALE_START) :]
                 beside[vector], beside[side + vector] = key_scale, value_scale
             else:
@@ -300,7 +300,7 @@ def rotate_and_write_items(job: Job, pages: Array, scales: Array | None) -> None
                     copy_row(key_target, key)
                 else:
                     rotate_head(key_target, key, angles)
-                if max(find_largest(key_target), find_largest(value)) >= INFINITY_BITS:
+                if max(find_largest_magnitude(key_target), find_largest_magnitude(value)) >= INFINITY_BITS:
                     fill(key_target, _NAN)
                     fill(value_target, _ZERO)
                 else:

@@ -25,27 +25,27 @@ from slora_kernels.batch import (
     QueryKeyNorm,
     TileLimits,
 )
-from slora_kernels.cpu import attention, elementwise, likeliest, lora
+from slora_kernels.cpu import argmax, attention, elementwise, lora
 from slora_kernels.cpu.attention_plan import AttentionPlan
-from slora_kernels.cpu.language import NUM_ITEMS, compile_worker
-from slora_kernels.cpu.lora_plan import TILE_TOKENS, LoraPlan, Unshrunk
+from slora_kernels.cpu.intrinsics import NUM_ITEMS, compile_worker
+from slora_kernels.cpu.job_fields import JobWords, begin_job, operand_dtype, pack_field, pack_row, pack_rows
+from slora_kernels.cpu.lora_plan import TILE_TOKENS, DeferredShrink, LoraPlan
 from slora_kernels.cpu.thread_team import ThreadTeam
-from slora_kernels.cpu.words import JobWords, begin_job, operand_dtype, pack, pack_row, pack_rows
-from slora_kernels.draws import Draws
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.layout import LoraSite
-from slora_kernels.lora_gather import gather_columns
+from slora_kernels.lora_embedding import shrink_embedding
 from slora_kernels.quantized_matmuls import quantized_linear
-from slora_kernels.token_draw import draw_tokens
+from slora_kernels.sampling_tensors import SamplingTensors
+from slora_kernels.token_sampling import sample_tokens
 
 # Reading fewer elements than this takes less time than waking a second thread (about 10 us).
-SERIAL_NUMBERS = 65536
+SERIAL_ELEMENTS = 65536
 
 _CARRIERS = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.float16: types.int16}
 _WORKERS = (
     elementwise.rms_norm_worker,
     elementwise.act_mul_worker,
-    likeliest.likeliest_worker,
+    argmax.argmax_worker,
     lora.lora_worker,
 )
 # Workers that depend on the KV format.
@@ -100,18 +100,18 @@ class NumbaKernels:
             _compile(worker, geometry.dtype)
         return time.perf_counter() - start
 
-    def _start(self, worker: Worker, dtype: torch.dtype, job: JobWords, *, numbers: int) -> None:
+    def _run(self, worker: Worker, dtype: torch.dtype, job: JobWords, *, num_elements: int) -> None:
         items = job[NUM_ITEMS]
         if items:
-            threads = 1 if numbers < SERIAL_NUMBERS else min(torch.get_num_threads(), items)
+            threads = 1 if num_elements < SERIAL_ELEMENTS else min(torch.get_num_threads(), items)
             self._team.run(_compile(worker, dtype).address, job.buffer_info()[0], threads)
 
-    def _reserve(self, numbers: int) -> Tensor:
-        """Scratch of at least `numbers` float32 for each thread: [threads, numbers]. It is reused by later calls."""
+    def _reserve(self, num_elements: int) -> Tensor:
+        """float32 scratch of each thread: [threads, num_elements]. Later calls reuse it."""
         threads = torch.get_num_threads()
-        if self._scratch.numel() < threads * numbers:
-            self._scratch = torch.empty(threads * numbers)
-        return self._scratch[: threads * numbers].view(threads, numbers)
+        if self._scratch.numel() < threads * num_elements:
+            self._scratch = torch.empty(threads * num_elements)
+        return self._scratch[: threads * num_elements].view(threads, num_elements)
 
     def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
         return AttentionStep(batch, AttentionPlan(batch, self._reserve))
@@ -134,18 +134,18 @@ class NumbaKernels:
             *pack_rows(residual),
             *pack_row(weight),
             *pack_rows(out),
-            *pack(eps),
+            *pack_field(eps),
             *(adds, 0, 0),
             *(weight.dtype is torch.float32, 0, 0),
         )
-        self._start(elementwise.rms_norm_worker, x.dtype, job, numbers=x.numel())
+        self._run(elementwise.rms_norm_worker, x.dtype, job, num_elements=x.numel())
         return out
 
     def act_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
         kind = elementwise.ACTIVATIONS.index(activation)
         job = begin_job(len(gate_up), *pack_rows(gate_up), *pack_rows(out), *(kind, 0, 0))
-        self._start(elementwise.act_mul_worker, gate_up.dtype, job, numbers=gate_up.numel())
+        self._run(elementwise.act_mul_worker, gate_up.dtype, job, num_elements=gate_up.numel())
         return out
 
     def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -165,7 +165,7 @@ class NumbaKernels:
         assert isinstance(plan, AttentionPlan)
         job = plan.make_rotate_job(qkv, cos_sin, pages, geometry, layer, norms)
         worker, _ = _KV_WORKERS[geometry.kv_format]
-        self._start(worker, geometry.dtype, job, numbers=qkv.numel())
+        self._run(worker, geometry.dtype, job, num_elements=qkv.numel())
         return qkv.view(qkv.shape[0], -1, geometry.head_dim)[:, : geometry.num_heads]
 
     def attend(
@@ -181,36 +181,36 @@ class NumbaKernels:
         assert isinstance(plan, AttentionPlan)
         assert q.stride(1) == geometry.head_dim
         out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype)
-        job, numbers = plan.make_attend_job(q, out, pages, geometry, layer, rule)
+        job, num_elements = plan.make_attend_job(q, out, pages, geometry, layer, rule)
         _, worker = _KV_WORKERS[geometry.kv_format]
-        self._start(worker, geometry.dtype, job, numbers=numbers)
+        self._run(worker, geometry.dtype, job, num_elements=num_elements)
         return out
 
-    def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         rows, width = logits.shape
         if logits.stride(0) < width:  # an expanded row: a job cannot describe it
             logits = logits.contiguous()
         best, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
         job = begin_job(rows, *pack_rows(logits), *pack_row(best), *pack_row(tokens), *(width, 0, 0))
-        self._start(likeliest.likeliest_worker, logits.dtype, job, numbers=logits.numel())
+        self._run(argmax.argmax_worker, logits.dtype, job, num_elements=logits.numel())
         return best, tokens
 
-    def draw(self, logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
-        return draw_tokens(logits, peaks, draws)
+    def sample(self, logits: Tensor, max_logits: Tensor, sampling: SamplingTensors) -> Tensor:
+        return sample_tokens(logits, max_logits, sampling)
 
-    def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Unshrunk:
+    def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> DeferredShrink:
         """Only stores x: `expand` also shrinks, so that threads synchronise once per site instead of twice."""
-        return Unshrunk(x)
+        return DeferredShrink(x)
 
-    def look_up(
+    def shrink_embedding(
         self, token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
     ) -> Tensor:
-        return gather_columns(token_ids, pages, site, step, dtype).to(operand_dtype(dtype))
+        return shrink_embedding(token_ids, pages, site, step, dtype).to(operand_dtype(dtype))
 
     def expand(
-        self, out: Tensor, bridge: Unshrunk | Tensor, pages: Tensor, site: LoraSite, step: LoraStep
+        self, out: Tensor, shrunk: DeferredShrink | Tensor, pages: Tensor, site: LoraSite, step: LoraStep
     ) -> None:
         plan = step.plan
         assert isinstance(plan, LoraPlan)
-        job, numbers = plan.make_job(out, bridge, pages, site)
-        self._start(lora.lora_worker, out.dtype, job, numbers=numbers)
+        job, num_elements = plan.make_job(out, shrunk, pages, site)
+        self._run(lora.lora_worker, out.dtype, job, num_elements=num_elements)

@@ -9,18 +9,17 @@ block of output columns (expand) of one tile. Threads go on to expand when all s
 """
 
 from slora_kernels.cpu.dots import add_four_dots, add_one_dot
-from slora_kernels.cpu.gathers import gather_rows
-from slora_kernels.cpu.language import (
+from slora_kernels.cpu.intrinsics import (
     Array,
     Float,
     Int,
     Job,
-    announce,
     await_count,
     clear,
     compiled,
     count_between,
     count_items,
+    increment_count,
     narrow,
     prefetch,
     read_float_matrix,
@@ -30,18 +29,19 @@ from slora_kernels.cpu.language import (
     read_model_matrix,
     read_operand_matrix,
     take_item,
-    take_worker,
+    take_thread_index,
 )
 from slora_kernels.cpu.vectors import LANES
+from slora_kernels.cpu.weighted_sums import add_weighted_rows
 
 # Columns of B are prefetched this many elements before they are read.
-AHEAD = 256
+PREFETCH_ELEMENTS = 256
 # From PACKED_TOKENS tokens on, rows of B are first packed into scratch, PACKED_COLUMNS columns at a time. 64 packed
 # rows fill two thirds of the L1 cache. In the pages, the pitch of the rows is often a multiple of 4 KiB. All rows would
 # then compete for the same few cache sets.
 PACKED_TOKENS = 32
 PACKED_COLUMNS = 256
-PACKED_AHEAD = 4
+PACKED_PREFETCH_ROWS = 4
 PACKED_PITCH = PACKED_COLUMNS + 2 * LANES
 
 
@@ -92,13 +92,13 @@ def pack_row(
 ) -> None:
     """Copies `size` elements from `segment` on to target [:size], and prefetches a later row.
 
-    pitch: distance to the next row. The row PACKED_AHEAD rows later is prefetched if it lies in the same page.
+    pitch: distance to the next row. The row PACKED_PREFETCH_ROWS rows later is prefetched if it lies in the same page.
     """
     done = 0
     while done < size:
         page, start = find_segment(pages, table, segment + done // segment_size, segment_size)
         count = min(size - done, pages.shape[1] - start)
-        ahead = start + PACKED_AHEAD * pitch
+        ahead = start + PACKED_PREFETCH_ROWS * pitch
         prefetch(pages[page, min(ahead, pages.shape[1]) : min(ahead + count, pages.shape[1])])
         source = pages[page, start : start + count]
         piece = target[done : done + count]
@@ -124,17 +124,17 @@ def find_rows(
     The columns of the first row begin at `segment`. A row that crosses a page boundary is copied to `packed` [rank,
     ...], and its start points there. If is_packed, all rows are copied.
     """
-    page, pitch, page_numbers = 0, row_segments * segment_size, pages.shape[1]
-    start, to_packed = page_numbers, count_between(pages, packed)
+    page, pitch, page_elements = 0, row_segments * segment_size, pages.shape[1]
+    start, to_packed = page_elements, count_between(pages, packed)
     for r in range(starts.shape[0]):
         start += pitch
-        if start + size > page_numbers:
+        if start + size > page_elements:
             page, start = find_segment(pages, table, segment + r * row_segments, segment_size)
-        if is_packed or start + size > page_numbers:
+        if is_packed or start + size > page_elements:
             pack_row(packed[r], pages, table, segment + r * row_segments, segment_size, pitch, size)
             starts[r] = to_packed + r * packed.shape[1]
         else:
-            starts[r] = page * page_numbers + start
+            starts[r] = page * page_elements + start
 
 
 @compiled
@@ -157,11 +157,11 @@ def expand_columns(
     """
     rank, numbers = factors.shape[1], pages.reshape((-1,))
     is_packed = factors.shape[0] >= PACKED_TOKENS
-    ahead = 0 if is_packed else AHEAD
+    ahead = 0 if is_packed else PREFETCH_ELEMENTS
     for column in range(0, size, PACKED_COLUMNS):
         width, at = min(PACKED_COLUMNS, size - column), segment + column // segment_size
         find_rows(starts, packed, pages, table, at, row_segments, segment_size, width, is_packed)
-        gather_rows(out[:, column:], factors, numbers, starts, ahead, scale, width, rank)
+        add_weighted_rows(out[:, column:], factors, numbers, starts, ahead, scale, width, rank)
 
 
 @compiled
@@ -172,18 +172,18 @@ def copy_narrowed(target: Array, sums: Array) -> None:
 
 # Fields of a job: first those of the call, then of the step, then of the site.
 #
-# X is shrunk into BRIDGE. SHRINKS is the number of shrink items, 0 if BRIDGE is already filled.
-# With IS_WHOLE, an item is a whole tile. Otherwise the first SHRINKS items shrink and the others expand.
+# The shrink of X goes to SHRUNK. NUM_SHRINK_ITEMS is the number of shrink items, 0 if SHRUNK is already filled.
+# With IS_WHOLE, an item is a whole tile. Otherwise the first NUM_SHRINK_ITEMS items shrink and the others expand.
 # A tile has BLOCKS shrink items of BLOCK_ROWS rows of A. Each of them adds 1 to its tile's count in DONE, which was
-# BEFORE at the start of the job.
+# COUNT_BEFORE at the start of the job.
 # COLUMN_BLOCKS [n, 4] are (module's index in the group, first column in out, first column in the module, columns).
 # GROUP and FIRST_MODULE are the indexes of the site among a slot's groups and modules.
 (
     X,
     OUT,
-    BRIDGE,
-    SHRINKS,
-    BEFORE,
+    SHRUNK,
+    NUM_SHRINK_ITEMS,
+    COUNT_BEFORE,
     PAGES,
     TILES,
     PAGE_TABLE,
@@ -213,15 +213,23 @@ def lora_worker(job: Job) -> None:
     A block of columns waits until all blocks of rows of its tile are done.
     """
     x, out, pages = read_model_matrix(job, X), read_model_matrix(job, OUT), read_model_matrix(job, PAGES)
-    bridge = read_operand_matrix(job, BRIDGE)
+    shrunk = read_operand_matrix(job, SHRUNK)
     tiles, page_table = read_int32_matrix(job, TILES), read_int32_matrix(job, PAGE_TABLE)
     weights, scales = read_float_matrix(job, WEIGHTS), read_float_matrix(job, SCALES)
     groups, modules = read_int32_matrix(job, GROUPS), read_int32_matrix(job, MODULES)
     column_blocks, widths = read_int32_matrix(job, COLUMN_BLOCKS), read_int32_matrix(job, WIDTHS)
     group, width, first_module = read_int(job, GROUP), read_int(job, WIDTH), read_int(job, FIRST_MODULE)
-    shrinks, blocks, block_rows = read_int(job, SHRINKS), read_int(job, BLOCKS), read_int(job, BLOCK_ROWS)
-    done, awaited = read_int64_matrix(job, DONE)[0], read_int(job, BEFORE) + blocks
-    segment_size, worker, is_whole = read_int(job, SEGMENT_SIZE), take_worker(job), read_int(job, IS_WHOLE)
+    num_shrink_items, blocks, block_rows = (
+        read_int(job, NUM_SHRINK_ITEMS),
+        read_int(job, BLOCKS),
+        read_int(job, BLOCK_ROWS),
+    )
+    done, awaited = read_int64_matrix(job, DONE)[0], read_int(job, COUNT_BEFORE) + blocks
+    segment_size, worker, is_whole = (
+        read_int(job, SEGMENT_SIZE),
+        take_thread_index(job),
+        read_int(job, IS_WHOLE),
+    )
     row_segments = (width + segment_size - 1) // segment_size
     scratch = read_float_matrix(job, SUMS)[worker]
     packed, starts = read_model_matrix(job, PACKED)[worker], read_int64_matrix(job, STARTS)[worker]
@@ -229,13 +237,13 @@ def lora_worker(job: Job) -> None:
     while item < count_items(job):
         if is_whole:
             tile, first_row, first_block, end_block = item, 0, 0, column_blocks.shape[0]
-            end_row = blocks * block_rows if shrinks > 0 else 0
-        elif item < shrinks:
+            end_row = blocks * block_rows if num_shrink_items > 0 else 0
+        elif item < num_shrink_items:
             tile, first_row, first_block, end_block = item // blocks, item % blocks * block_rows, 0, 0
             end_row = first_row + block_rows
         else:
-            tile, first_row, end_row = (item - shrinks) // column_blocks.shape[0], 0, 0
-            first_block = (item - shrinks) % column_blocks.shape[0]
+            tile, first_row, end_row = (item - num_shrink_items) // column_blocks.shape[0], 0, 0
+            first_block = (item - num_shrink_items) % column_blocks.shape[0]
             end_block = first_block + 1
         slot, first, tokens = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2]
         rank, segment = groups[slot, 2 * group], groups[slot, 2 * group + 1]
@@ -246,19 +254,19 @@ def lora_worker(job: Job) -> None:
             sums, at = numbers.reshape((-1, rows)), segment + row * row_segments
             shrink_rows(sums, x[first : first + tokens], pages, page_table[slot], at, segment_size, width)
             for t in range(tokens):
-                copy_narrowed(bridge[first + t, row : row + rows], sums[t])
+                copy_narrowed(shrunk[first + t, row : row + rows], sums[t])
         if end_block == 0:
-            announce(done, tile)
+            increment_count(done, tile)
         for block in range(first_block, end_block):
             member, out_column, column, size = column_blocks[block]
             module = first_module + member
             rank, row = modules[slot, 3 * module], modules[slot, 3 * module + 1]
             if rank > 0:
-                if shrinks > 0 and not is_whole:
+                if num_shrink_items > 0 and not is_whole:
                     await_count(done, tile, awaited)
                 expand_columns(
                     out[first : first + tokens, out_column:],
-                    bridge[first : first + tokens, row : row + rank],
+                    shrunk[first : first + tokens, row : row + rank],
                     weights[0, tile] * scales[slot, module],
                     pages,
                     page_table[slot],

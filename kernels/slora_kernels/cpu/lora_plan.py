@@ -12,9 +12,16 @@ import torch
 from torch import Tensor
 
 from slora_kernels.batch import AdapterTables, LoraTiles
+from slora_kernels.cpu.job_fields import (
+    JobWords,
+    begin_job,
+    operand_dtype,
+    pack_fields,
+    pack_pages,
+    pack_rows,
+)
 from slora_kernels.cpu.job_threads import Reserve, count_busy_items
 from slora_kernels.cpu.lora import PACKED_PITCH
-from slora_kernels.cpu.words import JobWords, as_numbers, begin_job, operand_dtype, pack_all, pack_rows
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
 # The most tokens in a LoRA tile. The data of such a tile fits a core's own cache.
@@ -29,8 +36,8 @@ _READING_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Unshrunk:
-    """A bridge that the expanding job computes itself. x [T, in] must not change until that job is done."""
+class DeferredShrink:
+    """A shrink output that the expanding job computes itself. x [T, in] must not change until that job is done."""
 
     x: Tensor
 
@@ -44,7 +51,7 @@ class LoraPlan:
         self._is_whole = self._num_tiles >= _WHOLE_TILES * torch.get_num_threads()
         self._tiles, self._weights = tiles.tiles, tiles.weights
         if self._is_whole:
-            self._tiles, self._weights = _longest_first(tiles, tables)
+            self._tiles, self._weights = _sort_by_cost(tiles, tables)
         self._enough = count_busy_items()
         coarse, fine = _SHRINK_ROWS
         self._rows = coarse if self._num_tiles * -(-self._rank // coarse) >= self._enough else fine
@@ -53,55 +60,55 @@ class LoraPlan:
         # For each tile, the number of finished blocks of rows of A, over all sites so far.
         self._done = torch.zeros(self._num_tiles, dtype=torch.int64)
         self._num_done = 0
-        # The bridge, [T, rank]. All sites reuse it in turn.
-        self._bridge = torch.empty(0, 0)
-        self._bridge_words = pack_rows(self._bridge)
+        # The shrink output, [T, rank]. All sites reuse it in turn.
+        self._shrunk = torch.empty(0, 0)
+        self._shrunk_words = pack_rows(self._shrunk)
         self._pages: Tensor | None = None
         self._dtype = torch.float32
-        self._words = pack_all()
+        self._words = pack_fields()
 
     def make_job(
-        self, out: Tensor, bridge: Unshrunk | Tensor, pages: Tensor, site: LoraSite
+        self, out: Tensor, shrunk: DeferredShrink | Tensor, pages: Tensor, site: LoraSite
     ) -> tuple[JobWords, int]:
         """Returns the job that adds to `out`, and about how many elements it reads."""
         if pages is not self._pages or out.dtype is not self._dtype:
-            self._settle(pages, out.dtype)
+            self._pack_shared_fields(pages, out.dtype)
         num_tiles, tokens, widest = self._num_tiles, out.shape[0], max(site.widths)
         coarse, fine = _EXPAND_COLUMNS
         columns = coarse if num_tiles * -(-widest // coarse) >= self._enough else fine
-        num_blocks, words = _cut_site(site, columns, self._dtype.itemsize)
-        if isinstance(bridge, Unshrunk):
-            if tokens != self._bridge_words[1]:
-                self._reserve_bridge(tokens)
-            x, bridge_words, width = bridge.x, self._bridge_words, widest + site.in_width
-            shrinks, before = num_tiles * self._blocks, self._num_done
+        num_blocks, words = _split_site(site, columns, self._dtype.itemsize)
+        if isinstance(shrunk, DeferredShrink):
+            if tokens != self._shrunk_words[1]:
+                self._reserve_shrunk(tokens)
+            x, shrunk_words, width = shrunk.x, self._shrunk_words, widest + site.in_width
+            num_shrink_items, before = num_tiles * self._blocks, self._num_done
             self._num_done += self._blocks
         else:
-            x, bridge_words, width, shrinks, before = out, pack_rows(bridge), widest, 0, 0
+            x, shrunk_words, width, num_shrink_items, before = out, pack_rows(shrunk), widest, 0, 0
         job = begin_job(
-            num_tiles if self._is_whole else shrinks + num_tiles * num_blocks,
+            num_tiles if self._is_whole else num_shrink_items + num_tiles * num_blocks,
             *pack_rows(x),
             *pack_rows(out),
-            *bridge_words,
-            *(shrinks, 0, 0, before, 0, 0),
+            *shrunk_words,
+            *(num_shrink_items, 0, 0, before, 0, 0),
         )
         job.extend(self._words)
         job.extend(words)
         return job, num_tiles * self._rank * width
 
-    def _reserve_bridge(self, tokens: int) -> None:
-        self._bridge = torch.empty(tokens, self._rank, dtype=operand_dtype(self._dtype))
-        self._bridge_words = pack_rows(self._bridge)
+    def _reserve_shrunk(self, tokens: int) -> None:
+        self._shrunk = torch.empty(tokens, self._rank, dtype=operand_dtype(self._dtype))
+        self._shrunk_words = pack_rows(self._shrunk)
 
-    def _settle(self, pages: Tensor, dtype: torch.dtype) -> None:
+    def _pack_shared_fields(self, pages: Tensor, dtype: torch.dtype) -> None:
         """Computes the words that all jobs share."""
         self._pages, self._dtype = pages, dtype
-        self._reserve_bridge(0)
+        self._reserve_shrunk(0)
         tables, size, rank = self._tables, dtype.itemsize, self._rank
         # Scratch of each thread: either sums, or the start of each row (int64) followed by packed rows.
         scratch, threads, pitch = pack_rows(self._scratch)
-        self._words = pack_all(
-            as_numbers(pages, size),
+        self._words = pack_fields(
+            pack_pages(pages, size),
             self._tiles,
             tables.page_table,
             self._weights,
@@ -118,7 +125,7 @@ class LoraPlan:
         )
 
 
-def _longest_first(tiles: LoraTiles, tables: AdapterTables) -> tuple[Tensor, Tensor]:
+def _sort_by_cost(tiles: LoraTiles, tables: AdapterTables) -> tuple[Tensor, Tensor]:
     """Sorts tiles and their weights by cost, the longest first, so that all threads finish at about the same time.
 
     It uses numpy, because torch's calls take five times as long.
@@ -131,7 +138,7 @@ def _longest_first(tiles: LoraTiles, tables: AdapterTables) -> tuple[Tensor, Ten
 
 # The two caches are unbounded, because the words of a job point into the cached tensors.
 @cache
-def _cut_columns(widths: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor]:
+def _split_columns(widths: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor]:
     """Cuts the output columns of a site into blocks.
 
     Returns blocks, int32 [n, 4]: module's index in the group, first column in out, first column in the module, number
@@ -145,8 +152,8 @@ def _cut_columns(widths: tuple[int, ...], columns: int) -> tuple[Tensor, Tensor]
 
 
 @cache
-def _cut_site(site: LoraSite, columns: int, element_bytes: int) -> tuple[int, JobWords]:
+def _split_site(site: LoraSite, columns: int, element_bytes: int) -> tuple[int, JobWords]:
     """Returns the number of column blocks of a site, and the site's words of a job."""
-    blocks, widths = _cut_columns(site.widths, columns)
+    blocks, widths = _split_columns(site.widths, columns)
     segment = SEGMENT_BYTES // element_bytes
-    return len(blocks), pack_all(site.group, site.in_width, site.first_module, blocks, widths, segment)
+    return len(blocks), pack_fields(site.group, site.in_width, site.first_module, blocks, widths, segment)

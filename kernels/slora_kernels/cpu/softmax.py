@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from slora_kernels.cpu.language import (
+from slora_kernels.cpu.intrinsics import (
     INFINITY_BITS,
     Array,
     Float,
     Int,
     clear,
     compiled,
-    emitted,
     exp2,
-    find_largest,
+    find_largest_magnitude,
+    intrinsic,
     narrow,
     widen,
 )
@@ -28,9 +28,9 @@ from slora_kernels.cpu.vectors import (
     I64,
     LANES,
     Memory,
-    find_greater,
-    join,
-    raise_two,
+    exp2_vector,
+    max_vector,
+    shuffle,
     splat,
     sum_lanes,
 )
@@ -41,7 +41,7 @@ BLOCK_KEYS = 64
 _ZERO, _ONE, _MINUS_TWO = np.float32(0.0), np.float32(1.0), np.float32(-2.0)
 LOG2_E = np.float32(np.log2(np.e))
 # Initial value of a running maximum: lower than any score.
-LOW = np.float32(-1e30)
+INITIAL_MAX = np.float32(-1e30)
 
 
 @compiled
@@ -51,7 +51,7 @@ def multiply(row: Array, factor: Float) -> None:
 
 
 @compiled
-def soften(weights: Array, scores: Array, peak: Float) -> Float:
+def exponentiate(weights: Array, scores: Array, peak: Float) -> Float:
     """weights = 2^(scores - peak).
 
     `weights` and `scores` may be the same array. Returns the sum of the rounded weights.
@@ -75,7 +75,7 @@ def cap_scores(scores: Array, cap: Float) -> None:
 
 
 @compiled
-def find_peak(scores: Array, low: Float) -> Float:
+def find_max(scores: Array, low: Float) -> Float:
     peak = low
     for n in range(scores.shape[0]):
         peak = max(peak, scores[n])
@@ -83,31 +83,31 @@ def find_peak(scores: Array, low: Float) -> Float:
 
 
 @compiled
-def note_wrong(state: Array, scores: Array) -> None:
+def mark_not_finite(state: Array, scores: Array) -> None:
     """Marks a row whose result is NaN because a score is NaN or infinite.
 
     The check uses the bits of the scores, because fastmath lets the compiler assume that no score is NaN or infinite.
     """
-    if find_largest(scores) >= INFINITY_BITS:
+    if find_largest_magnitude(scores) >= INFINITY_BITS:
         state[2] = _ONE
 
 
 @compiled
-def weigh(weights: Array, sums: Array, state: Array, scores: Array) -> None:
+def update_softmax(weights: Array, sums: Array, state: Array, scores: Array) -> None:
     """One step of one row's online softmax: turns scores into weights and rescales the earlier sums to the new maximum.
 
     state: (maximum, sum of weights, whether a score was NaN or infinite).
     """
-    peak = find_peak(scores, state[0])
+    peak = find_max(scores, state[0])
     decay = exp2(state[0] - peak)
     state[0] = peak
-    state[1] = state[1] * decay + soften(weights, scores, peak)
+    state[1] = state[1] * decay + exponentiate(weights, scores, peak)
     if decay < _ONE:
         multiply(sums, decay)
 
 
-@emitted
-def _soften_whole(typing: Any, weights: Array, state: Array, scores: Array) -> Any:
+@intrinsic
+def _update_state_of_full_block(typing: Any, weights: Array, state: Array, scores: Array) -> Any:
     """Computes the weights and the state of a row that sees a whole block. Returns the factor for its earlier sums."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -117,40 +117,40 @@ def _soften_whole(typing: Any, weights: Array, state: Array, scores: Array) -> A
         source = Memory(context, builder, scores, args[2], nowhere)
         starts = [I64(start) for start in range(0, BLOCK_KEYS, LANES)]
         found = [source.load(0, start) for start in starts]
-        before = splat(builder, kept.load_one(0, I64(0)))
-        peak = reduce(lambda a, b: find_greater(builder, a, b), found)
+        before = splat(builder, kept.load_scalar(0, I64(0)))
+        peak = reduce(lambda a, b: max_vector(builder, a, b), found)
         part = LANES
         while part > 1:  # halve the distance until all lanes hold the maximum
             part //= 2
-            turned = join(builder, peak, peak, [(lane + part) % LANES for lane in range(LANES)])
-            peak = find_greater(builder, peak, turned)
-        peak = find_greater(builder, before, peak)
+            rotated = shuffle(builder, peak, peak, [(lane + part) % LANES for lane in range(LANES)])
+            peak = max_vector(builder, peak, rotated)
+        peak = max_vector(builder, before, peak)
         rounded = []
         for start, vector in zip(starts, found, strict=True):
-            stored = target.narrow(raise_two(builder, builder.fsub(vector, peak)))
+            stored = target.narrow(exp2_vector(builder, builder.fsub(vector, peak)))
             target.store_stored(0, start, stored)
             rounded.append(target.widen(stored))
         added = reduce(builder.fadd, rounded)
         total = builder.extract_element(sum_lanes(builder, [added]), I32(0))
-        decay = builder.extract_element(raise_two(builder, builder.fsub(before, peak)), I32(0))
-        sum_before = kept.load_one(0, I64(1))
-        kept.store_one(I64(0), builder.extract_element(peak, I32(0)))
-        kept.store_one(I64(1), builder.fadd(builder.fmul(sum_before, decay), total))
+        decay = builder.extract_element(exp2_vector(builder, builder.fsub(before, peak)), I32(0))
+        sum_before = kept.load_scalar(0, I64(1))
+        kept.store_scalar(I64(0), builder.extract_element(peak, I32(0)))
+        kept.store_scalar(I64(1), builder.fadd(builder.fmul(sum_before, decay), total))
         return decay
 
     return types.float32(weights, state, scores), emit
 
 
 @compiled
-def weigh_whole(weights: Array, sums: Array, state: Array, scores: Array) -> None:
-    """Like `weigh`, for a row that sees a whole block."""
-    decay = _soften_whole(weights, state, scores)
+def update_softmax_of_full_block(weights: Array, sums: Array, state: Array, scores: Array) -> None:
+    """Like `update_softmax`, for a row that sees a whole block."""
+    decay = _update_state_of_full_block(weights, state, scores)
     if decay < _ONE:
         multiply(sums, decay)
 
 
 @compiled
-def weigh_token(
+def update_softmax_of_token(
     weights: Array, sums: Array, state: Array, scores: Array, count: Int, factor: Float, cap: Float
 ) -> None:
     """Multiplies the scores of a block by `factor` and turns them into weights. Both are [M, BLOCK_KEYS].
@@ -159,20 +159,21 @@ def weigh_token(
     """
     for m in range(scores.shape[0]):
         multiply(scores[m], factor)
-    is_wrong = find_largest(scores.reshape(scores.size)) >= INFINITY_BITS  # rare: only then check row by row
+    # Rare: only then check row by row.
+    is_any_not_finite = find_largest_magnitude(scores.reshape(scores.size)) >= INFINITY_BITS
     for m in range(scores.shape[0]):
         row = scores[m]
-        if is_wrong:
-            note_wrong(state[m], row)
+        if is_any_not_finite:
+            mark_not_finite(state[m], row)
         if cap > _ZERO:
             cap_scores(row, cap)
         for n in range(count, BLOCK_KEYS):
-            row[n] = LOW
-        weigh_whole(weights[m], sums[m], state[m], row)
+            row[n] = INITIAL_MAX
+        update_softmax_of_full_block(weights[m], sums[m], state[m], row)
 
 
 @compiled
-def weigh_tile(
+def update_softmax_of_tile(
     weights: Array,
     sums: Array,
     state: Array,
@@ -188,21 +189,22 @@ def weigh_tile(
     Row m sees `window` keys. The last of them is key before + m // group. The weight of a key that a row does not see
     is 0.
     """
-    is_wrong = find_largest(scores.reshape(scores.size)) >= INFINITY_BITS  # rare: only then check row by row
+    # Rare: only then check row by row.
+    is_any_not_finite = find_largest_magnitude(scores.reshape(scores.size)) >= INFINITY_BITS
     for m in range(weights.shape[0]):
         end = before + m // group + 1
         seen, first = min(count, end), min(count, max(0, end - window))
         # Slice the row first, then its visible keys, so that the compiler knows that the elements are contiguous.
         own, row = weights[m], scores[m]
         if first < seen:
-            if is_wrong:
-                note_wrong(state[m], row[first:seen])
+            if is_any_not_finite:
+                mark_not_finite(state[m], row[first:seen])
             if cap > _ZERO:
                 cap_scores(row[first:seen], cap)
             if seen - first == BLOCK_KEYS:
-                weigh_whole(own, sums[m], state[m], row)
+                update_softmax_of_full_block(own, sums[m], state[m], row)
             else:
-                weigh(own[first:seen], sums[m], state[m], row[first:seen])
+                update_softmax(own[first:seen], sums[m], state[m], row[first:seen])
         if seen - first < count:
             clear(own[:first])
             clear(own[max(first, seen) : count])

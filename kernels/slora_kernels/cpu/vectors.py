@@ -1,4 +1,4 @@
-"""Vector code in LLVM IR, from which the blocks of `dots` and `gathers` are built.
+"""Vector code in LLVM IR, from which the blocks of `dots` and `weighted_sums` are built.
 
 Left alone, LLVM vectorises the loop for one token, and the next token reads and widens the same weights again. A block
 computes a few tokens together. It reads and widens each weight once for all of them, and keeps their sums in registers.
@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import config, types
 from numba.core import cgutils
 
-from slora_kernels.cpu.language import (
+from slora_kernels.cpu.intrinsics import (
     CACHE_LINE_BYTES,
     EXP2_TERMS,
     Array,
@@ -27,7 +27,7 @@ from slora_kernels.cpu.language import (
 )
 
 
-def _has(feature: str) -> bool:
+def _cpu_has(feature: str) -> bool:
     """Whether the CPU that numba compiles for has a feature.
 
     NUMBA_CPU_NAME and NUMBA_CPU_FEATURES may name another CPU.
@@ -51,9 +51,9 @@ class _Bfloat16(ir.Type):  # type: ignore[misc]
 
 
 # float32 lanes per vector. CPUs with AVX-512 have 32 registers of 16 lanes, others 16 registers of 8.
-LANES = 16 if _has("avx512f") else 8
+LANES = 16 if _cpu_has("avx512f") else 8
 # Whether one instruction adds two bfloat16 products to each float32 lane. The result is as exact as in float32.
-PAIRS = LANES == 16 and _has("avx512bf16")
+HAS_BFLOAT16_DOT = LANES == 16 and _cpu_has("avx512bf16")
 _I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 VECTOR = ir.VectorType(F32, LANES)
 
@@ -105,15 +105,15 @@ class Memory:
         """The vectors at adjacent `columns` that begin a cache line."""
         return columns[:: max(1, CACHE_LINE_BYTES // (LANES * self._size))]
 
-    def load_one(self, row: int, column: Any) -> Any:
+    def load_scalar(self, row: int, column: Any) -> Any:
         return self._builder.load(self.pointer(row, column, self._stored))
 
-    def load_wide(self, row: int, column: Any) -> Any:
-        return widen_value(self._builder, self._element, self.load_one(row, column))
+    def load_widened_scalar(self, row: int, column: Any) -> Any:
+        return widen_value(self._builder, self._element, self.load_scalar(row, column))
 
     def narrow(self, value: Any) -> Any:
         """float32 lanes, converted to the stored format."""
-        if PAIRS and self._element == types.uint16:
+        if HAS_BFLOAT16_DOT and self._element == types.uint16:
             kind = ir.VectorType(_Bfloat16(), LANES)
             function = cgutils.get_or_insert_function(
                 self._builder.module,
@@ -143,7 +143,7 @@ class Memory:
         )
         builder.call(function, [stored, pointer, I32(self._size), mask])
 
-    def store_one(self, column: Any, number: Any) -> None:
+    def store_scalar(self, column: Any, number: Any) -> None:
         """Stores one number, in the stored format, in row 0."""
         self._builder.store(number, self.pointer(0, column, self._stored))
 
@@ -151,7 +151,7 @@ class Memory:
         return f"v{lanes}" + ("f32" if self._stored == F32 else f"i{8 * self._size}")
 
 
-def read_operands(context: Any, builder: Any, signature: Any, args: Any) -> tuple[Memory, Memory, Memory]:
+def access_operands(context: Any, builder: Any, signature: Any, args: Any) -> tuple[Memory, Memory, Memory]:
     """The first three arguments of a block as memory: the sums, the multiplicands and the rows of weights.
 
     The fourth argument gives the place of the rows: their pitch, or an array with the start of each row.
@@ -184,13 +184,13 @@ def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(function, [a, b, c])
 
 
-def find_greater(builder: Any, a: Any, b: Any) -> Any:
+def max_vector(builder: Any, a: Any, b: Any) -> Any:
     """The greater of a and b, lane by lane. The result is b if either is NaN."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-def raise_two(builder: Any, x: Any) -> Any:
-    """2^x for lanes with x <= 0. See `language.exp2`."""
+def exp2_vector(builder: Any, x: Any) -> Any:
+    """2^x for lanes with x <= 0. See `intrinsics.exp2`."""
 
     def fill(number: float | np.float32) -> Any:
         return ir.Constant(VECTOR, [float(number)] * LANES)
@@ -216,7 +216,7 @@ def raise_two(builder: Any, x: Any) -> Any:
     return builder.fmul(series, power)
 
 
-def join(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+def shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
     """A vector of the given lanes of a and b. Lane numbers of b follow those of a."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
@@ -238,7 +238,7 @@ def sum_lanes(builder: Any, vectors: list[Any]) -> Any:
             low = [lane for lane in range(vectors[0].type.count) if lane % (2 * part) < part]
             pairs = [(vectors[0], vectors[0])]
         high = [lane + part for lane in low]
-        vectors = [builder.fadd(join(builder, a, b, low), join(builder, a, b, high)) for a, b in pairs]
+        vectors = [builder.fadd(shuffle(builder, a, b, low), shuffle(builder, a, b, high)) for a, b in pairs]
     return vectors[0]
 
 
@@ -252,24 +252,24 @@ def multiply_add_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 # The most vectors of sums in a block. They use half of the CPU's registers.
-MOST_SUMS = 16 if LANES == 16 else 8
-MOST_TOKENS = MOST_SUMS // 4
+MAX_ACCUMULATORS = 16 if LANES == 16 else 8
+MAX_TOKENS = MAX_ACCUMULATORS // 4
 
 
-def for_tokens(emit: Callable[[int], Callable[..., None]]) -> Callable[..., None]:
+def dispatch_by_tokens(emit: Callable[[int], Callable[..., None]]) -> Callable[..., None]:
     """Returns a function that applies blocks to any number of tokens.
 
     emit(n) builds the block for n tokens. The function's first two arguments have one row per token. Its other
     arguments are passed on to the blocks.
     """
-    most, three, two, one = emit(MOST_TOKENS), emit(3), emit(2), emit(1)
+    most, three, two, one = emit(MAX_TOKENS), emit(3), emit(2), emit(1)
 
     @compiled
     def run(sums: Array, x: Array, *rest: Any) -> None:
         tokens, t = sums.shape[0], 0
-        while t + MOST_TOKENS <= tokens:
+        while t + MAX_TOKENS <= tokens:
             most(sums[t:], x[t:], *rest)
-            t += MOST_TOKENS
+            t += MAX_TOKENS
         if tokens - t == 3:
             three(sums[t:], x[t:], *rest)
         elif tokens - t == 2:

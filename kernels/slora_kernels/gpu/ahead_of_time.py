@@ -31,7 +31,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 @dataclass(frozen=True, slots=True)
-class _AbsentGpu:
+class _FakeDriver:
     """The part of a driver that Triton needs for compiling.
 
     Triton caches compiled kernels by device, so each target is a device of its own.
@@ -55,9 +55,9 @@ def _quantized_forms(target: GPUTarget) -> list[torch.dtype]:
     return [torch.int8, torch.float8_e4m3fn] if has_float8 else [torch.int8]
 
 
-def pretend(target: str) -> None:
+def set_compile_target(target: str) -> None:
     """Makes Triton compile for one of `TARGETS`. After this call, Triton cannot run kernels in this process."""
-    triton.runtime.driver.set_active(_AbsentGpu(TARGETS[target]))
+    triton.runtime.driver.set_active(_FakeDriver(TARGETS[target]))
 
 
 def _kv_formats(target: GPUTarget) -> list[KVFormat]:
@@ -74,7 +74,7 @@ def compile_all(target: str, dtype: str) -> Iterator[CompiledKernel]:
 
     Launches with the same machine code are compiled and measured once, and reported once each.
     """
-    pretend(target)
+    set_compile_target(target)
     known: dict[str, CompiledKernel] = {}
     forms, kv_formats = _quantized_forms(TARGETS[target]), _kv_formats(TARGETS[target])
     for case, launch in bind_all(DTYPES[dtype], forms, kv_formats):

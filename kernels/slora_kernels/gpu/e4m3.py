@@ -27,7 +27,7 @@ def encode_scale(largest):
 
 
 @triton.jit
-def encode_numbers(numbers, scale):
+def encode_elements(numbers, scale):
     """float32 values and the bits of their scale -> e4m3 as uint8, rounded to nearest, ties to even."""
     scaled = tl.div_rn(numbers, (scale << 16).to(tl.float32, bitcast=True))
     bits = scaled.to(tl.int32, bitcast=True)

@@ -1,7 +1,7 @@
-"""Expand: adds scale * bridge * B to the base GEMM's output, for all modules of a linear group in one launch.
+"""Expand: adds scale * shrunk * B to the base GEMM's output, for all modules of a linear group in one launch.
 
-A program handles one tile of tokens and one segment of output columns. It sums the planes of the bridge in order. It
-reads its segment of each transposed row of its module's B from the adapter's pages.
+A program handles one tile of tokens and one segment of output columns. It sums the planes of the shrink output in
+order. It reads its segment of each transposed row of its module's B from the adapter's pages.
 """
 
 import math
@@ -25,7 +25,7 @@ BLOCK_RANK = 16
 @triton.jit(do_not_specialize=["first_module", "first_tile", "num_tokens"])
 def _lora_expand_kernel(
     out,
-    bridge,
+    shrunk,
     pages,
     tiles,
     weights,
@@ -38,7 +38,7 @@ def _lora_expand_kernel(
     out_stride,
     page_stride,
     table_stride,
-    bridge_stride,
+    shrunk_stride,
     WIDTH_0: tl.constexpr,
     WIDTH_1: tl.constexpr,
     WIDTH_2: tl.constexpr,
@@ -77,13 +77,13 @@ def _lora_expand_kernel(
     # All planes are loaded and summed at once. When they were added one by one, each plane was converted between
     # layouts separately. That took 25 barriers instead of 11.
     planes = tl.arange(0, PLANES)[:, None, None]
-    plane_starts = bridge + planes * (num_tokens * bridge_stride)
+    plane_starts = shrunk + planes * (num_tokens * shrunk_stride)
     acc = tl.zeros((BLOCK_M, SEGMENT), tl.float32)
     for start in range(0, rank, BLOCK_R):
         rows = start + tl.arange(0, BLOCK_R)
         taken = (tokens[:, None] < size) & (rows[None, :] < rank)
         source = (
-            plane_starts + ((first + tokens)[:, None] * bridge_stride + (first_row + rows)[None, :])[None]
+            plane_starts + ((first + tokens)[:, None] * shrunk_stride + (first_row + rows)[None, :])[None]
         )
         shares = tl.load(source, mask=taken[None] & (planes < SPLITS), other=0.0)
         y = tl.sum(shares.to(tl.float32), axis=0)
@@ -97,14 +97,14 @@ def _lora_expand_kernel(
 
 def bind_lora_expand(
     out: Tensor,
-    bridge: Tensor,
+    shrunk: Tensor,
     pages: Tensor,
     tables: AdapterTables,
     site: LoraSite,
     tiles: LoraTiles,
     sizes: LoraSizes,
 ) -> list[Launch]:
-    """Adds to out [T, sum(site.widths)] of the model dtype, in place. bridge: [splits, T, columns], from shrink.
+    """Adds to out [T, sum(site.widths)] of the model dtype, in place. shrunk: [splits, T, columns], from shrink.
 
     Returns one launch for decode rows if they have a kernel of their own, and one launch for all other tiles. A launch
     without tiles is left out.
@@ -116,19 +116,19 @@ def bind_lora_expand(
     elements = pages.view(out.dtype)
     arguments = {
         "out": out,
-        "bridge": bridge,
+        "shrunk": shrunk,
         "pages": elements,
         "tiles": tiles.tiles,
         "weights": tiles.weights,
         "page_table": tables.page_table,
         "modules": tables.modules,
         "scales": tables.scales,
-        "num_tokens": bridge.shape[1],
+        "num_tokens": shrunk.shape[1],
         "first_module": site.first_module,
         "out_stride": out.stride(0),
         "page_stride": elements.stride(0),
         "table_stride": tables.page_table.stride(0),
-        "bridge_stride": bridge.stride(1),
+        "shrunk_stride": shrunk.stride(1),
     }
     constants = {
         "WIDTH_0": padded[0],
@@ -138,10 +138,10 @@ def bind_lora_expand(
         "NUM_MODULES": tables.modules.shape[1],
         "SEGMENT": segment,
         "PAGE_SEGMENTS": pages.shape[1] // SEGMENT_BYTES,
-        "SPLITS": bridge.shape[0],
-        "PLANES": triton.next_power_of_2(bridge.shape[0]),
+        "SPLITS": shrunk.shape[0],
+        "PLANES": triton.next_power_of_2(shrunk.shape[0]),
     }
-    of_width = sizes.of_expand(sum(widths))
+    of_width = sizes.select_expand(sum(widths))
     num_rows = tiles.num_decodes if of_width.decode == "rows" else 0
     launches = []
     if num_rows:

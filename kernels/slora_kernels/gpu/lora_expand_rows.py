@@ -1,4 +1,4 @@
-"""Expand for decode rows: adds scale * bridge * B for one token after the other, without tensor cores.
+"""Expand for decode rows: adds scale * shrunk * B for one token after the other, without tensor cores.
 
 A program is one warp with one segment of output columns. It handles the tokens of its tile in turn. Products and sums
 are float32, in an order that depends only on the width. So a token's bits do not depend on the other tokens of its
@@ -21,7 +21,7 @@ ROW_TILE_TOKENS = 16
 @triton.jit(do_not_specialize=["first_module", "num_tokens"])
 def _lora_expand_rows_kernel(
     out,
-    bridge,
+    shrunk,
     pages,
     tiles,
     weights,
@@ -33,7 +33,7 @@ def _lora_expand_rows_kernel(
     out_stride,
     page_stride,
     table_stride,
-    bridge_stride,
+    shrunk_stride,
     WIDTH_0: tl.constexpr,
     WIDTH_1: tl.constexpr,
     WIDTH_2: tl.constexpr,
@@ -62,7 +62,7 @@ def _lora_expand_rows_kernel(
     inside = segment * SEGMENT + lanes < width
     columns = tl.multiple_of(column_start + segment * SEGMENT, ALIGNMENT) + lanes
     planes = tl.arange(0, PLANES)[:, None]
-    plane_starts = bridge + planes * (num_tokens * bridge_stride)
+    plane_starts = shrunk + planes * (num_tokens * shrunk_stride)
     for index in range(size):
         token = first + index
         # int64, because the head's output rows are as long as the vocabulary. A few thousand of them exceed an int32
@@ -72,7 +72,7 @@ def _lora_expand_rows_kernel(
         acc = tl.zeros((SEGMENT,), tl.float32)
         for start in range(0, rank, BLOCK_R):
             rows = start + tl.arange(0, BLOCK_R)
-            source = plane_starts + (token * bridge_stride + first_row + rows)[None, :]
+            source = plane_starts + (token * shrunk_stride + first_row + rows)[None, :]
             shares = tl.load(source, mask=(rows < rank)[None, :] & (planes < SPLITS), other=0.0)
             y = tl.sum(shares.to(tl.float32), axis=0)
             at = first_segment + rows * row_segments

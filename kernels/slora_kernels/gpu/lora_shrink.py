@@ -1,7 +1,7 @@
 """Shrink: x times A of each tile's adapter, read from its pages, for all modules of a linear group in one launch.
 
 A program handles one tile of tokens, one block of A's rows and one share of the input width. Each share's result is
-written to its own plane of the bridge, and expand sums the planes in order. This needs no atomics and no cleared
+written to its own plane of the shrink output, and expand sums the planes in order. This needs no atomics and no cleared
 buffer, and a result does not depend on the other requests of the batch. The rank is read from the tables, so a rank-8
 adapter next to a rank-128 adapter costs only its own bytes.
 
@@ -30,7 +30,7 @@ TILE_TOKENS = 32
 def _lora_shrink_kernel(
     x,
     pages,
-    bridge,
+    shrunk,
     tiles,
     page_table,
     groups,
@@ -39,7 +39,7 @@ def _lora_shrink_kernel(
     x_stride,
     page_stride,
     table_stride,
-    bridge_stride,
+    shrunk_stride,
     WIDTH: tl.constexpr,
     NUM_SITES: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -75,8 +75,8 @@ def _lora_shrink_kernel(
         a = tl.load(pages + start[:, None] + lanes[None, :], mask=(rows[:, None] < rank) & inside, other=0.0)
         left, right = values.to(tl.float32).to(DOT_DTYPE), a.to(tl.float32).to(DOT_DTYPE)
         acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
-    target = bridge + (split * num_tokens + first + tokens)[:, None] * bridge_stride + rows[None, :]
-    tl.store(target, acc.to(bridge.dtype.element_ty), mask=(tokens[:, None] < size) & (rows[None, :] < rank))
+    target = shrunk + (split * num_tokens + first + tokens)[:, None] * shrunk_stride + rows[None, :]
+    tl.store(target, acc.to(shrunk.dtype.element_ty), mask=(tokens[:, None] < size) & (rows[None, :] < rank))
 
 
 def choose_block_tokens(tiles: LoraTiles) -> int:
@@ -89,16 +89,16 @@ def bind_lora_shrink(
 ) -> tuple[Launch, Tensor]:
     """x [T, in] of the model dtype, pages uint8 [num_pages, full_page_bytes].
 
-    Returns the launch and the bridge that it fills: x's dtype, [splits, T, max_group_rank rounded up to 16]. Rows in no
-    tile and columns past a tile's rank are not written.
+    Returns the launch and the shrink output that it fills: x's dtype, [splits, T, max_group_rank rounded up to 16].
+    Rows in no tile and columns past a tile's rank are not written.
     """
-    width, of_width = x.shape[1], sizes.of_shrink(x.shape[1])
+    width, of_width = x.shape[1], sizes.select_shrink(x.shape[1])
     # Each share has at least one segment. The number of shares depends only on the width, so the batch does not change
     # a request's sums.
     splits = min(of_width.splits, triton.cdiv(width * x.element_size(), SEGMENT_BYTES))
     tile = of_width.tile(tiles.max_group_rank)
     columns = triton.cdiv(tiles.max_group_rank, 16) * 16
-    bridge = torch.empty(splits, x.shape[0], columns, dtype=x.dtype, device=x.device)
+    shrunk = torch.empty(splits, x.shape[0], columns, dtype=x.dtype, device=x.device)
     elements = pages.view(x.dtype)
     return Launch(
         _lora_shrink_kernel,
@@ -106,7 +106,7 @@ def bind_lora_shrink(
         {
             "x": x,
             "pages": elements,
-            "bridge": bridge,
+            "shrunk": shrunk,
             "tiles": tiles.tiles,
             "page_table": tables.page_table,
             "groups": tables.groups,
@@ -115,7 +115,7 @@ def bind_lora_shrink(
             "x_stride": x.stride(0),
             "page_stride": elements.stride(0),
             "table_stride": tables.page_table.stride(0),
-            "bridge_stride": columns,
+            "shrunk_stride": columns,
         },
         {
             "WIDTH": width,
@@ -129,4 +129,4 @@ def bind_lora_shrink(
         },
         tile.num_warps,
         tile.num_stages,
-    ), bridge
+    ), shrunk

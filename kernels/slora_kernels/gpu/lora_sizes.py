@@ -124,10 +124,10 @@ class LoraSizes:
         """Whether decode rows use the form "rows" for any width."""
         return any(sizes.decode == "rows" for sizes in self.expand)
 
-    def of_shrink(self, width: int) -> ShrinkSizes:
+    def select_shrink(self, width: int) -> ShrinkSizes:
         return next(sizes for sizes in self.shrink if sizes.max_width is None or width <= sizes.max_width)
 
-    def of_expand(self, width: int) -> ExpandSizes:
+    def select_expand(self, width: int) -> ExpandSizes:
         return next(sizes for sizes in self.expand if sizes.max_width is None or width <= sizes.max_width)
 
 
@@ -163,10 +163,10 @@ def read_sizes(path: Path) -> dict[str, LoraSizes]:
         raise ValueError(f"{path.name} is no JSON ({error}); have bench/gpu/tune.py write it") from error
     if not isinstance(tables, dict) or _DEFAULT not in tables:
         raise ValueError(f"{path.name} has no {_DEFAULT!r}, the sizes of GPUs that it does not name; add it")
-    return {name: _read_sizes(_Place(f"{path.name}: {name}", fields)) for name, fields in tables.items()}
+    return {name: _read_sizes(_JsonFields(f"{path.name}: {name}", fields)) for name, fields in tables.items()}
 
 
-class _Place:
+class _JsonFields:
     """An object in the table's JSON, with its path. Its methods raise ValueError for a missing or invalid value."""
 
     def __init__(self, path: str, fields: object) -> None:
@@ -180,8 +180,8 @@ class _Place:
             raise ValueError(f"{self._path} has {sorted(self._fields)}; it needs {name!r}")
         return self._fields[name]
 
-    def inner(self, name: str) -> "_Place":
-        return _Place(f"{self._path}.{name}", self.get(name))
+    def inner(self, name: str) -> "_JsonFields":
+        return _JsonFields(f"{self._path}.{name}", self.get(name))
 
     def one_of(self, name: str, allowed: Sequence[Any]) -> Any:
         value = self.get(name)
@@ -191,13 +191,13 @@ class _Place:
             )
         return value
 
-    def ascending(self, name: str, bound: str) -> list["_Place"]:
+    def ascending(self, name: str, bound: str) -> list["_JsonFields"]:
         """A list of objects whose `bound` fields are ascending integers, with null in the last object."""
         entries = self.get(name)
         path = f"{self._path}.{name}"
         if not isinstance(entries, list) or not entries:
             raise ValueError(f"{path} is {entries!r}; it must be a list of at least one object")
-        places = [_Place(f"{path}[{index}]", entry) for index, entry in enumerate(entries)]
+        places = [_JsonFields(f"{path}[{index}]", entry) for index, entry in enumerate(entries)]
         bounds = [place.get(bound) for place in places]
         whole = [value for value in bounds[:-1] if type(value) is int]
         if bounds[-1] is not None or len(whole) < len(bounds) - 1 or whole != sorted({*whole}):
@@ -207,14 +207,14 @@ class _Place:
         return places
 
 
-def _read_sizes(place: _Place) -> LoraSizes:
+def _read_sizes(place: _JsonFields) -> LoraSizes:
     shrink = [_read_shrink(entry) for entry in place.ascending("shrink", "max_width")]
     return LoraSizes(
         tuple(shrink), tuple(_read_expand(entry) for entry in place.ascending("expand", "max_width"))
     )
 
 
-def _read_shrink(place: _Place) -> ShrinkSizes:
+def _read_shrink(place: _JsonFields) -> ShrinkSizes:
     tiles = [
         ShrinkTile(
             tile.get("max_rank"),
@@ -227,7 +227,7 @@ def _read_shrink(place: _Place) -> ShrinkSizes:
     return ShrinkSizes(place.get("max_width"), place.one_of("splits", _SPLITS), tuple(tiles))
 
 
-def _read_expand(place: _Place) -> ExpandSizes:
+def _read_expand(place: _JsonFields) -> ExpandSizes:
     rows = place.inner("rows")
     tiles = [
         ExpandTile(tile.get("max_rank"), tile.one_of("num_warps", _WARPS), tile.one_of("num_stages", _STAGES))

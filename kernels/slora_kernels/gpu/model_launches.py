@@ -22,11 +22,11 @@ from slora_kernels.batch import (
     LoraTiles,
     QueryKeyNorm,
 )
-from slora_kernels.draws import NO_TOP_K, Draws
 from slora_kernels.gpu.act_mul import bind_act_mul
+from slora_kernels.gpu.gumbel_sample import bind_gumbel_sample
 from slora_kernels.gpu.lora_expand import bind_lora_expand
-from slora_kernels.gpu.lora_look_up import bind_lora_look_up
 from slora_kernels.gpu.lora_shrink import TILE_TOKENS, bind_lora_shrink
+from slora_kernels.gpu.lora_shrink_embedding import bind_lora_shrink_embedding
 from slora_kernels.gpu.lora_sizes import LoraSizes, load_sizes
 from slora_kernels.gpu.paged_attention_decode import bind_paged_attention_decode
 from slora_kernels.gpu.paged_attention_prefill import bind_paged_attention_prefill
@@ -34,11 +34,11 @@ from slora_kernels.gpu.quantized_linear import bind_quantized_linear
 from slora_kernels.gpu.rms_norm import bind_rms_norm
 from slora_kernels.gpu.rotate_and_write_kv import bind_rotate_and_write_kv
 from slora_kernels.gpu.token_cutoffs import bind_token_cutoffs
-from slora_kernels.gpu.token_race import bind_token_race
 from slora_kernels.gpu.token_weights import bind_token_weights
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.launch import Launch
 from slora_kernels.layout import LoraSite, ModelShape, lay_out_adapter, llama_shape
+from slora_kernels.sampling_tensors import NO_TOP_K, SamplingTensors
 
 RANKS = (8, 16, 64)
 _TOKENS = 16
@@ -74,12 +74,12 @@ def bind_lora_site(
     tokens += _TOKENS
     if site == shape.embedding_site:
         token_ids = torch.zeros(tokens, dtype=torch.int64)
-        first, bridge = bind_lora_look_up(token_ids, pages, tables, site, tiles, dtype)
+        first, shrunk = bind_lora_shrink_embedding(token_ids, pages, tables, site, tiles, dtype)
     else:
         x = torch.zeros(tokens, site.in_width, dtype=dtype)
-        first, bridge = bind_lora_shrink(x, pages, tables, site, tiles, sizes)
+        first, shrunk = bind_lora_shrink(x, pages, tables, site, tiles, sizes)
     out = torch.zeros(tokens, sum(site.widths), dtype=dtype)
-    return [first, *bind_lora_expand(out, bridge, pages, tables, site, tiles, sizes)]
+    return [first, *bind_lora_expand(out, shrunk, pages, tables, site, tiles, sizes)]
 
 
 def _bind_attention(geometry: KVGeometry, rule: AttentionRule, norms: QueryKeyNorm | None) -> list[Launch]:
@@ -91,8 +91,8 @@ def _bind_attention(geometry: KVGeometry, rule: AttentionRule, norms: QueryKeyNo
         block_tables=torch.zeros(2, _CONTEXT // _BLOCK_TOKENS, dtype=torch.int32),
         positions=torch.zeros(_TOKENS, dtype=torch.int64),
         kv_slots=torch.zeros(_TOKENS, dtype=torch.int64),
-        max_query=_TOKENS - 1,
-        max_context=_CONTEXT,
+        max_query_len=_TOKENS - 1,
+        max_context_len=_CONTEXT,
     )
     pages = torch.zeros(2, geometry.layout.num_bytes, dtype=torch.uint8)
     qkv = torch.zeros(_TOKENS, (geometry.num_heads + 2 * geometry.num_kv_heads) * head_dim, dtype=dtype)
@@ -106,15 +106,17 @@ def _bind_attention(geometry: KVGeometry, rule: AttentionRule, norms: QueryKeyNo
     ]
 
 
-def _bind_draw(logits: Tensor) -> list[Launch]:
+def _bind_sampling(logits: Tensor) -> list[Launch]:
     """The sampling launches of a step in which all rows sample, with and without filters."""
     count = len(logits)
-    whole, fractions = np.zeros((3, count), np.int64), np.ones((3, count))
-    whole[2] = NO_TOP_K
-    draws = Draws.upload(whole, fractions, logits.device)
-    launch, weights = bind_token_weights(logits, torch.zeros(count), draws)
-    launches = [launch, bind_token_cutoffs(weights, draws)[0]]
-    return launches + [bind_token_race(weights, w, draws, logits.shape[1])[0] for w in (None, weights[:, 0])]
+    ints, floats = np.zeros((3, count), np.int64), np.ones((3, count))
+    ints[2] = NO_TOP_K
+    sampling = SamplingTensors.upload(ints, floats, logits.device)
+    launch, weights = bind_token_weights(logits, torch.zeros(count), sampling)
+    launches = [launch, bind_token_cutoffs(weights, sampling)[0]]
+    return launches + [
+        bind_gumbel_sample(weights, w, sampling, logits.shape[1])[0] for w in (None, weights[:, 0])
+    ]
 
 
 def _bind_llama(dtype: torch.dtype) -> Launches:
@@ -133,7 +135,7 @@ def _bind_llama(dtype: torch.dtype) -> Launches:
         bind_rms_norm(x, None, x[0], 1e-5)[0],
         bind_rms_norm(x, x, x[0], 1e-5)[0],
         bind_act_mul(torch.zeros(_TOKENS, 2 * _INTERMEDIATE, dtype=dtype), "silu")[0],
-        *_bind_draw(torch.zeros(_TOKENS, shape.vocab_size, dtype=dtype)),
+        *_bind_sampling(torch.zeros(_TOKENS, shape.vocab_size, dtype=dtype)),
     ):
         yield "Llama-3.1-8B", launch
 

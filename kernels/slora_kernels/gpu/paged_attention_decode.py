@@ -1,8 +1,8 @@
 """Attention of sequences that compute one token. The context is split, so that one long sequence can fill a GPU.
 
-A program handles one sequence, one KV head and one stretch of the visible context. The query heads of the KV head are
+A program handles one sequence, one KV head and one split of the visible context. The query heads of the KV head are
 the rows of the product. The split of a context depends only on its own length, so a result does not depend on the
-batch. If a context has one stretch, the program writes the output directly. Otherwise the programs write partial sums,
+batch. If a context has one split, the program writes the output directly. Otherwise the programs write partial sums,
 and a second kernel merges them.
 """
 
@@ -12,32 +12,32 @@ import triton.language as tl
 from torch import Tensor
 
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
-from slora_kernels.gpu.paged_walk import (
+from slora_kernels.gpu.paged_attention_loop import (
     LOG2_E,
+    attend_pages,
     base_two_cap,
-    count_round_tokens,
+    count_iteration_tokens,
     first_visible,
     view_pages,
-    walk_pages,
 )
 from slora_kernels.launch import Launch, dot_dtype
 
 # Context tokens per iteration of the walk.
-ROUND_TOKENS = 64
-# A stretch is long enough to amortise the merge. MAX_STRETCHES lets one sequence with 8 KV heads start 128 programs. An
+ITERATION_TOKENS = 64
+# A split is long enough to amortise the merge. MAX_SPLITS lets one sequence with 8 KV heads start 128 programs. An
 # H100 or H200 has about as many multiprocessors.
-MIN_STRETCH_TOKENS = 128
-MAX_STRETCHES = 16
+MIN_SPLIT_TOKENS = 128
+MAX_SPLITS = 16
 
 
 @triton.jit
-def _measure_stretch(visible, BLOCK_N: tl.constexpr, MIN_STRETCH: tl.constexpr, MAX_STRETCHES: tl.constexpr):
-    """Tokens per stretch, for `visible` visible tokens: a multiple of the walk's BLOCK_N."""
-    share = tl.cdiv(tl.cdiv(visible, MAX_STRETCHES), BLOCK_N) * BLOCK_N
-    return tl.maximum(share, MIN_STRETCH)
+def _measure_split(visible, BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Tokens per split, for `visible` visible tokens: a multiple of the walk's BLOCK_N."""
+    share = tl.cdiv(tl.cdiv(visible, MAX_SPLITS), BLOCK_N) * BLOCK_N
+    return tl.maximum(share, MIN_SPLIT)
 
 
-@triton.jit(do_not_specialize=["layer", "num_stretches"])
+@triton.jit(do_not_specialize=["layer", "num_splits"])
 def _paged_attention_decode_kernel(
     q,
     pages,
@@ -50,7 +50,7 @@ def _paged_attention_decode_kernel(
     block_tables,
     scale,
     layer,
-    num_stretches,
+    num_splits,
     page_stride,
     table_stride,
     q_stride,
@@ -58,11 +58,11 @@ def _paged_attention_decode_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    LAYER_NUMBERS: tl.constexpr,
+    LAYER_ELEMENTS: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
-    MIN_STRETCH: tl.constexpr,
-    MAX_STRETCHES: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -72,8 +72,8 @@ def _paged_attention_decode_kernel(
     token = tl.load(query_starts + b)
     context = tl.load(context_lens + b)
     behind = first_visible(context, WINDOW)
-    stretch = _measure_stretch(context - behind, BLOCK_N, MIN_STRETCH, MAX_STRETCHES)
-    begin = behind + part * stretch
+    split = _measure_split(context - behind, BLOCK_N, MIN_SPLIT, MAX_SPLITS)
+    begin = behind + part * split
     if (tl.load(query_starts + b + 1) - token != 1) | (begin >= context):
         return
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -84,8 +84,8 @@ def _paged_attention_decode_kernel(
     mask = (rows[:, None] < GROUP) & (lanes[None, :] < HEAD_DIM)
     source = q + token * q_stride + heads[:, None] * HEAD_DIM + lanes[None, :]
     rows_q = tl.load(source, mask=mask, other=0.0).to(tl.float32).to(DOT_DTYPE)
-    layer_start, head_tokens = layer * LAYER_NUMBERS, kv_head * BLOCK_TOKENS
-    acc, peak, total = walk_pages(
+    layer_start, head_tokens = layer * LAYER_ELEMENTS, kv_head * BLOCK_TOKENS
+    acc, peak, total = attend_pages(
         rows_q,
         tl.full((BLOCK_M,), context, tl.int32),
         pages,
@@ -95,7 +95,7 @@ def _paged_attention_decode_kernel(
         layer_start // 2 + SIDE + head_tokens,
         page_stride,
         begin,
-        tl.minimum(begin + stretch, context),
+        tl.minimum(begin + split, context),
         scale,
         SIDE,
         BLOCK_TOKENS,
@@ -107,29 +107,29 @@ def _paged_attention_decode_kernel(
         BLOCK_D,
         DOT_DTYPE,
     )
-    if context - behind <= stretch:
+    if context - behind <= split:
         target = out + (token * HEADS + heads)[:, None] * HEAD_DIM + lanes[None, :]
         tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
     else:
-        place = (b * HEADS + heads) * num_stretches + part
+        place = (b * HEADS + heads) * num_splits + part
         tl.store(partial_values + place[:, None] * HEAD_DIM + lanes[None, :], acc, mask=mask)
         tl.store(partial_sums + place * 2, peak, mask=rows < GROUP)
         tl.store(partial_sums + place * 2 + 1, total, mask=rows < GROUP)
 
 
-@triton.jit(do_not_specialize=["num_stretches"])
-def _merge_stretches_kernel(
+@triton.jit(do_not_specialize=["num_splits"])
+def _merge_splits_kernel(
     out,
     partial_values,
     partial_sums,
     query_starts,
     context_lens,
-    num_stretches,
+    num_splits,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
-    MIN_STRETCH: tl.constexpr,
-    MAX_STRETCHES: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -137,13 +137,13 @@ def _merge_stretches_kernel(
     token = tl.load(query_starts + b)
     context = tl.load(context_lens + b)
     visible = context - first_visible(context, WINDOW)
-    stretch = _measure_stretch(visible, BLOCK_N, MIN_STRETCH, MAX_STRETCHES)
-    if (tl.load(query_starts + b + 1) - token != 1) | (visible <= stretch):
+    split = _measure_split(visible, BLOCK_N, MIN_SPLIT, MAX_SPLITS)
+    if (tl.load(query_starts + b + 1) - token != 1) | (visible <= split):
         return
-    parts = tl.arange(0, MAX_STRETCHES)
+    parts = tl.arange(0, MAX_SPLITS)
     lanes = tl.arange(0, BLOCK_D)
-    used = parts * stretch < visible
-    place = (b * HEADS + head) * num_stretches + parts
+    used = parts * split < visible
+    place = (b * HEADS + head) * num_splits + parts
     peaks = tl.load(partial_sums + place * 2, mask=used, other=-float("inf"))
     totals = tl.load(partial_sums + place * 2 + 1, mask=used, other=0.0)
     decay = tl.exp2(peaks - tl.max(peaks, 0))
@@ -154,18 +154,18 @@ def _merge_stretches_kernel(
     tl.store(target, merged.to(out.dtype.element_ty), mask=lanes < HEAD_DIM)
 
 
-def _count_round_tokens(geometry: KVGeometry) -> int:
+def _count_iteration_tokens(geometry: KVGeometry) -> int:
     """Context tokens per iteration of the walk.
 
     Heads of 80 or 96 are masked, and an MI300 keeps masks in scalar registers. Half the tokens avoid spilling them.
     """
     whole = geometry.head_dim == triton.next_power_of_2(geometry.head_dim)
-    return count_round_tokens(geometry, ROUND_TOKENS if whole else ROUND_TOKENS // 2)
+    return count_iteration_tokens(geometry, ITERATION_TOKENS if whole else ITERATION_TOKENS // 2)
 
 
-def count_stretches(most_visible: int) -> int:
-    """The most stretches of a context with up to `most_visible` visible tokens: one per 128 tokens, at most 16."""
-    return min(MAX_STRETCHES, -(-most_visible // MIN_STRETCH_TOKENS))
+def count_splits(most_visible: int) -> int:
+    """The most splits of a context with up to `most_visible` visible tokens: one per 128 tokens, at most 16."""
+    return min(MAX_SPLITS, -(-most_visible // MIN_SPLIT_TOKENS))
 
 
 def bind_paged_attention_decode(
@@ -179,40 +179,40 @@ def bind_paged_attention_decode(
 ) -> list[Launch]:
     """q [T, Hq, D] -> out [T, Hq * D] for sequences of exactly one query. Rows of other sequences are not written."""
     sequences = batch.context_lens.shape[0]
-    stretches = count_stretches(rule.count_visible(batch.max_context))
-    rows = (sequences, geometry.num_heads, stretches)
+    splits = count_splits(rule.count_visible(batch.max_context_len))
+    rows = (sequences, geometry.num_heads, splits)
     values = torch.empty(*rows, geometry.head_dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(*rows, 2, dtype=torch.float32, device=q.device)
-    numbers, scales = view_pages(pages, geometry)
+    elements, scales = view_pages(pages, geometry)
     shared = {
         "out": out,
         "partial_values": values,
         "partial_sums": sums,
         "query_starts": batch.query_starts,
         "context_lens": batch.context_lens,
-        "num_stretches": stretches,
+        "num_splits": splits,
     }
     sizes = {
         "HEADS": geometry.num_heads,
         "HEAD_DIM": geometry.head_dim,
         "WINDOW": rule.window,
-        "MIN_STRETCH": MIN_STRETCH_TOKENS,
-        "MAX_STRETCHES": MAX_STRETCHES,
-        "BLOCK_N": _count_round_tokens(geometry),
+        "MIN_SPLIT": MIN_SPLIT_TOKENS,
+        "MAX_SPLITS": MAX_SPLITS,
+        "BLOCK_N": _count_iteration_tokens(geometry),
         "BLOCK_D": triton.next_power_of_2(geometry.head_dim),
     }
     walk = Launch(
         _paged_attention_decode_kernel,
-        (sequences, geometry.num_kv_heads, stretches),
+        (sequences, geometry.num_kv_heads, splits),
         shared
         | {
             "q": q,
-            "pages": numbers,
+            "pages": elements,
             "scales": scales,
             "block_tables": batch.block_tables,
             "scale": rule.scale * LOG2_E,
             "layer": layer,
-            "page_stride": numbers.stride(0),
+            "page_stride": elements.stride(0),
             "table_stride": batch.block_tables.stride(0),
             "q_stride": q.stride(0),
         },
@@ -220,12 +220,12 @@ def bind_paged_attention_decode(
         | {
             "KV_HEADS": geometry.num_kv_heads,
             "BLOCK_TOKENS": geometry.block_tokens,
-            "LAYER_NUMBERS": geometry.layer_numbers,
+            "LAYER_ELEMENTS": geometry.layer_elements,
             "CAP": base_two_cap(rule),
             "BLOCK_M": max(16, triton.next_power_of_2(geometry.group_heads)),
             "DOT_DTYPE": dot_dtype(geometry.dtype),
         },
         num_warps=4 if geometry.dtype.itemsize == 2 else 8,
     )
-    merge = Launch(_merge_stretches_kernel, (sequences, geometry.num_heads), shared, sizes)
-    return [walk, merge] if stretches > 1 else [walk]
+    merge = Launch(_merge_splits_kernel, (sequences, geometry.num_heads), shared, sizes)
+    return [walk, merge] if splits > 1 else [walk]

@@ -11,13 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
-from slora_kernels.gpu.paged_walk import (
+from slora_kernels.gpu.paged_attention_loop import (
     LOG2_E,
+    attend_pages,
     base_two_cap,
-    count_round_tokens,
+    count_iteration_tokens,
     first_visible,
     view_pages,
-    walk_pages,
 )
 from slora_kernels.launch import Launch, dot_dtype
 
@@ -25,7 +25,7 @@ from slora_kernels.launch import Launch, dot_dtype
 # of 128, an H200 runs two programs per multiprocessor (64 KiB of shared memory each). An MI300 runs two per compute
 # unit (32 KiB of LDS each). With 64 tokens, registers spill. All of this is from ahead-of-time compilation, not from
 # runs.
-ROUND_TOKENS = 32
+ITERATION_TOKENS = 32
 NUM_WARPS = 8
 
 
@@ -76,7 +76,7 @@ def _paged_attention_prefill_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    LAYER_NUMBERS: tl.constexpr,
+    LAYER_ELEMENTS: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     TILE_QUERIES: tl.constexpr,
@@ -102,10 +102,10 @@ def _paged_attention_prefill_kernel(
     mask = real[:, None] & (lanes[None, :] < HEAD_DIM)
     source = q + (first + queries)[:, None] * q_stride + heads[:, None] * HEAD_DIM + lanes[None, :]
     rows_q = tl.load(source, mask=mask, other=0.0).to(tl.float32).to(DOT_DTYPE)
-    layer_start, head_tokens = layer * LAYER_NUMBERS, kv_head * BLOCK_TOKENS
+    layer_start, head_tokens = layer * LAYER_ELEMENTS, kv_head * BLOCK_TOKENS
     before = tl.load(context_lens + b) - size
     begin = first_visible(before + query + 1, WINDOW)
-    acc, _, total = walk_pages(
+    acc, _, total = attend_pages(
         rows_q,
         tl.where(real, before + queries + 1, begin + 1),
         pages,
@@ -144,13 +144,13 @@ def bind_paged_attention_prefill(
     sequences = batch.context_lens.shape[0]
     rows = max(_count_rows(geometry), triton.next_power_of_2(geometry.group_heads))
     tile_queries = rows // geometry.group_heads
-    numbers, scales = view_pages(pages, geometry)
+    elements, scales = view_pages(pages, geometry)
     return Launch(
         _paged_attention_prefill_kernel,
         (q.shape[0] // tile_queries + sequences, geometry.num_kv_heads),
         {
             "q": q,
-            "pages": numbers,
+            "pages": elements,
             "scales": scales,
             "out": out,
             "query_starts": batch.query_starts,
@@ -159,7 +159,7 @@ def bind_paged_attention_prefill(
             "scale": rule.scale * LOG2_E,
             "layer": layer,
             "num_sequences": sequences,
-            "page_stride": numbers.stride(0),
+            "page_stride": elements.stride(0),
             "table_stride": batch.block_tables.stride(0),
             "q_stride": q.stride(0),
         },
@@ -168,12 +168,12 @@ def bind_paged_attention_prefill(
             "KV_HEADS": geometry.num_kv_heads,
             "HEAD_DIM": geometry.head_dim,
             "BLOCK_TOKENS": geometry.block_tokens,
-            "LAYER_NUMBERS": geometry.layer_numbers,
+            "LAYER_ELEMENTS": geometry.layer_elements,
             "WINDOW": rule.window,
             "CAP": base_two_cap(rule),
             "TILE_QUERIES": tile_queries,
             "BLOCK_M": rows,
-            "BLOCK_N": count_round_tokens(geometry, ROUND_TOKENS),
+            "BLOCK_N": count_iteration_tokens(geometry, ITERATION_TOKENS),
             "BLOCK_D": triton.next_power_of_2(geometry.head_dim),
             "DOT_DTYPE": dot_dtype(geometry.dtype),
         },

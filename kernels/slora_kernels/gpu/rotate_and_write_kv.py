@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slora_kernels.batch import AttentionBatch, KVGeometry, QueryKeyNorm
-from slora_kernels.gpu.e4m3 import encode_numbers, encode_scale, measure_magnitudes
+from slora_kernels.gpu.e4m3 import encode_elements, encode_scale, measure_magnitudes
 from slora_kernels.launch import Launch
 
 _INFINITY = tl.constexpr(0x7F800000)
@@ -18,7 +18,7 @@ _NAN_SCALE = tl.constexpr(0x7FC0)
 
 
 @triton.jit
-def _turn_heads(
+def _norm_and_rotate_heads(
     source,
     real,
     angles,
@@ -66,7 +66,7 @@ def _store_heads(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Stores the results of `_turn_heads` to the heads at pointers `target` [M]."""
+    """Stores the results of `_norm_and_rotate_heads` to the heads at pointers `target` [M]."""
     halves = tl.arange(0, BLOCK_HALF)
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
     to_a, to_rest = target[:, None] + halves[None, :], target[:, None] + rest[None, :]
@@ -97,7 +97,7 @@ def _rotate_and_write_kv_kernel(
     HALF: tl.constexpr,
     NORMED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    LAYER_NUMBERS: tl.constexpr,
+    LAYER_ELEMENTS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
@@ -112,20 +112,22 @@ def _rotate_and_write_kv_kernel(
     members = tl.arange(0, BLOCK_G)
     q, real = row + (kv_head * GROUP + members) * HEAD_DIM, members < GROUP
     if (HALF > 0) | NORMED:
-        a, b, c = _turn_heads(
+        a, b, c = _norm_and_rotate_heads(
             q, real, angles, query_norm, eps, HALF, HEAD_DIM, NORMED, BLOCK_HALF, BLOCK_REST
         )
         _store_heads(q, real, a, b, c, HALF, HEAD_DIM, BLOCK_HALF, BLOCK_REST)
 
     slot = tl.load(kv_slots + token)
     page, offset = slot // BLOCK_TOKENS, slot % BLOCK_TOKENS
-    start = page * page_stride + layer * LAYER_NUMBERS
+    start = page * page_stride + layer * LAYER_ELEMENTS
     one = tl.arange(0, 1)
     # A padding row has slot -1 and writes nothing.
     written = slot + one >= 0
     target = pages + start + (kv_head * BLOCK_TOKENS + offset) * HEAD_DIM + one
     key = row + (HEADS + kv_head) * HEAD_DIM + one
-    a, b, c = _turn_heads(key, written, angles, key_norm, eps, HALF, HEAD_DIM, NORMED, BLOCK_HALF, BLOCK_REST)
+    a, b, c = _norm_and_rotate_heads(
+        key, written, angles, key_norm, eps, HALF, HEAD_DIM, NORMED, BLOCK_HALF, BLOCK_REST
+    )
     lanes = tl.arange(0, BLOCK_D)
     inside = (lanes < HEAD_DIM) & written
     value = tl.load(key + KV_HEADS * HEAD_DIM + lanes, mask=inside, other=0.0)
@@ -150,11 +152,11 @@ def _rotate_and_write_kv_kernel(
         scale_k = tl.where(finite, encode_scale(largest_k), _NAN_SCALE)
         scale_v = encode_scale(tl.where(finite, largest_v, 0))
         a, b, c = (
-            encode_numbers(a, scale_k[:, None]),
-            encode_numbers(b, scale_k[:, None]),
-            encode_numbers(c, scale_k[:, None]),
+            encode_elements(a, scale_k[:, None]),
+            encode_elements(b, scale_k[:, None]),
+            encode_elements(c, scale_k[:, None]),
         )
-        value = encode_numbers(value, scale_v)
+        value = encode_elements(value, scale_v)
         # Scales follow the elements of the layer and take two bytes each.
         place = scales + start // 2 + SIDE + kv_head * BLOCK_TOKENS + offset + one
         tl.store(place, scale_k.to(tl.int16), mask=written)
@@ -177,7 +179,7 @@ def bind_rotate_and_write_kv(
     cos_sin: float32 [max_positions, R], or None (R = 0). batch.kv_slots and batch.positions: int64 [T]. A token with
     slot -1 writes no KV.
     """
-    numbers = pages if geometry.has_scales else pages.view(geometry.dtype)
+    elements = pages if geometry.has_scales else pages.view(geometry.dtype)
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
     return Launch(
         _rotate_and_write_kv_kernel,
@@ -188,14 +190,14 @@ def bind_rotate_and_write_kv(
             "cos_sin": qkv if cos_sin is None else cos_sin,
             "query_norm": qkv if norms is None else norms.query,
             "key_norm": qkv if norms is None else norms.key,
-            "pages": numbers,
+            "pages": elements,
             "scales": pages.view(torch.int16) if geometry.has_scales else None,
             "positions": batch.positions,
             "kv_slots": batch.kv_slots,
             "eps": 0.0 if norms is None else norms.eps,
             "layer": layer,
             "qkv_stride": qkv.stride(0),
-            "page_stride": numbers.stride(0),
+            "page_stride": elements.stride(0),
         },
         {
             "HEADS": geometry.num_heads,
@@ -204,7 +206,7 @@ def bind_rotate_and_write_kv(
             "HALF": rotary // 2,
             "NORMED": norms is not None,
             "BLOCK_TOKENS": geometry.block_tokens,
-            "LAYER_NUMBERS": geometry.layer_numbers,
+            "LAYER_ELEMENTS": geometry.layer_elements,
             "BLOCK_G": triton.next_power_of_2(geometry.group_heads),
             "BLOCK_D": triton.next_power_of_2(geometry.head_dim),
             "BLOCK_HALF": triton.next_power_of_2(max(1, rotary // 2)),

@@ -20,20 +20,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slora_kernels.draws import Draws
-from slora_kernels.gpu.token_weights import ONE
+from slora_kernels.gpu.token_weights import WEIGHT_ONE
 from slora_kernels.launch import Launch
+from slora_kernels.sampling_tensors import SamplingTensors
 
 # Weights that a program reads at once: 16 for each of its 512 threads. That is 32 KB in flight, enough for a memory
 # with a latency of 600 cycles to deliver about 64 bytes per cycle.
 _BLOCK = 8192
 _WARPS = 16
 # The most candidate tokens that are copied: two for each thread.
-_FEW = 1024
+_MAX_CANDIDATES = 1024
 
 
 @triton.jit
-def _weigh_from(source, least, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_weights_from(source, least, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """The number of tokens in a row whose weight is at least `least`, and their mass. Both are int64."""
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.int64)
@@ -47,15 +47,18 @@ def _weigh_from(source, least, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _write_down(source, few, least, greatest, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Copies the weights of a row in [least, greatest) to `few`, side by side. The caller makes sure that they fit."""
+def _compact_candidates(source, row_candidates, least, greatest, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Copies the weights of a row in [least, greatest) to `row_candidates`, side by side.
+
+    The caller makes sure that they fit.
+    """
     written = 0
     for first in range(0, WIDTH, BLOCK):
         tokens = first + tl.arange(0, BLOCK)
         weights = tl.load(source + tokens, mask=tokens < WIDTH, other=0.0)
         is_in = (weights >= least) & (weights < greatest)
         place = written + tl.cumsum(is_in.to(tl.int32), 0) - 1
-        tl.store(few + place, weights, mask=is_in)
+        tl.store(row_candidates + place, weights, mask=is_in)
         written += tl.sum(is_in.to(tl.int32), 0)
     return written
 
@@ -63,30 +66,30 @@ def _write_down(source, few, least, greatest, WIDTH: tl.constexpr, BLOCK: tl.con
 @triton.jit
 def _find_cutoff(
     source,
-    few,
-    wanted,
+    row_candidates,
+    required,
     low,
     low_count,
     low_mass,
     BY_MASS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    FEW: tl.constexpr,
-    PAST: tl.constexpr,
+    MAX_CANDIDATES: tl.constexpr,
+    UPPER_BITS: tl.constexpr,
 ):
-    """Finds the greatest threshold whose tokens are enough: `wanted` tokens, or tokens of mass `wanted` if BY_MASS.
+    """Finds the greatest threshold whose tokens are enough: `required` tokens, or tokens of mass `required` if BY_MASS.
 
     low: bits of a threshold that is enough, with the count and the mass of its tokens.
     Returns the bits of the cutoff, and the count and the mass of the tokens that reach it.
     """
-    high = tl.full([], PAST, tl.int32)  # bits of a threshold that is not enough
+    high = tl.full([], UPPER_BITS, tl.int32)  # bits of a threshold that is not enough
     high_count = tl.full([], 0, tl.int64)
     high_mass = tl.full([], 0, tl.int64)
-    while (high - low > 1) & (low_count - high_count > FEW):
+    while (high - low > 1) & (low_count - high_count > MAX_CANDIDATES):
         middle = low + (high - low) // 2
-        count, mass = _weigh_from(source, middle.to(tl.float32, bitcast=True), WIDTH, BLOCK)
+        count, mass = _sum_weights_from(source, middle.to(tl.float32, bitcast=True), WIDTH, BLOCK)
         amount = mass if BY_MASS else count
-        is_enough = amount.to(tl.float64) >= wanted
+        is_enough = amount.to(tl.float64) >= required
         low = tl.where(is_enough, middle, low)
         low_count = tl.where(is_enough, count, low_count)
         low_mass = tl.where(is_enough, mass, low_mass)
@@ -95,12 +98,12 @@ def _find_cutoff(
         high_mass = tl.where(is_enough, high_mass, mass)
     if high - low > 1:
         least, greatest = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
-        written = _write_down(source, few, least, greatest, WIDTH, BLOCK)
-        # The first barrier makes the writes of other threads visible. The second one ends all reads before `few` is
-        # overwritten.
+        written = _compact_candidates(source, row_candidates, least, greatest, WIDTH, BLOCK)
+        # The first barrier makes the writes of other threads visible. The second one ends all reads before
+        # `row_candidates` is overwritten.
         tl.debug_barrier()
-        places = tl.arange(0, FEW)
-        left = tl.load(few + places, mask=places < written, other=-1.0)
+        places = tl.arange(0, MAX_CANDIDATES)
+        left = tl.load(row_candidates + places, mask=places < written, other=-1.0)
         tl.debug_barrier()
         whole = left.to(tl.int64)
         while high - low > 1:
@@ -110,7 +113,7 @@ def _find_cutoff(
                 amount = high_mass + tl.sum(tl.where(is_in, whole, 0), 0)
             else:
                 amount = high_count + tl.sum(is_in.to(tl.int32), 0)
-            is_enough = amount.to(tl.float64) >= wanted
+            is_enough = amount.to(tl.float64) >= required
             low = tl.where(is_enough, middle, low)
             high = tl.where(is_enough, high, middle)
         is_in = left >= low.to(tl.float32, bitcast=True)
@@ -129,60 +132,80 @@ def _token_cutoffs_kernel(
     candidates,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    FEW: tl.constexpr,
-    LEAST: tl.constexpr,
-    PAST: tl.constexpr,
-    WHOLE: tl.constexpr,
+    MAX_CANDIDATES: tl.constexpr,
+    LOWEST_BITS: tl.constexpr,
+    UPPER_BITS: tl.constexpr,
+    WEIGHT_ONE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    source, few = weights + row * WIDTH, candidates + row * FEW
+    source, row_candidates = weights + row * WIDTH, candidates + row * MAX_CANDIDATES
     most, share = tl.load(top_k + row), tl.load(top_p + row)
-    cutoff = tl.ceil(tl.load(min_p + row) * WHOLE)
+    cutoff = tl.ceil(tl.load(min_p + row) * WEIGHT_ONE)
     if (most <= WIDTH) | (share < 1):
-        low = tl.full([], LEAST, tl.int32)
-        count, mass = _weigh_from(source, low.to(tl.float32, bitcast=True), WIDTH, BLOCK)
+        low = tl.full([], LOWEST_BITS, tl.int32)
+        count, mass = _sum_weights_from(source, low.to(tl.float32, bitcast=True), WIDTH, BLOCK)
         # If fewer tokens than top_k have any weight, top_k keeps all of them.
         if most <= count:
             low, count, mass = _find_cutoff(
-                source, few, most.to(tl.float64), low, count, mass, False, WIDTH, BLOCK, FEW, PAST
+                source,
+                row_candidates,
+                most.to(tl.float64),
+                low,
+                count,
+                mass,
+                False,
+                WIDTH,
+                BLOCK,
+                MAX_CANDIDATES,
+                UPPER_BITS,
             )
             cutoff = tl.maximum(cutoff, low.to(tl.float32, bitcast=True))
         if share < 1:
-            wanted = share.to(tl.float64) * mass.to(tl.float64)
+            required = share.to(tl.float64) * mass.to(tl.float64)
             low, count, mass = _find_cutoff(
-                source, few, wanted, low, count, mass, True, WIDTH, BLOCK, FEW, PAST
+                source,
+                row_candidates,
+                required,
+                low,
+                count,
+                mass,
+                True,
+                WIDTH,
+                BLOCK,
+                MAX_CANDIDATES,
+                UPPER_BITS,
             )
             cutoff = tl.maximum(cutoff, low.to(tl.float32, bitcast=True))
     tl.store(cutoffs + row, cutoff)
 
 
-def bind_token_cutoffs(weights: Tensor, draws: Draws) -> tuple[Launch, Tensor]:
-    """Binds the kernel to weights float32 [N, width], whole numbers up to ONE.
+def bind_token_cutoffs(weights: Tensor, sampling: SamplingTensors) -> tuple[Launch, Tensor]:
+    """Binds the kernel to weights float32 [N, width], whole numbers up to WEIGHT_ONE.
 
     Returns the launch and the cutoffs it fills, float32 [N], whole numbers. Tokens below their row's cutoff are
     dropped. A row in which all weights are 0 gets any cutoff.
     """
     width = weights.shape[1]
     cutoffs = torch.empty(len(weights), dtype=torch.float32, device=weights.device)
-    candidates = torch.empty(len(weights), _FEW, dtype=torch.float32, device=weights.device)
+    candidates = torch.empty(len(weights), _MAX_CANDIDATES, dtype=torch.float32, device=weights.device)
     return Launch(
         _token_cutoffs_kernel,
         (len(weights),),
         {
             "weights": weights,
-            "top_k": draws.top_k,
-            "top_p": draws.top_p,
-            "min_p": draws.min_p,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
             "cutoffs": cutoffs,
             "candidates": candidates,
         },
         {
             "WIDTH": width,
             "BLOCK": min(_BLOCK, triton.next_power_of_2(width)),
-            "FEW": _FEW,
-            "LEAST": _bits(1.0),
-            "PAST": _bits(ONE) + 1,
-            "WHOLE": ONE,
+            "MAX_CANDIDATES": _MAX_CANDIDATES,
+            "LOWEST_BITS": _bits(1.0),
+            "UPPER_BITS": _bits(WEIGHT_ONE) + 1,
+            "WEIGHT_ONE": WEIGHT_ONE,
         },
         num_warps=_WARPS,
     ), cutoffs

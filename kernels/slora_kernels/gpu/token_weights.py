@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slora_kernels.draws import Draws
 from slora_kernels.launch import Launch
+from slora_kernels.sampling_tensors import SamplingTensors
 
 # The weight of the most probable token. Sums of 2**20 such weights fit 64 bits. A token below 2**-42 of it is never
 # sampled.
-ONE = 2.0**42
-# Tokens per block of the race (`token_race`). Rows are padded to whole blocks.
-RACE_BLOCK = 256
+WEIGHT_ONE = 2.0**42
+# Tokens per block of `gumbel_sample`. Rows are padded to whole blocks.
+SAMPLE_BLOCK = 256
 # Tokens per program: four 16-byte loads of float32 per thread.
 _BLOCK = 2048
 
@@ -25,44 +25,49 @@ _BLOCK = 2048
 @triton.jit
 def _token_weights_kernel(
     logits,
-    peaks,
+    max_logits,
     rows,
     temperature,
     weights,
     row_stride,
     VOCAB: tl.constexpr,
     WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WEIGHT_ONE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     number = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + number)
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     numbers = tl.load(logits + row * row_stride + tokens, mask=tokens < VOCAB, other=float("-inf"))
-    # The peak is subtracted before the division, so that a tiny temperature does not overflow.
-    below = tl.div_rn(numbers.to(tl.float32) - tl.load(peaks + row), tl.load(temperature + number))
-    shares = tl.exp(below) * WHOLE
-    # NaN gets weight 0. It occurs only in a row whose peak is not finite.
+    # The maximum is subtracted before the division, so that a tiny temperature does not overflow.
+    below = tl.div_rn(numbers.to(tl.float32) - tl.load(max_logits + row), tl.load(temperature + number))
+    shares = tl.exp(below) * WEIGHT_ONE
+    # NaN gets weight 0. It occurs only in a row whose maximum is not finite.
     whole = tl.where(shares > 0, tl.floor(shares), 0.0)
     tl.store(weights + number * WIDTH + tokens, whole, mask=tokens < WIDTH)
 
 
-def bind_token_weights(logits: Tensor, peaks: Tensor, draws: Draws) -> tuple[Launch, Tensor]:
-    """logits [B, V], peaks float32 [B] -> the launch and weights float32 [N, V padded with zeros to whole blocks]."""
+def bind_token_weights(
+    logits: Tensor, max_logits: Tensor, sampling: SamplingTensors
+) -> tuple[Launch, Tensor]:
+    """logits [B, V], max_logits float32 [B] -> the launch and weights float32 [N, V].
+
+    V is padded with zeros to whole blocks.
+    """
     vocab = logits.shape[1]
-    width = -(-vocab // RACE_BLOCK) * RACE_BLOCK
+    width = -(-vocab // SAMPLE_BLOCK) * SAMPLE_BLOCK
     assert logits.stride(1) == 1, f"logits of stride {logits.stride(1)}"
-    weights = torch.empty(len(draws.rows), width, dtype=torch.float32, device=logits.device)
+    weights = torch.empty(len(sampling.rows), width, dtype=torch.float32, device=logits.device)
     return Launch(
         _token_weights_kernel,
-        (len(draws.rows), triton.cdiv(width, _BLOCK)),
+        (len(sampling.rows), triton.cdiv(width, _BLOCK)),
         {
             "logits": logits,
-            "peaks": peaks,
-            "rows": draws.rows,
-            "temperature": draws.temperature,
+            "max_logits": max_logits,
+            "rows": sampling.rows,
+            "temperature": sampling.temperature,
             "weights": weights,
             "row_stride": logits.stride(0),
         },
-        {"VOCAB": vocab, "WIDTH": width, "WHOLE": ONE, "BLOCK": _BLOCK},
+        {"VOCAB": vocab, "WIDTH": width, "WEIGHT_ONE": WEIGHT_ONE, "BLOCK": _BLOCK},
     ), weights

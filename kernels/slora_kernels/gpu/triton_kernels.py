@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from slora_kernels.argmax import find_argmax
 from slora_kernels.batch import (
     Activation,
     AdapterTables,
@@ -22,12 +23,12 @@ from slora_kernels.batch import (
     QueryKeyNorm,
     TileLimits,
 )
-from slora_kernels.draws import Draws
 from slora_kernels.gpu.act_mul import bind_act_mul
+from slora_kernels.gpu.gumbel_sample import bind_gumbel_sample
 from slora_kernels.gpu.lora_expand import bind_lora_expand
 from slora_kernels.gpu.lora_expand_rows import ROW_TILE_TOKENS
-from slora_kernels.gpu.lora_look_up import bind_lora_look_up
 from slora_kernels.gpu.lora_shrink import TILE_TOKENS, bind_lora_shrink
+from slora_kernels.gpu.lora_shrink_embedding import bind_lora_shrink_embedding
 from slora_kernels.gpu.lora_sizes import LoraSizes, load_sizes, name_architecture
 from slora_kernels.gpu.paged_attention_decode import bind_paged_attention_decode
 from slora_kernels.gpu.paged_attention_prefill import bind_paged_attention_prefill
@@ -35,15 +36,14 @@ from slora_kernels.gpu.quantized_linear import bind_quantized_linear
 from slora_kernels.gpu.rms_norm import bind_rms_norm
 from slora_kernels.gpu.rotate_and_write_kv import bind_rotate_and_write_kv
 from slora_kernels.gpu.token_cutoffs import bind_token_cutoffs
-from slora_kernels.gpu.token_race import bind_token_race
 from slora_kernels.gpu.token_weights import bind_token_weights
 from slora_kernels.launch import Launch
 from slora_kernels.layout import LoraSite
-from slora_kernels.likeliest import find_likeliest
+from slora_kernels.sampling_tensors import SamplingTensors
 
 
 class TritonKernels:
-    """See `Kernels`. The bridge is [splits, T, rank] of the model's dtype. Expand sums its splits.
+    """See `Kernels`. The shrink output is [splits, T, rank] of the model's dtype. Expand sums its splits.
 
     launch: called with every launch, and runs it by default. Tests and measurements pass a function that records
     launches.
@@ -122,42 +122,42 @@ class TritonKernels:
         out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype, device=q.device)
         # Both kernels get all sequences and decide on the device. Decode skips sequences of several queries, and
         # prefill skips sequences of one query.
-        if batch.max_query == 1 or batch.context_lens.shape[0] > 1:
+        if batch.max_query_len == 1 or batch.context_lens.shape[0] > 1:
             for launch in bind_paged_attention_decode(q, pages, out, geometry, layer, batch, rule):
                 self._launch(launch)
-        if batch.max_query > 1:
+        if batch.max_query_len > 1:
             self._launch(bind_paged_attention_prefill(q, pages, out, geometry, layer, batch, rule))
         return out
 
-    def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return find_likeliest(logits)
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return find_argmax(logits)
 
-    def draw(self, logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
-        launch, weights = bind_token_weights(logits, peaks, draws)
+    def sample(self, logits: Tensor, max_logits: Tensor, sampling: SamplingTensors) -> Tensor:
+        launch, weights = bind_token_weights(logits, max_logits, sampling)
         self._launch(launch)
         cutoffs = None
-        if draws.truncates:
-            launch, cutoffs = bind_token_cutoffs(weights, draws)
+        if sampling.has_filters:
+            launch, cutoffs = bind_token_cutoffs(weights, sampling)
             self._launch(launch)
-        launch, tokens = bind_token_race(weights, cutoffs, draws, logits.shape[1])
+        launch, tokens = bind_gumbel_sample(weights, cutoffs, sampling, logits.shape[1])
         self._launch(launch)
         return tokens
 
     def shrink(self, x: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> Tensor:
-        launch, bridge = bind_lora_shrink(x, pages, step.tables, site, step.tiles, self._sizes)
+        launch, shrunk = bind_lora_shrink(x, pages, step.tables, site, step.tiles, self._sizes)
         if step.tiles.max_group_rank:
             self._launch(launch)
-        return bridge
+        return shrunk
 
-    def look_up(
+    def shrink_embedding(
         self, token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
     ) -> Tensor:
-        launch, bridge = bind_lora_look_up(token_ids, pages, step.tables, site, step.tiles, dtype)
+        launch, shrunk = bind_lora_shrink_embedding(token_ids, pages, step.tables, site, step.tiles, dtype)
         if step.tiles.max_group_rank:
             self._launch(launch)
-        return bridge
+        return shrunk
 
-    def expand(self, out: Tensor, bridge: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
+    def expand(self, out: Tensor, shrunk: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
         if step.tiles.max_group_rank:
-            for launch in bind_lora_expand(out, bridge, pages, step.tables, site, step.tiles, self._sizes):
+            for launch in bind_lora_expand(out, shrunk, pages, step.tables, site, step.tiles, self._sizes):
                 self._launch(launch)

@@ -13,7 +13,7 @@ from tests.kernels.scenes import build_adapters, build_tiles, check_close
 numba_kernels = pytest.importorskip("slora_kernels.cpu.kernels", reason="numba is an optional extra")
 numba_lora = pytest.importorskip("slora_kernels.cpu.lora")
 numba_lora_plan = pytest.importorskip("slora_kernels.cpu.lora_plan")
-language = pytest.importorskip("slora_kernels.cpu.language")
+intrinsics = pytest.importorskip("slora_kernels.cpu.intrinsics")
 
 
 def test_outputs_wait_for_the_rows_that_another_thread_still_multiplies(
@@ -27,25 +27,25 @@ def test_outputs_wait_for_the_rows_that_another_thread_still_multiplies(
     site = shape.sites[0]
     x, out = torch.randn(7, 64), torch.zeros(7, sum(site.widths))
     plan = numba_lora_plan.LoraPlan(tiles, scene.tables, lambda numbers: torch.empty(2, numbers))
-    job, _ = plan.make_job(out, numba_lora_plan.Unshrunk(x), scene.pages, site)
-    shrinks_at = language.NUM_WORDS + language.FIELD_WORDS * numba_lora.SHRINKS
+    job, _ = plan.make_job(out, numba_lora_plan.DeferredShrink(x), scene.pages, site)
+    shrinks_at = intrinsics.NUM_WORDS + intrinsics.FIELD_WORDS * numba_lora.NUM_SHRINK_ITEMS
     num_shrinks = job[shrinks_at]
     # Simulates another thread that has taken the first block of the first tile and is delayed.
     missing = array("q", job)
-    job[language.NEXT_ITEM] = 1
-    missing[language.NUM_ITEMS] = missing[shrinks_at] = 1
+    job[intrinsics.NEXT_ITEM] = 1
+    missing[intrinsics.NUM_ITEMS] = missing[shrinks_at] = 1
     worker, team = numba_kernels._compile(numba_lora.lora_worker, torch.float32).address, ThreadTeam()
     thread = Thread(target=team.run, args=(worker, job.buffer_info()[0], 1))
     thread.start()
-    while thread.is_alive() and job[language.NEXT_ITEM] <= num_shrinks:
+    while thread.is_alive() and job[intrinsics.NEXT_ITEM] <= num_shrinks:
         time.sleep(0.001)
     time.sleep(0.05)
-    assert job[language.NEXT_ITEM] == num_shrinks + 1 and not out.any()
+    assert job[intrinsics.NEXT_ITEM] == num_shrinks + 1 and not out.any()
     team.run(worker, missing.buffer_info()[0], 1)
     thread.join()
     expected = torch.zeros_like(out)
-    bridge = reference.shrink(x, scene.pages, scene.tables, site, tiles)
-    reference.expand(expected, bridge, scene.pages, scene.tables, site, tiles)
+    shrunk = reference.shrink(x, scene.pages, scene.tables, site, tiles)
+    reference.expand(expected, shrunk, scene.pages, scene.tables, site, tiles)
     check_close(out, expected)
 
 
@@ -61,8 +61,8 @@ def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype) -> None:
         step, outs = kernels.prepare_lora(tiles, scene.tables), []
         for site in shape.sites[:-2]:
             outs.append(torch.zeros(71, sum(site.widths), dtype=dtype))
-            bridge = kernels.shrink(inputs[site.in_width], scene.pages, site, step)
-            kernels.expand(outs[-1], bridge, scene.pages, site, step)
+            shrunk = kernels.shrink(inputs[site.in_width], scene.pages, site, step)
+            kernels.expand(outs[-1], shrunk, scene.pages, site, step)
         results.append(torch.cat([out.flatten() for out in outs]))
     torch.set_num_threads(threads)
     assert results[0].isfinite().all() and results[0].any()

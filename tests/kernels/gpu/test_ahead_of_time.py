@@ -24,22 +24,22 @@ SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024,
 SMALL_PRODUCTS = {"sm_80": "mma.sync", "sm_90": "mma.sync", "sm_100": "mma.sync", "gfx942": "v_mfma"}
 LARGE_PRODUCTS = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 # The tensors that a kernel reads in bulk, by their names in the source. Every load from them has 16 bytes. Tensors that
-# are not named are small: page ids, ranks, and start offsets of 4 or 8 bytes. Expand's bridge is not named either,
-# because its rows begin wherever a module's rank ends.
+# are not named are small: page ids, ranks, and start offsets of 4 or 8 bytes. Expand's input from shrink is not named
+# either, because its rows begin wherever a module's rank ends.
 WIDE_LOADS = {
     "_lora_shrink_kernel": {"x_rows", "pages"},
     "_lora_expand_kernel": {"pages", "target"},
     "_lora_expand_rows_kernel": {"pages"},
     "_paged_attention_decode_kernel": {"source", "place"},
-    "_merge_stretches_kernel": {"source"},
+    "_merge_splits_kernel": {"source"},
     "_paged_attention_prefill_kernel": {"source", "place"},
     "_rms_norm_kernel": {"x", "weight"},
     "_act_mul_kernel": {"source"},
     "_token_weights_kernel": {"logits"},
     "_token_cutoffs_kernel": {"source"},
-    "_token_race_kernel": {"source"},
+    "_gumbel_sample_kernel": {"source"},
     # It gathers single numbers, because the rows of A are the embedding's columns.
-    "_lora_look_up_kernel": set(),
+    "_lora_shrink_embedding_kernel": set(),
     # Each thread reads a few numbers of a head, and a step has few of them.
     "_rotate_and_write_kv_kernel": set(),
     # Prefill is bound by its matrix product. The conversion of numbers in registers decides the data layout.

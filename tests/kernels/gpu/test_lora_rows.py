@@ -59,37 +59,37 @@ def test_decode_rows_beside_chunks_match_the_twin(
 
 
 def expand(
-    scene: AdapterScene, tiles: LoraTiles, bridge: Tensor, out: Tensor, site: LoraSite, sizes: LoraSizes
+    scene: AdapterScene, tiles: LoraTiles, shrunk: Tensor, out: Tensor, site: LoraSite, sizes: LoraSizes
 ) -> Tensor:
     """A copy of `out` with the result of expand added."""
     kernels, result = TritonKernels(sizes=sizes), out.clone()
-    kernels.expand(result, bridge, scene.pages, site, kernels.prepare_lora(tiles, scene.tables))
+    kernels.expand(result, shrunk, scene.pages, site, kernels.prepare_lora(tiles, scene.tables))
     return result
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.soak), torch.bfloat16])
 def test_a_decode_row_gets_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> None:
-    """For a lone row, the bridge has fewer columns and the tile is another. Chunk rows in the batch must not change
-    its bits."""
+    """For a lone row, the shrink output has fewer columns and the tile is another. Chunk rows in the batch must not
+    change its bits."""
     scene, sizes = build(dtype, DEVICE), with_rows(16, 1)
     tiles = mix(scene)
     for site in scene.shape.layer_sites(1):
         random = torch.Generator().manual_seed(3)
-        bridge = torch.randn(3, TOKENS, tiles.max_group_rank, generator=random).to(dtype).to(DEVICE)
+        shrunk = torch.randn(3, TOKENS, tiles.max_group_rank, generator=random).to(dtype).to(DEVICE)
         _, before = make_inputs(scene, site, TOKENS)
-        together = expand(scene, tiles, bridge, before, site, sizes)
+        together = expand(scene, tiles, shrunk, before, site, sizes)
         for index, (slot, first, size) in enumerate(DECODES):
             single = replace(build_tiles([(slot, 0, 1)], scene.tables), num_decodes=1)
             single = replace(single, weights=tiles.weights[index : index + 1])
             for token in range(first, first + size):
-                own = bridge[:, token : token + 1, : max(1, single.max_group_rank)].contiguous()
+                own = shrunk[:, token : token + 1, : max(1, single.max_group_rank)].contiguous()
                 alone = expand(scene, single, own, before[token : token + 1], site, sizes)
                 assert torch.equal(alone, together[token : token + 1]), (site.group, token)
     assert not torch.equal(together, before)
 
 
 def test_what_is_in_no_tile_is_neither_read_nor_written() -> None:
-    """The bridge holds uninitialised memory in the base model's rows and in the columns past a rank.
+    """The shrink output holds uninitialised memory in the base model's rows and in the columns past a rank.
 
     Padding tiles in the list have no tokens, and their weights are NaN.
     """
@@ -98,9 +98,9 @@ def test_what_is_in_no_tile_is_neither_read_nor_written() -> None:
     x, before = make_inputs(scene, site, TOKENS)
     before[BASE] = torch.nan
     kernels = TritonKernels(sizes=sizes)
-    bridge = kernels.shrink(x, scene.pages, site, kernels.prepare_lora(tiles, scene.tables))
-    assert bridge[:, BASE].isnan().all()
-    expected = expand(scene, tiles, bridge, before, site, sizes)
+    shrunk = kernels.shrink(x, scene.pages, site, kernels.prepare_lora(tiles, scene.tables))
+    assert shrunk[:, BASE].isnan().all()
+    expected = expand(scene, tiles, shrunk, before, site, sizes)
     assert (
         expected[BASE].isnan().all()
         and not expected[[t for t in range(TOKENS) if t not in BASE]].isnan().any()
@@ -116,7 +116,7 @@ def test_what_is_in_no_tile_is_neither_read_nor_written() -> None:
         tiles.max_tokens,
         tiles.num_decodes + 3,
     )
-    out = expand(scene, padded, bridge, before, site, sizes)
+    out = expand(scene, padded, shrunk, before, site, sizes)
     assert torch.equal(out.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 

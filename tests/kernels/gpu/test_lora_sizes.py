@@ -30,9 +30,9 @@ def test_sizes_are_looked_up_by_width_then_rank(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text(json.dumps(table))
     sizes = read_sizes(path)["sm_90"]
-    assert [sizes.of_shrink(width).splits for width in (1, 4096, 4097)] == [4, 4, 8]
+    assert [sizes.select_shrink(width).splits for width in (1, 4096, 4097)] == [4, 4, 8]
     ranks = (1, 24, 25, 48, 49, 999)
-    assert [sizes.of_shrink(64).tile(rank).block_rank for rank in ranks] == [16, 16, 32, 32, 64, 64]
+    assert [sizes.select_shrink(64).tile(rank).block_rank for rank in ranks] == [16, 16, 32, 32, 64, 64]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def make_resident(packed: PackedAdapter, memory: DeviceMemory, generation: int =
     pages = list(range(2 * num_pages - 1, 0, -2))
     assert 3 <= num_pages == len(pages)
     version, num_bytes = AdapterVersion("tenant", f"digest{generation}"), packed.layout.num_bytes
-    return Resident(version, TenantAccount("tenant"), 2, generation, pages, num_bytes, packed.layout.reach)
+    return Resident(version, TenantAccount("tenant"), 2, generation, pages, num_bytes, packed.layout.targets)
 
 
 def slices(resident: Resident, packed: PackedAdapter, length: int) -> list[AdapterLoad]:

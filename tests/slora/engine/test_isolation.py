@@ -128,7 +128,7 @@ def move_another_in(engine: Engine, kit: ModelKit, slot: int) -> None:
         1 << 40,
         pages,
         packed.layout.num_bytes,
-        packed.layout.reach,
+        packed.layout.targets,
     )
     engine._runner.memory.load(AdapterLoad(resident, packed, 0, len(pages)))
     engine._scheduler.paging.pool.release(pages)
@@ -177,7 +177,7 @@ def test_a_request_that_breaks_its_steps_ends_alone_and_the_others_are_answered_
     expected = drive(make_engine(kit, source, 500), [others])
     engine = make_engine(kit, source, 500)
     length = 17
-    break_forward(engine, monkeypatch, lambda batch: int(batch.attention.max_query) == length)
+    break_forward(engine, monkeypatch, lambda batch: int(batch.attention.max_query_len) == length)
     answers = drive(engine, [[ask("culprit", None, length), *others]])
     culprit = answers.pop("culprit")
     assert isinstance(culprit.error, RequestFailed) and not culprit.token_ids

@@ -23,13 +23,13 @@ from slora.pool.residency import Residency, Resident
 from slora.pool.tenant_account import TenantAccount, TenantAccounts
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
-from slora_kernels.layout import LoraReach
+from slora_kernels.layout import LoraTargets
 from tests.support.idle_blocks import IdleBlock, IdleBlocks
 
 COSTS = CostModel(
     step_s=0.01, token_s=0.002, decode_s=0.001, context_token_s=1e-6, page_copy_s=0.004, load_byte_s=1e-8
 )
-REACH = LoraReach(8, embedding=False, head=False)
+TARGETS = LoraTargets(8, embedding=False, head=False)
 NAMES = "abc"
 names = st.sampled_from(NAMES)
 counts = st.integers(1, 5)
@@ -108,7 +108,7 @@ class PoolOfTenants(RuleBasedStateMachine):
         if self._make_room(num_pages, tenant, protected):
             assert self.residency.ensure_free_slot(tenant, residents), "a slot was promised"
             assert all(self.residency.find(resident.version) is resident for resident in residents)
-            resident = self.residency.allocate(version, tenant, num_pages, num_pages * 1000, REACH)
+            resident = self.residency.allocate(version, tenant, num_pages, num_pages * 1000, TARGETS)
             assert resident.num_users == 1 and not resident.is_loaded
 
     @precondition(lambda self: any(resident.is_loading for resident in self.residency))

@@ -12,9 +12,9 @@ from slora.pool.residency import Residency, Resident
 from slora.pool.tenant_account import TenantAccounts
 from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
-from slora_kernels.layout import LoraReach
+from slora_kernels.layout import LoraTargets
 
-REACH = LoraReach(8, embedding=False, head=False)
+TARGETS = LoraTargets(8, embedding=False, head=False)
 VERSIONS = [AdapterVersion("tenant", f"digest{n}") for n in range(6)]
 versions = st.sampled_from(VERSIONS)
 
@@ -82,7 +82,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             return
         if self.evictor.make_room(num_pages, self.tenant):
             assert self.residency.ensure_free_slot(self.tenant)
-            resident = self.residency.allocate(version, self.tenant, num_pages, 1000 * num_pages, REACH)
+            resident = self.residency.allocate(version, self.tenant, num_pages, 1000 * num_pages, TARGETS)
             assert len(resident.pages) == num_pages
             assert (resident.slot, resident.generation) not in self.tenancies, "a generation came twice"
             self.tenancies.add((resident.slot, resident.generation))
@@ -212,7 +212,7 @@ class Setup:
         """Admits an adapter whose load is in progress."""
         owner = self.tenants.find(tenant)
         assert self.evictor.make_room(num_pages, owner)
-        return self.residency.allocate(AdapterVersion(tenant, name), owner, num_pages, num_bytes, REACH)
+        return self.residency.allocate(AdapterVersion(tenant, name), owner, num_pages, num_bytes, TARGETS)
 
     def load(self, name: str, num_pages: int = 10, num_bytes: int = 1000, tenant: str = "owner") -> Resident:
         """Loads an adapter and leaves it idle."""
@@ -334,7 +334,7 @@ def test_what_is_deleted_tells_the_policy_nothing() -> None:
 def test_bringing_an_adapter_back_takes_its_fetch_and_its_load(setup: Setup) -> None:
     owner = setup.tenants.find("owner")
     resident = setup.residency.allocate(
-        AdapterVersion("owner", "x"), owner, 10, 1_000_000, REACH, fetch_s=0.5
+        AdapterVersion("owner", "x"), owner, 10, 1_000_000, TARGETS, fetch_s=0.5
     )
     assert resident.restore_s(COSTS) == pytest.approx(0.51)
 

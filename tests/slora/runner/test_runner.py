@@ -43,7 +43,7 @@ def test_pages_leave_before_others_come_in_their_place(kits: Kits) -> None:
         1,
         adapter_pages,
         packed.layout.num_bytes,
-        packed.layout.reach,
+        packed.layout.targets,
     )
     plan = StepPlan(
         swaps_out=[(5, 0), (6, 1)],

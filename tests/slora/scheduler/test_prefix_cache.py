@@ -32,13 +32,13 @@ NUM_TURNS = 3
 BLOCK = 16
 
 
-def draw_tokens(seed: str, count: int) -> list[int]:
+def random_tokens(seed: str, count: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(VOCAB_SIZE) for _ in range(count)]
 
 
 # The common beginning of all conversations: more than one block, but no whole number of blocks.
-OPENING = draw_tokens("opening", 21)
+OPENING = random_tokens("opening", 21)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Talk:
     tenant: str = "local"
 
     def ask(self, turn: int, said: list[int]) -> EngineRequest:
-        question = draw_tokens(f"{self.name} {turn}", 5 + 4 * turn)
+        question = random_tokens(f"{self.name} {turn}", 5 + 4 * turn)
         prompt = [*said, *question]
         params = replace(
             GREEDY,
@@ -212,10 +212,10 @@ def test_a_second_turn_finds_all_whole_blocks_of_the_first_and_its_answer_to_the
     of 31."""
     engine, versions = start(kits, model)
     adapter = versions["odd_rank"] if adapted else None
-    prompt = draw_tokens("first", num_prompt)
+    prompt = random_tokens("first", num_prompt)
     first = ask_one(engine, make_request(prompt, adapter=adapter, max_tokens=num_answer))
     assert first.num_cached == engine.stats().prefix_hits == 0
-    follow_up = [*prompt, *first.token_ids, *draw_tokens("second", 9)]
+    follow_up = [*prompt, *first.token_ids, *random_tokens("second", 9)]
     second = ask_one(engine, make_request(follow_up, adapter=adapter))
     stats = engine.stats()
     assert second.num_cached == stats.prefix_hits == (num_prompt + num_answer - 1) // BLOCK * BLOCK
@@ -227,7 +227,7 @@ def test_of_a_prompt_that_was_asked_before_the_last_token_at_least_is_computed(
     kits: Kits, length: int, found: int
 ) -> None:
     engine, _ = start(kits)
-    prompt = draw_tokens("again", length)
+    prompt = random_tokens("again", length)
     first = ask_one(engine, make_request(prompt))
     again = ask_one(engine, make_request(prompt))
     assert (first.num_cached, again.num_cached) == (0, found)
@@ -236,7 +236,7 @@ def test_of_a_prompt_that_was_asked_before_the_last_token_at_least_is_computed(
 
 def test_those_that_run_at_once_find_what_one_of_them_has_computed(kits: Kits) -> None:
     engine, _ = start(kits)
-    prompt = draw_tokens("at once", 40)
+    prompt = random_tokens("at once", 40)
     requests = [replace(make_request(prompt, max_tokens=30), request_id=name) for name in "ab"]
     answers = drive(engine, [[request] for request in requests])
     assert [answers[name].num_cached for name in "ab"] == [0, 32]
@@ -245,7 +245,7 @@ def test_those_that_run_at_once_find_what_one_of_them_has_computed(kits: Kits) -
 
 def test_choices_are_told_once_how_much_was_found(kits: Kits) -> None:
     engine, _ = start(kits)
-    prompt = draw_tokens("choices", 40)
+    prompt = random_tokens("choices", 40)
     drive(engine, [[make_request(prompt)]])
     answers = drive(engine, [[make_request(prompt, n=3)]])
     assert {name: answer.num_cached for name, answer in answers.items()} == {"r": 32, "r/1": 0, "r/2": 0}
@@ -254,7 +254,7 @@ def test_choices_are_told_once_how_much_was_found(kits: Kits) -> None:
 
 def test_a_longer_prompt_finds_what_a_choice_has_answered(kits: Kits) -> None:
     engine, _ = start(kits)
-    prompt = draw_tokens("choices", 20)
+    prompt = random_tokens("choices", 20)
     params = SamplingParams(max_tokens=40, seed=3, ignore_eos=True, n=3)
     answers = drive(engine, [[EngineRequest("r", "t", prompt, None, params)]])
     for name in ("r", "r/1", "r/2"):
@@ -267,7 +267,7 @@ def test_another_tenant_finds_the_base_s_blocks_only_if_the_operator_made_them_p
     kits: Kits, prefix_cache: str, found: int
 ) -> None:
     engine, _ = start(kits, prefix_cache=prefix_cache)
-    prompt = draw_tokens("common", 40)
+    prompt = random_tokens("common", 40)
     first = ask_one(engine, make_request(prompt, "mine"))
     second = ask_one(engine, make_request(prompt, "yours"))
     assert second.num_cached == engine.stats().prefix_hits == found
@@ -283,7 +283,7 @@ def test_two_tenants_never_share_blocks_of_an_adapter_though_its_weights_be_the_
     mine, yours = (source.add(kit.adapters["odd_rank"], tenant) for tenant in ("mine", "yours"))
     assert mine.digest == yours.digest
     engine = make_engine(kit, source, 200, prefix_cache=prefix_cache)
-    prompt = draw_tokens("common", 40)
+    prompt = random_tokens("common", 40)
     first = ask_one(engine, make_request(prompt, "mine", mine))
     second = ask_one(engine, make_request(prompt, "yours", yours))
     assert second.num_cached == 0 and second.token_ids == first.token_ids
@@ -293,7 +293,7 @@ def test_two_tenants_never_share_blocks_of_an_adapter_though_its_weights_be_the_
 @pytest.mark.parametrize("prefix_cache", ["tenant", "public"])
 def test_blocks_are_found_for_their_own_adapter_and_weight_alone(kits: Kits, prefix_cache: str) -> None:
     engine, versions = start(kits, prefix_cache=prefix_cache)
-    prompt = draw_tokens("who", 40)
+    prompt = random_tokens("who", 40)
     one, other = versions["odd_rank"], versions["rslora"]
     ways = [(None, 1.0), (one, 1.0), (one, 0.5), (one, -1.0), (other, 1.0), (other, 0.5)]
     answers = [ask_one(engine, make_request(prompt, adapter=a, weight=w)) for a, w in ways]
@@ -315,7 +315,7 @@ def test_of_a_deleted_adapter_nothing_is_found_under_the_next_one_of_its_name_no
     kit = kits("llama")
     source, _ = make_source(kit)
     engine = make_engine(kit, source, 200)
-    prompt = draw_tokens("uploaded", 40)
+    prompt = random_tokens("uploaded", 40)
     first_upload = upload(source, tmp_path, seed=1)
     first = ask_one(engine, make_request(prompt, adapter=first_upload))
     engine.forget(first_upload)
@@ -331,7 +331,7 @@ def test_of_a_deleted_adapter_nothing_is_found_under_the_next_one_of_its_name_no
 def test_an_adapter_deleted_under_a_request_leaves_no_block_behind(kits: Kits) -> None:
     engine, versions = start(kits)
     version = versions["odd_rank"]
-    engine.add(make_request(draw_tokens("under way", 40), adapter=version))
+    engine.add(make_request(random_tokens("under way", 40), adapter=version))
     outputs = engine.step()
     engine.forget(version)
     while engine.num_unfinished:
@@ -342,7 +342,7 @@ def test_an_adapter_deleted_under_a_request_leaves_no_block_behind(kits: Kits) -
 
 def test_who_asks_for_a_prompt_s_scores_finds_nothing_and_leaves_it_to_others(kits: Kits) -> None:
     engine, _ = start(kits)
-    prompt = draw_tokens("scored", 40)
+    prompt = random_tokens("scored", 40)
     scored = [ask_one(engine, make_request(prompt, prompt_logprobs=1)) for _ in range(2)]
     assert [answer.num_cached for answer in scored] == [0, 0]
     assert all(len(answer.prompt_logprobs) == 40 for answer in scored)
@@ -357,7 +357,7 @@ def test_a_tenant_s_cached_blocks_are_found_until_others_need_the_pages(kits: Ki
     kit = kits("llama")
     engine = make_engine(kit, make_source(kit)[0], 8)
     poison(engine)
-    prompt, long = draw_tokens("kept", 40), draw_tokens("long", 100)
+    prompt, long = random_tokens("kept", 40), random_tokens("long", 100)
     first = ask_one(engine, make_request(prompt))
     assert ask_one(engine, make_request(prompt)).num_cached == 32
     ask_one(engine, make_request(long, max_tokens=20))
@@ -444,7 +444,7 @@ def test_logits_that_are_not_finite_leave_nothing(kits: Kits, tmp_path: Path, mo
     make_adapter(tmp_path, make_model(model), std=1e30)
     bursting = source.add(tmp_path)
     engine = make_engine(kit, source, 200, **CHUNKS)
-    prompt = draw_tokens("bursting", 100)
+    prompt = random_tokens("bursting", 100)
     for _ in range(2):
         answer = ask_one(engine, make_request(prompt, adapter=bursting))
         assert isinstance(answer.error, RequestFailed)

@@ -1,4 +1,4 @@
-"""The primitives of the CPU kernels: fields of a job, element formats, loops over rows.
+"""The intrinsics of the CPU kernels: reading the fields of a job, converting elements, loops over rows.
 
 An array's element type stands for the model's dtype, so that one source serves all three dtypes:
 
@@ -23,9 +23,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 from llvmlite import ir
-from numba import cfunc, config, njit, types
+from numba import cfunc, config, extending, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
 Array = Any
@@ -82,16 +81,16 @@ def _cache_directory(user_choice: str) -> Path:
     return root / f"numba-{hashlib.sha256(sources).hexdigest()[:16]}"
 
 
-def emitted(function: Callable[..., Any]) -> Callable[..., Any]:
+def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
     """numba's `intrinsic`. Callers of the decorated function do not pass its first argument, `typing`."""
-    return cast(Callable[..., Any], intrinsic(function))
+    return cast(Callable[..., Any], extending.intrinsic(function))
 
 
 def _point(builder: Any, job: Any, index: Any, word: Any) -> Any:
     return builder.gep(builder.bitcast(job, word.as_pointer()), [index])
 
 
-@emitted
+@intrinsic
 def _add_one(typing: Any, job: Job, word: int) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", _point(builder, args[0], args[1], _I64), _I64(1), "monotonic")
@@ -99,8 +98,8 @@ def _add_one(typing: Any, job: Job, word: int) -> Any:
     return types.int64(job, types.int64), emit
 
 
-@emitted
-def announce(typing: Any, counts: Array, index: int) -> Any:
+@intrinsic
+def increment_count(typing: Any, counts: Array, index: int) -> Any:
     """Atomically adds 1 to an element of an int64 array.
 
     A thread that sees the new count in `await_count` also sees all earlier writes of this thread.
@@ -114,8 +113,8 @@ def announce(typing: Any, counts: Array, index: int) -> Any:
     return types.void(counts, types.int64), emit
 
 
-@emitted
-def _read_announced(typing: Any, counts: Array, index: int) -> Any:
+@intrinsic
+def _load_acquire(typing: Any, counts: Array, index: int) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(counts)(context, builder, args[0]).data
         return builder.load_atomic(builder.gep(data, [args[1]]), "acquire", 8)
@@ -123,7 +122,7 @@ def _read_announced(typing: Any, counts: Array, index: int) -> Any:
     return types.int64(counts, types.int64), emit
 
 
-@emitted
+@intrinsic
 def _yield_core(typing: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_I32, [])
@@ -132,7 +131,7 @@ def _yield_core(typing: Any) -> Any:
     return types.int32(), emit
 
 
-@emitted
+@intrinsic
 def _read_word(typing: Any, job: Job, word: int) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(_point(builder, args[0], args[1], _I64))
@@ -140,7 +139,7 @@ def _read_word(typing: Any, job: Job, word: int) -> Any:
     return types.int64(job, types.int64), emit
 
 
-@emitted
+@intrinsic
 def _read_double(typing: Any, job: Job, word: int) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(_point(builder, args[0], args[1], _F64))
@@ -172,44 +171,44 @@ def _emit_matrix(job: Any, element: Any) -> Any:
     return matrix(job, types.int64), emit
 
 
-@emitted
+@intrinsic
 def read_model_matrix(typing: Any, job: Job, field: int) -> Any:
     """A tensor of the model's dtype, [rows, pitch]."""
     return _emit_matrix(job, job.dtype)
 
 
-@emitted
+@intrinsic
 def read_float_matrix(typing: Any, job: Job, field: int) -> Any:
     return _emit_matrix(job, types.float32)
 
 
-@emitted
+@intrinsic
 def read_operand_matrix(typing: Any, job: Job, field: int) -> Any:
-    """A matrix of the dtype that `words.operand_dtype` gives."""
+    """A matrix of the dtype that `job_fields.operand_dtype` gives."""
     return _emit_matrix(job, job.dtype if job.dtype == types.uint16 else types.float32)
 
 
-@emitted
+@intrinsic
 def read_byte_matrix(typing: Any, job: Job, field: int) -> Any:
     return _emit_matrix(job, types.uint8)
 
 
-@emitted
+@intrinsic
 def read_bfloat16_matrix(typing: Any, job: Job, field: int) -> Any:
     return _emit_matrix(job, types.uint16)
 
 
-@emitted
+@intrinsic
 def read_int32_matrix(typing: Any, job: Job, field: int) -> Any:
     return _emit_matrix(job, types.int32)
 
 
-@emitted
+@intrinsic
 def read_int64_matrix(typing: Any, job: Job, field: int) -> Any:
     return _emit_matrix(job, types.int64)
 
 
-@emitted
+@intrinsic
 def count_between(typing: Any, origin: Array, array: Array) -> Any:
     """Number of elements from the beginning of `origin` to that of `array`. The arrays may be separate allocations."""
 
@@ -234,14 +233,14 @@ def take_item(job: Job) -> Int:
 def await_count(counts: Array, index: Int, count: Int) -> None:
     """Waits until the count reaches `count`. Yields the core to other threads meanwhile.
 
-    All items that announce must already have been taken by threads, or the wait may not end.
+    All items that call `increment_count` must already have been taken by threads, or the wait may not end.
     """
-    while _read_announced(counts, index) < count:
+    while _load_acquire(counts, index) < count:
         _yield_core()
 
 
 @compiled
-def take_worker(job: Job) -> Int:
+def take_thread_index(job: Job) -> Int:
     """The number of this thread, counted from 0."""
     return _add_one(job, NEXT_WORKER)
 
@@ -303,7 +302,7 @@ def _round_bfloat16(builder: Any, value: Any, of: Callable[[Any], Any]) -> Any:
 
 
 def _round_e4m3(builder: Any, value: Any, of: Callable[[Any], Any]) -> Any:
-    """Rounds values of at most 448 to nearest, ties to even. `e4m3.encode_numbers` explains the steps."""
+    """Rounds values of at most 448 to nearest, ties to even. `e4m3.encode_elements` explains the steps."""
 
     def constant(number: int) -> Any:
         return _fill(of(_I32), number)
@@ -335,7 +334,7 @@ def narrow_value(builder: Any, element: Any, value: Any, lanes: int = 1) -> Any:
     return value
 
 
-@emitted
+@intrinsic
 def widen(typing: Any, value: Any) -> Any:
     """Converts an element of any of these formats to float32."""
 
@@ -352,7 +351,7 @@ def _emit_magnitude(builder: Any, element: Any, value: Any) -> tuple[Any, Any]:
     return builder.and_(bits, _I32(mask)), builder.icmp_signed("<", bits, _I32(0))
 
 
-@emitted
+@intrinsic
 def magnitude(typing: Any, value: Any) -> Any:
     """An int32 that orders elements of the model's dtype by magnitude."""
 
@@ -363,7 +362,7 @@ def magnitude(typing: Any, value: Any) -> Any:
 
 
 @compiled
-def find_largest(row: Array) -> Int:
+def find_largest_magnitude(row: Array) -> Int:
     """The greatest magnitude as the bits of a float32.
 
     It is `INFINITY_BITS` or more if any element is infinite or NaN.
@@ -374,8 +373,8 @@ def find_largest(row: Array) -> Int:
     return largest
 
 
-@emitted
-def rank_number(typing: Any, value: Any) -> Any:
+@intrinsic
+def sortable_int(typing: Any, value: Any) -> Any:
     """An int32 that orders elements of the model's dtype by value. NaN ranks beyond the infinity of its sign."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -385,7 +384,7 @@ def rank_number(typing: Any, value: Any) -> Any:
     return types.int32(value), emit
 
 
-@emitted
+@intrinsic
 def is_nan_magnitude(typing: Any, size: Int, array: Array) -> Any:
     """Whether a `magnitude` of an element of `array` is that of a NaN."""
     infinite = {types.uint16: 0x7F80, types.int16: 0x7C00, types.float32: 0x7F800000}[array.dtype]
@@ -396,7 +395,7 @@ def is_nan_magnitude(typing: Any, size: Int, array: Array) -> Any:
     return types.boolean(types.int32, array), emit
 
 
-@emitted
+@intrinsic
 def narrow(typing: Any, value: Float, array: Array) -> Any:
     """Rounds a float32 to the element type of `array`, to nearest even."""
 
@@ -406,7 +405,7 @@ def narrow(typing: Any, value: Float, array: Array) -> Any:
     return array.dtype(types.float32, array), emit
 
 
-@emitted
+@intrinsic
 def convert(typing: Any, value: Any, array: Array) -> Any:
     """Converts an element of any of these formats to the element type of `array`."""
 
@@ -428,7 +427,7 @@ def emit_prefetch(builder: Any, pointer: Any) -> None:
     builder.call(function, [pointer, _I32(0), _I32(_SECOND_CACHE), _I32(1)])
 
 
-@emitted
+@intrinsic
 def _prefetch(typing: Any, array: Array, index: int) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(array)(context, builder, args[0]).data
@@ -445,7 +444,7 @@ def prefetch(array: Array) -> None:
         _prefetch(array, i)
 
 
-@emitted
+@intrinsic
 def to_bits(typing: Any, value: Float) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], _I32)
@@ -453,7 +452,7 @@ def to_bits(typing: Any, value: Float) -> Any:
     return types.int32(types.float32), emit
 
 
-@emitted
+@intrinsic
 def from_bits(typing: Any, bits: int) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], _F32)
@@ -479,7 +478,7 @@ def exp2(x: Float) -> Float:
 
 
 @compiled
-def copy_numbers(target: Array, source: Array) -> None:
+def copy_converted(target: Array, source: Array) -> None:
     """target = source, rounded to the format of `target`."""
     for i in range(source.shape[0]):
         target[i] = convert(source[i], target)

@@ -7,22 +7,22 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from slora_kernels.cpu.language import Array, Float, Int, compiled, emitted
+from slora_kernels.cpu.intrinsics import Array, Float, Int, compiled, intrinsic
 from slora_kernels.cpu.vectors import (
+    HAS_BFLOAT16_DOT,
     I32,
     I64,
     LANES,
-    MOST_SUMS,
-    MOST_TOKENS,
-    PAIRS,
+    MAX_ACCUMULATORS,
+    MAX_TOKENS,
     VECTOR,
     Memory,
-    for_tokens,
-    join,
+    access_operands,
+    dispatch_by_tokens,
     mask_below,
     multiply_add,
     multiply_add_pairs,
-    read_operands,
+    shuffle,
     splat,
 )
 
@@ -50,7 +50,7 @@ class _SingleRows:
         return [self._rows.load(0, self._builder.add(first, start)) for start in self._starts]
 
     def factor(self, token: int, row: Any) -> Any:
-        return splat(self._builder, self._factors.load_wide(token, row))
+        return splat(self._builder, self._factors.load_widened_scalar(token, row))
 
     def in_order(self, totals: list[Any]) -> list[Any]:
         """The sums in the order of their columns."""
@@ -88,16 +88,16 @@ class _PairedRows(_SingleRows):
         wide = len(self._starts) // 2 * 2
         for start in self._starts[:wide:2]:
             a, b = self._load_two(pair, start, 2 * LANES)
-            found += [join(builder, a, b, self._LOW), join(builder, a, b, self._HIGH)]
+            found += [shuffle(builder, a, b, self._LOW), shuffle(builder, a, b, self._HIGH)]
         for start in self._starts[wide:]:
             a, b = self._load_two(pair, start, LANES)
-            found.append(join(builder, a, b, [place for k in range(LANES) for place in (k, k + LANES)]))
+            found.append(shuffle(builder, a, b, [place for k in range(LANES) for place in (k, k + LANES)]))
         return found
 
     def factor(self, token: int, row: Any, *, alone: bool = False) -> Any:
         builder = self._builder
         if alone:  # the last row has no partner; do not read its factor
-            both = builder.zext(self._factors.load_one(token, row), I32)
+            both = builder.zext(self._factors.load_scalar(token, row), I32)
         else:
             both = builder.load(self._factors.pointer(token, row, I32), align=2)
         return splat(builder, both)
@@ -106,7 +106,7 @@ class _PairedRows(_SingleRows):
         builder, ordered = self._builder, []
         wide = len(totals) // 2 * 2
         for low, high in zip(totals[:wide:2], totals[1:wide:2], strict=True):
-            ordered += [join(builder, low, high, self._FRONT), join(builder, low, high, self._BACK)]
+            ordered += [shuffle(builder, low, high, self._FRONT), shuffle(builder, low, high, self._BACK)]
         return ordered + totals[wide:]
 
     def _load_two(self, pair: tuple[Any, Any], column: Any, lanes: int) -> tuple[Any, Any]:
@@ -117,14 +117,14 @@ class _PairedRows(_SingleRows):
         return a, self._rows.load_stored(0, self._builder.add(second, column), lanes)
 
 
-def _emit_gathers(tokens: int, vectors: int) -> Callable[..., None]:
+def _emit_weighted_sums(tokens: int, vectors: int) -> Callable[..., None]:
     """Builds a block: target [tokens, size] += scale * factors [tokens, count] times `count` rows.
 
     `size` is vectors * LANES. With one vector it may be less.
     """
 
-    @emitted
-    def gathers(
+    @intrinsic
+    def weighted_sums(
         typing: Any,
         target: Array,
         factors: Array,
@@ -135,17 +135,17 @@ def _emit_gathers(tokens: int, vectors: int) -> Callable[..., None]:
         count: Int,
         size: Int,
     ) -> Any:
-        in_pairs = PAIRS and factors.dtype == weights.dtype == types.uint16
+        in_pairs = HAS_BFLOAT16_DOT and factors.dtype == weights.dtype == types.uint16
         starts = pitch if isinstance(pitch, types.Array) else None
 
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            results, factors_of, rows_of = read_operands(context, builder, signature, args)
+            results, factors_of, rows_of = access_operands(context, builder, signature, args)
             kind = _PairedRows if in_pairs else _SingleRows
 
             def first(row: Any) -> Any:
                 if starts is None:
                     return builder.mul(row, args[3])
-                return Memory(context, builder, starts, args[3], I64(0)).load_one(0, row)
+                return Memory(context, builder, starts, args[3], I64(0)).load_scalar(0, row)
 
             rows = kind(builder, factors_of, rows_of, first, vectors)
             zero = ir.Constant(VECTOR, None)
@@ -180,16 +180,19 @@ def _emit_gathers(tokens: int, vectors: int) -> Callable[..., None]:
         numbers = (starts or types.int64, types.int64, types.float32, types.int64, types.int64)
         return types.void(target, factors, weights, *numbers), emit
 
-    return gathers
+    return weighted_sums
 
 
-_gather_sixteen, _gather_eight = _emit_gathers(1, MOST_SUMS), _emit_gathers(2, MOST_SUMS // 2)
-_gather_four = for_tokens(lambda tokens: _emit_gathers(tokens, 4))
-_gather_one = for_tokens(lambda tokens: _emit_gathers(tokens, 1))
+_add_sixteen_vectors, _add_eight_vectors = (
+    _emit_weighted_sums(1, MAX_ACCUMULATORS),
+    _emit_weighted_sums(2, MAX_ACCUMULATORS // 2),
+)
+_add_four_vectors = dispatch_by_tokens(lambda tokens: _emit_weighted_sums(tokens, 4))
+_add_one_vector = dispatch_by_tokens(lambda tokens: _emit_weighted_sums(tokens, 1))
 
 
 @compiled
-def gather_rows(
+def add_weighted_rows(
     target: Array,
     factors: Array,
     weights: Array,
@@ -206,23 +209,23 @@ def gather_rows(
 
     Rows are read in whole vectors, so memory behind the last row has to be readable up to a whole vector.
     """
-    for t in range(0, target.shape[0], MOST_TOKENS):
-        sums, own, column = target[t : t + MOST_TOKENS], factors[t : t + MOST_TOKENS], 0
+    for t in range(0, target.shape[0], MAX_TOKENS):
+        sums, own, column = target[t : t + MAX_TOKENS], factors[t : t + MAX_TOKENS], 0
         if sums.shape[0] == 1:
-            while column + MOST_SUMS * LANES <= size:
+            while column + MAX_ACCUMULATORS * LANES <= size:
                 part, rows = sums[:, column:], weights[column:]
-                _gather_sixteen(part, own, rows, pitch, ahead, scale, count, size - column)
-                column += MOST_SUMS * LANES
+                _add_sixteen_vectors(part, own, rows, pitch, ahead, scale, count, size - column)
+                column += MAX_ACCUMULATORS * LANES
         elif sums.shape[0] == 2:
-            while column + MOST_SUMS // 2 * LANES <= size:
+            while column + MAX_ACCUMULATORS // 2 * LANES <= size:
                 part, rows = sums[:, column:], weights[column:]
-                _gather_eight(part, own, rows, pitch, ahead, scale, count, size - column)
-                column += MOST_SUMS // 2 * LANES
+                _add_eight_vectors(part, own, rows, pitch, ahead, scale, count, size - column)
+                column += MAX_ACCUMULATORS // 2 * LANES
         while column + 4 * LANES <= size:
             part, rows = sums[:, column:], weights[column:]
-            _gather_four(part, own, rows, pitch, ahead, scale, count, size - column)
+            _add_four_vectors(part, own, rows, pitch, ahead, scale, count, size - column)
             column += 4 * LANES
         while column < size:
             part, rows = sums[:, column:], weights[column:]
-            _gather_one(part, own, rows, pitch, ahead, scale, count, size - column)
+            _add_one_vector(part, own, rows, pitch, ahead, scale, count, size - column)
             column += LANES

@@ -12,7 +12,7 @@ NO_TOP_K = 2**62
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class SamplingTensors:
     """Sampling parameters, one entry for each of the N sampled rows.
 
     rows: int64 [N], indexes of the rows in the logits.
@@ -21,7 +21,7 @@ class Draws:
     temperature: float32 [N], above 0.
     top_p: float32 [N], in (0, 1]; 1 where top_p is off.
     min_p: float32 [N], in [0, 1]; 0 where min_p is off.
-    truncates: whether any row uses top_k, top_p or min_p. It is a host flag.
+    has_filters: whether any row uses top_k, top_p or min_p. It is a host flag.
     """
 
     rows: Tensor
@@ -30,20 +30,20 @@ class Draws:
     temperature: Tensor
     top_p: Tensor
     min_p: Tensor
-    truncates: bool
+    has_filters: bool
 
     @staticmethod
     def upload(
-        whole: npt.NDArray[np.int64], fractions: npt.NDArray[np.float64], device: torch.device
-    ) -> "Draws":
+        ints: npt.NDArray[np.int64], floats: npt.NDArray[np.float64], device: torch.device
+    ) -> "SamplingTensors":
         """Uploads the parameters in one copy to the device.
 
-        whole: [3, N], rows, keys and top_k. fractions: [3, N], temperature, top_p and min_p.
+        ints: [3, N], rows, keys and top_k. floats: [3, N], temperature, top_p and min_p.
         """
-        narrow = fractions.astype(np.float32)
-        truncates = bool((whole[2] < NO_TOP_K).any() or (narrow[1] < 1).any() or (narrow[2] > 0).any())
-        packed = np.concatenate((whole.reshape(-1).view(np.uint8), narrow.reshape(-1).view(np.uint8)))
+        narrow = floats.astype(np.float32)
+        has_filters = bool((ints[2] < NO_TOP_K).any() or (narrow[1] < 1).any() or (narrow[2] > 0).any())
+        packed = np.concatenate((ints.reshape(-1).view(np.uint8), narrow.reshape(-1).view(np.uint8)))
         there = torch.from_numpy(packed).to(device)
-        rows, keys, top_k = there[: whole.nbytes].view(torch.int64).view(3, -1)
-        temperature, top_p, min_p = there[whole.nbytes :].view(torch.float32).view(3, -1)
-        return Draws(rows, keys, top_k, temperature, top_p, min_p, truncates)
+        rows, keys, top_k = there[: ints.nbytes].view(torch.int64).view(3, -1)
+        temperature, top_p, min_p = there[ints.nbytes :].view(torch.float32).view(3, -1)
+        return SamplingTensors(rows, keys, top_k, temperature, top_p, min_p, has_filters)

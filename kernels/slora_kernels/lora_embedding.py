@@ -10,7 +10,7 @@ from slora_kernels.batch import LoraStep
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
 
-def gather_columns(
+def shrink_embedding(
     token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
 ) -> Tensor:
     """Gathers the columns of A for token_ids int64 [T] -> [T, max_group_rank] of `dtype`.
@@ -31,6 +31,6 @@ def gather_columns(
     at = torch.where(inside, rows * row_segments + (first_segments + ids // segment_size)[:, None], 0)
     page = step.tables.page_table[slot[:, None], at // page_segments].long()
     number = at % page_segments * segment_size + (ids % segment_size)[:, None]
-    bridge = torch.zeros(token_ids.shape[0], max_rank, dtype=dtype, device=device)
-    bridge[tokens] = torch.where(inside, pages.view(dtype)[page, number], 0)
-    return bridge
+    shrunk = torch.zeros(token_ids.shape[0], max_rank, dtype=dtype, device=device)
+    shrunk[tokens] = torch.where(inside, pages.view(dtype)[page, number], 0)
+    return shrunk

@@ -1,12 +1,12 @@
 """The maximum and argmax of each row on a CPU: one pass over the logits, then one over the block with the maximum.
 
-Logits are compared as integers that sort like them (`rank_number`). Comparing floats would not detect NaN, because
+Logits are compared as integers that sort like them (`sortable_int`). Comparing floats would not detect NaN, because
 fastmath assumes that there is none.
 """
 
 import numpy as np
 
-from slora_kernels.cpu.language import (
+from slora_kernels.cpu.intrinsics import (
     Array,
     Int,
     Job,
@@ -14,11 +14,11 @@ from slora_kernels.cpu.language import (
     count_items,
     is_nan_magnitude,
     magnitude,
-    rank_number,
     read_float_matrix,
     read_int,
     read_int64_matrix,
     read_model_matrix,
+    sortable_int,
     take_item,
     widen,
 )
@@ -29,19 +29,19 @@ _NAN = np.float32(np.nan)
 
 
 @compiled
-def find_peak(numbers: Array) -> tuple[Int, Int]:
+def find_max(numbers: Array) -> tuple[Int, Int]:
     """The greatest rank and the greatest magnitude."""
     peak, size = _LOWEST, _NONE
     for i in range(numbers.shape[0]):
-        peak = max(peak, rank_number(numbers[i]))
+        peak = max(peak, sortable_int(numbers[i]))
         size = max(size, magnitude(numbers[i]))
     return peak, size
 
 
 @compiled
-def find_place(numbers: Array, peak: Int) -> Int:
+def find_index(numbers: Array, peak: Int) -> Int:
     for i in range(numbers.shape[0]):
-        if rank_number(numbers[i]) == peak:
+        if sortable_int(numbers[i]) == peak:
             return i
     return 0
 
@@ -50,7 +50,7 @@ def find_place(numbers: Array, peak: Int) -> Int:
 LOGITS, BEST, TOKENS, WIDTH = range(4)
 
 
-def likeliest_worker(job: Job) -> None:
+def argmax_worker(job: Job) -> None:
     """Items: rows."""
     logits, best, tokens = (
         read_model_matrix(job, LOGITS),
@@ -63,11 +63,11 @@ def likeliest_worker(job: Job) -> None:
         numbers = logits[row]
         peak, size, start = _LOWEST, _NONE, 0
         for first in range(0, width, BLOCK):
-            block_peak, block_size = find_peak(numbers[first : min(first + BLOCK, width)])
+            block_peak, block_size = find_max(numbers[first : min(first + BLOCK, width)])
             size = max(size, block_size)
             if block_peak > peak:
                 peak, start = block_peak, first
-        token = start + find_place(numbers[start : min(start + BLOCK, width)], peak)
+        token = start + find_index(numbers[start : min(start + BLOCK, width)], peak)
         tokens[row] = token
         best[row] = _NAN if is_nan_magnitude(size, numbers) else widen(numbers[token])
         row = take_item(job)

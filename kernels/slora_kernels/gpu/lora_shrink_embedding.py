@@ -1,7 +1,7 @@
 """Look-up: the shrink of the input embedding. The input is one-hot, so x times A is a column of A.
 
 A is stored as [rank, vocabulary], row by row, like every A. A token's column is therefore spread over as many places as
-the adapter's rank, and all reads of a program are independent. The bridge has one plane.
+the adapter's rank, and all reads of a program are independent. The shrink output has one plane.
 """
 
 import torch
@@ -19,17 +19,17 @@ BLOCK_RANK = 32
 
 
 @triton.jit(do_not_specialize=["group"])
-def _lora_look_up_kernel(
+def _lora_shrink_embedding_kernel(
     token_ids,
     pages,
-    bridge,
+    shrunk,
     tiles,
     page_table,
     groups,
     group,
     page_stride,
     table_stride,
-    bridge_stride,
+    shrunk_stride,
     ROW_SEGMENTS: tl.constexpr,
     NUM_SITES: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -53,10 +53,10 @@ def _lora_look_up_kernel(
     page = tl.load(page_table + slot * table_stride + at // PAGE_SEGMENTS, mask=mask, other=0)
     start = page.to(tl.int64) * page_stride + (at % PAGE_SEGMENTS) * SEGMENT + (ids % SEGMENT)[:, None]
     values = tl.load(pages + start, mask=mask, other=0.0)
-    tl.store(bridge + (first + tokens)[:, None] * bridge_stride + rows[None, :], values, mask=mask)
+    tl.store(shrunk + (first + tokens)[:, None] * shrunk_stride + rows[None, :], values, mask=mask)
 
 
-def bind_lora_look_up(
+def bind_lora_shrink_embedding(
     token_ids: Tensor,
     pages: Tensor,
     tables: AdapterTables,
@@ -66,27 +66,27 @@ def bind_lora_look_up(
 ) -> tuple[Launch, Tensor]:
     """token_ids int64 [T], pages uint8 [num_pages, full_page_bytes] with elements of `dtype`.
 
-    Returns the launch and the bridge that it fills: `dtype`, [1, T, max_group_rank rounded up to 16]. Rows in no tile
-    and columns past a tile's rank are not written.
+    Returns the launch and the shrink output that it fills: `dtype`, [1, T, max_group_rank rounded up to 16]. Rows in no
+    tile and columns past a tile's rank are not written.
     """
     columns = triton.cdiv(tiles.max_group_rank, 16) * 16
-    bridge = torch.empty(1, token_ids.shape[0], columns, dtype=dtype, device=token_ids.device)
+    shrunk = torch.empty(1, token_ids.shape[0], columns, dtype=dtype, device=token_ids.device)
     elements = pages.view(dtype)
     segment = SEGMENT_BYTES // dtype.itemsize
     return Launch(
-        _lora_look_up_kernel,
+        _lora_shrink_embedding_kernel,
         (tiles.tiles.shape[0], triton.cdiv(tiles.max_group_rank, BLOCK_RANK)),
         {
             "token_ids": token_ids,
             "pages": elements,
-            "bridge": bridge,
+            "shrunk": shrunk,
             "tiles": tiles.tiles,
             "page_table": tables.page_table,
             "groups": tables.groups,
             "group": site.group,
             "page_stride": elements.stride(0),
             "table_stride": tables.page_table.stride(0),
-            "bridge_stride": columns,
+            "shrunk_stride": columns,
         },
         {
             "ROW_SEGMENTS": triton.cdiv(site.in_width, segment),
@@ -96,4 +96,4 @@ def bind_lora_look_up(
             "BLOCK_M": choose_block_tokens(tiles),
             "BLOCK_R": BLOCK_RANK,
         },
-    ), bridge
+    ), shrunk

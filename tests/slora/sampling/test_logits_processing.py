@@ -13,7 +13,7 @@ from transformers import (
 
 from slora.pool.tenant_account import TenantAccount
 from slora.request import EngineRequest
-from slora.sampling.logit_edits import edit_logits, penalise, penalise_all
+from slora.sampling.logits_processing import apply_penalties, apply_penalties_to_all_tokens, process_logits
 from slora.sampling.sampling_table import SamplingTable
 from slora.sampling_params import SamplingParams
 from slora.scheduler.sequence import Sequence
@@ -32,13 +32,13 @@ def make_sequence(
     return sequence
 
 
-def edited(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+def processed(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     table = SamplingTable(len(sequences) + 2, logits.shape[1], CPU)
     # Rows are not in the order of the batch, as in a server.
     for row, sequence in enumerate(reversed(sequences), start=1):
         sequence.row = row
         table.write(row, sequence)
-    return edit_logits(logits, table.gather([sequence.row for sequence in sequences]), table)
+    return process_logits(logits, table.gather([sequence.row for sequence in sequences]), table)
 
 
 def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
@@ -56,7 +56,7 @@ def test_the_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     params = SamplingParams(repetition_penalty=penalty)
     sequences = [make_sequence(params, random_tokens(n, 9), random_tokens(n + 9, n * 7)) for n in range(4)]
     processor = RepetitionPenaltyLogitsProcessor(penalty)
-    for row, (result, sequence) in enumerate(zip(edited(logits, sequences), sequences, strict=True)):
+    for row, (result, sequence) in enumerate(zip(processed(logits, sequences), sequences, strict=True)):
         expected = processor(torch.tensor([sequence.token_ids]), logits[row : row + 1])[0]
         assert torch.equal(result, expected)
 
@@ -70,7 +70,7 @@ def test_presence_and_frequency_follow_openais_formula_over_the_answer_alone(
     params = SamplingParams(presence_penalty=presence, frequency_penalty=frequency)
     answers = [[], [7], random_tokens(1, 200)]
     sequences = [make_sequence(params, random_tokens(2, 30), answer) for answer in answers]
-    results = edited(logits, sequences)
+    results = processed(logits, sequences)
     for result, before, answer in zip(results, logits, answers, strict=True):
         for token in range(VOCAB_SIZE):
             count = answer.count(token)
@@ -82,7 +82,7 @@ def test_a_bias_is_added_to_its_token_alone() -> None:
     logits = random_logits(3)
     biases: list[dict[int, float]] = [{0: 100.0, 49: -100.0, 7: 0.5}, {}, {0: -1.5}]
     sequences = [make_sequence(SamplingParams(logit_bias=bias), [1], []) for bias in biases]
-    results = edited(logits, sequences)
+    results = processed(logits, sequences)
     for result, before, bias in zip(results, logits, biases, strict=True):
         expected = before.clone()
         if bias:
@@ -98,7 +98,7 @@ def test_stop_tokens_are_barred_until_min_tokens_as_in_transformers(num_generate
     sequence = make_sequence(params, [4, 5], [6] * num_generated, frozenset({9, 0, 1000}))
     processor = MinNewTokensLengthLogitsProcessor(2, 3, [9, 0], device="cpu")
     expected = processor(torch.tensor([sequence.token_ids]), logits)
-    assert torch.equal(edited(logits, [sequence]), expected)
+    assert torch.equal(processed(logits, [sequence]), expected)
     assert torch.isinf(expected).any() == (num_generated < 3)
 
 
@@ -107,21 +107,21 @@ def test_a_barred_token_stays_barred_whatever_its_bias_and_penalty() -> None:
         min_tokens=1, logit_bias={3: 100.0}, presence_penalty=-2.0, repetition_penalty=0.5
     )
     sequence = make_sequence(params, [3], [], frozenset({3}))
-    assert edited(random_logits(1), [sequence])[0, 3] == -math.inf
+    assert processed(random_logits(1), [sequence])[0, 3] == -math.inf
 
 
 def test_biases_come_before_penalties() -> None:
     params = SamplingParams(logit_bias={3: 4.0}, repetition_penalty=2.0, frequency_penalty=1.0)
     logits = torch.zeros(1, VOCAB_SIZE)
-    assert edited(logits, [make_sequence(params, [1], [3, 3])])[0, 3] == 4.0 / 2 - 2
+    assert processed(logits, [make_sequence(params, [1], [3, 3])])[0, 3] == 4.0 / 2 - 2
 
 
 def test_who_asks_for_nothing_gets_the_very_same_logits() -> None:
     logits = random_logits(2)
     before = logits.clone()
     plain = make_sequence(SamplingParams(), [1], [2])
-    assert edited(logits, [plain]) is logits
-    results = edited(logits, [plain, make_sequence(SamplingParams(presence_penalty=1), [1], [2])])
+    assert processed(logits, [plain]) is logits
+    results = processed(logits, [plain, make_sequence(SamplingParams(presence_penalty=1), [1], [2])])
     assert torch.equal(results[0], logits[0]) and not torch.equal(results[1], logits[1])
     assert torch.equal(logits, before)
 
@@ -142,8 +142,8 @@ def test_counts_kept_token_by_token_are_those_of_a_row_written_anew() -> None:
         for sequence, token in zip(some, tokens, strict=True):
             sequence.token_ids.append(token)
         logits = random_logits(4)
-        kept = edit_logits(logits, table.gather([0, 1, 2, 3]), table)
-        assert torch.equal(kept, edited(logits, sequences))
+        kept = process_logits(logits, table.gather([0, 1, 2, 3]), table)
+        assert torch.equal(kept, processed(logits, sequences))
         for row, sequence in enumerate(sequences):
             sequence.row = row
 
@@ -154,7 +154,7 @@ def test_a_row_forgets_who_had_it_before() -> None:
     wild = SamplingParams(logit_bias=dict.fromkeys(range(30), 9.0), presence_penalty=2.0, min_tokens=5)
     for params, generated in ((wild, [1, 2, 3]), (SamplingParams(presence_penalty=1.0), [])):
         table.write(0, make_sequence(params, [4], generated, frozenset({8})))
-    assert torch.equal(edit_logits(logits, table.gather([0]), table), logits)
+    assert torch.equal(process_logits(logits, table.gather([0]), table), logits)
 
 
 def test_penalties_over_whole_rows_are_those_of_the_tokens_that_were_seen() -> None:
@@ -163,11 +163,11 @@ def test_penalties_over_whole_rows_are_those_of_the_tokens_that_were_seen() -> N
     logits = random_logits(5)
     logits[:, 7] = -math.inf
     index = torch.tensor([3, 0, 4])
-    seen = torch.randint(0, 9, (3, VOCAB_SIZE), generator=random, dtype=torch.int32)
-    seen[torch.rand(3, VOCAB_SIZE, generator=random) < 0.5] = 0
+    token_counts = torch.randint(0, 9, (3, VOCAB_SIZE), generator=random, dtype=torch.int32)
+    token_counts[torch.rand(3, VOCAB_SIZE, generator=random) < 0.5] = 0
     columns = torch.tensor([[[1.3], [0.7], [1.0]], [[0.5], [-1.0], [0.0]], [[0.25], [0.0], [-2.0]]])
     some, all_tokens = logits.clone(), logits.clone()
-    penalise(some, index, seen, *columns)
-    penalise_all(all_tokens, index, seen, *columns)
+    apply_penalties(some, index, token_counts, *columns)
+    apply_penalties_to_all_tokens(all_tokens, index, token_counts, *columns)
     assert torch.equal(some, all_tokens) and not torch.equal(some[3], logits[3])
     assert torch.equal(some[[1, 2]], logits[[1, 2]])

@@ -53,16 +53,16 @@ def find_prompt_rows(chunks: list[Chunk], first_tokens: Int32Array) -> list[Prom
     return found
 
 
-def score_prompts(
-    hidden: Tensor, asked: list[PromptRows], project: Callable[[Tensor, Sequence], Tensor]
+def compute_prompt_logprobs(
+    hidden: Tensor, prompt_rows: list[PromptRows], project: Callable[[Tensor, Sequence], Tensor]
 ) -> None:
-    """Extends the `scores` of each sequence in `asked`.
+    """Extends the `scores` of each sequence in `prompt_rows`.
 
-    hidden: [P, H], hidden states of the rows of `asked`, concatenated.
+    hidden: [P, H], hidden states of the rows of `prompt_rows`, concatenated.
     project: maps hidden states of a sequence to logits.
     """
     begin = 0
-    for rows in asked:
+    for rows in prompt_rows:
         count = rows.sequence.request.sampling.prompt_logprobs or 0
         end = begin + len(rows.targets)
         targets = torch.tensor(rows.targets, device=hidden.device)

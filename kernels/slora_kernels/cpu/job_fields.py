@@ -1,4 +1,4 @@
-"""Packs the arguments of a worker into the 64-bit words of a job (see `language`)."""
+"""Packs the arguments of a worker into the 64-bit words of a job (see `intrinsics`)."""
 
 import struct
 from array import array
@@ -8,18 +8,18 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from slora_kernels.cpu.language import NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS
+from slora_kernels.cpu.intrinsics import NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS
 
-# Words: one field of a job. JobWords: the words of consecutive fields.
-Words = tuple[int, int, int]
+# FieldWords: the words of one field of a job. JobWords: the words of consecutive fields.
+FieldWords = tuple[int, int, int]
 JobWords: TypeAlias = "array[int]"
-Field = Words | Tensor | int | float
+Field = FieldWords | Tensor | int | float
 # Stands for an absent tensor.
-NOTHING: Words = (0, 1, 0)
+NO_TENSOR: FieldWords = (0, 1, 0)
 assert (NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS) == (0, 1, 2, 3)
 
 
-def pack(field: Field) -> Words:
+def pack_field(field: Field) -> FieldWords:
     """Packs one field. Numbers are tested first, because testing whether they are tensors is slow."""
     if isinstance(field, tuple):
         return field
@@ -31,23 +31,23 @@ def pack(field: Field) -> Words:
 
 
 @cache
-def _pack_float(number: float) -> Words:
+def _pack_float(number: float) -> FieldWords:
     """Packs a float. The cache is unbounded, because a model only has a few constants."""
     return struct.unpack("q", struct.pack("d", number))[0], 0, 0
 
 
-def pack_rows(rows: Tensor) -> Words:
+def pack_rows(rows: Tensor) -> FieldWords:
     strides = rows.stride()
     assert strides[-1] == 1, f"rows of stride {strides[-1]}"
     return rows.data_ptr(), len(rows), strides[0]
 
 
-def pack_row(row: Tensor) -> Words:
+def pack_row(row: Tensor) -> FieldWords:
     return row.data_ptr(), 1, len(row)
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of values that are multiplied with the model's weights or KV: bridges and attention weights.
+    """The dtype of values that are multiplied with the model's weights or KV: shrink outputs and attention weights.
 
     It is bfloat16 in a bfloat16 model, where one instruction may compute two products. Otherwise it is float32, because
     an attention weight times a scale of V in fp8 may underflow float16.
@@ -55,8 +55,8 @@ def operand_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.bfloat16 else torch.float32
 
 
-def pack_all(*fields: Field) -> JobWords:
-    return array("q", (word for field in fields for word in pack(field)))
+def pack_fields(*fields: Field) -> JobWords:
+    return array("q", (word for field in fields for word in pack_field(field)))
 
 
 def begin_job(items: int, *words: int) -> JobWords:
@@ -64,6 +64,6 @@ def begin_job(items: int, *words: int) -> JobWords:
     return array("q", (0, 0, items, *words))
 
 
-def as_numbers(rows: Tensor, element_bytes: int) -> Words:
+def pack_pages(rows: Tensor, element_bytes: int) -> FieldWords:
     """Packs rows of another dtype, such as the pool's pages, as elements of `element_bytes` bytes."""
     return rows.data_ptr(), rows.shape[0], rows.stride(0) * rows.element_size() // element_bytes

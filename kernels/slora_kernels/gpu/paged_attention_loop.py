@@ -1,6 +1,6 @@
-"""The loop that decode and prefill attention share: a block of query rows attends to a stretch of a sequence's pages.
+"""The loop that decode and prefill attention share: a block of query rows attends to a split of a sequence's pages.
 
-It is an online softmax (arXiv 2205.14135) in base 2 and fp32. KV slots past the stretch are never loaded, because they
+It is an online softmax (arXiv 2205.14135) in base 2 and fp32. KV slots past the split are never loaded, because they
 hold old data of the page's last user.
 
 If K and V have scales, they are applied to the scores and weights. There are fewer scores and weights than elements of
@@ -20,7 +20,7 @@ from slora_kernels.batch import AttentionRule, KVGeometry
 LOG2_E = math.log2(math.e)
 # Bytes of K, and as many of V, per iteration of the walk. With more, heads of 256 spill registers or exceed an MI300's
 # 64 KiB of LDS (compiled ahead of time, not run).
-ROUND_BYTES = 16 * 1024
+ITERATION_BYTES = 16 * 1024
 # Initial value of the running maximum. It is finite, so that a row without visible tokens in a block adds 0 and not
 # NaN.
 _LOWEST = tl.constexpr(-1e30)
@@ -36,7 +36,7 @@ def _cap_scores(scores, CAP: tl.constexpr):
 
 
 @triton.jit
-def walk_pages(
+def attend_pages(
     q,
     limits,
     pages,
@@ -115,15 +115,15 @@ def first_visible(end, WINDOW: tl.constexpr):
     return first
 
 
-def count_round_tokens(geometry: KVGeometry, most: int) -> int:
+def count_iteration_tokens(geometry: KVGeometry, most: int) -> int:
     """Context tokens per iteration: at most 64 for heads of 128 in 16 bits, 32 for heads of 256."""
     row_bytes: int = triton.next_power_of_2(geometry.head_dim) * geometry.dtype.itemsize
-    return min(most, ROUND_BYTES // row_bytes)
+    return min(most, ITERATION_BYTES // row_bytes)
 
 
 def view_pages(pages: Tensor, geometry: KVGeometry) -> tuple[Tensor, Tensor | None]:
     """Views pages uint8 [num_pages, full_page_bytes] as elements of K and V, and as scales (None without scales)."""
-    return pages.view(geometry.number_dtype), pages.view(torch.bfloat16) if geometry.has_scales else None
+    return pages.view(geometry.element_dtype), pages.view(torch.bfloat16) if geometry.has_scales else None
 
 
 def base_two_cap(rule: AttentionRule) -> float | None:

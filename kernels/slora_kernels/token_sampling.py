@@ -7,30 +7,30 @@ applies min_p before top_k and top_p. The only difference is the mass on which t
 After exp(), weights are integers, so their sums do not depend on their order, the device or the batch. A filter keeps
 every token whose weight is at least a cutoff, so tokens of equal weight are kept or dropped together.
 
-The random choice is a race (the Gumbel-max trick in its exponential form). Token i finishes at time E_i / p_i. E_i is
--log of a uniform number that is hashed from the row's key and i. The first token to finish wins, so token i wins with
-probability p_i.
+The random choice is the Gumbel-max trick in its exponential form. The sampled token is the argmax of p_i / E_i, where
+E_i is exponentially distributed: -log of a uniform number that is hashed from the row's key and i. Token i is sampled
+with probability p_i.
 
-A race is robust against rounding. With the inverse of the cumulative distribution, a rounding error in any logit shifts
-the boundaries of all later tokens. A rounding error changes the winner of a race only if the first two finishing times
-are that close. Base GEMMs do round differently in batches of different sizes. With errors of 1e-4 in 32,000 normal
-logits, the race changes 1 sample in 10,000, and the inverse changes 1 in 40.
+The trick is robust against rounding. With the inverse of the cumulative distribution, a rounding error in any logit
+shifts the boundaries of all later tokens. With the Gumbel-max trick, a rounding error changes the sample only if the
+two greatest scores are that close. Base GEMMs do round differently in batches of different sizes. With errors of 1e-4
+in 32,000 normal logits, the trick changes 1 sample in 10,000, and the inverse changes 1 in 40.
 
-A race of 32,000 tokens would need as many logarithms. So blocks of tokens race first, by their sums, and then the
-tokens of the winning block race. The distribution is the same.
+Scores of 32,000 tokens would need as many logarithms. So a block of tokens is sampled first, by the blocks' sums, and
+then a token of that block. The distribution is the same.
 
 This is the torch implementation, with weights in 64-bit integers. On a GPU, `token_weights`, `token_cutoffs` and
-`token_race` do the same without sorting.
+`gumbel_sample` do the same without sorting.
 """
 
 import torch
 from torch import Tensor
 
-from slora_kernels.draws import Draws
+from slora_kernels.sampling_tensors import SamplingTensors
 
 # The weight of the most probable token. Sums of 2**20 such weights fit 64 bits. A token below 2**-42 of it is never
 # sampled.
-_ONE = 2.0**42
+_WEIGHT_ONE = 2.0**42
 _BLOCK = 256
 # Numbers of most probable tokens that a filter sorts: _FIRST at first, then _SECOND. _FIRST nearly always suffices and
 # is much cheaper than sorting the vocabulary.
@@ -38,56 +38,62 @@ _FIRST, _SECOND = 256, 4096
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 
 
-def draw_tokens(logits: Tensor, peaks: Tensor, draws: Draws) -> Tensor:
-    """See `Kernels.draw`."""
-    if len(draws.rows) < len(logits):
-        logits, peaks = logits[draws.rows], peaks[draws.rows]
-    weights = weigh(logits, peaks[:, None], draws.temperature[:, None])
-    if draws.truncates:
-        limits = draws.top_k, draws.top_p, draws.min_p
-        some = ((draws.top_k < logits.shape[1]) | (draws.top_p < 1) | (draws.min_p > 0)).nonzero().squeeze(1)
-        weights[some] = truncate(weights[some], *(limit[some, None] for limit in limits))
-    # The weights of a row whose peak is not finite mean nothing. Its token is discarded later, but must be a valid
+def sample_tokens(logits: Tensor, max_logits: Tensor, sampling: SamplingTensors) -> Tensor:
+    """See `Kernels.sample`."""
+    if len(sampling.rows) < len(logits):
+        logits, max_logits = logits[sampling.rows], max_logits[sampling.rows]
+    weights = compute_weights(logits, max_logits[:, None], sampling.temperature[:, None])
+    if sampling.has_filters:
+        limits = sampling.top_k, sampling.top_p, sampling.min_p
+        some = (
+            ((sampling.top_k < logits.shape[1]) | (sampling.top_p < 1) | (sampling.min_p > 0))
+            .nonzero()
+            .squeeze(1)
+        )
+        weights[some] = apply_filters(weights[some], *(limit[some, None] for limit in limits))
+    # The weights of a row whose maximum is not finite mean nothing. Its token is discarded later, but must be a valid
     # index.
-    return race(weights, draws.keys).clamp_(max=logits.shape[1] - 1)
+    return gumbel_sample(weights, sampling.keys).clamp_(max=logits.shape[1] - 1)
 
 
-def weigh(logits: Tensor, peaks: Tensor, temperature: Tensor) -> Tensor:
-    """Weights int64 [B, V] of logits float32 [B, V]: exp((l - peak) / temperature) in units of 2**-42.
+def compute_weights(logits: Tensor, max_logits: Tensor, temperature: Tensor) -> Tensor:
+    """Weights int64 [B, V] of logits float32 [B, V]: exp((l - max_logit) / temperature) in units of 2**-42.
 
-    The peak is subtracted before the division, so that a tiny temperature does not overflow. V is padded with zeros to
-    whole blocks.
+    The maximum is subtracted before the division, so that a tiny temperature does not overflow.
+    V is padded with zeros to whole blocks.
     """
     width = -(-logits.shape[1] // _BLOCK) * _BLOCK
     weights = torch.zeros((len(logits), width), dtype=torch.int64, device=logits.device)
-    weights[:, : logits.shape[1]] = ((logits - peaks) / temperature).exp_().mul_(_ONE)
+    weights[:, : logits.shape[1]] = ((logits - max_logits) / temperature).exp_().mul_(_WEIGHT_ONE)
     return weights
 
 
-def truncate(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def apply_filters(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Sets the weights of tokens that the filters drop to 0.
 
     top_k: int64 [B, 1]. top_p, min_p: float32 [B, 1].
     """
-    cutoff = torch.maximum(_top_cutoff(weights, top_k, top_p), (min_p.double() * _ONE).ceil().long())
+    cutoff = torch.maximum(
+        _find_top_k_top_p_cutoff(weights, top_k, top_p), (min_p.double() * _WEIGHT_ONE).ceil().long()
+    )
     return weights.masked_fill(weights < cutoff, 0)
 
 
-def race(weights: Tensor, keys: Tensor) -> Tensor:
+def gumbel_sample(weights: Tensor, keys: Tensor) -> Tensor:
     """Samples a token of each row of `weights` by `keys` int64 [B] -> int64 [B]."""
     rows, width = weights.shape
     blocks = weights.view(rows, width // _BLOCK, _BLOCK)
     # Hash numbers 0 to width - 1 belong to the tokens. The blocks use the numbers after them.
     number = torch.arange(width, width + blocks.shape[1], device=weights.device)
-    block = _winner(blocks.sum(dim=-1), keys, number.unsqueeze(0))
+    block = _sample_index(blocks.sum(dim=-1), keys, number.unsqueeze(0))
     inside = blocks[torch.arange(rows, device=weights.device), block]
     first = block.unsqueeze(1) * _BLOCK
-    place = _winner(inside, keys, first + torch.arange(_BLOCK, device=weights.device))
+    place = _sample_index(inside, keys, first + torch.arange(_BLOCK, device=weights.device))
     return block * _BLOCK + place
 
 
-def _winner(weights: Tensor, keys: Tensor, numbers: Tensor) -> Tensor:
-    """The index of the entry that finishes first in each row: int64 [B]. numbers: hash numbers, int64 [B or 1, N]."""
+def _sample_index(weights: Tensor, keys: Tensor, numbers: Tensor) -> Tensor:
+    """The index of the greatest score in each row: int64 [B]. numbers: hash numbers, int64 [B or 1, N]."""
     return (weights / -_uniform(keys.unsqueeze(1), numbers).log()).argmax(dim=-1)
 
 
@@ -98,23 +104,23 @@ def _uniform(keys: Tensor, numbers: Tensor) -> Tensor:
     """
     state = keys + numbers * _GOLDEN
     for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)):
-        state = (state ^ _shifted(state, shift)) * factor
-    state = state ^ _shifted(state, 31)
-    return (_shifted(state, 12).double() + 0.5) * 2.0**-52
+        state = (state ^ _shift_right(state, shift)) * factor
+    state = state ^ _shift_right(state, 31)
+    return (_shift_right(state, 12).double() + 0.5) * 2.0**-52
 
 
-def _shifted(state: Tensor, bits: int) -> Tensor:
+def _shift_right(state: Tensor, bits: int) -> Tensor:
     """Logical right shift: zeros are shifted in from the left."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _top_cutoff(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def _find_top_k_top_p_cutoff(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The smallest weight that top_k and top_p keep: int64 [B, 1]."""
     cutoff = torch.zeros_like(top_k)
     rows = torch.arange(len(weights), device=weights.device)
     for size in (_FIRST, _SECOND, weights.shape[1]):
         size = min(size, weights.shape[1])
-        found, settled = _cutoff_among(weights[rows], top_k[rows], top_p[rows], size)
+        found, settled = _find_cutoff_in_top(weights[rows], top_k[rows], top_p[rows], size)
         cutoff[rows] = found
         if size == weights.shape[1]:
             break
@@ -124,7 +130,7 @@ def _top_cutoff(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return cutoff
 
 
-def _cutoff_among(weights: Tensor, top_k: Tensor, top_p: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _find_cutoff_in_top(weights: Tensor, top_k: Tensor, top_p: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Computes the cutoff from the `size` most probable tokens.
 
     Returns the cutoff, and whether it is final: bool [B].

@@ -22,7 +22,7 @@ def test_the_likeliest_token_is_the_first_of_equals_wherever_it_lies(
     logits[7, width // 3] = torch.inf
     logits[8] = torch.tensor([-0.0, 0.0]).repeat(width)[:width]
     logits = logits.to(dtype).to(device)
-    best, token = kernels.likeliest(logits)
+    best, token = kernels.argmax(logits)
     expected = logits.float().max(dim=-1)
     sound = ~expected.values.isnan()
     assert best.dtype == torch.float32 and token.dtype == torch.int64
@@ -35,12 +35,12 @@ def test_the_likeliest_token_is_the_first_of_equals_wherever_it_lies(
 def test_rows_of_a_wider_tensor_are_read_where_they_lie(kernels: Kernels, device: str) -> None:
     wide = torch.randn(5, 700, device=device)
     wide[:, 600:] = 100.0
-    best, token = kernels.likeliest(wide[:, :600])
+    best, token = kernels.argmax(wide[:, :600])
     expected = wide[:, :600].max(dim=-1)
     assert torch.equal(token, expected.indices) and torch.equal(best, expected.values)
 
 
 def test_one_row_may_stand_for_many(kernels: Kernels, device: str) -> None:
     row = torch.randn(300, device=device)
-    best, token = kernels.likeliest(row.expand(4, -1))
+    best, token = kernels.argmax(row.expand(4, -1))
     assert best.tolist() == [row.max().item()] * 4 and token.tolist() == [row.argmax().item()] * 4

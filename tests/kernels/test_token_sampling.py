@@ -17,13 +17,13 @@ from transformers import (
 )
 
 from slora_kernels import reference
-from slora_kernels.draws import NO_TOP_K, Draws
+from slora_kernels.gpu.gumbel_sample import bind_gumbel_sample
 from slora_kernels.gpu.token_cutoffs import bind_token_cutoffs
-from slora_kernels.gpu.token_race import bind_token_race
-from slora_kernels.gpu.token_weights import ONE, RACE_BLOCK, bind_token_weights
+from slora_kernels.gpu.token_weights import SAMPLE_BLOCK, WEIGHT_ONE, bind_token_weights
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.ops import Kernels
-from slora_kernels.token_draw import race, truncate, weigh
+from slora_kernels.sampling_tensors import NO_TOP_K, SamplingTensors
+from slora_kernels.token_sampling import apply_filters, compute_weights, gumbel_sample
 
 # The device of Triton's kernels: a GPU if there is one.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,7 +33,7 @@ def column(value: float, rows: int = 1, dtype: torch.dtype = torch.float32) -> t
     return torch.full((rows, 1), value, dtype=dtype)
 
 
-def make_draws(
+def make_sampling(
     top_k: Sequence[int],
     top_p: Sequence[float],
     min_p: Sequence[float],
@@ -42,33 +42,33 @@ def make_draws(
     rows: Sequence[int] | None = None,
     keys: Sequence[int] | None = None,
     device: torch.device = DEVICE,
-) -> Draws:
+) -> SamplingTensors:
     """Sampling parameters of each row. A top_k of 0 disables the filter."""
     count = len(top_k)
     whole = [rows or range(count), keys or range(count), [k or NO_TOP_K for k in top_k]]
     fractions = [temperature or [1.0] * count, top_p, min_p]
-    return Draws.upload(np.array(whole, np.int64), np.array(fractions, np.float64), device)
+    return SamplingTensors.upload(np.array(whole, np.int64), np.array(fractions, np.float64), device)
 
 
-def find_cutoffs(weights: torch.Tensor, draws: Draws) -> list[float]:
+def find_cutoffs(weights: torch.Tensor, sampling: SamplingTensors) -> list[float]:
     """The cutoffs that Triton's kernel finds for integer weights [N, width]."""
-    launch, cutoffs = bind_token_cutoffs(weights.float().to(DEVICE), draws)
+    launch, cutoffs = bind_token_cutoffs(weights.float().to(DEVICE), sampling)
     launch.run()
     return cutoffs.tolist()
 
 
 def whole_weights(logits: torch.Tensor) -> torch.Tensor:
     """float32 [N, width]: integer weights of logits [N, V]."""
-    peaks = logits.amax(-1, keepdim=True)
-    return weigh(logits, peaks, column(1.0, len(logits))).float()
+    max_logits = logits.amax(-1, keepdim=True)
+    return compute_weights(logits, max_logits, column(1.0, len(logits))).float()
 
 
 def kept(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
     """bool, shaped like `logits` [B, V]: the tokens that pass the filters."""
     rows = len(logits)
-    weights = weigh(logits, logits.amax(-1, keepdim=True), column(temperature, rows))
+    weights = compute_weights(logits, logits.amax(-1, keepdim=True), column(temperature, rows))
     limits = column(top_k or NO_TOP_K, rows, torch.int64), column(top_p, rows), column(min_p, rows)
-    return truncate(weights, *limits)[:, : logits.shape[1]] > 0
+    return apply_filters(weights, *limits)[:, : logits.shape[1]] > 0
 
 
 def kept_by_transformers(
@@ -131,23 +131,23 @@ def test_filters_and_draw_of_a_row_are_the_same_bits_in_any_batch(
     logits = torch.randn(rows, vocab_size, generator=random) * 3
     if coarse:
         logits = logits.bfloat16().float()
-    peaks, temperature = logits.amax(-1, keepdim=True), torch.rand(rows, 1, generator=random) + 0.1
+    max_logits, temperature = logits.amax(-1, keepdim=True), torch.rand(rows, 1, generator=random) + 0.1
     top_k = torch.randint(1, 2 * vocab_size, (rows, 1), generator=random)
     top_p, min_p = torch.rand(2, rows, 1, generator=random) ** 2
     keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=random)
-    weights = truncate(weigh(logits, peaks, temperature), top_k, 1 - top_p, min_p / 10)
-    tokens = race(weights, keys)
+    weights = apply_filters(compute_weights(logits, max_logits, temperature), top_k, 1 - top_p, min_p / 10)
+    tokens = gumbel_sample(weights, keys)
     assert (tokens < vocab_size).all() and (weights.gather(1, tokens[:, None]) > 0).all()
     for n in torch.randperm(rows, generator=random).tolist():
         one = slice(n, n + 1)
-        alone = truncate(
-            weigh(logits[one].clone(), peaks[one], temperature[one]),
+        alone = apply_filters(
+            compute_weights(logits[one].clone(), max_logits[one], temperature[one]),
             top_k[one],
             1 - top_p[one],
             min_p[one] / 10,
         )
         assert torch.equal(alone, weights[one])
-        assert torch.equal(race(alone, keys[one]), tokens[one])
+        assert torch.equal(gumbel_sample(alone, keys[one]), tokens[one])
 
 
 def test_a_rounding_in_the_logits_changes_as_few_draws_as_can_be(soak: bool) -> None:
@@ -164,7 +164,7 @@ def test_a_rounding_in_the_logits_changes_as_few_draws_as_can_be(soak: bool) -> 
         keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=random)
         one = column(1.0)
         before, after = (
-            race(weigh(x, logits.amax(-1, keepdim=True), one).expand(rows, -1), keys)
+            gumbel_sample(compute_weights(x, logits.amax(-1, keepdim=True), one).expand(rows, -1), keys)
             for x in (logits, logits + noise)
         )
         changed += int((before != after).sum())
@@ -176,18 +176,19 @@ WIDTHS = (256, 1024, 128_256)
 
 
 def awkward_rows(width: int) -> torch.Tensor:
-    """float32 [N, width]: integers up to ONE."""
+    """float32 [N, width]: integers up to WEIGHT_ONE."""
     random = torch.Generator().manual_seed(width)
     logits = torch.randn(1, width, generator=random) * 3
+    one = torch.tensor([WEIGHT_ONE])
     rows = {
         "normal": whole_weights(logits)[0],
         "of 16 bits, with many ties": whole_weights(logits.bfloat16().float())[0],
-        "flat": torch.full((width,), ONE),
-        "flat but for one": torch.cat((torch.tensor([ONE]), torch.full((width - 1,), 3.0))),
-        "one-hot": torch.cat((torch.zeros(width - 1), torch.tensor([ONE]))),
-        "two values": torch.where(torch.arange(width) % 3 == 0, ONE, ONE / 2),
-        "the least weights": torch.cat((torch.tensor([ONE]), torch.arange(width - 1) % 2)),
-        "as close as can be": torch.cat((torch.tensor([ONE]), ONE - 2.0**18 * (torch.arange(width - 1) % 50 + 1.0))),
+        "flat": torch.full((width,), WEIGHT_ONE),
+        "flat but for one": torch.cat((one, torch.full((width - 1,), 3.0))),
+        "one-hot": torch.cat((torch.zeros(width - 1), one)),
+        "two values": torch.where(torch.arange(width) % 3 == 0, WEIGHT_ONE, WEIGHT_ONE / 2),
+        "the least weights": torch.cat((one, torch.arange(width - 1) % 2)),
+        "as close as can be": torch.cat((one, WEIGHT_ONE - 2.0**18 * (torch.arange(width - 1) % 50 + 1.0))),
         "nothing": torch.zeros(width),
     }  # fmt: skip
     return torch.stack(list(rows.values()))
@@ -216,9 +217,9 @@ FILTERS = (
 def test_a_cutoff_is_the_one_that_sorting_finds(width: int, top_k: int, top_p: float, min_p: float) -> None:
     weights = awkward_rows(width)
     count = len(weights)
-    draws = make_draws([top_k] * count, [top_p] * count, [min_p] * count)
-    found, expected = find_cutoffs(weights, draws), reference.token_cutoffs(weights, draws)
-    sound = weights.amax(-1) == ONE
+    sampling = make_sampling([top_k] * count, [top_p] * count, [min_p] * count)
+    found, expected = find_cutoffs(weights, sampling), reference.token_cutoffs(weights, sampling)
+    sound = weights.amax(-1) == WEIGHT_ONE
     assert [f for f, s in zip(found, sound, strict=True) if s] == [
         e for e, s in zip(expected, sound, strict=True) if s
     ]
@@ -229,8 +230,8 @@ def test_a_top_k_near_the_width_and_near_what_is_written_down(top_k: int) -> Non
     random = torch.Generator().manual_seed(top_k)
     weights = whole_weights(torch.randn(3, 2048, generator=random) * 2)
     weights[1, 1300:] = 0
-    draws = make_draws([top_k] * 3, [1.0, 1.0, 0.99], [0.0] * 3)
-    assert find_cutoffs(weights, draws) == reference.token_cutoffs(weights, draws)
+    sampling = make_sampling([top_k] * 3, [1.0, 1.0, 0.99], [0.0] * 3)
+    assert find_cutoffs(weights, sampling) == reference.token_cutoffs(weights, sampling)
 
 
 @settings(max_examples=15)
@@ -258,35 +259,37 @@ def test_cutoff_and_draw_of_a_row_are_its_twins_alone_and_in_any_batch(
     )
     weights = whole_weights(logits)
     top_k, top_p, min_p = ([one[i] for one in asked] for i in range(3))
-    draws = make_draws(top_k, top_p, min_p, keys=keys)
-    expected = reference.token_cutoffs(weights, draws)
-    assert find_cutoffs(weights, draws) == expected
-    tokens = run_race(weights, expected, draws)
-    assert tokens == reference.token_race(weights, expected, draws.keys, RACE_BLOCK)
+    sampling = make_sampling(top_k, top_p, min_p, keys=keys)
+    expected = reference.token_cutoffs(weights, sampling)
+    assert find_cutoffs(weights, sampling) == expected
+    tokens = run_gumbel_sample(weights, expected, sampling)
+    assert tokens == reference.gumbel_sample(weights, expected, sampling.keys, SAMPLE_BLOCK)
     for n in range(len(asked)):
-        alone = make_draws(top_k[n : n + 1], top_p[n : n + 1], min_p[n : n + 1], keys=keys[n : n + 1])
+        alone = make_sampling(top_k[n : n + 1], top_p[n : n + 1], min_p[n : n + 1], keys=keys[n : n + 1])
         one = weights[n : n + 1]
         assert find_cutoffs(one, alone) == expected[n : n + 1]
-        assert run_race(one, expected[n : n + 1], alone) == tokens[n : n + 1]
+        assert run_gumbel_sample(one, expected[n : n + 1], alone) == tokens[n : n + 1]
 
 
-def run_race(weights: torch.Tensor, cutoffs: list[int] | None, draws: Draws) -> list[int]:
+def run_gumbel_sample(
+    weights: torch.Tensor, cutoffs: list[int] | None, sampling: SamplingTensors
+) -> list[int]:
     least = None if cutoffs is None else torch.tensor(cutoffs, dtype=torch.float32, device=DEVICE)
-    launch, tokens = bind_token_race(weights.to(DEVICE), least, draws, weights.shape[1])
+    launch, tokens = bind_gumbel_sample(weights.to(DEVICE), least, sampling, weights.shape[1])
     launch.run()
     drawn: list[int] = tokens.tolist()
     return drawn
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_race_has_its_twins_winner(width: int) -> None:
+def test_a_row_gets_the_same_token_as_from_the_reference(width: int) -> None:
     weights = awkward_rows(width)[:-1]
     count = len(weights)
-    draws = make_draws(
+    sampling = make_sampling(
         [0] * count, [1.0] * count, [0.0] * count, keys=[-(2**63), 2**63 - 1, *range(2, count)]
     )
-    expected = reference.token_race(weights, [0] * count, draws.keys, RACE_BLOCK)
-    assert run_race(weights, None, draws) == expected
+    expected = reference.gumbel_sample(weights, [0] * count, sampling.keys, SAMPLE_BLOCK)
+    assert run_gumbel_sample(weights, None, sampling) == expected
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
@@ -295,13 +298,13 @@ def test_weights_are_the_whole_part_of_what_they_stand_for(vocab_size: int, dtyp
     random = torch.Generator().manual_seed(vocab_size)
     wide = (torch.randn(4, vocab_size + 5, generator=random) * 4).to(dtype).to(DEVICE)
     logits = wide[:, :vocab_size]  # a view whose rows are not contiguous
-    peaks = logits.float().amax(-1)
-    draws = make_draws([0] * 3, [1.0] * 3, [0.0] * 3, temperature=[0.5, 1.0, 2.0], rows=[3, 0, 2])
-    launch, weights = bind_token_weights(logits, peaks, draws)
+    max_logits = logits.float().amax(-1)
+    sampling = make_sampling([0] * 3, [1.0] * 3, [0.0] * 3, temperature=[0.5, 1.0, 2.0], rows=[3, 0, 2])
+    launch, weights = bind_token_weights(logits, max_logits, sampling)
     launch.run()
-    expected = reference.token_weights(logits, peaks, draws)
-    assert torch.equal(weights, weights.floor()) and weights.shape[1] % RACE_BLOCK == 0
-    assert torch.equal(weights.amax(-1), torch.full_like(weights[:, 0], ONE)), "the likeliest weighs 1"
+    expected = reference.token_weights(logits, max_logits, sampling)
+    assert torch.equal(weights, weights.floor()) and weights.shape[1] % SAMPLE_BLOCK == 0
+    assert torch.equal(weights.amax(-1), torch.full_like(weights[:, 0], WEIGHT_ONE)), "the likeliest weighs 1"
     assert not weights[:, vocab_size:].any()
     # The error of exp() of up to 60 in float32, and the truncation.
     bound = expected * 60 * 2.0**-23 + 1
@@ -327,9 +330,11 @@ def test_every_implementation_draws_the_same_tokens(
     keys = torch.randint(-(2**63), 2**63 - 1, (9,), generator=random).tolist()
 
     def draw(with_kernels: Kernels, where: str) -> list[int]:
-        draws = make_draws(**asked, temperature=temperature, rows=rows, keys=keys, device=torch.device(where))
+        sampling = make_sampling(
+            **asked, temperature=temperature, rows=rows, keys=keys, device=torch.device(where)
+        )
         there = logits.to(where)
-        return with_kernels.draw(there, there.float().amax(-1), draws).tolist()
+        return with_kernels.sample(there, there.float().amax(-1), sampling).tolist()
 
     sound = draw(select_kernels("torch", torch.device("cpu")), "cpu")
     assert draw(kernels, device) == sound

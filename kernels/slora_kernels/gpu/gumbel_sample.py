@@ -1,7 +1,7 @@
-"""Samples one token of each row by its weights. `token_draw` describes the race; this is the GPU implementation.
+"""Samples one token of each row by its weights with the Gumbel-max trick, as `token_sampling` describes it.
 
-One program handles one row. Blocks of tokens race by their sums, and then the tokens of the winning block race. A score
-is an integer divided by a float64, so the result depends neither on the batch nor on the block sizes below.
+One program handles one row. It first samples a block of tokens by the blocks' sums, and then a token of that block. A
+score is an integer divided by a float64, so the result depends neither on the batch nor on the block sizes below.
 """
 
 import torch
@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slora_kernels.draws import Draws
-from slora_kernels.gpu.token_weights import RACE_BLOCK
+from slora_kernels.gpu.token_weights import SAMPLE_BLOCK
 from slora_kernels.launch import Launch
+from slora_kernels.sampling_tensors import SamplingTensors
 
 # Blocks that a program reads at once: 32 KB, as in `token_cutoffs`.
 _BLOCKS = 32
@@ -19,8 +19,8 @@ _WARPS = 16
 
 
 @triton.jit
-def _finish(weights, key, numbers):
-    """The inverse of each entry's finishing time, float64. `token_draw._uniform` documents the hash."""
+def _gumbel_scores(weights, key, numbers):
+    """weight / E of each entry, float64. `token_sampling._uniform` documents the hash that E is computed from."""
     state = key + numbers.to(tl.uint64) * 0x9E3779B97F4A7C15
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
@@ -30,7 +30,7 @@ def _finish(weights, key, numbers):
 
 
 @triton.jit
-def _token_race_kernel(
+def _gumbel_sample_kernel(
     weights,
     cutoffs,
     keys,
@@ -57,20 +57,20 @@ def _token_race_kernel(
         kept = tl.load(source + ids, mask=inside[:, None], other=0.0)
         sums = tl.sum(tl.where(kept >= least, kept, 0.0).to(tl.int64), 1)
         # Hash numbers 0 to WIDTH - 1 belong to the tokens. The blocks use the numbers after them.
-        scores = tl.where(inside, _finish(sums, key, WIDTH + blocks), -1.0)
+        scores = tl.where(inside, _gumbel_scores(sums, key, WIDTH + blocks), -1.0)
         score, place = tl.max(scores, 0, return_indices=True)
         winner = tl.where(score > best, first + place, winner)
         best = tl.maximum(best, score)
     start = winner * BLOCK
     block = source + start
     kept = tl.load(block + places)
-    place = tl.argmax(_finish(tl.where(kept >= least, kept, 0.0), key, start + places), 0)
-    # A row whose peak is not finite also has to get a valid token.
+    place = tl.argmax(_gumbel_scores(tl.where(kept >= least, kept, 0.0), key, start + places), 0)
+    # A row whose maximum is not finite also has to get a valid token.
     tl.store(tokens + row, tl.minimum(start + place, VOCAB - 1).to(tl.int64))
 
 
-def bind_token_race(
-    weights: Tensor, cutoffs: Tensor | None, draws: Draws, vocab_size: int
+def bind_gumbel_sample(
+    weights: Tensor, cutoffs: Tensor | None, sampling: SamplingTensors, vocab_size: int
 ) -> tuple[Launch, Tensor]:
     """weights float32 [N, width], whole numbers. cutoffs: float32 [N], or None if no row is filtered.
 
@@ -79,12 +79,12 @@ def bind_token_race(
     width = weights.shape[1]
     tokens = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
     return Launch(
-        _token_race_kernel,
+        _gumbel_sample_kernel,
         (len(weights),),
         {
             "weights": weights,
             "cutoffs": weights if cutoffs is None else cutoffs,
-            "keys": draws.keys,
+            "keys": sampling.keys,
             "tokens": tokens,
         },
         {
@@ -92,7 +92,7 @@ def bind_token_race(
             "VOCAB": vocab_size,
             "WIDTH": width,
             "NUM": _BLOCKS,
-            "BLOCK": RACE_BLOCK,
+            "BLOCK": SAMPLE_BLOCK,
         },
         num_warps=_WARPS,
     ), tokens
