@@ -21,7 +21,7 @@ from slora.device.lora_tiles import (
     join_targets,
     max_rows,
 )
-from slora.sampling.prompt_scoring import PromptRows, find_prompt_rows
+from slora.sampling.prompt_logprobs import PromptRows, find_prompt_rows
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, StepPlan
 from slora_kernels.batch import AttentionBatch, LoraTiles, TileLimits

@@ -25,9 +25,9 @@ from slora.text.answer import Answer
 from slora.text.chat_template import compile_chat_template
 from slora.text.generation_defaults import (
     GenerationDefaults,
+    find_unsupported_fields,
     read_generation_defaults,
     read_model_defaults,
-    refuse_unhonoured,
 )
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, Reason
@@ -263,7 +263,7 @@ class RequestBuilder:
         # version, even with equal weights.
         version = self.source.hold(adapter, directory, f"{_TENANT}/{number}")
         own = read_generation_defaults(adapter.extras.generation_config)
-        served = _ServedModel(version, adapter.extras.chat_template, own.over(self._base.defaults))
+        served = _ServedModel(version, adapter.extras.chat_template, own.override(self._base.defaults))
         with self._lock:
             # Otherwise the adapter may just have been discarded, so the next request reads it again.
             if number == self._num_discarded:
@@ -291,7 +291,7 @@ def read_content(
 
 def _refuse_extras(extras: AdapterExtras, vocab_size: int | None) -> list[Reason]:
     """The reasons why an adapter's chat template or generation config can't be used."""
-    reasons = refuse_unhonoured(extras.generation_config, vocab_size)
+    reasons = find_unsupported_fields(extras.generation_config, vocab_size)
     if extras.chat_template is not None:
         try:
             compile_chat_template(extras.chat_template)

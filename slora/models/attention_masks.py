@@ -27,13 +27,13 @@ class MaskRecord:
     def __init__(self) -> None:
         self._made: list[tuple[Tensor, MaskFunction]] = []
 
-    def make(self, *, q_length: int, kv_length: int, mask_function: MaskFunction, **_: Any) -> Tensor:
+    def make_mask(self, *, q_length: int, kv_length: int, mask_function: MaskFunction, **_: Any) -> Tensor:
         """transformers' mask interface: returns a mask [1, 1, q_length, kv_length] without data."""
         mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
         self._made.append((mask, mask_function))
         return mask
 
-    def function_of(self, mask: Tensor) -> MaskFunction | None:
+    def find_function(self, mask: Tensor) -> MaskFunction | None:
         """The function that built the mask. None if the model built the mask itself, or changed it."""
         return next((function for made, function in self._made if made is mask), None)
 

@@ -46,7 +46,7 @@ class BatchIndexTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Traced tensors are kept alive, so that their ids are not reused.
         self._traced: dict[int, Tensor] = {}
 
-    def reaches(self, tensor: Tensor) -> bool:
+    def is_traced(self, tensor: Tensor) -> bool:
         return id(tensor) in self._traced
 
     def __torch_dispatch__(
@@ -60,9 +60,11 @@ class BatchIndexTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _NUMBERINGS:
             is_traced = result.shape == (self._num_tokens,)
         elif func.overloadpacket in _SELECTIONS:
-            is_traced = self.reaches(args[0]) or (len(args) > 3 and any(map(self.reaches, _tensors(args[3]))))
+            is_traced = self.is_traced(args[0]) or (
+                len(args) > 3 and any(map(self.is_traced, _tensors(args[3])))
+            )
         else:
-            is_traced = any(map(self.reaches, _tensors((args, kwargs or {}))))
+            is_traced = any(map(self.is_traced, _tensors((args, kwargs or {}))))
         if is_traced:
             self._traced |= {id(tensor): tensor for tensor in _tensors(result)}
         return result

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-__all__ = ["find_lengths", "shortened"]
+__all__ = ["find_lengths", "shorten_lengths"]
 
 # The words that occur in the names of such fields, in all classes of transformers.
-_WORDS = ("window", "chunk", "floor")
-_NO_LENGTHS = ("max_window_layers", "chunk_size_feed_forward")
+_LENGTH_WORDS = ("window", "chunk", "floor")
+_NOT_LENGTHS = ("max_window_layers", "chunk_size_feed_forward")
 
 
 def find_lengths(config: PreTrainedConfig) -> dict[str, int]:
@@ -23,13 +23,13 @@ def find_lengths(config: PreTrainedConfig) -> dict[str, int]:
 
 
 @contextmanager
-def shortened(model: nn.Module, longest: int, short: int) -> Iterator[None]:
+def shorten_lengths(model: nn.Module, longest: int, short: int) -> Iterator[None]:
     """While entered, sets each length above `longest` to `short`, in the model's configs and in its modules.
 
     A module may store a length under another name, such as `window_size` for `sliding_window`. Attributes are therefore
     found by the words that such names contain, and by their value.
     """
-    owners = list(_owners(model))
+    owners = list(_find_owners(model))
     configs = [owner for owner in owners if isinstance(owner, PreTrainedConfig)]
     lengths = {length for config in configs for _, length in _lengths(config) if length > longest}
     found = [(owner, name, value) for owner in owners for name, value in _lengths(owner) if value in lengths]
@@ -42,7 +42,7 @@ def shortened(model: nn.Module, longest: int, short: int) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _owners(model: nn.Module) -> Iterable[Any]:
+def _find_owners(model: nn.Module) -> Iterable[Any]:
     """The modules of a model and all configs that they refer to, each once."""
     owners: dict[int, Any] = {}
     for module in model.modules():
@@ -56,7 +56,11 @@ def _owners(model: nn.Module) -> Iterable[Any]:
 def _lengths(owner: object) -> Iterator[tuple[str, int]]:
     """Attributes whose name and value look like a length. A length of 1 does not count."""
     for name, value in vars(owner).items():
-        if name in _NO_LENGTHS or name.endswith("_pattern") or not any(word in name for word in _WORDS):
+        if (
+            name in _NOT_LENGTHS
+            or name.endswith("_pattern")
+            or not any(word in name for word in _LENGTH_WORDS)
+        ):
             continue
         if (
             isinstance(value, int | float)

@@ -82,7 +82,7 @@ class Decoder:
         head_name = f"{config.stored_root.removesuffix('model')}lm_head.weight"
         tied = config.tie_word_embeddings and reader.is_absent_or_same(head_name, embedding_name)
         head = self._embedding if tied else reader.matrix(head_name, config.vocab_size, config.hidden_size)
-        reader.leave_out(config.left_out)
+        reader.skip_prefixes(config.skipped_prefixes)
         reader.read()
         # One at a time, because packing holds a second copy of the layer for a moment.
         for index in range(config.num_layers):

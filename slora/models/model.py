@@ -41,7 +41,7 @@ class ReferenceModel(Model, Protocol):
     def lengths(self) -> dict[str, int]:
         """Lengths in tokens at which the model's arithmetic may change (windows, chunks, floors), by config field."""
 
-    def shortened(self, longest: int, short: int) -> AbstractContextManager[None]:
+    def shorten_lengths(self, longest: int, short: int) -> AbstractContextManager[None]:
         """While entered, each of `lengths` above `longest` is `short`."""
 
 

@@ -38,7 +38,7 @@ class ModelConfig:
     norm_offset: norms multiply by 1 + weight.
     fused_linears: q, k and v are one linear, gate and up another, in the checkpoint and for adapters.
     root: prefix of the decoder's modules. stored_root: prefix of its tensors in a checkpoint.
-    left_out: prefixes of the tensors of other parts of the model.
+    skipped_prefixes: prefixes of the tensors of other parts of the model.
     quantization: how the checkpoint stores the linears' weights; None: as numbers of `dtype`.
     """
 
@@ -69,7 +69,7 @@ class ModelConfig:
     fused_linears: bool
     root: str
     stored_root: str
-    left_out: tuple[str, ...]
+    skipped_prefixes: tuple[str, ...]
     tie_word_embeddings: bool
     quantization: StoredQuantization | None
     dtype: str
@@ -123,7 +123,7 @@ def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> M
     max_positions = fields.whole("max_position_embeddings")
     layer_types = read_layer_types(fields, family.windows, num_layers)
     ropes, rope_of_layer = read_ropes(fields, family, head_dim, layer_types)
-    max_positions = max(max_positions, *map(_reach, ropes))
+    max_positions = max(max_positions, *map(_count_positions, ropes))
     hidden_size = fields.whole("hidden_size")
     attention_bias = "attention_bias" in family.bias_fields and fields.flag("attention_bias")
     return ModelConfig(
@@ -154,7 +154,7 @@ def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...], path: Path) -> M
         fused_linears=family.fused_linears,
         root=family.root,
         stored_root=family.stored_root,
-        left_out=family.left_out,
+        skipped_prefixes=family.skipped_prefixes,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         quantization=read_quantization(fields),
         dtype=fields.text("dtype", fields.text("torch_dtype", "float32")),
@@ -204,7 +204,7 @@ def _activation(fields: ConfigFields, family: Family) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def _reach(rope: Rope) -> int:
+def _count_positions(rope: Rope) -> int:
     """The positions that yarn extends to. Checkpoints keep max_position_embeddings at the original length."""
     scaling = rope.scaling
     return int(scaling.original_max_positions * scaling.factor) if isinstance(scaling, YarnScaling) else 0

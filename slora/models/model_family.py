@@ -37,7 +37,7 @@ class Family:
     The last four fields are for a decoder that is part of a larger model:
     config_field: the field of config.json that describes the decoder.
     root, stored_root: prefix of the decoder's modules in transformers, and of its tensors in checkpoints.
-    left_out: prefixes of the tensors of the other parts.
+    skipped_prefixes: prefixes of the tensors of the other parts.
     """
 
     defaults: Mapping[str, object]
@@ -61,7 +61,7 @@ class Family:
     config_field: str | None = None
     root: str = "model"
     stored_root: str = "model"
-    left_out: tuple[str, ...] = ()
+    skipped_prefixes: tuple[str, ...] = ()
 
 
 _ATTENTION_BIAS = frozenset({"attention_bias"})
@@ -177,6 +177,6 @@ FAMILIES: Mapping[str, Family] = {
         config_field="text_config",
         root="model.language_model",
         stored_root="language_model.model",
-        left_out=("vision_tower.", "multi_modal_projector."),
+        skipped_prefixes=("vision_tower.", "multi_modal_projector."),
     ),
 }

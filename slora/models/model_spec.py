@@ -11,11 +11,12 @@ from slora.errors import ConfigError
 from slora.models.model_config import ModelConfig
 from slora_kernels.layout import ModelShape
 
-__all__ = ["ELEMENT_BYTES", "REFUSED", "ModelSpec"]
+__all__ = ["ELEMENT_BYTES", "REFUSED_EXIT_CODE", "ModelSpec"]
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Exit code of the program slora.models.model_tree when it refused the model and printed the reason on standard output.
-REFUSED = 3
+# Exit code of the program slora.models.model_structure when it refused the model and printed the reason on standard
+# output.
+REFUSED_EXIT_CODE = 3
 
 
 @dataclass(frozen=True, slots=True)

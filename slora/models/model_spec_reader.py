@@ -1,7 +1,7 @@
 """Reads the ModelSpec of a model directory.
 
-For a model that our decoder does not support, `slora.models.model_tree` finds the facts with torch. A process without
-torch runs it as a program.
+For a model that our decoder does not support, `slora.models.model_structure` finds the facts with torch. A process
+without torch runs it as a program.
 """
 
 import importlib
@@ -15,13 +15,13 @@ from slora.errors import ConfigError
 from slora.models.config_fields import read_json_object
 from slora.models.model_config import ModelConfig
 from slora.models.model_family import FAMILIES
-from slora.models.model_spec import REFUSED, ModelSpec
+from slora.models.model_spec import REFUSED_EXIT_CODE, ModelSpec
 
 __all__ = ["MODEL_IMPLS", "read_model_spec"]
 
 MODEL_IMPLS = ("auto", "slora", "transformers")
 # Building modules without data takes seconds, and so does importing torch. A busy machine needs much longer.
-_TREE_TIMEOUT_S = 300
+_SUBPROCESS_TIMEOUT_S = 300
 
 
 def read_model_spec(directory: Path, model_impl: str = "auto") -> ModelSpec:
@@ -34,8 +34,8 @@ def read_model_spec(directory: Path, model_impl: str = "auto") -> ModelSpec:
         raise ConfigError(f"model_impl is {model_impl!r}; it must be one of {', '.join(MODEL_IMPLS)}")
     if model_impl == "slora" or (model_impl == "auto" and _model_type(directory) in FAMILIES):
         return ModelSpec.from_config(ModelConfig.from_directory(directory))
-    # A process that has imported torch finds the tree itself. Other processes must not import torch.
-    return _find_tree(directory) if "torch" in sys.modules else _ask_tree(directory)
+    # A process that has imported torch reads the spec itself. Other processes must not import torch.
+    return _read_spec_in_process(directory) if "torch" in sys.modules else _read_spec_in_subprocess(directory)
 
 
 def _model_type(directory: Path) -> str | None:
@@ -47,20 +47,24 @@ def _model_type(directory: Path) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _find_tree(directory: Path) -> ModelSpec:
-    return cast(ModelSpec, importlib.import_module("slora.models.model_tree").read_spec(directory))
+def _read_spec_in_process(directory: Path) -> ModelSpec:
+    return cast(
+        ModelSpec, importlib.import_module("slora.models.model_structure").read_transformers_spec(directory)
+    )
 
 
-def _ask_tree(directory: Path) -> ModelSpec:
-    command = [sys.executable, "-P", "-m", "slora.models.model_tree", str(directory)]
+def _read_spec_in_subprocess(directory: Path) -> ModelSpec:
+    command = [sys.executable, "-P", "-m", "slora.models.model_structure", str(directory)]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_TREE_TIMEOUT_S, check=False)
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SUBPROCESS_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"{directory}: reading the model's module tree took more than {_TREE_TIMEOUT_S} s"
+            f"{directory}: reading the model's module tree took more than {_SUBPROCESS_TIMEOUT_S} s"
         ) from error
     if answer.returncode != 0:
-        if answer.returncode == REFUSED and answer.stdout.strip():
+        if answer.returncode == REFUSED_EXIT_CODE and answer.stdout.strip():
             raise ConfigError(answer.stdout.strip())
         last_line = (answer.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         raise ConfigError(

@@ -3,7 +3,7 @@
 The tokens of a step pass through the model as one row with explicit positions. The model's attention modules call
 `_attend_paged` instead of their own function. Hooks on its linears add the adapters' outputs, so the module tree stays
 as transformers built it. This is slower than our own decoder: nothing is fused, and every linear needs a shrink of its
-own. It is exact for every architecture whose tokens interact only in attention. `slora.models.model_proof` checks this
+own. It is exact for every architecture whose tokens interact only in attention. `slora.models.parity_check` checks this
 for each model at start.
 """
 
@@ -20,10 +20,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from slora.device.device_memory import DeviceMemory
 from slora.device.step_batch import StepBatch
 from slora.errors import ConfigError
-from slora.models.config_lengths import find_lengths, shortened
+from slora.models.config_lengths import find_lengths, shorten_lengths
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model_spec import ModelSpec
-from slora.models.model_tree import ignore_padding
+from slora.models.model_structure import ignore_padding
 from slora_kernels.batch import AttentionRule, AttentionStep
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
@@ -32,7 +32,7 @@ _ATTENTION = "slora_paged"
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _StepInputs:
     """The inputs that all layers of one forward pass share. deltas: LoRA for the tokens of the step."""
 
     memory: DeviceMemory
@@ -42,14 +42,14 @@ class _Step:
     adapts_embedding: bool
 
 
-class _Stage:
+class _CurrentStep:
     """Gives the modules of one model access to the current step. Each attention module holds a reference to it."""
 
     def __init__(self) -> None:
-        self._step: _Step | None = None
+        self._step: _StepInputs | None = None
 
     @property
-    def step(self) -> _Step:
+    def step(self) -> _StepInputs:
         assert self._step is not None, "a module was called outside a step"
         return self._step
 
@@ -58,7 +58,7 @@ class _Stage:
         return self._step is not None
 
     @contextmanager
-    def showing(self, step: _Step) -> Iterator[None]:
+    def activate(self, step: _StepInputs) -> Iterator[None]:
         self._step = step
         try:
             yield
@@ -66,16 +66,16 @@ class _Stage:
             self._step = None
 
 
-class _Head:
+class _HeadHooks:
     """Hooks on the model's output head. They record the head's input, or replace it."""
 
     def __init__(self, module: nn.Module, site: LoraSite) -> None:
         self._site = site
         self._hidden: Tensor | None = None
-        self._given: tuple[Tensor, LoraDeltas] | None = None
-        self._is_collecting = False
-        module.register_forward_pre_hook(self._enter)
-        module.register_forward_hook(self._leave)
+        self._replacement: tuple[Tensor, LoraDeltas] | None = None
+        self._is_capturing = False
+        module.register_forward_pre_hook(self._before_forward)
+        module.register_forward_hook(self._after_forward)
 
     @property
     def hidden(self) -> Tensor:
@@ -84,31 +84,31 @@ class _Head:
         return self._hidden
 
     @contextmanager
-    def collecting(self) -> Iterator[None]:
-        self._hidden, self._is_collecting = None, True
+    def capture_input(self) -> Iterator[None]:
+        self._hidden, self._is_capturing = None, True
         try:
             yield
         finally:
-            self._is_collecting = False
+            self._is_capturing = False
 
     @contextmanager
-    def giving(self, hidden: Tensor, deltas: LoraDeltas) -> Iterator[None]:
+    def replace_input(self, hidden: Tensor, deltas: LoraDeltas) -> Iterator[None]:
         """While entered, the head projects `hidden` [1, N, H]. deltas: LoRA at the head for these rows."""
-        self._given = hidden, deltas
+        self._replacement = hidden, deltas
         try:
             yield
         finally:
-            self._given = None
+            self._replacement = None
 
-    def _enter(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        if self._is_collecting:
+    def _before_forward(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if self._is_capturing:
             self._hidden = inputs[0]
             return (inputs[0][:, :0],)
-        return None if self._given is None else (self._given[0],)
+        return None if self._replacement is None else (self._replacement[0],)
 
-    def _leave(self, _: nn.Module, __: tuple[Tensor, ...], logits: Tensor) -> None:
-        if self._given is not None:
-            hidden, deltas = self._given
+    def _after_forward(self, _: nn.Module, __: tuple[Tensor, ...], logits: Tensor) -> None:
+        if self._replacement is not None:
+            hidden, deltas = self._replacement
             deltas.add(_rows(logits), _rows(hidden), self._site)
 
 
@@ -117,13 +117,13 @@ class _LayerAttention:
 
     ATTRIBUTE = "slora_attention"
 
-    def __init__(self, stage: _Stage, layer: int) -> None:
-        self._stage = stage
+    def __init__(self, current: _CurrentStep, layer: int) -> None:
+        self._current = current
         self._layer = layer
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """query [1, Hq, T, D], key and value [1, Hk, T, D], already rotated -> [1, T, Hq, D]."""
-        step = self._stage.step
+        step = self._current.step
         qkv = torch.cat((query[0], key[0], value[0])).transpose(0, 1).flatten(1)
         memory, kernels = step.memory, step.kernels
         rows = kernels.rotate_and_write_kv(
@@ -144,7 +144,7 @@ def _attend_paged(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface. `slora.models.model_tree` has refused models that pass other arguments."""
+    """transformers' attention interface. `model_structure` has refused models that pass other arguments."""
     attention: _LayerAttention = getattr(module, _LayerAttention.ATTRIBUTE)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     rule = AttentionRule(scale, sliding_window or None, softcap or None)
@@ -161,22 +161,22 @@ class TransformersDecoder:
         self.spec = spec
         self.dtype = dtype
         self.device = device
-        self._stage = _Stage()
+        self._current = _CurrentStep()
         self._model = _load(directory, dtype, device)
-        self._head = _Head(self._model.get_output_embeddings(), spec.sizes.head_site)
-        self._place_attention()
-        self._place_lora()
+        self._head = _HeadHooks(self._model.get_output_embeddings(), spec.sizes.head_site)
+        self._install_attention()
+        self._install_lora_hooks()
 
     def forward(self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels) -> Tensor:
         """Writes the step's KV into its pages. Returns hidden states [B', H] of the rows that become logits."""
-        step = _Step(
+        step = _StepInputs(
             memory,
             kernels,
             kernels.prepare_attention(batch.attention),
             LoraDeltas(batch.lora, memory, kernels),
             batch.adapts_embedding,
         )
-        with self._stage.showing(step), self._head.collecting():
+        with self._current.activate(step), self._head.capture_input():
             self._model(
                 input_ids=batch.token_ids[None],
                 position_ids=batch.attention.positions[None],
@@ -191,7 +191,7 @@ class TransformersDecoder:
         Those are part of the model's own forward pass. So the forward pass runs without its layers on one token, and a
         hook replaces the input of the head.
         """
-        with self._head.giving(hidden[None], deltas), self._without_layers():
+        with self._head.replace_input(hidden[None], deltas), self._without_layers():
             logits: Tensor = self._model(
                 input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self.device), use_cache=False
             ).logits
@@ -212,8 +212,8 @@ class TransformersDecoder:
     def lengths(self) -> dict[str, int]:
         return find_lengths(self._model.config)
 
-    def shortened(self, longest: int, short: int) -> AbstractContextManager[None]:
-        return shortened(self._model, longest, short)
+    def shorten_lengths(self, longest: int, short: int) -> AbstractContextManager[None]:
+        return shorten_lengths(self._model, longest, short)
 
     @contextmanager
     def _without_layers(self) -> Iterator[None]:
@@ -226,37 +226,37 @@ class TransformersDecoder:
         finally:
             setattr(parent, name, layers)
 
-    def _place_attention(self) -> None:
+    def _install_attention(self) -> None:
         for layer, path in enumerate(self.spec.attention_paths):
             module = self._model.get_submodule(path)
-            setattr(module, _LayerAttention.ATTRIBUTE, _LayerAttention(self._stage, layer))
+            setattr(module, _LayerAttention.ATTRIBUTE, _LayerAttention(self._current, layer))
 
-    def _place_lora(self) -> None:
+    def _install_lora_hooks(self) -> None:
         """Hooks each linear. The hook adds the adapter's output in place, as peft would add it."""
         shape = self.spec.sizes
         for module, site in zip(shape.modules[:-2], shape.sites[:-2], strict=True):
-            self._model.get_submodule(module.path).register_forward_hook(_linear_hook(self._stage, site))
+            self._model.get_submodule(module.path).register_forward_hook(_linear_hook(self._current, site))
         embedding = self._model.get_submodule(shape.embedding_path)
-        embedding.register_forward_hook(_embedding_hook(self._stage, shape.embedding_site))
+        embedding.register_forward_hook(_embedding_hook(self._current, shape.embedding_site))
 
 
 _Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]
 
 
-def _linear_hook(stage: _Stage, site: LoraSite) -> _Hook:
+def _linear_hook(current: _CurrentStep, site: LoraSite) -> _Hook:
     def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if stage.is_set:
-            stage.step.deltas.add(_rows(output), _rows(inputs[0]), site)
+        if current.is_set:
+            current.step.deltas.add(_rows(output), _rows(inputs[0]), site)
 
     return add
 
 
-def _embedding_hook(stage: _Stage, site: LoraSite) -> _Hook:
+def _embedding_hook(current: _CurrentStep, site: LoraSite) -> _Hook:
     def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if not stage.is_set or not stage.step.adapts_embedding:
+        if not current.is_set or not current.step.adapts_embedding:
             return
         delta = torch.zeros_like(output)
-        stage.step.deltas.add_embedding(_rows(delta), inputs[0].view(-1), site)
+        current.step.deltas.add_embedding(_rows(delta), inputs[0].view(-1), site)
         # As in peft: where the embedding module scales its output, the adapter's part is scaled too.
         output += delta * getattr(module, "embed_scale", 1.0)
 

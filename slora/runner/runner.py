@@ -20,8 +20,8 @@ from slora.kv_footprint import KVFootprint
 from slora.models.decoder import Decoder
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model import LoadModel, ReferenceModel, load_model
-from slora.models.model_proof import prove_model
 from slora.models.model_spec import ModelSpec
+from slora.models.parity_check import check_parity
 from slora.pool.tenant_account import TenantAccount
 from slora.request import EngineRequest
 from slora.runner.cost_bounds import bound_costs
@@ -76,7 +76,7 @@ class Runner:
         _warm_up(self.kernels, self._geometry)
         self.full_page_bytes = shape.num_layers * _page_bytes(shape, config)
         if isinstance(self._model, ReferenceModel):
-            prove_model(self._model, model, self._geometry, self.kernels, self.device)
+            check_parity(self._model, model, self._geometry, self.kernels, self.device)
         self.num_slots = _MAX_SLOTS
         largest = lay_out_adapter(shape, [config.max_lora_rank] * shape.num_modules)
         self._max_adapter_pages = -(-largest.num_bytes // self.full_page_bytes)

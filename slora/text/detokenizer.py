@@ -26,44 +26,44 @@ class Detokenizer:
         self.stopped = False
         self._decoder = tokenizer.start_decoding()
         self._stops = StopMatcher(stops)
-        self._num_immune_tokens = min_tokens if stops else 0
-        self._immune_chars = 0  # Number of immune characters that the decoder has not returned yet.
+        self._num_exempt_tokens = min_tokens if stops else 0
+        self._exempt_chars = 0  # Number of exempt characters that the decoder has not returned yet.
         self._held = ""  # Decoded text that may be the beginning of a stop string.
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Adds tokens and returns the text that is now certain. Returns nothing after a stop string."""
         if self.stopped:
             return ""
-        num_immune = min(self._num_immune_tokens, len(token_ids))
+        num_exempt = min(self._num_exempt_tokens, len(token_ids))
         sent = ""
-        if num_immune > 0:
-            text = self._decoder.push(token_ids[:num_immune])
-            self._num_immune_tokens -= num_immune
-            self._immune_chars = len(text)
-            sent = self._pass_stops(text)
-            if self._num_immune_tokens == 0:
-                self._immune_chars = self._decoder.count_complete()
-        return sent + self._pass_stops(self._decoder.push(token_ids[num_immune:]))
+        if num_exempt > 0:
+            text = self._decoder.push(token_ids[:num_exempt])
+            self._num_exempt_tokens -= num_exempt
+            self._exempt_chars = len(text)
+            sent = self._release_text(text)
+            if self._num_exempt_tokens == 0:
+                self._exempt_chars = self._decoder.count_complete()
+        return sent + self._release_text(self._decoder.push(token_ids[num_exempt:]))
 
     def flush(self) -> str:
         """Returns the remaining text after the last token, unless a stop string has ended the answer."""
         if self.stopped:
             return ""
         text = self._decoder.finish()
-        if self._num_immune_tokens > 0:
-            self._immune_chars = len(text)
-        sent = self._pass_stops(text)
+        if self._num_exempt_tokens > 0:
+            self._exempt_chars = len(text)
+        sent = self._release_text(text)
         return sent if self.stopped else sent + self._held
 
-    def _pass_stops(self, text: str) -> str:
+    def _release_text(self, text: str) -> str:
         """Appends decoded text and returns the unsent text that is now certain."""
-        found = self._stops.search(text, self._immune_chars)
-        self._immune_chars = max(0, self._immune_chars - len(text))
+        found = self._stops.search(text, self._exempt_chars)
+        self._exempt_chars = max(0, self._exempt_chars - len(text))
         known = self._held + text
         if found is not None:
             self.stopped = True
             end, length = found
             return known[: len(self._held) + end - length]
-        num_certain = len(known) - self._stops.num_open
+        num_certain = len(known) - self._stops.num_pending
         self._held = known[num_certain:]
         return known[:num_certain]

@@ -17,17 +17,17 @@ from slora.sampling_params import SamplingParams
 from slora_adapters.errors import Reason
 from slora_adapters.peft.extras import GENERATION_NAME
 
-__all__ = ["GenerationDefaults", "read_generation_defaults", "read_model_defaults", "refuse_unhonoured"]
+__all__ = ["GenerationDefaults", "find_unsupported_fields", "read_generation_defaults", "read_model_defaults"]
 
 _log = logging.getLogger(__name__)
 
 # Counts above this limit fit neither int32 tensors nor any context.
 _MAX_COUNT = 2**31 - 1
 # Number of characters of a refused value that an error message shows.
-_SHOWN_CHARS = 80
+_MAX_SHOWN_CHARS = 80
 
 # Fields of transformers' GenerationConfig that change the tokens, with their neutral values. null is always neutral.
-_UNHONOURED: Mapping[str, tuple[Any, ...]] = {
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "encoder_repetition_penalty": (1,),
     "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,),
@@ -73,22 +73,28 @@ class GenerationDefaults:
     repetition_penalty: float | None = None
     min_tokens: int | None = None
 
-    def over(self, base: "GenerationDefaults") -> "GenerationDefaults":
+    def override(self, base: "GenerationDefaults") -> "GenerationDefaults":
         """Returns these defaults, with fields that they do not set taken from `base`."""
-        own = {name: value for name, value in self.said().items() if name not in ("stop", "stop_token_ids")}
+        own = {
+            name: value
+            for name, value in self.explicit_fields().items()
+            if name not in ("stop", "stop_token_ids")
+        }
         stops = self.stop_token_ids or base.stop_token_ids, self.stop or base.stop
         return replace(base, **own, stop_token_ids=stops[0], stop=stops[1])
 
-    def said(self) -> dict[str, Any]:
+    def explicit_fields(self) -> dict[str, Any]:
         """The fields that are set, under their names in SamplingParams."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
     def params(self, max_tokens: int | None) -> SamplingParams:
         """The sampling parameters of a request that sets none itself."""
-        return SamplingParams(**self.cut_to(max_tokens).said() | {"max_tokens": max_tokens})
+        return SamplingParams(
+            **self.cap_min_tokens(max_tokens).explicit_fields() | {"max_tokens": max_tokens}
+        )
 
-    def cut_to(self, max_tokens: int | None) -> "GenerationDefaults":
+    def cap_min_tokens(self, max_tokens: int | None) -> "GenerationDefaults":
         """Lowers min_tokens to `max_tokens`, because a request's maximum takes precedence over a file's minimum."""
         if max_tokens is None or self.min_tokens is None:
             return self
@@ -100,7 +106,7 @@ def _number(config: Mapping[str, Any], name: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_COUNT:
-        raise ValueError(f"{name} is {_shown(value)}; it must be a number of at most {_MAX_COUNT}")
+        raise ValueError(f"{name} is {_abbreviate(value)}; it must be a number of at most {_MAX_COUNT}")
     return float(value)
 
 
@@ -109,31 +115,31 @@ def _count(config: Mapping[str, Any], name: str) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_COUNT:
-        raise ValueError(f"{name} is {_shown(value)}; it must be a whole number from 0 to {_MAX_COUNT}")
+        raise ValueError(f"{name} is {_abbreviate(value)}; it must be a whole number from 0 to {_MAX_COUNT}")
     return value
 
 
-def _several(config: Mapping[str, Any], name: str, kind: type) -> tuple[Any, ...]:
+def _list(config: Mapping[str, Any], name: str, kind: type) -> tuple[Any, ...]:
     """Reads one value or a list of values; transformers writes eos_token_id and stop_strings in both forms."""
     value = config.get(name)
     items = value if isinstance(value, list) else [] if value is None else [value]
     if any(not isinstance(item, kind) or isinstance(item, bool) for item in items):
-        raise ValueError(f"{name} is {_shown(value)}; it must be one {kind.__name__} or a list of them")
+        raise ValueError(f"{name} is {_abbreviate(value)}; it must be one {kind.__name__} or a list of them")
     return tuple(items)
 
 
 def _stop_token_ids(config: Mapping[str, Any], vocab_size: int | None) -> tuple[int, ...]:
     name, limit = "eos_token_id", _MAX_COUNT + 1 if vocab_size is None else vocab_size
-    token_ids = _several(config, name, int)
+    token_ids = _list(config, name, int)
     outside = next((token_id for token_id in token_ids if not 0 <= token_id < limit), None)
     if outside is not None:
-        raise ValueError(f"{name} is {_shown(outside)}; the model's token ids are 0 to {limit - 1}")
+        raise ValueError(f"{name} is {_abbreviate(outside)}; the model's token ids are 0 to {limit - 1}")
     return token_ids
 
 
 def _stop_strings(config: Mapping[str, Any]) -> tuple[str, ...]:
     name = "stop_strings"
-    strings = _several(config, name, str)
+    strings = _list(config, name, str)
     for text in strings:
         try:
             text.encode()
@@ -145,9 +151,9 @@ def _stop_strings(config: Mapping[str, Any]) -> tuple[str, ...]:
     return strings
 
 
-def _shown(value: object) -> str:
+def _abbreviate(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 3] + "..."
 
 
 def read_generation_defaults(text: str | None, vocab_size: int | None = None) -> GenerationDefaults:
@@ -178,7 +184,7 @@ def read_model_defaults(directory: Path) -> GenerationDefaults:
     """Reads the base model's defaults and logs each unsupported field. Raises ConfigError for a damaged file."""
     path = directory / GENERATION_NAME
     text = path.read_text() if path.is_file() else None
-    for reason in refuse_unhonoured(text):
+    for reason in find_unsupported_fields(text):
         _log.warning("%s: %s, which this server does not honour", directory, reason.message)
     try:
         return read_generation_defaults(text)
@@ -194,7 +200,7 @@ def _check_ranges(defaults: GenerationDefaults) -> None:
         raise ValueError(error.message) from None
 
 
-def refuse_unhonoured(text: str | None, vocab_size: int | None = None) -> list[Reason]:
+def find_unsupported_fields(text: str | None, vocab_size: int | None = None) -> list[Reason]:
     """Returns a reason for each field that is malformed, out of range or not supported by this server.
 
     vocab_size: as in `read_generation_defaults`.
@@ -205,7 +211,9 @@ def refuse_unhonoured(text: str | None, vocab_size: int | None = None) -> list[R
     except ValueError as error:
         return [Reason("generation_config_malformed", f"{GENERATION_NAME}: {error}")]
     return [
-        Reason("generation_config_unsupported", f"{GENERATION_NAME} sets {name} to {_shown(config[name])}")
-        for name, neutral in _UNHONOURED.items()
+        Reason(
+            "generation_config_unsupported", f"{GENERATION_NAME} sets {name} to {_abbreviate(config[name])}"
+        )
+        for name, neutral in _UNSUPPORTED.items()
         if config.get(name) is not None and config[name] not in neutral
     ]

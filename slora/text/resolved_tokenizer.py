@@ -82,16 +82,16 @@ def resolve_tokenizer(
 
     config: the content of tokenizer_config.json.
     """
-    if _is_plain(directory, config, as_saved):
+    if _is_served_as_saved(directory, config, as_saved):
         return None
     try:
-        return _read(directory) if "torch" in sys.modules else _ask(directory)
+        return _read_in_process(directory) if "torch" in sys.modules else _read_in_subprocess(directory)
     except ConfigError as error:
         _log.warning("%s; its tokenizer.json is used as it is", error)
         return None
 
 
-def _is_plain(directory: Path, config: Mapping[str, Any], as_saved: FastTokenizer) -> bool:
+def _is_served_as_saved(directory: Path, config: Mapping[str, Any], as_saved: FastTokenizer) -> bool:
     if config.get("tokenizer_class") not in _PLAIN_CLASSES or not _HARMLESS_KEYS.issuperset(config):
         return False
     special = {token.content for token in as_saved.get_added_tokens_decoder().values() if token.special}
@@ -118,12 +118,12 @@ def _contents(value: object) -> Iterator[str]:
         yield from _contents(value["content"] if "content" in value else list(value.values()))
 
 
-def _read(directory: Path) -> ResolvedTokenizer:
+def _read_in_process(directory: Path) -> ResolvedTokenizer:
     module = importlib.import_module("slora.text.transformers_tokenizer")
     return cast(ResolvedTokenizer, module.read_tokenizer(directory))
 
 
-def _ask(directory: Path) -> ResolvedTokenizer:
+def _read_in_subprocess(directory: Path) -> ResolvedTokenizer:
     command = [sys.executable, "-P", "-m", "slora.text.transformers_tokenizer", str(directory)]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)

@@ -37,30 +37,30 @@ class StopString:
 
 
 class StopMatcher:
-    """Searches one text. Matches that end within the first `immune` characters of a piece are ignored."""
+    """Searches one text. Matches that end within the first `exempt` characters of a piece are ignored."""
 
     def __init__(self, strings: Sequence[StopString]) -> None:
         self._strings = strings
         self._matched = [0] * len(strings)
 
     @property
-    def num_open(self) -> int:
+    def num_pending(self) -> int:
         """Number of characters at the end of the text that may be the beginning of a match."""
         return max(self._matched, default=0)
 
-    def search(self, piece: str, immune: int = 0) -> tuple[int, int] | None:
+    def search(self, piece: str, exempt: int = 0) -> tuple[int, int] | None:
         """Searches the next piece of the text. Returns (end of the first match in this piece, length of the match).
 
         If several strings end at the same character, the longest one counts. After a match the search is over.
         """
         first: tuple[int, int] | None = None
         for index, string in enumerate(self._strings):
-            end = self._find(index, string, piece if first is None else piece[: first[0]], immune)
+            end = self._find(index, string, piece if first is None else piece[: first[0]], exempt)
             if end is not None and (first is None or (end, -len(string.text)) < (first[0], -first[1])):
                 first = end, len(string.text)
         return first
 
-    def _find(self, index: int, string: StopString, piece: str, immune: int) -> int | None:
+    def _find(self, index: int, string: StopString, piece: str, exempt: int) -> int | None:
         """The end of the first match of this string in the piece, or None.
 
         Without a match, the automaton's state is saved.
@@ -74,7 +74,7 @@ class StopMatcher:
             matched = string.advance(matched, piece[at])
             at += 1
             if matched == len(text):
-                if at > immune:
+                if at > exempt:
                     return at
                 matched = string.longest_border(matched)
         self._matched[index] = matched

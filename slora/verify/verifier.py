@@ -32,7 +32,7 @@ from slora_adapters.peft.peft_directory import MEMBER_NAMES
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.layout import ModelShape
 
-__all__ = ["Judge", "Question", "verify_adapter"]
+__all__ = ["Reference", "VerificationRequest", "verify_adapter"]
 
 # Lengths on both sides of a page's 16 tokens, and one longer than two pages.
 _DEFAULT_LENGTHS = (1, 7, 17, 40)
@@ -41,7 +41,7 @@ _NO_EFFECT = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class VerificationRequest:
     """The input of a comparison. prompts: texts; if empty, random tokens. max_lora_rank: the server's limit."""
 
     model: Path
@@ -53,8 +53,8 @@ class Question:
     max_lora_rank: int = 128
 
 
-class Judge(Protocol):
-    """The reference side (`PeftOracle`)."""
+class Reference(Protocol):
+    """The reference side (`PeftReference`)."""
 
     notes: tuple[str, ...]
 
@@ -66,11 +66,11 @@ class Judge(Protocol):
     def delta(self, path: str, inputs: Tensor) -> Tensor: ...
 
 
-OpenJudge = Callable[[Path, Path, torch.dtype, torch.device], Judge]
+LoadReference = Callable[[Path, Path, torch.dtype, torch.device], Reference]
 
 
 @dataclass(frozen=True, slots=True)
-class _Ours:
+class _EngineResults:
     """The results of this engine: answers, and deltas by the path of the module."""
 
     answers: list[Completion]
@@ -80,7 +80,7 @@ class _Ours:
 
 
 def verify_adapter(
-    question: Question, open_judge: OpenJudge, served: LoraAdapter | None = None
+    request: VerificationRequest, load_reference: LoadReference, served: LoraAdapter | None = None
 ) -> Verification:
     """Compares this engine with the reference.
 
@@ -88,26 +88,26 @@ def verify_adapter(
 
     Raises ConfigError for the model. Raises AdapterNotFound, or AdapterInvalid with all reasons, for the adapter.
     """
-    spec = read_model_spec(question.model)
-    dtype_name = spec.resolve_dtype(question.dtype)
+    spec = read_model_spec(request.model)
+    dtype_name = spec.resolve_dtype(request.dtype)
     shape, dtype = spec.shape(dtype_name), getattr(torch, dtype_name)
     limits = AdapterLimits(
-        question.max_lora_rank,
+        request.max_lora_rank,
         served_dtype=dtype_name,
         vocab_size=spec.vocab_size,
-        base_directory=question.model,
+        base_directory=request.model,
     )
-    own = served or LoraAdapter(question.directory)
+    own = served or LoraAdapter(request.directory)
     adapter = read_content(own.content, shape, limits)
-    ours = _answer(question, own, adapter, shape, dtype_name)
-    judge = open_judge(question.model, question.directory, dtype, ours.device)
-    modules = tuple(_compare_modules(ours, judge, adapter, shape, dtype))
+    ours = _run_engine(request, own, adapter, shape, dtype_name)
+    reference = load_reference(request.model, request.directory, dtype, ours.device)
+    modules = tuple(_compare_modules(ours, reference, adapter, shape, dtype))
     prompts = tuple(
-        _compare_answer(judge, answer, text, TOLERANCES[dtype_name].margin)
-        for answer, text in zip(ours.answers, question.prompts or [None] * len(ours.answers), strict=True)
+        _compare_answer(reference, answer, text, TOLERANCES[dtype_name].margin)
+        for answer, text in zip(ours.answers, request.prompts or [None] * len(ours.answers), strict=True)
     )
     here = frozenset(pair.path for pair in adapter.pairs.values())
-    only_here, only_peft = sorted(here - judge.adapted), sorted(judge.adapted - here)
+    only_here, only_peft = sorted(here - reference.adapted), sorted(reference.adapted - here)
     return Verification(
         dtype=dtype_name,
         kernels=ours.kernels,
@@ -116,20 +116,20 @@ def verify_adapter(
         only_here=tuple(only_here),
         only_peft=tuple(only_peft),
         prompts=prompts,
-        not_served=_unserved_files(question.directory),
-        warnings=(*judge.notes, *_warnings(prompts, question)),
+        not_served=_find_unserved_files(request.directory),
+        warnings=(*reference.notes, *_find_warnings(prompts, request)),
         problems=tuple(find_problems(modules, prompts, only_here + only_peft, TOLERANCES[dtype_name])),
     )
 
 
-def _answer(
-    question: Question, served: LoraAdapter, adapter: Adapter, shape: ModelShape, dtype: str
-) -> _Ours:
+def _run_engine(
+    request: VerificationRequest, served: LoraAdapter, adapter: Adapter, shape: ModelShape, dtype: str
+) -> _EngineResults:
     """Computes this engine's side. The model is freed before this function returns."""
-    llm = LLM(question.model, dtype=dtype, device=question.device, max_lora_rank=question.max_lora_rank)
-    drawn = _random_prompts(llm.info.vocab_size, llm.info.max_model_len, question.max_tokens)
-    prompts: Sequence[Prompt] = question.prompts or drawn
-    params = SamplingParams(question.max_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
+    llm = LLM(request.model, dtype=dtype, device=request.device, max_lora_rank=request.max_lora_rank)
+    random_prompts = _random_prompts(llm.info.vocab_size, llm.info.max_model_len, request.max_tokens)
+    prompts: Sequence[Prompt] = request.prompts or random_prompts
+    params = SamplingParams(request.max_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
     answers = llm.generate(prompts, params, served)
     device = torch.device(llm.info.device)
     kernels = select_kernels(llm.info.kernels, device)
@@ -140,7 +140,7 @@ def _answer(
     packed = pack(adapter, shape, dtype)
     deltas = probe_adapter(packed, shape, getattr(torch, dtype), kernels, device, weight=served.weight)
     by_path = {adapter.pairs[module].path: delta for module, delta in deltas}
-    return _Ours(answers, by_path, kernels.name, device)
+    return _EngineResults(answers, by_path, kernels.name, device)
 
 
 def _random_prompts(vocab_size: int, max_len: int, max_tokens: int) -> list[list[int]]:
@@ -151,34 +151,34 @@ def _random_prompts(vocab_size: int, max_len: int, max_tokens: int) -> list[list
 
 
 def _compare_modules(
-    ours: _Ours, judge: Judge, adapter: Adapter, shape: ModelShape, dtype: torch.dtype
+    ours: _EngineResults, reference: Reference, adapter: Adapter, shape: ModelShape, dtype: torch.dtype
 ) -> list[ModuleCheck]:
     checks = []
     for site in shape.sites:
         for module in range(site.first_module, site.first_module + len(site.widths)):
             pair = adapter.pairs.get(module)
-            if pair is not None and pair.path in judge.adapted:
-                theirs = judge.delta(pair.path, probe_inputs(shape, site, dtype))
-                deviation = _relative(ours.deltas[pair.path], theirs)
+            if pair is not None and pair.path in reference.adapted:
+                theirs = reference.delta(pair.path, probe_inputs(shape, site, dtype))
+                deviation = _relative_difference(ours.deltas[pair.path], theirs)
                 checks.append(ModuleCheck(pair.path, pair.rank, pair.scale, deviation))
     return checks
 
 
-def _relative(ours: Tensor, theirs: Tensor) -> float:
+def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
     largest = float(theirs.abs().max())
     difference = float((ours - theirs).abs().max())
     return difference / largest if largest else difference
 
 
-def _compare_answer(judge: Judge, answer: Completion, text: str | None, margin: float) -> PromptCheck:
+def _compare_answer(reference: Reference, answer: Completion, text: str | None, margin: float) -> PromptCheck:
     """Compares by teacher forcing: the reference reads prompt and answer at once, with the adapter and without."""
     prompt, tokens = answer.prompt_token_ids, torch.tensor(answer.token_ids)
     read = answer.token_ids[:-1]  # Nothing was sampled after the last token.
-    adapted = judge.logits(prompt, read, adapted=True).log_softmax(dim=-1)
-    base = judge.logits(prompt, read, adapted=False).log_softmax(dim=-1)
+    adapted = reference.logits(prompt, read, adapted=True).log_softmax(dim=-1)
+    base = reference.logits(prompt, read, adapted=False).log_softmax(dim=-1)
     rows = adapted[len(prompt) - 1 :]
-    best, favourites = rows.topk(2, dim=-1)
-    differs, undecided = favourites[:, 0] != tokens, best[:, 0] - best[:, 1] < margin
+    best, top_tokens = rows.topk(2, dim=-1)
+    differs, undecided = top_tokens[:, 0] != tokens, best[:, 0] - best[:, 1] < margin
     theirs = rows.gather(1, tokens[:, None])[:, 0]
     ours = torch.tensor([entry.logprob for entry in answer.logprobs or ()])
     return PromptCheck(
@@ -195,21 +195,21 @@ def _compare_answer(judge: Judge, answer: Completion, text: str | None, margin: 
     )
 
 
-def _warnings(prompts: Sequence[PromptCheck], question: Question) -> list[str]:
+def _find_warnings(prompts: Sequence[PromptCheck], request: VerificationRequest) -> list[str]:
     warnings = []
     if all(check.effect < _NO_EFFECT for check in prompts):
         warnings.append(
             "the adapter changes nothing: its answers are those of the base model; was it trained?"
         )
-    config = json.loads((question.directory / CONFIG_NAME).read_text())
+    config = json.loads((request.directory / CONFIG_NAME).read_text())
     trained_on = str(config.get("base_model_name_or_path") or "")
-    if trained_on and Path(trained_on).name not in str(question.model.resolve()):
+    if trained_on and Path(trained_on).name not in str(request.model.resolve()):
         warnings.append(
-            f"it was trained on {trained_on!r}; make sure that {str(question.model)!r} is that model"
+            f"it was trained on {trained_on!r}; make sure that {str(request.model)!r} is that model"
         )
     return warnings
 
 
-def _unserved_files(directory: Path) -> tuple[str, ...]:
+def _find_unserved_files(directory: Path) -> tuple[str, ...]:
     """Other files in the adapter's directory, which serving does not use."""
     return tuple(sorted(path.name for path in directory.iterdir() if path.name not in MEMBER_NAMES))

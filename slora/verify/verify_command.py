@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from slora.errors import ConfigError, NotComparable, RequestRefused
-from slora.verify.peft_oracle import PeftOracle
+from slora.verify.peft_reference import PeftReference
 from slora.verify.verification import ModuleCheck, Verification
-from slora.verify.verifier import Question, verify_adapter
+from slora.verify.verifier import VerificationRequest, verify_adapter
 from slora_adapters.errors import AdapterError, AdapterInvalid, Reason
 
 __all__ = ["verify"]
@@ -27,20 +27,20 @@ _MOST_ROWS = 12
 def verify(arguments: argparse.Namespace) -> int:
     """Compares, prints the result and returns the exit code."""
     try:
-        found = verify_adapter(_question(arguments), PeftOracle)
+        found = verify_adapter(_read_request(arguments), PeftReference)
     except AdapterInvalid as error:
-        return _give_up(error.reasons, as_json=arguments.json)
+        return _report_unusable(error.reasons, as_json=arguments.json)
     except (AdapterError, ConfigError, NotComparable, RequestRefused) as error:
-        return _give_up([Reason(_code(error), str(error))], as_json=arguments.json)
+        return _report_unusable([Reason(_error_code(error), str(error))], as_json=arguments.json)
     if arguments.json:
         print(json.dumps({"verdict": "equal" if found.equal else "different", **asdict(found)}, indent=2))
     else:
-        print("\n".join(_page(found, arguments)))
+        print("\n".join(_format_report(found, arguments)))
     return 0 if found.equal else 1
 
 
-def _question(arguments: argparse.Namespace) -> Question:
-    return Question(
+def _read_request(arguments: argparse.Namespace) -> VerificationRequest:
+    return VerificationRequest(
         Path(arguments.model),
         Path(arguments.directory),
         tuple(arguments.prompt or ()),
@@ -51,12 +51,12 @@ def _question(arguments: argparse.Namespace) -> Question:
     )
 
 
-def _code(error: Exception) -> str:
+def _error_code(error: Exception) -> str:
     codes = {ConfigError: "model", NotComparable: "not_comparable", RequestRefused: "prompt"}
     return codes.get(type(error), "adapter")
 
 
-def _give_up(reasons: Sequence[Reason], *, as_json: bool) -> int:
+def _report_unusable(reasons: Sequence[Reason], *, as_json: bool) -> int:
     if as_json:
         print(
             json.dumps({"verdict": "unusable", "reasons": [asdict(reason) for reason in reasons]}, indent=2)
@@ -66,19 +66,19 @@ def _give_up(reasons: Sequence[Reason], *, as_json: bool) -> int:
     return 2
 
 
-def _page(found: Verification, arguments: argparse.Namespace) -> Iterable[str]:
+def _format_report(found: Verification, arguments: argparse.Namespace) -> Iterable[str]:
     yield f"{arguments.directory} on {arguments.model}, {found.dtype}, {found.kernels} kernels, beside peft"
     yield ""
     yield f"modules: {len(found.modules)} of the base's {found.num_modules} are adapted"
-    yield from _table(["module", "layers", "rank", "scale", "deviation"], _by_module(found.modules))
+    yield from _format_table(["module", "layers", "rank", "scale", "deviation"], _module_rows(found.modules))
     yield ""
     yield "layers: largest deviation of what a module adds, relative to its largest entry"
-    yield from _table(["layer", "deviation", "of"], _by_layer(found.modules))
+    yield from _format_table(["layer", "deviation", "of"], _layer_rows(found.modules))
     yield ""
     yield "answers: greedy; log-probability is the mean over the answer's tokens"
-    yield from _table(
+    yield from _format_table(
         ["prompt", "tokens", "differ", "excused", "logprob", "peft's", "deviation", "KL to base", "changed"],
-        _by_prompt(found),
+        _prompt_rows(found),
     )
     yield ""
     if found.not_served:
@@ -90,19 +90,19 @@ def _page(found: Verification, arguments: argparse.Namespace) -> Iterable[str]:
     yield "verdict: equal" if found.equal else "verdict: DIFFERENT"
 
 
-def _by_module(modules: Sequence[ModuleCheck]) -> Iterable[list[str]]:
+def _module_rows(modules: Sequence[ModuleCheck]) -> Iterable[list[str]]:
     """One row per module name, such as self_attn.q_proj."""
     groups: dict[str, list[ModuleCheck]] = {}
     for check in modules:
         groups.setdefault(_split(check.path)[1], []).append(check)
     for name, checks in groups.items():
-        ranks = _span([check.rank for check in checks])
-        scales = _span([check.scale for check in checks])
+        ranks = _format_range([check.rank for check in checks])
+        scales = _format_range([check.scale for check in checks])
         worst = max(check.deviation for check in checks)
         yield [name, str(len(checks)), ranks, scales, f"{worst:.1e}"]
 
 
-def _by_layer(modules: Sequence[ModuleCheck]) -> Iterable[list[str]]:
+def _layer_rows(modules: Sequence[ModuleCheck]) -> Iterable[list[str]]:
     """One row per layer. For a deep model, only the layers that deviate most."""
     worst: dict[str, ModuleCheck] = {}
     for check in modules:
@@ -117,7 +117,7 @@ def _by_layer(modules: Sequence[ModuleCheck]) -> Iterable[list[str]]:
         yield ["others", "less", ""]
 
 
-def _by_prompt(found: Verification) -> Iterable[list[str]]:
+def _prompt_rows(found: Verification) -> Iterable[list[str]]:
     for check in found.prompts:
         text = check.prompt if check.prompt is not None else f"{check.prompt_tokens} random tokens"
         yield [
@@ -139,12 +139,12 @@ def _split(path: str) -> tuple[str, str]:
     return (match["layer"], match["module"]) if match else ("-", path)
 
 
-def _span(values: Sequence[float]) -> str:
+def _format_range(values: Sequence[float]) -> str:
     low, high = min(values), max(values)
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
-def _table(heads: list[str], rows: Iterable[list[str]]) -> Iterable[str]:
+def _format_table(heads: list[str], rows: Iterable[list[str]]) -> Iterable[str]:
     """Aligns columns to their widest cell, the first one left and the others right."""
     cells: list[list[Any]] = [heads, *rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]

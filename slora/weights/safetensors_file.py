@@ -57,7 +57,7 @@ def read_header(path: Path) -> list[StoredTensor]:
             header_bytes = int.from_bytes(file.read(8), "little")
             if file_bytes < 8 or header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
                 raise _damaged(path, f"its header claims {header_bytes} bytes of a file of {file_bytes}")
-            header = json.loads(file.read(header_bytes), object_pairs_hook=_unique)
+            header = json.loads(file.read(header_bytes), object_pairs_hook=_refuse_duplicates)
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from error
     except ValueError as error:
@@ -67,11 +67,11 @@ def read_header(path: Path) -> list[StoredTensor]:
     header.pop("__metadata__", None)
     start = 8 + header_bytes
     tensors = [_parse(path, name, entry, start) for name, entry in header.items()]
-    _check_cover(path, tensors, start, file_bytes)
+    _check_contiguous(path, tensors, start, file_bytes)
     return tensors
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         raise ValueError("a name occurs twice")
@@ -98,7 +98,7 @@ def _parse(path: Path, name: str, entry: object, start: int) -> StoredTensor:
     return tensor
 
 
-def _check_cover(path: Path, tensors: list[StoredTensor], start: int, file_bytes: int) -> None:
+def _check_contiguous(path: Path, tensors: list[StoredTensor], start: int, file_bytes: int) -> None:
     """Checks that the tensors follow each other without gap or overlap, up to the end of the file."""
     position = start
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes)):

@@ -25,7 +25,7 @@ from slora.weights.weight_target import WeightTarget
 _THREADS = 4
 # The bytes that a thread reads from one file before it takes the next part. Prefetching all of it with WILLNEED was
 # slower: 1.9 to 2.4 s for 2 GB from a disk of 2.4 GB/s, where plain reads took 1.3 to 1.4 s.
-_STRETCH_BYTES = 32 << 20
+_PART_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,33 +59,33 @@ def read_blocks(blocks: list[RowBlock], device: torch.device) -> Iterator[int]:
         stack.callback(torch.set_num_threads, threads)
         executor = ThreadPoolExecutor(_THREADS, "slora-weights")
         stack.callback(executor.shutdown, cancel_futures=True)
-        yield from executor.map(lambda stretch: _read_stretch(stretch, buffers), _cut_stretches(blocks))
+        yield from executor.map(lambda part: _read_part(part, buffers), _split_into_parts(blocks))
 
 
-def _cut_stretches(blocks: list[RowBlock]) -> list[list[RowBlock]]:
-    """Groups blocks that follow each other in one file, up to `_STRETCH_BYTES` per group."""
-    stretches: list[list[RowBlock]] = []
+def _split_into_parts(blocks: list[RowBlock]) -> list[list[RowBlock]]:
+    """Groups blocks that follow each other in one file, up to `_PART_BYTES` per group."""
+    parts: list[list[RowBlock]] = []
     end: tuple[Path, int] | None = None
     for block in sorted(blocks, key=lambda block: (block.source.stored.path, block.offset)):
         path = block.source.stored.path
-        if end != (path, block.offset) or block.offset - stretches[-1][0].offset >= _STRETCH_BYTES:
-            stretches.append([])
-        stretches[-1].append(block)
+        if end != (path, block.offset) or block.offset - parts[-1][0].offset >= _PART_BYTES:
+            parts.append([])
+        parts[-1].append(block)
         end = path, block.offset + block.num_bytes
-    return stretches
+    return parts
 
 
-def _read_stretch(stretch: list[RowBlock], buffers: SimpleQueue[Tensor]) -> int:
+def _read_part(part: list[RowBlock], buffers: SimpleQueue[Tensor]) -> int:
     """Reads one part through its own open file, because the kernel prefetches per open file that is read in order."""
-    with stretch[0].source.stored.path.open("rb") as file:
-        for block in stretch:
+    with part[0].source.stored.path.open("rb") as file:
+        for block in part:
             _read_block(block, file.fileno(), buffers)
-    return sum(block.num_bytes for block in stretch)
+    return sum(block.num_bytes for block in part)
 
 
 def _read_block(block: RowBlock, file: int, buffers: SimpleQueue[Tensor]) -> None:
     source, stored = block.source, block.source.stored
-    memory = block.target.memory(source.dtype) if source.scales is None else None
+    memory = block.target.direct_memory(source.dtype) if source.scales is None else None
     if memory is not None:
         read_into(memory[block.first_row : block.first_row + block.num_rows], stored, file, block.offset)
         return

@@ -24,7 +24,7 @@ from slora.weights.checkpoint import Checkpoint
 from slora.weights.linear import QuantizedWeight
 from slora.weights.safetensors_file import StoredTensor
 from slora.weights.weight_blocks import RowBlock, read_blocks, read_into
-from slora.weights.weight_source import DTYPES, QUANTIZED, ScaleBlock, WeightSource, spread_scales
+from slora.weights.weight_source import DTYPES, QUANTIZED, ScaleBlock, WeightSource, expand_scales
 from slora.weights.weight_target import PlainTarget, QuantizedTarget, WeightTarget
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class WeightReader:
         self._form = form
         self._block = block
         self._blocks: list[RowBlock] = []
-        self._claimed: set[str] = set()
+        self._known_names: set[str] = set()
 
     def vector(self, name: str, width: int) -> Tensor:
         """Reads a norm or a bias [width]."""
@@ -98,26 +98,31 @@ class WeightReader:
 
     def is_absent_or_same(self, name: str, other: str) -> bool:
         """Whether tensor `name` is absent or has the same bytes as `other`. In both cases it is not needed."""
-        self._claimed.add(name)
+        self._known_names.add(name)
         if name not in self._checkpoint:
             return True
         one, two = self._checkpoint.find(name), self._checkpoint.find(other)
         return one.dtype == two.dtype and one.shape == two.shape and _same_bytes(one, two)
 
-    def leave_out(self, beginnings: tuple[str, ...]) -> None:
+    def skip_prefixes(self, prefixes: tuple[str, ...]) -> None:
         """Skips tensors with these prefixes, which belong to parts of the model that are not served."""
-        self._claimed.update(name for name in self._checkpoint if name.startswith(beginnings))
+        self._known_names.update(name for name in self._checkpoint if name.startswith(prefixes))
 
     def read(self) -> None:
         """Fills the memory from `matrix` and `linear`.
 
         Raises ConfigError if the checkpoint holds tensors that were not requested.
         """
-        self._refuse_unread()
+        self._refuse_unknown_tensors()
         start = time.perf_counter()
         total = sum(block.num_bytes for block in self._blocks)
         with tqdm(
-            total=total, desc="Weights", unit="B", unit_scale=True, leave=False, disable=not _wants_bar()
+            total=total,
+            desc="Weights",
+            unit="B",
+            unit_scale=True,
+            leave=False,
+            disable=not _shows_progress_bar(),
         ) as bar:
             for num_bytes in read_blocks(self._blocks, self.device):
                 bar.update(num_bytes)
@@ -125,7 +130,7 @@ class WeightReader:
         _log.info("read %.2f GB of weights in %.1f s", total / 1e9, time.perf_counter() - start)
 
     def _find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        self._claimed.add(name)
+        self._known_names.add(name)
         return self._checkpoint.find(name, shape)
 
     def _source(self, name: str, shape: tuple[int, int]) -> WeightSource:
@@ -136,19 +141,19 @@ class WeightReader:
             return WeightSource(stored)
         for scale_name in (f"{name}_scale", f"{name}_scale_inv"):
             if scale_name in self._checkpoint:
-                self._claimed.add(scale_name)
+                self._known_names.add(scale_name)
                 scales = self._read_now(self._checkpoint.find(scale_name)).float()
-                return WeightSource(stored, spread_scales(stored, scales, self._block), self._block)
+                return WeightSource(stored, expand_scales(stored, scales, self._block), self._block)
         raise ConfigError(f"{stored.path}: {name} is {stored.dtype}, but there is no {name}_scale")
 
     def _packed_source(self, name: str, num_rows: int, width: int) -> WeightSource:
-        self._claimed.add(f"{name}_shape")
+        self._known_names.add(f"{name}_shape")
         stored = self._find(f"{name}_packed", (num_rows, -(-width // 4)))
         if stored.dtype != "I32":
             raise _not_floating(stored)
-        self._claimed.add(f"{name}_scale")
+        self._known_names.add(f"{name}_scale")
         scales = self._read_now(self._checkpoint.find(f"{name}_scale")).float()
-        return WeightSource(stored, spread_scales(stored, scales, None), packed_width=width)
+        return WeightSource(stored, expand_scales(stored, scales, None), packed_width=width)
 
     def _read_now(self, stored: StoredTensor) -> Tensor:
         if stored.dtype in QUANTIZED or stored.dtype not in DTYPES:
@@ -167,14 +172,14 @@ class WeightReader:
         for row in range(0, num_rows, step):
             self._blocks.append(RowBlock(source, target, row, min(step, num_rows - row)))
 
-    def _refuse_unread(self) -> None:
-        unread = [
-            name for name in self._checkpoint if name not in self._claimed and not _HARMLESS.search(name)
+    def _refuse_unknown_tensors(self) -> None:
+        unknown = [
+            name for name in self._checkpoint if name not in self._known_names and not _HARMLESS.search(name)
         ]
-        if unread:
+        if unknown:
             raise ConfigError(
-                f"{self._checkpoint.directory} holds {len(unread)} tensors that its config.json does not call for, "
-                f"{unread[0]!r} for one; leaving them out would serve another model"
+                f"{self._checkpoint.directory} holds {len(unknown)} tensors that its config.json does not call for, "
+                f"{unknown[0]!r} for one; leaving them out would serve another model"
             )
 
 
@@ -203,5 +208,5 @@ def _common_form(sources: Sequence[WeightSource]) -> torch.dtype | None:
     return forms.pop() if len(forms) == 1 else None
 
 
-def _wants_bar() -> bool:
+def _shows_progress_bar() -> bool:
     return sys.stderr.isatty() and _log.isEnabledFor(logging.WARNING)

@@ -56,7 +56,7 @@ class WeightSource:
         return rows.float().mul_(factors), None
 
 
-def spread_scales(stored: StoredTensor, scales: Tensor, block: ScaleBlock | None) -> Tensor:
+def expand_scales(stored: StoredTensor, scales: Tensor, block: ScaleBlock | None) -> Tensor:
     """Returns the scales in the form that `WeightSource` needs, from one per tensor, one per row, or blocks."""
     num_rows, num_columns = stored.shape
     if block is not None:

@@ -13,7 +13,7 @@ from slora.weights.quantization import quantize_rows
 class WeightTarget(Protocol):
     """The rows of a weight that one tensor of the checkpoint fills, block by block."""
 
-    def memory(self, dtype: torch.dtype) -> Tensor | None:
+    def direct_memory(self, dtype: torch.dtype) -> Tensor | None:
         """The memory of these rows, if bytes of `dtype` may be read directly into it; otherwise None."""
 
     def write(self, first_row: int, rows: Tensor, scales: Tensor | None) -> bool:
@@ -27,7 +27,7 @@ class WeightTarget(Protocol):
 class PlainTarget:
     weight: Tensor
 
-    def memory(self, dtype: torch.dtype) -> Tensor | None:
+    def direct_memory(self, dtype: torch.dtype) -> Tensor | None:
         suits = self.weight.dtype == dtype and self.weight.device.type == "cpu"
         return self.weight if suits else None
 
@@ -43,7 +43,7 @@ class QuantizedTarget:
 
     weight: QuantizedWeight
 
-    def memory(self, dtype: torch.dtype) -> Tensor | None:
+    def direct_memory(self, dtype: torch.dtype) -> Tensor | None:
         return None
 
     def write(self, first_row: int, rows: Tensor, scales: Tensor | None) -> bool:

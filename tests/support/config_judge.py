@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from slora.engine_config import EngineConfig
 from slora.errors import ConfigError
 from slora.models.model import Model, ReferenceModel, load_model
-from slora.models.model_proof import prove_model, run_through_pages
 from slora.models.model_spec import ModelSpec
 from slora.models.model_spec_reader import read_model_spec
+from slora.models.parity_check import check_parity, compute_paged_logits
 from slora_kernels.batch import KVGeometry
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.kv_format import KVFormat
@@ -23,7 +23,7 @@ from tests.support.tiny_models import fill_randomly
 
 _CPU = torch.device("cpu")
 _TOLERANCE = 1e-3
-# The proof at start uses prompts of other lengths than these.
+# The parity check at start uses prompts of other lengths than these.
 _LENGTHS = (53, 29, 7)
 _LONGEST_TABLE = 8192
 
@@ -100,6 +100,6 @@ def _serve(directory: Path, spec: ModelSpec, prompts: Sequence[list[int]]) -> li
         kv_format=KVFormat.MODEL,
     )
     if isinstance(model, ReferenceModel):
-        prove_model(model, spec, geometry, kernels, _CPU)
-    runs = run_through_pages(model, spec, geometry, kernels, _CPU, prompts, num_rows)
+        check_parity(model, spec, geometry, kernels, _CPU)
+    runs = compute_paged_logits(model, spec, geometry, kernels, _CPU, prompts, num_rows)
     return list(runs.values())

@@ -19,7 +19,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slora.verify.peft_oracle import find_rope_switch, force_answer
+from slora.verify.peft_reference import compute_forced_logits, find_rope_switch
 from tests.support.peft_adapters import quiet_peft
 
 MARGIN = 1e-4
@@ -95,7 +95,7 @@ class Oracle:
         def forward(token_ids: Sequence[int]) -> Tensor:
             return self.logits(token_ids, adapter)
 
-        return force_answer(forward, prompt, answer, self._rope_switch)[len(prompt) - 1 : -1]
+        return compute_forced_logits(forward, prompt, answer, self._rope_switch)[len(prompt) - 1 : -1]
 
     def judge(
         self,

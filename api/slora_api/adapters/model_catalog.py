@@ -89,7 +89,7 @@ class ModelCatalog:
                 "model",
             ) from None
         return ServedModel(
-            name, record.version, record.label, extras.chat_template, own.over(self._base.defaults)
+            name, record.version, record.label, extras.chat_template, own.override(self._base.defaults)
         )
 
     def list_models(self, key: KeyRecord, limit: int | None = None, after: str | None = None) -> Json:

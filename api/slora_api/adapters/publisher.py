@@ -29,7 +29,7 @@ from starlette.types import Receive
 
 from slora.engine.client import EngineClient
 from slora.errors import EngineUnavailable
-from slora.text.generation_defaults import refuse_unhonoured
+from slora.text.generation_defaults import find_unsupported_fields
 from slora_adapters.errors import AdapterInvalid, StoreUnavailable
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.registry.catalog import Catalog
@@ -142,7 +142,7 @@ class Publisher:
         check_adapter_name(name)
 
     async def _check_extras(self, tenant: str, adapter: CheckedAdapter) -> None:
-        reasons = refuse_unhonoured(adapter.extras.generation_config, self._client.info.vocab_size)
+        reasons = find_unsupported_fields(adapter.extras.generation_config, self._client.info.vocab_size)
         if adapter.extras.chat_template is not None:
             reasons += await self._templates.check(tenant, adapter.extras.chat_template)
         if reasons:

@@ -87,7 +87,7 @@ def _sampling(
     max_tokens: None while it is not known yet.
     prompt_logprobs: number of most probable tokens to list for each token of the prompt.
     """
-    values = defaults.cut_to(max_tokens).said()
+    values = defaults.cap_min_tokens(max_tokens).explicit_fields()
     if fields.use_beam_search:
         values = {name: value for name, value in values.items() if name not in _OF_CHANCE} | {
             "temperature": 0.0

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from slora.models.model_tree import read_spec
+from slora.models.model_structure import read_transformers_spec
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.packing import pack
 from slora_adapters.peft.peft_directory import read_adapter
@@ -90,7 +90,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Base]:
     def write(name: str) -> Base:
         directory = tmp_path_factory.mktemp(name)
         AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(directory)
-        return Base(directory, read_spec(directory).sizes)
+        return Base(directory, read_transformers_spec(directory).sizes)
 
     return cache(write)
 

@@ -143,8 +143,8 @@ def test_a_prefix_that_is_found_says_what_one_that_is_computed_says(kits: Kits) 
 
 
 def test_a_model_of_transformers_own_classes_is_served_alike(tmp_path: Path) -> None:
-    """The proof at start runs in the model's own dtype, because fp8 rounding would hide errors. Requests are served
-    in fp8."""
+    """The parity check at start runs in the model's own dtype, because fp8 rounding would hide errors. Requests are
+    served in fp8."""
     kit = make_kit(tmp_path, "llama", {}, num_hidden_layers=2)
     prompts = draw_prompts(3, 50)
     ours = score(kit, prompts, kernels=KERNELS, **FP8)

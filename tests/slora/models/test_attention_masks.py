@@ -48,6 +48,8 @@ def test_a_mask_that_the_model_changed_is_not_taken_for_the_one_that_was_made() 
     def hide_all(_: Tensor, __: Tensor, query: Tensor, ___: Tensor) -> Tensor:
         return torch.zeros_like(query, dtype=torch.bool)
 
-    made = [record.make(q_length=3, kv_length=3, mask_function=f) for f in (causal_mask_function, hide_all)]
-    assert [record.function_of(mask) for mask in made] == [causal_mask_function, hide_all]
-    assert record.function_of(made[0] | made[1]) is None
+    made = [
+        record.make_mask(q_length=3, kv_length=3, mask_function=f) for f in (causal_mask_function, hide_all)
+    ]
+    assert [record.find_function(mask) for mask in made] == [causal_mask_function, hide_all]
+    assert record.find_function(made[0] | made[1]) is None

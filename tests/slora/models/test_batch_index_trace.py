@@ -18,5 +18,5 @@ def test_arithmetic_carries_the_index_and_selection_does_not() -> None:
         other = torch.arange(NUM_TOKENS + 1)
         written = torch.zeros(NUM_TOKENS, 4)
         written += scaled
-    assert all(map(trace.reaches, (index, scaled, learned, written)))
-    assert not any(map(trace.reaches, (routed, gathered, rotated, other, hidden)))
+    assert all(map(trace.is_traced, (index, scaled, learned, written)))
+    assert not any(map(trace.is_traced, (routed, gathered, rotated, other, hidden)))

@@ -2,7 +2,7 @@ import pytest
 from torch import nn
 from transformers import Gemma3TextConfig, Llama4TextConfig, Qwen2Config
 
-from slora.models.config_lengths import find_lengths, shortened
+from slora.models.config_lengths import find_lengths, shorten_lengths
 
 
 def test_lengths_are_fields_that_count_tokens() -> None:
@@ -23,7 +23,7 @@ def test_long_lengths_are_cut_wherever_the_model_keeps_them_and_put_back() -> No
 
     config = Qwen2Config(use_sliding_window=True, sliding_window=4096, hidden_size=4096)
     model = nn.Sequential(Layer(config), Layer(config))
-    with pytest.raises(RuntimeError, match="inside"), shortened(model, 128, 11):
+    with pytest.raises(RuntimeError, match="inside"), shorten_lengths(model, 128, 11):
         assert [(m.window_size, m.hidden_size, m.other_window) for m in model] == [(11, 4096, 40)] * 2
         assert (config.sliding_window, config.hidden_size) == (11, 4096)
         raise RuntimeError("inside")

@@ -119,8 +119,8 @@ def test_draws_over_seeds_follow_the_filtered_distribution(params: SamplingParam
 
 
 def test_a_gpus_kernels_choose_the_same_tokens() -> None:
-    """One batch of a 16-bit model has rows sampled with and without filters, rows with biases, greedy rows and rows with
-    NaN."""
+    """One batch of a 16-bit model has rows sampled with and without filters, rows with biases, greedy rows and rows
+    with NaN."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     params = [*PARAMS, SamplingParams(temperature=0.0), SamplingParams(top_p=0.7, presence_penalty=1.0)] * 3
     sequences = [make_sequence(one, seed=n, generated=[5, 6]) for n, one in enumerate(params)]

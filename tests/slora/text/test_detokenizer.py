@@ -153,8 +153,8 @@ def test_no_stop_string_ends_in_the_text_of_the_first_min_tokens(
 ) -> None:
     tokenizer = tokenizer_of(kind)
     tokens = tokenizer.encode(text)
-    whole, immune = tokenizer.decode(tokens), len(decode_complete(tokenizer, tokens[:min_tokens]))
-    ends = range(immune + 1, len(whole) + 1)
+    whole, exempt = tokenizer.decode(tokens), len(decode_complete(tokenizer, tokens[:min_tokens]))
+    ends = range(exempt + 1, len(whole) + 1)
     expected = next(
         (whole[: end - max(map(len, found))] for end in ends if (found := _ending(whole[:end], stop))), whole
     )

@@ -4,7 +4,11 @@ from typing import Any
 import pytest
 
 from slora.sampling_params import SamplingParams
-from slora.text.generation_defaults import GenerationDefaults, read_generation_defaults, refuse_unhonoured
+from slora.text.generation_defaults import (
+    GenerationDefaults,
+    find_unsupported_fields,
+    read_generation_defaults,
+)
 
 
 def test_what_transformers_saves_is_read() -> None:
@@ -13,14 +17,14 @@ def test_what_transformers_saves_is_read() -> None:
     assert read_generation_defaults(json.dumps(config)) == GenerationDefaults(
         0.7, 0.8, 20, 64, (1, 2), ("END",)
     )
-    assert refuse_unhonoured(json.dumps(config)) == []
+    assert find_unsupported_fields(json.dumps(config)) == []
 
 
 def test_what_has_another_name_here_is_read_too() -> None:
     config = {"min_p": 0.05, "repetition_penalty": 1.1, "min_new_tokens": 3}
     defaults = read_generation_defaults(json.dumps(config))
     assert (defaults.min_p, defaults.repetition_penalty, defaults.min_tokens) == (0.05, 1.1, 3)
-    assert refuse_unhonoured(json.dumps(config)) == []
+    assert find_unsupported_fields(json.dumps(config)) == []
     assert defaults.params(2) == SamplingParams(2, min_p=0.05, repetition_penalty=1.1, min_tokens=2)
 
 
@@ -32,12 +36,12 @@ def test_no_sampling_means_the_likeliest_token() -> None:
 def test_an_adapters_defaults_win_field_by_field() -> None:
     base = GenerationDefaults(temperature=0.5, top_k=10, stop_token_ids=(1,))
     own = GenerationDefaults(temperature=0.0, top_p=0.9)
-    assert own.over(base) == GenerationDefaults(0.0, 0.9, 10, None, (1,))
+    assert own.override(base) == GenerationDefaults(0.0, 0.9, 10, None, (1,))
 
 
 def test_no_file_says_nothing() -> None:
     assert read_generation_defaults(None) == GenerationDefaults()
-    assert refuse_unhonoured(None) == []
+    assert find_unsupported_fields(None) == []
 
 
 @pytest.mark.parametrize(
@@ -51,7 +55,7 @@ def test_no_file_says_nothing() -> None:
     ],
 )
 def test_a_setting_that_is_not_honoured_is_refused_by_name(field: str, value: Any) -> None:
-    reasons = refuse_unhonoured(json.dumps({field: value}))
+    reasons = find_unsupported_fields(json.dumps({field: value}))
     assert [reason.code for reason in reasons] == ["generation_config_unsupported"]
     assert field in reasons[0].message
 
@@ -68,13 +72,13 @@ def test_a_setting_that_is_not_honoured_is_refused_by_name(field: str, value: An
      '{"temperature": 1' + "0" * 400 + "}", '{"temperature": 1e999}', '{"stop_strings": ["a\\ud800"]}'],
 )  # fmt: skip
 def test_values_that_no_request_could_send_are_refused(text: str) -> None:
-    reasons = refuse_unhonoured(text, vocab_size=64)
+    reasons = find_unsupported_fields(text, vocab_size=64)
     assert [reason.code for reason in reasons] == ["generation_config_malformed"]
     assert len(reasons[0].message) < 300, "a message does not repeat a whole file"
 
 
 def test_a_refusal_names_the_field_the_value_and_the_limit() -> None:
-    (reason,) = refuse_unhonoured('{"eos_token_id": [1, 64]}', vocab_size=64)
+    (reason,) = find_unsupported_fields('{"eos_token_id": [1, 64]}', vocab_size=64)
     assert "eos_token_id" in reason.message and "64" in reason.message and "0 to 63" in reason.message
-    (reason,) = refuse_unhonoured('{"stop_strings": "a\\ud800"}')
+    (reason,) = find_unsupported_fields('{"stop_strings": "a\\ud800"}')
     assert "stop_strings" in reason.message and "U+D800" in reason.message

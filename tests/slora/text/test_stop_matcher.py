@@ -10,8 +10,8 @@ from slora.text.stop_matcher import StopMatcher, StopString
 SOME = st.lists(st.text(alphabet="ab", min_size=1, max_size=6), min_size=1, max_size=4)
 
 
-def naive_match(text: str, strings: list[str], immune: int) -> tuple[int, int] | None:
-    for end in range(immune + 1, len(text) + 1):
+def naive_match(text: str, strings: list[str], exempt: int) -> tuple[int, int] | None:
+    for end in range(exempt + 1, len(text) + 1):
         found = [len(string) for string in strings if text[:end].endswith(string)]
         if found:
             return end, max(found)
@@ -28,21 +28,21 @@ def naive_open(text: str, strings: list[str]) -> int:
 
 
 @given(
-    pieces=st.lists(st.text(alphabet="abc", max_size=8), max_size=6), strings=SOME, immune=st.integers(0, 12)
+    pieces=st.lists(st.text(alphabet="abc", max_size=8), max_size=6), strings=SOME, exempt=st.integers(0, 12)
 )
 def test_the_first_match_is_found_wherever_pieces_end(
-    pieces: list[str], strings: list[str], immune: int
+    pieces: list[str], strings: list[str], exempt: int
 ) -> None:
     matcher, text = StopMatcher([StopString(one) for one in strings]), ""
     for piece in pieces:
-        found = matcher.search(piece, max(0, immune - len(text)))
-        expected = naive_match(text + piece, strings, immune)
+        found = matcher.search(piece, max(0, exempt - len(text)))
+        expected = naive_match(text + piece, strings, exempt)
         if expected is not None:
             assert found == (expected[0] - len(text), expected[1])
             return
         text += piece
         assert found is None
-        assert matcher.num_open == naive_open(text, strings)
+        assert matcher.num_pending == naive_open(text, strings)
 
 
 @given(strings=SOME, texts=st.lists(st.text(alphabet="ab", max_size=12), min_size=2, max_size=4))
@@ -61,7 +61,7 @@ def test_texts_that_share_stop_strings_do_not_disturb_each_other(
 def test_nothing_is_open_without_strings() -> None:
     matcher = StopMatcher([])
     assert matcher.search("text") is None
-    assert matcher.num_open == 0
+    assert matcher.num_pending == 0
 
 
 def test_long_strings_that_nearly_match_cost_no_more_than_short_ones() -> None:
@@ -71,4 +71,4 @@ def test_long_strings_that_nearly_match_cost_no_more_than_short_ones() -> None:
     for _ in range(20_000):
         assert matcher.search("aa") is None
     assert time.thread_time() - before < 5
-    assert matcher.num_open == 1000
+    assert matcher.num_pending == 1000

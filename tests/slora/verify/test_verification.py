@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 
 from slora import LoraAdapter
 from slora.models.model_spec_reader import read_model_spec
-from slora.verify.peft_oracle import PeftOracle
+from slora.verify.peft_reference import PeftReference
 from slora.verify.verification import TOLERANCES, Verification
-from slora.verify.verifier import Question, verify_adapter
+from slora.verify.verifier import VerificationRequest, verify_adapter
 from slora_api.cli.main import main
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS, make_adapter
@@ -37,8 +37,10 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
 
 
 def compare(kit: ModelKit, kind: str, served: LoraAdapter | None = None, **question: Any) -> Verification:
-    asked = Question(kit.directory, kit.adapters[kind], **{"max_tokens": 8, "device": "cpu", **question})
-    return verify_adapter(asked, PeftOracle, served)
+    asked = VerificationRequest(
+        kit.directory, kit.adapters[kind], **{"max_tokens": 8, "device": "cpu", **question}
+    )
+    return verify_adapter(asked, PeftReference, served)
 
 
 def changed(
@@ -84,7 +86,8 @@ def test_models_of_other_families_are_compared(tmp_path: Path, model: str) -> No
     write_model(tmp_path / "base", model)
     make_adapter(tmp_path / "adapter", make_model(model), std=0.15, r=5, fan_in_fan_out=model == "gpt2")
     found = verify_adapter(
-        Question(tmp_path / "base", tmp_path / "adapter", max_tokens=8, device="cpu"), PeftOracle
+        VerificationRequest(tmp_path / "base", tmp_path / "adapter", max_tokens=8, device="cpu"),
+        PeftReference,
     )
     assert found.equal, found.problems
     # All linears except the embedding and the head.
@@ -110,7 +113,8 @@ def test_tokens_drawn_before_the_switch_of_longrope_are_judged_with_its_short_fa
     write_model(tmp_path / "base", model, **LONGROPES[model])
     make_adapter(tmp_path / "adapter", make_model(model, **LONGROPES[model]), std=0.15, r=5)
     found = verify_adapter(
-        Question(tmp_path / "base", tmp_path / "adapter", max_tokens=40, device="cpu"), PeftOracle
+        VerificationRequest(tmp_path / "base", tmp_path / "adapter", max_tokens=40, device="cpu"),
+        PeftReference,
     )
     assert read_model_spec(tmp_path / "base").rope_switch == 48
     lengths = [(check.prompt_tokens, check.prompt_tokens + check.answer_tokens) for check in found.prompts]
@@ -163,7 +167,7 @@ def test_modules_that_only_one_side_adapts_are_found(kit: ModelKit) -> None:
     )
 
 
-class OtherPeft(PeftOracle):
+class OtherPeft(PeftReference):
     """A peft version that reads alpha_pattern differently."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -174,7 +178,7 @@ class OtherPeft(PeftOracle):
 def test_a_difference_is_printed_with_its_place_and_exit_code_one(
     kit: ModelKit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("slora.verify.verify_command.PeftOracle", OtherPeft)
+    monkeypatch.setattr("slora.verify.verify_command.PeftReference", OtherPeft)
     prompt = ["--prompt", "The quick brown fox jumps over", "--prompt", "fox", "--max-tokens", "4"]
     command = ["adapter", "verify", str(kit.adapters["patterns"]), "--model", str(kit.directory)]
     assert main([*command, *prompt, "--device", "cpu"]) == 1

@@ -25,9 +25,9 @@ TENSORS = {
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint of TENSORS, read in blocks of a few rows and in stretches of a few blocks."""
+    """A checkpoint of TENSORS, read in blocks of a few rows and in parts of a few blocks."""
     monkeypatch.setattr(weight_reader, "_BLOCK_BYTES", 400)
-    monkeypatch.setattr(weight_blocks, "_STRETCH_BYTES", 1000)
+    monkeypatch.setattr(weight_blocks, "_PART_BYTES", 1000)
     save_file(TENSORS, tmp_path / "model.safetensors")
     return tmp_path
 

@@ -1,4 +1,4 @@
-"""A model that runs through transformers' classes is proved at start, before it is served. A failed proof names the
+"""A model that runs through transformers' classes is checked at start, before it is served. A failed proof names the
 reason."""
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]
 
 def start(directory: Path, monkeypatch: pytest.MonkeyPatch, hook: Hook) -> None:
     """Starts the model with `hook` after the first layer's MLP."""
-    place = TransformersDecoder._place_attention
+    place = TransformersDecoder._install_attention
 
     def place_and_hook(decoder: TransformersDecoder) -> None:
         place(decoder)
         decoder._model.get_submodule("model.layers.0.mlp").register_forward_hook(hook)
 
-    monkeypatch.setattr(TransformersDecoder, "_place_attention", place_and_hook)
+    monkeypatch.setattr(TransformersDecoder, "_install_attention", place_and_hook)
     LLM(directory, kernels=KERNELS, pool_bytes=1 << 22)
 
 
@@ -59,10 +59,10 @@ def test_what_begins_at_a_length_of_the_config_is_proved_beyond_it(
 ) -> None:
     """Born from proofs on 41 tokens, which tested nothing beyond the window.
 
-    The proof reaches a window of 100. It cuts a window of 400 to 11 tokens.
+    The check reaches a window of 100. It cuts a window of 400 to 11 tokens.
     """
     write_model(tmp_path, "starcoder2", num_hidden_layers=2, sliding_window=window)
-    place = TransformersDecoder._place_attention
+    place = TransformersDecoder._install_attention
 
     def place_and_scale(decoder: TransformersDecoder) -> None:
         place(decoder)
@@ -73,7 +73,7 @@ def test_what_begins_at_a_length_of_the_config_is_proved_beyond_it(
 
         decoder._model.get_submodule("model.layers.0.mlp").register_forward_hook(scale)
 
-    monkeypatch.setattr(TransformersDecoder, "_place_attention", place_and_scale)
+    monkeypatch.setattr(TransformersDecoder, "_install_attention", place_and_scale)
     condition = " once sliding_window is cut to 11 tokens" if window > 128 else ""
     with pytest.raises(ConfigError, match=rf"in chunks beside other prompts{condition}: "):
         LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22)

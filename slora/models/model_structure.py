@@ -1,6 +1,6 @@
 """Finds the structure of a transformers model by running it once on tensors without data.
 
-    python -P -m slora.models.model_tree DIR      prints a ModelSpec as JSON
+    python -P -m slora.models.model_structure DIR      prints a ModelSpec as JSON
 
 There is no table of architectures. The model is built on torch's meta device, which needs no memory and no weights. It
 runs with an attention function that records how each layer calls it. Hooks record which linears project all tokens of
@@ -36,10 +36,10 @@ from slora.models.batch_index_trace import BatchIndexTrace
 from slora.models.config_fields import read_json_object
 from slora.models.config_lengths import find_lengths
 from slora.models.model_config import read_eos_token_ids
-from slora.models.model_spec import REFUSED, ModelSpec
+from slora.models.model_spec import REFUSED_EXIT_CODE, ModelSpec
 from slora_kernels.layout import LinearShape, ModelShape
 
-__all__ = ["AttentionCall", "ModelTree", "find_tree", "ignore_padding", "read_spec"]
+__all__ = ["AttentionCall", "ModelStructure", "find_structure", "ignore_padding", "read_transformers_spec"]
 
 _ATTENTION = "slora_probe"
 _MASKED_ATTENTION = "slora_mask_probe"
@@ -75,7 +75,7 @@ class AttentionCall:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelTree:
+class ModelStructure:
     """The structure of a model.
 
     calls: the attention calls, one per layer, in order. linears: names and sizes of the linears within a layer.
@@ -89,7 +89,7 @@ class ModelTree:
     head_path: str
 
 
-class _Record:
+class _ForwardTrace:
     """Records one forward pass: attention calls in order, and linears that projected all tokens exactly once."""
 
     def __init__(self) -> None:
@@ -98,13 +98,13 @@ class _Record:
         self.indices = BatchIndexTrace(_TOKENS)
         self._names: dict[int, str] = {}
 
-    def watch(self, model: PreTrainedModel) -> None:
+    def hook_linears(self, model: PreTrainedModel) -> None:
         """Hooks the linears. Attention calls arrive through transformers' attention registry."""
         for name, module in model.named_modules():
             self._names[id(module)] = name
             if isinstance(module, nn.Linear | Conv1D):
                 module.register_forward_hook(
-                    lambda _, inputs, output, name=name: self.note_linear(name, inputs[0], output)
+                    lambda _, inputs, output, name=name: self.record_linear(name, inputs[0], output)
                 )
 
     def attend(
@@ -121,7 +121,7 @@ class _Record:
     ) -> tuple[Tensor, None]:
         name = self._names.get(id(module), type(module).__name__)
         _refuse_attention(name, module, query, key, value, attention_mask, others)
-        if any(map(self.indices.reaches, (query, key, value))):
+        if any(map(self.indices.is_traced, (query, key, value))):
             raise ConfigError(
                 f"{name}: paged attention can't serve it, because its queries, keys or values depend on the index of a "
                 "token in the batch, where the position in its sequence belongs"
@@ -130,7 +130,7 @@ class _Record:
         self.calls.append(AttentionCall(name, num_heads, key.shape[1], head_dim, sliding_window or None))
         return query.new_empty(1, num_tokens, num_heads, head_dim), None
 
-    def note_linear(self, name: str, x: Tensor, output: object) -> None:
+    def record_linear(self, name: str, x: Tensor, output: object) -> None:
         """Records a linear's input shape.
 
         A subclass may return something other than the product, as PhiMoE's router does.
@@ -138,7 +138,7 @@ class _Record:
         is_product = isinstance(output, Tensor) and output.shape[:-1] == x.shape[:-1]
         self.linear_calls.setdefault(name, []).append(tuple(x.shape[:-1]) if is_product else ())
 
-    def adaptable(self, name: str) -> bool:
+    def can_adapt(self, name: str) -> bool:
         """Whether LoRA on this linear is one product over all tokens of the step.
 
         An expert of a mixture sees only some of them.
@@ -146,7 +146,7 @@ class _Record:
         return self.linear_calls.get(name) in ([(1, _TOKENS)], [(_TOKENS,)])
 
 
-class _Masks:
+class _MaskTrace:
     """Records the mask of each layer, in order, in one forward pass with transformers' plain attention."""
 
     def __init__(self) -> None:
@@ -166,35 +166,35 @@ class _Masks:
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
-def read_spec(directory: Path) -> ModelSpec:
+def read_transformers_spec(directory: Path) -> ModelSpec:
     """Reads the facts about the model in `directory` for engine, API and loader. Raises ConfigError."""
     config = read_config(directory)
-    # Read before the tree is found, because building the model in another dtype changes its config.
+    # Read before the structure is found, because building the model in another dtype changes its config.
     dtype = config.dtype if config.dtype is not None else torch.float32
-    tree = find_tree(config, directory)
-    first = tree.calls[0]
+    structure = find_structure(config, directory)
+    first = structure.calls[0]
     return ModelSpec(
         family=str(config.model_type),
         max_positions=_size(config, "max_position_embeddings", directory),
-        window_of_layer=tuple(call.window for call in tree.calls),
+        window_of_layer=tuple(call.window for call in structure.calls),
         rope_switch=None,
         dtype=str(dtype).removeprefix("torch."),
         eos_token_ids=read_eos_token_ids(read_json_object(directory / "config.json"), directory),
         sizes=ModelShape(
-            num_layers=len(tree.calls),
+            num_layers=len(structure.calls),
             num_heads=first.num_heads,
             num_kv_heads=first.num_kv_heads,
             head_dim=first.head_dim,
             hidden_size=_size(config, "hidden_size", directory),
             vocab_size=_size(config, "vocab_size", directory),
             element_bytes=4,
-            linears=tree.linears,
-            groups=tuple((linear,) for linear in range(len(tree.linears))),
-            layers_path=tree.layers_path,
-            embedding_path=tree.embedding_path,
-            head_path=tree.head_path,
+            linears=structure.linears,
+            groups=tuple((linear,) for linear in range(len(structure.linears))),
+            layers_path=structure.layers_path,
+            embedding_path=structure.embedding_path,
+            head_path=structure.head_path,
         ),
-        attention_paths=tuple(call.module for call in tree.calls),
+        attention_paths=tuple(call.module for call in structure.calls),
     )
 
 
@@ -235,12 +235,12 @@ def _refuse_fields(config: PreTrainedConfig, text: PreTrainedConfig, path: Path)
         )
 
 
-def find_tree(config: PreTrainedConfig, directory: Path) -> ModelTree:
+def find_structure(config: PreTrainedConfig, directory: Path) -> ModelStructure:
     """Runs the model once on the meta device. Raises ConfigError with the reason if the model can't be served."""
-    record = _Record()
+    record = _ForwardTrace()
     AttentionInterface.register(_ATTENTION, record.attend)
     model = _build(config, directory)
-    record.watch(model)
+    record.hook_linears(model)
     try:
         with record.indices:
             _run(model)
@@ -257,7 +257,7 @@ def find_tree(config: PreTrainedConfig, directory: Path) -> ModelTree:
             f"{_title(config, directory)} has no linear in its layers that an adapter could change"
         )
     _refuse_masks(model, record.calls, config, directory)
-    return ModelTree(
+    return ModelStructure(
         calls=tuple(record.calls),
         layers_path=layers_path,
         linears=linears,
@@ -296,9 +296,9 @@ def _refuse_masks(
     model: PreTrainedModel, calls: list[AttentionCall], config: PreTrainedConfig, directory: Path
 ) -> None:
     """Raises ConfigError for a layer whose mask differs from the mask that its attention call describes."""
-    masks = _Masks()
+    masks = _MaskTrace()
     AttentionInterface.register(_MASKED_ATTENTION, masks.attend)
-    AttentionMaskInterface.register(_MASKED_ATTENTION, masks.record.make)
+    AttentionMaskInterface.register(_MASKED_ATTENTION, masks.record.make_mask)
     model.set_attn_implementation(_MASKED_ATTENTION)
     try:
         with torch.inference_mode():
@@ -312,7 +312,7 @@ def _refuse_masks(
     lengths = find_lengths(config).values()
     max_positions = _size(config, "max_position_embeddings", directory)
     for call, mask in zip(calls, masks.given, strict=True):
-        function = None if mask is None else masks.record.function_of(mask)
+        function = None if mask is None else masks.record.find_function(mask)
         if function is None:
             what = (
                 "is given no mask by the model" if mask is None else "is given a mask that the model changed"
@@ -372,13 +372,13 @@ def _layers_path(model: PreTrainedModel, calls: list[AttentionCall], title: str)
 
 
 def _linears(
-    model: PreTrainedModel, layers_path: str, num_layers: int, record: _Record
+    model: PreTrainedModel, layers_path: str, num_layers: int, record: _ForwardTrace
 ) -> Iterator[LinearShape]:
     """The linears that LoRA can adapt in every layer, in the order of the first layer's modules."""
     for path, module in model.get_submodule(f"{layers_path}.0").named_modules():
         shape = linear_shape(module, path)
         names = [f"{layers_path}.{layer}.{path}" for layer in range(num_layers)]
-        if shape is not None and all(record.adaptable(name) for name in names):
+        if shape is not None and all(record.can_adapt(name) for name in names):
             yield shape
 
 
@@ -443,16 +443,16 @@ def _version() -> str:
 
 
 def main() -> int:
-    """Prints the spec. If the model is refused, prints the reason and returns the exit code `REFUSED`."""
+    """Prints the spec. If the model is refused, prints the reason and returns the exit code `REFUSED_EXIT_CODE`."""
     parser = argparse.ArgumentParser(description="Describe a model that transformers' own classes compute.")
     parser.add_argument("directory", type=Path)
     options = parser.parse_args()
     logging.set_verbosity_error()
     try:
-        spec = read_spec(options.directory)
+        spec = read_transformers_spec(options.directory)
     except ConfigError as error:
         print(error)
-        return REFUSED
+        return REFUSED_EXIT_CODE
     print(json.dumps(asdict(spec)))
     return 0
 

@@ -6,9 +6,9 @@ If tokens of different sequences mix outside attention (convolutions, recurrent 
 position), an answer changes.
 
 A model may change its arithmetic at each length in its config (windows, chunks, floors). A prompt longer than a
-realistic length would take minutes on a CPU, so only lengths up to `_MOST_CROSSED` tokens are tested as they are. For
-longer ones the check is repeated with those lengths cut to `_SHORT_LENGTH` tokens in the model itself. The check
-computes at most about 900 tokens for any model. `slora.models.model_tree` compares windows at their real lengths.
+realistic length would take minutes on a CPU, so only lengths up to `_MAX_REAL_LENGTH` tokens are tested as they are.
+For longer ones the check is repeated with those lengths cut to `_SHORT_LENGTH` tokens in the model itself. The check
+computes at most about 900 tokens for any model. `slora.models.model_structure` compares windows at their real lengths.
 
 The pages hold K and V in the model's dtype here, also if the engine serves them in fp8: rounding to 8 bits would hide
 real differences.
@@ -38,20 +38,20 @@ from slora_kernels.batch import KVGeometry
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.ops import Kernels
 
-__all__ = ["prove_model", "run_through_pages"]
+__all__ = ["check_parity", "compute_paged_logits"]
 
 # Limits of the root mean square of the difference, relative to that of the logits around their mean. Over ten
 # architectures of two layers, rounding gave at most 2e-6 in float32 and 0.02 in bfloat16. Deeper models accumulate
 # more. A prompt that sees one token of the other prompt differs by 0.1 to 1.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
-_LENGTHS = (41, 17)
-_MOST_CROSSED = 128
+_PROMPT_LENGTHS = (41, 17)
+_MAX_REAL_LENGTH = 128
 _SHORT_LENGTH = 11
 # Number of tokens of a prompt beyond the longest length that it crosses.
-_BEYOND = 9
+_MARGIN_TOKENS = 9
 
 
-def prove_model(
+def check_parity(
     model: ReferenceModel,
     spec: ModelSpec,
     geometry: KVGeometry,
@@ -60,22 +60,23 @@ def prove_model(
 ) -> None:
     """Raises ConfigError if the answers differ, or if the model fails while it computes them."""
     lengths = model.lengths()
-    crossed = [length for length in lengths.values() if length <= _MOST_CROSSED]
-    exact = replace(geometry, kv_format=KVFormat.MODEL)
-    prompts = _prompts(spec, max([_LENGTHS[0], *(length + _BEYOND for length in crossed)]))
-    _compare(model, spec, exact, kernels, device, prompts, "")
-    far = [name for name, length in lengths.items() if length > _MOST_CROSSED]
+    crossed = [length for length in lengths.values() if length <= _MAX_REAL_LENGTH]
+    unquantized = replace(geometry, kv_format=KVFormat.MODEL)
+    prompts = _make_prompts(spec, max([_PROMPT_LENGTHS[0], *(length + _MARGIN_TOKENS for length in crossed)]))
+    _compare(model, spec, unquantized, kernels, device, prompts, "")
+    far = [name for name, length in lengths.items() if length > _MAX_REAL_LENGTH]
     if far:
         condition = f" once {', '.join(far)} {'is' if len(far) == 1 else 'are'} cut to {_SHORT_LENGTH} tokens"
-        with model.shortened(_MOST_CROSSED, _SHORT_LENGTH):
-            _compare(model, spec, exact, kernels, device, prompts, condition)
+        with model.shorten_lengths(_MAX_REAL_LENGTH, _SHORT_LENGTH):
+            _compare(model, spec, unquantized, kernels, device, prompts, condition)
 
 
-def _prompts(spec: ModelSpec, longest: int) -> list[list[int]]:
+def _make_prompts(spec: ModelSpec, longest: int) -> list[list[int]]:
     rng = np.random.default_rng(0)
     most = max(3, spec.max_positions - 1)
     return [
-        rng.integers(0, spec.vocab_size, min(length, most)).tolist() for length in (longest, *_LENGTHS[1:])
+        rng.integers(0, spec.vocab_size, min(length, most)).tolist()
+        for length in (longest, *_PROMPT_LENGTHS[1:])
     ]
 
 
@@ -90,7 +91,7 @@ def _compare(
 ) -> None:
     try:
         expected = [model.reference_logits(prompt).double() for prompt in prompts]
-        runs = run_through_pages(model, spec, geometry, kernels, device, prompts)
+        runs = compute_paged_logits(model, spec, geometry, kernels, device, prompts)
     except Exception as error:
         # The model's code belongs to transformers and may raise any exception.
         raise ConfigError(
@@ -111,7 +112,7 @@ def _compare(
 
 
 @torch.inference_mode()
-def run_through_pages(
+def compute_paged_logits(
     model: Model,
     spec: ModelSpec,
     geometry: KVGeometry,
@@ -132,8 +133,8 @@ def run_through_pages(
     memory.pages.fill_(0xFF)
     free = iter(range(num_pages))
 
-    def sequence_of(prompt: list[int]) -> Sequence:
-        sequence = _sequence(prompt, free, geometry)
+    def make_sequence(prompt: list[int]) -> Sequence:
+        sequence = _make_sequence(prompt, free, geometry)
         sequence.uses_long_rope = spec.rope_switch is not None and len(prompt) > spec.rope_switch
         return sequence
 
@@ -142,9 +143,11 @@ def run_through_pages(
         hidden = model.forward(batch, memory, kernels)
         return list(model.logits(hidden, LoraDeltas(None, memory, kernels))) if len(hidden) else []
 
-    alone = [run(_cut(sequence_of(prompt), [len(prompt)]))[0] for prompt in prompts]
+    alone = [run(_split_into_chunks(make_sequence(prompt), [len(prompt)]))[0] for prompt in prompts]
     # The batch order changes: the first prompt leads in the first and third step and comes last in the second one.
-    pieces = [_cut(sequence_of(prompt), [len(prompt) // 2, len(prompt) - 1]) for prompt in prompts]
+    pieces = [
+        _split_into_chunks(make_sequence(prompt), [len(prompt) // 2, len(prompt) - 1]) for prompt in prompts
+    ]
     steps = [
         [each[0] for each in pieces],
         [each[1] for each in reversed(pieces)],
@@ -154,14 +157,14 @@ def run_through_pages(
     return {"alone": alone, "in chunks beside other prompts": batched}
 
 
-def _sequence(prompt: list[int], free_pages: Iterator[int], geometry: KVGeometry) -> Sequence:
+def _make_sequence(prompt: list[int], free_pages: Iterator[int], geometry: KVGeometry) -> Sequence:
     request = EngineRequest("check", "", prompt, None, SamplingParams(temperature=0.0))
     sequence = Sequence(request, TenantAccount("check"), 1, frozenset(), 0, geometry.block_tokens)
     sequence.blocks.extend([next(free_pages) for _ in range(sequence.blocks.pages_missing(len(prompt)))])
     return sequence
 
 
-def _cut(sequence: Sequence, ends: list[int]) -> list[Chunk]:
+def _split_into_chunks(sequence: Sequence, ends: list[int]) -> list[Chunk]:
     """Chunks that end at each of `ends` and at the end of the sequence."""
     length = len(sequence.token_ids)
     bounds = [0, *ends] if ends[-1] == length else [0, *ends, length]

@@ -16,13 +16,13 @@ from transformers.utils import logging as transformers_logging
 
 from slora.errors import NotComparable
 
-__all__ = ["PeftOracle", "find_rope_switch", "force_answer"]
+__all__ = ["PeftReference", "compute_forced_logits", "find_rope_switch"]
 
 _NAME = "default"
 _PREFIX = "base_model.model."
 
 
-class PeftOracle:
+class PeftReference:
     """The model in transformers and peft. Raises NotComparable with the error of either library.
 
     notes: warnings of peft while it loaded the adapter.
@@ -53,9 +53,9 @@ class PeftOracle:
         adapted: with the adapter or without. A row of the answer is computed as it was when its token was the last one.
         """
         if adapted:
-            return force_answer(self._forward, prompt, answer, self._rope_switch)
+            return compute_forced_logits(self._forward, prompt, answer, self._rope_switch)
         with self._model.disable_adapter():
-            return force_answer(self._forward, prompt, answer, self._rope_switch)
+            return compute_forced_logits(self._forward, prompt, answer, self._rope_switch)
 
     @torch.inference_mode()
     def delta(self, path: str, inputs: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def find_rope_switch(config: PreTrainedConfig) -> int | None:
     return next(switches, None)
 
 
-def force_answer(
+def compute_forced_logits(
     forward: Callable[[Sequence[int]], Tensor],
     prompt: Sequence[int],
     answer: Sequence[int],
