@@ -17,7 +17,7 @@ from slora_adapters.version import AdapterVersion
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, write_directory
 
 
-class Stock:
+class AdapterFixtures:
     """Adapters by number, each with its own weights. `packed` is the packed form that a loader must produce."""
 
     def __init__(self, root: Path) -> None:

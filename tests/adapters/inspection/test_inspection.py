@@ -25,7 +25,7 @@ from tests.api.adapters.hostile_uploads import (
     FIELDS,
     MAX_RANK,
     MAX_UPLOAD,
-    Hostile,
+    HostileUpload,
     kinds,
     make_tar,
     make_zip,
@@ -46,7 +46,7 @@ def scratch(tmp_path: Path) -> Path:
     return tmp_path / "scratch"
 
 
-def _write(one: Hostile, directory: Path) -> Path:
+def _write(one: HostileUpload, directory: Path) -> Path:
     """Writes the files of an upload into quarantine, as the API does."""
     directory.mkdir()
     for field, _name, raw in one.parts:

@@ -21,17 +21,17 @@ from slora_adapters.store.tiered_store import TieredStore
 from slora_adapters.version import AdapterVersion
 from tests.adapters.blobs import read_members
 from tests.adapters.hand_made import SHAPE
-from tests.adapters.stock import GatedStore, Stock
+from tests.adapters.stock import AdapterFixtures, GatedStore
 from tests.redis_server import RedisServer
 
 SERVED = ServedFormat(SHAPE, "float32", AdapterLimits(served_dtype="float32"))
 
 
-class Bench:
+class LoaderHarness:
     """A loader over a store with gated reads, and the loader's answers."""
 
     def __init__(self, root: Path, cache_bytes: int = 1 << 20, **options) -> None:
-        self.stock = Stock(root)
+        self.stock = AdapterFixtures(root)
         self.gated = GatedStore(self.stock.store)
         self.cache = HostCache(cache_bytes)
         self.options = options
@@ -57,11 +57,11 @@ class Bench:
 
 
 @pytest.fixture
-def make_bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
-    benches: list[Bench] = []
+def make_bench(tmp_path: Path) -> Iterator[Callable[..., LoaderHarness]]:
+    benches: list[LoaderHarness] = []
 
-    def make(**options) -> Bench:
-        benches.append(Bench(tmp_path / str(len(benches)), **options))
+    def make(**options) -> LoaderHarness:
+        benches.append(LoaderHarness(tmp_path / str(len(benches)), **options))
         return benches[-1]
 
     yield make
@@ -73,7 +73,7 @@ def _v(digest: str, tenant: str = "t1") -> AdapterVersion:
     return AdapterVersion(tenant, digest)
 
 
-def _check(bench: Bench, entry: CachedAdapter | FetchFailed) -> None:
+def _check(bench: LoaderHarness, entry: CachedAdapter | FetchFailed) -> None:
     assert isinstance(entry, CachedAdapter), entry
     bench.stock.assert_same(
         entry.version, PackedAdapter(entry.layout, entry.scales, bench.cache.region(entry))
@@ -307,7 +307,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 PIECES = pytest.mark.parametrize("before", [1, 2, 3, 9], ids=["length", "header", "first", "ninth"])
 
 
-def _load(bench: Bench, store: Store, version: AdapterVersion) -> CachedAdapter | FetchFailed:
+def _load(bench: LoaderHarness, store: Store, version: AdapterVersion) -> CachedAdapter | FetchFailed:
     """Loads `version`. If the load fails, the cache must be in the same state as before."""
     cache = HostCache(1 << 20)
     loader = Loader(store, cache, SERVED)

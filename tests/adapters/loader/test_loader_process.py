@@ -21,7 +21,7 @@ from slora_adapters.loader.source import Fetched, FetchFailed
 from slora_adapters.peft.packing import ByteArray
 from slora_adapters.version import AdapterVersion
 from tests.adapters.hand_made import SHAPE
-from tests.adapters.stock import Stock
+from tests.adapters.stock import AdapterFixtures
 from tests.redis_server import RedisServer
 
 WAIT_S = 30.0
@@ -72,11 +72,11 @@ class LoaderProcess:
         return code
 
 
-class Bench:
+class LoaderHarness:
     """A stock of adapters, and a loader process and its client."""
 
     def __init__(self, root: Path, sockets: Path, **settings) -> None:
-        self.stock = Stock(root)
+        self.stock = AdapterFixtures(root)
         settings = {"store": str(self.stock.store_path), "host_cache_bytes": 1 << 20, **settings}
         config = LoaderConfig(sockets / "loader.sock", shape=SHAPE, dtype="float32", **settings)
         self.process = LoaderProcess(config)
@@ -119,12 +119,12 @@ class Bench:
 
 
 @pytest.fixture
-def make_bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
-    benches: list[Bench] = []
+def make_bench(tmp_path: Path) -> Iterator[Callable[..., LoaderHarness]]:
+    benches: list[LoaderHarness] = []
     with tempfile.TemporaryDirectory(prefix="loader-") as sockets:  # a socket path may have at most 107 bytes
 
-        def make(**settings) -> Bench:
-            benches.append(Bench(tmp_path, Path(sockets), **settings))
+        def make(**settings) -> LoaderHarness:
+            benches.append(LoaderHarness(tmp_path, Path(sockets), **settings))
             return benches[-1]
 
         yield make
@@ -133,7 +133,7 @@ def make_bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
 
 
 @pytest.fixture
-def bench(make_bench: Callable[..., Bench]) -> Bench:
+def bench(make_bench: Callable[..., LoaderHarness]) -> LoaderHarness:
     bench = make_bench()
     bench.process.start()
     return bench
@@ -143,7 +143,7 @@ def _v(digest: str, tenant: str = "t1") -> AdapterVersion:
     return AdapterVersion(tenant, digest)
 
 
-def test_an_adapter_arrives_through_shared_memory_as_packing_made_it(bench: Bench) -> None:
+def test_an_adapter_arrives_through_shared_memory_as_packing_made_it(bench: LoaderHarness) -> None:
     version = _v(bench.stock.add(1))
     answer = bench.fetch(version)
     assert isinstance(answer, Fetched)
@@ -157,7 +157,7 @@ def test_an_adapter_arrives_through_shared_memory_as_packing_made_it(bench: Benc
 
 
 def test_a_request_before_the_loader_is_there_is_answered_when_it_comes(
-    make_bench: Callable[..., Bench],
+    make_bench: Callable[..., LoaderHarness],
 ) -> None:
     bench = make_bench()
     version = _v(bench.stock.add(1))
@@ -170,7 +170,7 @@ def test_a_request_before_the_loader_is_there_is_answered_when_it_comes(
     bench.stock.assert_same(version, answer.packed)
 
 
-def test_requests_in_flight_are_joined_until_poll_delivers(bench: Bench) -> None:
+def test_requests_in_flight_are_joined_until_poll_delivers(bench: LoaderHarness) -> None:
     version = _v(bench.stock.add(1))
     for _ in range(3):
         bench.client.request(version)
@@ -178,7 +178,7 @@ def test_requests_in_flight_are_joined_until_poll_delivers(bench: Bench) -> None
     assert bench.client.poll() == []
 
 
-def test_failures_have_their_codes_and_do_not_disturb_others(bench: Bench) -> None:
+def test_failures_have_their_codes_and_do_not_disturb_others(bench: LoaderHarness) -> None:
     damaged, good = bench.stock.add(1), bench.stock.add(2)
     bench.stock.damage(damaged)
     for digest in ("0" * 64, damaged, good):
@@ -189,7 +189,9 @@ def test_failures_have_their_codes_and_do_not_disturb_others(bench: Bench) -> No
     bench.stock.assert_same(_v(good), answers[good].packed)
 
 
-def test_a_killed_loader_is_noticed_and_its_successor_answers_what_was_in_flight(bench: Bench) -> None:
+def test_a_killed_loader_is_noticed_and_its_successor_answers_what_was_in_flight(
+    bench: LoaderHarness,
+) -> None:
     held, wanted = _v(bench.stock.add(1)), _v(bench.stock.add(2))
     answer = bench.fetch(held)
     bench.process.signal(signal.SIGSTOP)  # ensures that the request is in flight when the process dies
@@ -207,7 +209,7 @@ def test_a_killed_loader_is_noticed_and_its_successor_answers_what_was_in_flight
 
 
 def test_a_new_loader_has_a_new_arena_so_old_copies_stay_what_they_were(
-    make_bench: Callable[..., Bench],
+    make_bench: Callable[..., LoaderHarness],
 ) -> None:
     bench = make_bench(host_cache_bytes=4096)
     bench.process.start()
@@ -222,7 +224,7 @@ def test_a_new_loader_has_a_new_arena_so_old_copies_stay_what_they_were(
 
 
 def test_releasing_a_dead_loaders_copy_lets_go_of_nothing_in_the_new_one(
-    make_bench: Callable[..., Bench],
+    make_bench: Callable[..., LoaderHarness],
 ) -> None:
     bench = make_bench(host_cache_bytes=4096)  # room for one adapter
     bench.process.start()
@@ -241,17 +243,17 @@ def test_releasing_a_dead_loaders_copy_lets_go_of_nothing_in_the_new_one(
     bench.stock.assert_same(second, answer.packed)
 
 
-def test_what_was_made_of_an_arena_is_kept_as_long_as_a_copy_in_it(bench: Bench) -> None:
+def test_what_was_made_of_an_arena_is_kept_as_long_as_a_copy_in_it(bench: LoaderHarness) -> None:
     """The engine pins the arena's memory for its GPU this way, before it receives any copy from the arena."""
 
-    class Made:
+    class RecordedArena:
         def __init__(self, arena: ByteArray) -> None:
             self.num_bytes = len(arena)
 
-    made: list[Made] = []
+    made: list[RecordedArena] = []
 
-    def on_arena(arena: ByteArray) -> Made:
-        made.append(Made(arena))
+    def on_arena(arena: ByteArray) -> RecordedArena:
+        made.append(RecordedArena(arena))
         return made[-1]
 
     version = _v(bench.stock.add(1))
@@ -267,7 +269,9 @@ def test_what_was_made_of_an_arena_is_kept_as_long_as_a_copy_in_it(bench: Bench)
     bench.wait_until(lambda: (gc.collect(), kept() is None)[1])
 
 
-def test_without_a_loader_requests_fail_after_the_time_limit(make_bench: Callable[..., Bench]) -> None:
+def test_without_a_loader_requests_fail_after_the_time_limit(
+    make_bench: Callable[..., LoaderHarness],
+) -> None:
     bench = make_bench()
     version = _v(bench.stock.add(1))
     client = bench.connect(give_up_s=0.2)
@@ -279,7 +283,7 @@ def test_without_a_loader_requests_fail_after_the_time_limit(make_bench: Callabl
     bench.stock.assert_same(version, bench.fetch(version, client).packed)
 
 
-def test_a_request_at_whose_load_three_loaders_died_fails(bench: Bench) -> None:
+def test_a_request_at_whose_load_three_loaders_died_fails(bench: LoaderHarness) -> None:
     poison, good = _v(bench.stock.add(1)), _v(bench.stock.add(2))
     bench.stock.hang(poison.digest)
     bench.client.request(poison)
@@ -294,7 +298,7 @@ def test_a_request_at_whose_load_three_loaders_died_fails(bench: Bench) -> None:
     bench.stock.assert_same(good, bench.fetch(good).packed)
 
 
-def test_an_engine_that_dies_gives_back_what_it_held(make_bench: Callable[..., Bench]) -> None:
+def test_an_engine_that_dies_gives_back_what_it_held(make_bench: Callable[..., LoaderHarness]) -> None:
     bench = make_bench(host_cache_bytes=4096)
     bench.process.start()
     first, second = _v(bench.stock.add(1)), _v(bench.stock.add(2))
@@ -306,7 +310,7 @@ def test_an_engine_that_dies_gives_back_what_it_held(make_bench: Callable[..., B
     bench.stock.assert_same(second, answer.packed)
 
 
-def test_two_engines_share_one_copy(bench: Bench) -> None:
+def test_two_engines_share_one_copy(bench: LoaderHarness) -> None:
     version = _v(bench.stock.add(1))
     other = bench.connect()
     bench.stock.assert_same(version, bench.fetch(version).packed)
@@ -317,7 +321,7 @@ def test_two_engines_share_one_copy(bench: Bench) -> None:
     assert bench.fetch(version).code == "not_found"
 
 
-def test_a_deleted_adapter_that_was_discarded_is_not_served_from_the_cache(bench: Bench) -> None:
+def test_a_deleted_adapter_that_was_discarded_is_not_served_from_the_cache(bench: LoaderHarness) -> None:
     version = _v(bench.stock.add(1))
     bench.fetch(version)
     bench.client.release(version)
@@ -327,7 +331,7 @@ def test_a_deleted_adapter_that_was_discarded_is_not_served_from_the_cache(bench
 
 
 def test_a_config_may_come_in_a_file_so_that_no_password_is_in_the_process_list(
-    bench: Bench, tmp_path: Path
+    bench: LoaderHarness, tmp_path: Path
 ) -> None:
     arguments = tmp_path / "arguments"
     socket = bench.process.config.socket.with_name("other.sock")
@@ -342,7 +346,7 @@ def test_a_config_may_come_in_a_file_so_that_no_password_is_in_the_process_list(
         assert process.wait(WAIT_S) == 0
 
 
-def test_a_client_that_is_closed_while_it_connects_does_not_stay(bench: Bench) -> None:
+def test_a_client_that_is_closed_while_it_connects_does_not_stay(bench: LoaderHarness) -> None:
     connecting, closing = Event(), Event()
 
     def wait_for_the_end(arena: object) -> None:
@@ -359,14 +363,14 @@ def test_a_client_that_is_closed_while_it_connects_does_not_stay(bench: Bench) -
     assert not closer.is_alive() and not client.connected
 
 
-def test_the_loader_ends_with_its_standard_input(bench: Bench) -> None:
+def test_the_loader_ends_with_its_standard_input(bench: LoaderHarness) -> None:
     bench.fetch(_v(bench.stock.add(1)))
     bench.process.close_stdin()
     assert bench.process.wait() == 0
     bench.wait_until(lambda: not bench.client.connected)
 
 
-def test_the_loader_ends_on_sigterm_and_not_on_ctrl_c(bench: Bench) -> None:
+def test_the_loader_ends_on_sigterm_and_not_on_ctrl_c(bench: LoaderHarness) -> None:
     bench.fetch(_v(bench.stock.add(1)))
     bench.process.signal(signal.SIGINT)
     assert isinstance(bench.fetch(_v(bench.stock.add(2))), Fetched)
@@ -393,7 +397,7 @@ def test_adapters_come_from_redis_too(
     ],
 )
 def test_a_config_that_cannot_work_ends_the_loader_with_a_code_for_its_parent(
-    make_bench: Callable[..., Bench], change: dict[str, str], code: int
+    make_bench: Callable[..., LoaderHarness], change: dict[str, str], code: int
 ) -> None:
     bench = make_bench()
     bench.process.config = replace(bench.process.config, **change)

@@ -181,7 +181,7 @@ def test_nothing_is_dropped_where_another_registry_may_need_it(
     database.close()
 
 
-class ClaimedMeanwhile(FileStore):
+class ConcurrentlyClaimedStore(FileStore):
     """While one registry deletes an unreferenced blob, another registry starts to use it."""
 
     def digests(self) -> Iterator[str]:
@@ -193,7 +193,7 @@ class ClaimedMeanwhile(FileStore):
 def test_a_registry_that_comes_while_a_store_is_swept_keeps_what_it_brings(
     tmp_path: Path, open_storage: OpenStorage
 ) -> None:
-    catalog = Catalog(Registry(open_storage()), ClaimedMeanwhile(tmp_path / "store"))
+    catalog = Catalog(Registry(open_storage()), ConcurrentlyClaimedStore(tmp_path / "store"))
     catalog.store.put("e" * 64, {"a": b"the other one's"})
     catalog.sweep()
     assert catalog.store.exists("e" * 64)

@@ -232,7 +232,7 @@ def plainly(value: Any) -> Any:
     return value
 
 
-class AgainstModel(RuleBasedStateMachine):
+class RegistryMachine(RuleBasedStateMachine):
     """Compares two registries and a model after each step: all lookups, the feeds, and the weights that each
     deletion orphans."""
 
@@ -437,7 +437,7 @@ class AgainstModel(RuleBasedStateMachine):
 
 
 def test_both_do_what_a_plain_model_does(shared_redis: RedisServer) -> None:
-    machine = type("OverBoth", (AgainstModel,), {"server": shared_redis})
+    machine = type("OverBoth", (RegistryMachine,), {"server": shared_redis})
     # Each step commits to disk once or twice.
     counts = settings(max_examples=settings.default.max_examples // 4, stateful_step_count=50)
     run_state_machine_as_test(machine, settings=counts)

@@ -36,7 +36,7 @@ class Clock:
         return self.now
 
 
-class Faulty(SharedFiles):
+class FaultyFileSystem(SharedFiles):
     """before: called with the name and path of each operation; it may raise. is_hidden: hides paths from listings."""
 
     cachable = False
@@ -67,12 +67,12 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def filesystem() -> Faulty:
-    return Faulty()
+def filesystem() -> FaultyFileSystem:
+    return FaultyFileSystem()
 
 
 @pytest.fixture
-def store(tmp_path: Path, filesystem: Faulty, clock: Clock) -> Iterator[ObjectStore]:
+def store(tmp_path: Path, filesystem: FaultyFileSystem, clock: Clock) -> Iterator[ObjectStore]:
     store = ObjectStore(filesystem, str(tmp_path / "objects"), scheme="shared", clock=clock)
     store.prepare()
     yield store
@@ -166,7 +166,7 @@ def test_a_process_killed_at_any_point_leaves_a_whole_blob_or_none_and_nothing_f
 
 
 def test_what_a_dead_writer_left_is_removed_by_the_next_upload_once_it_is_old(
-    store: ObjectStore, filesystem: Faulty, clock: Clock, tmp_path: Path
+    store: ObjectStore, filesystem: FaultyFileSystem, clock: Clock, tmp_path: Path
 ) -> None:
     def die(operation: str, path: str) -> None:
         if operation == "remove" or "/done." in path:
@@ -175,7 +175,7 @@ def test_what_a_dead_writer_left_is_removed_by_the_next_upload_once_it_is_old(
     filesystem.before = die
     with pytest.raises(StoreUnavailable, match=r"shared:// store .*: ConnectionError: gone"):
         store.put(DIGEST, OLD)
-    filesystem.before = Faulty.before
+    filesystem.before = FaultyFileSystem.before
     left = _objects(tmp_path / "objects")
     assert len(left) == 3 and _content(store) is None
     clock.now += LEFTOVER_AGE_S - 2
@@ -187,7 +187,7 @@ def test_what_a_dead_writer_left_is_removed_by_the_next_upload_once_it_is_old(
 
 
 def test_an_upload_that_fails_leaves_a_note_for_a_while_and_nothing_else(
-    store: ObjectStore, filesystem: Faulty, clock: Clock, tmp_path: Path
+    store: ObjectStore, filesystem: FaultyFileSystem, clock: Clock, tmp_path: Path
 ) -> None:
     store.put(DIGEST, OLD)
     before = _objects(tmp_path / "objects")
@@ -208,7 +208,7 @@ def test_an_upload_that_fails_leaves_a_note_for_a_while_and_nothing_else(
         with pytest.raises(StoreUnavailable, match="no room"):
             store.put(DIGEST, NEW)
         assert written.is_set(), "all writes have ended before anything is removed"
-        filesystem.before = Faulty.before
+        filesystem.before = FaultyFileSystem.before
         left = set(_objects(tmp_path / "objects")).difference(before)
         assert len(left) == failures and all(path.startswith("begun/") for path in left)
         assert _content(store) == OLD
@@ -221,7 +221,7 @@ def test_an_upload_that_fails_leaves_a_note_for_a_while_and_nothing_else(
 
 
 def test_a_writer_gives_up_before_its_upload_could_be_taken_for_left_over(
-    store: ObjectStore, filesystem: Faulty, clock: Clock, tmp_path: Path
+    store: ObjectStore, filesystem: FaultyFileSystem, clock: Clock, tmp_path: Path
 ) -> None:
     def sleep(operation: str, path: str) -> None:
         if operation == "write" and path.endswith(".b"):
@@ -246,7 +246,7 @@ def test_an_upload_that_lost_a_member_is_no_blob(store: ObjectStore, tmp_path: P
 
 
 def test_a_listing_in_which_something_is_missing_is_taken_again(
-    store: ObjectStore, filesystem: Faulty
+    store: ObjectStore, filesystem: FaultyFileSystem
 ) -> None:
     """A listing of files that runs during other uploads may show the marker without its members."""
     store.put(DIGEST, OLD)
@@ -257,7 +257,7 @@ def test_a_listing_in_which_something_is_missing_is_taken_again(
 
 
 def test_a_put_that_no_listing_shows_has_failed(
-    store: ObjectStore, filesystem: Faulty, tmp_path: Path
+    store: ObjectStore, filesystem: FaultyFileSystem, tmp_path: Path
 ) -> None:
     store.put(DIGEST, OLD)
     before = set(_objects(tmp_path / "objects"))
@@ -268,7 +268,7 @@ def test_a_put_that_no_listing_shows_has_failed(
 
 
 def test_a_deletion_takes_what_a_replacing_writer_should_have_removed(
-    store: ObjectStore, filesystem: Faulty, tmp_path: Path
+    store: ObjectStore, filesystem: FaultyFileSystem, tmp_path: Path
 ) -> None:
     store.put(DIGEST, OLD)
 
@@ -279,7 +279,7 @@ def test_a_deletion_takes_what_a_replacing_writer_should_have_removed(
     filesystem.before = die
     with pytest.raises(StoreUnavailable, match="gone"):
         store.put(DIGEST, NEW)
-    filesystem.before = Faulty.before
+    filesystem.before = FaultyFileSystem.before
     assert len(list((tmp_path / "objects").rglob("done.*"))) == 2
     store.delete(DIGEST)
     assert _content(store) is None
@@ -287,13 +287,13 @@ def test_a_deletion_takes_what_a_replacing_writer_should_have_removed(
 
 
 def test_a_reader_whose_blob_is_replaced_under_its_hands_gets_the_new_one(
-    store: ObjectStore, filesystem: Faulty
+    store: ObjectStore, filesystem: FaultyFileSystem
 ) -> None:
     store.put(DIGEST, OLD)
 
     def replace(operation: str, path: str) -> None:
         if operation == "read" and path.endswith(".b"):
-            filesystem.before = Faulty.before
+            filesystem.before = FaultyFileSystem.before
             store.put(DIGEST, NEW)
 
     filesystem.before = replace
@@ -325,26 +325,29 @@ def test_what_two_do_at_once_leaves_one_whole_blob_or_none_and_no_rest(
     """Runs all of the second operation between two steps of the first. Repeats this for every step of the first."""
     for after in range(100):
         root = tmp_path / str(after)
-        filesystem = Faulty()
+        filesystem = FaultyFileSystem()
         store, other = (
-            ObjectStore(one, str(root), scheme="shared", clock=Clock()) for one in (filesystem, Faulty())
+            ObjectStore(one, str(root), scheme="shared", clock=Clock())
+            for one in (filesystem, FaultyFileSystem())
         )
         store.prepare()
         if existing:
             store.put(DIGEST, OLD)
         left = after
 
-        def interrupt(_operation: str, _path: str, filesystem: Faulty = filesystem, other=other) -> None:
+        def interrupt(
+            _operation: str, _path: str, filesystem: FaultyFileSystem = filesystem, other=other
+        ) -> None:
             nonlocal left
             left -= 1
             if left < 0:
-                filesystem.before = Faulty.before
+                filesystem.before = FaultyFileSystem.before
                 second(other)
 
         filesystem.before = interrupt
         with suppress(AdapterNotFound):
             first(store)
-        filesystem.before = Faulty.before
+        filesystem.before = FaultyFileSystem.before
         if left < 0:
             found = _content(store)
             assert found in outcomes
@@ -357,13 +360,13 @@ def test_what_two_do_at_once_leaves_one_whole_blob_or_none_and_no_rest(
 
 
 def test_a_put_that_another_overtakes_leaves_the_later_one(
-    store: ObjectStore, filesystem: Faulty, tmp_path: Path
+    store: ObjectStore, filesystem: FaultyFileSystem, tmp_path: Path
 ) -> None:
     """Two complete puts run during the first put. The first one must not replace them, nor delete the last one."""
 
     def overtake(operation: str, path: str) -> None:
         if operation == "write" and path.endswith(".b"):
-            filesystem.before = Faulty.before
+            filesystem.before = FaultyFileSystem.before
             store.put(DIGEST, OLD)
             store.put(DIGEST, NEW)
 
@@ -373,7 +376,9 @@ def test_a_put_that_another_overtakes_leaves_the_later_one(
     assert len(_objects(tmp_path / "objects")) == 3
 
 
-def test_a_large_member_is_read_in_ranges_side_by_side(store: ObjectStore, filesystem: Faulty) -> None:
+def test_a_large_member_is_read_in_ranges_side_by_side(
+    store: ObjectStore, filesystem: FaultyFileSystem
+) -> None:
     content = os.urandom(RANGE_BYTES * 2 + 1)
     store.put(DIGEST, {"a": content})
     together = Barrier(3, timeout=60)  # the barrier breaks if one range waits for another
@@ -424,7 +429,7 @@ def test_what_others_left_in_the_folders_is_not_taken_for_ours(store: ObjectStor
 
 
 def test_no_secret_is_in_an_error_nor_in_its_traceback(tmp_path: Path) -> None:
-    filesystem = Faulty(secret="s3cr3t+", client_kwargs={"aws_session_token": "t0ken"})
+    filesystem = FaultyFileSystem(secret="s3cr3t+", client_kwargs={"aws_session_token": "t0ken"})
     store = ObjectStore(filesystem, str(tmp_path), scheme="shared", secrets=("passw0rd",))
 
     def refuse(_operation: str, _path: str) -> None:
@@ -444,7 +449,7 @@ def test_no_secret_is_in_an_error_nor_in_its_traceback(tmp_path: Path) -> None:
 def test_a_url_brings_its_secrets_and_a_filesystem_of_our_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Guarded(Faulty):
+    class GuardedFileSystem(FaultyFileSystem):
         protocol = ("guarded",)
         cachable = True
 
@@ -456,7 +461,7 @@ def test_a_url_brings_its_secrets_and_a_filesystem_of_our_own(
         def before(_operation: str, _path: str) -> None:
             raise PermissionError("pass%20word and pass word are wrong")
 
-    fsspec.register_implementation("guarded", Guarded, clobber=True)
+    fsspec.register_implementation("guarded", GuardedFileSystem, clobber=True)
     others = fsspec.filesystem("guarded")
     with pytest.raises(
         StoreUnfit, match=r"guarded:// store cannot be written: PermissionError: \*\*\* and \*\*\* are wrong"
@@ -474,7 +479,7 @@ def test_a_filesystem_that_goes_on_remembering_listings_is_refused(tmp_path: Pat
     store.close()
 
 
-class Bucket(Faulty):
+class MissingBucket(FaultyFileSystem):
     """An object store without folders, in which the bucket does not exist."""
 
     @classmethod
@@ -489,7 +494,7 @@ class Bucket(Faulty):
 
 
 def test_a_bucket_that_is_not_there_is_refused_and_not_made() -> None:
-    store = ObjectStore(Bucket(), "nobodys/folder", scheme="s3")
+    store = ObjectStore(MissingBucket(), "nobodys/folder", scheme="s3")
     with pytest.raises(StoreUnfit, match=r"the s3:// store cannot be written: .*'nobodys' does not exist"):
         store.prepare()
     store.close()

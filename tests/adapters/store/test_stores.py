@@ -38,7 +38,7 @@ BIG = secrets.token_bytes(CHUNK_BYTES + RANGE_BYTES + 17)  # three chunks, two r
 
 
 @dataclass(frozen=True)
-class Place:
+class StoreUnderTest:
     """The location of a store.
 
     open: opens the store. A second call opens it again, as another process would.
@@ -74,34 +74,34 @@ class RacelessMemory(MemoryFileSystem):
                 continue
 
 
-def _at(url: str, lose: Callable[[], None], *, mixes: bool = False) -> Place:
-    return Place(lambda: open_store(url), lose, (url,), mixes)
+def _at(url: str, lose: Callable[[], None], *, mixes: bool = False) -> StoreUnderTest:
+    return StoreUnderTest(lambda: open_store(url), lose, (url,), mixes)
 
 
-def _file(tmp_path: Path, make_redis) -> Place:
+def _file(tmp_path: Path, make_redis) -> StoreUnderTest:
     return _at(f"file://{tmp_path}/store", lambda: shutil.rmtree(tmp_path / "store"), mixes=True)
 
 
-def _redis(tmp_path: Path, make_redis) -> Place:
+def _redis(tmp_path: Path, make_redis) -> StoreUnderTest:
     server = make_redis(*DURABLE)
     return _at(server.url, server.kill)
 
 
-def _redis_tcp(tmp_path: Path, make_redis) -> Place:
+def _redis_tcp(tmp_path: Path, make_redis) -> StoreUnderTest:
     server = make_redis(*DURABLE)
     return _at(server.tcp_url, server.kill)
 
 
-def _warm_redis(tmp_path: Path, make_redis) -> Place:
+def _warm_redis(tmp_path: Path, make_redis) -> StoreUnderTest:
     server = make_redis()
-    return Place(lambda: open_redis_store(server.url, durable=False), server.kill)
+    return StoreUnderTest(lambda: open_redis_store(server.url, durable=False), server.kill)
 
 
-def _objects(tmp_path: Path, make_redis) -> Place:
+def _objects(tmp_path: Path, make_redis) -> StoreUnderTest:
     return _at(f"shared://{tmp_path}/objects", lambda: shutil.rmtree(tmp_path / "objects"))
 
 
-def _memory_objects(tmp_path: Path, make_redis) -> Place:
+def _memory_objects(tmp_path: Path, make_redis) -> StoreUnderTest:
     filesystem = RacelessMemory()
 
     def open_again() -> Store:
@@ -109,10 +109,10 @@ def _memory_objects(tmp_path: Path, make_redis) -> Place:
         store.prepare()
         return store
 
-    return Place(open_again, filesystem.store.clear)
+    return StoreUnderTest(open_again, filesystem.store.clear)
 
 
-def _asynchronous_objects(tmp_path: Path, make_redis) -> Place:
+def _asynchronous_objects(tmp_path: Path, make_redis) -> StoreUnderTest:
     """Works like most object filesystems: coroutines on one event loop that all threads share."""
     filesystem = AsyncFileSystemWrapper(LocalFileSystem())
     root = tmp_path / "objects"
@@ -122,26 +122,26 @@ def _asynchronous_objects(tmp_path: Path, make_redis) -> Place:
         store.prepare()
         return store
 
-    return Place(open_again, lambda: shutil.rmtree(root))
+    return StoreUnderTest(open_again, lambda: shutil.rmtree(root))
 
 
-def _tiered(durable: Place, warm: str) -> Place:
-    return Place(
+def _tiered(durable: StoreUnderTest, warm: str) -> StoreUnderTest:
+    return StoreUnderTest(
         lambda: open_store(durable.urls[0], warm), durable.lose, (*durable.urls, warm), mixes=durable.mixes
     )
 
 
-def _tiered_file(tmp_path: Path, make_redis) -> Place:
+def _tiered_file(tmp_path: Path, make_redis) -> StoreUnderTest:
     return _tiered(_file(tmp_path, make_redis), make_redis().url)
 
 
-def _tiered_without_its_warm_tier(tmp_path: Path, make_redis) -> Place:
+def _tiered_without_its_warm_tier(tmp_path: Path, make_redis) -> StoreUnderTest:
     server = make_redis()
     server.kill()
     return _tiered(_file(tmp_path, make_redis), server.url)
 
 
-def _tiered_objects(tmp_path: Path, make_redis) -> Place:
+def _tiered_objects(tmp_path: Path, make_redis) -> StoreUnderTest:
     return _tiered(_objects(tmp_path, make_redis), make_redis().url)
 
 
@@ -160,19 +160,19 @@ KINDS = [
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__.strip("_"))
-def place(request: pytest.FixtureRequest, tmp_path: Path, make_redis: Callable) -> Place:
+def place(request: pytest.FixtureRequest, tmp_path: Path, make_redis: Callable) -> StoreUnderTest:
     return request.param(tmp_path, make_redis)
 
 
 @pytest.fixture
-def store(place: Place) -> Iterator[Store]:
+def store(place: StoreUnderTest) -> Iterator[Store]:
     store = place.open()
     yield store
     store.close()
 
 
 @pytest.fixture
-def second(place: Place, store: Store) -> Iterator[Store]:
+def second(place: StoreUnderTest, store: Store) -> Iterator[Store]:
     """The same store, opened as another process would open it."""
     second = place.open()
     yield second
@@ -207,7 +207,9 @@ def test_what_was_put_is_fetched_byte_for_byte(store: Store, tmp_path: Path) -> 
     assert list(store.digests()) == [DIGEST]
 
 
-def test_whoever_opens_a_store_sees_all_who_claimed_it(place: Place, store: Store, second: Store) -> None:
+def test_whoever_opens_a_store_sees_all_who_claimed_it(
+    place: StoreUnderTest, store: Store, second: Store
+) -> None:
     assert store.claims() == frozenset()
     for claimant, name in ((store, "ab12"), (second, "cd34"), (store, "ab12")):
         claimant.claim(name)
@@ -325,7 +327,9 @@ def test_what_is_not_a_plain_member_name_is_refused(store: Store) -> None:
     assert _content(store) == {longest: b"1"}
 
 
-def test_readers_beside_writers_and_deleters_see_a_whole_blob_or_none(place: Place, store: Store) -> None:
+def test_readers_beside_writers_and_deleters_see_a_whole_blob_or_none(
+    place: StoreUnderTest, store: Store
+) -> None:
     versions = [{"a": bytes([n]) * 9, "b": bytes([n]) * (CHUNK_BYTES + n)} for n in range(3)]
 
     def write(version: dict[str, bytes]) -> None:
@@ -354,7 +358,7 @@ def test_readers_beside_writers_and_deleters_see_a_whole_blob_or_none(place: Pla
     assert _content(store) == versions[0]
 
 
-def _assert_one_of(versions: list[dict[str, bytes]], found: dict[str, bytes], place: Place) -> None:
+def _assert_one_of(versions: list[dict[str, bytes]], found: dict[str, bytes], place: StoreUnderTest) -> None:
     if place.mixes:  # members are replaced one by one; blobs of one digest are interchangeable
         assert found.keys() == versions[0].keys()
         assert all(any(found[name] == version[name] for version in versions) for name in found)
@@ -362,7 +366,7 @@ def _assert_one_of(versions: list[dict[str, bytes]], found: dict[str, bytes], pl
         assert found in versions
 
 
-def test_of_puts_at_once_one_is_kept_whole(place: Place, store: Store, second: Store) -> None:
+def test_of_puts_at_once_one_is_kept_whole(place: StoreUnderTest, store: Store, second: Store) -> None:
     versions = [{"a": bytes([n]) * 9, "b": bytes([n]) * (9 + n)} for n in range(4)]
     for _ in range(5):
         together = Barrier(len(versions))
@@ -502,7 +506,7 @@ def test_processes_at_once_see_whole_blobs_and_leave_nothing(
     store.close()
 
 
-def test_a_place_that_went_away_is_unavailable_and_not_empty(place: Place, store: Store) -> None:
+def test_a_place_that_went_away_is_unavailable_and_not_empty(place: StoreUnderTest, store: Store) -> None:
     store.put(DIGEST, {"a": b"1"})
     place.lose()
     for call in (

@@ -32,7 +32,7 @@ Members = dict[str, bytes]
 
 
 @dataclass(frozen=True)
-class Hostile:
+class HostileUpload:
     """words: words in the error's message that no other kind has. code: code of the error, or of one of its reasons.
 
     parts: (field, file name, content) of a multipart body.
@@ -150,15 +150,15 @@ def as_parts(members: Members) -> list[tuple[str, str, bytes]]:
     return [(FIELDS[name], name, raw) for name, raw in members.items()]
 
 
-def _files(members: Members, words: str, code: str) -> Hostile:
-    return Hostile(words, code, as_parts(members))
+def _files(members: Members, words: str, code: str) -> HostileUpload:
+    return HostileUpload(words, code, as_parts(members))
 
 
-def _archived(raw: bytes, words: str, code: str) -> Hostile:
-    return Hostile(words, code, [("archive", "adapter.zip", raw)])
+def _archived(raw: bytes, words: str, code: str) -> HostileUpload:
+    return HostileUpload(words, code, [("archive", "adapter.zip", raw)])
 
 
-def kinds(shape: ModelShape) -> dict[str, Hostile]:
+def kinds(shape: ModelShape) -> dict[str, HostileUpload]:
     """All kinds by name."""
     make = Maker(shape)
     forms = {name: replace(one, inspected=False) for name, one in (_forms(make) | _outsiders(make)).items()}
@@ -179,7 +179,7 @@ def proper(shape: ModelShape) -> Members:
     return Maker(shape).members()
 
 
-def _tensor_files(make: Maker) -> dict[str, Hostile]:
+def _tensor_files(make: Maker) -> dict[str, HostileUpload]:
     """Files that are not safetensors, or that two readers would interpret differently."""
     weights, header, size, q = make.weights, make.header, make.size, make.q
     whole = len(make.body)
@@ -318,7 +318,7 @@ def _tensor_files(make: Maker) -> dict[str, Hostile]:
     }
 
 
-def _tensor_values(make: Maker) -> dict[str, Hostile]:
+def _tensor_values(make: Maker) -> dict[str, HostileUpload]:
     """Numbers and shapes that are invalid for every adapter of this base."""
     last = max(make.header, key=lambda name: make.header[name]["data_offsets"][1])
     out_width = make.shape.linears[0].out_width
@@ -372,7 +372,7 @@ def _tensor_values(make: Maker) -> dict[str, Hostile]:
     }
 
 
-def _tensor_names(make: Maker) -> dict[str, Hostile]:
+def _tensor_names(make: Maker) -> dict[str, HostileUpload]:
     """Tensors that belong to no module, or too few tensors."""
     a, some = make.tensors[make.q], np.ones((2, make.in_width), np.float32)
     layers = make.shape.num_layers
@@ -460,7 +460,7 @@ def _tensor_names(make: Maker) -> dict[str, Hostile]:
     }
 
 
-def _configs(make: Maker) -> dict[str, Hostile]:
+def _configs(make: Maker) -> dict[str, HostileUpload]:
     """Configs that are not JSON, or that ask for unsupported features."""
     text = json.dumps(make.config)
     texts: dict[str, tuple[bytes, str]] = {
@@ -616,7 +616,7 @@ def _configs(make: Maker) -> dict[str, Hostile]:
     }
 
 
-def _texts(make: Maker) -> dict[str, Hostile]:
+def _texts(make: Maker) -> dict[str, HostileUpload]:
     """Faults in the files beside the weights."""
     token = {"added_tokens_decoder": {"999": {"content": "<x>"}}}
     texts: dict[str, tuple[dict[str, str | bytes], str, str]] = {
@@ -661,7 +661,7 @@ def _texts(make: Maker) -> dict[str, Hostile]:
     }
 
 
-def _outsiders(make: Maker) -> dict[str, Hostile]:
+def _outsiders(make: Maker) -> dict[str, HostileUpload]:
     """Faults that reading the files cannot reveal. The API or the engine finds them."""
     scaled = {
         scale: save({name: tensor * np.float32(scale) for name, tensor in make.tensors.items()})
@@ -702,7 +702,7 @@ def _part(field: str, content: bytes, file_name: str = "") -> bytes:
     return f'--b\r\nContent-Disposition: form-data; name="{field}"{file}\r\n\r\n'.encode() + content + b"\r\n"
 
 
-def _forms(make: Maker) -> dict[str, Hostile]:
+def _forms(make: Maker) -> dict[str, HostileUpload]:
     """Bodies and names that are refused before any file is opened."""
     members = make.members()
     parts = as_parts(members)
@@ -720,25 +720,25 @@ def _forms(make: Maker) -> dict[str, Hostile]:
 
     def raw(
         words: str, code: str, body: bytes | Callable[[], Iterator[bytes]], status: int = 400, **headers: str
-    ) -> Hostile:
-        return Hostile(
+    ) -> HostileUpload:
+        return HostileUpload(
             words,
             code,
             status=status,
             raw=(form | {k.replace("_", "-"): v for k, v in headers.items()}, body),
         )
 
-    def named(name: str) -> Hostile:
+    def named(name: str) -> HostileUpload:
         words = f"{name[:140]!r} is not a valid adapter name"
-        return Hostile(words, "invalid_name", parts, status=400, name=name)
+        return HostileUpload(words, "invalid_name", parts, status=400, name=name)
 
-    def field_called(name: str) -> Hostile:
-        return Hostile(
+    def field_called(name: str) -> HostileUpload:
+        return HostileUpload(
             f"`{name}` is not a multipart field", "unknown_parameter", [*parts, (name, "x", b"x")], status=400
         )
 
-    def pickled(name: str) -> Hostile:
-        return Hostile(f"{name!r} is a pickle", "pickle", [parts[0], ("weights", name, b"\x80\x04.")])
+    def pickled(name: str) -> HostileUpload:
+        return HostileUpload(f"{name!r} is a pickle", "pickle", [parts[0], ("weights", name, b"\x80\x04.")])
 
     names = {
         "empty": "",
@@ -763,15 +763,15 @@ def _forms(make: Maker) -> dict[str, Hostile]:
         },
         "a field named like a path": field_called("../../etc/passwd"),
         "a field named like a homoglyph of config": field_called("c\u043enfig"),
-        "config sent twice": Hostile("`config` appears twice", "", [*parts, parts[0]], status=400),
-        "no weights": Hostile("`weights` is missing", "missing_parameter", parts[:1], status=400),
-        "files and an archive": Hostile(
+        "config sent twice": HostileUpload("`config` appears twice", "", [*parts, parts[0]], status=400),
+        "no weights": HostileUpload("`weights` is missing", "missing_parameter", parts[:1], status=400),
+        "files and an archive": HostileUpload(
             "or the multipart field `archive`, not both",
             "",
             [*parts, ("archive", "a.zip", b"PK")],
             status=400,
         ),
-        "a config of 5 MiB": Hostile(
+        "a config of 5 MiB": HostileUpload(
             "`config` is larger than 4194304 bytes",
             "",
             [("config", "c", b" " * (5 << 20)), parts[1]],
@@ -789,7 +789,7 @@ def _forms(make: Maker) -> dict[str, Hostile]:
             b"x" * (MAX_UPLOAD + 1),
             413,
         ),
-        "a header of 100 MB": Hostile(
+        "a header of 100 MB": HostileUpload(
             "The body is larger than 16777216",
             "body_too_large",
             [parts[0], ("weights", "w", bytes(100 << 20))],
@@ -822,7 +822,7 @@ def _moded(name: str, mode: int) -> zipfile.ZipInfo:
     return info
 
 
-def _zips(make: Maker) -> dict[str, Hostile]:
+def _zips(make: Maker) -> dict[str, HostileUpload]:
     members = make.members()
     proper = make_zip(members)
 
@@ -1025,7 +1025,7 @@ def _typed(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
     return info
 
 
-def _tars(make: Maker) -> dict[str, Hostile]:
+def _tars(make: Maker) -> dict[str, HostileUpload]:
     members: list[tuple[tarfile.TarInfo | str, bytes]] = list(make.members().items())
     proper = make_tar(members)
     packed = gzip.compress(proper, 1)

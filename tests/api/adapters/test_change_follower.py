@@ -19,7 +19,7 @@ D1, D2, D3 = "1" * 64, "2" * 64, "3" * 64
 DETAILS = AdapterDetails(2, ("q_proj",), 100)
 
 
-class Engine:
+class FakeEngine:
     """versions: the versions that the engine holds. It receives no messages while `is_there` is False."""
 
     def __init__(self, *versions: AdapterVersion) -> None:
@@ -32,7 +32,7 @@ class Engine:
         self.versions.discard(version)
 
 
-class Shaky(Registry):
+class FailingRegistry(Registry):
     """A registry that fails at the second read of changes, and at the first query for the named versions."""
 
     num_read = num_asked = 0
@@ -55,7 +55,7 @@ def _v(digest: str) -> AdapterVersion:
 
 
 def follow(
-    registry: Registry, engine: Engine, change: Callable[[], None], is_done: Callable[[list[None]], bool]
+    registry: Registry, engine: FakeEngine, change: Callable[[], None], is_done: Callable[[list[None]], bool]
 ) -> list[None]:
     """Makes a change after the follower has started, and waits. Returns one entry for each report that pins have
     moved."""
@@ -86,10 +86,10 @@ def test_what_nobody_has_any_more_is_forgotten_even_if_the_registry_stutters(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(Database(tmp_path / "slora.db")) as database:
-        registry, other = Shaky(SqliteStorage(database)), Registry(SqliteStorage(database))
+        registry, other = FailingRegistry(SqliteStorage(database)), Registry(SqliteStorage(database))
         other.put("a", _v(D1), DETAILS)
         other.put("b", _v(D2), DETAILS)
-        engine = Engine(_v(D1), _v(D2))
+        engine = FakeEngine(_v(D1), _v(D2))
         moved = follow(
             registry, engine, lambda: other.delete("t1", "a") and None, lambda moved: len(engine.versions) < 2
         )
@@ -102,7 +102,7 @@ def test_what_was_deleted_and_pushed_again_is_kept(tmp_path: Path) -> None:
         registry = Registry(SqliteStorage(database))
         for name, digest in (("a", D1), ("b", D2)):
             registry.put(name, _v(digest), DETAILS)
-        engine = Engine(_v(D1), _v(D2))
+        engine = FakeEngine(_v(D1), _v(D2))
 
         def change() -> None:
             registry.delete("t1", "a")
@@ -118,7 +118,7 @@ def test_what_it_holds_is_looked_up_when_it_is_not_known_what_happened(tmp_path:
         registry = Registry(SqliteStorage(database))
         for digest in (D1, D2):
             registry.put("a", _v(digest), DETAILS)
-        engine = Engine(_v(D1), _v(D3))
+        engine = FakeEngine(_v(D1), _v(D3))
         follow(registry, engine, lambda: None, lambda moved: _v(D3) not in engine.versions)
         assert engine.versions == {_v(D1)}
         engine.versions.add(_v(D3))
@@ -143,6 +143,6 @@ def test_pins_are_told_when_they_move_and_only_then(tmp_path: Path) -> None:
             registry.pin("t1", "a", lambda one, others: None)
             registry.delete("t1", "b@2")
 
-        engine = Engine(_v(D2))
+        engine = FakeEngine(_v(D2))
         moved = follow(registry, engine, change, lambda moved: len(moved) > 1)
     assert len(moved) == 2, "once to begin with, once for what was read together"

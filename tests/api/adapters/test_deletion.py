@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.api.adapters.test_lifecycle import LONG, SHORT, Reader, read_metric, wait_for_metric
+from tests.api.adapters.test_lifecycle import LONG, SHORT, LongRequest, read_metric, wait_for_metric
 from tests.api.conftest import Kit
 from tests.api.served import serving, wait_for
 from tests.api.server.test_server import upload
@@ -37,7 +37,7 @@ def test_a_deleted_adapter_drains_and_then_nothing_of_it_is_anywhere(
             wait_for(lambda: chunks.keys(f"slora:warm:{{{digest}}}:*") or None, served.alive)
             assert (blobs / digest[:2] / digest).is_dir()
             client.put("/v1/adapters/voice/aliases/prod", json={"versions": {"1": 100}}).raise_for_status()
-            reader = Reader(served, key, long | {"stream": True})
+            reader = LongRequest(served, key, long | {"stream": True})
             reader.start()
             assert reader.begun.wait(60)
             assert client.delete("/v1/adapters/voice").status_code == 409

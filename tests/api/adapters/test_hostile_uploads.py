@@ -13,7 +13,7 @@ import pytest
 
 from slora.models.model_spec_reader import read_model_spec
 from tests.adapters.hand_made import SHAPE
-from tests.api.adapters.hostile_uploads import MAX_RANK, MAX_UPLOAD, Hostile, as_parts, kinds, proper
+from tests.api.adapters.hostile_uploads import MAX_RANK, MAX_UPLOAD, HostileUpload, as_parts, kinds, proper
 from tests.api.conftest import Kit
 from tests.api.served import ADMIN_KEY, Served, serving
 
@@ -54,7 +54,7 @@ def _footprint(server: Served, client: httpx.Client) -> Footprint:
     )
 
 
-def _send(client: httpx.Client, one: Hostile) -> httpx.Response:
+def _send(client: httpx.Client, one: HostileUpload) -> httpx.Response:
     if one.raw is not None:
         headers, body = one.raw
         return client.post(
@@ -65,7 +65,7 @@ def _send(client: httpx.Client, one: Hostile) -> httpx.Response:
 
 
 @pytest.fixture(scope="module")
-def corpus(kit: Kit, soak: bool) -> dict[str, Hostile]:
+def corpus(kit: Kit, soak: bool) -> dict[str, HostileUpload]:
     """The soak run sends every kind. The quick run sends the kinds that the API refuses, and a quarter of the
     inspected ones.
 
@@ -79,7 +79,7 @@ def corpus(kit: Kit, soak: bool) -> dict[str, Hostile]:
 
 @pytest.fixture(scope="module")
 def outcome(
-    kit: Kit, corpus: dict[str, Hostile], tmp_path_factory: pytest.TempPathFactory
+    kit: Kit, corpus: dict[str, HostileUpload], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Outcome]:
     """Sends the whole corpus concurrently to one server."""
     flags = (
@@ -123,7 +123,7 @@ def test_every_kind_has_words_of_its_own() -> None:
     assert [said for said, times in words.items() if times > 1] == []
 
 
-def test_each_is_refused_for_its_own_reason(outcome: Outcome, corpus: dict[str, Hostile]) -> None:
+def test_each_is_refused_for_its_own_reason(outcome: Outcome, corpus: dict[str, HostileUpload]) -> None:
     wrong = []
     for name, one in corpus.items():
         answer = outcome.answers[name]

@@ -55,7 +55,7 @@ def wait_until_running(served: Served, count: int) -> None:
     wait_for(found)
 
 
-class Reader(threading.Thread):
+class LongRequest(threading.Thread):
     """Sends a long request and reads its answer. `begun` is set at the first byte."""
 
     def __init__(self, served: Served, key: str, body: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ def test_a_killed_engine_fails_what_was_in_flight_clearly_and_comes_back(mortal:
     upload(mortal, key, "mine", kit.small)
     with mortal.client(key) as client:
         before = client.post("/v1/completions", json=SHORT | {"model": "mine"}).json()["choices"]
-        streaming, waiting = Reader(mortal, key, LONG | {"stream": True}), Reader(mortal, key, LONG)
+        streaming, waiting = LongRequest(mortal, key, LONG | {"stream": True}), LongRequest(mortal, key, LONG)
         streaming.start()
         waiting.start()
         assert streaming.begun.wait(60)
@@ -208,7 +208,7 @@ def test_requests_finish_on_their_version_while_its_alias_moves_and_it_is_delete
         point("1")
         whole = client.post("/v1/completions", json=LONG | {"model": "voice"})
         assert whole.headers["x-slora-adapter"] == "voice@1"
-        reader = Reader(mortal, key, LONG | {"model": "voice", "stream": True})
+        reader = LongRequest(mortal, key, LONG | {"model": "voice", "stream": True})
         reader.start()
         assert reader.begun.wait(60)
         point("2")
@@ -364,7 +364,7 @@ def test_sigterm_lets_requests_finish_and_ends_the_children(kit: Kit, tmp_path: 
     with serving(kit.base, tmp_path / "data") as served:
         served.wait_until_ready()
         children = [served.child(module) for module in (ENGINE, LOADER)]
-        reader = Reader(served, served.make_key("t"), LONG | {"stream": True})
+        reader = LongRequest(served, served.make_key("t"), LONG | {"stream": True})
         reader.start()
         assert reader.begun.wait(60)
         served.process.send_signal(signal.SIGTERM)
@@ -378,7 +378,7 @@ def test_what_is_not_finished_when_the_time_to_drain_is_over_is_told_so(kit: Kit
     with serving(kit.base, tmp_path / "data", "--drain-seconds", "0") as served:
         served.wait_until_ready()
         key = served.make_key("t")
-        streaming, waiting = Reader(served, key, LONG | {"stream": True}), Reader(served, key, LONG)
+        streaming, waiting = LongRequest(served, key, LONG | {"stream": True}), LongRequest(served, key, LONG)
         waiting.start()
         streaming.start()
         assert streaming.begun.wait(60)

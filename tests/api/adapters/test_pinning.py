@@ -192,7 +192,7 @@ def test_names_for_the_same_weights_are_counted_once(platform: Platform) -> None
 # -- messages to the engine --------------------------------------------------------------------------------------
 
 
-class Overtaken(Registry):
+class RacingShareRegistry(Registry):
     """A registry in which another operator lowers the tenant's share between the start of a pin and its transaction."""
 
     def __init__(self, database: Database, tenant_store: TenantStore) -> None:
@@ -209,7 +209,7 @@ def test_a_pin_is_checked_against_the_share_that_holds_when_it_is_made(tmp_path:
     bytes."""
     database = Database(tmp_path / "slora.db")
     tenant_store = open_tenant_store(database, tmp_path)
-    registry = Overtaken(database, tenant_store)
+    registry = RacingShareRegistry(database, tenant_store)
     tenant_store.create_tenant("acme")
     details = AdapterDetails(2, ("q_proj",), 4096)
     registry.put("voice", AdapterVersion("acme", "1" * 64), details)
@@ -220,7 +220,7 @@ def test_a_pin_is_checked_against_the_share_that_holds_when_it_is_made(tmp_path:
     database.close()
 
 
-class Shaky(Registry):
+class FailingRegistry(Registry):
     """A registry that fails at its first query."""
 
     def __init__(self, database: Database) -> None:
@@ -239,7 +239,7 @@ def test_the_engine_is_told_all_pins_with_their_tenants_shares_until_it_has_hear
 ) -> None:
     monkeypatch.setattr("slora_api.adapters.pinning._PAUSE_S", 0.01)
     database = Database(tmp_path / "slora.db")
-    registry, tenant_store = Shaky(database), open_tenant_store(database, tmp_path)
+    registry, tenant_store = FailingRegistry(database), open_tenant_store(database, tmp_path)
     details = AdapterDetails(2, ("q_proj",), 100)
     for tenant, share in (("a", ShareChanges(weight=2)), ("b", ShareChanges())):
         tenant_store.create_tenant(tenant, share)

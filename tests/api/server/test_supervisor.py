@@ -16,7 +16,7 @@ from tests.support.engine_stack import wait_until
 ENVIRONMENT = pass_on(os.environ, ENGINE_VARIABLES)
 
 
-class Watched:
+class SupervisedChild:
     """A supervisor of one child with the given behaviour, and the supervisor's reports."""
 
     def __init__(self, behaviour: str, folder: Path, restart_after_s: float = 60.0) -> None:
@@ -70,7 +70,7 @@ def test_a_child_that_can_never_start_ends_the_server_with_its_reason_and_exit_c
     behaviour: str, num_restarts: int, words: str, tmp_path: Path
 ) -> None:
     """Born from a fault: a model that crashed during its start was restarted for ever."""
-    watched = Watched(behaviour, tmp_path)
+    watched = SupervisedChild(behaviour, tmp_path)
     with pytest.raises(ChildRefused) as refused:
         asyncio.run(watched.supervisor.run())
     assert str(refused.value) == words
@@ -78,7 +78,7 @@ def test_a_child_that_can_never_start_ends_the_server_with_its_reason_and_exit_c
 
 
 def test_a_child_whose_store_does_not_answer_yet_is_tried_again_and_again(tmp_path: Path) -> None:
-    watched = Watched(str(os.EX_TEMPFAIL), tmp_path)
+    watched = SupervisedChild(str(os.EX_TEMPFAIL), tmp_path)
 
     async def main() -> None:
         async with watched.running():
@@ -88,7 +88,7 @@ def test_a_child_whose_store_does_not_answer_yet_is_tried_again_and_again(tmp_pa
 
 
 def test_a_child_that_was_ready_once_is_started_again_whatever_it_dies_of(tmp_path: Path) -> None:
-    watched = Watched("idle", tmp_path)
+    watched = SupervisedChild("idle", tmp_path)
 
     async def main() -> None:
         async with watched.running():
@@ -101,7 +101,7 @@ def test_a_child_that_was_ready_once_is_started_again_whatever_it_dies_of(tmp_pa
     asyncio.run(main())
 
 
-def _is_stalled(watched: Watched) -> Callable[[], bool]:
+def _is_stalled(watched: SupervisedChild) -> Callable[[], bool]:
     return lambda: "child" in watched.stalls
 
 
@@ -109,7 +109,7 @@ def _is_stalled(watched: Watched) -> Callable[[], bool]:
 def test_a_hung_child_is_reported_then_killed_and_started_again(hang: str, tmp_path: Path) -> None:
     """Either the whole process is stopped, as by a hung device, or only its worker thread hangs and its socket
     thread answers."""
-    watched = Watched("idle" if hang == "stopped" else "hangs", tmp_path, restart_after_s=4.0)
+    watched = SupervisedChild("idle" if hang == "stopped" else "hangs", tmp_path, restart_after_s=4.0)
 
     async def main() -> None:
         async with watched.running():
@@ -126,7 +126,7 @@ def test_a_hung_child_is_reported_then_killed_and_started_again(hang: str, tmp_p
 
 
 def test_a_child_whose_step_is_slow_and_computes_is_no_stall(tmp_path: Path) -> None:
-    watched = Watched("computes", tmp_path, restart_after_s=4.0)
+    watched = SupervisedChild("computes", tmp_path, restart_after_s=4.0)
 
     async def main() -> None:
         async with watched.running():
@@ -138,7 +138,7 @@ def test_a_child_whose_step_is_slow_and_computes_is_no_stall(tmp_path: Path) -> 
 
 
 def test_a_child_that_stops_for_a_moment_is_reported_and_lives_on(tmp_path: Path) -> None:
-    watched = Watched("idle", tmp_path)
+    watched = SupervisedChild("idle", tmp_path)
 
     async def main() -> None:
         async with watched.running():
