@@ -25,8 +25,8 @@ Three alternatives were rejected:
 - Members named by their content. Uploads would share members, so they would need reference counts.
 - obstore instead of fsspec. Version 0.12.1 works against an S3 server (moto), and its put with `mode="create"` fails if
   the object exists. But stores that exist already keep this layout, so only the six short functions that call fsspec
-  would change. SFTP and every other remote filesystem beside S3, Google Cloud Storage and Azure would be lost, and with them
-  the options of fsspec's configuration. Consider it again together with a new layout that is based on conditional puts.
+  would change. SFTP and every other remote filesystem beside S3, Google Cloud Storage and Azure would be lost, and with
+  them the options of fsspec's configuration. Consider it again with a new layout that is based on conditional puts.
 
 A note in `begun` survives the crash of its writer. A writer gives up long before its note is old. Opening the store,
 and each put, checks a few old notes and removes the incomplete uploads that they name.
