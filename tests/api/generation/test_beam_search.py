@@ -334,8 +334,8 @@ def test_an_error_of_a_search_is_a_status_since_nothing_was_told_before(
     assert code is None or answer.json()["error"]["code"] == code
 
 
-def test_each_beam_takes_a_place_until_its_client_hangs_up(tmp_path: Path) -> None:
-    """Of 6 places, a search of width 4 leaves 2, although it returns one answer. A search that needs 7 places is
+def test_each_beam_takes_a_permit_until_its_client_hangs_up(tmp_path: Path) -> None:
+    """Of 6 permits, a search of width 4 leaves 2, although it returns one answer. A search that needs 7 permits is
     always refused."""
     engine = ScriptedEngine([[]], hang=True)
     with running_platform(tmp_path, engine, max_concurrent_per_tenant=6) as platform:

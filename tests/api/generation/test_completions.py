@@ -256,7 +256,7 @@ def test_the_best_of_several_choices_are_the_likeliest_and_all_are_charged(
     assert platform.engine.requests[0].sampling.logprobs == 0
 
 
-def test_each_choice_takes_a_place(tmp_path: Path) -> None:
+def test_each_choice_takes_a_permit(tmp_path: Path) -> None:
     engine = ScriptedEngine([[TokenDelta((65,))]], hang=True)
     with running_platform(tmp_path, engine, max_concurrent_per_tenant=4) as platform:
         key = platform.key("one")
@@ -536,7 +536,7 @@ def test_a_client_that_hangs_up_aborts_its_request(platform: Platform, key: str,
     wait_until(lambda: platform.services.generator.limiter.num_generations == 0)
 
 
-def test_a_stream_that_is_not_read_is_aborted_and_gives_its_place_back(tmp_path: Path) -> None:
+def test_a_stream_that_is_not_read_is_aborted_and_gives_its_permit_back(tmp_path: Path) -> None:
     """Born from a bug: such a stream held its place as long as its connection was open."""
     engine = ScriptedEngine([[TokenDelta((65,))] * 20_000], hang=True)
     limits = ConnectionLimits(write_grace_s=0.5, sweep_s=0.05)
@@ -555,7 +555,7 @@ def test_a_stream_that_is_not_read_is_aborted_and_gives_its_place_back(tmp_path:
     assert len(engine.requests) == 1
 
 
-def test_over_the_limits_the_answer_says_busy_and_places_are_given_back(tmp_path: Path) -> None:
+def test_over_the_limits_the_answer_says_busy_and_permits_are_given_back(tmp_path: Path) -> None:
     engine = ScriptedEngine([[TokenDelta((65,))]], hang=True)
     limits = {"max_concurrent_requests": 4, "max_concurrent_per_tenant": 2}
     with running_platform(tmp_path, engine, **limits) as platform:

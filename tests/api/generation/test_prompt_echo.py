@@ -184,10 +184,10 @@ def test_the_openai_package_gets_the_scores_that_transformers_gives(client: open
     assert found == pytest.approx(
         [row[token].item() for row, token in zip(expected, token_ids[1:], strict=False)], abs=1e-3
     )
-    places = answer.model_dump()["choices"][0]["prompt_logprobs"]
-    assert len(places) == len(prompt) and places[0] is None
-    assert math.isclose(places[1][str(token_ids[1])]["logprob"], found[0])
-    assert all(len(place) in (3, 4) for place in places[1:])
+    positions = answer.model_dump()["choices"][0]["prompt_logprobs"]
+    assert len(positions) == len(prompt) and positions[0] is None
+    assert math.isclose(positions[1][str(token_ids[1])]["logprob"], found[0])
+    assert all(len(position) in (3, 4) for position in positions[1:])
 
 
 def test_the_openai_package_may_use_every_sampling_field(client: openai.OpenAI) -> None:

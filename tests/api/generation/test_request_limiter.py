@@ -50,7 +50,7 @@ def test_a_full_server_tells_when_the_answers_of_any_tenant_make_room() -> None:
         limiter.admit_generation("three", 1),
     ):
         error = refusal(limiter, "four", 2)
-    # An answer holds each of the 5 places for 30 s, so one place is released every 6 s. The request needs two.
+    # An answer holds each of the 5 permits for 30 s, so one permit is released every 6 s. The request needs two.
     assert isinstance(error, ServerBusy) and error.retry_after_s == 12
     answer = describe_error(error)
     assert (answer.status, answer.headers["Retry-After"]) == (503, "12")
