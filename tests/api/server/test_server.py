@@ -314,7 +314,8 @@ def test_an_adapter_of_the_hub_is_pushed_by_its_repositorys_name_and_reported_by
     assert pushed.returncode == 0, pushed.stderr
     first, *_, origin = pushed.stdout.splitlines()
     assert (
-        first == "voice-2@1  new version" and origin == f"It was downloaded from hf://org/voice-2@{COMMIT}."
+        first == "voice-2@1  new version"
+        and origin == f"The adapter was downloaded from hf://org/voice-2@{COMMIT}."
     )
     assert command(server, "adapter", "list", **variables).stdout.splitlines()[1].split()[0] == "voice-2"
     for reference, words in (("hf://org/other", "cannot be reached"), ("hf://org", "hf://ORG/REPO")):
@@ -332,7 +333,10 @@ def test_an_archive_is_pushed_under_its_own_name_and_another_base_is_refused(
     assert pushed.returncode == 0 and pushed.stdout.startswith("small-one@1  new version"), pushed.stderr
     write_model(tmp_path / "other", "llama", seed=5)
     refused = command(server, "adapter", "push", archive, "--base", str(tmp_path / "other"), **key)
-    assert refused.returncode == 1 and "other_base: the adapter was trained on a base with" in refused.stderr
+    assert (
+        refused.returncode == 1
+        and "other_base: the adapter was trained on a base model with" in refused.stderr
+    )
     nothing = command(server, "adapter", "push", archive, "--base", str(tmp_path), **key)
     assert nothing.returncode == 1 and "has no model.safetensors" in nothing.stderr
 
