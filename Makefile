@@ -11,6 +11,7 @@ TORCH_INDEX ?= $(shell test -e /dev/nvidiactl || $(PYTHON) -c "import urllib.req
 BIN := $(VENV)/bin
 SERVE := $(VENV)/.installed-serve
 TEST := $(VENV)/.installed-test
+COMPILED := $(VENV)/.compiled-for-tests
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help serve test check format soak bench bench-peers demo clean
@@ -23,7 +24,7 @@ serve: $(SERVE) ## the demo: one base model, several tenants, one key each; SLOR
 # Two processes of one thread each: together they take two thirds of what one process takes with two.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest $(PYTEST_ARGS)
 
-test: $(TEST) ## the tests, in less than ten minutes on two cores
+test: $(COMPILED) ## the tests, in less than ten minutes on two cores
 	@$(PYTEST) tests/slora tests/kernels & engine=$$!; \
 		$(PYTEST) --ignore=tests/slora --ignore=tests/kernels; rest=$$?; \
 		wait $$engine && exit $$rest
@@ -39,7 +40,7 @@ format: $(TEST) ## puts the code in order
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-soak: $(TEST) ## the same tests with large counts; up to an hour
+soak: $(COMPILED) ## the same tests with large counts; up to an hour
 	$(BIN)/python -P -m pytest --soak
 
 bench: $(TEST) ## tokens per second without and with adapters, transformers + peft beside it; a step's parts
@@ -69,5 +70,9 @@ $(SERVE): pyproject.toml | $(VENV)/bin/python
 
 $(TEST): $(SERVE)
 	$(PIP) -e ".[serve,redis,cpu,test,lint]"
-	$(BIN)/python -P -m slora_kernels.cpu.precompile bfloat16
+	@touch $@
+
+# All cores compile what the tests need from numba. Otherwise each process of the tests would compile it by itself.
+$(COMPILED): $(TEST) $(wildcard kernels/slora_kernels/cpu/*.py)
+	$(BIN)/python -P -m slora_kernels.cpu.precompile float32 bfloat16 float32/fp8
 	@touch $@

@@ -55,6 +55,7 @@ _KV_WORKERS = {
 }
 Worker = Callable[[Any], None]
 NUM_KERNELS = len(_WORKERS) + len(_KV_WORKERS[KVFormat.MODEL])
+KV_KERNELS = range(len(_WORKERS), NUM_KERNELS)
 
 
 @cache
@@ -62,9 +63,12 @@ def _compile(worker: Worker, dtype: torch.dtype) -> Any:
     return compile_worker(worker, _CARRIERS[dtype])
 
 
-def compile_kernel(index: int, dtype: torch.dtype) -> None:
-    """Compiles one of the `NUM_KERNELS` kernels of a model of `dtype` into numba's cache on disk."""
-    _compile(_workers(KVFormat.MODEL)[index], dtype)
+def compile_kernel(index: int, dtype: torch.dtype, kv_format: KVFormat) -> None:
+    """Compiles one of the `NUM_KERNELS` kernels of a model of `dtype` into numba's cache on disk.
+
+    The kernels whose indices are in `KV_KERNELS` depend on the KV format.
+    """
+    _compile(_workers(kv_format)[index], dtype)
 
 
 def _workers(kv_format: KVFormat) -> tuple[Worker, ...]:

@@ -1,8 +1,9 @@
 """Compiles the CPU kernels into numba's cache on all cores, when the software is installed.
 
-    python -P -m slora_kernels.cpu.precompile float32 bfloat16
+    python -P -m slora_kernels.cpu.precompile float32 bfloat16 float32/fp8
 
-Without this, the first start of a server compiles the kernels that it needs, one after the other.
+Each argument is a dtype, or a dtype and a KV format. Without this, the first start of a server compiles the kernels
+that it needs, one after the other.
 """
 
 import os
@@ -13,20 +14,28 @@ from multiprocessing import get_context
 
 import torch
 
-from slora_kernels.cpu.kernels import NUM_KERNELS, compile_kernel
+from slora_kernels.cpu.kernels import KV_KERNELS, NUM_KERNELS, compile_kernel
+from slora_kernels.kv_format import KVFormat
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def _compile(index: int, dtype: str) -> None:
-    compile_kernel(index, _DTYPES[dtype])
+def _compile(index: int, dtype: str, kv_format: KVFormat) -> None:
+    compile_kernel(index, _DTYPES[dtype], kv_format)
+
+
+def _list_jobs(argument: str) -> list[tuple[int, str, KVFormat]]:
+    dtype, _, kv_format = argument.partition("/")
+    if kv_format:
+        return [(index, dtype, KVFormat(kv_format)) for index in KV_KERNELS]
+    return [(index, dtype, KVFormat.MODEL) for index in range(NUM_KERNELS)]
 
 
 def main() -> None:
-    """Compiles for the dtypes on the command line. KV in fp8 is compiled at the first start that uses it."""
+    """Compiles what the command line names. Everything else is compiled at the first start that uses it."""
     started_at = time.monotonic()
     # Jobs are in reverse order because attention, the last kernel, takes longest to compile.
-    jobs = [(index, dtype) for index in reversed(range(NUM_KERNELS)) for dtype in sys.argv[1:]]
+    jobs = sorted((job for argument in sys.argv[1:] for job in _list_jobs(argument)), reverse=True)
     print(f"Compiling {len(jobs)} CPU kernels ({', '.join(sys.argv[1:])}); about half a minute", flush=True)
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         waiting = [pool.submit(_compile, *job) for job in jobs]
