@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -14,13 +15,14 @@ from tests.api.conftest import Kit
 from tests.api.served import SLORA, Served, environment, running, wait_for
 
 
-@pytest.fixture
-def demo(kit: Kit, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def demo(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A demo directory of the tiny model."""
-    shutil.copytree(kit.base, tmp_path / "demo" / "model")
+    root = tmp_path_factory.mktemp("demo")
+    shutil.copytree(kit.base, root / "model")
     for name, source in (("small", kit.small), ("wide", kit.wide)):
-        shutil.copytree(source, tmp_path / "demo" / "adapters" / name)
-    return tmp_path / "demo"
+        shutil.copytree(source, root / "adapters" / name)
+    return root
 
 
 def start_command(demo: Path, data_dir: Path) -> list[str]:
@@ -45,44 +47,59 @@ def run_curl_lines(served: Served) -> dict[str, str]:
     return answers
 
 
-def test_each_printed_curl_line_gets_its_own_adapters_answer_and_keys_stay_the_same(
-    demo: Path, tmp_path: Path
-) -> None:
-    data_dir = tmp_path / "data"
-    with running(start_command(demo, data_dir), environment(), data_dir) as served:
-        answers = run_curl_lines(served)
-    assert set(answers) == {"base", "small", "wide"} and len(set(answers.values())) == 3
+@dataclass(frozen=True)
+class FirstRun:
+    """What was seen of a new server whose engine was killed before the demo's adapters were there.
 
-    keys_file = data_dir / "demo-keys.json"
-    keys = json.loads(keys_file.read_text())
-    assert stat.S_IMODE(keys_file.stat().st_mode) == 0o600 and set(keys) == set(answers)
-    with running(start_command(demo, data_dir), environment(), data_dir) as served:
-        assert run_curl_lines(served) == answers
-    assert json.loads(keys_file.read_text()) == keys
+    statuses: the status of each tenant's first request after `/readyz` returned 200.
+    answers: the answers to the printed curl lines by tenant.
+    """
+
+    data_dir: Path
+    keys: dict[str, str]
+    statuses: dict[str, int]
+    answers: dict[str, str]
 
 
-def test_readiness_waits_for_the_demos_adapters_even_if_the_engine_dies_meanwhile(
-    demo: Path, tmp_path: Path
-) -> None:
-    data_dir = tmp_path / "data"
+@pytest.fixture(scope="module")
+def first_run(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstRun:
+    data_dir = tmp_path_factory.mktemp("first-run") / "data"
     with running(start_command(demo, data_dir), environment(), data_dir) as served:
         wait_for(lambda: "demo" in httpx.get(served.url + "/readyz", verify=False).text or None, served.alive)
         served.child("slora.engine.process").kill()
         served.wait_until_ready()
-        # Born from a fault: the adapters appeared only seconds after /readyz returned 200.
-        for tenant, key in json.loads((data_dir / "demo-keys.json").read_text()).items():
+        keys = json.loads((data_dir / "demo-keys.json").read_text())
+        statuses = {}
+        for tenant, key in keys.items():
             with served.client(key) as client:
                 body = {"model": "default", "prompt": "hello", "max_tokens": 1}
-                assert client.post("/v1/completions", json=body).status_code == 200, tenant
-        assert len(set(run_curl_lines(served).values())) == 3
+                statuses[tenant] = client.post("/v1/completions", json=body).status_code
+        return FirstRun(data_dir, keys, statuses, run_curl_lines(served))
 
 
-def test_a_server_without_demo_mode_keeps_no_key_in_the_clear(demo: Path, tmp_path: Path) -> None:
-    data_dir = tmp_path / "data"
-    command = [*SLORA, "serve", "--port", "0", "--model", str(demo / "model"), "--data-dir", str(data_dir)]
-    with running(command, environment(SLORA_ADMIN_KEY="the-operators-own-key"), data_dir) as served:
-        served.wait_for_line("listening on")
-    assert not (data_dir / "demo-keys.json").exists()
+def test_readiness_waits_for_the_demos_adapters_even_if_the_engine_dies_meanwhile(
+    first_run: FirstRun,
+) -> None:
+    """Born from a fault: the adapters appeared only seconds after /readyz returned 200."""
+    assert first_run.statuses == {"base": 200, "small": 200, "wide": 200}
+
+
+def test_each_printed_curl_line_gets_its_own_adapters_answer_and_keys_stay_the_same(
+    demo: Path, first_run: FirstRun
+) -> None:
+    answers, data_dir = first_run.answers, first_run.data_dir
+    assert set(answers) == {"base", "small", "wide"} and len(set(answers.values())) == 3
+    keys_file = data_dir / "demo-keys.json"
+    assert stat.S_IMODE(keys_file.stat().st_mode) == 0o600 and set(first_run.keys) == set(answers)
+    with running(start_command(demo, data_dir), environment(), data_dir) as served:
+        assert run_curl_lines(served) == answers
+    assert json.loads(keys_file.read_text()) == first_run.keys
+
+
+def test_a_server_without_demo_mode_keeps_no_key_in_the_clear(server: Served) -> None:
+    server.make_key("in-the-clear")
+    assert (server.data_dir / "slora.db").exists()
+    assert not (server.data_dir / "demo-keys.json").exists()
 
 
 def test_the_demo_is_found_without_naming_it() -> None:
