@@ -37,6 +37,7 @@ def test_a_storm_is_of_adapters_that_are_all_cold_and_then_all_warm() -> None:
     assert all(row["last first token ms"] > row["floor ms"] > 0 for row in rows)
 
 
+@pytest.mark.soak
 def test_those_who_decode_are_watched_while_an_adapter_comes() -> None:
     (rows,) = stream_tables(1, 1, (4, 64), _SETUP, threads=(1,)).values()
     (row,) = rows

@@ -138,7 +138,8 @@ def make_setup(kit: ModelKit) -> Setup:
     return Setup(str(kit.directory), adapters, "float32", 1, 64, 4, kit.pool_bytes(64))
 
 
-@pytest.mark.parametrize("name", ["slora", "peft"])
+# The rows of `test_a_row_tells_what_adapters_cost_and_who_was_not_measured` come from slora's contender.
+@pytest.mark.parametrize("name", [pytest.param("slora", marks=pytest.mark.soak), "peft"])
 def test_contenders_generate_what_they_are_asked_for(kit: ModelKit, name: str, tmp_path: Path) -> None:
     launch = slora_launch(1) if name == "slora" else peer_environments.launch_peer(name, 1, 1 << 30)
     assert isinstance(launch, Launch)
