@@ -12,7 +12,7 @@ from tests.kernels.scenes import AttentionScene, build_attention, check_close, w
 # (query heads, KV heads, head dim, block tokens)
 HEADS = ((2, 2, 64, 16), (6, 2, 16, 8), (4, 1, 128, 16), (3, 1, 80, 16))
 DECODES = [(1, 1), (1, 15), (1, 16), (1, 17), (1, 63), (1, 64), (1, 65), (1, 129), (1, 300)]
-CHUNKS = [(5, 5), (16, 16), (17, 40), (2, 130), (37, 64), (200, 210)]
+CHUNKS = [(5, 5), (16, 16), (17, 40), (2, 130), (37, 64), (100, 110)]
 MIXED = [(1, 33), (23, 23), (1, 1), (1, 200), (7, 150)]
 
 

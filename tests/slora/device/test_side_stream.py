@@ -68,7 +68,7 @@ class Steps:
     def plan(self, *, decodes: bool) -> StepPlan:
         params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
         for number, adapter in enumerate(("odd_rank", None, "some_layers")):
-            prompt = list(range(3, 12 + 8 * number))
+            prompt = list(range(3, 6 + 2 * number))
             version = self._versions[adapter] if adapter is not None else None
             self.engine.add(EngineRequest(str(number), "t", prompt, version, params))
         scheduler, runner = self.engine._scheduler, self.engine._runner

@@ -22,7 +22,7 @@ EIGHT_KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen2", marks=pytest.mark.soak)])
 def kit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
     return make_kit(tmp_path_factory.mktemp("eight"), request.param, EIGHT_KINDS)
 
@@ -38,7 +38,7 @@ def make_requests(
             tenant="t",
             prompt_token_ids=[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))],
             adapter=adapters[number % len(adapters)],
-            sampling=replace(sample(number), max_tokens=rng.randint(5, 40), ignore_eos=True, logprobs=0),
+            sampling=replace(sample(number), max_tokens=rng.randint(5, 24), ignore_eos=True, logprobs=0),
         )
         for number in range(NUM_REQUESTS)
     ]

@@ -11,7 +11,9 @@ import torch
 
 from slora import LLM, SamplingParams
 from slora.models.model_config import ModelConfig
+from slora.request import EngineRequest
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST
+from tests.support.driving import drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, kinds_for, make_kit
 from tests.support.oracle import Oracle, Verdict
 from tests.support.tiny_models import MODELS, SEEING, VOCAB_SIZE
@@ -191,8 +193,16 @@ def test_triton_kernels_answer_as_peft_does(tmp_path: Path, model: str, *, soak:
     kit = make_kit(tmp_path, model, kinds, num_hidden_layers=2)
     work = Work([list(range(17)), [5], [9, 8, 7]], [None, *kinds])
     params = replace(GREEDY, max_tokens=64 if soak else 3)
-    llm = LLM(kit.directory, kernels="triton", pool_bytes=kit.pool_bytes(100), max_model_len=128)
-    verdict = judge(kit.oracle, work, answer(llm, kit, work, params))
+    source, versions = make_source(kit)
+    # This engine does not measure the costs of its steps, which would take seconds in Triton's interpreter.
+    engine = make_engine(kit, source, 100, kernels="triton", max_model_len=128)
+    requests = [
+        EngineRequest(str(number), "t", prompt, versions[kind] if kind else None, params)
+        for number, (prompt, kind) in enumerate(zip(work.prompts, work.kinds, strict=True))
+    ]
+    answers = drive(engine, [requests])
+    given = [Answer(one.token_ids, one.logprobs) for one in (answers[r.request_id] for r in requests)]
+    verdict = judge(kit.oracle, work, given)
     assert verdict.equal, verdict
 
 

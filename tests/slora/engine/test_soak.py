@@ -160,7 +160,7 @@ def test_a_crowd_that_comes_and_goes_leaves_every_page_free_or_cached(
     kits: Callable[[str], ModelKit], report: Callable[[str], None], *, soak: bool
 ) -> None:
     kit = kits("llama")
-    count = 10_000 if soak else 400
+    count = 10_000 if soak else 200
     with tempfile.TemporaryDirectory() as root:
         stack = EngineStack(Path(root), kit, num_pages=45, max_num_seqs=16, max_num_batched_tokens=64)
         try:
