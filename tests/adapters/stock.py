@@ -76,7 +76,7 @@ class GatedStore:
         with self._lock:
             self.reads.append(digest)
         if digest in self.gates:
-            assert self.gates[digest].wait(20)
+            assert self.gates[digest].wait(60)
         return self._store.open(digest)
 
     def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:

@@ -23,7 +23,8 @@ from tests.support.peft_adapters import make_adapter
 from tests.support.tiny_models import make_model, write_model
 
 ADMIN_KEY = "the-operators-own-key"
-READY_S = 120
+# The longest that a test waits. A start on a busy machine that has to compile numba's kernels takes minutes.
+READY_S = 600
 # The console script, usable without an installation.
 SLORA = (sys.executable, "-P", "-c", "from slora_api.cli.main import main; raise SystemExit(main())")
 # One token for each printable character, and an end token. The text therefore shows exactly which tokens were
@@ -120,7 +121,7 @@ class Served:
         for process in (*children, self.process):
             os.kill(process.pid, signal.SIGKILL)
         self.process.wait()
-        psutil.wait_procs(children, timeout=10)
+        psutil.wait_procs(children, timeout=60)
 
 
 def wait_for(find: Callable[[], T | None], check: Callable[[], None] = lambda: None) -> T:

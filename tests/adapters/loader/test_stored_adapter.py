@@ -165,7 +165,7 @@ def test_nothing_writes_to_the_region_once_a_load_has_failed(monkeypatch: pytest
     may_pack, write = Event(), Packer.write
 
     def write_late(self: Packer, *arguments: object) -> None:
-        assert may_pack.wait(20)
+        assert may_pack.wait(60)
         write(self, *arguments)
 
     class Breaking(CountingBlob):
@@ -189,7 +189,7 @@ def test_nothing_writes_to_the_region_once_a_load_has_failed(monkeypatch: pytest
     thread.join(0.2)
     assert thread.is_alive() and not failures, "it waits for what is being packed"
     may_pack.set()
-    thread.join(20)
+    thread.join(60)
     assert failures
 
 

@@ -465,7 +465,7 @@ def test_413_comes_while_an_archive_is_still_being_sent(platform: Platform) -> N
         "Content-Type: multipart/form-data; boundary=b\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
     body = NAME + part("archive", b"x" * (MAX_UPLOAD + 1), "a.zip")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(request.encode() + b"%x\r\n" % len(body) + body + b"\r\n")
         # The rest of the body is never sent.
         assert connection.recv(100).startswith(b"HTTP/1.1 413")

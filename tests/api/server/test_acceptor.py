@@ -31,7 +31,7 @@ async def answer_ok(scope: Scope, receive: Receive, send: Send) -> None:
 
 def connect(url: str, stack: ExitStack) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
-    return stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+    return stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
 
 
 def start_waiting(url: str, stack: ExitStack) -> socket.socket:

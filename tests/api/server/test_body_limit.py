@@ -65,7 +65,7 @@ def test_the_refusal_has_the_apis_form_and_names_the_limit(url: str) -> None:
 
 def test_413_comes_while_the_body_is_still_being_sent(url: str) -> None:
     address = url.removeprefix("http://").split(":")
-    with socket.create_connection((address[0], int(address[1])), timeout=20) as connection:
+    with socket.create_connection((address[0], int(address[1])), timeout=60) as connection:
         connection.sendall(b"POST /any HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         connection.sendall(b"7d0\r\n" + b"x" * 2000 + b"\r\n")
         # The rest of the body is never sent.
@@ -84,7 +84,7 @@ def test_an_early_answer_reaches_a_client_that_sends_megabytes_first(
 def trickle(url: str, path: str, bytes_each: int) -> str:
     """Sends `bytes_each` bytes every 0.05 s until the server answers. Returns the answer."""
     host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {LIMIT}\r\nConnection: close\r\n\r\n"
         connection.sendall(head.encode())
         connection.settimeout(0.05)
@@ -147,7 +147,7 @@ def test_bodies_of_one_tenant_leave_memory_to_others(tmp_path: Path) -> None:
         greedy, honest = platform.key("greedy"), platform.key("honest")
         host, port = platform.url.removeprefix("http://").split(":")
         held = [
-            stack.enter_context(socket.create_connection((host, int(port)), timeout=20)) for _ in range(33)
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=60)) for _ in range(33)
         ]
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {greedy}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {LIMIT}\r\n\r\n"
