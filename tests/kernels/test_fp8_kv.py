@@ -168,6 +168,7 @@ def test_rotated_k_and_v_are_written_with_their_scales_and_nothing_else_is(
     check_pages(scene.pages.cpu(), expected_pages.cpu(), geometry)
 
 
+@LATE
 def test_what_a_token_gets_does_not_depend_on_the_batch(kernels: Kernels, device: str) -> None:
     scene = build(HEADS[1], torch.bfloat16, MIXED, device)
     count, (_, num_kv_heads, head_dim, block_tokens) = len(scene.batch.kv_slots), HEADS[1]

@@ -61,7 +61,13 @@ def make_inputs(
 
 @GROUPS
 @pytest.mark.parametrize(
-    ("dtype", "layer"), ((torch.float32, 0), (torch.float32, 1), (torch.bfloat16, 1), (torch.float16, 0))
+    ("dtype", "layer"),
+    [
+        (torch.float32, 0),
+        (torch.float32, 1),
+        (torch.bfloat16, 1),
+        pytest.param(torch.float16, 0, marks=pytest.mark.compiled_late),
+    ],
 )
 def test_mixed_ranks_in_scattered_pages_match_the_twin(
     kernels: Kernels, device: str, dtype: torch.dtype, group: int, layer: int
@@ -79,7 +85,10 @@ def test_mixed_ranks_in_scattered_pages_match_the_twin(
     assert torch.equal(out[7:10], before[7:10]) and torch.equal(out[30], before[30])
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize(
+    "dtype",
+    (torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.compiled_late)),
+)
 def test_an_adapted_embedding_matches_the_twin(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
     scene = build(dtype, device)
     site, tiles = scene.shape.embedding_site, build_tiles(RUNS, scene.tables)

@@ -21,7 +21,7 @@ from slora_adapters.peft.packing import pack
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.batch import TileLimits
-from tests.support.cpu_kernels import CPU_KERNELS
+from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
 from tests.support.driving import Answer, drive, make_engine, make_source, step
 from tests.support.model_kit import ModelKit
 from tests.support.peft_adapters import make_adapter
@@ -38,8 +38,10 @@ def ask(name: str, adapter: AdapterVersion | None, length: int = 5, max_tokens: 
     return EngineRequest(name, "t", prompt, adapter, params)
 
 
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "kernels"),
+    [*(("float32", kernels) for kernels in CPU_KERNELS), ("bfloat16", KERNELS)],
+)
 def test_what_a_page_held_before_reaches_nobody_s_answer(kits: Kits, kernels: str, dtype: str) -> None:
     """Runs the same steps over pages that held zeros and over pages that held NaN. The logits are equal bit for bit."""
     kit = kits("llama")

@@ -36,8 +36,10 @@ class HostPages:
         self._free = list(range(num_pages))
 
 
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
-@pytest.mark.parametrize("model", ["llama", "mistral_window", "gpt2"])
+@pytest.mark.parametrize(
+    ("model", "kernels"),
+    [*(("llama", kernels) for kernels in CPU_KERNELS), ("mistral_window", KERNELS), ("gpt2", KERNELS)],
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.soak)])
 def test_free_pages_are_read_by_nobody(kits: Kits, model: str, dtype: str, kernels: str) -> None:
     """The pool is small and the answers are long. Pages change owners all the time; sequences fork, are preempted

@@ -113,16 +113,16 @@ SLICES: dict[str, int | str] = {"load_bytes_per_step": 1}  # one page of an adap
 
 
 QUICK_CASES = [
-    ("llama", 200, PUBLIC | CHUNKS),
     ("llama", 80, {"preemption": "auto", "swap_pages": 60}),
     ("llama", 36, RECOMPUTE | PUBLIC | SLICES),
     ("llama", 27, SWAP | SLICES | {"eviction": "cost"}),
     ("mistral_window", 25, SWAP | PUBLIC),
     ("mistral_window", 24, RECOMPUTE | ODD_CHUNKS | {"eviction": "size", "scheduling": "fcfs"}),
-    ("phi3_longrope", 200, CHUNKS),
     ("phi3_longrope", 24, SWAP | ODD_CHUNKS | {"eviction": "cost", "scheduling": "fcfs"}),
 ]
 OTHER_CASES = [
+    ("llama", 200, PUBLIC | CHUNKS),
+    ("phi3_longrope", 200, CHUNKS),
     ("llama", 200, {}),
     ("llama", 36, SWAP),
     ("llama", 36, {"preemption": "auto", "swap_pages": 5, **CHUNKS}),
