@@ -77,10 +77,12 @@ class CostModel:
             value = getattr(self, field.name)
             if not 0 <= value < math.inf:
                 raise ConfigError(
-                    f"the cost {field.name} is {value!r}; it must be from 0 and finite, in seconds"
+                    f"the cost {field.name} is {value!r}; it must be a finite number of seconds from 0"
                 )
         if self.token_s == 0:
-            raise ConfigError("the cost token_s is 0; it must be above 0: other costs are told in tokens")
+            raise ConfigError(
+                "the cost token_s is 0; it must be above 0, because other costs are expressed in tokens"
+            )
 
     def prefill_s(self, num_tokens: int) -> float:
         """Excludes step_s, because these tokens are computed in steps that run anyway."""

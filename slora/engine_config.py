@@ -30,35 +30,41 @@ class EngineConfig:
     device: str = setting("auto", "where the model runs: auto, cpu or cuda", Choice(("auto", "cpu", "cuda")))
     dtype: str = setting(
         "auto",
-        "arithmetic of the model: auto (that of the checkpoint), float32, bfloat16 or float16",
+        "dtype of the model: auto (the dtype of the checkpoint), float32, bfloat16 or float16",
         Choice(("auto", "float32", "bfloat16", "float16")),
     )
     kernels: str = setting(
-        "auto", "auto, triton, numba or torch", Choice(("auto", "triton", "numba", "torch")), metavar="NAME"
+        "auto",
+        "kernels that compute the model: auto, triton, numba or torch",
+        Choice(("auto", "triton", "numba", "torch")),
+        metavar="NAME",
     )
     model_impl: str = setting(
         "auto",
-        "the code that computes the model: slora's for the families that it has, or transformers' for any",
+        "implementation of the model: slora's own, for the model families that it supports, or "
+        "transformers', for any",
         Choice(("auto", "slora", "transformers")),
         metavar="NAME",
     )
     quantization: str = setting(
         "auto",
-        "int8 or fp8 rounds the base model's linears to 8 bits, each row with its own scale, and so halves their "
-        "memory; auto takes them as the checkpoint stores them",
+        "int8 or fp8 rounds the linear layers of the base model to 8 bits with a scale for each row, "
+        "which halves their memory; auto uses the format of the checkpoint",
         Choice(("auto", "int8", "fp8")),
         metavar="FORM",
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "format of K and V in the pool: auto is the model's dtype; fp8 (e4m3, scaled by token and head) makes room for "
-        "nearly twice the tokens, on a CPU or a GPU from compute capability 8.9 up",
+        "format of K and V in the pool: auto is the model's dtype; fp8 (e4m3, with a scale for each "
+        "token and head) fits nearly twice as many tokens, and needs a CPU or a GPU of compute "
+        "capability 8.9 or later",
         Choice(tuple(KVFormat)),
         metavar="FORM",
     )
     pool_bytes: int | None = setting(
         None,
-        "memory for KV cache and adapters: auto takes 0.9 of the free GPU memory, or 25%% of the free RAM",
+        "size of the page pool for KV cache and adapters: auto takes 90%% of the free GPU memory, or "
+        "25%% of the free RAM",
         Auto(ByteSize(1)),
         metavar="SIZE",
     )
@@ -67,73 +73,76 @@ class EngineConfig:
     )
     max_model_len: int | None = setting(
         None,
-        "most tokens of prompt and answer together; auto takes the model's own limit, or what the pool holds",
+        "largest number of tokens of prompt and answer together; auto takes the model's own limit, "
+        "or the size of the pool if that is less",
         Auto(Whole(1)),
         metavar="N",
     )
-    max_num_seqs: int = setting(256, "most sequences that run at once", Whole(1), metavar="N")
+    max_num_seqs: int = setting(256, "largest number of running sequences", Whole(1), metavar="N")
     max_num_batched_tokens: int | None = setting(
-        None, "most tokens computed in one step", Auto(Whole(1)), metavar="N"
+        None, "largest number of tokens that one step computes", Auto(Whole(1)), metavar="N"
     )
     scheduling: str = setting(
         "fair",
-        "fair shares the engine between tenants by weight; fcfs serves in order of arrival",
+        "fair divides the engine between tenants by weight; fcfs serves requests in order of arrival",
         Choice(("fair", "fcfs")),
         metavar="NAME",
     )
     prefix_cache: str = setting(
         "tenant",
-        "which computed prefixes a request may reuse: tenant: those of its own tenant; public: of the base model, "
-        "those of all tenants, so that a tenant may learn by timing what others asked; off: none",
+        "which cached prefixes a request may reuse: tenant: only prefixes of its own tenant; public: "
+        "also prefixes of all tenants on the base model, so that timing may reveal the prompts of "
+        "other tenants; off: none",
         Choice(("off", "tenant", "public")),
         metavar="NAME",
     )
     eviction: str = setting(
         "lru",
-        "which idle adapter or cached prefix is evicted first: lru: the least recently used; cost: the cheapest to "
-        "restore, weighed by how often its kind is reused; size: the largest",
+        "which idle adapter or cached prefix is evicted first: lru: the least recently used; cost: "
+        "the cheapest to restore, weighted by how often its kind is reused; size: the largest",
         Choice(("lru", "cost", "size")),
         metavar="NAME",
     )
     preemption: str = setting(
         "auto",
-        "how a sequence is preempted when pages are short: swap to the host, recompute later, or auto, whichever takes "
-        "less time",
+        "how a sequence is preempted when the pool has too few pages: swap copies its KV to the "
+        "host, recompute computes it again later, and auto chooses whichever takes less time",
         Choice(("auto", "swap", "recompute")),
         metavar="NAME",
     )
     swap_bytes: int | None = setting(
         None,
-        "host memory for swapped sequences: auto takes a quarter of the pool's size, 0 is none",
+        "host memory for swapped sequences: auto takes a quarter of the pool's size; 0 disables swapping",
         Auto(ByteSize()),
         metavar="SIZE",
     )
     load_bytes_per_step: int | None = setting(
         None,
-        "most adapter bytes copied into the pool beside one step: auto lets steps grow by a tenth, and by more while "
-        "many requests wait for adapters",
+        "largest number of adapter bytes copied into the pool during one step: auto allows steps to "
+        "take a tenth longer, and more while many requests wait for adapters",
         Auto(ByteSize(1)),
         metavar="SIZE",
     )
     cuda_graphs: bool = setting(
         True, "whether decode steps on a GPU are recorded once and replayed: on or off", OnOff()
     )
-    max_lora_rank: int = setting(128, "highest rank of an adapter that is accepted", Whole(1), metavar="N")
+    max_lora_rank: int = setting(128, "highest accepted rank of an adapter", Whole(1), metavar="N")
 
     def __post_init__(self) -> None:
         check_settings(self)
         if self.preemption == "swap" and self.swap_bytes == 0:
             raise ConfigError(
-                "preemption is swap, but swap_bytes is 0: there is nowhere to swap to; raise swap_bytes, or set "
-                "preemption to auto or recompute"
+                "preemption is swap, but swap_bytes is 0: there is no space to swap to; raise "
+                "swap_bytes, or set preemption to auto or recompute"
             )
         if self.block_tokens & (self.block_tokens - 1):
             raise ConfigError(f"block_tokens is {self.block_tokens}; it must be a power of two")
         budget = self.max_num_batched_tokens
         if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens is {budget}, below max_num_seqs {self.max_num_seqs}: "
-                f"one step could not decode them all; raise it or lower max_num_seqs"
+                f"max_num_batched_tokens is {budget}, below max_num_seqs {self.max_num_seqs}, so one "
+                "step could not decode all sequences; raise max_num_batched_tokens or lower "
+                "max_num_seqs"
             )
 
     @property

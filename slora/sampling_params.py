@@ -112,7 +112,8 @@ class SamplingParams:
         elif self.length_penalty != 1 or self.early_stopping:
             name = "early_stopping" if self.early_stopping else "length_penalty"
             raise RequestRefused(
-                f"{name} is {getattr(self, name)}, which only a beam search heeds; leave it out or set use_beam_search",
+                f"{name} is {getattr(self, name)}, which only beam search uses; omit it or set "
+                "use_beam_search",
                 name,
             )
 
@@ -135,8 +136,8 @@ class SamplingParams:
         """Raises RequestRefused if the answers to return are known only when all are complete."""
         if self.num_choices > self.n:
             raise RequestRefused(
-                f"best_of is {self.best_of} and n is {self.n}: which answers are the best is known at their end, so "
-                "they can't be streamed; leave best_of out or don't stream",
+                f"best_of is {self.best_of} and n is {self.n}: the best answers are known only when "
+                "all are complete, so they cannot be streamed; omit best_of or stream",
                 "best_of",
             )
 
@@ -145,12 +146,14 @@ class SamplingParams:
             value = getattr(self, name)
             if value != neutral:
                 raise RequestRefused(
-                    f"{name} is {value}; beam search draws nothing and penalises nothing: set it to {neutral}",
+                    f"{name} is {value}; beam search does not sample and has no penalties; set it to "
+                    f"{neutral}",
                     name,
                 )
         if self.stop:
             raise RequestRefused(
-                f"stop has {len(self.stop)} strings; beam search ends hypotheses by token: use stop_token_ids",
+                f"stop has {len(self.stop)} strings; beam search does not support stop strings; use "
+                "stop_token_ids",
                 "stop",
             )
 
@@ -173,7 +176,9 @@ class SamplingParams:
     def _check_stops(self) -> None:
         check_num_items("stop", len(self.stop))
         if any(not text for text in self.stop):
-            raise RequestRefused("stop has an empty string; every stop string needs a character", "stop")
+            raise RequestRefused(
+                "stop has an empty string; a stop string needs at least one character", "stop"
+            )
         longest = max(map(len, self.stop), default=0)
         if longest > MAX_STOP_CHARS:
             raise RequestRefused(

@@ -17,7 +17,7 @@ def refuse_surrogate(text: str, name: str, param: str) -> None:
     found = _SURROGATE.search(text)
     if found is not None:
         raise RequestRefused(
-            f"{name} has the lone surrogate {found[0]!a} at character {found.start()}, which is no valid Unicode text; "
-            "remove it or decode the text again",
+            f"{name} has the lone surrogate {found[0]!a} at character {found.start()}, which is not "
+            "valid Unicode text; remove the surrogate or decode the text again",
             param,
         )

@@ -35,8 +35,8 @@ class TenantShare:
                 )
         if self.min_share > self.max_share:
             raise ConfigError(
-                f"a tenant's min_share is {self.min_share!r}, more than its max_share {self.max_share!r}; "
-                "lower the one or raise the other"
+                f"a tenant's min_share is {self.min_share!r}, more than its max_share "
+                f"{self.max_share!r}; lower min_share or raise max_share"
             )
 
 

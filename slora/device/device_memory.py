@@ -63,8 +63,8 @@ class DeviceMemory:
         before = self._slots.pop(resident.slot, None)
         if load.first_page and before != _SlotContent(resident.generation, load.first_page, False):
             raise RuntimeError(
-                f"pages from {load.first_page} on of {resident.version} came to slot {resident.slot}, but those before "
-                f"them did not"
+                f"pages of {resident.version} from {load.first_page} on were loaded into slot "
+                f"{resident.slot}, but the pages before them were not"
             )
         content = load.packed.buffer[load.first_page * self.full_page_bytes : end * self.full_page_bytes]
         self.write(resident.pages[load.first_page : end], torch.from_numpy(content))

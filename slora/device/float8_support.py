@@ -25,14 +25,16 @@ def check_float8_kv(device: torch.device) -> None:
     name = torch.cuda.get_device_name(device)
     if torch.version.hip is not None:
         raise ConfigError(
-            f"kv_cache_dtype is fp8, but {name} is AMD's, whose own e4m3 (up to 240) is not the one of pages (up "
-            f"to 448); leave kv_cache_dtype at auto (--kv-cache-dtype auto)"
+            f"kv_cache_dtype is fp8, but {name} is an AMD GPU, whose e4m3 format (up to 240) differs "
+            "from the format of the pages (up to 448); set kv_cache_dtype to auto (--kv-cache-dtype "
+            "auto)"
         )
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         raise ConfigError(
-            f"kv_cache_dtype is fp8, but {name} has compute capability {_spell(capability)}, and e4m3 needs "
-            f"{_spell(_LEAST_CAPABILITY)} or later; leave kv_cache_dtype at auto (--kv-cache-dtype auto)"
+            f"kv_cache_dtype is fp8, but {name} has compute capability {_spell(capability)}, and e4m3 "
+            f"needs {_spell(_LEAST_CAPABILITY)} or later; set kv_cache_dtype to auto "
+            "(--kv-cache-dtype auto)"
         )
 
 

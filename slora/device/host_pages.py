@@ -36,7 +36,7 @@ class HostPages:
     def __getitem__(self, page: int) -> Tensor:
         """Returns the page itself, uint8 [page_bytes]. Raises IndexError for a page that does not exist."""
         if not 0 <= page < self._num_pages:
-            raise IndexError(f"page {page} of the host; there are {self._num_pages}")
+            raise IndexError(f"host page {page} does not exist; there are {self._num_pages} host pages")
         slab, row = divmod(page, self._slab_pages)
         if slab not in self._slabs:
             self._slabs[slab] = self._take_slab(slab)

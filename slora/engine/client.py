@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 _RECONNECT_S = 0.05
 _MAX_FRAME_BUFFER = 1 << 20
-_DIED = "the engine died while it held this request; it is being restarted, send the request again"
+_DIED = "the engine died while it processed this request and is being restarted; send the request again"
 
 
 class EngineClient(Protocol):
@@ -125,7 +125,7 @@ class RemoteEngine:
                 while (message := await read_message(reader)) is not None:
                     self._receive(message)
             except (BrokenFrame, ConnectionError) as error:
-                _log.error("connection to the engine broke: %s", error)
+                _log.error("the connection to the engine failed: %s", error)
             finally:
                 self._lose()
                 writer.close()
@@ -177,7 +177,7 @@ class RemoteEngine:
     async def _send(self, message: Message) -> None:
         writer = self._writer
         if writer is None or self._info is None:
-            raise EngineUnavailable("the engine is not running; it is being started, send the request again")
+            raise EngineUnavailable("the engine is not running and is being started; send the request again")
         write_message(writer, message)
         try:
             await writer.drain()

@@ -31,9 +31,14 @@ from slora.tenant_share import TenantShare
 from slora_adapters.loader.source import AdapterSource
 from slora_adapters.version import AdapterVersion
 
-_BREAKS_ALONE = "the engine can't compute this request, not even alone; the server's log says why"
-_GIVEN_UP = "the engine broke on the step that held this request, because of other requests; send it again"
-_NOT_MOVED = "the engine could not bring to the pool what this request needs, several times; send it again"
+_BREAKS_ALONE = (
+    "the engine cannot compute this request, even in a step of its own; the server's log has the reason"
+)
+_GIVEN_UP = "the step with this request failed because of other requests; send the request again"
+_NOT_MOVED = (
+    "the engine repeatedly failed to copy the pages that this request needs into the pool; send the "
+    "request again"
+)
 
 
 class Engine:
@@ -220,7 +225,7 @@ class Engine:
     def _costs(self) -> CostModel:
         """The cost model as it is now."""
         costs = self._learned.current if self._learned is not None else self._fixed_costs
-        assert costs is not None, "costs are given or learned"
+        assert costs is not None, "the cost model is neither fixed nor learned"
         return costs
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:

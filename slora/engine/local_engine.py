@@ -149,8 +149,8 @@ class LocalEngine:
         try:
             self._worker.run(engine)
         except BaseException:
-            _log.critical("the engine broke; nothing more is served", exc_info=True)
-            reason = "the engine broke; see the log"
+            _log.critical("the engine failed and serves no more requests", exc_info=True)
+            reason = "the engine failed; the log has the reason"
         with self._gate:
             self._gone = reason
         self._deliver([StepOutput(name, error=EngineUnavailable(reason)) for name in list(self._loops)])

@@ -105,8 +105,8 @@ def decode_info(message: Message) -> EngineInfo:
     """Raises EngineUnavailable when the engine uses another version of the protocol."""
     if message.get("protocol") != PROTOCOL_VERSION:
         raise EngineUnavailable(
-            f"the engine speaks protocol {message.get('protocol')}, this process {PROTOCOL_VERSION}; "
-            "restart both from one installation"
+            f"the engine has protocol version {message.get('protocol')}, but this process has "
+            f"{PROTOCOL_VERSION}: restart both from the same installation"
         )
     info = dict(message["info"])
     info["shape"] = ModelShape.from_plain(info["shape"])

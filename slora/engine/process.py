@@ -73,7 +73,8 @@ def _refuse_unknown(owner: str, settings: Mapping[str, object], known: Collectio
     unknown = sorted(settings.keys() - set(known))
     if unknown:
         raise ConfigError(
-            f"{owner} has no setting {', '.join(unknown)}; API and engine must be of one installation"
+            f"{owner} has no setting {', '.join(unknown)}; the API and the engine must be from the "
+            "same installation"
         )
 
 
@@ -101,7 +102,11 @@ class _Peer:
         if self._writer.is_closing():
             return
         if self._frames.qsize() >= _MAX_UNREAD_FRAMES:
-            _log.error("API process %d left %d frames unread: closing", self.number, _MAX_UNREAD_FRAMES)
+            _log.error(
+                "API process %d has not read %d frames: closing its connection",
+                self.number,
+                _MAX_UNREAD_FRAMES,
+            )
             # Not close(): close() would wait until the peer has read frames that it never reads.
             self._writer.transport.abort()
             return
@@ -139,7 +144,7 @@ class EngineServer:
         except BrokenFrame as error:
             _log.error("API process %d: %s", peer.number, error)
         except ConnectionError as error:
-            _log.info("API process %d is gone: %s", peer.number, error)
+            _log.info("API process %d disconnected: %s", peer.number, error)
         finally:
             del self._peers[peer.number]
             for engine_id in peer.unfinished:
@@ -292,8 +297,8 @@ class EngineProcess:
         try:
             self._worker.run(engine)
         except BaseException as error:
-            _log.critical("the engine broke; this process ends", exc_info=True)
-            self._heartbeat.explain(f"the engine broke: {type(error).__name__}: {error}")
+            _log.critical("the engine failed; this process exits", exc_info=True)
+            self._heartbeat.explain(f"the engine failed: {type(error).__name__}: {error}")
             os._exit(_BROKEN_EXIT)
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
@@ -339,9 +344,9 @@ def end_with_stdin() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The engine process of slora; started by `slora serve`.")
+    parser = argparse.ArgumentParser(description="The engine process of slora. `slora serve` starts it.")
     parser.add_argument("--config", required=True, help="ProcessConfig as JSON")
-    parser.add_argument("--heartbeat", type=int, help="descriptor of the page that proves progress")
+    parser.add_argument("--heartbeat", type=int, help="file descriptor of the shared page for heartbeats")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     end_with_stdin()
     arguments = parser.parse_args()

@@ -30,7 +30,8 @@ def check_request(request: EngineRequest, info: EngineInfo) -> None:
     weight = request.adapter_weight
     if not abs(weight) <= MAX_ADAPTER_WEIGHT:  # written so that NaN is refused, too
         raise RequestRefused(
-            f"adapter_weight is {weight}; it must be a number of at most {MAX_ADAPTER_WEIGHT:g}, positive or negative",
+            f"adapter_weight is {weight}; it must be a number from -{MAX_ADAPTER_WEIGHT:g} to "
+            f"{MAX_ADAPTER_WEIGHT:g}",
             "adapter_weight",
         )
     check_terms(request.priority, request.deadline_s, info)
@@ -42,7 +43,8 @@ def check_request(request: EngineRequest, info: EngineInfo) -> None:
         check_max_tokens(sampling.max_tokens, num_tokens, info.max_model_len)
     elif sampling.min_tokens > room:
         raise RequestRefused(
-            f"min_tokens is {sampling.min_tokens}, but there is room for {room} only (max_model_len)",
+            f"min_tokens is {sampling.min_tokens}, but the answer can have at most {room} tokens "
+            "(max_model_len)",
             "min_tokens",
         )
 
@@ -53,14 +55,14 @@ def check_terms(priority: int, deadline_s: float | None, info: EngineInfo) -> No
     is_whole = isinstance(priority, int) and not isinstance(priority, bool)
     if not is_whole or abs(priority) > MAX_PRIORITY:
         raise RequestRefused(
-            f"priority is {priority!r}; it must be a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}, lower for "
-            "sooner",
+            f"priority is {priority!r}; it must be a whole number from -{MAX_PRIORITY} to "
+            f"{MAX_PRIORITY}, and lower is served first",
             "priority",
         )
     if priority and info.scheduling == "fcfs":
         raise RequestRefused(
-            f"priority is {priority}, but this server serves requests in order of arrival (--scheduling fcfs); leave "
-            "priority out",
+            f"priority is {priority}, but this server serves requests in order of arrival "
+            "(--scheduling fcfs); omit priority",
             "priority",
         )
     if deadline_s is not None and not 0 < deadline_s <= MAX_DEADLINE_S:
@@ -89,14 +91,14 @@ def check_sampling(sampling: SamplingParams, info: EngineInfo) -> None:
     num_left = info.vocab_size - sum(token < info.vocab_size for token in stop_ids)
     if sampling.min_tokens and not num_left:
         raise RequestRefused(
-            f"min_tokens is {sampling.min_tokens}, but each of the {info.vocab_size} tokens is a stop token",
+            f"min_tokens is {sampling.min_tokens}, but all {info.vocab_size} tokens are stop tokens",
             "min_tokens",
         )
     # With fewer tokens than beams, a search cannot extend every beam.
     if sampling.use_beam_search and width > num_left:
         raise RequestRefused(
-            f"{width_param} is {width}, but only {num_left} of the {info.vocab_size} tokens are no stop tokens; ask "
-            "for fewer beams",
+            f"{width_param} is {width}, but only {num_left} of the {info.vocab_size} tokens are not "
+            "stop tokens; ask for fewer beams",
             width_param,
         )
 
@@ -134,8 +136,9 @@ def check_max_tokens(
     room = max_model_len - num_prompt_tokens
     if max_tokens > room:
         raise ContextTooLong(
-            f"the prompt has {num_prompt_tokens} tokens and {param} is {max_tokens}, {num_prompt_tokens + max_tokens} "
-            f"in all; this model's context is {max_model_len} tokens (max_model_len); ask for at most {room}",
+            f"the prompt has {num_prompt_tokens} tokens and {param} is {max_tokens}, "
+            f"{num_prompt_tokens + max_tokens} in total; this model's context is {max_model_len} "
+            f"tokens (max_model_len); ask for at most {room}",
             param,
         )
 

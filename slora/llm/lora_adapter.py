@@ -104,7 +104,7 @@ def _write_config(config: Mapping[str, Any], reasons: list[Reason]) -> bytes:
     try:
         return json.dumps(dict(config), default=_listed).encode()
     except (TypeError, ValueError) as error:
-        reasons.append(Reason("config_malformed", f"the config can't be written as JSON: {error}"))
+        reasons.append(Reason("config_malformed", f"the config cannot be written as JSON: {error}"))
         return b""
 
 

@@ -143,7 +143,7 @@ class RequestBuilder:
         for index, (messages, one) in enumerate(zip(conversations, served, strict=True)):
             rendered = tokenizer.apply_chat_template(messages, one.chat_template)
             refuse_surrogate(
-                rendered, f"the text that the chat template made of conversation {index}", "messages"
+                rendered, f"the text that the chat template rendered for conversation {index}", "messages"
             )
             token_ids.append(tokenizer.encode_chat(rendered))
         return self._answers(token_ids, served, params, None)
@@ -187,7 +187,7 @@ class RequestBuilder:
 
     def _encode(self, prompt: Prompt, index: int) -> list[int]:
         if isinstance(prompt, str):
-            tokenizer = self._need_tokenizer("a text needs a tokenizer; pass token ids", "prompt")
+            tokenizer = self._need_tokenizer("a text prompt needs a tokenizer; pass token ids", "prompt")
             refuse_surrogate(prompt, f"prompt {index}", "prompt")
             return tokenizer.encode(prompt)
         if not isinstance(prompt, Iterable):

@@ -64,4 +64,4 @@ def describe_mask_difference(
     query, key = int(queries[different[0, 0]]), int(keys[different[0, 0]])
     difference = f"shows token {key} to" if seen[different[0, 0]] else f"hides token {key} from"
     told = "no window" if window is None else f"a window of {window} tokens"
-    return f"its attention call is told {told}, but the model's own mask {difference} token {query}"
+    return f"its attention call has {told}, but the model's own mask {difference} token {query}"

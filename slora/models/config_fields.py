@@ -41,7 +41,7 @@ class ConfigFields:
             kind = "a positive whole number" if least == 1 else f"a whole number from {least}"
             raise self._refuse(name, value, f"; it must be {kind}")
         if most is not None and value > most:
-            raise self._refuse(name, value, f"; it must be {most} at most")
+            raise self._refuse(name, value, f"; it must be at most {most}")
         return value
 
     def optional_whole(self, name: str) -> int | None:

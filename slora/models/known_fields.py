@@ -172,8 +172,8 @@ _ROPE = {
     "type",
 }
 _REMEDY = (
-    "; this decoder does not read it, and it may change what the model answers: remove it if it changes nothing, or "
-    "choose --model-impl transformers"
+    "; slora's decoder does not use this field, which may change the model's output: remove the "
+    "field if it has no effect, or choose --model-impl transformers"
 )
 
 

@@ -16,7 +16,7 @@ def read_layer_types(fields: ConfigFields, rule: WindowRule, num_layers: int) ->
             "layer_types", f"; it must hold {FULL} or {SLIDING} for each of {num_layers} layers"
         )
     if rule in ("none", "all") and given != _implied(fields, rule, num_layers):
-        raise fields.refusal("layer_types", "; all layers of this model_type are alike")
+        raise fields.refusal("layer_types", "; all layers of this model_type have the same type")
     return given
 
 
@@ -28,7 +28,9 @@ def read_windows(
         return (None,) * len(layer_types)
     window = fields.optional_whole("sliding_window")
     if window is None:
-        raise fields.refusal("sliding_window", f", but layer_types has {SLIDING}; give the window's tokens")
+        raise fields.refusal(
+            "sliding_window", f", but layer_types has {SLIDING}; give the window as a number of tokens"
+        )
     if rule == "late" and not fields.flag("use_sliding_window"):
         raise fields.refusal("use_sliding_window", f", but layer_types has {SLIDING}; set it to true")
     # A window that no sequence can exceed has no effect.

@@ -57,8 +57,8 @@ def load_model(
         return Decoder(spec.decoder, _open_weights(config, spec.decoder, dtype, device), max_model_len)
     if config.quantization != "auto":
         raise ConfigError(
-            f"quantization is {config.quantization}, but transformers' classes compute this model ({spec.family}), and "
-            "those are served unquantized only; leave it at auto"
+            f"quantization is {config.quantization}, but transformers' classes compute this model "
+            f"({spec.family}), which are served only without quantization; set quantization to auto"
         )
     # Imported by name, because importing transformers takes seconds that our own decoder does not need.
     module = importlib.import_module("slora.models.transformers_decoder")
@@ -76,10 +76,13 @@ def _open_weights(
     by_row = stored.form if stored is not None and block is None else None
     if by_row is not None and name not in ("auto", by_row):
         raise ConfigError(
-            f"quantization is {name}, but this checkpoint is stored as {by_row}, and rounding twice loses more than "
-            f"either; leave it at auto, or give the unquantized model"
+            f"quantization is {name}, but this checkpoint is stored as {by_row}, and rounding twice "
+            "loses more precision than either; set quantization to auto, or use the unquantized "
+            "checkpoint"
         )
     if "fp8" in (name, by_row) and device.type == "cuda" and not supports_float8(device):
-        raise ConfigError("weights in fp8 need a GPU of compute capability 8.9 or later; choose int8")
+        raise ConfigError(
+            "weights in fp8 need a GPU of compute capability 8.9 or later; choose --quantization int8"
+        )
     form = None if name == "auto" or by_row is not None else FORMS[name][0]
     return WeightReader(Checkpoint(config.model), dtype, device, form=form, block=block)

@@ -123,8 +123,8 @@ class _ForwardTrace:
         _refuse_attention(name, module, query, key, value, attention_mask, others)
         if any(map(self.indices.is_traced, (query, key, value))):
             raise ConfigError(
-                f"{name}: paged attention can't serve it, because its queries, keys or values depend on the index of a "
-                "token in the batch, where the position in its sequence belongs"
+                f"{name}: paged attention can't serve it, because its queries, keys or values depend "
+                "on the index of a token in the batch instead of its position in the sequence"
             )
         _, num_heads, num_tokens, head_dim = query.shape
         self.calls.append(AttentionCall(name, num_heads, key.shape[1], head_dim, sliding_window or None))
@@ -223,15 +223,18 @@ def _refuse_fields(config: PreTrainedConfig, text: PreTrainedConfig, path: Path)
     for name, kind in _rope_types(text):
         if kind not in _ROPE_TYPES:
             raise ConfigError(
-                f"{path}: {name} is {kind!r}; through transformers' classes this server has {', '.join(_ROPE_TYPES)}, "
-                "whose angles do not depend on the longest sequence of a batch"
+                f"{path}: {name} is {kind!r}; with transformers' classes, this server supports "
+                f"{', '.join(_ROPE_TYPES)}, whose angles do not depend on the longest sequence of a "
+                "batch"
             )
     odd = sorted({kind for kind in getattr(text, "layer_types", None) or () if kind not in _LAYER_TYPES})
     if odd:
-        raise ConfigError(f"{path}: layer_types has {odd[0]!r}; this server has {', '.join(_LAYER_TYPES)}")
+        raise ConfigError(
+            f"{path}: layer_types has {odd[0]!r}; this server supports {', '.join(_LAYER_TYPES)}"
+        )
     if getattr(config, "quantization_config", None):
         raise ConfigError(
-            f"{path}: quantization_config is set; transformers' classes are served unquantised only"
+            f"{path}: quantization_config is set; transformers' classes are served only without quantization"
         )
 
 
@@ -289,7 +292,7 @@ def _run(model: PreTrainedModel) -> None:
     rows = torch.zeros(2, dtype=torch.int64, device="meta")
     logits = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=rows).logits
     if logits.shape[1] != 2:
-        raise ConfigError(f"{type(model).__name__} can't be asked for the logits of some tokens only")
+        raise ConfigError(f"{type(model).__name__} cannot compute the logits of selected tokens only")
 
 
 def _refuse_masks(
@@ -339,7 +342,7 @@ def _refuse_attention(
     extra = sorted(n for n, v in others.items() if v is not None and v is not False and n not in _HARMLESS)
     problems = (
         (not getattr(module, "is_causal", True), "it is not causal"),
-        (attention_mask is not None, "it needs a mask of its own"),
+        (attention_mask is not None, "it needs its own mask"),
         (query.shape[:1] != (1,) or query.shape[2] != _TOKENS, f"its queries have shape {list(query.shape)}"),
         (key.shape[2] != _TOKENS, f"it has {key.shape[2]} keys for {_TOKENS} tokens"),
         (key.shape[3] != query.shape[3] or value.shape != key.shape, "keys and values differ in width"),
@@ -358,7 +361,8 @@ def _layers_path(model: PreTrainedModel, calls: list[AttentionCall], title: str)
     shapes = {(call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}
     if len(shapes) > 1:
         raise ConfigError(
-            f"{title} has layers of different (heads, KV heads, head dim): {sorted(shapes)}; pages need one"
+            f"{title} has layers of different (heads, KV heads, head dim): {sorted(shapes)}; pages "
+            "need the same for all layers"
         )
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == len(calls):
@@ -366,8 +370,8 @@ def _layers_path(model: PreTrainedModel, calls: list[AttentionCall], title: str)
             if all(call.module.startswith(name) for call, name in zip(calls, names, strict=True)):
                 return str(path)
     raise ConfigError(
-        f"{title} makes {len(calls)} attention calls that are not one in each layer; layers without attention, or "
-        "with state of another kind, can't be served"
+        f"{title} makes {len(calls)} attention calls, but not one in each layer; layers without "
+        "attention, or with another kind of state, can't be served"
     )
 
 

@@ -94,7 +94,7 @@ def _read_only_rope(fields: ConfigFields, family: Family, head_dim: int) -> Rope
     values = fields.table(name)
     for kind in (FULL, SLIDING):
         if isinstance(values.get(kind), dict):
-            raise fields.refusal(name, "; the layers of this model_type share one rope")
+            raise fields.refusal(name, "; all layers of this model_type use the same rope")
     theta = fields.number("rope_theta", 10000.0)
     return _read_rope(fields.within(name, values), fields, family, head_dim, theta)
 
@@ -110,7 +110,7 @@ def _read_typed_rope(fields: ConfigFields, family: Family, head_dim: int, kind: 
     values: dict[str, Any] = fields.within("rope_parameters", tables).table(kind)
     scaling = fields.table("rope_scaling") if kind == FULL else {}
     if scaling and "rope_type" not in scaling:
-        complaint = "; transformers reads rope_type only here and ignores a scaling without it"
+        complaint = "; rope_type is missing, and transformers ignores a rope_scaling without it"
         raise fields.refusal("rope_scaling", complaint)
     values = {**values, **scaling}
     theta = fields.number("rope_theta" if kind == FULL else "rope_local_base_freq")
@@ -125,7 +125,7 @@ def _read_rope(values: ConfigFields, top: ConfigFields, family: Family, head_dim
     named = values.text("rope_type", values.text("type", "default"))
     kind = family.rope_aliases.get(named, named)
     if kind not in family.rope_types and kind in ROPE_TYPES:
-        raise _rope_type_refusal(values, f"; this model_type has {', '.join(family.rope_types)} only")
+        raise _rope_type_refusal(values, f"; this model_type supports only {', '.join(family.rope_types)}")
     match kind:
         case "default":
             return Rope(theta, rotary_dim)
@@ -141,8 +141,9 @@ def _read_rope(values: ConfigFields, top: ConfigFields, family: Family, head_dim
             return Rope(theta, rotary_dim, longrope, _longrope_attention_factor(values, top, longrope))
         case "dynamic":
             complaint = (
-                "; it can't be exact under a prefix cache, because every token beyond max_position_embeddings "
-                "changes the keys of those before it; use yarn, whose frequencies are fixed"
+                "; it is not exact with a prefix cache, because every token beyond "
+                "max_position_embeddings changes the keys of earlier tokens; use yarn, whose "
+                "frequencies are fixed"
             )
         case _:
             complaint = "; this version serves default, linear, llama3, yarn and longrope"

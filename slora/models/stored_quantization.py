@@ -16,7 +16,7 @@ from typing import Any, Literal
 from slora.models.config_fields import ConfigFields
 
 Form = Literal["int8", "fp8"]
-_REMEDY = "give the unquantized model, and quantization int8 or fp8 to have it rounded while it is read"
+_REMEDY = "use the unquantized checkpoint, and set quantization to int8 or fp8 to round it while it is read"
 _METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8")
 # The formats of compressed-tensors for 8-bit numbers, stored one per byte or four per 32-bit word.
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
@@ -44,7 +44,7 @@ def read_quantization(fields: ConfigFields) -> StoredQuantization | None:
     if method == "compressed-tensors":
         return _read_compressed_tensors(inner)
     if method not in _METHODS:
-        raise inner.refusal("quant_method", f"; served are {', '.join(_METHODS)}; {_REMEDY}")
+        raise inner.refusal("quant_method", f"; supported are {', '.join(_METHODS)}; {_REMEDY}")
     if inner.text("fmt", "e4m3") != "e4m3":
         raise inner.refusal("fmt", f"; only e4m3 is served; {_REMEDY}")
     return StoredQuantization(method, "fp8", _read_block(inner, "weight_block_size"))
@@ -52,7 +52,7 @@ def read_quantization(fields: ConfigFields) -> StoredQuantization | None:
 
 def _read_compressed_tensors(fields: ConfigFields) -> StoredQuantization:
     if fields.text("format", "naive-quantized") not in _FORMATS:
-        raise fields.refusal("format", f"; served are {', '.join(_FORMATS)}; {_REMEDY}")
+        raise fields.refusal("format", f"; supported are {', '.join(_FORMATS)}; {_REMEDY}")
     if fields.within("sparsity_config", fields.table("sparsity_config")).text("format", "dense") != "dense":
         raise fields.refusal("sparsity_config", f"; sparse weights are not served; {_REMEDY}")
     if fields.table("transform_config"):
@@ -62,7 +62,9 @@ def _read_compressed_tensors(fields: ConfigFields) -> StoredQuantization:
         _read_group(fields.within(f"config_groups.{name}", group)) for name, group in _tables(fields, groups)
     }
     if len(found) != 1:
-        raise fields.refusal("config_groups", f"; all linears must be quantized alike; {_REMEDY}")
+        raise fields.refusal(
+            "config_groups", f"; all linear layers must be quantized in the same way; {_REMEDY}"
+        )
     return found.pop()
 
 
@@ -79,7 +81,7 @@ def _read_group(group: ConfigFields) -> StoredQuantization:
         raise group.refusal("weights", f"; only symmetric 8-bit numbers are served; {_REMEDY}")
     strategy = weights.text("strategy", "tensor")
     if strategy not in ("tensor", "channel", "block"):
-        raise weights.refusal("strategy", f"; served are tensor, channel and block; {_REMEDY}")
+        raise weights.refusal("strategy", f"; supported are tensor, channel and block; {_REMEDY}")
     block = _read_block(weights, "block_structure") if strategy == "block" else None
     return StoredQuantization("compressed-tensors", form, block)
 
@@ -89,5 +91,5 @@ def _read_block(fields: ConfigFields, name: str) -> tuple[int, int] | None:
         return None
     rows, columns = fields.numbers(name, 2)
     if rows % 1 or columns % 1:
-        raise fields.refusal(name, "; it must be whole numbers")
+        raise fields.refusal(name, "; it must have whole numbers")
     return int(rows), int(columns)

@@ -80,7 +80,7 @@ class _HeadHooks:
     @property
     def hidden(self) -> Tensor:
         """[1, B', H]: the input of the head in the last forward pass."""
-        assert self._hidden is not None, "no pass has reached the head"
+        assert self._hidden is not None, "no forward pass has reached the output head"
         return self._hidden
 
     @contextmanager
@@ -284,8 +284,8 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
     missing = sorted(loading["missing_keys"])
     if missing:
         raise ConfigError(
-            f"{directory} lacks {len(missing)} weights that the model needs, {missing[0]} first; transformers would "
-            "fill them with random numbers"
+            f"{directory} lacks {len(missing)} weights that the model needs, such as {missing[0]}; "
+            "transformers would initialise them randomly"
         )
     ignore_padding(model)
     return model.to(device).eval()

@@ -71,7 +71,7 @@ class BlockTable:
 
         Worked example: adopt(2, [7, 9]) gives the entries 7, 7, 7, 9; the last two are held.
         """
-        assert self.num_pages == 0, f"a table of {self.num_pages} pages can't adopt others"
+        assert self.num_pages == 0, f"a block table with {self.num_pages} pages cannot adopt other pages"
         self.num_freed = num_freed
         self.extend([0] * num_freed + pages)
 

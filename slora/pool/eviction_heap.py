@@ -70,6 +70,8 @@ class EvictionHeap:
 
     def check_invariants(self) -> None:
         live = self.live_candidates()
-        assert len(live) == self.num_live, f"{len(live)} candidates are live, counted {self.num_live}"
+        assert len(live) == self.num_live, (
+            f"{len(live)} candidates are live, but the counter is {self.num_live}"
+        )
         # Candidates that a search pushed back are added to those that a sweep leaves.
         assert len(self._candidates) <= 3 * self.num_live + _FEW, "stale candidates pile up"

@@ -57,7 +57,7 @@ class Evictor:
         evict: `evict(requester)` evicts the item for tenant `requester`. It frees `item.pages` in the pool, and
             may add items that this item hid.
         """
-        assert item.ticket == 0, f"{item!r} is a candidate already"
+        assert item.ticket == 0, f"{item!r} is already a candidate"
         self._last_ticket += 1
         item.ticket = self._last_ticket
         self._heap_of(item).push(Candidate(rank, item.ticket, item, evict))
@@ -141,15 +141,15 @@ class Evictor:
             heap.check_invariants()
             for item in (candidate.item for candidate in heap.live_candidates()):
                 assert all(self._pool.is_cached(page) for page in item.pages), (
-                    f"{item!r} is a candidate and not idle"
+                    f"{item!r} is a candidate but not idle"
                 )
                 assert all(self._pool.owner(page) is item.tenant for page in item.pages), (
-                    f"{item!r} is another's"
+                    f"{item!r} has pages of another tenant"
                 )
                 assert self._heap_of(item) is heap, f"{item!r} is in another tenant's heap"
                 if item.is_pinned:
                     pinned_pages[item.tenant] += len(item.pages)
-        assert pinned_pages == self._pinned_pages, "pages of pins are miscounted"
+        assert pinned_pages == self._pinned_pages, "the number of pinned pages is wrong"
 
     def _has_room(self, num_pages: int, tenant: TenantAccount) -> bool:
         return num_pages <= self._pool.num_free and not tenant.pages_over_ceiling(num_pages)

@@ -159,7 +159,7 @@ class KVCache:
         """
         if not self.enabled or key in self._by_key:
             return
-        assert page not in self._by_page, f"{self._by_page[page]!r} can't have a second key"
+        assert page not in self._by_page, f"{self._by_page[page]!r} already has a key"
         assert not self._pool.is_cached(page), f"page {page} is cached without a key"
         block = PrefixBlock(page, key, parent, self._pool.owner(page), adapter, self._block_tokens)
         self._by_key[key] = self._by_page[page] = block
@@ -235,7 +235,7 @@ class KVCache:
         self._check_keys()
         idle = [block for block in self._by_page.values() if self._is_idle(block)]
         counted = Counter(block.parent for block in idle if block.parent is not None)
-        assert counted == self._num_idle_children, "idle blocks that follow a block do not add up"
+        assert counted == self._num_idle_children, "the number of idle child blocks is wrong"
         for block in self._by_page.values():
             is_end = self._is_idle(block) and not counted[block.key]
             assert bool(block.ticket) == is_end, (
@@ -243,16 +243,20 @@ class KVCache:
             )
 
     def _check_keys(self) -> None:
-        assert len(self._by_key) == len(self._by_page), "a key has no page of its own"
+        assert len(self._by_key) == len(self._by_page), "two keys share a page"
         keyed = Counter(block.adapter for block in self._by_page.values() if block.adapter is not None)
         assert keyed == {adapter: len(blocks) for adapter, blocks in self._by_adapter.items()}, (
-            "an adapter's blocks do not add up"
+            "the blocks of an adapter are not all listed under it"
         )
         for page, block in self._by_page.items():
-            assert block.pages == [page] and self._by_key.get(block.key) is block, f"{block!r} is misfiled"
-            assert self._pool.owner(page) is block.tenant, f"{block!r} is another's page"
+            assert block.pages == [page] and self._by_key.get(block.key) is block, (
+                f"{block!r} is stored under the wrong key or page"
+            )
+            assert self._pool.owner(page) is block.tenant, f"the page of {block!r} belongs to another tenant"
             if block.adapter is not None:
-                assert block.key in self._by_adapter[block.adapter], f"{block!r} outlives its adapter"
+                assert block.key in self._by_adapter[block.adapter], (
+                    f"{block!r} belongs to an adapter that was removed"
+                )
 
     # -- idle blocks --------------------------------------------------------------------------------------------
 

@@ -67,7 +67,9 @@ class PagePool:
     def allocate(self, count: int, tenant: TenantAccount) -> list[int]:
         """Takes `count` free pages for `tenant`, each with one reference."""
         free = self._free
-        assert count <= len(free), f"{count} pages wanted, {len(free)} free: make room first"
+        assert count <= len(free), (
+            f"{count} pages are requested, but only {len(free)} are free: evict pages first"
+        )
         if count == 0:
             return []
         pages = free[-count:]
@@ -156,11 +158,13 @@ class PagePool:
         for page in held:
             expected[page] += 1
         wrong = [p for p in range(self.num_pages) if expected[p] != self._references[p]]
-        assert not wrong, f"pages {wrong[:8]}: counted references differ from the owners'"
+        assert not wrong, f"pages {wrong[:8]}: the reference counts differ from the owners' references"
         kept = list(cached)
         assert len(set(kept)) == len(kept), "a cached page has two owners"
         assert all(self.is_cached(page) for page in kept), "an owner keeps a page that is not cached"
-        assert len(kept) == self._num_cached, f"{self._num_cached} pages cached, owners know {len(kept)}"
+        assert len(kept) == self._num_cached, (
+            f"{self._num_cached} pages are cached, but the owners keep {len(kept)}"
+        )
         self._check_free(num_in_use=sum(1 for count in expected if count), num_kept=len(kept))
         self._check_tenants(kept, tenants)
 

@@ -193,7 +193,7 @@ class Residency:
         assert resident.is_loading, f"{resident.version} is not being loaded"
         resident.num_loaded += num_pages
         assert resident.num_loaded <= len(resident.pages), (
-            f"{resident.version}: more pages loaded than it has"
+            f"{resident.version}: more pages were loaded than the adapter has"
         )
         if resident.num_loaded == len(resident.pages):
             resident.is_loaded = True
@@ -230,7 +230,7 @@ class Residency:
             self._add_candidate(resident)
 
     def pin(self, resident: Resident) -> None:
-        assert not resident.is_pinned, f"{resident.version} is pinned already"
+        assert not resident.is_pinned, f"{resident.version} is already pinned"
         self._set_pinned(resident, is_pinned=True)
 
     def unpin(self, resident: Resident) -> None:

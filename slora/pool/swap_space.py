@@ -24,7 +24,9 @@ class SwapSpace:
 
     def allocate(self, count: int) -> list[int]:
         free = self._free
-        assert count <= len(free), f"{count} host pages wanted, {len(free)} free: look at num_free first"
+        assert count <= len(free), (
+            f"{count} host pages are requested, but only {len(free)} are free: check num_free first"
+        )
         pages = [free.pop() for _ in range(count)]
         for page in pages:
             self._is_free[page] = False
@@ -32,7 +34,7 @@ class SwapSpace:
 
     def release(self, pages: Iterable[int]) -> None:
         for page in pages:
-            assert not self._is_free[page], f"host page {page} is free already"
+            assert not self._is_free[page], f"host page {page} is already free"
             self._is_free[page] = True
             self._free.append(page)
 
@@ -43,7 +45,7 @@ class SwapSpace:
         """
         pages = sorted([*self._free, *held])
         assert pages == list(range(self.num_pages)), (
-            f"{len(self._free)} host pages are free, {len(pages) - len(self._free)} held, of {self.num_pages}: "
-            "one is lost, or has two owners"
+            f"{len(self._free)} host pages are free and {len(pages) - len(self._free)} are held, of "
+            f"{self.num_pages}: a page has no owner or two"
         )
         assert all(self._is_free[page] for page in self._free), "a host page in the free list is not free"

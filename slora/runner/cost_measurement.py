@@ -103,8 +103,9 @@ def measure_costs(
     finally:
         bench.clear()
     _log.info(
-        "measured: a step %.3g ms, a token of prefill %.3g ms, a row that decodes %.3g ms, 1000 tokens of its context "
-        "%.3g ms, a page to the host or back %.3g ms, adapters into the pool %.3g GB/s",
+        "measured: a step %.3g ms, a token of prefill %.3g ms, a decoding sequence %.3g ms, 1000 "
+        "tokens of its context %.3g ms, a page to the host or back %.3g ms, adapters into the pool "
+        "%.3g GB/s",
         *(1e3 * seconds for seconds in (costs.step_s, costs.token_s, costs.decode_s)),
         1e6 * costs.context_token_s,
         1e3 * costs.page_copy_s,

@@ -64,12 +64,12 @@ class FaultIsolation:
         try:
             return StepResult(self._runner.run(plan))
         except Exception as error:
-            _log.exception("a step of %d chunks broke", len(plan.chunks))
+            _log.exception("a step of %d chunks failed", len(plan.chunks))
             self._runner.probe()
             if isinstance(error, PagesNotMoved):
                 raise
             if not plan.chunks:
-                raise PagesNotMoved("a step that only moves pages broke") from error
+                raise PagesNotMoved("a step that only copies pages failed") from error
         return self._bisect(plan.chunks)
 
     def _bisect(self, chunks: list[Chunk]) -> StepResult:
@@ -93,7 +93,8 @@ class FaultIsolation:
                 groups += _halve(group)
         result.sampled = [token for at in sorted(computed) for token in computed[at]]
         _log.error(
-            "of %d chunks of the broken step %d were computed, %d break alone, %d were given up",
+            "of the %d chunks of the failed step, %d were computed, %d fail alone and %d were not "
+                "isolated",
             len(chunks), len(computed), len(result.culprits), len(result.given_up),
         )  # fmt: skip
         return result
@@ -105,7 +106,9 @@ class FaultIsolation:
         try:
             return self._runner.run(StepPlan(chunks=chunks, rows_to_write=started))
         except Exception as error:
-            _log.warning("%d of its chunks break: %s: %s", len(chunks), type(error).__name__, error)
+            _log.warning(
+                "%d chunks of the failed step fail again: %s: %s", len(chunks), type(error).__name__, error
+            )
             self._runner.probe()
             return None
 

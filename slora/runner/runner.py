@@ -145,7 +145,7 @@ class Runner:
             self._model.logits(hidden, LoraDeltas(None, memory, self.kernels)).sum().item()
         except Exception as error:
             raise DeviceFailed(
-                f"{self.device} computes nothing any more: {type(error).__name__}: {error}"
+                f"{self.device} no longer computes: {type(error).__name__}: {error}"
             ) from error
 
     def _compute(self, plan: StepPlan) -> tuple[StepBatch, Tensor] | None:
@@ -262,8 +262,8 @@ class Runner:
             return min(int(num_pages * _SWAP_SHARE), of_ram)
         if 0 < swap_bytes < self.full_page_bytes:
             raise ConfigError(
-                f"swap_bytes is {swap_bytes}, but one page of this model takes {self.full_page_bytes}; give at least "
-                f"that, or 0 to swap nothing"
+                f"swap_bytes is {swap_bytes}, but one page of this model takes "
+                f"{self.full_page_bytes}; give at least that, or 0 to disable swapping"
             )
         return swap_bytes // self.full_page_bytes
 
@@ -315,14 +315,14 @@ def _moving_pages() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise PagesNotMoved(f"pages could not be moved: {type(error).__name__}: {error}") from error
+        raise PagesNotMoved(f"pages could not be copied: {type(error).__name__}: {error}") from error
 
 
 def _warm_up(kernels: Kernels, geometry: KVGeometry) -> None:
     """Compiles the kernels. If that takes long, it logs the reason."""
     about = f"compiling {kernels.name} kernels for {geometry.dtype}, KV in {geometry.element_dtype}"
     slow = Timer(
-        _LONG_WARM_UP_S, _log.info, [f"{about}: up to a minute or two, once; later starts find them"]
+        _LONG_WARM_UP_S, _log.info, [f"{about}: this takes up to two minutes, only at the first start"]
     )
     slow.daemon = True
     slow.start()

@@ -202,8 +202,12 @@ class AdapterLoading:
     def check_invariants(self) -> None:
         self._host.check_invariants()
         for resident, load in self._loading.items():
-            assert resident.is_loading and resident.num_users > 0, f"{resident.version}: the load is lost"
-            assert load.num_planned == resident.num_loaded, f"{resident.version}: a slice is lost"
+            assert resident.is_loading and resident.num_users > 0, (
+                f"{resident.version}: the adapter is loading without a load"
+            )
+            assert load.num_planned == resident.num_loaded, (
+                f"{resident.version}: a slice of the load is missing"
+            )
 
     def loading_residents(self) -> Iterator[Resident]:
         """The residents that are being loaded; each load is one user."""

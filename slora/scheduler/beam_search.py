@@ -143,7 +143,7 @@ class BeamSearch:
 
     def advance(self, max_tokens: int) -> NextBeams | None:
         """Applies all proposals. Returns None when the search is over. max_tokens: the maximum length."""
-        assert self.is_ready, "a beam has not proposed yet"
+        assert self.is_ready, "a beam has no proposal yet"
         self._length += 1
         is_last = self._length >= max_tokens
         continuing: list[_Continuation] = []

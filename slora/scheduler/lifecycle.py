@@ -187,7 +187,9 @@ class Lifecycle:
         ):
             users[resident.version] += 1
         for resident in self._paging.residency:
-            assert resident.num_users == users[resident.version], f"{resident.version}: users do not add up"
+            assert resident.num_users == users[resident.version], (
+                f"{resident.version}: the number of users is wrong"
+            )
 
     def _check_beams(self) -> None:
         searches: dict[BeamSearch, list[Sequence]] = defaultdict(list)
@@ -196,11 +198,13 @@ class Lifecycle:
                 searches[sequence.search].append(sequence)
             is_computed = sequence.num_computed == len(sequence.token_ids)
             assert is_computed == sequence.has_proposed, "a beam has no proposal for what it computed"
-            assert sequence.is_running or not is_computed, "a beam has proposed and does not run"
+            assert sequence.is_running or not is_computed, "a beam has a proposal but is not running"
         for search, beams in searches.items():
-            assert sorted(search.beams) == sorted(beam.index for beam in beams), "a beam is lost"
-            assert sum(beam.num_choices for beam in beams) == search.width, "a search has lost a place"
-            assert not search.is_ready, "all beams wait for each other"
+            assert sorted(search.beams) == sorted(beam.index for beam in beams), (
+                "a beam of the search is missing"
+            )
+            assert sum(beam.num_choices for beam in beams) == search.width, "a search has too few beams"
+            assert not search.is_ready, "all beams wait for each other (deadlock)"
 
     def _enqueue(self, sequence: Sequence) -> None:
         """Queues the sequence if its adapter is in the pool or on the host; otherwise it waits for the adapter.
@@ -245,11 +249,11 @@ class Lifecycle:
         num_tokens = sequence.max_kv_tokens
         kv_pages = width * self._footprint.pages(num_tokens)
         bound = (
-            f"the pool has {most} (pool_bytes)"
+            f"the pool has only {most} (pool_bytes)"
             if most == self._paging.pool.num_pages
-            else f"its tenant may hold {most} of the pool (max_pool_share)"
+            else f"its tenant may hold only {most} pages of the pool (max_pool_share)"
         )
-        beams, remedy = (f" of each of {width} beams", " or beams") if width > 1 else ("", "")
+        beams, remedy = (f" for each of {width} beams", " or beams") if width > 1 else ("", "")
         return ContextTooLong(
             f"this request needs {kv_pages} pages for {num_tokens} tokens{beams} and {adapter_pages} for its "
             f"adapter, but {bound}; ask for fewer tokens{remedy}",

@@ -168,8 +168,8 @@ class Pins:
         self.num_failures += 1
         if not state.num_failures:
             _log.warning(
-                "adapter %s of tenant %s is pinned and can't be fetched (%s): %s; it is tried again, and this is not "
-                "told again before it is in the pool",
+                "pinned adapter %s of tenant %s cannot be fetched (%s): %s. The engine tries again, "
+                    "and does not log this again until the adapter is in the pool.",
                 fetch.version.digest, fetch.version.tenant, fetch.code, fetch.message,
             )  # fmt: skip
         state.back_off(self._now)

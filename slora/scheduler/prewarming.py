@@ -77,7 +77,8 @@ class Prewarming:
             if isinstance(fetch, FetchFailed):
                 self._fetched.pop(fetch.version, None)
                 _log.info(
-                    "adapter %s of tenant %s was to be brought here ahead and can't be fetched (%s): %s",
+                    "adapter %s of tenant %s cannot be prewarmed, because it cannot be fetched (%s): "
+                        "%s",
                     fetch.version.digest, fetch.version.tenant, fetch.code, fetch.message,
                 )  # fmt: skip
                 continue

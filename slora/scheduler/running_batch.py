@@ -62,5 +62,5 @@ class RunningBatch:
 
     def check_invariants(self) -> None:
         rows = sorted([*self._free_rows, *(sequence.row for sequence in self._sequences)])
-        assert rows == list(range(self.capacity)), "a row of the sampling table is lost or shared"
-        assert self.free_capacity >= 0, "more sequences run than may"
+        assert rows == list(range(self.capacity)), "a row of the sampling table has no sequence or two"
+        assert self.free_capacity >= 0, "more sequences are running than the limit allows"

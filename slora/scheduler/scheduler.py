@@ -351,7 +351,7 @@ class Scheduler:
             error = RequestFailed(f"the logits of {name} were not finite on this prompt")
             return [self._lifecycle.fail(sequence, error)]
         if sequence.search is not None:
-            assert sampled.proposal is not None, "a beam proposes"
+            assert sampled.proposal is not None, "a beam has no proposal"
             return self._beams.propose(sequence, sequence.search, sampled.proposal)
         return [self._append(sequence, sampled.token_id, sampled.logprobs)]
 
@@ -395,6 +395,6 @@ def _chunk_order(chunk: Chunk) -> tuple[int, float, int]:
 def _deadline_missed(sequence: Sequence, num_others: int) -> DeadlineMissed:
     what = "the first token was to come" if sequence.search is None else "the beam search was to end"
     return DeadlineMissed(
-        f"{what} within {sequence.request.deadline_s:g} s, which can't be kept ({num_others} others wait); allow more "
-        "time or send it later"
+        f"{what} within {sequence.request.deadline_s:g} s, which is not possible ({num_others} other "
+        "requests are waiting); allow more time, or send the request later"
     )

@@ -58,7 +58,7 @@ class Swapping:
     def swap_in(self, sequence: Sequence, plan: StepPlan) -> None:
         """Plans to copy the KV back into new pages. The caller has made room."""
         swapped, sequence.swapped = sequence.swapped, None
-        assert swapped is not None, "nothing of it is on the host"
+        assert swapped is not None, "the sequence has no KV on the host"
         pages = self._kv.allocate(len(swapped.host_pages), sequence.tenant)
         plan.swaps_in.extend(zip(swapped.host_pages, pages, strict=True))
         sequence.blocks.adopt(swapped.num_freed, pages)

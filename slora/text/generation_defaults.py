@@ -146,7 +146,7 @@ def _stop_strings(config: Mapping[str, Any]) -> tuple[str, ...]:
         except UnicodeEncodeError as error:
             lone = ord(text[error.start])
             raise ValueError(
-                f"{name} holds the lone surrogate U+{lone:04X}, which no text can contain; remove it"
+                f"{name} contains the lone surrogate U+{lone:04X}, which is not a character; remove it"
             ) from None
     return strings
 
@@ -163,7 +163,7 @@ def read_generation_defaults(text: str | None, vocab_size: int | None = None) ->
     """
     config = json.loads(text) if text else {}
     if not isinstance(config, dict):
-        raise ValueError("generation_config is not a JSON object")
+        raise ValueError("the generation config is not a JSON object")
     greedy = config.get("do_sample") is False
     defaults = GenerationDefaults(
         temperature=0.0 if greedy else _number(config, "temperature"),

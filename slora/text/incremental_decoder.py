@@ -293,7 +293,9 @@ def _make_stages(decoder: Decoder | None) -> list[_Stage]:
         stage = _follow_one_string(spec) if is_one_string else _follow_tokens(spec)
         if stage is None:
             _log.warning(
-                "the tokenizer's decoder step %s cannot stream: a stream gets its text at the end", kind
+                "the decoder step %s of the tokenizer does not support streaming, so a stream gets "
+                "its whole text at the end",
+                kind,
             )
             return [_WholeText(decoder)]
         stages.append(stage)

@@ -132,7 +132,9 @@ def _read_in_subprocess(directory: Path) -> ResolvedTokenizer:
             f"{directory}: transformers took more than {_TIMEOUT_S} s to read the tokenizer"
         ) from error
     if answer.returncode != 0:
-        raise ConfigError(f"{directory}: transformers could not be asked: {answer.stderr.strip()[-500:]}")
+        raise ConfigError(
+            f"{directory}: transformers could not read the tokenizer: {answer.stderr.strip()[-500:]}"
+        )
     fields = json.loads(answer.stdout)
     if "refused" in fields:
         raise ConfigError(fields["refused"])

@@ -61,7 +61,7 @@ class Tokenizer:
         try:
             fast = FastTokenizer.from_file(str(path))
         except Exception as error:  # For any damage, the library raises bare Exception.
-            raise ConfigError(f"{path} is no tokenizer: {error}") from error
+            raise ConfigError(f"{path} is not a tokenizer: {error}") from error
         config = _read_config(directory / "tokenizer_config.json")
         special_tokens: Mapping[str, str] = _special_tokens(config)
         resolved = resolve_tokenizer(directory, config, fast)
@@ -102,7 +102,7 @@ class Tokenizer:
         """
         ids = self.encode(rendered, add_special_tokens=False)
         if not ids:
-            raise RequestRefused("The chat template made an empty prompt of these messages.", "messages")
+            raise RequestRefused("The chat template renders these messages as an empty prompt.", "messages")
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -155,7 +155,9 @@ class Tokenizer:
         """
         source = template or self.chat_template
         if source is None:
-            raise RequestRefused("this model has no chat template; use /v1/completions", "messages")
+            raise RequestRefused(
+                "this model has no chat template; send a text prompt to /v1/completions", "messages"
+            )
         try:
             rendered = compile_chat_template(source).render(
                 messages=list(messages),

@@ -56,7 +56,7 @@ def _serialize(backend: Tokenizer) -> str:
 
 def main() -> int:
     """Prints the tokenizer, or the reason why there is none."""
-    parser = argparse.ArgumentParser(description="Read a tokenizer as transformers does.")
+    parser = argparse.ArgumentParser(description="Reads a tokenizer as transformers does.")
     parser.add_argument("directory", type=Path)
     options = parser.parse_args()
     logging.set_verbosity_error()

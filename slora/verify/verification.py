@@ -98,26 +98,30 @@ def find_problems(
     modules: Sequence[ModuleCheck], prompts: Sequence[PromptCheck], only: Sequence[str], limit: Tolerance
 ) -> list[str]:
     """Returns why the two sides are not equal, or an empty list. only: paths of modules that only one side adapts."""
-    problems = [f"{path} is adapted by one side only" for path in only]
+    problems = [f"only one of slora and peft adapts {path}" for path in only]
     off = sorted(
         (check for check in modules if not check.deviation <= limit.delta), key=lambda check: -check.deviation
     )
     problems += [
-        f"{check.path}: what is added deviates by {check.deviation:.2g} of its largest entry "
-        f"(at most {limit.delta:g})"
+        f"{check.path}: the LoRA delta deviates by {check.deviation:.2g} of its largest entry (limit "
+        f"{limit.delta:g})"
         for check in off
     ]
     excused = sum(check.excused for check in prompts)
     num_tokens = sum(check.answer_tokens for check in prompts)
     if excused > max(1.0, limit.excused * num_tokens):
         problems.append(
-            f"{excused} of {num_tokens} tokens differ where peft is undecided; at most {limit.excused:.1%} may"
+            f"{excused} of {num_tokens} tokens differ where two tokens are almost equally probable "
+            f"for peft (limit {limit.excused:.1%})"
         )
     for number, check in enumerate(prompts, 1):
         if check.wrong:
-            problems.append(f"prompt {number}: {check.wrong} of {check.answer_tokens} tokens are not peft's")
+            problems.append(
+                f"prompt {number}: {check.wrong} of {check.answer_tokens} tokens differ from peft's"
+            )
         if not check.deviation <= limit.logprob:
             problems.append(
-                f"prompt {number}: a log-probability deviates by {check.deviation:.2g} (at most {limit.logprob:g})"
+                f"prompt {number}: a log-probability deviates by {check.deviation:.2g} (limit "
+                f"{limit.logprob:g})"
             )
     return problems

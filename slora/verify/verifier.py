@@ -199,7 +199,8 @@ def _find_warnings(prompts: Sequence[PromptCheck], request: VerificationRequest)
     warnings = []
     if all(check.effect < _NO_EFFECT for check in prompts):
         warnings.append(
-            "the adapter changes nothing: its answers are those of the base model; was it trained?"
+            "the adapter has no effect: its answers equal those of the base model; check that it was "
+            "saved after training"
         )
     config = json.loads((request.directory / CONFIG_NAME).read_text())
     trained_on = str(config.get("base_model_name_or_path") or "")

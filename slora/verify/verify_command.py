@@ -86,7 +86,7 @@ def _format_report(found: Verification, arguments: argparse.Namespace) -> Iterab
     yield from (f"warning: {text}" for text in found.warnings)
     yield from (f"problem: {text}" for text in found.problems[:_MOST_ROWS])
     if len(found.problems) > _MOST_ROWS:
-        yield f"problem: and {len(found.problems) - _MOST_ROWS} more; --json has them all"
+        yield f"problem: and {len(found.problems) - _MOST_ROWS} more; --json shows all of them"
     yield "verdict: equal" if found.equal else "verdict: DIFFERENT"
 
 

@@ -39,10 +39,10 @@ class Checkpoint:
         """
         tensor = self._tensors.get(name)
         if tensor is None:
-            raise ConfigError(f"{self._directory} has no tensor {name!r}, which its config.json calls for")
+            raise ConfigError(f"{self._directory} has no tensor {name!r}, which its config.json requires")
         if shape is not None and tensor.shape != shape:
             raise ConfigError(
-                f"{tensor.path}: {name} has shape {list(tensor.shape)}; config.json calls for {list(shape)}"
+                f"{tensor.path}: {name} has shape {list(tensor.shape)}; config.json requires {list(shape)}"
             )
         return tensor
 

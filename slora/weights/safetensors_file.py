@@ -61,9 +61,9 @@ def read_header(path: Path) -> list[StoredTensor]:
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from error
     except ValueError as error:
-        raise _damaged(path, f"its header is no JSON: {error}") from error
+        raise _damaged(path, f"its header is not JSON: {error}") from error
     if not isinstance(header, dict):
-        raise _damaged(path, "its header is no JSON object")
+        raise _damaged(path, "its header is not a JSON object")
     header.pop("__metadata__", None)
     start = 8 + header_bytes
     tensors = [_parse(path, name, entry, start) for name, entry in header.items()]
@@ -74,7 +74,7 @@ def read_header(path: Path) -> list[StoredTensor]:
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        raise ValueError("a name occurs twice")
+        raise ValueError("a name appears twice")
     return table
 
 
@@ -89,12 +89,14 @@ def _parse(path: Path, name: str, entry: object, start: int) -> StoredTensor:
     except (TypeError, KeyError, ValueError) as error:
         raise _damaged(path, f"{name} lacks dtype, shape or data_offsets") from error
     if not all(type(size) is int and size >= 0 for size in sizes):
-        raise _damaged(path, f"{name} has sizes that are none")
+        raise _damaged(path, f"{name} has invalid sizes")
     if dtype not in ELEMENT_BYTES:
-        raise ConfigError(f"{path}: {name} is {dtype!r}; known are {', '.join(ELEMENT_BYTES)}")
+        raise ConfigError(f"{path}: {name} has dtype {dtype!r}; supported are {', '.join(ELEMENT_BYTES)}")
     tensor = StoredTensor(name, path, dtype, tuple(shape), start + begin)
     if tensor.num_bytes != end - begin:
-        raise _damaged(path, f"{name} takes {tensor.num_bytes} bytes, its data_offsets span {end - begin}")
+        raise _damaged(
+            path, f"{name} takes {tensor.num_bytes} bytes, but its data_offsets span {end - begin}"
+        )
     return tensor
 
 
@@ -103,7 +105,7 @@ def _check_contiguous(path: Path, tensors: list[StoredTensor], start: int, file_
     position = start
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes)):
         if tensor.offset != position:
-            raise _damaged(path, f"{tensor.name} starts at byte {tensor.offset}, expected at {position}")
+            raise _damaged(path, f"{tensor.name} starts at byte {tensor.offset} instead of {position}")
         position += tensor.num_bytes
     if position != file_bytes:
-        raise _damaged(path, f"its tensors end at byte {position}, the file at {file_bytes}")
+        raise _damaged(path, f"its tensors end at byte {position}, but the file ends at {file_bytes}")

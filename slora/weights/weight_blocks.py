@@ -95,7 +95,7 @@ def _read_block(block: RowBlock, file: int, buffers: SimpleQueue[Tensor]) -> Non
         read_into(rows, stored, file, block.offset)
         decoded, scales = source.decode(block.first_row, rows)
         if not block.target.write(block.first_row, decoded, scales):
-            raise ConfigError(f"{stored.path}: {stored.name} holds numbers that are not finite")
+            raise ConfigError(f"{stored.path}: {stored.name} contains numbers that are not finite")
     finally:
         buffers.put(buffer)
 

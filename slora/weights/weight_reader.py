@@ -185,8 +185,8 @@ class WeightReader:
 
 def _not_floating(stored: StoredTensor) -> ConfigError:
     return ConfigError(
-        f"{stored.path}: {stored.name} is {stored.dtype}; only floating-point weights are served, and 8-bit ones "
-        f"with their scales"
+        f"{stored.path}: {stored.name} is {stored.dtype}; only floating-point weights, and 8-bit "
+        "weights with scales, are served"
     )
 
 

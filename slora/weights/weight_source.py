@@ -66,8 +66,8 @@ def expand_scales(stored: StoredTensor, scales: Tensor, block: ScaleBlock | None
         return scales
     if scales.numel() not in (1, num_rows) or (scales.dim() > 1 and scales.shape[0] != scales.numel()):
         raise ConfigError(
-            f"{_where(stored)} {list(scales.shape)}; only one for each row or one for all are served: "
-            f"give the unquantized model and --quantization"
+            f"{_where(stored)} {list(scales.shape)}; only one scale for each row, or one for all, is "
+            "supported: use the unquantized checkpoint with --quantization"
         )
     return scales.flatten().expand(num_rows)
 

@@ -32,7 +32,9 @@ def test_what_a_load_takes_can_be_told_in_tokens_of_prefill() -> None:
 )
 @pytest.mark.parametrize("value", [-0.5, math.inf, math.nan])
 def test_a_cost_that_is_negative_or_not_finite_is_refused(field: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"{field} is {value!r}; it must be from 0 and finite"):
+    with pytest.raises(
+        ConfigError, match=f"{field} is {value!r}; it must be a finite number of seconds from 0"
+    ):
         replace(COSTS, **{field: value})
 
 

@@ -166,8 +166,8 @@ def test_usage_counts_the_prompt_once_and_the_answers_that_are_told(client: open
         ({"top_p": 0.5}, "top_p", "set it to 1.0"),
         ({"top_k": 4}, "top_k", "set it to 0"),
         ({"min_p": 0.1}, "min_p", "set it to 0.0"),
-        ({"presence_penalty": 1.0}, "presence_penalty", "penalises nothing"),
-        ({"frequency_penalty": 1.0}, "frequency_penalty", "penalises nothing"),
+        ({"presence_penalty": 1.0}, "presence_penalty", "has no penalties"),
+        ({"frequency_penalty": 1.0}, "frequency_penalty", "has no penalties"),
         ({"repetition_penalty": 1.1}, "repetition_penalty", "set it to 1.0"),
         ({"stop": "x"}, "stop", "use stop_token_ids"),
         ({"length_penalty": 10.5}, "length_penalty", "between -10 and 10"),
@@ -175,8 +175,8 @@ def test_usage_counts_the_prompt_once_and_the_answers_that_are_told(client: open
         ({"best_of": 9}, "best_of", "at most 8 answers at once (max_num_seqs)"),
         ({"best_of": None, "n": 9}, "n", "at most 8 answers at once (max_num_seqs)"),
         ({"use_beam_search": "yes"}, "use_beam_search", "use_beam_search"),
-        ({"use_beam_search": False, "length_penalty": 0.5}, "length_penalty", "only a beam search heeds"),
-        ({"use_beam_search": None, "early_stopping": True}, "early_stopping", "only a beam search heeds"),
+        ({"use_beam_search": False, "length_penalty": 0.5}, "length_penalty", "only beam search uses"),
+        ({"use_beam_search": None, "early_stopping": True}, "early_stopping", "only beam search uses"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -202,12 +202,12 @@ def test_too_few_tokens_that_go_on_and_too_many_pages_are_refused_by_the_engine(
     client: openai.OpenAI, server: Served
 ) -> None:
     stops = list(range(len(CHARACTERS) - 2))
-    with pytest.raises(openai.BadRequestError, match="only 2 of the 96 tokens are no stop tokens") as few:
+    with pytest.raises(openai.BadRequestError, match="only 2 of the 96 tokens are not stop tokens") as few:
         client.completions.create(
             model="base", prompt="x", max_tokens=4, extra_body={**SEARCH, "stop_token_ids": stops}
         )
     assert few.value.param == "best_of"
-    with pytest.raises(openai.BadRequestError, match=r"pages for .* of each of 90 beams") as large:
+    with pytest.raises(openai.BadRequestError, match=r"pages for .* for each of 90 beams") as large:
         client.completions.create(
             model="base", prompt="x", max_tokens=500, extra_body={**LONG, "best_of": 90}
         )

@@ -101,7 +101,7 @@ def test_swapping_nothing_needs_no_host(shape: ModelShape) -> None:
     memory.swap_out([])
     memory.swap_in([])
     assert len(memory.host_pages) == 0
-    with pytest.raises(IndexError, match="page 0 of the host; there are 0"):
+    with pytest.raises(IndexError, match="host page 0 does not exist; there are 0"):
         memory.swap_out([(0, 0)])
 
 
@@ -161,7 +161,7 @@ def test_a_slice_that_does_not_follow_the_one_before_it_is_refused(
     if missing == "another's":
         for load in slices(make_resident(adapter, memory, generation=6), adapter, 1)[:-1]:
             memory.load(load)
-    with pytest.raises(RuntimeError, match=r"digest7.* came to slot 2, but those before them"):
+    with pytest.raises(RuntimeError, match=r"digest7.* were loaded into slot 2, but the pages before them"):
         memory.load(loads[-1])
     assert not memory.holds(2, 7)
     for load in loads:  # restarted from the first page

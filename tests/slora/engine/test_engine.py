@@ -78,12 +78,12 @@ def test_a_request_that_can_never_be_served_is_refused_by_field(
         (
             replace(GREEDY, min_tokens=1, stop_token_ids=tuple(range(VOCAB_SIZE))),
             "min_tokens",
-            f"each of the {VOCAB_SIZE} tokens is a stop token",
+            f"all {VOCAB_SIZE} tokens are stop tokens",
         ),
         (
             replace(GREEDY, max_tokens=None, min_tokens=MAX_POSITIONS),
             "min_tokens",
-            f"there is room for {MAX_POSITIONS - 3} only",
+            f"the answer can have at most {MAX_POSITIONS - 3} tokens",
         ),
     ],
 )
@@ -305,7 +305,10 @@ def test_the_numbers_add_up(kit: ModelKit) -> None:
         ({"scheduling": "lifo"}, "scheduling is 'lifo'; it must be fair or fcfs"),
         ({"eviction": "random"}, "eviction is 'random'; it must be lru, cost or size"),
         ({"swap_bytes": -1}, "swap_bytes is -1; it must be auto, or a size in bytes"),
-        ({"swap_bytes": 100}, "swap_bytes is 100, but one page of this model takes .*or 0 to swap nothing"),
+        (
+            {"swap_bytes": 100},
+            "swap_bytes is 100, but one page of this model takes .*or 0 to disable swapping",
+        ),
         (
             {"swap_bytes": 0, "preemption": "swap"},
             "preemption is swap, but swap_bytes is 0.*raise swap_bytes",

@@ -70,7 +70,7 @@ def test_a_peer_that_never_reads_is_dropped_and_its_requests_aborted(
                 server.deliver([large])  # from a step in progress; no client is left to receive it
 
     asyncio.run(main())
-    complaints = [record for record in caplog.records if "left 20 frames unread" in record.message]
+    complaints = [record for record in caplog.records if "has not read 20 frames" in record.message]
     assert len(complaints) == 1
 
 

@@ -68,10 +68,10 @@ def test_a_small_vocabulary_bounds_beams_and_min_tokens_by_what_is_no_stop_token
     stops = tuple(range(8))
     search = SamplingParams(temperature=0.0, use_beam_search=True, n=3, stop_token_ids=stops)
     check_request(replace(REQUEST, sampling=search), small)
-    with pytest.raises(RequestRefused, match="only 3 of the 12 tokens are no stop tokens"):
+    with pytest.raises(RequestRefused, match="only 3 of the 12 tokens are not stop tokens"):
         check_request(replace(REQUEST, sampling=replace(search, n=4)), small)
     check_request(replace(REQUEST, sampling=replace(search, n=4, ignore_eos=True)), small)
-    with pytest.raises(RequestRefused, match="each of the 12 tokens is a stop token"):
+    with pytest.raises(RequestRefused, match="all 12 tokens are stop tokens"):
         all_stop = SamplingParams(min_tokens=1, stop_token_ids=tuple(range(11)))
         check_request(replace(REQUEST, sampling=all_stop), small)
 

@@ -90,7 +90,7 @@ def test_tensors_that_a_file_would_be_refused_for_are_refused_with_all_reasons(
     name = next(iter(tensors))
     with pytest.raises(AdapterInvalid, match=f"'{name}' is int64; accepted are float32, float16, bfloat16"):
         LoraAdapter.from_tensors({**tensors, name: tensors[name].astype(np.int64)}, config_of(path))
-    with pytest.raises(AdapterInvalid, match="can't be written as JSON"):
+    with pytest.raises(AdapterInvalid, match="cannot be written as JSON"):
         LoraAdapter.from_tensors(tensors, {**config_of(path), "r": object()})
     broken = LoraAdapter.from_tensors(
         {**tensors, name: np.full_like(tensors[name], np.nan)}, {**config_of(path), "use_dora": True}

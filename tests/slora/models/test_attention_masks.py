@@ -20,7 +20,7 @@ def test_a_window_is_told_from_every_other_window_at_any_length(window: int) -> 
     for other in (window - 1, window + 1, 2 * window, None):
         if other != 0:
             difference = describe_mask_difference(function, other, LENGTHS, MAX_POSITIONS)
-            assert difference is not None and "its attention call is told" in difference, other
+            assert difference is not None and "its attention call has" in difference, other
 
 
 def test_a_window_that_no_sequence_outgrows_is_none() -> None:

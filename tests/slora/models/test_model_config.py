@@ -239,7 +239,7 @@ REFUSED = {
     ),
     "layer_types_mixed": (
         {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]},
-        "layer_types is .* all layers of this model_type are alike",
+        "layer_types is .* all layers of this model_type have the same type",
     ),
     "layer_types_text": (
         {"layer_types": "full_attention"},
@@ -247,43 +247,46 @@ REFUSED = {
     ),
     "bidirectional": (
         {"model_type": "gemma3_text", "use_bidirectional_attention": True},
-        "use_bidirectional_attention is True; this decoder does not read it",
+        "use_bidirectional_attention is True; slora's decoder does not use this field",
     ),
     "softcap": (
         {"final_logit_softcapping": 30.0},
-        "final_logit_softcapping is 30.0; this decoder does not read it",
+        "final_logit_softcapping is 30.0; slora's decoder does not use this field",
     ),
     "softcap_of_gemma3": (
         {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
-        "attn_logit_softcapping is 50.0; this decoder does not read it",
+        "attn_logit_softcapping is 50.0; slora's decoder does not use this field",
     ),
     "softcap_of_gemma3_in_parts": (
         {"model_type": "gemma3", "text_config": {**LLAMA, "final_logit_softcapping": 30.0}, **NOTHING_BESIDE},
-        "text_config.final_logit_softcapping is 30.0; this decoder does not read it",
+        "text_config.final_logit_softcapping is 30.0; slora's decoder does not use this field",
     ),
     "acausal": (
         {"is_causal": False},
-        "is_causal is False; this decoder does not read it, and it may change what the model answers: remove it if it "
-        "changes nothing, or choose --model-impl transformers",
+        "is_causal is False; slora's decoder does not use this field, which may change the model's output: remove the "
+        "field if it has no effect, or choose --model-impl transformers",
     ),
-    "scale": ({"query_pre_attn_scalar": 64}, "query_pre_attn_scalar is 64; this decoder does not read it"),
+    "scale": (
+        {"query_pre_attn_scalar": 64},
+        "query_pre_attn_scalar is 64; slora's decoder does not use this field",
+    ),
     "layers_that_differ": (
         {"per_layer_config": {"0": {"intermediate_size": 16}}},
-        "per_layer_config is .* this decoder does not read it",
+        "per_layer_config is .* slora's decoder does not use this field",
     ),
     "pattern_of_gemma2": (
         {"model_type": "gemma2", "sliding_window_pattern": 3},
-        "sliding_window_pattern is 3; this decoder does not read it",
+        "sliding_window_pattern is 3; slora's decoder does not use this field",
     ),
-    "unknown": ({"a_new_field": True}, "a_new_field is True; this decoder does not read it"),
+    "unknown": ({"a_new_field": True}, "a_new_field is True; slora's decoder does not use this field"),
     "unknown_beside_the_part": (
         {"model_type": "gemma3", "text_config": LLAMA, "a_new_field": True, **NOTHING_BESIDE},
-        "a_new_field is True; this decoder does not read it",
+        "a_new_field is True; slora's decoder does not use this field",
     ),
-    "one_is_not_true": ({"is_causal": 1}, "is_causal is 1; this decoder does not read it"),
+    "one_is_not_true": ({"is_causal": 1}, "is_causal is 1; slora's decoder does not use this field"),
     "rope_unknown": (
         {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
-        r"rope_scaling.mrope_section is \[1, 1, 2\]; this decoder does not read it",
+        r"rope_scaling.mrope_section is \[1, 1, 2\]; slora's decoder does not use this field",
     ),
     "rope_of_phi3": (
         {"model_type": "phi3", "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
@@ -295,7 +298,7 @@ REFUSED = {
             "rope_scaling": {"type": "linear", "factor": 8.0},
             "layer_types": ["full_attention"] * 2,
         },
-        "rope_scaling is .* transformers reads rope_type only here",
+        "rope_scaling is .* rope_type is missing",
     ),
     "quantized": (
         {"quantization_config": {"bits": 4}},
@@ -303,7 +306,7 @@ REFUSED = {
     ),
     "dynamic": (
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-        "rope_parameters.rope_type is 'dynamic'; it can't be exact under a prefix cache",
+        "rope_parameters.rope_type is 'dynamic'; it is not exact with a prefix cache",
     ),
     "unknown_rope": (
         {"rope_scaling": {"type": "mrope"}},
@@ -323,7 +326,7 @@ REFUSED = {
     ),
     "ropes": (
         {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
-        "rope_parameters is .* the layers of this model_type share one rope",
+        "rope_parameters is .* all layers of this model_type use the same rope",
     ),
     "one_rope": (
         {"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 1e4}},
@@ -455,7 +458,7 @@ def test_fields_that_change_no_logits_are_accepted(tmp_path: Path, changes: dict
 def test_layers_beyond_all_models_are_refused_before_they_are_listed(tmp_path: Path) -> None:
     """Born from a random config that used up the machine's memory."""
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1 << 40}))
-    with pytest.raises(ConfigError, match=r"num_hidden_layers is 1099511627776; it must be 10000 at most"):
+    with pytest.raises(ConfigError, match=r"num_hidden_layers is 1099511627776; it must be at most 10000"):
         ModelConfig.from_directory(tmp_path)
 
 

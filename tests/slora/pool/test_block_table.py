@@ -178,5 +178,5 @@ def test_a_table_that_adopted_nothing_but_freed_blocks_points_at_the_next_page_t
 
 def test_a_table_that_has_pages_cannot_adopt_others() -> None:
     table = Setup(5).table(1)
-    with pytest.raises(AssertionError, match="a table of 1 pages can't adopt others"):
+    with pytest.raises(AssertionError, match="a block table with 1 pages cannot adopt other pages"):
         table.adopt(0, [3])

@@ -107,17 +107,17 @@ def pool(tenant: TenantAccount) -> PagePool:
 
 
 def test_check_finds_a_page_that_its_owner_lost(pool: PagePool) -> None:
-    with pytest.raises(AssertionError, match=r"pages \[1\]: counted references differ"):
+    with pytest.raises(AssertionError, match=r"pages \[1\]: the reference counts differ"):
         pool.check_invariants(held=[0], cached=[2])
 
 
 def test_check_finds_a_page_with_one_owner_too_many(pool: PagePool) -> None:
-    with pytest.raises(AssertionError, match=r"pages \[0\]: counted references differ"):
+    with pytest.raises(AssertionError, match=r"pages \[0\]: the reference counts differ"):
         pool.check_invariants(held=[0, 0, 1], cached=[2])
 
 
 def test_check_finds_a_cached_page_that_nobody_keeps(pool: PagePool) -> None:
-    with pytest.raises(AssertionError, match="1 pages cached, owners know 0"):
+    with pytest.raises(AssertionError, match="1 pages are cached, but the owners keep 0"):
         pool.check_invariants(held=[0, 1], cached=[])
 
 
@@ -144,7 +144,7 @@ def test_a_page_with_two_references_cannot_be_parked(pool: PagePool) -> None:
 
 
 def test_taking_more_than_is_free_fails(pool: PagePool, tenant: TenantAccount) -> None:
-    with pytest.raises(AssertionError, match="3 pages wanted, 2 free"):
+    with pytest.raises(AssertionError, match="3 pages are requested, but only 2 are free"):
         pool.allocate(3, tenant)
 
 

@@ -282,7 +282,7 @@ def test_a_load_that_is_over_cannot_go_on(setup: Setup) -> None:
 
 
 def test_more_pages_than_it_has_cannot_be_loaded(setup: Setup) -> None:
-    with pytest.raises(AssertionError, match="more pages loaded than it has"):
+    with pytest.raises(AssertionError, match="more pages were loaded than"):
         setup.residency.advance_load(setup.admit("x"), 11)
 
 

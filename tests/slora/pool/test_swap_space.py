@@ -45,7 +45,7 @@ def test_check_finds_a_page_that_is_lost_or_has_two_owners(held: list[int]) -> N
 
 
 def test_taking_more_than_is_free_fails() -> None:
-    with pytest.raises(AssertionError, match="3 host pages wanted, 2 free"):
+    with pytest.raises(AssertionError, match="3 host pages are requested, but only 2 are free"):
         SwapSpace(2).allocate(3)
 
 
@@ -53,5 +53,5 @@ def test_a_page_cannot_be_given_back_twice() -> None:
     space = SwapSpace(2)
     pages = space.allocate(1)
     space.release(pages)
-    with pytest.raises(AssertionError, match="host page 0 is free already"):
+    with pytest.raises(AssertionError, match="host page 0 is already free"):
         space.release(pages)

@@ -223,7 +223,9 @@ def test_a_search_is_refused_if_its_beams_do_not_fit_with_nothing_shared(kits: K
     engine = make_engine(kit, make_source(kit)[0], 8)
     wide = EngineRequest("r", "t", [1] * 30, None, replace(SEARCH, best_of=3, max_tokens=3))
     drive(engine, [[replace(wide, sampling=replace(wide.sampling, best_of=4))]])
-    with pytest.raises(ContextTooLong, match=r"9 pages for 33 tokens of each of 3 beams .* the pool has 8"):
+    with pytest.raises(
+        ContextTooLong, match=r"9 pages for 33 tokens for each of 3 beams .* the pool has only 8"
+    ):
         engine.add(replace(wide, sampling=replace(wide.sampling, max_tokens=4)))
     engine.check_invariants()
 
@@ -232,7 +234,9 @@ def test_a_search_needs_as_many_tokens_as_beams_that_do_not_end_it(kits: Kits) -
     kit = kits("llama")
     engine = make_engine(kit, make_source(kit)[0], 100)
     params = replace(SEARCH, stop_token_ids=tuple(range(126)))
-    with pytest.raises(RequestRefused, match="best_of is 3, but only 2 of the 128 tokens are no stop tokens"):
+    with pytest.raises(
+        RequestRefused, match="best_of is 3, but only 2 of the 128 tokens are not stop tokens"
+    ):
         engine.add(EngineRequest("r", "t", [1], None, params))
     fits = replace(params, best_of=2, max_tokens=3)
     answers = drive(engine, [[EngineRequest("r", "t", [1], None, fits)]])

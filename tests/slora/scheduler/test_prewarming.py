@@ -112,7 +112,7 @@ def test_one_that_is_deleted_on_its_way_does_not_come(caplog: pytest.LogCaptureF
         bench.step()
         bench.source.fail(LARGE, "unavailable")
         bench.come_to_rest()
-    assert "can't be fetched (unavailable)" in caplog.text
+    assert "cannot be fetched (unavailable)" in caplog.text
     assert bench.scheduler.prewarm(LARGE) is AdapterPlace.FETCHING, "it was one try, and this is another"
     bench.come_to_rest()
     assert bench.scheduler.prewarm(LARGE) is AdapterPlace.POOL

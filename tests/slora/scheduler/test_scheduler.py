@@ -870,7 +870,7 @@ def test_who_has_more_than_a_ceiling_that_came_down_ends_with_an_error(
     lower_ceiling(bench, max_share=6 / 36)
     ends = {output.request_id: output for output in bench.run_to_end(100)}
     error = ends["cut"].error
-    assert isinstance(error, ContextTooLong) and "its tenant may hold 6 of the pool" in str(error)
+    assert isinstance(error, ContextTooLong) and "its tenant may hold only 6 pages of the pool" in str(error)
     assert ends["other"].error is None
     assert bench.scheduler.num_running == bench.pool.num_held == 0
 

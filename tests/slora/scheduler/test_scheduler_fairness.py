@@ -360,7 +360,9 @@ def test_a_search_that_is_not_over_at_its_deadline_ends_and_frees_its_pages() ->
                 message = str(output.error)
         bench.now += 1.0
     assert errors == {"search": 5.0} and told == {"search": 1, "in time": 1, "plain": 20}
-    assert message.startswith("the beam search was to end within 5 s, which can't be kept (0 others wait)")
+    assert message.startswith(
+        "the beam search was to end within 5 s, which is not possible (0 other requests are waiting)"
+    )
     assert bench.scheduler.num_deadlines_missed == 1
     assert bench.pool.num_held == 0
 

@@ -200,7 +200,7 @@ def test_truncation_and_padding_saved_with_a_tokenizer_are_not_obeyed(tmp_path: 
 
 def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, byte_level(), chat_template=None)
-    with pytest.raises(RequestRefused, match="no chat template; use /v1/completions"):
+    with pytest.raises(RequestRefused, match="no chat template; send a text prompt to /v1/completions"):
         Tokenizer.from_directory(tmp_path).apply_chat_template(CHAT)
 
 
@@ -212,7 +212,7 @@ def test_a_directory_without_a_tokenizer_is_refused_with_the_remedy(tmp_path: Pa
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"model": {"type": "Nothing"}}'])
 def test_a_damaged_tokenizer_is_refused_by_name(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"tokenizer\.json is no tokenizer"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer"):
         Tokenizer.from_directory(tmp_path)
 
 

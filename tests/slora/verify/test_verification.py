@@ -185,7 +185,8 @@ def test_a_difference_is_printed_with_its_place_and_exit_code_one(
     page = capsys.readouterr().out
     assert "verdict: DIFFERENT" in page
     assert (
-        "problem: model.layers.0.self_attn.q_proj: what is added deviates by 0.5 of its largest entry" in page
+        "problem: model.layers.0.self_attn.q_proj: the LoRA delta deviates by 0.5 of its largest entry"
+        in page
     )
     assert "The quick brown fox j..." in page
     (row,) = [line.split() for line in page.splitlines() if line.split()[:1] == ["self_attn.q_proj"]]
@@ -203,7 +204,7 @@ def test_an_untrained_adapter_is_equal_with_a_warning(
         (tmp_path / name).touch()
     assert main(["adapter", "verify", str(tmp_path), "--model", str(kit.directory), "--device", "cpu"]) == 0
     page = capsys.readouterr().out
-    assert "warning: the adapter changes nothing" in page
+    assert "warning: the adapter has no effect" in page
     assert "warning: it was trained on 'somebody/Other-Model'" in page
     assert "not served: README.md, optimizer.pt" in page
     assert page.endswith("verdict: equal\n")

@@ -239,7 +239,7 @@ REFUSED = {
                 "b": compressed("fp8", "channel")["config_groups"]["group_0"],
             },
         },
-        r"all linears must be quantized alike",
+        r"all linear layers must be quantized in the same way",
     ),
 }
 
@@ -249,7 +249,7 @@ def test_what_cannot_be_read_is_refused_with_a_remedy(kit: ModelKit, tmp_path: P
     config, said = REFUSED[name]
     rewrite(kit.directory, tmp_path / "stored", lambda path, weight: {path: weight})
     set_config(tmp_path / "stored", config)
-    with pytest.raises(ConfigError, match=f"quantization_config.*{said}.*; give the unquantized model"):
+    with pytest.raises(ConfigError, match=f"quantization_config.*{said}.*use the unquantized checkpoint"):
         LLM(tmp_path / "stored")
 
 
