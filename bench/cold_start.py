@@ -71,9 +71,11 @@ class _Scene:
         floor = read_s()
         num_loads = platform.count_loads()
         cold = platform.first_token_s(adapter)
-        assert platform.count_loads() == num_loads + 1, f"{adapter.name} was not cold"
+        assert platform.count_loads() == num_loads + 1, (
+            f"{adapter.name} was already resident before its cold start"
+        )
         warm = statistics.median(platform.first_token_s(adapter) for _ in range(_WARM_ASKS))
-        assert platform.count_loads() == num_loads + 1, f"{adapter.name} did not stay"
+        assert platform.count_loads() == num_loads + 1, f"{adapter.name} was evicted after its cold start"
         self.samples.setdefault((tier, adapter), []).append(Sample(warm, cold, floor))
 
 
@@ -141,7 +143,7 @@ def _measure_redis(scene: _Scene, server: RedisServer, client: "redis.Redis[byte
                     lambda count=adapter.num_bytes: scene.rates.redis_s(client, count),
                 )
                 sent = client.info("stats")["total_net_output_bytes"] - sent
-                assert sent >= 1.5 * adapter.num_bytes, f"{adapter.name} came from somewhere else"
+                assert sent >= 1.5 * adapter.num_bytes, f"{adapter.name} was loaded from another tier"
 
 
 def _row(tier: str, adapter: Deposit, samples: list[Sample], hash_s: float | None) -> Row:

@@ -96,7 +96,7 @@ class ContenderProcess:
         line = self._process.stdout.readline()
         if not line:
             code = self.stop()
-            last = self._log.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+            last = self._log.read_text(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
             raise ContenderFailed(f"{self.name} ended with {code}: {last[0]:.200}")
         self._signal(signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)

@@ -120,13 +120,15 @@ def floor_tables(names: Sequence[str], context: int, rank: int, rates: GpuRates)
 def main() -> None:
     rates = GpuRates()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--floor", action="store_true", required=True, help="count; nothing is run")
+    parser.add_argument(
+        "--floor", action="store_true", required=True, help="only count bytes and operations; run nothing"
+    )
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--context", type=int, default=1024, help="tokens that each sequence has behind it")
+    parser.add_argument("--context", type=int, default=1024, help="context tokens of each sequence")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--bytes-per-s", type=float, default=rates.bytes_per_s)
     parser.add_argument("--flops", type=float, default=rates.flops)
-    parser.add_argument("--json", type=Path, help="write the rows here as well")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     rates = GpuRates(options.bytes_per_s, options.flops)
     tables = floor_tables(options.models, options.context, options.rank, rates)

@@ -85,7 +85,7 @@ class Platform:
             _check(response, response.text)
             if response.json()["versions"][0]["place"] == AdapterPlace.POOL:
                 return
-            assert time.monotonic() < deadline, f"{deposit.name} does not come to the pool"
+            assert time.monotonic() < deadline, f"{deposit.name} was not loaded into the pool"
             time.sleep(_POLL_S)
 
     def make_cold(self, deposits: Iterable[Deposit]) -> None:

@@ -86,9 +86,9 @@ def _measure(
                 platform.make_cold(others)
             num_loads = platform.count_loads()
             cold[tenants].append(platform.last_first_token_s(deposits))
-            assert platform.count_loads() == num_loads + len(deposits), "not all of them were cold"
+            assert platform.count_loads() == num_loads + len(deposits), "not all adapters were cold"
             warm[tenants].append(platform.last_first_token_s(deposits))
-            assert platform.count_loads() == num_loads + len(deposits), "some of them did not stay"
+            assert platform.count_loads() == num_loads + len(deposits), "some adapters were evicted"
         floors.append(read_s())
     return [_row(tier, tenants, storms[tenants], cold[tenants], warm[tenants], floors) for tenants in storms]
 

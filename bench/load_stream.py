@@ -159,5 +159,5 @@ def _seconds_in(spans: list[Span], timed: list[Span]) -> list[float]:
 
 
 def _p99(ordered: list[float]) -> float:
-    assert ordered, "nothing was seen"
+    assert ordered, "no gap was measured"
     return percentile(ordered, 99)

@@ -114,19 +114,19 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
-    parser.add_argument("--quick", action="store_true", help="few and short: to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a quick run, to check that it works")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 1, 8, 32, 1000])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
     parser.add_argument(
-        "--peer-adapters", type=int, default=32, help="peers are left out with more adapters than these"
+        "--peer-adapters", type=int, default=32, help="omit peers with more adapters than this"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pool-gib", type=float, default=4.0, help="of our pool, and of vLLM's KV cache")
-    parser.add_argument("--json", type=Path, help="write the rows here as well")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     if options.quick:
         options.dtypes, options.adapters, options.shapes = ["bfloat16"], [0, 8], ["decode"]

@@ -27,7 +27,7 @@ def schedule_row(num_running: int, num_waiting: int, num_used: int, num_known: i
         assert simulation.step()
         planned.append(simulation.schedule_s)
         taken_in.append(simulation.postprocess_s)
-    assert simulation.scheduler.num_running == num_running, "the state was to be a steady one"
+    assert simulation.scheduler.num_running == num_running, "the state is not steady"
     return {
         "running": num_running,
         "waiting": num_waiting,

@@ -16,8 +16,8 @@ def run_parts(about: str, parts: Mapping[str, Callable[..., Tables]]) -> None:
     given `quick`."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--parts", nargs="+", default=list(parts), choices=list(parts))
-    parser.add_argument("--quick", action="store_true", help="few and short: to see that it runs")
-    parser.add_argument("--json", type=Path, help="write the rows here as well")
+    parser.add_argument("--quick", action="store_true", help="a quick run, to check that it works")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     tables: Tables = {}
     stolen: dict[str, float] = {}

@@ -82,7 +82,7 @@ def install(peer: Peer, torch_version: str) -> str | None:
     wanted = [*pip, "install", "--quiet", "-c", str(constraints), *peer.packages]
     done = subprocess.run(wanted, capture_output=True, text=True, check=False)
     if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or ["pip said nothing"]
+        last = done.stderr.strip().splitlines()[-1:] or ["pip printed nothing"]
         (folder / _FAILED).write_text(f"pip could not install {' '.join(peer.packages)}: {last[0]}\n")
         return last[0]
     subprocess.run([*pip, "uninstall", "--quiet", "--yes", *_UNUSABLE], check=True)

@@ -33,7 +33,7 @@ class RedisPinger:
     def stop(self) -> list[tuple[float, float]]:
         """(sent at, seconds) of each ping."""
         output, _ = self._process.communicate()
-        assert self._process.returncode == 0, "the pinger broke"
+        assert self._process.returncode == 0, "the pinging process failed"
         return [(sent_at, seconds) for sent_at, seconds in json.loads(output)]
 
 

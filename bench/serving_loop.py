@@ -72,7 +72,7 @@ class ServingLoop:
         chunks: dict[Job, int] = {}
         budget = self._continue_running(chunks)
         loaded = self._admit(chunks, budget)
-        assert chunks, "a request does not fit even alone"
+        assert chunks, "a request does not fit into an empty pool"
         seconds = self._cost(chunks, loaded)
         self._measure(chunks, seconds)
         self._now += seconds

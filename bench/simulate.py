@@ -185,8 +185,10 @@ def _find(rows: list[Row], scene: str, option: str, value: str) -> Row:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scenes", nargs="+", default=list(SCENES), choices=list(SCENES))
-    parser.add_argument("--quick", action="store_true", help="short traces: to see that it runs")
-    parser.add_argument("--write", type=Path, metavar="DIRECTORY", help="leave the tables there as well")
+    parser.add_argument("--quick", action="store_true", help="short traces, to check that it works")
+    parser.add_argument(
+        "--write", type=Path, metavar="DIRECTORY", help="also write the tables to this directory"
+    )
     return parser.parse_args()
 
 

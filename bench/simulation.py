@@ -176,7 +176,9 @@ class Simulation:
             self.source.now = min(coming)
         else:
             return summarize(list(self.outcomes.values()))
-        assert not self.num_unfinished, f"{self.num_unfinished} requests wait for nothing"
+        assert not self.num_unfinished, (
+            f"{self.num_unfinished} requests are unfinished, but no event is left (deadlock)"
+        )
         return summarize(list(self.outcomes.values()))
 
     def submit(self, request: TraceRequest) -> None:

@@ -81,6 +81,6 @@ class StepClock:
 def _has(timed: Timed) -> bool:
     if timed.name not in vars(timed.owner):
         raise AttributeError(
-            f"{timed.owner.__name__} has no {timed.name}: what is timed was renamed or moved"
+            f"{timed.owner.__name__} has no {timed.name}: the timed function was renamed or moved"
         )
     return True

@@ -70,7 +70,7 @@ def time_decode(stepped: SteppedEngine, scene: Scene, num_steps: int) -> StepClo
     stepped.add(asked, given, num_steps + scene.requests)
     while len(stepped.step()) < scene.requests:
         if not stepped.engine.num_unfinished:
-            raise RuntimeError(f"{scene.requests} requests were never in one step; give the pool more room")
+            raise RuntimeError(f"{scene.requests} requests never ran in one step; give the pool more memory")
     clock = StepClock()
     with clock.timing(timed_functions(stepped.engine.info.kernels)):
         for _ in range(num_steps):

@@ -150,8 +150,8 @@ def _lack_of_room(fleet: Fleet, plan: Plan) -> str | None:
     if wanted <= free:
         return None
     return (
-        f"weights, pool and {plan.num_adapters} adapters take {wanted / 1e9:.1f} GB of memory, "
-        f"and {free / 1e9:.1f} are free; give fewer adapters (--adapters) or less pool (--pool-gib)"
+        f"weights, pool and {plan.num_adapters} adapters take {wanted / 1e9:.1f} GB of memory, and "
+        f"{free / 1e9:.1f} are free; choose fewer adapters (--adapters) or a smaller pool (--pool-gib)"
     )
 
 

@@ -106,13 +106,15 @@ def measure(directory: Path, measured: Sequence[Subject], sentences: Sequence[st
 
 def main() -> None:
     """Print the results as one table."""
-    parser = argparse.ArgumentParser(description="Count the demo's exact answers to unseen sentences.")
+    parser = argparse.ArgumentParser(description="Counts the demo's exact answers to unseen sentences.")
     parser.add_argument(
         "--directory", type=Path, default=Path(__file__).parent, help="holds model/ and adapters/"
     )
     parser.add_argument("--sentences", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--instructions", action="store_true", help="measure the base on every task, too")
+    parser.add_argument(
+        "--instructions", action="store_true", help="also measure the base model on every task"
+    )
     parser.add_argument("--adapters", nargs="*", choices=list(ADAPTERS), default=list(ADAPTERS))
     options = parser.parse_args()
     logging.disable_progress_bar()  # the table has its own progress bar

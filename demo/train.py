@@ -332,12 +332,15 @@ def train_adapter(
 
 def main() -> None:
     """Train the base and the adapters, or only the adapters, into --output."""
-    parser = argparse.ArgumentParser(description="Train the demo's base model and adapters.")
+    parser = argparse.ArgumentParser(description="Trains the demo's base model and adapters.")
     parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parent, help="gets model/ and adapters/"
+        "--output",
+        type=Path,
+        default=Path(__file__).parent,
+        help="directory to write model/ and adapters/ to",
     )
     parser.add_argument(
-        "--reuse-base", action="store_true", help="train only adapters, on the model/ that is there"
+        "--reuse-base", action="store_true", help="train only the adapters, on the existing model/"
     )
     parser.add_argument("--adapters", nargs="*", choices=list(ADAPTERS), default=list(ADAPTERS))
     options = parser.parse_args()

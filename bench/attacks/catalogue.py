@@ -9,7 +9,7 @@ ATTACKS = (
     Attack(1, "4 completions of 600,000 prompts", prompts.many_prompts),
     Attack(2, "4 prompts of 4 MB", prompts.long_prompt),
     Attack(3, "n=128 with echo, logprobs and prompt_logprobs of 1,000 tokens", prompts.much_output),
-    Attack(4, "4 streams of n=128 that nobody reads", connections.mute_readers),
+    Attack(4, "4 unread streams of n=128", connections.mute_readers),
     Attack(
         5,
         "400 idle connections without a key",

@@ -83,7 +83,7 @@ def idle_connections(target: Target) -> Callable[[], str]:
         with open_sockets(target.address, [b""] * _NUM_IDLE):
             time.sleep(_HELD_S)
         back_s = seconds_until(lambda: "200" in sent(partial(target.client("x").get, "/healthz")), 20.0)
-        return f"/healthz on a new connection answers {back_s} s after they were closed"
+        return f"/healthz on a new connection answers {back_s} s after the connections were closed"
 
     return run
 

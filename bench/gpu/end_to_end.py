@@ -302,10 +302,10 @@ def _compare_serving(row: Row, rows: list[Row], copy: Row | None) -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("table", type=Path, help="JSON lines; it is added to")
-    parser.add_argument("--seconds", type=float, default=300.0, help="no case is begun after so long")
+    parser.add_argument("table", type=Path, help="file for the rows, as JSON lines; new rows are appended")
+    parser.add_argument("--seconds", type=float, default=300.0, help="start no case after this time")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--tiny", action="store_true", help="a CPU, in seconds: to see that it runs")
+    parser.add_argument("--tiny", action="store_true", help="a quick run on a CPU, to check that it works")
     options = parser.parse_args()
     scale = SMALL if options.tiny else WHOLE
     table = ResumedTable(options.table, torch.device(scale.size.device))
@@ -314,7 +314,7 @@ def main() -> None:
     for kind in KINDS:
         if of_kind := [row for row in rows if row["kind"] == kind]:
             print_table(kind, of_kind)
-    print("\nall is measured" if is_whole else "\nnot all is measured yet: run it again")
+    print("\nall cases are measured" if is_whole else "\nnot all cases are measured yet: run this again")
 
 
 if __name__ == "__main__":

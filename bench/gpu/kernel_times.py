@@ -226,8 +226,8 @@ def compare(rows: list[Row]) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     kinds = ["copy", "lora", "decode", "prefill", "sample"]
-    parser.add_argument("table", type=Path, help="JSON lines; it is added to")
-    parser.add_argument("--seconds", type=float, default=480.0, help="no case is begun after so long")
+    parser.add_argument("table", type=Path, help="file for the rows, as JSON lines; new rows are appended")
+    parser.add_argument("--seconds", type=float, default=480.0, help="start no case after this time")
     parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds)
     options = parser.parse_args()
     device = torch.device("cuda")
@@ -238,7 +238,7 @@ def main() -> None:
     for kind in kinds:
         if of_kind := [row for row in rows if row["kind"] == kind]:
             print_table(kind, of_kind)
-    print("\nall is measured" if is_whole else "\nnot all is measured yet: run it again")
+    print("\nall cases are measured" if is_whole else "\nnot all cases are measured yet: run this again")
 
 
 if __name__ == "__main__":

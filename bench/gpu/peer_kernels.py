@@ -133,10 +133,12 @@ def unpack(scene: RandomAdapters, site: LoraSite, dtype: torch.dtype) -> Weights
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("table", type=Path, help="JSON lines; it is added to")
+    parser.add_argument("table", type=Path, help="file for the rows, as JSON lines; new rows are appended")
     parser.add_argument("--peer-sources", type=Path, required=True, help="see bench/gpu/peer_sources.py")
-    parser.add_argument("--seconds", type=float, default=300.0, help="no case is begun after so long")
-    parser.add_argument("--tiny", action="store_true", help="on a CPU: to see that the numbers are the same")
+    parser.add_argument("--seconds", type=float, default=300.0, help="start no case after this time")
+    parser.add_argument(
+        "--tiny", action="store_true", help="run on a CPU, to check that the numbers are the same"
+    )
     options = parser.parse_args()
     device = torch.device("cpu" if options.tiny else "cuda")
     table = ResumedTable(options.table, device)
@@ -144,7 +146,7 @@ def main() -> None:
     times = PeerTimes(SMALL if options.tiny else WHOLE, device, select_kernels("triton", device), makers)
     is_whole = table.fill(times.cases(), options.seconds)
     print_table("us a layer", table.rows())
-    print("\nall is measured" if is_whole else "\nnot all is measured yet: run it again")
+    print("\nall cases are measured" if is_whole else "\nnot all cases are measured yet: run this again")
 
 
 if __name__ == "__main__":

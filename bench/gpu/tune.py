@@ -291,11 +291,15 @@ def compile_candidates(scope: Scope, target: str, every: int) -> Iterator[Compil
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("rows", type=Path, nargs="?", help="JSON lines; it is added to")
-    parser.add_argument("--seconds", type=float, default=480.0, help="no case is begun after so long")
+    parser.add_argument(
+        "rows", type=Path, nargs="?", help="file for the rows, as JSON lines; new rows are appended"
+    )
+    parser.add_argument("--seconds", type=float, default=480.0, help="start no case after this time")
     parser.add_argument("--table", type=Path, default=SIZES_FILE)
-    parser.add_argument("--compile", choices=list(TARGETS), help="only compile, for a GPU that is not here")
-    parser.add_argument("--every", type=int, default=1, help="every n-th candidate and the last")
+    parser.add_argument(
+        "--compile", choices=list(TARGETS), help="only compile, for a GPU that this machine does not have"
+    )
+    parser.add_argument("--every", type=int, default=1, help="measure only every n-th candidate and the last")
     options = parser.parse_args()
     if options.compile:
         set_compile_target(options.compile)
@@ -303,11 +307,11 @@ def main() -> None:
             print(json.dumps(asdict(compiled)), flush=True)
         return
     if options.rows is None:
-        parser.error("say where the rows are to be kept")
+        parser.error("give the file for the rows")
     device = torch.device("cuda")
     rows = ResumedTable(options.rows, device)
     if not rows.fill(Tuning(REAL, device).cases(), options.seconds):
-        print(f"{len(rows.rows())} cases are measured, and not all: run it again")
+        print(f"{len(rows.rows())} cases are measured, but not all: run this again")
         return
     architecture = name_architecture(device)
     write_choice(options.table, architecture, choose(rows.rows()))

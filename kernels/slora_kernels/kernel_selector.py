@@ -41,5 +41,5 @@ def select_kernels(name: str, device: torch.device) -> Kernels:
     if chosen not in _CLASSES:
         raise ValueError(f"no kernels named {name!r}; choose auto, {', '.join(_CLASSES)}")
     if chosen == "numba" and device.type != "cpu":
-        raise ValueError(f"kernels 'numba' run on a CPU only, not on {device}; choose auto or triton")
+        raise ValueError(f"the kernels 'numba' run only on a CPU, not on {device}; choose auto or triton")
     return cast(Kernels, kernel_class(chosen).on(device))  # type: ignore[attr-defined]

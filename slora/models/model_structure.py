@@ -448,7 +448,7 @@ def _version() -> str:
 
 def main() -> int:
     """Prints the spec. If the model is refused, prints the reason and returns the exit code `REFUSED_EXIT_CODE`."""
-    parser = argparse.ArgumentParser(description="Describe a model that transformers' own classes compute.")
+    parser = argparse.ArgumentParser(description="Describes a model that transformers' classes compute.")
     parser.add_argument("directory", type=Path)
     options = parser.parse_args()
     logging.set_verbosity_error()

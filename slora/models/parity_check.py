@@ -66,7 +66,9 @@ def check_parity(
     _compare(model, spec, unquantized, kernels, device, prompts, "")
     far = [name for name, length in lengths.items() if length > _MAX_REAL_LENGTH]
     if far:
-        condition = f" once {', '.join(far)} {'is' if len(far) == 1 else 'are'} cut to {_SHORT_LENGTH} tokens"
+        condition = (
+            f" once {', '.join(far)} {'is' if len(far) == 1 else 'are'} reduced to {_SHORT_LENGTH} tokens"
+        )
         with model.shorten_lengths(_MAX_REAL_LENGTH, _SHORT_LENGTH):
             _compare(model, spec, unquantized, kernels, device, prompts, condition)
 

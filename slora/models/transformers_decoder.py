@@ -50,7 +50,7 @@ class _CurrentStep:
 
     @property
     def step(self) -> _StepInputs:
-        assert self._step is not None, "a module was called outside a step"
+        assert self._step is not None, "a module of the model was called outside a step"
         return self._step
 
     @property

@@ -106,7 +106,9 @@ def _number(config: Mapping[str, Any], name: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_COUNT:
-        raise ValueError(f"{name} is {_abbreviate(value)}; it must be a number of at most {_MAX_COUNT}")
+        raise ValueError(
+            f"{name} is {_abbreviate(value)}; it must be a number from -{_MAX_COUNT} to {_MAX_COUNT}"
+        )
     return float(value)
 
 
@@ -185,7 +187,7 @@ def read_model_defaults(directory: Path) -> GenerationDefaults:
     path = directory / GENERATION_NAME
     text = path.read_text() if path.is_file() else None
     for reason in find_unsupported_fields(text):
-        _log.warning("%s: %s, which this server does not honour", directory, reason.message)
+        _log.warning("%s: %s, which this server ignores", directory, reason.message)
     try:
         return read_generation_defaults(text)
     except ValueError as error:

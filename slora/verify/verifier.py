@@ -206,7 +206,7 @@ def _find_warnings(prompts: Sequence[PromptCheck], request: VerificationRequest)
     trained_on = str(config.get("base_model_name_or_path") or "")
     if trained_on and Path(trained_on).name not in str(request.model.resolve()):
         warnings.append(
-            f"it was trained on {trained_on!r}; make sure that {str(request.model)!r} is that model"
+            f"the adapter was trained on {trained_on!r}; make sure that {str(request.model)!r} is that model"
         )
     return warnings
 

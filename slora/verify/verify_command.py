@@ -67,12 +67,15 @@ def _report_unusable(reasons: Sequence[Reason], *, as_json: bool) -> int:
 
 
 def _format_report(found: Verification, arguments: argparse.Namespace) -> Iterable[str]:
-    yield f"{arguments.directory} on {arguments.model}, {found.dtype}, {found.kernels} kernels, beside peft"
+    yield (
+        f"{arguments.directory} on {arguments.model}, {found.dtype}, {found.kernels} kernels, compared "
+        "with peft"
+    )
     yield ""
-    yield f"modules: {len(found.modules)} of the base's {found.num_modules} are adapted"
+    yield f"modules: {len(found.modules)} of the base model's {found.num_modules} are adapted"
     yield from _format_table(["module", "layers", "rank", "scale", "deviation"], _module_rows(found.modules))
     yield ""
-    yield "layers: largest deviation of what a module adds, relative to its largest entry"
+    yield "layers: largest deviation of a module's LoRA delta, relative to its largest entry"
     yield from _format_table(["layer", "deviation", "of"], _layer_rows(found.modules))
     yield ""
     yield "answers: greedy; log-probability is the mean over the answer's tokens"

@@ -56,7 +56,9 @@ def read_header(path: Path) -> list[StoredTensor]:
             file_bytes = os.fstat(file.fileno()).st_size
             header_bytes = int.from_bytes(file.read(8), "little")
             if file_bytes < 8 or header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
-                raise _damaged(path, f"its header claims {header_bytes} bytes of a file of {file_bytes}")
+                raise _damaged(
+                    path, f"it states a header of {header_bytes} bytes, but has only {file_bytes} bytes"
+                )
             header = json.loads(file.read(header_bytes), object_pairs_hook=_refuse_duplicates)
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from error

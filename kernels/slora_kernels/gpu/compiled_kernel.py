@@ -71,7 +71,7 @@ def _measure_cubin(cubin: bytes) -> tuple[int, int]:
         command = [str(_CUOBJDUMP), "--dump-resource-usage", file.name]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usage = _USAGE.search(printed)
-    assert usage is not None, f"no resource usage in what cuobjdump printed: {printed}"
+    assert usage is not None, f"the output of cuobjdump has no resource usage: {printed}"
     registers, stack, local = map(int, usage.groups())
     return registers, stack + local
 

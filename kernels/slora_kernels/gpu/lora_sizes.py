@@ -160,7 +160,9 @@ def read_sizes(path: Path) -> dict[str, LoraSizes]:
     try:
         tables = json.loads(path.read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path.name} is no JSON ({error}); have bench/gpu/tune.py write it") from error
+        raise ValueError(
+            f"{path.name} is not JSON ({error}); write the table with bench/gpu/tune.py"
+        ) from error
     if not isinstance(tables, dict) or _DEFAULT not in tables:
         raise ValueError(f"{path.name} has no {_DEFAULT!r}, the sizes of GPUs that it does not name; add it")
     return {name: _read_sizes(_JsonFields(f"{path.name}: {name}", fields)) for name, fields in tables.items()}
@@ -202,7 +204,7 @@ class _JsonFields:
         whole = [value for value in bounds[:-1] if type(value) is int]
         if bounds[-1] is not None or len(whole) < len(bounds) - 1 or whole != sorted({*whole}):
             raise ValueError(
-                f"{path} have {bound} {bounds}; they must be numbers that ascend, and null at the end"
+                f"{path} have {bound} {bounds}; they must be ascending numbers, with null at the end"
             )
         return places
 

@@ -52,7 +52,7 @@ def test_sizes_are_looked_up_by_width_then_rank(tmp_path: Path) -> None:
         (lambda t: t["default"]["expand"][0].update(max_width=9), r"max_width \[9\]; .* null at the end"),
         (
             lambda t: t["default"]["shrink"].insert(0, t["default"]["shrink"][0]),
-            r"max_width \[None, None\]; they must be numbers that ascend",
+            r"max_width \[None, None\]; they must be ascending numbers",
         ),
     ),
 )
@@ -70,5 +70,5 @@ def test_a_broken_table_says_where_and_what_may_stand_there(
 def test_a_table_that_is_no_json_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text("{")
-    with pytest.raises(ValueError, match=r"table.json is no JSON .*tune"):
+    with pytest.raises(ValueError, match=r"table.json is not JSON .*tune"):
         read_sizes(path)

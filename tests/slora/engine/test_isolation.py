@@ -197,7 +197,7 @@ def test_a_device_that_computes_nothing_any_more_ends_the_engine(
     engine.add(ask("a", None))
     engine.step()
     break_forward(engine, monkeypatch, lambda batch: True)
-    with pytest.raises(DeviceFailed, match="cpu computes nothing any more: RuntimeError: CUDA error"):
+    with pytest.raises(DeviceFailed, match="cpu no longer computes: RuntimeError: CUDA error"):
         engine.step()
 
 

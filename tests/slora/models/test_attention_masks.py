@@ -31,7 +31,7 @@ def test_a_window_that_no_sequence_outgrows_is_none() -> None:
 def test_a_causal_mask_is_one() -> None:
     assert describe_mask_difference(causal_mask_function, None, LENGTHS, MAX_POSITIONS) is None
     told = describe_mask_difference(causal_mask_function, 21, LENGTHS, MAX_POSITIONS)
-    assert told is not None and "told a window of 21 tokens" in told
+    assert told is not None and "has a window of 21 tokens" in told
 
 
 def test_masks_that_pages_do_not_know_are_described_by_the_first_tokens_that_differ() -> None:

@@ -290,7 +290,7 @@ REFUSED = {
     ),
     "rope_of_phi3": (
         {"model_type": "phi3", "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        "rope_scaling.rope_type is 'linear'; this model_type has default, longrope only",
+        "rope_scaling.rope_type is 'linear'; this model_type supports only default, longrope",
     ),
     "old_rope_of_gemma3": (
         {
@@ -302,7 +302,7 @@ REFUSED = {
     ),
     "quantized": (
         {"quantization_config": {"bits": 4}},
-        "quantization_config.quant_method is None; served are compressed-tensors, fp8, fbgemm_fp8; give the",
+        "quantization_config.quant_method is None; supported are compressed-tensors, fp8, fbgemm_fp8; use the",
     ),
     "dynamic": (
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},

@@ -40,7 +40,7 @@ def test_check_finds_a_page_that_is_lost_or_has_two_owners(held: list[int]) -> N
     space = SwapSpace(4)
     assert space.allocate(1) == [0]
     space.check_invariants([0])
-    with pytest.raises(AssertionError, match=r"3 host pages are free, \d held, of 4"):
+    with pytest.raises(AssertionError, match=r"3 host pages are free and \d are held, of 4"):
         space.check_invariants(held)
 
 

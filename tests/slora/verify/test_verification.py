@@ -205,7 +205,7 @@ def test_an_untrained_adapter_is_equal_with_a_warning(
     assert main(["adapter", "verify", str(tmp_path), "--model", str(kit.directory), "--device", "cpu"]) == 0
     page = capsys.readouterr().out
     assert "warning: the adapter has no effect" in page
-    assert "warning: it was trained on 'somebody/Other-Model'" in page
+    assert "warning: the adapter was trained on 'somebody/Other-Model'" in page
     assert "not served: README.md, optimizer.pt" in page
     assert page.endswith("verdict: equal\n")
 

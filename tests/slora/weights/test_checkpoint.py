@@ -58,13 +58,13 @@ def test_shards_as_transformers_saves_them_hold_every_tensor(tmp_path: Path) -> 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"has no tensor 'd', which its config\.json calls for"):
+    with pytest.raises(ConfigError, match=r"has no tensor 'd', which its config\.json requires"):
         Checkpoint(tmp_path).find("d", (1,))
 
 
 def test_a_tensor_of_another_shape_is_refused_with_both(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"a has shape \[2, 3\]; config\.json calls for \[3, 2\]"):
+    with pytest.raises(ConfigError, match=r"a has shape \[2, 3\]; config\.json requires \[3, 2\]"):
         Checkpoint(tmp_path).find("a", (3, 2))
 
 

@@ -213,7 +213,7 @@ def test_weights_with_a_scale_for_each_block_can_be_rounded_again_by_row(
 REFUSED = {
     "gptq": (
         {"quant_method": "gptq", "bits": 4},
-        r"quant_method is 'gptq'; served are compressed-tensors, fp8",
+        r"quant_method is 'gptq'; supported are compressed-tensors, fp8",
     ),
     "marlin": ({**compressed("int8", "channel"), "format": "marlin-24"}, r"format is 'marlin-24'"),
     "four_bits": (compressed("int8", "channel", num_bits=4), r"only symmetric 8-bit numbers are served"),
@@ -223,7 +223,7 @@ REFUSED = {
     ),
     "groups": (
         compressed("int8", "group", group_size=32),
-        r"strategy is 'group'; served are tensor, channel",
+        r"strategy is 'group'; supported are tensor, channel",
     ),
     "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, r"fmt is 'e5m2'; only e4m3 is served"),
     "sparse": (
