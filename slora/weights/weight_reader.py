@@ -178,8 +178,8 @@ class WeightReader:
         ]
         if unknown:
             raise ConfigError(
-                f"{self._checkpoint.directory} holds {len(unknown)} tensors that its config.json does not call for, "
-                f"{unknown[0]!r} for one; leaving them out would serve another model"
+                f"{self._checkpoint.directory} has {len(unknown)} tensors that its config.json does not describe, such "
+                f"as {unknown[0]!r}; without them, slora would serve a different model"
             )
 
 
