@@ -35,7 +35,7 @@ class TokenGaps:
         now = simulation.now + seconds
         for chunk in plan.chunks:
             request_id = chunk.sequence.request.request_id
-            if chunk.draws and simulation.outcomes[request_id].request.tenant < NUM_WARM:
+            if chunk.sampled_sequences and simulation.outcomes[request_id].request.tenant < NUM_WARM:
                 last_s = self._last_s.get(request_id)
                 if last_s is not None and now > WARM_UP_S:
                     self.gaps.append(now - last_s)

@@ -35,7 +35,7 @@ class ServiceMeter:
             end = min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt)
             self._seen[request.request_id] = max(seen, end)
             if counts:
-                self.service[request.tenant] += max(0, end - seen) + 2 * len(chunk.draws)
+                self.service[request.tenant] += max(0, end - seen) + 2 * len(chunk.sampled_sequences)
 
 
 def fairness_rows(duration_s: float) -> list[Row]:

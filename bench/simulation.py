@@ -223,7 +223,9 @@ class Simulation:
         for observer in self._observers:
             observer.observe(self, plan, seconds)
         self.source.now += seconds
-        sampled = [self._draw(sequence) for chunk in plan.chunks for sequence in chunk.draws]
+        sampled = [
+            self._sample_token(sequence) for chunk in plan.chunks for sequence in chunk.sampled_sequences
+        ]
         started_s = time.perf_counter()
         outputs = self.scheduler.postprocess(plan, sampled)
         self.postprocess_s = time.perf_counter() - started_s
@@ -243,7 +245,7 @@ class Simulation:
         totals.starts += sum(1 for s in plan.rows_to_write if s.request.adapter is not None and s.index == 0)
         return self.machine.costs.step_seconds(work)
 
-    def _draw(self, sequence: Sequence) -> SampledToken:
+    def _sample_token(self, sequence: Sequence) -> SampledToken:
         token, stops_after = self._tokens[sequence.request.request_id]
         if sequence.search is not None and self.setup.beams is not None:
             thread = self.outcomes[sequence.request.request_id].request.thread

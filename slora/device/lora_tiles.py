@@ -44,7 +44,11 @@ def cut_token_tiles(chunks: Sequence[Chunk], limits: TileLimits) -> StepTiles:
 
 def cut_head_tiles(chunks: Sequence[Chunk], limits: TileLimits) -> StepTiles:
     """Cuts the sampling rows into tiles, for adapters that change the output head. All of them are decode rows."""
-    runs = [(_adapter(c) if _targets(c).head else None, len(c.draws)) for c in chunks if c.draws]
+    runs = [
+        (_adapter(c) if _targets(c).head else None, len(c.sampled_sequences))
+        for c in chunks
+        if c.sampled_sequences
+    ]
     if limits.decode_tokens is None:
         return StepTiles(list(_cut(runs, limits.tokens)), 0)
     tiles = list(_cut(runs, limits.decode_tokens))

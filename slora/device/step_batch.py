@@ -73,8 +73,8 @@ class StepBatch:
         targets = join_targets(chunks)
         tiles = cut_token_tiles(chunks, limits)
         head_tiles = cut_head_tiles(chunks, limits) if targets.head else StepTiles([], 0)
-        draws = [chunk.draws for chunk in chunks]
-        last_rows = np.repeat(starts[1:] - 1, [len(drawn) for drawn in draws])
+        sampled = [chunk.sampled_sequences for chunk in chunks]
+        last_rows = np.repeat(starts[1:] - 1, [len(sequences) for sequences in sampled])
         prompts = find_prompt_rows(chunks, starts)
         scored = [token for asked in prompts for token in asked.tokens]
         arrays: list[IntArray | npt.NDArray[np.float32]] = [
@@ -108,7 +108,7 @@ class StepBatch:
             adapts_embedding=targets.embedding,
             head_lora=_join_tiles(head_tiles, tile_tensors, targets.max_group_rank),
             sample_rows=sample_rows,
-            sampling=[sequence for drawn in draws for sequence in drawn],
+            sampling=[sequence for sequences in sampled for sequence in sequences],
             prompts=prompts,
         )
 

@@ -32,7 +32,10 @@ class PagesNotMoved(SloraError):
 
 class StepRunner(Protocol):
     def run(self, plan: StepPlan) -> list[SampledToken]:
-        """One token per sequence in the chunks' `draws`, in order. Raises PagesNotMoved, or the computation's error."""
+        """One token per sequence in the chunks' `sampled_sequences`, in order.
+
+        Raises PagesNotMoved, or the computation's error.
+        """
 
     def probe(self) -> None:
         """Computes a token of the base model, independently of all requests. Raises DeviceFailed if that fails."""
@@ -42,7 +45,7 @@ class StepRunner(Protocol):
 class StepResult:
     """The outcome of a step.
 
-    sampled: one token per sequence in the `draws` of the chunks that were computed, in order.
+    sampled: one token per sequence in the `sampled_sequences` of the chunks that were computed, in order.
     culprits: chunks that fail when they are computed alone.
     given_up: chunks that were not isolated within the limit of runs.
     """
@@ -86,7 +89,7 @@ class FaultIsolation:
             sampled = self._try([chunks[at] for at in group])
             if sampled is not None:
                 tokens = iter(sampled)
-                computed |= {at: [next(tokens) for _ in chunks[at].draws] for at in group}
+                computed |= {at: [next(tokens) for _ in chunks[at].sampled_sequences] for at in group}
             elif len(group) == 1:
                 result.culprits.append(chunks[group[0]])
             else:
@@ -102,7 +105,7 @@ class FaultIsolation:
     def _try(self, chunks: list[Chunk]) -> list[SampledToken] | None:
         """Computes some chunks of the step. Returns None if that fails too."""
         # The failed run may have counted tokens that were lost, so the rows of the sampling table are written again.
-        started = [sequence for chunk in chunks for sequence in chunk.draws]
+        started = [sequence for chunk in chunks for sequence in chunk.sampled_sequences]
         try:
             return self._runner.run(StepPlan(chunks=chunks, rows_to_write=started))
         except Exception as error:

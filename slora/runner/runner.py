@@ -111,7 +111,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[SampledToken]:
-        """Runs one step. Returns one token for each sequence in the chunks' `draws`, in order.
+        """Runs one step. Returns one token for each sequence in the chunks' `sampled_sequences`, in order.
 
         Prompt logprobs are stored on the sequences. When this function returns or raises, the host's copies of the
         loaded adapters are no longer read. Raises PagesNotMoved, or the error of the computation.
@@ -158,13 +158,13 @@ class Runner:
         return batch, self._forward(batch)
 
     def _draw(self, batch: StepBatch, hidden: Tensor) -> list[SampledToken]:
-        num_draws = len(batch.sampling)
-        compute_prompt_logprobs(hidden[num_draws:], batch.prompts, self._score)
-        if not num_draws:
+        num_sampled = len(batch.sampling)
+        compute_prompt_logprobs(hidden[num_sampled:], batch.prompts, self._score)
+        if not num_sampled:
             return []
         deltas = LoraDeltas(batch.head_lora, self.memory, self.kernels)
         return sample(
-            self._model.logits(hidden[:num_draws], deltas), self._sampling, batch.sampling, self.kernels
+            self._model.logits(hidden[:num_sampled], deltas), self._sampling, batch.sampling, self.kernels
         )
 
     def _move_pages(self, plan: StepPlan) -> list[AdapterLoad]:

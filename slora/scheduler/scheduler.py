@@ -187,7 +187,7 @@ class Scheduler:
     def postprocess(self, plan: StepPlan, sampled: list[SampledToken]) -> list[StepOutput]:
         """Appends the sampled tokens to the sequences of `plan`, and ends the sequences that are finished.
 
-        sampled: one entry for each entry of each chunk's `draws`, in order.
+        sampled: one entry for each entry of each chunk's `sampled_sequences`, in order.
         """
         self.adapters.finish_step(plan)
         self.pins.finish_step(plan)
@@ -203,7 +203,7 @@ class Scheduler:
                 outputs.append(_report_prompt_logprobs(sequence))
             if chunk.forks:
                 self._fork(chunk)
-            for choice in chunk.draws:
+            for choice in chunk.sampled_sequences:
                 token = next(tokens)
                 if not choice.is_finished:  # done if another choice of its request just failed
                     outputs.extend(self._apply_sampled(choice, token))

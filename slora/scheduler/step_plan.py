@@ -50,7 +50,7 @@ class Chunk(NamedTuple):
     forks: tuple[Sequence, ...] = ()
 
     @property
-    def draws(self) -> tuple[Sequence, ...]:
+    def sampled_sequences(self) -> tuple[Sequence, ...]:
         """The sequences that a token is sampled for, in order."""
         return (self.sequence, *self.forks) if self.samples else ()
 
@@ -123,7 +123,7 @@ class StepPlan:
 
 
 class SampledToken(NamedTuple):
-    """The token sampled for one entry of a chunk's `draws`.
+    """The token sampled for one entry of a chunk's `sampled_sequences`.
 
     token_id: None if the logits were not finite.
     proposal: the continuations that a beam proposes; None for other sequences.

@@ -172,7 +172,7 @@ class SchedulerBench:
     def _check_plan(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         assert len(plan.chunks) <= self.scheduler.num_running <= self.config.max_num_seqs
-        assert sum(len(chunk.draws) for chunk in plan.chunks) <= self.config.max_num_seqs
+        assert sum(len(chunk.sampled_sequences) for chunk in plan.chunks) <= self.config.max_num_seqs
         sequences = [chunk.sequence for chunk in plan.chunks]
         assert len(set(map(id, sequences))) == len(sequences), "a sequence is twice in a step"
         slots = [chunk.slot if chunk.slot is not None else 1 << 31 for chunk in plan.chunks]
@@ -189,7 +189,7 @@ class SchedulerBench:
         for chunk in plan.chunks:
             self._check_adapter(chunk)
             self._compute(chunk)
-        return [self._draw(sequence) for chunk in plan.chunks for sequence in chunk.draws]
+        return [self._sample_token(sequence) for chunk in plan.chunks for sequence in chunk.sampled_sequences]
 
     def _spoil_targets(self, plan: StepPlan) -> None:
         """Erases every page and host page that the step would have written."""
@@ -200,7 +200,7 @@ class SchedulerBench:
         saved = {page for _, page in plan.swaps_out}
         self._host_kv = {place: content for place, content in self._host_kv.items() if place[0] not in saved}
 
-    def _draw(self, sequence: Sequence) -> SampledToken:
+    def _sample_token(self, sequence: Sequence) -> SampledToken:
         token = self._choose(sequence)
         if token is None or sequence.search is None:
             return SampledToken(token)
@@ -290,8 +290,8 @@ class SchedulerBench:
         end = chunk.start + chunk.num_tokens
         assert end <= len(sequence.token_ids)
         assert chunk.samples == (end == len(sequence.token_ids))
-        num_draws = 1 if sequence.search is not None else sequence.num_choices
-        assert len(chunk.draws) == (num_draws if chunk.samples else 0)
+        num_sampled = 1 if sequence.search is not None else sequence.num_choices
+        assert len(chunk.sampled_sequences) == (num_sampled if chunk.samples else 0)
         assert sequence.blocks.num_pages * BLOCK_TOKENS >= end
         switch = self.config.rope_switch
         assert sequence.uses_long_rope == (switch is not None and len(sequence.token_ids) > switch)

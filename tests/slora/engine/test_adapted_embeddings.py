@@ -101,7 +101,7 @@ def test_a_step_looks_up_and_adapts_the_head_for_those_alone_who_need_it(
     rows = batch.head_lora.tiles[:, 2].tolist() if batch.head_lora is not None else []
     assert sum(rows) == head_rows
     if batch.head_lora is not None:
-        slots = [chunk.slot for chunk in plan.chunks for _ in chunk.draws]
+        slots = [chunk.slot for chunk in plan.chunks for _ in chunk.sampled_sequences]
         for slot, first, count in batch.head_lora.tiles.tolist():
             assert slots[first : first + count] == [slot] * count
         # A sampled row is a row of its own, although a prefill chunk produced it.

@@ -41,7 +41,7 @@ class Runner:
         error = self._fails(numbers)
         if error is not None:
             raise error
-        return [SampledToken(number_of(chunk)) for chunk in plan.chunks for _ in chunk.draws]
+        return [SampledToken(number_of(chunk)) for chunk in plan.chunks for _ in chunk.sampled_sequences]
 
     def probe(self) -> None:
         if self.is_lost:
@@ -82,7 +82,7 @@ def test_rows_of_the_sampling_table_are_written_again_and_pages_move_once() -> N
     chunk = make_chunk(0, num_forks=1)
     FaultIsolation(runner).run(StepPlan(chunks=[chunk, make_chunk(1)], copies=[(1, 2)]))
     again = next(plan for plan, run in zip(runner.plans, runner.runs, strict=True) if run == [0])
-    assert again.rows_to_write == list(chunk.draws)
+    assert again.rows_to_write == list(chunk.sampled_sequences)
     assert [plan.copies for plan in runner.plans] == [[(1, 2)], [], []]
 
 

@@ -75,14 +75,14 @@ def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return warpers(torch.zeros(1, 1, dtype=torch.long), logits[None].double())[0].softmax(-1)
 
 
-def check_fits(draws: torch.Tensor, probabilities: torch.Tensor) -> None:
+def check_fits(samples: torch.Tensor, probabilities: torch.Tensor) -> None:
     """Pearson's chi-square test at about five standard deviations, with the cube-root approximation of Wilson and
     Hilferty."""
-    counts = torch.bincount(draws, minlength=VOCAB_SIZE).double()
+    counts = torch.bincount(samples, minlength=VOCAB_SIZE).double()
     possible = probabilities > 0
     assert counts[~possible].sum() == 0, "a token that was filtered out was drawn"
     # Rare tokens share a bin, because the approximation needs a few expected samples in each bin.
-    expected = probabilities * len(draws)
+    expected = probabilities * len(samples)
     rare = possible & (expected < 5)
     observed = torch.cat((counts[possible & ~rare], counts[rare].sum()[None]))
     expected = torch.cat((expected[possible & ~rare], expected[rare].sum()[None]))
@@ -114,8 +114,8 @@ def test_draws_over_seeds_follow_the_filtered_distribution(params: SamplingParam
     logits = random_logits(1)[0]
     count = 20_000 if soak else 5_000
     sequences = [make_sequence(params, seed=seed) for seed in range(count)]
-    draws = torch.tensor(tokens_of(logits.expand(count, -1), sequences))
-    check_fits(draws, distribution(logits, params))
+    samples = torch.tensor(tokens_of(logits.expand(count, -1), sequences))
+    check_fits(samples, distribution(logits, params))
 
 
 def test_a_gpus_kernels_choose_the_same_tokens() -> None:
@@ -137,10 +137,10 @@ def test_a_gpus_kernels_choose_the_same_tokens() -> None:
 def test_draws_over_the_positions_of_one_answer_follow_the_distribution() -> None:
     logits, params = random_logits(1)[0], SamplingParams()
     sequences = [make_sequence(params, seed=1234, num_tokens=n) for n in range(1, 3001)]
-    draws = torch.tensor(tokens_of(logits.expand(len(sequences), -1), sequences))
-    check_fits(draws, distribution(logits, params))
+    samples = torch.tensor(tokens_of(logits.expand(len(sequences), -1), sequences))
+    check_fits(samples, distribution(logits, params))
     # Consecutive samples must be independent too, so pairs are tested.
-    pairs = (draws[:-1] < 12) * 2 + (draws[1:] < 12)
+    pairs = (samples[:-1] < 12) * 2 + (samples[1:] < 12)
     share = distribution(logits, params)[:12].sum()
     check_fits(pairs, torch.tensor([(1 - share) ** 2, *[share * (1 - share)] * 2, share**2, *[0] * 20]))
 
@@ -215,8 +215,8 @@ def test_a_row_of_nothing_but_minus_infinity_fails() -> None:
 def test_tokens_of_minus_infinity_are_never_drawn() -> None:
     logits = random_logits(1).repeat(500, 1)
     logits[:, ::2] = -math.inf
-    draws = tokens_of(logits, [make_sequence(SamplingParams(temperature=2.0), seed=n) for n in range(500)])
-    assert all(token is not None and token % 2 == 1 for token in draws)
+    samples = tokens_of(logits, [make_sequence(SamplingParams(temperature=2.0), seed=n) for n in range(500)])
+    assert all(token is not None and token % 2 == 1 for token in samples)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
